@@ -1,6 +1,9 @@
-"""Draws docs/images/fed.svg from the tables of docs/benchmarks.md: bin/_chart.py [PAGE PICTURE].
+"""Draw docs/images/fed.svg from the tables in docs/benchmarks.md.
 
-What a turn feeds the model, as a share of its prompt: a count, so it is the same on any machine.
+    bin/_chart.py [PAGE PICTURE]
+
+The chart shows how many tokens of a turn's prompt are fed to the model. These are counts, so they
+are the same on any machine.
 """
 
 import re
@@ -37,7 +40,11 @@ WIDTH, LEFT, BAR, ROW, TOP = 760, 24, 440, 74, 58
 
 
 def figures(page: str) -> dict[tuple[str, str], tuple[int, int, int]]:
-    """Fed here, the prompt, and fed by mlx_lm.server, by family and case."""
+    """Return the token counts in the tables of `page`, by model family and case.
+
+    Each entry has the tokens fed by mlxcache, the tokens of the prompt, and those fed by
+    mlx_lm.server.
+    """
     found = {}
     for line in page.splitlines():
         cells = [cell.strip() for cell in line.strip("|").split("|")]
@@ -50,7 +57,7 @@ def figures(page: str) -> dict[tuple[str, str], tuple[int, int, int]]:
 
 
 def chart(page: str) -> str:
-    """The picture, as SVG. Raises KeyError where the page lacks a case."""
+    """Return the chart as SVG text. Raises KeyError if the page lacks a case."""
     known = figures(page)
     rows, words = [], []
     for at, (family, case, name) in enumerate(CASES):

@@ -1,7 +1,10 @@
-"""Takes the picture of the dashboard that the README shows: bin/dashboard-picture [FOLDER].
+"""Take the picture of the dashboard for the README.
 
-A real server with the built-in demo model, a made-up afternoon of three agents on it, and Chromium.
-With a FOLDER it also writes there all of the page at 1280 and 360 pixels, light and dark.
+    bin/dashboard-picture [FOLDER]
+
+Runs a server with the built-in demo model, sends it the requests of several agents, and opens the
+dashboard in Chromium. With FOLDER, also writes pictures of the whole page there, 1280 and 360
+pixels wide, light and dark.
 """
 
 from __future__ import annotations
@@ -45,7 +48,7 @@ CHAT = "Explain how a prefix tree shares what two prompts begin with."
 
 
 def head(name: str, copies: int) -> str:
-    """A long system prompt, as agents have it."""
+    """Return a long system prompt such as agents have. `copies` sets its length."""
     lines = [f"You are {name}, a coding agent. You work in the user's repository."]
     for copy in range(copies):
         for tool in TOOLS:
@@ -55,7 +58,7 @@ def head(name: str, copies: int) -> str:
 
 
 class Talk:
-    """One conversation of one client's."""
+    """Conversation of one client with a server."""
 
     def __init__(self, url: str, client: str, session: str, system: str):
         self._http = httpx.Client(base_url=url, timeout=600)
@@ -63,7 +66,7 @@ class Talk:
         self.messages: list[dict[str, Any]] = [{"role": "system", "content": system}]
 
     def to(self, url: str) -> None:
-        """Go on with a server at another address."""
+        """Continue the conversation with a server at another address."""
         self._http = httpx.Client(base_url=url, timeout=600)
 
     def ask(self, text: str, tokens: int = 40) -> None:
@@ -75,7 +78,7 @@ class Talk:
         self.messages.append({"role": "assistant", "content": reply})
 
     def start(self, text: str, tokens: int) -> threading.Thread:
-        """A request whose end nobody waits for."""
+        """Send a request in a thread that discards the reply; return the thread."""
         messages = [*self.messages, {"role": "user", "content": text}]
         body = {"messages": messages, "max_tokens": tokens, "temperature": 0, "stream": True}
         body["logit_bias"] = {"0": -100, "1": -100, "2": -100}
@@ -96,13 +99,13 @@ class Talk:
 
 
 def result(path: str, lines: int) -> str:
-    """What a tool found, as a person's message carries it."""
+    """Return text that looks like the result of a search tool, with `lines` lines."""
     rows = (f"{path}:{7 * i + 3}: value = settings.get('key_{i}')" for i in range(lines))
     return "Result of Grep:\n" + "\n".join(rows)
 
 
 def morning(url: str) -> list[Talk]:
-    """What happened before a restart of the server."""
+    """Send the requests before the server's restart; return the conversations to continue."""
     agent = head("Claude Code", 4)
     flake = Talk(url, "claude-cli/2.1.329", "7f3a", agent)
     upload = Talk(url, "claude-cli/2.1.329", "b81c", agent)
@@ -115,7 +118,7 @@ def morning(url: str) -> list[Talk]:
 
 
 def afternoon(url: str, talks: list[Talk]) -> None:
-    """What happened after it."""
+    """Send the requests after the server's restart."""
     flake, upload, review = talks
     for talk in talks:
         talk.to(url)
@@ -151,7 +154,7 @@ def afternoon(url: str, talks: list[Talk]) -> None:
 
 @contextmanager
 def scene(home: Path) -> Iterator[Served]:
-    """A server on which all that has happened."""
+    """Run a server that has received all requests of the picture, with one restart."""
     flags = (
         "--ram",
         "640MB",
@@ -171,7 +174,7 @@ def scene(home: Path) -> Iterator[Served]:
 
 
 def shown(browser: Browser, *selectors: str) -> None:
-    """Wait until the page has all of these."""
+    """Wait until the page has an element for each of the CSS `selectors`."""
     wanted = list(selectors)
     while wanted:
         wanted = [one for one in wanted if not browser.run(FOUND, one)]
@@ -179,7 +182,7 @@ def shown(browser: Browser, *selectors: str) -> None:
 
 
 def take(browser: Browser, folder: Path | None) -> None:
-    """The pictures."""
+    """Save the picture and, with `folder`, the pictures of the whole page."""
     browser.look(width=1280, height=1450)
     time.sleep(2)
     PICTURE.parent.mkdir(exist_ok=True)

@@ -1,15 +1,15 @@
-"""Reports assignments to other objects' attributes, and the shape of the package.
+"""Report assignments to other objects' attributes, and figures of the package's structure.
 
     bin/_ownership.py [CHECKOUT]
 
-State has one owner: an attribute is set through `self`, or in the function that made the object.
-Any other assignment to an attribute is an outside one, except of a record: a class of the same
-module, an object per thread, or a class in RECORDS; and of an object in FOREIGN. A callback (a
-method, or a field that is a Callable) is never replaced from outside. The class of an object is
-known by an annotation in the function, else by the names in RECORDS, else by the attribute, where
-only records have it.
+State has one owner: an attribute may be set through `self`, or in the function that created the
+object. Any other assignment to an attribute is an outside assignment. Exceptions are records (a
+class of the same module, an object per thread, or a class in RECORDS) and the attributes in
+FOREIGN. A callback, which is a method or a Callable field, may never be replaced from outside. The
+class of an object is taken from an annotation in the function, else from the variable names in
+RECORDS, else from the attribute, if only records have it.
 
-Exits with 1 where there are more outside assignments than BUDGET.
+Exits with 1 if there are more than BUDGET outside assignments.
 """
 
 from __future__ import annotations
@@ -45,7 +45,10 @@ FOREIGN = {
 
 @dataclass(frozen=True)
 class Record:
-    """A class whose objects the functions of one package fill in, and how they name them."""
+    """A class whose attributes the functions of one package may set.
+
+    `names` are the variables that hold its objects in that package.
+    """
 
     package: str
     names: frozenset[str]
@@ -83,7 +86,7 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 @dataclass
 class Fields:
-    """Attributes of one class: those that are callbacks, and all others."""
+    """Attributes of one class, divided into callbacks and values."""
 
     module: str
     callbacks: set[str] = field(default_factory=set)
@@ -91,7 +94,7 @@ class Fields:
 
 
 def classes(trees: dict[str, ast.Module]) -> dict[str, list[Fields]]:
-    """The classes of the package by name; several may share one."""
+    """Return the attributes of all classes by class name. Several classes may have one name."""
     found: dict[str, list[Fields]] = {}
     for module, tree in trees.items():
         for node in ast.walk(tree):
@@ -113,7 +116,7 @@ def _fields(module: str, node: ast.ClassDef) -> Fields:
 
 
 def _own_fields(method: Function, found: Fields) -> None:
-    """Add the attributes that a method sets through `self`."""
+    """Add the attributes that a method sets through `self` to `found`."""
     given = {one.arg: one.annotation for one in (*method.args.args, *method.args.kwonlyargs)}
     for node in ast.walk(method):
         if isinstance(node, ast.Assign | ast.AnnAssign):
@@ -128,14 +131,14 @@ def _own_fields(method: Function, found: Fields) -> None:
 
 @dataclass
 class Scope:
-    """Names of one function: those of objects made in it, and the classes of others."""
+    """Variables of one function: those with objects created in it, and the classes of others."""
 
     made: set[str] = field(default_factory=set)
     classes: dict[str, str] = field(default_factory=dict)
 
 
 class Outside(ast.NodeVisitor):
-    """Collects the outside assignments of one module, as (line, target)."""
+    """Visitor that collects the outside assignments of one module as (line, target)."""
 
     def __init__(self, module: str, known: dict[str, list[Fields]]) -> None:
         self.found: list[tuple[int, str]] = []
@@ -195,7 +198,7 @@ class Outside(ast.NodeVisitor):
         self.generic_visit(node)
 
     def _may(self, base: ast.expr, attribute: str) -> bool:
-        """Whether `attribute` of what `base` names may be set here."""
+        """Return whether the attribute of the object `base` may be set here."""
         name = ast.unparse(base)
         if name in ("self", "cls") or any(name in scope.made for scope in self._scopes):
             return True
@@ -212,7 +215,7 @@ class Outside(ast.NodeVisitor):
         return bool(owners) and all(self._is_record(kind, attribute) for kind in owners)
 
     def _usual(self, name: str) -> str | None:
-        """The record that is named so in this package."""
+        """Return the record that a variable of this name holds in this package, or None."""
         kinds = (kind for kind, record in RECORDS.items() if name in record.names)
         return next((kind for kind in kinds if self._inside(RECORDS[kind].package)), None)
 
@@ -228,7 +231,7 @@ class Outside(ast.NodeVisitor):
 
 
 def _targets(node: ast.Assign | ast.AugAssign | ast.AnnAssign | ast.Delete) -> Iterator[ast.expr]:
-    """Each single target: those of `a, b.c = ...` apart."""
+    """Yield the single targets of an assignment; tuples and lists are taken apart."""
     waiting = list(node.targets) if isinstance(node, ast.Assign | ast.Delete) else [node.target]
     while waiting:
         target = waiting.pop()
@@ -239,18 +242,18 @@ def _targets(node: ast.Assign | ast.AugAssign | ast.AnnAssign | ast.Delete) -> I
 
 
 def _makes(value: ast.expr) -> bool:
-    """Whether an expression makes an object: a call of a class, of `cls`, or of a copy."""
+    """Return whether an expression creates an object: a call of a class, of `cls`, or a copy."""
     last = _called(value).rpartition(".")[2]
     return last.lstrip("_")[:1].isupper() or last in ("cls", "__new__", "copy", "replace")
 
 
 def _called(value: ast.expr | None) -> str:
-    """The name of what is called; empty where nothing is."""
+    """Return the name of the function that an expression calls; empty if it is not a call."""
     return ast.unparse(value.func) if isinstance(value, ast.Call) else ""
 
 
 def _class_name(annotation: ast.expr) -> str:
-    """The class that an annotation names: `Task` of `Task | None` and of `model.Task`."""
+    """Return the name of an annotation's class: `Task` for `Task | None` and for `model.Task`."""
     if isinstance(annotation, ast.BinOp):
         return _class_name(annotation.left)
     if isinstance(annotation, ast.Constant) and isinstance(annotation.value, str):
@@ -262,7 +265,7 @@ def _class_name(annotation: ast.expr) -> str:
 
 
 class Imports:
-    """Which module of the package imports which."""
+    """Imports between the modules of the package."""
 
     def __init__(self, trees: dict[str, ast.Module]):
         self._names = trees.keys()
@@ -282,19 +285,22 @@ class Imports:
                     yield module
 
     def within(self, layer: str) -> dict[str, set[str]]:
-        """Those of one package, its own first page left out."""
+        """Return the imports inside the package `layer`, without its `__init__`."""
         inside = {name for name in self.of if name.startswith(f"{layer}.")}
         return {name: self.of[name] & inside for name in inside}
 
     def single(self) -> list[str]:
-        """Modules that one other module imports: each may be a part of that one."""
+        """Return the modules that only one other module imports.
+
+        Such a module may belong in the module that imports it.
+        """
         packages = {name.rpartition(".")[0] for name in self.of}
         importers = {name: [n for n, of in self.of.items() if name in of] for name in self.of}
         return [n for n, by in importers.items() if len(by) == 1 and n not in packages]
 
 
 def floors(arrows: dict[str, set[str]]) -> int:
-    """Modules on the longest chain of imports; one that comes again ends its chain."""
+    """Return the number of modules on the longest chain of imports. Cycles end a chain."""
     known: dict[str, int] = {}
 
     def height(name: str, above: tuple[str, ...]) -> int:
@@ -307,7 +313,7 @@ def floors(arrows: dict[str, set[str]]) -> int:
 
 
 def optional_fields(tree: ast.Module, name: str) -> int:
-    """Attributes that `name.__init__` leaves None for something else to fill in."""
+    """Return how many attributes the class `name` sets to None in `__init__`, to be set later."""
     for node in ast.walk(tree):
         if isinstance(node, ast.ClassDef) and node.name == name:
             return sum(
@@ -322,7 +328,10 @@ def optional_fields(tree: ast.Module, name: str) -> int:
 
 
 def main(checkout: Path) -> int:
-    """Print the outside assignments and the figures; 1 where there are too many of the former."""
+    """Print the outside assignments and the figures; return the exit status.
+
+    It is 1 if there are more than BUDGET outside assignments.
+    """
     paths = sorted((checkout / PACKAGE).rglob("*.py"))
     sources = {path: path.read_text(encoding="utf-8") for path in paths}
     trees = {_module(path.relative_to(checkout)): ast.parse(sources[path]) for path in paths}

@@ -1,3 +1,3 @@
-"""mlxcache: a model server for coding agents; every turn after the first starts warm."""
+"""Model server for coding agents that keeps the KV of each conversation for reuse."""
 
 __version__ = "0.1.0"

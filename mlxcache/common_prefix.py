@@ -1,4 +1,4 @@
-"""Lengths of common prefixes, of token ids and of texts, by compiled comparisons."""
+"""Lengths of the common prefix of two token sequences or two texts."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ _BLOCK = 4096
 
 
 def common_length(a: Tokens, b: Tokens) -> int:
-    """The number of leading token ids that two arrays of shape (n,) share."""
+    """Return the number of leading token ids that two arrays of shape (n,) have in common."""
     size = min(len(a), len(b))
     if size == 0:
         return 0
@@ -18,7 +18,10 @@ def common_length(a: Tokens, b: Tokens) -> int:
 
 
 def common_characters(a: str, b: str) -> int:
-    """The number of leading characters that two texts share, in O(n)."""
+    """Return the number of leading characters that two texts have in common.
+
+    Takes O(n) time and compares whole blocks of characters.
+    """
     low, high = 0, min(len(a), len(b))
     step = _BLOCK
     while low < high and a[low : low + step] == b[low : low + step]:

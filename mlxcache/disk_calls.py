@@ -1,4 +1,4 @@
-"""Calls that macOS and Linux make in different ways: sync to the disk, and read-ahead."""
+"""System calls that differ between macOS and Linux: sync to disk, and read-ahead."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ _NOT_SUPPORTED = {
 
 
 def sync(fd: int) -> None:
-    """Write an open file or folder to permanent storage; durable on return.
+    """Write an open file or folder to permanent storage. It is durable on return.
 
-    On macOS fsync leaves the bytes in the drive's own cache, which a power failure empties in any
-    order (fsync(2) there); F_FULLFSYNC empties it first. A file system without that call gets
-    fsync. Blocks, on a Mac often for tens of milliseconds. Raises OSError.
+    On macOS, fsync leaves the bytes in the drive's own cache, which a power failure empties in any
+    order (fsync(2) there). F_FULLFSYNC writes that cache to the medium. A file system without that
+    call gets fsync. Blocks, on a Mac often for tens of milliseconds. Raises OSError.
     """
     if SYSTEM == "darwin":
         try:
@@ -48,10 +48,10 @@ def sync(fd: int) -> None:
 
 
 def read_ahead(fd: int, start: int = 0, length: int = 0) -> None:
-    """Ask the system to begin reading bytes [start, start + length) of a file; does not block.
+    """Start reading bytes [start, start + length) of a file in the background. Does not block.
 
-    `length` 0 means up to the file's end. A hint: a system that refuses it is no error. Sources:
-    posix_fadvise(2) on Linux, F_RDADVISE in fcntl(2) on macOS.
+    If `length` is 0, reads up to the end of the file. This is only a hint: errors are ignored.
+    Sources: posix_fadvise(2) on Linux, F_RDADVISE in fcntl(2) on macOS.
     """
     with suppress(OSError):
         if SYSTEM == "darwin":

@@ -46,9 +46,9 @@ URL = "http://127.0.0.1:0"
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """A whole reply. Counts are in tokens.
+    """A finished reply. Counts are in tokens.
 
-    `cached_tokens` of the prompt were not computed; `restored_tokens` of them came from disk.
+    `cached_tokens` are prompt tokens whose KV was reused; `restored_tokens` of them came from disk.
     """
 
     text: str
@@ -62,13 +62,13 @@ class Reply:
 
 
 class Model:
-    """One model, loaded inside `async with`. Use it from one event loop.
+    """A model in this process, loaded inside `async with`. Use it from one event loop only.
 
     `model` is a folder or a Hub id; None is the built-in demo. `settings` are keys of config.toml,
     with the same meaning; that file and environment variables are not read. Raises ConfigError for
-    an unknown setting. Entering raises ModelError or ConfigError if the model cannot be loaded,
+    an unknown setting. Entering raises ModelError or ConfigError if the model cannot be loaded, and
     InUse while a command changes the cache folder. On a Mac, the default cache folder of earlier
-    versions is moved first.
+    versions is moved to the current place first.
     """
 
     def __init__(self, model: str | None = None, **settings: Any):
@@ -100,30 +100,33 @@ class Model:
         await self.close()
 
     async def close(self) -> None:
-        """Cancel running replies, write computed KV to disk, and unload. Safe to call twice."""
+        """Cancel running replies, write computed KV to disk, and unload the model. Idempotent."""
         with self._folder_lock:
             await self._engine.stop()
 
     @property
     def info(self) -> ModelInfo:
-        """The loaded model. Raises RuntimeError outside of `async with`."""
+        """Description of the loaded model. Raises RuntimeError outside of `async with`."""
         if self._engine.info is None:
             raise RuntimeError("The model is loaded inside of `async with`.")
         return self._engine.info
 
     @property
     def sessions(self) -> SessionBook:
-        """Sessions: list, get, patch, fork, delete; `files` exports and imports snapshots."""
+        """Sessions, with methods to list, get, patch, fork and delete them.
+
+        `sessions.files` exports and imports snapshots.
+        """
         return self._engine.sessions
 
     def figures(self) -> dict[str, Any]:
-        """Return the figures of `GET /v1/cache`."""
+        """Return the figures of the cache and of requests: the body of `GET /v1/cache`."""
         return self._engine.figures()
 
     async def chat(
         self, messages: Sequence[Mapping[str, Any]], *, session: str | None = None, **fields: Any
     ) -> Reply:
-        """Generate a whole reply. Arguments and errors are those of `stream`."""
+        """Generate a whole reply. Takes the arguments of `stream` and raises its errors."""
         async with await self.stream(messages, session=session, **fields) as stream:
             whole = await gather_reply(stream)
         last = whole.last
@@ -143,11 +146,11 @@ class Model:
     ) -> Stream:
         """Generate a reply as a stream of `mlxcache.types.Event`.
 
-        `fields` are other fields of a `POST /v1/chat/completions` body: `max_tokens`,
-        `temperature`, `tools`, ... `session` is the session's label. Leaving or closing the stream
-        cancels the reply; the KV computed so far is kept.
+        `fields` are other fields of a `POST /v1/chat/completions` body, such as `max_tokens`,
+        `temperature` or `tools`. `session` is the session's label. Closing the stream cancels the
+        reply; the KV computed so far is kept.
 
-        Raises BadRequest for an invalid or unsupported field, Busy if the queue is full.
+        Raises BadRequest for an invalid or unsupported field, and Busy if the queue is full.
         """
         raw = msgspec.json.encode({"messages": messages, **fields})
         body = decode(ChatRequest, raw)

@@ -13,7 +13,7 @@
     │   ├── TooMany             too many requests of one session are waiting
     │   └── NotReady            the model is still loading, or the server is stopping
     ├── DeadlineExceeded        the time limit of the request, or of the server, has passed
-    ├── GenerationFailed        the model, its tokenizer or its template raised
+    ├── GenerationFailed        the model, its tokenizer or its template failed
     ├── ModelError              the model cannot be loaded or served
     ├── ConfigError             a flag, variable or key in config.toml is wrong
     └── StoreError              an operation of the disk tier failed
@@ -21,7 +21,7 @@
         ├── Gone                a file was evicted before it was read
         ├── Vanished            the store's folder is missing; it is reopened within seconds
         ├── PrefixNotStored     the prefix that a run builds on is not on disk
-        └── DiskFull            the limit, the reserve of free space, or the device is reached
+        └── DiskFull            the disk, its limit or the reserve of free space is used up
 
 `api.errors` maps each to its status and to each API's own shape.
 """
@@ -30,11 +30,14 @@ from __future__ import annotations
 
 
 class MlxcacheError(Exception):
-    """Root of the tree; `str(error)` is a sentence for the user."""
+    """Base class of all errors of mlxcache. `str(error)` is a sentence for the user."""
 
 
 class BadRequest(MlxcacheError):
-    """Error in the request. `param` names the field, `code` is a stable word for programs."""
+    """Error raised if a request is wrong.
+
+    `param` names the wrong field. `code` is a stable word for programs.
+    """
 
     def __init__(self, message: str, *, param: str | None = None, code: str | None = None):
         super().__init__(message)
@@ -43,40 +46,43 @@ class BadRequest(MlxcacheError):
 
 
 class Unsupported(BadRequest):
-    """Request for something that this server does not support."""
+    """Error raised if a request needs something that this server does not support."""
 
     def __init__(self, message: str, *, param: str | None = None, code: str = "unsupported"):
         super().__init__(message, param=param, code=code)
 
 
 class ContextLengthExceeded(BadRequest):
-    """Prompt that alone exceeds the context length or the memory budget."""
+    """Error raised if a prompt alone exceeds the context length or the memory budget."""
 
     def __init__(self, message: str, *, param: str | None = "messages"):
         super().__init__(message, param=param, code="context_length_exceeded")
 
 
 class SnapshotRefused(BadRequest):
-    """Snapshot that is damaged, or was made with another model."""
+    """Error raised if a snapshot is damaged or was made with another model."""
 
     def __init__(self, message: str, *, code: str = "bad_snapshot"):
         super().__init__(message, code=code)
 
 
 class Unauthorized(MlxcacheError):
-    """Missing or wrong key."""
+    """Error raised if the API key is missing or wrong."""
 
 
 class NotFound(MlxcacheError):
-    """Path, request, model or session that does not exist."""
+    """Error raised if a path, request, model or session does not exist."""
 
 
 class TooLarge(MlxcacheError):
-    """Body that exceeds the server's size limit."""
+    """Error raised if a request body exceeds the server's size limit."""
 
 
 class Busy(MlxcacheError):
-    """Request that cannot be served now; `retry_after` is in seconds."""
+    """Error raised if a request cannot be served now.
+
+    `retry_after` is the number of seconds after which the client may try again.
+    """
 
     def __init__(self, message: str, *, retry_after: float = 1.0):
         super().__init__(message)
@@ -84,54 +90,60 @@ class Busy(MlxcacheError):
 
 
 class QueueFull(Busy):
-    """Queue that holds its maximum of waiting requests."""
+    """Error raised if the maximum number of requests is already waiting."""
 
 
 class TooMany(Busy):
-    """Session that has its maximum of waiting requests."""
+    """Error raised if one session or client has too many requests or streams at once."""
 
 
 class NotReady(Busy):
-    """Request to a server whose model is still loading, or that is stopping."""
+    """Error raised if the model is still loading or the server is stopping."""
 
 
 class DeadlineExceeded(MlxcacheError):
-    """Request that exceeded its time limit. Tokens computed so far stay cached."""
+    """Error raised if a request exceeds its time limit. Its computed tokens stay cached."""
 
 
 class GenerationFailed(MlxcacheError):
-    """Exception from the model, its tokenizer or its chat template."""
+    """Error raised if the model, its tokenizer or its chat template fails."""
 
 
 class ModelError(MlxcacheError):
-    """Model that cannot be loaded, or not served with these settings."""
+    """Error raised if a model cannot be loaded, or cannot be served with these settings."""
 
 
 class ConfigError(MlxcacheError):
-    """Wrong flag, environment variable or key of config.toml."""
+    """Error raised if a flag, an environment variable or a key of config.toml is wrong."""
 
 
 class StoreError(MlxcacheError):
-    """Failed operation of the disk tier."""
+    """Error raised if an operation of the disk tier fails."""
 
 
 class Corrupt(StoreError):
-    """File that is damaged, or whose content does not match its name."""
+    """Error raised if a file is damaged, or its content does not match its name."""
 
 
 class Gone(StoreError):
-    """File that was evicted between look-up and reading."""
+    """Error raised if a file was evicted between look-up and reading."""
 
 
 class Vanished(StoreError):
-    """Store folder that is missing or replaced; the server reopens it within seconds."""
+    """Error raised if the store's folder is missing or was replaced.
+
+    The server reopens the folder within seconds. `retry_after` is in seconds.
+    """
 
     retry_after = 2.0
 
 
 class PrefixNotStored(StoreError):
-    """Missing prefix of a run on disk: an earlier run has to be written first."""
+    """Error raised if the prefix on which a run builds is not on disk.
+
+    The earlier run must be written first.
+    """
 
 
 class DiskFull(StoreError):
-    """Full disk tier: its limit, the reserve of free space, or the device is reached."""
+    """Error raised if the disk, its limit or the reserve of free space is used up."""

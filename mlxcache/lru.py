@@ -1,7 +1,7 @@
-"""Bounded containers: values by key, least recently used out first; values by group, oldest first.
+"""Bounded containers: an LRU cache, and a container of the latest values by group.
 
-Both are safe in any thread. Neither copies a value or calls back while its lock is held, except
-for `size`, which must be cheap and must not use the container.
+Both are thread-safe. Values are not copied, and no callback runs while the lock is held, except
+`size`, which must be fast and must not use the container.
 """
 
 from __future__ import annotations
@@ -20,10 +20,13 @@ def _one(_: Any) -> int:
 
 
 class LRU(Generic[K, V]):
-    """Values by key, at most `limit` in total by `size`; by default at most `limit` values.
+    """Cache of values by key, from which the least recently used ones are evicted.
 
-    `get`, `put` and `setdefault` make a value the most recently used. A value that exceeds the
-    limit alone is not kept.
+    The sizes of all values, by `size`, add up to at most `limit`; by default each value counts as
+    1.
+    `get`, `put` and `setdefault` make a value the most recently used. A value larger than the limit
+    is
+    not kept.
     """
 
     def __init__(self, limit: int, size: Callable[[V], int] = _one):
@@ -33,27 +36,27 @@ class LRU(Generic[K, V]):
         self._lock = Lock()
 
     def get(self, key: K) -> V | None:
-        """The value of a key, or None. Makes it the most recently used."""
+        """Return the value of a key and make it the most recently used; None if there is none."""
         with self._lock:
             if key in self._held:
                 self._held.move_to_end(key)
             return self._held.get(key)
 
     def peek(self, key: K) -> V | None:
-        """The value of a key, or None. Does not count as a use."""
+        """Return the value of a key without counting this as a use; None if there is none."""
         with self._lock:
             return self._held.get(key)
 
     def put(self, key: K, value: V) -> list[V]:
-        """Set the value of a key, and evict what exceeds the limit.
+        """Set the value of a key, and evict values until the limit holds.
 
-        Returns the evicted values, least recently used first; a replaced value is not among them.
+        Returns the evicted values, least recently used first. A replaced value is not among them.
         """
         with self._lock:
             return self._put(key, value)
 
     def setdefault(self, key: K, value: V) -> V:
-        """The value of a key; sets it to `value` first where there is none."""
+        """Return the value of a key. If there is none, set it to `value` first."""
         with self._lock:
             if key in self._held:
                 self._held.move_to_end(key)
@@ -62,7 +65,7 @@ class LRU(Generic[K, V]):
             return value
 
     def pop(self, key: K) -> V | None:
-        """Remove a key and return its value, or None."""
+        """Remove a key and return its value; None if there is none."""
         with self._lock:
             value = self._held.pop(key, None)
             if value is not None:
@@ -70,7 +73,7 @@ class LRU(Generic[K, V]):
             return value
 
     def values(self) -> list[V]:
-        """A copy of the values, least recently used first."""
+        """Return a copy of the values, least recently used first."""
         with self._lock:
             return list(self._held.values())
 
@@ -79,7 +82,7 @@ class LRU(Generic[K, V]):
 
     @property
     def total(self) -> int:
-        """The sum of the values' sizes."""
+        """Sum of the values' sizes, in the unit of `size`."""
         return self._total
 
     def _put(self, key: K, value: V) -> list[V]:
@@ -95,10 +98,11 @@ class LRU(Generic[K, V]):
 
 
 class LatestByGroup(Generic[K, V]):
-    """The latest values by group: `each` per group, in all `count` values and `limit` by `size`.
+    """Container of the latest values of each group.
 
-    Adding evicts the oldest value: first of the same group, then of all. Reading does not affect
-    the order.
+    Holds at most `each` values per group, and in total at most `count` values whose sizes, by
+    `size`, add up to at most `limit`. Adding a value evicts the oldest ones, of the same group
+    first. Reading does not affect the order.
     """
 
     def __init__(self, *, each: int, count: int, limit: int, size: Callable[[V], int]):
@@ -109,9 +113,10 @@ class LatestByGroup(Generic[K, V]):
     def add(
         self, group: K, value: V, *, replaced: Sequence[V] = (), each: int | None = None
     ) -> None:
-        """Add a value to a group, in the place of those of the group that are `replaced`.
+        """Add a value to a group and evict the oldest values above the limits.
 
-        `each` overrides the limit per group.
+        Values of the group that are in `replaced`, compared by identity, are removed first. `each`
+        overrides the limit per group for this call.
         """
         with self._lock:
             held = [h for h in self._held if h[0] != group or not any(h[1] is r for r in replaced)]
@@ -125,11 +130,11 @@ class LatestByGroup(Generic[K, V]):
             self._held = tuple(held)
 
     def of(self, group: K) -> tuple[V, ...]:
-        """The values of a group, oldest first."""
+        """Return the values of a group, oldest first."""
         return tuple(value for g, value in self._held if g == group)
 
     def items(self) -> tuple[tuple[K, V], ...]:
-        """All (group, value) pairs, oldest first. An immutable snapshot."""
+        """Return all (group, value) pairs, oldest first, as an immutable snapshot."""
         return self._held
 
     def __len__(self) -> int:
@@ -137,5 +142,5 @@ class LatestByGroup(Generic[K, V]):
 
     @property
     def total(self) -> int:
-        """The sum of the values' sizes."""
+        """Sum of the values' sizes, in the unit of `size`."""
         return sum(self._size(value) for _, value in self._held)

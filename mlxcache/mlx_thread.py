@@ -1,7 +1,7 @@
-"""The MLX thread: one inbox, one way to call and await, one heartbeat.
+"""The MLX thread, which runs all calls of MLX in order and reports its progress.
 
-MLX streams belong to a thread, and arrays made lazily in one thread fail in another, so a single
-thread does every MLX call. This is the only way onto it.
+MLX streams belong to a thread, and arrays created lazily in one thread fail in another. A single
+thread therefore makes every MLX call, and other threads only submit actions to it.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ T = TypeVar("T")
 
 
 class Heartbeat:
-    """The age of the step in progress, as other threads see it.
+    """Age of the step that the MLX thread is running, readable by other threads.
 
-    The MLX thread calls `beat` between steps of seconds at most, and `rest` before it waits.
+    The MLX thread calls `beat` before each step, which takes seconds at most, and `rest` before it
+    waits.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic):
@@ -31,26 +32,27 @@ class Heartbeat:
         self._began_at: float | None = None
 
     def beat(self) -> None:
-        """Note that a step begins."""
+        """Record that a step begins now."""
         self._began_at = self._clock()
 
     def rest(self) -> None:
-        """Mark the thread as idle: `silent_s` is 0 until the next `beat`."""
+        """Record that the thread is idle, so that `silent_s` is 0 until the next `beat`."""
         self._began_at = None
 
     @property
     def silent_s(self) -> float:
-        """Seconds since the step in progress began; 0 if there is none. Any thread."""
+        """Seconds since the current step began, or 0 if there is none. Thread-safe."""
         at = self._began_at
         return 0.0 if at is None else max(0.0, self._clock() - at)
 
 
 class MlxThread:
-    """Runs actions in order on one thread. `post`, `call` and `ask` may be called on any thread.
+    """A thread that runs actions in order. `post`, `call` and `ask` may be called from any thread.
 
-    `on_death(error)` is called on the thread when a posted action raises, which ends it: its state
-    cannot be trusted afterwards. An action of `call` or `ask` raises in the caller instead; if
-    `is_ours(error)`, `run_posted` raises it too, because it is about more than that action.
+    If a posted action raises, the thread ends, because its state may be inconsistent, and calls
+    `on_death(error)` first. An error of an action given to `call` or `ask` is raised in the caller
+    instead. If `is_ours(error)` is True, `run_posted` raises it too, because it concerns more than
+    that action.
     """
 
     def __init__(
@@ -71,21 +73,21 @@ class MlxThread:
     # -- from any thread ---------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Start the thread."""
+        """Start the thread. Call this once."""
         self._thread.start()
 
     def post(self, action: Callable[[], None]) -> None:
-        """Run `action` on the thread after all earlier actions. Does not block."""
+        """Queue `action` to run on the thread after all earlier actions. Does not block."""
         self._inbox.put(action)
 
     def wake(self) -> None:
-        """Wake the loop if it waits for an action."""
+        """Make the thread's loop return if it is waiting for an action."""
         self._inbox.put(_nothing)
 
     def call(self, action: Callable[[], T]) -> Future[T]:
-        """Run `action` on the thread; the future has its result or its exception.
+        """Queue `action` to run on the thread; return a future of its result or exception.
 
-        After `fail(error)`, every future has `error`.
+        After `fail(error)`, every future raises `error`.
         """
         answer: Future[T] = Future()
         with self._lock:
@@ -108,14 +110,14 @@ class MlxThread:
         return answer
 
     async def ask(self, action: Callable[[], T]) -> T:
-        """Run `action` on the thread and await its result; see `call`.
+        """Run `action` on the thread and await its result.
 
-        `action` runs even if the waiting task is cancelled.
+        `action` runs even if the awaiting task is cancelled. After `fail(error)`, raises `error`.
         """
         return await asyncio.shield(asyncio.wrap_future(self.call(action)))
 
     def fail(self, error: BaseException) -> None:
-        """Raise `error` in every caller, waiting or later: the thread has ended."""
+        """Raise `error` in all present and future callers, because the thread has ended."""
         with self._lock:
             self._failure = error
             answers = list(self._open)
@@ -135,7 +137,7 @@ class MlxThread:
             answer.set_result(result)  # type: ignore[arg-type]
 
     def end(self) -> None:
-        """End the thread once everything posted so far has run."""
+        """End the thread after all actions queued so far. Does not block."""
 
         def stop() -> None:
             self._ending = True
@@ -144,11 +146,11 @@ class MlxThread:
 
     @property
     def alive(self) -> bool:
-        """True while the thread runs. Any thread."""
+        """True while the thread is running. Thread-safe."""
         return self._thread.is_alive()
 
     def join(self, seconds: float) -> None:
-        """Wait for the end of the thread, for at most `seconds`."""
+        """Wait at most `seconds` until the thread has ended."""
         if self._thread.is_alive():
             self._thread.join(seconds)
 
@@ -164,9 +166,9 @@ class MlxThread:
                 self._on_death(error)
 
     def run_posted(self, *, block: bool) -> None:
-        """Run what was posted; with `block`, wait for at least one action. On the thread.
+        """Run all queued actions. Called on the thread itself.
 
-        Raises what a posted action raises.
+        With `block`, waits for at least one action. Raises the error of a posted action.
         """
         if block:
             self.heartbeat.rest()
@@ -181,9 +183,9 @@ class MlxThread:
 
     @property
     def has_posted(self) -> bool:
-        """True if an action waits to be run."""
+        """True if an action is waiting to be run."""
         return not self._inbox.empty()
 
 
 def _nothing() -> None:
-    """The action of `wake`."""
+    """Do nothing, as the action that `wake` queues."""

@@ -1,4 +1,4 @@
-"""Owners of requests: with several API keys, KV of one owner is never reused for another."""
+"""Owners of requests. With several API keys, one owner's KV is never reused for another."""
 
 from __future__ import annotations
 
@@ -24,15 +24,16 @@ _MOST_TOKENS = 1 << 20
 
 
 def owner_of(key: str) -> str:
-    """The owner of a key: a digest, the same at every start."""
+    """Return the owner of an API key: a digest that is the same in every process."""
     return blake2b(key.encode(), digest_size=16, person=b"mlxcache owner").hexdigest()
 
 
 def own_ids(ids: Ids, owner: str | None) -> Ids:
-    """Convert token ids to the cache's ids for an owner, shape (n,); for None, return `ids`.
+    """Return the ids under which an owner's tokens are cached, shape (n,).
 
-    The first ones become negative, by a mask of the owner's, so that look-ups by ids, in RAM, on
-    disk and in the table of sessions, never confuse owners.
+    The first ids are changed to negative ones by a mask of the owner, so that look-ups in RAM, on
+    disk and in the table of sessions never match another owner. If `owner` is None, returns `ids`
+    itself.
     """
     if owner is None or not len(ids):
         return ids
@@ -43,7 +44,7 @@ def own_ids(ids: Ids, owner: str | None) -> Ids:
 
 
 def plain_ids(ids: Ids, owner: str | None) -> Ids:
-    """Convert ids back from `own_ids`."""
+    """Return the token ids from which `own_ids` made `ids`."""
     if owner is None or not len(ids):
         return ids
     plain = ids.copy()
@@ -54,6 +55,6 @@ def plain_ids(ids: Ids, owner: str | None) -> Ids:
 
 
 def _mask(owner: str) -> Ids:
-    """A mask of 31 bits for each changed id."""
+    """Return a 31-bit mask for each of the ids that `own_ids` changes."""
     drawn = blake2b(owner.encode(), digest_size=4 * MARKED, person=b"mlxcache ids").digest()
     return (np.frombuffer(drawn, "<u4") & 0x7FFFFFFF).astype(np.int32)

@@ -1,4 +1,4 @@
-"""Files and folders that only their user can read, whatever the umask."""
+"""Creation of files and folders that only their user can read, whatever the umask."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import BinaryIO
 
 
 def make_folder(path: Path) -> None:
-    """Make a folder and its missing parents, each with mode 0700. Raises OSError."""
+    """Create a folder and its missing parents, each with mode 0700. Raises OSError."""
     missing = [path]
     while not missing[-1].parent.exists():
         missing.append(missing[-1].parent)
@@ -17,10 +17,7 @@ def make_folder(path: Path) -> None:
 
 
 def create(path: Path) -> BinaryIO:
-    """Open an empty file for writing, with mode 0600; an existing file is emptied.
-
-    Raises OSError.
-    """
+    """Create or empty a file with mode 0600, and open it for writing. Raises OSError."""
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     if os.name == "posix" and os.fstat(fd).st_uid == os.getuid() and path.is_file():
         os.fchmod(fd, 0o600)  # it may have existed

@@ -1,7 +1,7 @@
-"""The safetensors format: tensors, and headers that are validated before use.
+"""Reading and writing of safetensors headers, which are validated before use.
 
-Format: https://github.com/huggingface/safetensors#format. In addition, files written by mlxcache
-have a checksum of the header in its metadata.
+Files written by mlxcache also have a checksum of the header in its metadata.
+Source: https://github.com/huggingface/safetensors#format
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ ITEM_BYTES: Mapping[str, int] = {
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Tensor:
-    """Bytes of one array, to be written to a file; they must not change while this exists.
+    """Name, dtype, shape and bytes of an array to be written to a file.
 
-    `dtype` is a key of `ITEM_BYTES`; `data` is C-contiguous and holds exactly the elements of
-    `shape`. Raises ValueError where they do not agree.
+    `dtype` is a key of `ITEM_BYTES`. `data` is C-contiguous, has exactly the elements of `shape`,
+    and must not change while this object exists. Raises ValueError if they do not agree.
     """
 
     name: str
@@ -65,12 +65,12 @@ class Tensor:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all elements."""
+        """Total size of the elements, in bytes."""
         return prod(self.shape) * ITEM_BYTES[self.dtype]
 
     @property
     def bytes(self) -> memoryview:
-        """The elements as a flat view of bytes; no copy."""
+        """Flat view of the elements as bytes, without a copy."""
         view = memoryview(self.data)
         return view.cast("B") if view.nbytes else memoryview(b"")
 
@@ -93,12 +93,15 @@ _NO_CHECK = b"0" * 16
 
 
 class Malformed(ValueError):
-    """A file is not a whole safetensors file; the text says why."""
+    """Error raised if a file is not a complete safetensors file. The text says why."""
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Position of a tensor's bytes in a file; `offset` is from its start."""
+    """Name, dtype, shape and position of a tensor in a file.
+
+    `offset` is in bytes from the start of the file.
+    """
 
     name: str
     dtype: str
@@ -109,7 +112,10 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """Header of a file; the places cover its payload without gap or overlap."""
+    """Header of a safetensors file.
+
+    `places` covers the payload without gap or overlap. `nbytes` is the size of the whole file.
+    """
 
     metadata: Mapping[str, str]
     places: tuple[Place, ...]
@@ -119,10 +125,10 @@ class Header:
 def compose(
     metadata: Mapping[str, str], tensors: Sequence[Tensor] | Sequence[Place], *, own: bool = True
 ) -> bytes:
-    """Compose the bytes of a file before its payload, which is the tensors' bytes in order.
+    """Return the bytes of a file up to its payload, which is the tensors' data in order.
 
-    `own`: add a checksum of the header to the metadata. Raises ValueError for two tensors of one
-    name, or a header that is too long.
+    With `own`, a checksum of the header is added to the metadata. Raises ValueError if two tensors
+    have the same name, or the header is too long.
     """
     check = {"check": _NO_CHECK.decode()} if own else {}
     table: dict[str, Any] = {"__metadata__": {**check, **metadata}}
@@ -153,7 +159,7 @@ def _with_check(raw: bytes) -> bytes:
 def read_header(fd: int, *, own: bool = True) -> Header:
     """Read the header of the open file `fd`, and check it against the file's size.
 
-    `own`: the header's checksum must be present and right. Raises Malformed, OSError.
+    With `own`, the header must have a correct checksum. Raises Malformed, OSError.
     """
     size = os.fstat(fd).st_size
     length = _header_length(fd, MAX_HEADER)
@@ -168,7 +174,10 @@ def read_header(fd: int, *, own: bool = True) -> Header:
 
 
 def read_foreign_header(fd: int, *, own: bool) -> Header:
-    """Read a header as `read_header` does, in at most 64 MB of memory, whatever it holds."""
+    """Read and check the header of a file from another machine, in at most 64 MB of memory.
+
+    Raises Malformed if the header is too large, and the errors of `read_header`.
+    """
     length = _header_length(fd, MOST_FOREIGN)
     if not is_foreign_size(_pread(fd, length, _LENGTH)):
         raise Malformed("its header has too many entries")
@@ -176,9 +185,9 @@ def read_foreign_header(fd: int, *, own: bool) -> Header:
 
 
 def _header_length(fd: int, most: int) -> int:
-    """Length of the header of `fd` without the bytes that state it, at most `most`.
+    """Return the length in bytes of the header of `fd`, without the field that states it.
 
-    Raises Malformed, OSError.
+    Raises Malformed if that is more than `most` or the file's size, and OSError.
     """
     size = os.fstat(fd).st_size
     head = os.pread(fd, _LENGTH + len(OPENING), 0)
@@ -194,12 +203,12 @@ def _header_length(fd: int, most: int) -> int:
 
 
 def is_foreign_size(text: bytes) -> bool:
-    """True for a header that `read_foreign_header` accepts by its size and number of entries."""
+    """Return whether `read_foreign_header` accepts a header of this size and number of entries."""
     return len(text) <= MOST_FOREIGN and text.count(b",") + text.count(b":") <= _MOST_VALUES
 
 
 def parse(text: bytes, size: int) -> Header:
-    """Parse the header in `text`, of a file of `size` bytes in all. Raises Malformed."""
+    """Parse and check the header `text` of a file of `size` bytes. Raises Malformed."""
     try:
         table = json.loads(decode_utf8(text, _LENGTH), object_pairs_hook=_unique)
     except NotUtf8 as error:

@@ -1,8 +1,8 @@
-"""Decoding of JSON and plain objects into typed values. Any thread.
+"""Thread-safe decoding of JSON and plain objects into typed values.
 
-msgspec 0.22 inspects a Struct at its first use, without a lock: two threads that do so at the same
-time end the process by SIGSEGV. Here one thread at a time does it.
-https://jcristharif.com/msgspec/api.html
+msgspec 0.22 inspects a Struct at its first use without a lock: if two threads do so at the same
+time, the process ends with SIGSEGV. A lock here prevents that.
+Source: https://jcristharif.com/msgspec/api.html
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ def _decoder(type: Hashable) -> msgspec.json.Decoder[Any]:
 
 
 def decode(type: type[T], text: str | bytes) -> T:
-    """Decode the JSON `text` into a `type`.
+    """Decode the JSON `text` into a value of `type`.
 
-    Raises msgspec.DecodeError (also its subclass ValidationError), UnicodeError, RecursionError.
+    Raises msgspec.DecodeError or its subclass ValidationError, UnicodeError, RecursionError.
     """
     found: T = _decoder(cast(Hashable, type)).decode(text)
     return found
 
 
 def convert(type: type[T], value: Any) -> T:
-    """Convert a plain object to a `type`. Raises msgspec.ValidationError."""
+    """Convert a plain object to a value of `type`. Raises msgspec.ValidationError."""
     _decoder(cast(Hashable, type))
     return msgspec.convert(value, type)

@@ -1,6 +1,6 @@
-"""Frozen values that cross the boundaries between layers and threads.
+"""Immutable values that are passed between layers and threads.
 
-Nothing here imports MLX, Starlette or mlx-lm, so every layer may use it.
+This module does not import MLX, Starlette or mlx-lm, so that every layer can use it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,10 @@ length or the memory budget; `repetition`: the reply repeated itself exactly."""
 
 @dataclass(frozen=True, slots=True)
 class Image:
-    """An image as it was sent: `data` is a PNG, JPEG, GIF or WebP file, `digest` its SHA-256."""
+    """An image as it was sent.
+
+    `data` is a PNG, JPEG, GIF or WebP file, and `digest` its SHA-256.
+    """
 
     data: bytes = field(repr=False, compare=False)
     digest: bytes
@@ -34,7 +37,7 @@ class Image:
 
 @dataclass(frozen=True, slots=True)
 class ImageSpan:
-    """Tokens [start, end) of a prompt, in whose places one image is fed."""
+    """Tokens [start, end) of a prompt, at which one image is fed to the model."""
 
     start: int
     end: int
@@ -49,17 +52,18 @@ TEXTS = "texts"
 class Chat:
     """A conversation in the form that chat templates take, independent of the API.
 
-    `messages` are OpenAI-shaped: `role` (system, developer, user, assistant, tool), `content`
-    (a string; a user's that holds images is a list of strings and Images), and where they apply
-    `reasoning_content`, `tool_calls` (each `{"id", "type": "function", "function": {"name",
-    "arguments": dict}}`), `tool_call_id`, `name`, and `TEXTS`, which no template is given.
-    `tools` are `{"type": "function", "function": {"name", "description", "parameters"}}`.
-    `template_args` are keyword arguments of the template (`enable_thinking`, ...).
-    `breakpoint` is the number of leading messages up to and including the last one that carries a
-    cache_control mark; 0 marks tools or system alone; None: no mark.
-    `keeps`: the client's requests to keep the prompt, each a number of leading messages and the
-    seconds after each use; 0 messages are tools and system.
-    `continue_final`: the last message is an assistant's, and the reply continues it.
+    - `messages` are in OpenAI's form, with `role` (system, developer, user, assistant, tool) and
+      `content`, a string; a user's content with images is a list of strings and Images. Optional
+      keys are `reasoning_content`, `tool_calls` (each `{"id", "type": "function", "function":
+      {"name", "arguments": dict}}`), `tool_call_id`, `name`, and `TEXTS`, which is not passed to
+      templates.
+    - `tools` are `{"type": "function", "function": {"name", "description", "parameters"}}`.
+    - `template_args` are keyword arguments of the template, such as `enable_thinking`.
+    - `breakpoint` is the number of leading messages up to and including the last one with a
+      cache_control mark. 0 marks only tools or system; None means that there is no mark.
+    - `continue_final`: the last message is the assistant's, and the reply continues it.
+    - `keeps` are requests of the client to keep the prompt cached. Each is a number of leading
+      messages (0: tools and system) and the seconds after each use.
     """
 
     messages: Sequence[Mapping[str, Any]]
@@ -72,21 +76,23 @@ class Chat:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Prompt:
-    """The token ids that one request renders to.
+    """The token ids to which a request renders.
 
-    `ids` identify the prompt in the cache. In the places of `images` they are negative, and made
-    from the image's digest, because two images of one size have the same tokens; `tokens` are then
-    the ids that the model is fed. Without images `tokens` is None: `ids` are fed.
-    `marks` are ascending token positions worth a checkpoint: the end of tools and system, of
-    each message, and just before the generation prompt (the last one). `breakpoint` is the
-    token position that `Chat.breakpoint` falls on, or None. `thinking_open`: the prompt ends
-    inside a think block, so the first generated text is reasoning. `continued`: the prompt ends
-    inside the text of an assistant's message, which the reply continues. `generic_tools`: the
-    template has no tools, so they were described in the system text and calls come as
-    `<tool_call>{json}</tool_call>`. `rules`: the rules of canonicalisation that changed the
-    conversation. `names`: replacements in the reply, from the text that the model writes to the
-    text that the client reads. `source`: the input of the rendering, for `prompt.explain`.
-    `keeps`: the client's requests to keep a prefix, as (position, seconds after each use).
+    - `ids` identify the prompt in the cache, and are fed to the model unless `tokens` is set.
+    - `tokens` are the ids fed for a prompt with images, else None. At the places of `images`, `ids`
+      are negative numbers made from the image's digest, since images of one size have the same
+      tokens.
+    - `marks` are ascending token positions at which a checkpoint is useful: the ends of tools and
+      system and of each message, and the start of the reply.
+    - `breakpoint` is the token position of `Chat.breakpoint`, or None.
+    - `thinking_open`: the prompt ends inside a think block, so the reply begins with reasoning.
+    - `continued`: the prompt ends inside an assistant message, which the reply continues.
+    - `generic_tools`: the template does not support tools, so that they are described in the system
+      text and calls have the form `<tool_call>{json}</tool_call>`.
+    - `rules` are the rules of canonicalisation that changed the conversation.
+    - `names` maps text that the model writes to the text that the client receives instead.
+    - `source` is the input of the rendering, for `prompt.explain`.
+    - `keeps` are requests of the client to keep a prefix, as (position, seconds after each use).
     """
 
     ids: Tokens
@@ -104,7 +110,7 @@ class Prompt:
 
     @property
     def fed(self) -> Tokens:
-        """Ids that the model is fed, shape (n,)."""
+        """Token ids that are fed to the model, shape (n,)."""
         return self.ids if self.tokens is None else self.tokens
 
 
@@ -114,13 +120,14 @@ DEFAULTED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """Parameters of sampling, as in mlx-lm.
+    """Sampling parameters, as in mlx-lm.
 
-    `temperature` 0 is greedy. `top_p` 1, `top_k` 0 and `min_p` 0 are off. `repetition_penalty`
-    1 is off; it applies to the newest `repetition_context` tokens, prompt included.
-    `xtc_probability` 0 is off: https://github.com/oobabooga/text-generation-webui/pull/6335.
-    `logit_bias` pairs token ids with additive values. `seed` None draws a fresh one. `unset`:
-    fields that the client did not state, for which the model may have a default of its own.
+    A `temperature` of 0 is greedy. These values are off: `top_p` 1, `top_k` 0, `min_p` 0,
+    `xtc_probability` 0, and `repetition_penalty` 1. The repetition penalty applies to the newest
+    `repetition_context` tokens, including the prompt. `logit_bias` pairs token ids with values to
+    be added. If `seed` is None, a random one is used. `unset` are the fields that the client
+    omitted, for which the model may have defaults.
+    Source of XTC: https://github.com/oobabooga/text-generation-webui/pull/6335
     """
 
     temperature: float = 0.0
@@ -140,11 +147,11 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True)
 class OutputFormat:
-    """The form that a reply's visible text must have.
+    """Format that a reply's visible text must have.
 
-    `value` by `kind`: `json_schema` the schema as JSON text, `regex` a regular expression,
-    `grammar` a Lark or GBNF grammar, `choice` a JSON list of strings, `json_object` empty.
-    `param`: the field of the request's body that it came from, for errors.
+    `value` depends on `kind`: a JSON schema as text for `json_schema`, a regular expression for
+    `regex`, a Lark or GBNF grammar for `grammar`, a JSON list of strings for `choice`, empty for
+    `json_object`. `param` is the field of the request body that required the format, for errors.
     """
 
     kind: Literal["json_object", "json_schema", "regex", "grammar", "choice"]
@@ -154,9 +161,10 @@ class OutputFormat:
 
 @dataclass(frozen=True, slots=True)
 class ToolChoice:
-    """The tools that a reply may or must call.
+    """Tools that a reply may or must call.
 
-    `required`: the reply is at least one call. `names`: the tools that it may call; empty: any.
+    If `required`, the reply consists of at least one call. `names` are the tools that may be
+    called; if empty, all may.
     """
 
     required: bool = False
@@ -169,20 +177,26 @@ WARMING = "warm"
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One request as the engine takes it.
+    """One request to the engine.
 
-    `max_tokens` None: as many as the context leaves. `stop`: strings that end the reply and
-    are not part of it. `tools` None: tool calls are returned as text.
-    `top_logprobs` None: no log-probabilities; 0 to 20: those of the sampled token and of as many
-    of the likeliest. `raw`: a plain completion, whose thinking and calls are returned as text.
-    `retry`: the client marked the request as a retry. `timeout_s`: seconds from submission until
-    it ends in DeadlineExceeded; None: the server's limit.
-    `session` is a label for users, never a key of the cache. `title`: the beginning of the user's
-    first message. `owner`: set by the engine; see `mlxcache.owner`.
-    `choice`: the index of this reply among those of one client's request, which asked for several.
-    `format`: the form of the visible text; None: free. `tool_choice` applies to `tools`; a tool
-    whose `function` has `strict` true is called with valid arguments only. `thinking_budget`: most
-    tokens of a think block; None: no limit.
+    - `max_tokens`: maximum tokens of the reply; None means as many as the context leaves.
+    - `stop`: strings that end the reply and are not part of it.
+    - `tools`: tools that may be called; with None, calls are returned as text. Calls of a tool
+      whose `function` has `strict` true always have valid arguments.
+    - `tool_choice`: which of `tools` may or must be called.
+    - `format`: format of the visible text; None means free text.
+    - `thinking_budget`: maximum tokens of a think block; None means no limit.
+    - `top_logprobs`: None for no log-probabilities, else those of the sampled token and of 0 to 20
+      alternatives are reported.
+    - `raw`: a plain completion, whose thinking and calls are returned as text.
+    - `session`: a label for users, never a key of the cache.
+    - `title`: the beginning of the user's first message.
+    - `owner`: the owner of the request, set by the engine.
+    - `render_s`: seconds that rendering the prompt took.
+    - `retry`: True if the client marked the request as a retry.
+    - `timeout_s`: seconds from submission until the request ends in DeadlineExceeded; with None,
+      the server's limit applies.
+    - `choice`: index of this reply among those that one request of the client asked for.
     """
 
     id: str
@@ -210,10 +224,12 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """Text, log-probability (natural, after penalties and bias) and alternatives of one token.
+    """Text, log-probability and likeliest alternatives of one token.
 
-    Bytes of a token that are no whole character are surrogate escapes in its text. `visible`: the
-    token is a part of the visible text, not of thinking, calls or their markers.
+    `logprob` is a natural logarithm, after penalties and bias. `top` holds alternatives as (text,
+    id, log-probability). Bytes that are not a whole character are surrogate escapes in the text.
+    `visible` is True if the token is part of the visible text, not of thinking, calls or their
+    markers.
     """
 
     token: str
@@ -225,7 +241,10 @@ class TokenLogprob:
 
 @dataclass(frozen=True, slots=True)
 class Admitted:
-    """Event: memory is reserved and the prefix matched. Counts are exact; cached + fed = prompt."""
+    """Event: memory is reserved and the cached prefix is known.
+
+    Counts are exact: cached and fed tokens add up to the prompt.
+    """
 
     prompt_tokens: int
     cached_tokens: int
@@ -234,7 +253,7 @@ class Admitted:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """Event: prompt tokens in the model's cache so far, of all."""
+    """Event: `done` of `total` prompt tokens are in the model's cache."""
 
     done: int
     total: int
@@ -242,7 +261,7 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """The next piece of visible text; empty where it carries only log-probabilities."""
+    """Event: the next piece of visible text, which is empty if it has only log-probabilities."""
 
     text: str
     logprobs: tuple[TokenLogprob, ...] = ()
@@ -250,14 +269,14 @@ class Text:
 
 @dataclass(frozen=True, slots=True)
 class Thinking:
-    """The next piece of reasoning."""
+    """Event: the next piece of reasoning."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """A complete call; `arguments` is a JSON object as a string."""
+    """Event: a complete tool call. `arguments` is a JSON object as text."""
 
     index: int
     id: str
@@ -267,7 +286,7 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """The last event of a reply that did not fail."""
+    """Event: the end of a reply that did not fail. Counts are in tokens."""
 
     reason: FinishReason
     prompt_tokens: int
@@ -287,10 +306,11 @@ Event = Admitted | Progress | Text | Thinking | ToolCall | Finished
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """Description of the served model. Lengths are in tokens; `context_length` limits requests.
+    """Description of the served model. Lengths are in tokens.
 
-    `takes_effort`: the chat template has an argument `reasoning_effort`. `sampling`: the model's
-    defaults for fields of `Sampling` that a client does not state.
+    `context_length` limits requests, and `max_context_length` is the model's own limit.
+    `takes_effort` is True if the chat template has an argument `reasoning_effort`. `sampling` holds
+    the model's defaults for fields of `Sampling` that a client omits.
     """
 
     id: str
@@ -310,7 +330,7 @@ class ModelInfo:
 
 @dataclass(slots=True)
 class RequestRecord:
-    """Record of one request; every number is counted, none estimated. Times are in seconds."""
+    """Measured numbers of one request. Nothing is estimated, and times are in seconds."""
 
     id: str
     session: str | None

@@ -1,4 +1,4 @@
-"""Decode text that a user hands in, and say where it is not UTF-8."""
+"""Decoding of text from users, with the position of bytes that are not UTF-8."""
 
 from __future__ import annotations
 
@@ -17,14 +17,18 @@ BOM = b"\xef\xbb\xbf"
 
 
 class NotUtf8(ValueError):
-    """Bytes that are not UTF-8; the text is a predicate with the position of the first wrong one.
+    """Error raised if bytes are not UTF-8.
 
-    Positions count bytes from 0, lines from 1.
+    The text is a predicate, such as "is not UTF-8: ...", with the position of the first wrong byte.
+    Positions count bytes from 0 and lines from 1.
     """
 
 
 def decode_utf8(raw: bytes, first: int = 0) -> str:
-    """Decode `raw`, which begins at byte `first` of a file, as UTF-8. Raises NotUtf8."""
+    """Decode `raw` as UTF-8. Raises NotUtf8.
+
+    `first` is the position of `raw` in its file, for the position in the error.
+    """
     try:
         return raw.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -40,5 +44,8 @@ def decode_utf8(raw: bytes, first: int = 0) -> str:
 
 
 def read_utf8(path: Path) -> str:
-    """Read a text file with the line ends of any system. Blocks. Raises NotUtf8 and OSError."""
+    """Read a UTF-8 text file, whose line ends may be those of any system. Blocks.
+
+    Raises NotUtf8 and OSError.
+    """
     return decode_utf8(path.read_bytes()).replace("\r\n", "\n").replace("\r", "\n")

@@ -37,9 +37,10 @@ class FailingDevice:
     """Replacement for MLX's evaluation functions in which chosen evaluations fail.
 
     `evaluations` and `failures` count the calls. The parameters are:
+
     - `picks(number)` returns whether the evaluation with that number, from 1 on, fails.
-    - `delay` is how many further evaluations succeed before the error is raised. A wait raises it
-    at once.
+    - `delay` is how many more evaluations succeed before the error is raised; a wait raises it at
+      once.
     - `in_place`: a failed pass leaves wrong numbers only at the new positions of its KV buffers.
       Otherwise whole buffers are wrong, as if MLX had copied them first.
     - `message` is the text of the error.
