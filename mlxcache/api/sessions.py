@@ -28,7 +28,7 @@ from mlxcache.api.http import (
 from mlxcache.errors import BadRequest
 from mlxcache.store.database import store_errors
 from mlxcache.wire.decode import decode
-from mlxcache.wire.titles import to_one_line
+from mlxcache.wire.titles import MAX_NAME, clean_name
 
 if TYPE_CHECKING:
     from mlxcache.sessions.book import SessionBook
@@ -41,8 +41,6 @@ RESTORE_S = 6 * 3600.0
 
 SPACE_CHECK_BYTES = 64 << 20
 """Free space is checked after each of these bytes of a file of unknown size."""
-
-MAX_NAME = 200
 
 Name = Annotated[str, msgspec.Meta(max_length=MAX_NAME)]
 Handler = Callable[[Deps, Request], Awaitable[Response]]
@@ -97,7 +95,7 @@ async def show(deps: Deps, request: Request) -> Response:
 async def patch(deps: Deps, request: Request) -> Response:
     """Rename, pin or unpin a session, and return it."""
     sessions, body = require_sessions(deps), await read_json(request, Patch, deps)
-    name = None if body.name is msgspec.UNSET else to_one_line(body.name or "")
+    name = None if body.name is msgspec.UNSET else clean_name(body.name or "")
     pinned = None if body.pinned is msgspec.UNSET else body.pinned
     changed = await sessions.patch(_id(request), name=name, pinned=pinned)
     return json_response(changed.as_object())
@@ -114,7 +112,7 @@ async def fork(deps: Deps, request: Request) -> Response:
     """Create a session that continues from an existing one. The body may be empty."""
     sessions = require_sessions(deps)
     body = decode(Fork, await read_body(request, deps.settings.max_body_bytes) or b"{}")
-    name = to_one_line(body.name) if body.name else None
+    name = clean_name(body.name) if body.name else None
     made = await sessions.fork(_id(request), name=name, tokens=body.at_tokens)
     return json_response(made.as_object(), 201)
 
@@ -144,7 +142,7 @@ async def restore(deps: Deps, request: Request) -> Response:
     bytes is given by `?prompt_bytes=`.
     """
     files = require_sessions(deps).files
-    name = to_one_line(request.query_params.get("name", ""))[:MAX_NAME] or None
+    name = clean_name(request.query_params.get("name", "")) or None
     announced = request.headers.get("content-length", "")
     folder = files.incoming(int(announced) if announced.isdecimal() else 0)
     left = read_number(request, "prompt_bytes", 0)

@@ -10,11 +10,13 @@ from typing import Annotated, Any
 import typer
 
 from mlxcache.cli import show
+from mlxcache.cli.confirm import Yes, confirm, require_terminal_or_yes
 from mlxcache.cli.output import visible
 from mlxcache.cli.show import Result
 from mlxcache.cli.target import ApiKey, CacheDir, Json, Url, Where, located
 from mlxcache.config import load_settings
 from mlxcache.errors import ConfigError, MlxcacheError, NotFound
+from mlxcache.wire.titles import clean_name
 
 app = typer.Typer(
     name="sessions",
@@ -127,7 +129,7 @@ def rename(
     name: Annotated[str, typer.Argument(metavar="NAME", help='The new name; "" removes it.')],
 ) -> Result:
     """Give a session a name."""
-    return _patch_session(where, id, "Renamed", name=name)
+    return _patch_session(where, id, "Renamed", name=clean_name(name))
 
 
 @app.command()
@@ -145,6 +147,7 @@ def fork(
     ] = None,
 ) -> Result:
     """Make a new session that continues this one. Send its id as X-Session-Id."""
+    name = None if name is None else clean_name(name)
     sessions = where.sessions()
     found = find_session(sessions, id)
     tokens = next(one["tokens"] for one in sessions if one["id"] == found)
@@ -156,9 +159,18 @@ def fork(
 
 @app.command()
 @located
-def rm(where: Where, id: Id) -> Result:
-    """Remove a session and its cached tokens, except those that other sessions share."""
-    found = find_session(where.sessions(), id)
+def rm(where: Where, id: Id, *, yes: Yes = False) -> Result:
+    """Remove a session and its cached tokens, except those that other sessions share.
+
+    Asks first, unless --yes is given.
+    """
+    require_terminal_or_yes(yes=yes)
+    sessions = where.sessions()
+    found = find_session(sessions, id)
+    one = next(one for one in sessions if one["id"] == found)
+    tokens = show.format_count(one["tokens"], "token")
+    pinned = ", pinned" if one["pinned"] else ""
+    confirm(f"Remove {found}, {show.session_name(one)!r} ({tokens}{pinned})?", yes=yes)
     where.delete(found)
     return Result({"id": found, "deleted": True}, f"Removed: {found}")
 

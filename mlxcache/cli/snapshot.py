@@ -9,12 +9,14 @@ from typing import Annotated
 
 import typer
 
+from mlxcache.cli.confirm import Yes, confirm
 from mlxcache.cli.progress import byte_bar
 from mlxcache.cli.sessions import Id, find_session
 from mlxcache.cli.show import Result, format_count
 from mlxcache.cli.target import Where, located
 from mlxcache.config import format_size
 from mlxcache.errors import ConfigError, MlxcacheError, SnapshotRefused
+from mlxcache.wire.titles import clean_name
 
 _EXPECTED = (
     "Expected a file written by `mlxcache snapshot ID -o FILE` or by mlx-lm's "
@@ -54,10 +56,15 @@ def snapshot(
         Format,
         typer.Option(help="mlx-lm writes a file for mlx_lm.generate --prompt-cache-file."),
     ] = Format.MLXCACHE,
+    yes: Yes = False,
 ) -> Result:
-    """Write a session to one file, to continue it on another machine or server."""
+    """Write a session to one file, to continue it on another machine or server.
+
+    Asks before it replaces a file, unless --yes is given.
+    """
     if str(output) == "-":
         raise ConfigError("--output must be a file: a snapshot cannot go to standard output")
+    _confirm_replacing(output, yes=yes)
     found = find_session(where.sessions(), id)
     part = output.with_name(f".{output.name}.part")
     try:
@@ -70,6 +77,19 @@ def snapshot(
         part.unlink(missing_ok=True)
     written = {"id": found, "path": str(output), "bytes": size}
     return Result(written, f"Wrote {output}: {format_size(size)}")
+
+
+def _confirm_replacing(path: Path, *, yes: bool) -> None:
+    """Ask before `path` is replaced. Raises MlxcacheError for no, and if it is no regular file."""
+    try:
+        if not path.exists():
+            return
+        if not path.is_file():
+            raise ConfigError(f"--output must be a regular file, and {path} is none")
+        size = format_size(path.stat().st_size)
+    except OSError as error:
+        raise MlxcacheError(f"{path} cannot be written: {error.strerror}.") from error
+    confirm(f"{path} exists ({size}). Replace it?", yes=yes)
 
 
 @located
@@ -95,6 +115,7 @@ def restore(
     ] = None,
 ) -> Result:
     """Import a session from a snapshot or a prompt cache of mlx-lm; its next turn is warm."""
+    name = None if name is None else clean_name(name)
     check_snapshot(file)
     if prompt == "-":
         prompt = typer.get_text_stream("stdin").read()

@@ -1,4 +1,4 @@
-"""Titles of conversations: the beginning of the first text that a user typed."""
+"""Titles of conversations, from the first text that a user typed, and names that users give."""
 
 from __future__ import annotations
 
@@ -7,8 +7,13 @@ import unicodedata
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from mlxcache.errors import BadRequest
+
 MAX_TITLE = 80
 """Characters of a title."""
+
+MAX_NAME = 200
+"""Characters of a name."""
 
 _MAX_READ = 500_000
 """Characters of a message that are searched: lists of skills and instructions can be long."""
@@ -86,6 +91,18 @@ def title_from_text(text: str) -> str | None:
 def to_one_line(text: str) -> str:
     """Return `text` on one line, without control characters and other invisible characters."""
     return " ".join("".join(map(_visible, text)).split())
+
+
+def clean_name(text: str) -> str:
+    """Return a name that a user gives to a session, on one line.
+
+    Raises BadRequest if it is longer than `MAX_NAME`.
+    """
+    if len(text) > MAX_NAME:
+        raise BadRequest(
+            f"A name has at most {MAX_NAME} characters, this one has {len(text)}.", param="name"
+        )
+    return to_one_line(text)
 
 
 def _typed(text: str) -> str:

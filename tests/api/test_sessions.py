@@ -204,7 +204,10 @@ async def test_a_snapshot_streams_with_its_length(
 async def test_a_snapshot_is_received_into_a_file_that_goes_again(
     client: httpx.AsyncClient, book: FakeBook, tmp_path: Path
 ) -> None:
-    """Also if the snapshot is refused."""
+    """Also if the snapshot is refused. A name that PATCH refuses is refused before."""
+    response = await client.post(f"/v1/sessions?name={'x' * 201}", content=b"x" * 100)
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "name")
+    assert book.asked == []
     response = await client.post("/v1/sessions?name=mine", content=b"x" * 100)
     assert response.status_code == 201
     assert book.asked == [("incoming", 100), ("restore", b"x" * 100, "mine", None)]

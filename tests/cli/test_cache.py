@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
-from mlxcache.cli.cache import print_figures
+from mlxcache.cli.figures import print_figures
 
 FIGURES = {
     "ram": {
@@ -28,14 +30,14 @@ FIGURES = {
 
 
 def printed(figures: dict[str, object], capsys: pytest.CaptureFixture[str]) -> dict[str, list[str]]:
-    """Printed lines by heading."""
+    """Printed lines by heading, without the meaning of each figure."""
     print_figures(figures)
     groups: dict[str, list[str]] = {}
     for line in capsys.readouterr().out.splitlines():
         if line and not line.startswith(" "):
             groups[line] = []
         elif line:
-            groups[next(reversed(groups))].append(" ".join(line.split()))
+            groups[next(reversed(groups))].append(" ".join(re.split("  +", line.strip())[:2]))
     return groups
 
 
@@ -45,19 +47,27 @@ def test_figures_are_printed_under_headings(capsys: pytest.CaptureFixture[str]):
     assert found == {
         "Memory": [
             *("used 26 MB of 600 MB", "withheld 5 MB", "buffer limit -"),
-            *("in use by requests 170 KB", "reserved 112.5 MB", "pressure level normal"),
+            *("in use by requests 170 KB", "reserved 112.5 MB", "memory pressure normal"),
         ],
         "Memory budget, by kind": ["pool 37.5 MB", "kv 196.6 KB"],
         "Disk": ["used 340 KB", "state ok", "pending writes 42 KB"],
         "Disk, by kind": ["index 311 KB"],
         "Prefix tree": ["sessions 1,234"],
-        "Requests": [
+        "Requests since the start": [
             *("total 3", "warm 2", "restored 0", "cold 1"),
-            *("saved tokens 900", "saved seconds 1.5"),
+            *("saved tokens 900", "time saved 1.50 s"),
         ],
         "Requests canonicalised, by rule": ["git status 7"],
         "Other": ["news size 5 KB", "news more 6"],
     }
+
+
+def test_each_figure_has_its_meaning_beside_it(capsys: pytest.CaptureFixture[str]) -> None:
+    print_figures(FIGURES)
+    lines = capsys.readouterr().out.splitlines()
+    assert re.split("  +", next(one for one in lines if one.startswith("  cold")).strip()) == [
+        *("cold", "1", "less than half reused")
+    ]
 
 
 def test_headings_without_figures_are_omitted(capsys: pytest.CaptureFixture[str]):

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
+import pty
 import re
 import shutil
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,6 +19,7 @@ import httpx
 import pytest
 from typer.testing import CliRunner, Result
 
+from mlxcache.cli import confirm
 from mlxcache.cli.main import app
 from mlxcache.cli.remote import NoServer, Remote
 from mlxcache.cli.target import find_server
@@ -131,7 +136,7 @@ def test_a_session_is_named_pinned_forked_and_removed(where: tuple[str, ...]) ->
     assert "50, of which 50 are durable" in output
     assert json.loads(call("sessions", "show", "my try", "--json", *where).output)["pinned"]
     call("sessions", "unpin", "my try", *where)
-    call("sessions", "rm", "my try", *where)
+    call("sessions", "rm", "my try", "--yes", *where)
     after = listing(*where)
     assert {one["id"] for one in after} == before
     assert all(one["durable_tokens"] == one["tokens"] for one in after)
@@ -147,7 +152,7 @@ def test_a_session_is_found_by_title_label_and_id(where: tuple[str, ...]) -> Non
     output = call("sessions", "show", one["title"], *where, status=1).output
     assert made in output.replace("\n", "")
     call("sessions", "rename", made, one["title"], *where)
-    call("sessions", "rm", one["title"], *where)
+    call("sessions", "rm", one["title"], "--yes", *where)
     assert made not in {one["id"] for one in listing(*where)}
 
 
@@ -160,7 +165,7 @@ def test_a_snapshot_is_written_and_imported(where: tuple[str, ...], tmp_path: Pa
     made = json.loads(call("restore", str(file), "--name", "back", "--json", *where).output)
     assert (made["name"], made["tokens"]) == ("back", source["tokens"])
     assert made["durable_tokens"] == made["tokens"]
-    call("sessions", "rm", made["id"], *where)
+    call("sessions", "rm", made["id"], "-y", *where)
     file.write_bytes(b"no snapshot")
     assert "Error" in call("restore", str(file), *where, status=1).output
     assert sorted(path.name for path in tmp_path.iterdir() if path.is_file()) == ["s.safetensors"]
@@ -177,9 +182,9 @@ def test_prompt_caches_of_mlx_lm_are_exported_and_imported(
     assert made["tokens"] == source["tokens"]
     again = call("restore", str(file), "--prompt", "[5, 6]", "--json", *where)
     for id in (made["id"], json.loads(again.output)["id"]):
-        call("sessions", "rm", id, *where)
+        call("sessions", "rm", id, "--yes", *where)
     for command in (
-        ("snapshot", source["id"], "-o", str(file), "--format", "mlx-lm"),
+        ("snapshot", source["id"], "-o", str(file), "--format", "mlx-lm", "--yes"),
         ("restore", str(file), "--prompt", "x"),
         ("restore", str(file)),
     ):
@@ -190,7 +195,7 @@ def test_prompt_caches_of_mlx_lm_are_exported_and_imported(
     "arguments",
     [
         ("sessions", "show", "ses_nothing"),
-        ("sessions", "rm", ""),
+        ("sessions", "rm", "", "--yes"),
         ("sessions", "fork", "ses_", "--at", "9"),
         ("sessions", "fork", "{id}", "--at", "99999"),
         ("snapshot", "ses_nothing", "-o", "x"),
@@ -243,10 +248,10 @@ def test_a_folder_in_use_by_an_unreachable_server_is_read_only(
         assert listing(*offline)
         for change in (
             ("sessions", "pin", id),
-            ("sessions", "rm", id),
+            ("sessions", "rm", id, "--yes"),
             ("sessions", "fork", id),
             ("cache", "prune"),
-            ("cache", "clear"),
+            ("cache", "clear", "--yes"),
         ):
             output = call(*change, *offline, status=1).output
             assert NOWHERE in output
@@ -263,7 +268,7 @@ def test_a_given_address_that_does_not_answer_is_an_error(
     monkeypatch.setenv("MLXCACHE_CACHE_DIR", offline[1])
     assert len(listing()) == 2
     monkeypatch.setenv("MLXCACHE_URL", NOWHERE)
-    output = call("cache", "clear", status=1).output
+    output = call("cache", "clear", "--yes", status=1).output
     assert NOWHERE in output
     assert "MLXCACHE_URL" in output
     assert len(listing(*offline)) == 2
@@ -296,7 +301,11 @@ def test_figures_are_shown_and_files_are_checked(
     printed = call("cache", "stats", *where).output
     assert re.search(r"^Disk\n  used +[\d.]+ [KMG]B", printed, re.MULTILINE)
     if "ram" in figures:  # of a server
-        assert re.search(r"^  index +[\d.]+ [KM]B$", printed, re.MULTILINE)
+        assert re.search(r"^  index +[\d.]+ [KM]B  ", printed, re.MULTILINE)
+    figures_with_words = printed.partition("Requests canonicalised")[0].splitlines()
+    for line in figures_with_words:
+        assert len(line) <= 80, line
+        assert not line.startswith(" ") or len(re.split("  +", line.strip())) == 3, line
     assert "are intact" in call("cache", "check", *where).output
     assert json.loads(call("cache", "check", "--json", *where).output) == {
         "object": "list",
@@ -315,11 +324,13 @@ def test_pruning_and_clearing_without_a_server(offline: tuple[str, str]) -> None
     id = listing(*offline)[0]["id"]
     call("sessions", "pin", id, *offline)
     assert "Freed" in call("cache", "prune", *offline).output
-    done = json.loads(call("cache", "clear", "--json", *offline).output)
+    done = json.loads(call("cache", "clear", "--json", "--yes", *offline).output)
     assert done["sessions"] == 1
     [kept] = listing(*offline)
     assert (kept["id"], kept["durable_tokens"]) == (id, kept["tokens"])
-    assert "Removed 1 session, freed" in call("cache", "clear", "--pinned", *offline).output
+    assert (
+        "Removed 1 session, freed" in call("cache", "clear", "--pinned", "--yes", *offline).output
+    )
     assert "no sessions yet" in call("sessions", *offline).output
 
 
@@ -329,7 +340,7 @@ def test_a_missing_folder_is_empty_and_is_not_made(tmp_path: Path) -> None:
     assert listing(*where) == []
     assert str(tmp_path / "none") in call("sessions", *where).output.replace("\n", "")
     call("cache", "check", *where)
-    call("cache", "clear", *where)
+    call("cache", "clear", "--yes", *where)
     assert json.loads(call("cache", "stats", "--json", *where).output)["sessions"] == 0
     call("sessions", "show", "x", *where, status=1)
     assert not (tmp_path / "none").exists()
@@ -354,3 +365,99 @@ def test_an_address_without_an_mlxcache_server_is_refused() -> None:
     with pytest.raises(NoServer):
         Remote(NOWHERE).sessions()
     assert not Remote(NOWHERE).answers()
+
+
+REMOVING = (
+    ("sessions", "rm", "one"),
+    ("cache", "clear"),
+    ("snapshot", "one", "-o", "{file}"),
+)
+
+
+@pytest.mark.parametrize("command", REMOVING, ids=lambda one: " ".join(one[:2]))
+def test_what_removes_or_replaces_asks_first(
+    offline: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Any
+) -> None:
+    """Off a terminal it wants --yes; at one it changes nothing for a no."""
+    file = tmp_path / "kept"
+    file.write_bytes(b"precious")
+    words = [word.format(file=file) for word in command]
+    refused = call(*words, *offline, status=2).output
+    assert "--yes" in refused
+    monkeypatch.setattr(confirm, "can_ask", lambda: True)
+    for answer in ("n\n", "\n"):
+        result = CliRunner().invoke(app, [*words, *offline], input=answer)
+        assert result.exit_code == 1
+        assert "? [y/N]" in result.output
+        assert "Nothing was changed." in result.output
+    assert len(listing(*offline)) == 2
+    assert file.read_bytes() == b"precious"
+    result = CliRunner().invoke(app, [*words, *offline], input="y\n")
+    assert result.exit_code == 0, result.output
+    left = {"rm": 1, "clear": 0, "one": 2}[words[1]]
+    assert len(listing(*offline)) == left
+    assert (file.read_bytes() == b"precious") is (words[0] != "snapshot")
+
+
+def test_the_question_names_what_would_go(
+    where: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(confirm, "can_ask", lambda: True)
+    one = next(one for one in listing(*where) if one["label"] == "one")
+
+    def ask_and_refuse(*words: str) -> str:
+        return " ".join(CliRunner().invoke(app, [*words, *where], input="n\n").output.split())
+
+    removing = ask_and_refuse("sessions", "rm", one["id"])
+    assert f"Remove {one['id']}, 'Fix the bug in the parser' ({one['tokens']} tokens)?" in removing
+    assert re.search(
+        r"Remove 2 sessions and all cached tokens .+, [\d.]+ [KM]B on disk\?",
+        ask_and_refuse("cache", "clear"),
+    )
+    (tmp_path / "old").write_bytes(b"x" * 1500)
+    replacing = ask_and_refuse("snapshot", one["id"], "-o", str(tmp_path / "old"))
+    assert "old exists (1.5 KB). Replace it?" in replacing
+    assert len(listing(*where)) == 2
+
+
+def test_a_snapshot_replaces_no_device(offline: tuple[str, str], tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    refused = call("snapshot", "one", "-o", str(pipe), "--yes", *offline, status=2).output
+    assert "must be a regular file" in refused
+    assert pipe.is_fifo()
+
+
+def test_a_name_that_the_server_refuses_is_refused_everywhere(
+    where: tuple[str, ...], tmp_path: Path
+) -> None:
+    """By `rename`, `fork` and `restore`, with a server and without; none is cut."""
+    file = tmp_path / "s.safetensors"
+    call("snapshot", "one", "-o", str(file), *where)
+    long = "x" * 201
+    for words in (
+        ("sessions", "rename", "one", long),
+        ("sessions", "fork", "one", "--name", long),
+        ("restore", str(file), "--name", long),
+    ):
+        assert "at most 200 characters" in call(*words, *where, status=1).output
+    assert len(listing(*where)) == 2
+    made = json.loads(call("restore", str(file), "--name", " a\x1b b", "--json", *where).output)
+    call("sessions", "rm", made["id"], "--yes", *where)
+    assert made["name"] == "a b"
+
+
+def test_the_question_is_asked_at_a_real_terminal(offline: tuple[str, str]) -> None:
+    """On standard error, so that the output can go to a file."""
+    ours, theirs = pty.openpty()
+    command = [sys.executable, "-m", "mlxcache.cli.main", "cache", "clear", "--json", *offline]
+    with subprocess.Popen(command, stdin=theirs, stderr=theirs, stdout=subprocess.PIPE) as asked:
+        os.close(theirs)
+        shown = b""
+        while b"[y/N]" not in shown:
+            shown += os.read(ours, 1000)
+        os.write(ours, b"y\n")
+        assert asked.stdout is not None
+        assert json.loads(asked.stdout.read())["sessions"] == 2
+    os.close(ours)
+    assert asked.returncode == 0

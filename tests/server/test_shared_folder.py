@@ -157,8 +157,8 @@ def test_what_one_removes_the_other_goes_on_with(begin: Begin, home: Path) -> No
             assert two.http.delete(f"/v1/sessions/{session['id']}").status_code == 200
 
     def clear() -> None:
-        command = [sys.executable, "-m", "mlxcache.cli.main", "cache", "clear", "--json"]
-        where = ["--cache-dir", str(home / "cache")]
+        command = [sys.executable, "-m", "mlxcache.cli.main", "cache", "clear", "--yes"]
+        where = ["--json", "--cache-dir", str(home / "cache")]
         done = subprocess.run([*command, *where], capture_output=True, text=True, check=True)
         assert json.loads(done.stdout)["sessions"] == 2
 

@@ -1,0 +1,39 @@
+"""Confirmation of commands that remove or replace something: a question, or --yes."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+
+from mlxcache.errors import ConfigError, MlxcacheError
+
+Yes = Annotated[
+    bool,
+    typer.Option("--yes", "-y", metavar="", help="Do not ask first; needed without a terminal."),
+]
+
+
+def require_terminal_or_yes(*, yes: bool) -> None:
+    """Check that the user can be asked, unless `yes`. Raises ConfigError."""
+    if not yes and not can_ask():
+        raise ConfigError(
+            "this command asks before it removes or replaces something, and there is no terminal "
+            "to ask at: add --yes"
+        )
+
+
+def confirm(question: str, *, yes: bool) -> None:
+    """Ask on standard error and return if the answer is yes; with `yes`, do not ask. Blocks.
+
+    Raises ConfigError without a terminal, and MlxcacheError if the answer is another one.
+    """
+    require_terminal_or_yes(yes=yes)
+    if not yes and not typer.confirm(question, err=True):
+        raise MlxcacheError("Nothing was changed.")
+
+
+def can_ask() -> bool:
+    """Return True if a user can read a question and answer it."""
+    return sys.stdin.isatty() and sys.stderr.isatty()

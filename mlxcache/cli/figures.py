@@ -1,0 +1,184 @@
+"""Printing of the cache's figures (`GET /v1/cache`): under headings, each with its meaning."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+from rich.text import Text
+
+from mlxcache.cli import show
+from mlxcache.cli.output import console
+from mlxcache.config import format_size
+
+_RULES = "Requests canonicalised, by rule"
+
+_GROUPS = (
+    ("Memory", ("ram", "active_bytes", "reserved_bytes", "mlx", "pressure")),
+    ("Memory budget, by kind", ("ram.kinds",)),
+    ("Disk", ("disk", "pending_bytes", "restores")),
+    ("Disk, by kind", ("disk.kinds",)),
+    ("Prefix tree", ("sessions", "tree_tokens", "segments", "checkpoints", "bytes_per_token")),
+    ("Requests since the start", ("requests", "queue", "saved")),
+    ("Tokens since the start", ("tokens", "anticipated")),
+    ("Evictions from RAM", ("evictions",)),
+    (_RULES, ("canonicalised",)),
+)
+"""Headings, each with the keys of `GET /v1/cache` shown below it; the longest key wins."""
+
+_OTHER: tuple[str, tuple[str, ...]] = ("Other", ())
+
+_LEGEND = {
+    "ram.used_bytes": ("used", "prefixes that are kept, of --ram"),
+    "ram.high_water_bytes": ("high water", "the most that was ever reserved"),
+    "ram.withheld_bytes": ("withheld", "of --ram, while memory is short"),
+    "ram.buffers": ("buffers", "MLX arrays that are held"),
+    "ram.buffer_limit": ("buffer limit", "arrays that the device allows"),
+    "active_bytes": ("in use by requests", "besides the prefixes"),
+    "reserved_bytes": ("reserved", "for computing and MLX's pool"),
+    "mlx.active_bytes": ("MLX active", "arrays of MLX, with the weights"),
+    "mlx.pool_bytes": ("MLX pool", "freed buffers that MLX keeps"),
+    "pressure.level": ("memory pressure", "normal, warning or critical"),
+    "pressure.footprint_bytes": ("process", "as the system counts its memory"),
+    "pressure.most_footprint_bytes": ("process, most", "since the start"),
+    "pressure.expected_bytes": ("process, expected", "the most, by weights and --ram"),
+    "ram.kinds.pool": ("pool", "freed buffers that MLX keeps"),
+    "ram.kinds.transient": ("transient", "what a forward pass needs"),
+    "ram.kinds.pending": ("pending writes", "copies on their way to disk"),
+    "ram.kinds.kv": ("kv", "keys and values of tokens"),
+    "ram.kinds.checkpoints": ("checkpoints", "states of recurrent layers"),
+    "ram.kinds.states": ("states", "of conversations in use"),
+    "ram.kinds.batch": ("batch", "copies for replies in a batch"),
+    "ram.kinds.images": ("images", "image rows of a prompt"),
+    "ram.kinds.import": ("import", "a prompt cache that is read"),
+    "ram.kinds.withheld": ("withheld", "while memory is short"),
+    "disk.used_bytes": ("used", "of --disk"),
+    "disk.written_bytes": ("written", "since the start"),
+    "disk.written_tokens": ("written tokens", "since the start"),
+    "disk.evicted_files": ("evicted files", "since the start"),
+    "disk.quarantined": ("quarantined", "damaged files, set aside"),
+    "disk.files": ("files", "of KV and checkpoints"),
+    "disk.state": ("state", "suspended: writing fails, see the log"),
+    "disk.written_per_cached_token": ("written per token", "of what is cached"),
+    "disk.tokens": ("tokens", "whose KV is on disk"),
+    "disk.pinned_bytes": ("pinned", "of pinned sessions"),
+    "pending_bytes": ("pending writes", "not on disk yet"),
+    "restores.ok": ("restored pieces", "read from disk and verified"),
+    "restores.corrupt": ("corrupt pieces", "damaged, computed again"),
+    "disk.kinds.runs": ("runs", "keys and values of tokens"),
+    "disk.kinds.checkpoints": ("checkpoints", "states of recurrent layers"),
+    "disk.kinds.index": ("index", "sessions and places of files"),
+    "sessions": ("sessions", "named conversations"),
+    "tree_tokens": ("tokens", "held, each shared prefix once"),
+    "segments": ("segments", "runs of tokens between branches"),
+    "checkpoints": ("checkpoints", "states of layers that cannot be cut"),
+    "bytes_per_token": ("bytes per token", "of keys and values"),
+    "requests.total": ("total", "that have ended"),
+    "requests.warm": ("warm", "half or more reused, from RAM"),
+    "requests.restored": ("restored", "half or more reused, some from disk"),
+    "requests.cold": ("cold", "less than half reused"),
+    "queue.waiting": ("waiting", "now, not computed yet"),
+    "queue.limit": ("may wait", "of --queue; more are answered 503"),
+    "queue.prefill": ("reading prompts", "now"),
+    "queue.decode": ("writing replies", "now"),
+    "saved.tokens": ("saved tokens", "reused, with a measured cost"),
+    "saved.seconds": ("time saved", "what they would have taken"),
+    "tokens.prompt": ("prompt", "of all requests"),
+    "tokens.cached": ("cached", "of these: reused"),
+    "tokens.restored": ("restored", "of those: from disk"),
+    "tokens.fed": ("fed", "prompt tokens that were computed"),
+    "tokens.generated": ("generated", "of all replies"),
+    "tokens.drafted": ("drafted", "guessed by the draft model"),
+    "tokens.accepted": ("accepted", "of these: as the model writes"),
+    "anticipated.tokens": ("anticipated", "computed ahead, while idle"),
+    "anticipated.used_tokens": ("anticipated, used", "of these: needed by a turn"),
+    "evictions.spilled": ("spilled", "entries that stay on disk"),
+    "evictions.dropped": ("dropped", "entries that were in RAM alone"),
+}
+"""Label and meaning of each figure, by its path in `GET /v1/cache`; rules have neither."""
+
+
+class Line(NamedTuple):
+    """One printed figure."""
+
+    label: str
+    value: str
+    meaning: str = ""
+
+
+def print_figures(figures: Mapping[str, Any]) -> None:
+    """Print the figures of `GET /v1/cache` under headings; unknown keys come last."""
+    groups = list(_group_lines(figures))
+    lines = [line for _, found in groups for line in found]
+    label = max((len(line.label) for line in lines), default=0)
+    value = max((len(line.value) for line in lines), default=0)
+    out = console()
+    for number, (heading, found) in enumerate(groups):
+        out.print(Text(heading if not number else f"\n{heading}", "bold"))
+        for line in found:
+            text = Text(f"  {line.label:<{label}}  {line.value:<{value}}")
+            text.append(f"  {line.meaning}", "dim")
+            text.rstrip()
+            out.print(text)
+
+
+def _group_lines(figures: Mapping[str, Any]) -> Iterator[tuple[str, list[Line]]]:
+    """Yield headings with their lines; headings without lines are omitted."""
+    flat = dict(_flatten(figures))
+    places: dict[str, list[tuple[int, str]]] = {heading: [] for heading, _ in (*_GROUPS, _OTHER)}
+    for path in flat:
+        heading, place = _find_place(path)
+        places[heading].append((place, path))
+    for heading, found in places.items():
+        # the sort keeps the order of the figures under one key
+        paths = [path for _, path in sorted(found, key=lambda one: one[0])]
+        lines = [line for path in paths for line in _line(path, flat)]
+        if found and heading == _RULES:
+            lines = [one for one in lines if one.value != "0"] or [Line("none", "")]
+        if lines:
+            yield heading, lines
+
+
+def _flatten(figures: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the path and value of each figure that is no object."""
+    for key, value in figures.items():
+        if isinstance(value, Mapping):
+            yield from _flatten(value, f"{above}{key}.")
+        else:
+            yield above + key, value
+
+
+def _find_place(path: str) -> tuple[str, int]:
+    """Return the heading of a figure and the number of its key there, by the longest key."""
+    found = [
+        (len(key), heading, number)
+        for heading, keys in _GROUPS
+        for number, key in enumerate(keys)
+        if path == key or path.startswith(f"{key}.")
+    ]
+    _, heading, number = max(found, default=(0, _OTHER[0], 0))
+    return heading, number
+
+
+def _line(path: str, flat: Mapping[str, Any]) -> Iterator[Line]:
+    """Yield the line of one figure; a limit stands beside the used bytes instead."""
+    above, _, key = path.rpartition(".")
+    if key == "limit_bytes" and f"{above}.used_bytes" in flat:
+        return
+    text = _format_value(path, flat[path])
+    if key == "used_bytes" and flat.get(f"{above}.limit_bytes"):
+        text += f" of {_format_value(path, flat[f'{above}.limit_bytes'])}"
+    short = path if _find_place(path) == (_OTHER[0], 0) else key
+    plain = short.removesuffix("_bytes").replace("_", " ").replace(".", " ")
+    label, meaning = _LEGEND.get(path, (plain, ""))
+    yield Line(label, text, meaning)
+
+
+def _format_value(path: str, value: Any) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return str(value)
+    if path.endswith(("_bytes", "per_token", "per_cached_token")) or ".kinds." in path:
+        return format_size(int(value))
+    return show.format_duration(value) if path.endswith("seconds") else f"{value:,}"
