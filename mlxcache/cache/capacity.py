@@ -38,7 +38,7 @@ def pool_bytes(limit: int) -> int:
 def pending_bytes(limit: int, layout: Layout) -> int:
     """Return the maximum bytes of copies that wait to be written to disk.
 
-    `limit`: the whole budget in bytes. 0 if KV of this layout is not cached.
+    `limit`: the whole budget in bytes. The result is 0 if KV of this layout is not cached.
     """
     if not layout.cacheable:
         return 0

@@ -148,9 +148,9 @@ class KVCache:
         return reusable(self.layout, self.tree.match(ids, touch=False), len(ids))[0]
 
     def measure(self, paths: Sequence[Tokens]) -> Held:
-        """Return the reusable tokens in RAM of each path, and the bytes of all paths together.
+        """Return how many tokens of each path are reusable in RAM, and the bytes of all paths.
 
-        Bytes shared by several paths are counted once. Changes nothing.
+        `paths`: token ids. Bytes shared by several paths are counted once. Changes nothing.
         """
         tokens, nbytes = [], 0
         ends: dict[int, int] = {}
@@ -377,9 +377,9 @@ class KVCache:
     def finish(self, lease: Lease, ids: Tokens) -> None:
         """Commit and persist all that a request computed. The lease stays until `release`.
 
-        Nothing is committed if a restore is incomplete. If a pass produced NaN, its tokens are
-        removed instead. Waits for the device, and raises the device's error before doing anything
-        else.
+        Nothing is committed if a restore is incomplete. If the model produced NaN, what the request
+        computed is removed instead. Waits for the device, and raises the device's error before
+        doing anything else.
         """
         if lease.awaiting_state:
             return
@@ -440,7 +440,8 @@ class KVCache:
         """Remove from both tiers what a request computed, because the model produced NaN.
 
         Keeps the prefix that the request reused, and what other requests share, as far as their KV
-        is finite: an earlier request may have left NaN too. The lease stays, without a node.
+        is finite: an earlier request may have left NaN too. The lease stays, but its lock on the
+        tree is released.
         """
         kept = self._finite_prefix(ids, min(lease.cached, finite_upto(lease.lineage)))
         log.warning("model produced NaN; kept %d of %d tokens", kept, len(ids))
@@ -480,7 +481,7 @@ class KVCache:
     # -- removing ----------------------------------------------------------------------------------
 
     def forget(self, ids: Tokens, keep: int) -> int:
-        """Remove from RAM all of `ids` beyond its first `keep` tokens, and everything below.
+        """Remove from RAM all of `ids` beyond its first `keep` tokens, and what continues it.
 
         KV that a request uses or that is not on disk yet stays. Returns the number of tokens
         removed.
@@ -532,12 +533,12 @@ class KVCache:
 
     @property
     def writing(self) -> bool:
-        """Whether a path is locked in RAM because it is not on disk yet."""
+        """True if a path is locked in RAM because it is not on disk yet."""
         return self.disk is not None and self.disk.write_behind.busy
 
     @property
     def can_pump(self) -> bool:
-        """Whether `pump` has something to do."""
+        """True if `pump` has results to collect or a job to give to the writer."""
         return self.disk is not None and self.disk.write_behind.ready
 
     def pump(self, *, decoding: bool) -> None:
@@ -591,5 +592,5 @@ class KVCache:
 
 
 def _without_waiting(lease: Lease) -> Literal["no", "idle"]:
-    """Return the lease's way of making room, with "wait" for writes replaced by "idle"."""
+    """Return how a lease makes room, with "wait" (for writes to disk) replaced by "idle"."""
     return "no" if lease.evict == "no" else "idle"

@@ -73,8 +73,8 @@ class Placement:
         """Continue the idle lineage that needs the fewest copied tokens, or fill a new one.
 
         The result holds the first `cached` tokens of `match`, has room for `least` positions, and
-        is marked as in use. Reserves the bytes for it, making room as `evict` says. Returns None if
-        there is no room.
+        is marked as in use. Reserves the bytes for it; `evict` is the mode of making room. Returns
+        None if there is no room.
         """
         spans: list[Span] = match.spans(cached) if cached else []
         best, cost = -1, cached
@@ -90,7 +90,7 @@ class Placement:
         return self._copy(spans, cached, least, evict)
 
     def _tail(self, owner: Lineage, end: int) -> int:
-        """Return the number of positions from `end` on that the tree uses in `owner`."""
+        """Return how many positions of `owner` from `end` on the tree uses."""
         held = self._tree.live_range(owner)
         return max(0, held[1] - end) if held else 0
 
@@ -127,8 +127,9 @@ class Placement:
     ) -> Placed | None:
         """Continue a request in the buffers of the lineage of `spans[at]`.
 
-        This is done in place if its buffers start at position 0 and hold `least` positions;
-        otherwise they are copied into larger ones. Returns None if there is no room.
+        This is done in place if its buffers start at position 0 and have room for `least`
+        positions; otherwise they are copied into larger ones. Copies the spans after it behind its
+        own. Returns None if there is no room.
         """
         owner, _, end = spans[at]
         cached = spans[-1][2]
@@ -158,10 +159,11 @@ class Placement:
 
     @contextmanager
     def charged(self, lineage: Lineage, capacity: int, leased: bool = False) -> Iterator[None]:
-        """Context in which `lineage` gets buffers of `capacity` positions, already charged.
+        """Context for allocating buffers of `capacity` positions for `lineage`.
 
-        If the body raises, the bytes that were not allocated are released. A lineage that is not
-        `leased` then becomes idle again if its content is intact, and is discarded if not.
+        Their bytes are charged to the budget before. If the body raises, the bytes that were not
+        allocated are released. A lineage that is not `leased` then becomes idle again if its
+        content is intact, and is discarded if not.
         """
         try:
             yield

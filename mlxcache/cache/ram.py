@@ -153,19 +153,19 @@ class RamTier:
         return None
 
     def reserve_kv(self, tokens: int, held: int = 0, *, evict: Evict) -> bool:
-        """Reserve `tokens` more positions; return False if there is no room.
+        """Reserve KV for `tokens` more positions; return False if there is no room.
 
-        `held`: positions of the buffer that is copied; one array of them is needed temporarily.
+        `held`: positions of the buffer that is copied, for which one array is needed temporarily.
         """
         size = tokens * self.layout.bytes_per_token
         return self.reserve("kv", size, held * self.layout.widest, evict=evict)
 
     def reserve(self, kind: str, size: int, passing: int = 0, *, evict: Evict = "idle") -> bool:
-        """Charge `size` bytes to `kind`, making room as `evict` says.
+        """Charge `size` bytes to `kind` of the budget, after making room for them.
 
         A negative `size` releases bytes. `passing`: bytes needed only during the operation, which
-        may use what is set aside for forward passes. Returns False, and charges nothing, if there
-        is no room. May block if `evict` is "wait".
+        may use what is set aside for forward passes. `evict`: the mode of making room; "wait" may
+        block for writes to disk. Returns False, and charges nothing, if there is no room.
         """
         needed = max(0, size) + max(0, passing - self._bytes_of("transient"))
         if not self.make_room(needed, evict=evict):
@@ -181,8 +181,8 @@ class RamTier:
         """Free budget until `size` bytes fit, and return whether they do.
 
         First compacts idle lineages with unused positions, then evicts by score, lowest first.
-        Evicts nothing if all idle entries together would not suffice. May block if `evict` is
-        "wait".
+        Evicts nothing if all idle entries together would not suffice. `evict`: the mode of making
+        room; "wait" may block for writes to disk.
         """
         if evict == "no":
             return self.budget.free >= size
@@ -194,7 +194,8 @@ class RamTier:
     def free_up(self, size: int, *, evict: Evict = "idle") -> bool:
         """Evict until `size` bytes fit or nothing more can be evicted; return whether they fit.
 
-        Unlike `make_room`, evicts even if that cannot suffice. May block if `evict` is "wait".
+        Unlike `make_room`, evicts even if that cannot suffice. `evict`: the mode of making room;
+        "wait" may block for writes to disk.
         """
         for lineage in list(self.idle.values()):
             if self.budget.free >= size:
@@ -216,8 +217,9 @@ class RamTier:
         """Evict once from the end of the leaf with the lowest score.
 
         Returns False if every leaf is in use. `needed`: bytes to free, if the leaf has as many.
-        Checkpoints on its path that save less than `worth` are dropped before tokens of the leaf,
-        unless the leaf was replaced: its path then belongs to another conversation.
+        Checkpoints on its path that save less than `worth`, a share of the tokens after them, are
+        dropped before tokens of the leaf, unless the leaf was replaced: its path then belongs to
+        another conversation.
         """
         leaf = self.tree.least_leaf()
         if leaf is None:
@@ -240,7 +242,8 @@ class RamTier:
     def _thin(self, leaf: Node, needed: int, worth: float) -> int:
         """Drop checkpoints on the path to `leaf` until `needed` bytes are free.
 
-        Only those worth less than `worth` are dropped. Returns the number of bytes freed.
+        Only checkpoints that save less than `worth`, a share of the tokens after them, are dropped.
+        Returns the number of bytes freed.
         """
         freed = 0
         for node in Trail.to(leaf).checkpoints_to_drop(leaf.end, 0, worth=worth):

@@ -158,7 +158,7 @@ class Restorer:
     # -- on the MLX thread -------------------------------------------------------------------------
 
     def ready(self, lookup: DiskLookup, length: int) -> bool:
-        """Return whether `load` can proceed, or has a failure to report.
+        """Return whether `load` has a verified file to load, or a failure to report.
 
         `length`: positions that the lineage holds so far.
         """
@@ -198,7 +198,7 @@ class Restorer:
     ) -> Iterator[list[mx.array]]:
         """Yield rows [first, last) of each layer's arrays in turn, and release them after use.
 
-        With `late` false, the arrays of sliding windows are zeros and are not read.
+        `late`: sliding windows are needed too; without it, their arrays are zeros and are not read.
         """
         for window in self._layout.windows:
             rows = serialise.row_major([arrays.pop(0)], first, last)[0]

@@ -146,12 +146,12 @@ class RetryBackoff:
 
     @property
     def paused(self) -> bool:
-        """Whether a pause is in progress, during which no write may be tried."""
+        """True if a pause is in progress, during which no write may be tried."""
         return self._clock() < self._retry_at
 
     @property
     def due(self) -> bool:
-        """Whether a path is in the list and may be tried now."""
+        """True if the list has a path, and no pause prevents a write."""
         return bool(self._nodes) and not self.paused
 
     def add(self, node: Node) -> None:
@@ -176,9 +176,9 @@ class RetryBackoff:
 class PathWrite:
     """The write of one path of the tree, from its queueing to its last durable file.
 
-    `wanted`: the checkpoints on the path. `asked`: the store was asked what it already has. After
-    that, `at` is the next token to hand to the writer, and `states` are the checkpoints to write
-    after the runs. `in_flight`: number of jobs that the writer has. `lost`: files that this path
+    `wanted`: the checkpoints on the path. `asked`: the store was searched for the path. After that,
+    `at` is the next token to hand to the writer, and `states` are the checkpoints to write after
+    the runs. `in_flight`: number of jobs that the writer has. `lost`: files that this path
     continues were evicted in the meantime. `reused`: prompt tokens that the request reused, to be
     counted as a use of their files. `tries`: number of restarts.
     """
@@ -196,7 +196,7 @@ class PathWrite:
 
     @property
     def handed_over(self) -> bool:
-        """Whether the writer has got every job of this path."""
+        """True if the writer has got every job of this path."""
         return self.asked and self.at >= len(self.ids) and not self.states
 
     def plan(self, found: Found, layout: Layout, limit: int) -> None:
@@ -232,17 +232,17 @@ class PathWrite:
         self.states = [one for one in self.states if one[1] is not state]
 
     def restart(self) -> None:
-        """Start again from the question what the store has."""
+        """Start again, with a new search of the store for the path."""
         self.asked, self.at, self.lost = False, 0, False
         self.tries += 1
 
 
 def _lacking(positions: list[int], present: list[int]) -> set[int]:
-    """Return the positions of checkpoints that the disk has never had.
+    """Return the positions of a path's checkpoints to write.
 
-    `positions`: those of the path's checkpoints, ascending. `present`: those of checkpoints on
-    disk. A checkpoint before the newest one on disk was there once and was thinned, so it is not
-    written again, except for the first of the path.
+    `positions`: those of its checkpoints, ascending. `present`: those of its checkpoints on disk. A
+    checkpoint before the newest one on disk was there once and was thinned, so it is not written
+    again, unless it is the first of the path and before all on disk.
     """
     newer = {at for at in positions if at > max(present, default=0)}
     head = {at for at in positions[:1] if at < min(present, default=0)}
@@ -292,12 +292,12 @@ class WriteBehind:
 
     @property
     def busy(self) -> bool:
-        """Whether a path is locked in RAM because it is not on disk yet."""
+        """True if a path is locked in RAM because it is not on disk yet."""
         return bool(self._queue or self._handed)
 
     @property
     def ready(self) -> bool:
-        """Whether `pump` has something to do."""
+        """True if `pump` can give the writer a job or a search of the store."""
         if not self._queue:
             return not self.busy and self.backoff.due
         if self._asking is self._queue[0]:
@@ -306,7 +306,10 @@ class WriteBehind:
 
     @property
     def works(self) -> bool:
-        """Whether the disk works. While it does, everything evicted from RAM is on disk."""
+        """True unless writing is suspended after an error.
+
+        While it is true, everything evicted from RAM is on disk.
+        """
         return not self.backoff.failing
 
     def _next_bytes(self) -> int:
@@ -320,9 +323,10 @@ class WriteBehind:
     # -- choosing what to write ------------------------------------------------------------------
 
     def add(self, node: Node, ids: Tokens, reused: int = 0) -> None:
-        """Queue the path `ids` with its checkpoints, and lock `node`, at or below its end.
+        """Queue the path `ids` with its checkpoints for writing, and lock `node`.
 
-        `reused`: prompt tokens that the request reused, counted as a use of their files.
+        `node` is the one at which the path ends, or one below. `reused`: prompt tokens that the
+        request reused, counted as a use of their files.
         """
         if node is self._tree.root:
             return
@@ -384,13 +388,16 @@ class WriteBehind:
         return False
 
     def _ask_store(self, path: PathWrite) -> None:
-        """Have the writer's thread look the path up on disk, after the jobs that it already has."""
+        """Have the writer's thread search the store for a path.
+
+        The search runs after the jobs that the thread already has.
+        """
         if self._asking is not path:
             self._asking = path
             self.writer.call(lambda: self._look_up(path))
 
     def _look_up(self, path: PathWrite) -> None:
-        """Look up which part of a path is in the store. Runs on the writer's thread."""
+        """Search the store for the part of a path that is on disk. Runs on the writer's thread."""
         found: Found | StoreError
         try:
             found = self._store.find(path.ids, touch=False)

@@ -169,12 +169,12 @@ class Layout:
 
     @property
     def cacheable(self) -> bool:
-        """Whether KV of the model can be reused, which takes an adapter for every cache class."""
+        """True if KV of the model can be reused, which takes an adapter for every cache class."""
         return not self.unknown
 
     @property
     def opaque(self) -> bool:
-        """Whether there are opaque slots, so that continuing at a position takes a checkpoint."""
+        """True if there are opaque slots, so that continuing at a position takes a checkpoint."""
         return bool(self.checkpointed)
 
     @property

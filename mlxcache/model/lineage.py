@@ -75,7 +75,7 @@ class Lineage:
 
     @property
     def whole(self) -> bool:
-        """Whether the buffers begin at position 0, so that the model can be fed from their end."""
+        """True if the buffers begin at position 0, so that the model can be fed from their end."""
         return self.base == 0
 
     def _rebuild(self, sources: Sequence[Span], capacity: int) -> None:
@@ -310,7 +310,7 @@ class Lineage:
 
     @property
     def lost(self) -> bool:
-        """Whether the buffers have been released.
+        """True if the buffers have been released.
 
         The prefix tree may still refer to the lineage.
         """

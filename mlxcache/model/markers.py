@@ -172,7 +172,7 @@ def _harmony_edges(to: str) -> dict[str, dict[str, str]]:
 
 
 def harmony_route(header: str) -> str:
-    """Return the state of the gpt-oss message that follows `header`.
+    """Return the parser state for the text of a gpt-oss message with this header.
 
     A recipient in the header makes the message a tool call.
     """

@@ -91,12 +91,12 @@ class OutputParser:
 
     @property
     def in_text(self) -> bool:
-        """Whether the next tokens are visible text."""
+        """True if the next tokens are visible text."""
         return self._state == NORMAL and not self._calls
 
     @property
     def thinking(self) -> bool:
-        """Whether a think block is open."""
+        """True if a think block is open."""
         return self._state == REASONING
 
     def feed(self, token: int) -> list[Piece]:
@@ -304,7 +304,7 @@ class OutputParser:
     ) -> None:
         """Add the calls of a tool block to the reply, and change to the state `target`.
 
-        The text of the block from position `after` on is parsed again; None: there is none.
+        The text of the block from position `after` on is parsed again, unless `after` is None.
         """
         if after is not None and block.follow() is Follow.TEXT:
             log.warning("text after a tool call is not part of the reply: the call was complete")

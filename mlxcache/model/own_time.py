@@ -181,7 +181,7 @@ def rounding(model: Any, tokens: Tokens, split: int) -> float:
 
 
 def answer(own: OwnTime, line: str) -> dict[str, float]:
-    """Make the measurement that a line of input asks for, and return its results.
+    """Make the measurement that a line of input describes, and return its results.
 
     Raises ValueError or KeyError if `line` is not a valid question.
     """

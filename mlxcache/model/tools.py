@@ -40,7 +40,7 @@ class CallReader:
         """The reason why the last block that was read is no call."""
 
     def scanner(self) -> Scanner:
-        """Make the scanner of one tool block."""
+        """Make a scanner that finds the end of one tool block while it arrives."""
         return self._syntax.scanner()
 
     def read(self, text: str) -> list[ToolCall]:

@@ -36,7 +36,7 @@ PLACE = 0.4
 
 @dataclass(slots=True)
 class Worth:
-    """Function that computes the worth of a segment: log of frequency x cost / size.
+    """Scorer of segments for eviction: the logarithm of frequency x cost / size.
 
     The formula is that of GreedyDual-Size-Frequency. The logarithm keeps frequent use in the past
     from outweighing current use. Cost / size is limited to a factor of two, and one use weighs more
@@ -62,8 +62,9 @@ class Worth:
     def place(self, tokens: int, end: int, nbytes: int) -> int:
         """Rank the cost of computing a segment again, per byte that evicting it frees.
 
-        The cost is compared with that of the first tokens of a prompt: the result is 0 for about
-        the same, 1 for at least twice as much, -1 for at most half. Arguments are those of `of`.
+        `tokens`: its length. `end`: the position where it ends. `nbytes`: bytes of its KV and
+        checkpoint together. The cost is compared with that of the first tokens of a prompt: the
+        result is 0 for about the same, 1 for at least twice as much, -1 for at most half.
         """
         usual = self.bytes_per_token + self.checkpoint_bytes / CHECKPOINT_TOKENS
         if nbytes <= 0 or usual <= 0 or tokens <= 0:
@@ -144,7 +145,7 @@ class EvictionOrder:
         return (not node.usage.replaced, self.value(node), node.used_at, node.end)
 
     def value(self, node: Node) -> float:
-        """Return the score of `node`: the clock at its last use plus its worth."""
+        """Return the score of `node`: the eviction clock at its last use plus its worth."""
         usage, tokens = node.usage, node.end - node.start
         nbytes = tokens * self.worth.bytes_per_token + node.checkpoint_bytes
         kept = bool(usage.keeps) and usage.until(node.end) > self.now()
@@ -152,11 +153,11 @@ class EvictionOrder:
         return usage.clock + worth
 
     def advance(self, node: Node, share: float) -> None:
-        """Advance the clock before `node`, which holds `share` of all bytes, is evicted.
+        """Advance the eviction clock before `node` is evicted.
 
-        If the node was reused, the clock advances to its score; otherwise it advances by `share`
-        only, a number from 0 to 1. Prompts that are used once can then pass through a small budget
-        without lowering the rank of other entries much.
+        `share`: the part of all bytes that the node holds, from 0 to 1. If the node was reused, the
+        clock advances to its score; otherwise it advances by `share` only. Prompts that are used
+        once can then pass through a small budget without lowering the rank of other entries much.
         """
         if node.usage.count and not node.usage.replaced:
             self.clock = max(self.clock, self.value(node))

@@ -113,7 +113,7 @@ class Node:
 
     @property
     def detached(self) -> bool:
-        """Whether the node has been removed from the tree or merged into its child.
+        """True if the node has been removed from the tree or merged into its child.
 
         Always False for the root.
         """

@@ -111,11 +111,11 @@ class Edges:
                 pending += each.children.values()
 
     def append(self, node: Node, tail: Tokens, value: Any, count: int = 0) -> Node:
-        """Append a copy of `tail` below `node`, and return the node in which it ends.
+        """Append a copy of the token ids `tail` below `node`; return the node in which it ends.
 
-        The edge of `node` is extended if it is a leaf with the same value, without a checkpoint and
-        with at most `count` uses; with more uses it is shared with other conversations. Otherwise a
-        new node starts with `count` uses.
+        Their KV is in `value`. The edge of `node` is extended if it is a leaf with the same value,
+        without a checkpoint and with at most `count` uses; with more uses it is shared with other
+        conversations. Otherwise a new node starts with `count` uses.
         """
         self.tokens += len(tail)
         grows = node is not self.root and node.value is value and count >= node.usage.count
@@ -149,7 +149,7 @@ class Edges:
         return upper
 
     def compress(self, node: Node) -> None:
-        """Merge `node` into its only child if `unneeded` says that nothing needs the boundary."""
+        """Merge `node` into its only child if `unneeded` is true for it."""
         if node is self.root or node.detached or not unneeded(node):
             return
         (child,) = node.children.values()
@@ -271,7 +271,7 @@ class Uses:
         return nodes[-1].usage.count if nodes and same_conversation(nodes[-1], key) else 0
 
     def renew(self, nodes: Sequence[Node], least: int = 0) -> None:
-        """Mark the path to the last attached node of `nodes` as used now.
+        """Mark the path to the last of `nodes` that is still in the tree as used now.
 
         Each node on it gets at least `least` uses. For a conversation that no request uses at the
         moment, but that is expected to continue.

@@ -148,7 +148,7 @@ class AfterThinking:
 
     @property
     def thinking(self) -> bool:
-        """Whether a think block is open."""
+        """True if a think block is open."""
         return self._state == "thinking"
 
     def mask(self) -> Bitmask | None:

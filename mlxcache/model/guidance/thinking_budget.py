@@ -253,7 +253,7 @@ class CloseThinking:
         self.follow(token)
 
     def follow(self, token: int) -> None:
-        """Advance by a token that `inner` has already accepted."""
+        """Advance by a token that the inner guide has already accepted."""
         if self.done:
             return
         if token in self._wanted():

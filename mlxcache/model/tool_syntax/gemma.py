@@ -35,7 +35,7 @@ class GemmaSyntax:
         self._ending = re.compile(rf"(?:{mark}|[\]}}\w.+-])\s*\}}\s*\Z")
 
     def scanner(self) -> Scanner:
-        """Make the scanner of one tool block."""
+        """Make a scanner that finds the end of one tool block while it arrives."""
         return BlockScanner(self._begins, lambda tail: self._ending.search(tail) is not None)
 
     def read(self, text: str, tools: Tools) -> list[Call]:

@@ -54,7 +54,7 @@ class JsonCalls:
     """
 
     def scanner(self) -> Scanner:
-        """Make the scanner of one tool block."""
+        """Make a scanner that finds the end of one tool block while it arrives."""
         return JsonScanner()
 
     def read(self, text: str, _tools: Tools) -> list[Call]:
@@ -82,7 +82,7 @@ class HeadedCalls:
         self._listed = listed
 
     def scanner(self) -> Scanner:
-        """Make the scanner of one tool block."""
+        """Make a scanner that finds the end of one tool block while it arrives."""
         return JsonScanner()
 
     def read(self, text: str, tools: Tools) -> list[Call]:

@@ -38,7 +38,7 @@ class KimiK3Calls(TagSyntax):
         self._as_json = HeadedCalls(f"{_CALL}{_JSON}", end)
 
     def scanner(self) -> Scanner:
-        """Make the scanner of one tool block."""
+        """Make a scanner that finds the end of one tool block while it arrives."""
         return BlockScanner(self.begins, self.ends, _is_json)
 
     def read(self, text: str, tools: Tools) -> list[Call]:

@@ -23,7 +23,7 @@ class PythonicCalls:
     """Syntax of LFM2's tool calls."""
 
     def scanner(self) -> Scanner:
-        """Make the scanner of one tool block."""
+        """Make a scanner that finds the end of one tool block while it arrives."""
         return JsonScanner("'\"")
 
     def read(self, text: str, tools: Tools) -> list[Call]:

@@ -183,7 +183,10 @@ def _named(schema: Mapping[str, Any]) -> Kinds:
 
 
 def _resolve(schema: Any, root: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Follow local references; return an empty schema for one that cannot be resolved."""
+    """Follow the local `$ref` of a JSON Schema, if it has one, and return its target.
+
+    Returns an empty schema for a reference that cannot be resolved in `root`.
+    """
     for _ in range(_DEEPEST):
         if not isinstance(schema, Mapping):
             return {}

@@ -45,7 +45,7 @@ class Syntax(Protocol):
     """Syntax in which a model family writes tool calls."""
 
     def scanner(self) -> Scanner:
-        """Make the scanner of one tool block."""
+        """Make a scanner that finds the end of one tool block while it arrives."""
 
     def read(self, text: str, tools: Tools) -> list[Call]:
         """Read the calls in a tool block.

@@ -51,7 +51,7 @@ class TagSyntax:
         self._wrap, self._cdata, self._unescape = wrap, cdata, unescape
 
     def scanner(self) -> Scanner:
-        """Make the scanner of one tool block."""
+        """Make a scanner that finds the end of one tool block while it arrives."""
         return BlockScanner(self.begins, self.ends)
 
     def read(self, text: str, tools: Tools) -> list[Call]:

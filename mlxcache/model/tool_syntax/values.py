@@ -18,7 +18,7 @@ class Number:
 
     @property
     def integral(self) -> bool:
-        """Whether the text has digits only, and so is certainly an integer."""
+        """True if the text has digits only, and so is certainly an integer."""
         return self.text.lstrip("-").isdigit()
 
 
