@@ -127,9 +127,10 @@ class Placement:
     ) -> Placed | None:
         """Continue a request in the buffers of the lineage of `spans[at]`.
 
-        This is done in place if its buffers start at position 0 and have room for `least`
-        positions; otherwise they are copied into larger ones. Copies the spans after it behind its
-        own. Returns None if there is no room.
+        `spans` are the lineages' ranges that make up the prefix. The request continues in place if
+        the buffers start at position 0 and have room for `least` positions; otherwise they are
+        copied into larger ones. Ranges after this one are appended. Returns None if there is no
+        room.
         """
         owner, _, end = spans[at]
         cached = spans[-1][2]
@@ -159,7 +160,7 @@ class Placement:
 
     @contextmanager
     def charged(self, lineage: Lineage, capacity: int, leased: bool = False) -> Iterator[None]:
-        """Context for allocating buffers of `capacity` positions for `lineage`.
+        """Context manager for allocating buffers of `capacity` positions for `lineage`.
 
         Their bytes are charged to the budget before. If the body raises, the bytes that were not
         allocated are released. A lineage that is not `leased` then becomes idle again if its
@@ -191,7 +192,10 @@ class Placement:
             self._ram.set_idle(lineage)
 
     def _copy(self, spans: list[Span], cached: int, least: int, evict: Evict) -> Placed | None:
-        """Create a lineage with copies of `spans`; return None if there is no room."""
+        """Create a lineage with copies of `spans`, ranges of other lineages.
+
+        Returns None if there is no room.
+        """
         capacity = self._ram.reserve_buffer(0, least, evict)
         if capacity is None:
             return None

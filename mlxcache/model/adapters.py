@@ -93,7 +93,7 @@ class Sliced:
         return type(slot)()
 
     def comparable(self, slot: Any, arrays: Sequence[mx.array]) -> list[mx.array]:
-        """Convert arrays of such a slot to a form in which similar KV has similar numbers."""
+        """Convert arrays of a slot to a form in which similar KV has similar numbers."""
         return list(arrays)
 
 
@@ -208,7 +208,10 @@ class WindowCache(RotatingKVCache):  # type: ignore[misc]
         return BatchRotatingKVCache.merge([c.ring() for c in caches])
 
     def ring(self) -> RotatingKVCache:
-        """Return the window before the next position as a `RotatingKVCache`, with views."""
+        """Return the window before the next position as a `RotatingKVCache`.
+
+        Its arrays are views.
+        """
         ring = RotatingKVCache(max_size=self.max_size)
         if self.keys is not None:
             start = max(0, self.offset - self.max_size)

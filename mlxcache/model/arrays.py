@@ -74,7 +74,10 @@ def spec_tree(value: Any, free: int | None) -> Any:
 
 
 def either(early: Any, late: Any) -> Any:
-    """Merge the specs of a state at two positions: sizes that differ become None (any size)."""
+    """Merge the ArraySpecs of a state at two positions.
+
+    Sizes that differ become None, which stands for any size.
+    """
     if isinstance(early, ArraySpec) and isinstance(late, ArraySpec):
         sizes = zip(early.shape, late.shape, strict=True)
         return ArraySpec(tuple(a if a == b else None for a, b in sizes), late.dtype)

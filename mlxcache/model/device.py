@@ -83,7 +83,7 @@ def defers_errors() -> bool:
 def confirm() -> None:
     """Wait for all commands of this thread's stream, and raise the error of any that failed.
 
-    Afterwards every result so far is confirmed. Returns at once on a CPU, where an evaluation
+    Every result up to now can be trusted afterwards. Returns at once on a CPU, where an evaluation
     raises its own errors.
     """
     if defers_errors():

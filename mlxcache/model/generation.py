@@ -67,7 +67,7 @@ def _read(path: Path) -> Mapping[str, Any]:
 
 
 def _checked(name: str, value: object) -> float | None:
-    """Return `value` as the field `name` of `Sampling` takes it, or None if it is not valid."""
+    """Check a value of the sampling field `name`; return it, or None if it is not valid."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     if name == "top_k" and isinstance(value, float):

@@ -81,8 +81,8 @@ class Lineage:
     def _rebuild(self, sources: Sequence[Span], capacity: int) -> None:
         """Replace every buffer by copies of `sources`, with `capacity` positions each.
 
-        `sources` are contiguous spans. If MLX fails, the lineage is released, unless its own
-        content was only to be copied into larger buffers.
+        `sources` are contiguous ranges of lineages. If MLX fails, the lineage is released, unless
+        the only change was to enlarge its buffers.
         """
         try:
             self._refill(sources, capacity)
@@ -131,7 +131,8 @@ class Lineage:
     def _copy(self, sources: Sequence[Span], slot: int, array: int, padding: int) -> mx.array:
         """Copy one array of all `sources` lazily into a buffer of its own.
 
-        `slot` and `array` are indices. `padding` positions of zeros are appended.
+        `sources` are contiguous ranges of lineages; `slot` and `array` are indices into
+        `Layout.specs`. `padding` positions of zeros are appended.
         """
         heads, dim, dtype = self.layout.specs[slot][array]
         parts = [owner.view(slot, array, start, stop) for owner, start, stop in sources]
@@ -167,8 +168,8 @@ class Lineage:
     def fill(self, sources: Sequence[Span], capacity: int) -> None:
         """Replace the content by copies of `sources`, in buffers of `capacity` positions.
 
-        `sources` are contiguous spans, which may be of this lineage. If they start at position 0,
-        the lineage becomes whole.
+        `sources` are contiguous ranges of lineages, possibly of this one. If they start at position
+        0, the model can be fed from the end of the result.
         """
         self._rebuild(sources, capacity)
 
@@ -257,7 +258,7 @@ class Lineage:
             self.window_valid_from = end
 
     def append_span(self, span: Span) -> None:
-        """Append a copy of another lineage's positions, which must begin at `length`."""
+        """Append a copy of a range of another lineage, which must begin at position `length`."""
         owner, start, end = span
         valid_from = max(self.window_valid_from, _window_valid_from(span))
         sizes = [range(len(spec)) for spec in self.layout.specs]
@@ -273,7 +274,10 @@ class Lineage:
         return kv.capture(self.slots)
 
     def restore(self, state: State | None) -> None:
-        """Set the opaque slots to a copy of `state`, a result of `capture`."""
+        """Set the opaque slots to a copy of `state`, a result of `capture`.
+
+        None leaves them as they are.
+        """
         kv.restore(self.slots, state)
 
     def settle(self) -> None:
@@ -328,9 +332,9 @@ class Lineage:
 
 
 def _window_valid_from(span: Span) -> int:
-    """Return the first position of a span from which sliding windows hold values.
+    """Return the first position of a lineage's range from which sliding windows hold values.
 
-    Returns 0 if all of its positions do.
+    Returns 0 if they do at all of its positions.
     """
     owner, start, end = span
     return min(owner.window_valid_from, end) if owner.window_valid_from > start else 0

@@ -147,7 +147,7 @@ def fetch(spec: ModelSpec, progress: Callable[[str, int, int], None]) -> None:
 
 @contextmanager
 def _of_the_draft() -> Iterator[None]:
-    """Context that prefixes the text of a ModelError with "--draft-model: "."""
+    """Context manager that prefixes the text of a ModelError with "--draft-model: "."""
     try:
         yield
     except ModelError as error:

@@ -162,7 +162,7 @@ def _speaks_harmony(tokenizer: Any) -> bool:
 
 
 def _harmony_edges(to: str) -> dict[str, dict[str, str]]:
-    """Return the edges of gpt-oss's format, in which headers lead to the state `to`."""
+    """Return the parser's transitions for gpt-oss's format, in which headers lead to `to`."""
     return {
         HEADER: {MESSAGE: to},
         "normal": {"<|end|>": HEADER, "<|start|>": HEADER},

@@ -185,7 +185,10 @@ class OutputParser:
         return self._grammar.tokens.get(marker, self._token) == self._token
 
     def _carry(self, text: str) -> None:
-        """Append text to the part of the reply that the current state stands for."""
+        """Append text to the part of the reply that the parser is in.
+
+        The part is visible text, thinking, a tool block or a message header.
+        """
         if not text:
             return
         if self._state == NORMAL:
@@ -203,7 +206,7 @@ class OutputParser:
                 self._state = NORMAL
 
     def _reread(self) -> str:
-        """Take the text that must be parsed again, because it turned out not to be framing."""
+        """Return the text that must be parsed again, and clear it."""
         text, self._framing = self._framing, ""
         return text
 
@@ -229,7 +232,7 @@ class OutputParser:
             self._out.append(Thinking(text))
 
     def _cross(self, marker: str) -> None:
-        """Change to the state that follows `marker`."""
+        """Change the parser's state to the one that follows `marker`."""
         self._crossed = True
         source, target = self._state, self._grammar.edges[self._state][marker]
         if source == TOOL:

@@ -106,10 +106,10 @@ def _kv(cache: Any) -> KVCache | None:
 
 
 def _group(cache: Any, bits: int) -> int | None:
-    """Return how many numbers of a layer's KV share a scale; None if it is not quantised.
+    """Return how many numbers of a layer's KV share a scale.
 
-    The layer must have been fed. Raises ModelError if no supported group size divides its head
-    size.
+    Returns None if the layer's KV is not quantised. The layer must have been fed. Raises ModelError
+    if no supported group size divides its head size.
     """
     found = _kv(cache)
     if found is None or found.empty():

@@ -100,8 +100,8 @@ def run_bytes(layout: Layout, tokens: int) -> int:
 def copied_run(layout: Layout, spans: Sequence[Span], out: memoryview) -> list[Tensor]:
     """Copy the KV of `spans` into `out`, a buffer of `run_bytes` bytes, and return its tensors.
 
-    `out` should be memory that was used before: the first access to a new page costs more than the
-    copy. Blocks until the device has computed the spans.
+    `spans`: contiguous ranges of lineages. `out` should be memory that was used before: the first
+    access to a new page costs more than the copy. Blocks until the device has computed the KV.
     """
     readable = _all_readable(spans)
     tensors: list[Tensor] = []
@@ -118,7 +118,7 @@ def copied_run(layout: Layout, spans: Sequence[Span], out: memoryview) -> list[T
 
 
 def _all_readable(spans: Sequence[Span]) -> dict[int, list[list[mx.array]]]:
-    """Return views of all arrays of each lineage in `spans`, by the `id` of the lineage.
+    """Return views of all arrays of the lineages in `spans`, by the `id` of each lineage.
 
     Waits once for all of them. The caller must drop the views before the next write to a lineage.
     """
@@ -142,9 +142,9 @@ def _copy(out: npt.NDArray[np.uint8], parts: Sequence[npt.NDArray[Any]]) -> None
 
 
 def _rows(span: Span, readable: mx.array) -> npt.NDArray[Any]:
-    """Return a span's part of one array as a view, shape (tokens, heads, dim).
+    """Return the part of an array that a lineage's range covers, shape (tokens, heads, dim).
 
-    The caller must drop it before the next write to the lineage.
+    The result is a view; the caller must drop it before the next write to the lineage.
     """
     owner, start, end = span
     seen: npt.NDArray[Any] = np.asarray(readable)[0, :, start - owner.base : end - owner.base]

@@ -99,7 +99,7 @@ class ToolBlock:
                 self._next = (self._next + text).lstrip()[:_SHOWN]
 
     def closing(self) -> Closing:
-        """Return the role of a closing marker that follows the text so far."""
+        """Return, as a `Closing`, whether a marker that comes next would close the block."""
         return self._scanner.closing()
 
     def close(self, marker: str, target: str, verdict: Closing) -> None:
@@ -117,7 +117,7 @@ class ToolBlock:
             self._next, self._beyond, self._judged = "", 0, False
 
     def _count_markers(self) -> bool:
-        """Count opening markers since the last closing marker, and match one with the next.
+        """Count opening markers in the newest text, and pair one with the next closing marker.
 
         Returns True if no other block is open, so that the next closing marker closes this block.
         """

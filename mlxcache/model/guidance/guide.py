@@ -46,7 +46,7 @@ class Guide(Protocol):
     """
 
     def accept(self, token: int) -> None:
-        """Advance by a token of the reply. Raises ValueError for a token that was not allowed."""
+        """Advance the guide by a token. Raises ValueError if the token was not allowed."""
 
     def mask(self) -> Bitmask | None:
         """Return the mask of tokens that may come next, or None if all may."""
@@ -67,7 +67,7 @@ class GrammarGuide:
         self._vocab_size = vocab_size
 
     def accept(self, token: int) -> None:
-        """Advance by a token of the reply.
+        """Advance the guide by a token of the reply.
 
         Raises ValueError for a token that was not allowed, and GenerationFailed if it takes more
         work than llguidance's limits allow.

@@ -123,7 +123,7 @@ def _escaped(found: re.Match[str]) -> str:
 
 
 def any_text(without: Sequence[str] = ()) -> str:
-    """Return the body of a terminal for text that contains none of `without`."""
+    """Return the body of a grammar terminal for text that contains none of `without`."""
     if not without:
         return "/(?s:.*)/"
     inner = "|".join(escaped(one) for one in without)

@@ -112,7 +112,7 @@ class Recipients(Frame):
 
 
 def frame_of(lark: Lark, tokenizer: Any) -> Frame:
-    """Return the frame of the replies of a model with this tokenizer."""
+    """Return the frame of a model's replies: the headers around their text and tool calls."""
     if is_harmony(tokenizer):
         call = lark.added.get("<|call|>")
         return Harmony(lark, call_ends=call is None or call in tokenizer.eos_token_ids)

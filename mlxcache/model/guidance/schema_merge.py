@@ -29,7 +29,7 @@ def alternatives(schema: Schema, node: Node) -> list[Plain]:
 
 
 def _expand(schema: Schema, node: Node, within: frozenset[str], left: Iterator[int]) -> list[Plain]:
-    """Return the alternatives of a node.
+    """Return nodes without combinators that together allow the values of `node`.
 
     `within`: references that are being followed. `left`: an iterator with one item for each node
     that may still be visited.
@@ -91,7 +91,7 @@ def _common_types(first: Mapping[str, Any], second: Mapping[str, Any]) -> list[s
 
 
 def names_of(kinds: frozenset[str]) -> list[str]:
-    """Return the names by which `type` refers to these types of values."""
+    """Return the names that JSON Schema's `type` has for these types of values."""
     if "fraction" in kinds:
         kinds = kinds - {"fraction", "integer"} | {"number"}
     return sorted(kinds)

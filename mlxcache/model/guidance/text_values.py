@@ -55,7 +55,7 @@ _AS_JSON = (
 def text_terminal(
     schema: Schema, node: Node, without: Sequence[str], *, mixed: bool = False
 ) -> str | None:
-    """Return a terminal for the strings that `node` allows and that contain none of `without`.
+    """Return a grammar terminal for the strings that `node` allows without any of `without`.
 
     Returns None if there are no such strings. `mixed`: other types of values are written as JSON in
     the same place, so text that can be read as JSON is excluded. Raises Unwritable if a keyword
@@ -75,7 +75,7 @@ def _parts(
     within: frozenset[str],
     left: Iterator[int],
 ) -> list[str] | None:
-    """Return expressions that a string must all satisfy, or None if no string can.
+    """Return grammar expressions that a string must all satisfy, or None if no string can.
 
     `within`: references that are being followed. `left`: an iterator with one item for each node
     that may still be visited.
@@ -109,7 +109,7 @@ def _parts(
 
 
 def _own_parts(node: dict[str, object], without: Sequence[str]) -> Iterator[str]:
-    """Yield expressions that a string must satisfy by the keywords of the node itself."""
+    """Yield grammar expressions that a string must satisfy by the keywords of the node itself."""
     if (listed := listed_values(node)) is not None:
         texts = [text for text in listed if isinstance(text, str)]
         texts = [text for text in texts if not any(part in text for part in without)]
@@ -126,7 +126,7 @@ def _own_parts(node: dict[str, object], without: Sequence[str]) -> Iterator[str]
 
 
 def searched(pattern: str) -> str:
-    """Return a terminal for texts in which `pattern` matches anywhere.
+    """Return a grammar terminal for texts in which `pattern` matches anywhere.
 
     Raises Unwritable if llguidance cannot compile the pattern.
     """
@@ -153,7 +153,10 @@ def _options(pattern: str) -> list[str]:
 
 
 def _anchored(option: str) -> str:
-    """Return a regular expression for whole texts in which one alternative matches somewhere."""
+    """Return a regular expression for whole texts in which `option` matches somewhere.
+
+    `option`: one alternative of a pattern.
+    """
     before = after = ".*"
     if option.startswith("^"):
         before, option = "", option[1:]

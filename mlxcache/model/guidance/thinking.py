@@ -170,7 +170,7 @@ class AfterThinking:
         return extra if own is None else extra | own
 
     def accept(self, token: int) -> None:
-        """Advance by a token of the reply. Raises ValueError for a token that was not allowed."""
+        """Advance the guide by a token. Raises ValueError if the token was not allowed."""
         if self._state == "answer":
             self._guide.accept(token)
         elif self._state == "thinking":
@@ -225,7 +225,10 @@ class AfterThinking:
             self._state, self._at = "begin", 0
 
     def _begin(self, token: int) -> None:
-        """Advance by a token that opens a think block, is white space, or begins the answer."""
+        """Advance the guide by a token before the answer.
+
+        The token opens a think block, is white space, or begins the answer.
+        """
         trial = self._trial
         own = trial.mask() if trial is not None else None
         fits = trial is not None and (own is None or allows(own, token))

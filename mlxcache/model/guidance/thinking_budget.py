@@ -128,7 +128,7 @@ class ThinkingBudget:
         self._spoken = limit is not None and limit < least
 
     def note(self, token: int, *, thinking: bool, used: int) -> Steering | None:
-        """Record a token of the reply; return the change of its guide that is due, or None.
+        """Record a token of the reply; return a function that changes its guide, or None.
 
         `thinking`: a think block is open after the token. `used`: tokens in think blocks so far.
         """
@@ -159,7 +159,7 @@ class ThinkingBudget:
     def end(self) -> Steering | None:
         """Request the end of the open think block, and of any later one.
 
-        Returns the change of the reply's guide, or None if the end was requested before.
+        Returns a function that changes the reply's guide, or None if the end was requested before.
         """
         if self._limit == 0 or self._since >= 0:
             return None
@@ -247,13 +247,13 @@ class CloseThinking:
         """True once the block is closed, and what had to follow it is written."""
 
     def accept(self, token: int) -> None:
-        """Advance by a token of the reply. Raises ValueError for a token that was not allowed."""
+        """Advance the guide by a token. Raises ValueError if the token was not allowed."""
         if self.inner is not None:
             self.inner.accept(token)
         self.follow(token)
 
     def follow(self, token: int) -> None:
-        """Advance by a token that the inner guide has already accepted."""
+        """Advance the guide by a token that the inner guide has already accepted."""
         if self.done:
             return
         if token in self._wanted():

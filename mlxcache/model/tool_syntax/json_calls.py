@@ -28,7 +28,7 @@ class JsonScanner:
         self._escaped = False
 
     def add(self, text: str) -> None:
-        """Append text to the block."""
+        """Process the next text of the tool block."""
         at = int(self._escaped and bool(text))
         if at:
             self._escaped = False
@@ -43,7 +43,7 @@ class JsonScanner:
                     self._quote = ""
 
     def closing(self) -> Closing:
-        """Return the role of a closing marker that follows the text so far."""
+        """Return, as a `Closing`, whether a marker that comes next would close the block."""
         return Closing.INSIDE if self._quote else Closing.FINAL
 
 

@@ -37,7 +37,7 @@ class BlockScanner:
         self._begun = False
 
     def add(self, text: str) -> None:
-        """Append text to the block."""
+        """Process the next text of the tool block."""
         self._tail = (self._tail + text)[-TAIL:]
         if self._json is not None:
             self._json.add(text)
@@ -45,7 +45,7 @@ class BlockScanner:
             self._parts.append(text)
 
     def closing(self) -> Closing:
-        """Return the role of a closing marker that follows the text so far."""
+        """Return, as a `Closing`, whether a marker that comes next would close the block."""
         if not self._begun and not self._begin("".join(self._parts)):
             return Closing.FINAL
         if self._json is not None:

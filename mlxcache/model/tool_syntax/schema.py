@@ -133,7 +133,7 @@ class _Walk:
         self._left = _MOST_NODES
 
     def ends(self, schema: Any, depth: int) -> bool:
-        """Count a visited node; return True if nothing below it is visited."""
+        """Count a visited node; return True if nothing below it must be visited."""
         self._left -= 1
         return not isinstance(schema, Mapping) or depth > _DEEPEST or self._left < 0
 

@@ -35,10 +35,10 @@ class Scanner(Protocol):
     """
 
     def add(self, text: str) -> None:
-        """Append text to the block."""
+        """Process the next text of the tool block."""
 
     def closing(self) -> Closing:
-        """Return the role of a closing marker that follows the text so far."""
+        """Return, as a `Closing`, whether a marker that comes next would close the block."""
 
 
 class Syntax(Protocol):
