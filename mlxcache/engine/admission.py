@@ -170,8 +170,8 @@ class Admission:
             lease = lease or kv.acquire(task.ids, 1, planned=planned, hints=hints)
             if lease is None:
                 raise ContextLengthExceeded(
-                    f"The prompt of {task.prompt_tokens} tokens does not fit the memory budget "
-                    "(--ram)."
+                    f"The prompt of {task.prompt_tokens} tokens does not fit the memory budget: "
+                    "shorten it, or start the server with a larger --ram."
                 )
         if lease is None:
             return False

@@ -252,7 +252,9 @@ class Engine:
             guide = await asyncio.wait_for(making, COMPILE_S)
         except TimeoutError:
             if not begun.is_set():
-                raise Busy("Grammars of other requests are being compiled.") from None
+                raise Busy(
+                    "Grammars of other requests are still being compiled: try again."
+                ) from None
             raise BadRequest(
                 f"The grammar or schema takes more than {COMPILE_S:g} s to compile: simplify it."
             ) from None

@@ -121,7 +121,9 @@ class KeepAwake:
         try:
             process.wait(CHECK_S)
         except subprocess.TimeoutExpired:
-            log.warning("caffeinate has not ended; it ends with the server")
+            log.warning(
+                "caffeinate still runs %g s after SIGTERM; it ends with the server", CHECK_S
+            )
 
     def _start(self) -> None:
         command = (CAFFEINATE, "-i", "-w", str(os.getpid()))

@@ -293,10 +293,16 @@ class RequestTable:
         going = [Running(r, j.max_tokens) for j, r in records if r.status != "queued"]
         after = self.forecast.next_place(going, rate=rate, round_s=round_s)
         if total >= self._places:
-            raise QueueFull(f"{total} requests are waiting already.", retry_after=after)
+            raise QueueFull(
+                f"{total} requests are waiting already, the most that --queue allows: try again "
+                "later.",
+                retry_after=after,
+            )
         turns = len(waiting)  # each waiting session starts one before the next of this one
         raise TooMany(
-            f"{own} requests of this session are waiting already.", retry_after=turns * after
+            f"{own} requests of this session are waiting already, its share of the queue: try "
+            "again later.",
+            retry_after=turns * after,
         )
 
     def add(

@@ -243,7 +243,7 @@ def open_images(loaded: Loaded, plan: MemoryPlan, settings: Settings) -> images.
     found = images.measure(vision, plan.transient)
     if found is None:
         log.warning(
-            "images disabled: the content of an image does not change what the model is fed"
+            "images disabled: the content of an image does not change the input of the model"
         )
         return None
     largest, chunk = found.longest(plan.transient, vision.most_tokens), settings.prefill_chunk
@@ -448,7 +448,7 @@ class ModelRuntime:
         """Raise BadRequest or ContextLengthExceeded if a prompt can never be fed. Any thread."""
         tokens, context = len(prompt.ids), self.info.context_length
         if tokens == 0:
-            raise BadRequest("The prompt is empty.", param="prompt")
+            raise BadRequest("The prompt is empty: it needs at least one token.", param="prompt")
         if tokens >= context:
             own = self.loaded.info.context_length
             ram = self.settings.ram

@@ -354,7 +354,7 @@ class Scheduler:
         while another is not None:
             error = another
             self._device_errors += 1
-            log.error("the device failed (%d in a row): %s", self._device_errors, error)
+            log.error("device error (%d in a row): %s", self._device_errors, error)
             another = self._begin_all_again()
         if self._device_errors >= MOST_DEVICE_ERRORS:
             raise error
@@ -407,7 +407,9 @@ class Scheduler:
         if outcome is not None and (complete or outcome == "cancelled"):
             self._finish(task, outcome)
         elif task.restarts > MOST_RESTARTS:
-            self._fail(task, GenerationFailed("The device failed again and again; see the log."))
+            self._fail(
+                task, GenerationFailed("The device failed again and again: see the server's log.")
+            )
         else:
             self.waiting.insert(0, task)
 

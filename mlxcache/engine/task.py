@@ -98,7 +98,7 @@ class Output:
         period, thinking = loop.period, self.budget is not None and self.parser.thinking
         steering = self.budget.end() if self.budget is not None and thinking else None
         what = "reply" if steering is None else "thinking"
-        log.warning("%s: %s ended: the same %d tokens again and again", self.row.id, what, period)
+        log.warning("%s: %s ended: it repeats the same %d tokens", self.row.id, what, period)
         if steering is None:
             return True
         self.row.steer(steering)

@@ -81,7 +81,10 @@ class _Adapter:
     def add(self, message: Mapping[str, Any]) -> None:
         role = message.get("role")
         if role not in ROLES:
-            raise BadRequest(f"unknown role: {str(role)[:40]!r}", param="messages")
+            raise BadRequest(
+                f"unknown role: {str(role)[:40]!r}; expected one of {', '.join(ROLES)}",
+                param="messages",
+            )
         text = _text(message.get("content"))
         if role in ("system", "developer"):
             self._system(str(role), text, apart=bool(message.get(SEPARATE)))

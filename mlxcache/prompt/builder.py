@@ -103,7 +103,7 @@ class PromptBuilder:
         self.canonicaliser = Canonicaliser(rules, known_reply)
         if not self.incremental:
             log.warning(
-                "incremental tokenisation is off: this tokenizer's ids depend on text before a "
+                "incremental tokenisation disabled: this tokenizer's ids depend on text before a "
                 "special token"
             )
 

@@ -78,7 +78,7 @@ class Renderer:
 
     def _render(self, chat: Chat) -> Rendered:
         if not chat.messages:
-            raise BadRequest("there are no messages", param="messages")
+            raise BadRequest("there are no messages: send at least one", param="messages")
         try:
             args, tools = self._arguments(chat), self._tools(chat)
             messages = self._messages(chat, len(chat.messages), tools)
@@ -181,7 +181,10 @@ class Renderer:
     def _arguments(self, chat: Chat) -> dict[str, Any]:
         own = set(chat.template_args) & RESERVED
         if own:
-            raise BadRequest(f"not a template argument: {min(own)}", param="chat_template_kwargs")
+            raise BadRequest(
+                f"{min(own)!r} is set by the server and is no template argument: remove it",
+                param="chat_template_kwargs",
+            )
         return {**self._args, **self._escape.escape_value(dict(chat.template_args))}
 
     def _text(

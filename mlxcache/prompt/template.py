@@ -116,7 +116,7 @@ def check_arguments(template: Template, args: Mapping[str, Any]) -> None:
             template.render(messages, generation=True, args={})
         except MlxcacheError:
             return  # the arguments are not the cause
-        raise ConfigError(f"--chat-template-args: with these {error}") from error
+        raise ConfigError(f"--chat-template-args: with these arguments {error}") from error
 
 
 def too_deep() -> BadRequest:

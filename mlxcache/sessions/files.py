@@ -93,7 +93,10 @@ class SessionFiles:
         """
         info = await self._info(id)
         if info.namespace != self._model.namespace:
-            raise Unsupported(f"This session is of another model ({info.model}): serve that one.")
+            raise Unsupported(
+                f"This session was made with another model ({info.model}): serve that model to "
+                "export it."
+            )
         owner, path = OWNER.get(), self._model.path
         ids = plain_ids(info.leaves[0].ids, owner)
         await compute(self._submit, ids)

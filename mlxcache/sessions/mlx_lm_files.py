@@ -46,10 +46,12 @@ class PromptCacheExport:
         """
         lease = kv.acquire(own_ids(np.append(ids, ids[-1:]), owner), 1)
         if lease is None:
-            raise Busy("There is no memory for a prompt cache now.", retry_after=5.0)
+            raise Busy("There is no free memory for a prompt cache: try again.", retry_after=5.0)
         if lease.cached < len(ids):
             kv.release(lease)
-            raise Busy("The session was evicted meanwhile; try again.", retry_after=1.0)
+            raise Busy(
+                "The session was evicted from RAM during the export: try again.", retry_after=1.0
+            )
         try:
             device.confirm()  # the lease may hold copies, and no commit waits for them
         except RuntimeError:
@@ -167,7 +169,7 @@ async def compute(submit: Submit, ids: Tokens) -> None:
     `submit` raises, and Unsupported if `ids` are empty or contain images.
     """
     if not len(ids) or int(ids.min()) < 0:
-        raise Unsupported("mlx-lm's prompt caches are of text alone; this session has images.")
+        raise Unsupported("mlx-lm's prompt caches hold only text, and this session has images.")
     prompt = Prompt(np.append(ids, ids[-1:]), marks=(len(ids),))
     job = Job(f"req_{secrets.token_hex(12)}", prompt, max_tokens=1, raw=True, api=WARMING)
     async with await submit(job) as stream:

@@ -133,7 +133,7 @@ class Database:
                     connection.execute(statement)
                     statement = ""
             if statement.strip():
-                raise ValueError(f"no ; ends {statement.strip()!r}")
+                raise ValueError(f"SQL statement without a final semicolon: {statement.strip()!r}")
 
     def check_before(self, check: Callable[[], None] | None) -> None:
         """Call `check` before each outermost transaction from now on; None stops that."""
@@ -275,7 +275,7 @@ class Database:
     def _writing(self) -> Iterator[None]:
         seconds = self._busy_s()
         if not self._turn.acquire(timeout=seconds):
-            raise Locked(f"{self.path} was busy for {seconds:.0f} s.")
+            raise Locked(f"{self.path} was locked by other writers for {seconds:.0f} s: try again.")
         try:
             yield
         finally:
@@ -317,7 +317,7 @@ def store_errors(path: Path) -> Iterator[None]:
         if getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_FULL:
             raise DiskFull(f"The disk is full: {path} cannot grow.") from error
         if (getattr(error, "sqlite_errorcode", None) or 0) & 0xFF == sqlite3.SQLITE_BUSY:
-            raise Locked(f"{path} is being written by another process.") from error
+            raise Locked(f"{path} is being written by another process: try again.") from error
         raise StoreError(f"{path}: {error}.") from error
     except UnicodeDecodeError as error:  # raised for a damaged schema or text
         raise StoreError(f"{path}: {error}.") from sqlite3.DatabaseError(str(error))

@@ -157,13 +157,13 @@ def read_run(fd: int) -> RunHeader:
             late,
         )
     except (KeyError, ValueError, binascii.Error) as error:
-        raise Malformed(f"its metadata is not a run's ({error})") from error
+        raise Malformed(f"its metadata is not that of a run ({error})") from error
     count = len(tokens)
     if not count or run.start % BLOCK or run.start < 0 or len(run.base) != DIGEST_BYTES:
-        raise Malformed("its metadata is not a run's")
+        raise Malformed("its metadata is not that of a run")
     blocks = (count + BLOCK - 1) // BLOCK
     if len(sums) != blocks or len(late) != (blocks if run.late else 0):
-        raise Malformed("its checksums are not one per block")
+        raise Malformed("it does not have one checksum per block")
     return run
 
 
@@ -191,9 +191,9 @@ def read_checkpoint(fd: int) -> CheckpointHeader:
             bytes.fromhex(words["checksum"]),
         )
     except (KeyError, ValueError) as error:
-        raise Malformed(f"its metadata is not a checkpoint's ({error})") from error
+        raise Malformed(f"its metadata is not that of a checkpoint ({error})") from error
     if len(checkpoint.digest) != DIGEST_BYTES or checkpoint.position <= 0:
-        raise Malformed("its metadata is not a checkpoint's")
+        raise Malformed("its metadata is not that of a checkpoint")
     return checkpoint
 
 
@@ -244,7 +244,7 @@ def file_block_checksums(
     states = [xxh3_64() for _ in blocks]
     for place, ahead in _with_ends(list(places)):
         if not place.shape or place.shape[0] != tokens:
-            raise Malformed(f"tensor {place.name!r} is not one of {tokens} tokens")
+            raise Malformed(f"tensor {place.name!r} does not have {tokens} rows, one per token")
         row = place.nbytes // tokens
         start = blocks.start * BLOCK * row
         stop = min(blocks.stop * BLOCK, tokens) * row
@@ -311,7 +311,7 @@ def _chunks(fd: int, start: int, stop: int, ahead: int) -> Iterator[tuple[int, m
         view = buffer[: min(READ_BYTES, stop - start)]
         count = file.readinto(view)
         if not count:
-            raise Malformed("it ends too early")
+            raise Malformed("it ends before its last tensor")
         yield start, view[:count]
         start += count
 
@@ -358,17 +358,17 @@ def check_whole(path: Path, row: Row) -> None:
     """
     with open_file(path) as fd:
         if os.fstat(fd).st_size != row.nbytes:
-            raise Malformed("its size is not what the index says")
+            raise Malformed("its size differs from that in the index")
         if row.kind == RUN:
             content = read_run(fd)
             if (content.start, content.digest) != (row.start, row.digest):
-                raise Malformed("it is not the run that its name says")
+                raise Malformed("it holds another run than its name says")
             blocks = range(len(content.checksums))
             _check_blocks(fd, content, blocks, late=True)
         else:
             state = read_checkpoint(fd)
             if (state.position, state.digest) != (row.start, row.digest):
-                raise Malformed("it is not the checkpoint that its name says")
+                raise Malformed("it holds another checkpoint than its name says")
             if file_checksum(fd, state.header) != state.checksum:
                 raise Malformed("its checksum is wrong")
 
@@ -381,7 +381,7 @@ def _check_blocks(fd: int, content: RunHeader, blocks: range, late: bool) -> Non
         if not names_late or (late and sums):
             found = file_block_checksums(fd, wanted, len(content.tokens), blocks)
             if tuple(found) != sums[blocks.start : blocks.stop]:
-                raise Malformed("a block's checksum is wrong")
+                raise Malformed("the checksum of a block is wrong")
 
 
 def read_ahead(path: Path) -> None:

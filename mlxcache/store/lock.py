@@ -77,7 +77,10 @@ def exclusive_lock(cache_dir: Path) -> Iterator[None]:
                 f"{one.url} ({one.model}, process {one.pid})" for one in servers(cache_dir)
             )
             holder = f"The server at {names} uses" if names else "Another mlxcache command changes"
-            raise InUse(f"{holder} {cache_dir}. Ask it with --url URL, or stop it and try again.")
+            raise InUse(
+                f"{holder} {cache_dir}. Send the command to a server with --url URL, or stop it "
+                "and try again."
+            )
         yield
 
 

@@ -56,8 +56,8 @@ def prepare_cache_dir(cache_dir: Path) -> Path:
     if _has_store(cache_dir):
         if _has_store(former) and (former / STORE).resolve() != (cache_dir / STORE).resolve():
             log.warning(
-                "sessions in %s are not used, because %s has its own: name the first with "
-                "--cache-dir to use it, or remove it",
+                "sessions in %s are not used, because %s has sessions too: pass the first folder "
+                "as --cache-dir to use them, or remove it",
                 *(former, cache_dir),
             )
         return cache_dir
@@ -129,16 +129,16 @@ def _take_over(former: Path, cache_dir: Path) -> bool:
                 continue
             names = ", ".join(f"{one.url}, process {one.pid}" for one in users)
             log.warning(
-                "cache folder stays in %s while it is in use by %s; a start at another time moves "
-                "it to %s",
+                "cache folder not moved from %s: in use by %s. The next start that finds it unused "
+                "moves it to %s",
                 *(former, names or "another mlxcache command", cache_dir),
             )
         except (OSError, StoreError) as error:
             if _has_store(cache_dir) and not _has_store(former):
                 return True  # the process that moved it removed the lock file while we opened it
             log.warning(
-                "cache folder stays in %s: cannot be moved to %s: %s. Move it while no server "
-                "runs, or name it with --cache-dir",
+                "cache folder not moved from %s to %s: %s. Move it while no server runs, or pass "
+                "it as --cache-dir",
                 *(former, cache_dir, str(error).rstrip(".")),
             )
         return False

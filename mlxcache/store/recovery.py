@@ -110,7 +110,10 @@ def _open(folder: Folder) -> Database:
         with database.write() as connection:
             (version,) = connection.execute("PRAGMA user_version").fetchone()
             if SCHEMA_VERSION < version < 1000:
-                raise StoreError(f"{folder.index} was made by a newer version of mlxcache.")
+                raise StoreError(
+                    f"{folder.index} was made by a newer version of mlxcache: update mlxcache, or "
+                    "choose another folder with --cache-dir DIR."
+                )
             connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
             (verdict,) = connection.execute("PRAGMA integrity_check(1)").fetchone()
             if verdict != "ok":

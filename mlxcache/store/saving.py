@@ -305,7 +305,7 @@ def _make_durable(
         "UPDATE file SET owner = NULL, disk = ?, used = ? WHERE id = ?", (size, context.now(), id)
     )
     if not changed.rowcount:
-        raise PrefixNotStored("a run before it was removed as damaged while it was written")
+        raise PrefixNotStored("a run before this one was removed as damaged in the meantime")
     if draft.tokens is not None:
         index.put_tokens(connection, id, draft.tokens)
 

@@ -220,7 +220,10 @@ def detect_format(path: Path) -> Literal["mlxcache", "mlx-lm"]:
         return "mlxcache"
     if "1.0" in metadata:  # the class of the first layer's cache
         return "mlx-lm"
-    raise SnapshotRefused("This is neither a snapshot nor a prompt cache of mlx-lm.")
+    raise SnapshotRefused(
+        "This is neither a snapshot nor a prompt cache of mlx-lm: choose a file that mlxcache or "
+        "mlx-lm wrote."
+    )
 
 
 def read_snapshot_header(fd: int) -> Header:
@@ -241,7 +244,8 @@ def read_description(header: Header) -> Description:
     version = header.metadata.get("version")
     if version != str(VERSION):
         raise SnapshotRefused(
-            f"The snapshot has version {version} of the format, and this mlxcache reads {VERSION}."
+            f"The snapshot has version {version} of the format, and this mlxcache reads {VERSION}: "
+            "update mlxcache."
         )
     return Description.decode(header.metadata.get("description", ""))
 
@@ -333,7 +337,7 @@ def read_leaf_ids(
     """
     own = np.frombuffer(raw, "<i4")
     if vocab_size and own.max(initial=0) >= vocab_size:
-        raise SnapshotRefused("The snapshot holds token ids that the model does not know.")
+        raise SnapshotRefused("The snapshot holds token ids that the model does not have.")
     found: list[Tokens] = []
     at = 0
     for leaf in description.leaves:

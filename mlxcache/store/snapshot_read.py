@@ -93,7 +93,9 @@ def read_snapshot(
     words = xxh3_64(header.metadata["description"].encode())
     words.update(raw)
     if words.digest() != sums[-1]:
-        raise SnapshotRefused("The snapshot is damaged: the checksum of its tokens is wrong.")
+        raise SnapshotRefused(
+            "The snapshot is damaged: the checksum of its tokens is wrong. Export it again."
+        )
     session = with_tokens(description.session(), read_leaf_ids(raw, description, vocab_size))
     session = with_replies(session, header.metadata, vocab_size)
     nbytes = sum(place.nbytes for part in (kv, *states) for place in part)
@@ -145,7 +147,9 @@ def _pieces(fd: int, snapshot: Snapshot) -> Iterator[_Piece]:
             tensors = [_rows(fd, place, row + at, row + end) for place in snapshot.kv]
             found = _block_sums(tensors, end - at, index, at // BLOCK)
             if found != snapshot.sums[block : block + len(found)]:
-                raise SnapshotRefused("The snapshot is damaged: the checksum of some KV is wrong.")
+                raise SnapshotRefused(
+                    "The snapshot is damaged: the checksum of some KV is wrong. Export it again."
+                )
             block += len(found)
             yield ids[: leaf.start + end], leaf.start + at, tensors
         row += leaf.rows
@@ -161,7 +165,9 @@ def _checkpoints(fd: int, snapshot: Snapshot, sums: Sequence[bytes]) -> Iterator
         for tensor in tensors:
             state.update(tensor.data)
         if state.digest() != sums[index]:
-            raise SnapshotRefused("The snapshot is damaged: the checksum of a checkpoint is wrong.")
+            raise SnapshotRefused(
+                "The snapshot is damaged: the checksum of a checkpoint is wrong. Export it again."
+            )
         yield snapshot.session.leaves[saved.leaf].ids[: saved.position], None, tensors
 
 
@@ -211,6 +217,6 @@ def _read(fd: int, place: Place) -> memoryview:
     while at < len(view):
         count = os.preadv(fd, [view[at:]], place.offset + at)
         if not count:
-            raise SnapshotRefused("The snapshot was cut off while it was read.")
+            raise SnapshotRefused("The snapshot was cut off while it was read: export it again.")
         at += count
     return view

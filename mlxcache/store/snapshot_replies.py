@@ -134,7 +134,7 @@ def with_replies(
     except (msgspec.MsgspecError, binascii.Error, zlib.error, ValueError, RecursionError) as error:
         raise SnapshotRefused(f"The snapshot's replies are damaged: {error}.") from error
     if ids.min(initial=0) < 0 or (vocab_size and ids.max(initial=0) >= vocab_size):
-        raise SnapshotRefused("The snapshot's replies hold token ids that the model does not know.")
+        raise SnapshotRefused("The snapshot's replies hold token ids that the model does not have.")
     if len(found.leaves) != len(session.leaves) or any(
         index >= len(found.replies) for leaf in found.leaves for index in leaf
     ):

@@ -128,7 +128,10 @@ def _all_verified(store: Store, leaves: list[LeafInfo]) -> list[Found]:
             return [_verified(store, leaf.ids, sound) for leaf in leaves]
         except (Corrupt, Gone):
             continue  # the store dropped that file and finds less now
-    raise StoreError("The session's files are evicted faster than a snapshot can be made of them.")
+    raise StoreError(
+        "The session's files are evicted faster than a snapshot can be made of them: raise --disk, "
+        "or try again when the server is idle."
+    )
 
 
 def _verified(store: Store, ids: Tokens, sound: set[tuple[Path, int, int]]) -> Found:

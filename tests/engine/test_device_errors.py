@@ -320,4 +320,4 @@ async def test_an_error_met_by_a_call_is_met_by_the_requests_too(
         with pytest.raises(RuntimeError, match="Insufficient Memory"):
             await engine.call(fail)
         assert (await running).generated_tokens == 300
-    assert "the device failed (1 in a row)" in caplog.text
+    assert "device error (1 in a row)" in caplog.text

@@ -131,5 +131,5 @@ async def test_a_reply_that_repeats_itself_is_ended(
         assert record is not None
         assert record.finish_reason == last.reason == "repetition"
         assert engine.tally.repetitions == 1
-        assert "reply ended: the same 1 tokens again and again" in caplog.text
+        assert "reply ended: it repeats the same 1 tokens" in caplog.text
         assert last.generated_tokens == 2 * BLOCK

@@ -262,7 +262,7 @@ def test_check_reports_and_changes_nothing(folder):
         (third.parent / ".1-2-3.tmp").write_text("")
         what = {problem.path.name: problem.what for problem in store.check()}
         assert what == {
-            first.name: "is damaged: a block's checksum is wrong",
+            first.name: "is damaged: the checksum of a block is wrong",
             second.name: "is in the index but missing",
             "stray": "is not in the index",
             ".1-2-3.tmp": "was left by a process that ended",

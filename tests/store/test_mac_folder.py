@@ -123,7 +123,7 @@ def test_a_folder_that_a_server_uses_stays_in_use(mac, caplog):
         assert locate_cache_dir(mac.new) == mac.former
         (message,) = caplog.messages
         assert message.startswith(
-            f"cache folder stays in {mac.former} while it is in use by http://127.0.0.1:8081, "
+            f"cache folder not moved from {mac.former}: in use by http://127.0.0.1:8081, "
             f"process {os.getpid()}"
         )
     assert not (mac.new / "store").exists()
