@@ -56,6 +56,7 @@ _MAX_FINDINGS = 20
 
 _REASONS = {
     "edited": "history was changed",
+    "moved": "newer history was put before text that is sent again",
     "system_changed": "a system message was changed",
     "tools_changed": "the tools were changed",
     "template_drift": "the same history is rendered differently",
@@ -118,7 +119,7 @@ def explain_pair(one: dict[str, Any], other: dict[str, Any], settings: Settings)
         **_model_object(settings),
         "prompt_tokens": {"first": old, "second": new},
         "shared_tokens": explained.at_token,
-        "new_tokens": new - max(explained.at_token, explained.again_to),
+        "new_tokens": new - explained.at_token - explained.lost_tokens,
         "lost": _lost_object(explained),
         "later": [
             _members(one, "where", "reason", "cause", "before", "after") for one in explained.later
@@ -133,14 +134,18 @@ def explain_pair(one: dict[str, Any], other: dict[str, Any], settings: Settings)
 
 def _lost_object(explained: Explanation) -> dict[str, Any] | None:
     first = explained.first
-    if first is None:
+    if first is not None:
+        found = _members(first, "reason", "cause", "where", "before", "after")
+    elif not explained.related:
+        found = dict.fromkeys(("where", "before", "after"), "")
+        found |= {"reason": "first_seen", "cause": "new_conversation"}
+    else:
         return None
     return {
         "at_token": explained.at_token,
-        **_members(first, "reason", "cause", "where"),
+        **found,
         "lost_tokens": explained.lost_tokens,
-        **_members(first, "before", "after"),
-        "advice": advice_for(first.cause),
+        "advice": advice_for(found["cause"]),
     }
 
 
@@ -288,18 +293,17 @@ def print_pair(found: Mapping[str, Any]) -> None:
     """Print the result of `explain_pair`: the first difference, its cause, and advice."""
     out, lost = _console(), found["lost"]
     total = found["prompt_tokens"]["second"]
-    if lost is None:
+    if lost is None or lost["reason"] == "first_seen":
         shared = min(found["shared_tokens"], total)
         out.print(Text("Nothing is lost.", "bold green"))
-        out.print(
-            f"The second request continues the first: {format_count(shared, 'token')} reused, "
-            f"{total - shared:,} new."
-        )
+        how = "continues the first" if lost is None else "begins another conversation"
+        reused = f"{format_count(shared, 'token')} reused, {total - shared:,} new."
+        out.print(f"The second request {how}: {reused}")
     else:
         _print_lost(out, lost, total)
-        if found["later"]:
-            later = "; ".join(f"{one['where']} ({one['cause']})" for one in found["later"][:5])
-            _row(out, "also", Text(later))
+    if lost is not None and found["later"]:
+        later = "; ".join(f"{one['where']} ({one['cause']})" for one in found["later"][:5])
+        _row(out, "differs" if lost["reason"] == "first_seen" else "also", Text(later))
     for one in found["removed"]:
         rule = Text.assemble(
             (f"{one['where']}: {one['cause']}, by rule ", ""), (one["rule"], "bold")

@@ -38,7 +38,7 @@ STAGES = ("queue_s", "render_s", "match_s", "restore_s", "prefill_s", "decode_s"
 
 OUTCOMES = ("done", "cancelled", "failed", "rejected")
 REASONS = (
-    *("evicted", "edited", "system_changed", "tools_changed", "template_drift"),
+    *("evicted", "edited", "moved", "system_changed", "tools_changed", "template_drift"),
     *("checkpoint_gap", "namespace", "corrupt", "first_seen"),
 )
 

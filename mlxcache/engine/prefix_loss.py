@@ -18,13 +18,17 @@ from mlxcache.prompt.explain import (
     EarlierPrompt,
     EarlierPrompts,
     Explainer,
-    Explanation,
     Side,
     first_related,
 )
+from mlxcache.prompt.shared_runs import Runs, count_within
 from mlxcache.types import WARMING, Admitted, Job, RequestRecord, Tokens
 
 log = logging.getLogger("mlxcache.engine")
+
+Cause = tuple[str, str]
+"""Reason and cause of a loss; see docs/explain.md."""
+Texts = tuple[str, str]
 
 _AROUND = (12, 40)
 """Tokens shown before and from where reuse ended."""
@@ -42,12 +46,25 @@ class Found:
     damaged: bool
 
 
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """A prefix loss: `described` is its object, without tokens and cost.
+
+    `runs`: tokens that an earlier prompt had computed and that this one has to compute again.
+    """
+
+    described: dict[str, Any]
+    runs: Runs = ()
+
+
 class PrefixLossReporter:
     """Fills in `RequestRecord.lost`: the reason why a prefix was not reused. Use on the event loop.
 
     The cost of a loss is an estimate until the prompt is computed, and then its share of the
-    measured time. `rate()` returns the prefill tokens per second last measured.
-    `shared_with_sessions` is `SessionBook.shared_with_sessions`, called on this reporter's thread.
+    measured time. At the end of a request, lost tokens that it was not fed no longer count.
+
+    `rate()` returns the prefill tokens per second last measured. `shared_with_sessions` is
+    `SessionBook.shared_with_sessions`, called on this reporter's thread.
     """
 
     def __init__(
@@ -60,7 +77,8 @@ class PrefixLossReporter:
         self._rate, self._shared_with_sessions = rate, shared_with_sessions
         self._held = EarlierPrompts()
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="mlxcache-explain")
-        self._open: dict[str, asyncio.Future[dict[str, Any] | None]] = {}
+        self._open: dict[str, asyncio.Future[Loss | None]] = {}
+        self._losses: dict[str, Loss] = {}
 
     def note_admission(self, task: Task, event: Admitted) -> None:
         """Start to explain the prefix loss of a request that was just admitted.
@@ -84,16 +102,17 @@ class PrefixLossReporter:
         self._open[job.id] = answer
         answer.add_done_callback(lambda done: self._explained(record, done))
 
-    def _explained(
-        self, record: RequestRecord, done: asyncio.Future[dict[str, Any] | None]
-    ) -> None:
+    def _explained(self, record: RequestRecord, done: asyncio.Future[Loss | None]) -> None:
         self._open.pop(record.id, None)
         if done.cancelled():
             return
         if (error := done.exception()) is not None:
             log.error("prefix-loss analysis failed", exc_info=error)
-        else:
-            record.lost = done.result()
+        elif (loss := done.result()) is not None:
+            self._losses[record.id] = loss
+            tokens = count_within(loss.runs, 0, record.prompt_tokens)
+            cost = {"lost_tokens": tokens, "lost_s": round(tokens / self._rate(), 3)}
+            record.lost = loss.described | cost
             _set_cost(record, record.timing.get("prefill_s"))
 
     def note_end(self, task: Task, then: Callable[[], None]) -> None:
@@ -110,6 +129,8 @@ class PrefixLossReporter:
         spent = record.timing.get("prefill_s", time.perf_counter() - task.phase_began)
 
         def explained(_: object = None) -> None:
+            if (loss := self._losses.pop(record.id, None)) is not None:
+                _count_fed(record, loss)
             _set_cost(record, spent)
             then()
 
@@ -130,34 +151,36 @@ class PrefixLossReporter:
 
     # -- on the reporter's thread ------------------------------------------------------------------
 
-    def _find(self, job: Job, held: list[EarlierPrompt], reuse: Found) -> dict[str, Any] | None:
+    def _find(self, job: Job, held: list[EarlierPrompt], reuse: Found) -> Loss | None:
         side = Side(job.prompt.source, job.prompt.ids)
         found = EarlierPrompts.ranked(held, job.session, side.ids)
         if any(
             shared >= len(one.side.ids) <= reuse.cached + LEAST_LOSS for one, shared in found[:1]
         ):
             return None  # it continues its session's last prompt, which was reused
+        kept = max((min(shared, one.computed) for one, shared in found), default=0)
         candidate = first_related(found, side)
-        if candidate is None:
+        if candidate is None and kept - reuse.cached <= LEAST_LOSS:
             return self._unknown(job, side, reuse)
-        explanation = self._explainer.explain(candidate.side, side)
-        kept = min(explanation.at_token, candidate.computed)
-        missing = kept - reuse.cached
-        # what the earlier prompt never had cannot be lost, though it comes before what is new
-        again = min(explanation.new_from, candidate.computed)
-        parted = again - max(explanation.at_token, reuse.cached)
-        if explanation.first is None:
-            parted = 0
-        if max(missing, parted) <= LEAST_LOSS:
+        changed = self._changed(candidate, side, reuse) if candidate is not None else None
+        parted = count_within(changed.runs, 0, len(side.ids)) if changed is not None else 0
+        if max(kept - reuse.cached, parted) <= LEAST_LOSS:
             return None
-        if missing >= parted:
-            reason, cause = _gone(reuse, kept)
-            return self._lost(
-                reason, cause, reuse.cached, missing, self._around(side, reuse.cached)
-            )
-        return self._parted(explanation, again - reuse.cached)
+        return self._gone(reuse, kept, side) if kept - reuse.cached >= parted else changed
 
-    def _unknown(self, job: Job, side: Side, reuse: Found) -> dict[str, Any]:
+    def _changed(self, earlier: EarlierPrompt, side: Side, reuse: Found) -> Loss | None:
+        """Return the loss by a difference from an earlier prompt; None without one."""
+        found = self._explainer.explain(earlier.side, side, earlier.computed)
+        if (first := found.first) is None:
+            return None
+        # tokens that the earlier prompt never had are not lost, wherever they are
+        before = (reuse.cached, min(found.at_token, earlier.computed))
+        again = ((max(start, reuse.cached), end) for start, end in (before, *found.again))
+        runs = tuple((start, end) for start, end in again if end > start)
+        texts = first.before, first.after
+        return _loss((first.reason, first.cause), found.at_token, runs, texts, first.where)
+
+    def _unknown(self, job: Job, side: Side, reuse: Found) -> Loss:
         """Explain the loss of a prompt that resembles no earlier one since the server started.
 
         It is compared with the sessions on disk.
@@ -166,36 +189,38 @@ class PrefixLossReporter:
         known = self._shared_with_sessions(label, side.ids) if label else []
         own, most = max(known, key=lambda found: (found[1], found[0]), default=(True, 0))
         if most - cached <= LEAST_LOSS:
-            return self._lost("first_seen", "new_conversation", cached, 0)
-        reason, cause = _gone(reuse, most) if own else ("namespace", "other_model")
-        return self._lost(reason, cause, cached, most - cached, self._around(side, cached))
+            return _loss(("first_seen", "new_conversation"), cached)
+        if own:
+            return self._gone(reuse, most, side)
+        around = self._around(side, cached)
+        return _loss(("namespace", "other_model"), cached, ((cached, most),), around)
 
-    def _parted(self, found: Explanation, lost: int) -> dict[str, Any]:
-        first = found.first
-        assert first is not None
-        texts = first.before, first.after
-        told = self._lost(first.reason, first.cause, found.at_token, lost, texts)
-        return told | {"where": first.where}
+    def _gone(self, reuse: Found, kept: int, side: Side) -> Loss:
+        """Return the loss of a computed prefix of `kept` tokens where the text is the same."""
+        around = self._around(side, reuse.cached)
+        return _loss(_missing(reuse, kept), reuse.cached, ((reuse.cached, kept),), around)
 
-    def _around(self, side: Side, at: int) -> tuple[str, str]:
+    def _around(self, side: Side, at: int) -> Texts:
         shown = side.ids[max(0, at - _AROUND[0]) : at + _AROUND[1]]
         text = self._explainer.decode([int(i) for i in shown if i >= 0])
         return text, text
 
-    def _lost(
-        self, reason: str, cause: str, at: int, tokens: int, texts: tuple[str, str] = ("", "")
-    ) -> dict[str, Any]:
-        return {
-            "at_token": at,
-            "reason": reason,
-            "cause": cause,
-            "where": "",
-            "lost_tokens": tokens,
-            "lost_s": round(tokens / self._rate(), 3),
-            "before": texts[0],
-            "after": texts[1],
-            "advice": advice_for(cause),
-        }
+
+def _loss(what: Cause, at: int, runs: Runs = (), texts: Texts = ("", ""), where: str = "") -> Loss:
+    """Make a loss from token `at` on. `texts`: excerpts before and after."""
+    reason, cause = what
+    described = {
+        "at_token": at,
+        "reason": reason,
+        "cause": cause,
+        "where": where,
+        "lost_tokens": 0,
+        "lost_s": 0.0,
+        "before": texts[0],
+        "after": texts[1],
+        "advice": advice_for(cause),
+    }
+    return Loss(described, runs)
 
 
 def is_explained(job: Job) -> bool:
@@ -218,7 +243,15 @@ def _set_cost(record: RequestRecord, spent: float | None) -> None:
         record.lost = record.lost | {"lost_s": round(share * spent, 3)}
 
 
-def _gone(reuse: Found, kept: int) -> tuple[str, str]:
+def _count_fed(record: RequestRecord, loss: Loss) -> None:
+    """Set the lost tokens to those that a finished request was fed; remove a small loss."""
+    start, fed = record.cached_tokens, record.fed_tokens
+    tokens = count_within(loss.runs, start, start + fed)
+    small = bool(loss.runs) and tokens <= LEAST_LOSS
+    record.lost = None if small or record.lost is None else record.lost | {"lost_tokens": tokens}
+
+
+def _missing(reuse: Found, kept: int) -> Cause:
     """Return the reason and cause for a missing prefix that was computed from the same text.
 
     `kept`: tokens of the prefix that were computed earlier.

@@ -36,6 +36,9 @@ ADVICE: dict[str, str] = {
     "compaction": "The client summarised the history, which is computed once. A longer --context "
     "delays it.",
     "message_inserted": "Add new messages after the last one, not between old ones.",
+    "history_inserted": "The client sends this text after the history (a sub-agent's instruction, "
+    "or files), so newer history comes before it. This cannot be avoided: it is computed again in "
+    "each such request. No action is needed.",
     "message_dropped": "Keep old messages, or drop many at once, rarely.",
     "rewound": "The conversation was taken back to an earlier message. No action is needed.",
     "image": "Send an image with the same bytes in each turn.",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import unicodedata
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -135,6 +136,8 @@ Shows = tuple[str, str]
 
 _SHIFTS = 16
 """Most messages inserted or dropped at one place that are recognised as such."""
+_REASON_OF = {"history_inserted": "moved"}
+"""Reason of a changed list of messages by its cause, where it is not `edited`."""
 _SUMMARY = re.compile(
     r"continued from a previous conversation|conversation (?:is|was|has been) (?:summari[sz]ed"
     r"|compacted)|summary of the conversation|<(?:conversation_|context_)?summary>",
@@ -182,7 +185,7 @@ def _message_differences(was: Sequence[Message], now: Sequence[Message]) -> Iter
         if cause is not None:
             role = now[i].get("role")
             head = cause != "compaction" and role in SYSTEM and i < _heads(now)
-            reason = "system_changed" if head else "edited"
+            reason = "system_changed" if head else _REASON_OF.get(cause, "edited")
             change = _change_of(_text_of(was[i]), _text_of(now[i]), machine=True)
             yield _difference(_place(now, i), reason, change, cause)
             return
@@ -219,6 +222,8 @@ def _moved(
     fewer = not tail or len(now) < len(was)  # a summary may be followed by the newest messages
     if summary and fewer and not _SUMMARY.search(_text_of(was[i])):
         return "compaction"
+    if _history_inserted(was, now, i):
+        return "history_inserted"
     shifted = _shifted(now, seen, i) or _shifted_and_edited(was, now, i)
     if shifted is not None:
         return shifted
@@ -230,6 +235,19 @@ def _moved(
     if early and len(was) - i > 1 and not tail:
         return "compaction"
     return "text" if tail else "rewound"
+
+
+def _history_inserted(was: Sequence[Message], now: Sequence[Message], i: int) -> bool:
+    """Return whether replies were inserted at `i`, before a message that is sent again at the end.
+
+    Clients that send text after the history do so: a sub-agent its instruction, others files.
+    """
+    most = min(len(was) - i, _SHIFTS)
+    for end in range(max(i + 1, len(now) - most), len(now)):
+        replied = any(m.get("role") in ("assistant", "tool") for m in now[i:end])
+        if replied and _nearly(was[i], now[end]):
+            return True
+    return False
 
 
 def _shifted(now: Sequence[Message], seen: tuple[list[str], list[str]], i: int) -> str | None:
@@ -408,23 +426,32 @@ def first_new(old: Chat, new: Chat) -> int:
 
 
 def related(old: Chat, new: Chat) -> bool:
-    """Return whether `new` continues `old`, or shares its tools and system text."""
-    if old.tools and new.tools and _head(old) == _head(new):
-        return True
-    known = {_key(m) for m in old.messages if m.get("role") not in SYSTEM}
-    if any(_key(m) in known for m in new.messages):
-        return True
-    return _alike(old.messages, new.messages) or _same_head(old, new)
+    """Return whether `new` continues `old`, or begins a conversation with almost the same head.
 
-
-def _same_head(old: Chat, new: Chat) -> bool:
-    """Return whether tools and system text of both conversations are mostly equal."""
+    Without a head in common, an equal message does not relate two conversations: a client sends
+    the same words to the model for a title, and a sub-agent reads the history of another. Tools and
+    system text may change while a conversation goes on, but not both into something else.
+    """
     was, now = _head(old), _head(new)
-    if not now or not was:
-        return False
-    names = _names(old.tools), _names(new.tools)
-    alike = names[0] == names[1] or len({*names[0]} & {*names[1]}) * 2 > len(names[1])
-    return alike and _similar(was, now) >= 0.5
+    names = {*_names(old.tools)}, {*_names(new.tools)}
+    same_tools = names[0] == names[1]
+    alike = was == now or (bool(was and now) and _similarity(was, now) >= 0.5)
+    if _has_messages_of(old, new):
+        return alike or (same_tools and bool(names[1]))
+    return alike and same_tools and bool(now or names[1])
+
+
+def _has_messages_of(old: Chat, new: Chat) -> bool:
+    """Return whether `new` has a message of `old`, or begins with nearly the same one."""
+    known = {_key(m) for m in old.messages if m.get("role") not in SYSTEM}
+    return any(_key(m) in known for m in new.messages) or _alike(old.messages, new.messages)
+
+
+def _similarity(was: str, now: str) -> float:
+    """Return the equal share of two texts, from 0 to 1: at both ends, or in whole lines."""
+    lines = [Counter(text.split("\n")) for text in (was, now)]
+    equal = sum(len(line) * count for line, count in (lines[0] & lines[1]).items())
+    return max(_similar(was, now), equal / max(len(was), len(now), 1))
 
 
 def _alike(was: Sequence[Message], now: Sequence[Message]) -> bool:

@@ -13,6 +13,7 @@ from mlxcache.prompt.canonical.canonicaliser import Canonical
 from mlxcache.prompt.differences import Difference, differences, first_new, related
 from mlxcache.prompt.incremental import Tokenised
 from mlxcache.prompt.replies import PromptKey
+from mlxcache.prompt.shared_runs import Runs, shared_runs
 from mlxcache.types import Chat, Tokens
 
 LEAST_LOSS = 64
@@ -76,11 +77,11 @@ class Explanation:
     """The first difference between two prompts, if it comes before the new messages.
 
     `at_token`: number of shared leading tokens. `new_from`: token of the later prompt at which
-    messages begin that the earlier prompt and its reply did not have. The tokens between the two
-    are computed a second time, but at most `once` of them, the number of the earlier prompt's
-    tokens after `at_token`. `first`: the difference, or None if nothing differs before `new_from`.
+    messages begin that the earlier prompt and its reply did not have. `again`: runs of tokens
+    between the two that the earlier prompt had too, and that are computed a second time. `first`:
+    the difference, or None if nothing differs before `new_from` or the prompts are not `related`.
     `later`: further differences. `removed`: differences as sent that canonicalisation removed, each
-    with its rule.
+    with its rule. `related`: see `differences.related`.
     """
 
     at_token: int
@@ -88,18 +89,13 @@ class Explanation:
     first: Difference | None = None
     later: tuple[Difference, ...] = ()
     removed: tuple[tuple[str, Difference], ...] = ()
-    once: int = 0
-
-    @property
-    def again_to(self) -> int:
-        """Token of the later prompt up to which tokens are computed a second time."""
-        most = self.at_token + self.once if self.first else self.new_from
-        return min(self.new_from, most)
+    again: Runs = ()
+    related: bool = True
 
     @property
     def lost_tokens(self) -> int:
         """Number of tokens that the earlier prompt had too and that are computed again."""
-        return max(0, self.again_to - self.at_token) if self.first else 0
+        return sum(end - start for start, end in self.again)
 
 
 class Explainer:
@@ -115,11 +111,21 @@ class Explainer:
         self.message_position = message_position
         self.decode = decode
 
-    def explain(self, old: Side, new: Side) -> Explanation:
-        """Return the first difference of prompt `new` from prompt `old`, and its cause."""
+    def explain(self, old: Side, new: Side, computed: int | None = None) -> Explanation:
+        """Return the first difference of prompt `new` from prompt `old`, and its cause.
+
+        `computed`: leading tokens of `old` that were computed; all by default.
+        """
         found = self._explain(old, new)
-        once = len(old.ids) - found.at_token
-        return replace(found, removed=_removed(old.source, new.source), once=once)
+        if not related(old.source.chat, new.source.chat):
+            later = found.later if found.first is None else (found.first, *found.later)
+            found = replace(found, first=None, later=later, related=False)
+        again: Runs = ()
+        if found.first is not None:
+            at, before = found.at_token, old.ids[:computed]
+            runs = shared_runs(before[at:], new.ids[at : found.new_from])
+            again = tuple((at + start, at + end) for start, end in runs)
+        return replace(found, removed=_removed(old.source, new.source), again=again)
 
     def _explain(self, old: Side, new: Side) -> Explanation:
         shared = common_length(old.ids, new.ids)
@@ -256,7 +262,7 @@ class EarlierPrompts:
 
 
 def first_related(found: list[tuple[EarlierPrompt, int]], side: Side) -> EarlierPrompt | None:
-    """Return the first prompt of `found` that `side` continues or shares the head with, or None."""
+    """Return the first prompt of `found` to which `side` is related, or None."""
     for candidate, _ in found:
         if related(candidate.side.source.chat, side.source.chat):
             return candidate

@@ -495,6 +495,18 @@ def test_the_text_of_a_pair_has_place_cause_and_advice(files):
     assert max(map(len, output.splitlines())) <= 80
 
 
+def test_the_text_of_two_conversations_says_that_nothing_is_lost(files, tmp_path):
+    """And where they differ."""
+    other = {"messages": [{"role": "user", "content": "Write a title."}], "system": "A titler."}
+    (tmp_path / "c.json").write_text(json.dumps(other))
+    status, output = run(files[0], str(tmp_path / "c.json"))
+    assert status == 0
+    assert "Nothing is lost." in output
+    assert "begins another conversation" in output
+    assert "tools[0] Bash" in output
+    assert "to do" not in output
+
+
 def test_the_text_of_an_audit_has_what_is_likely_to_change(files):
     """Each finding has the number of tokens behind it."""
     status, output = run(files[0])

@@ -25,6 +25,7 @@ from tests.cli.test_explain import (
     head,
     openai,
     said,
+    text,
     tokenizer,
     tool,
 )
@@ -81,7 +82,43 @@ def edited_behind_new(body: Body) -> None:
     body["messages"].insert(3, {"role": "system", "content": "The task tools were not used."})
 
 
+INSTRUCTION = {"role": "user", "content": "Extract what is worth to be remembered. " + text(9, "i")}
+FILES = [{"role": "user", "content": f"*These are the files.*\n{text(30, 'f')}"},
+         {"role": "assistant", "content": "Ok."}]  # fmt: skip
+
+
+def reading() -> Body:
+    """A sub-agent's request: the history, and then its instruction."""
+    body = first()
+    body["messages"][-1:] = [INSTRUCTION]
+    return body
+
+
+def read_more(body: Body) -> None:
+    """Its next request, with newer history, and without what it did the last time."""
+    asked, said = ({"role": role, "content": text(9, role)} for role in ("user", "assistant"))
+    body["messages"][4:] = [asked, said, INSTRUCTION]
+
+
+def with_files() -> Body:
+    """Files between the history and the newest message."""
+    body = first()
+    body["messages"][-1:-1] = FILES
+    return body
+
+
+def filed_after(body: Body) -> None:
+    """The next turn: the history has grown, and the files, one of them edited, come after it."""
+    *before, new = [m for m in body["messages"] if m not in FILES]
+    files = [{**FILES[0], "content": FILES[0]["content"] + "\nA new line."}, FILES[1]]
+    body["messages"] = [*before, *files, new]
+
+
 MORE = [
+    Pair("instruction after the history", "moved", "history_inserted", "messages[5] user",
+         read_more, base=reading),
+    Pair("files after the history", "moved", "history_inserted", "messages[5] user", filed_after,
+         base=with_files),
     Pair("front of history gone", EDITED, "message_dropped", "messages[1] user", dropped(0, 4)),
     Pair("turns gone", EDITED, "message_dropped", "messages[2] user", dropped(1, 4)),
     Pair("call and result gone", EDITED, "message_dropped", "messages[2] assistant", dropped(1, 3)),
@@ -202,6 +239,34 @@ def test_other_templates_are_explained_alike(template: str):
         pair.change(other)
         shown = pair.cause not in ("thinking_dropped", "template_args")
         assert explained(one, other) == (expected(pair) if shown else None), pair
+
+
+def test_text_behind_newer_history_costs_itself_alone():
+    """What the newer history has is new, and the advice says that nothing can be done."""
+    one, other = reading(), reading()
+    read_more(other)
+    found = command.explain_pair(one, other, RAW)
+    size = len(tokenizer().encode(INSTRUCTION["content"]))
+    assert size - 16 < found["lost"]["lost_tokens"] <= size + 8
+    assert "cannot be avoided" in found["lost"]["advice"]
+
+
+def test_a_title_request_and_the_first_prompt_are_two_conversations():
+    """The same words under another system text lose nothing."""
+    one = {
+        "system": "You write a title of at most fifty characters. " + text(9, "title"),
+        "messages": [{"role": "user", "content": text(40, "asked")}],
+    }
+    found = command.explain_pair(one, {**first(), "messages": one["messages"]}, RAW)
+    lost = found["lost"]
+    assert (lost["reason"], lost["cause"], lost["lost_tokens"]) == (
+        "first_seen",
+        "new_conversation",
+        0,
+    )
+    assert found["shared_tokens"] < 32  # the template's own
+    assert found["new_tokens"] == found["prompt_tokens"]["second"] - found["shared_tokens"]
+    assert found["later"][0]["where"] == "system"
 
 
 def test_the_first_of_two_causes_in_the_prompt_is_reported():

@@ -17,6 +17,7 @@ from mlxcache.engine.engine import Engine
 from mlxcache.prompt.explain import LEAST_LOSS
 from mlxcache.types import Chat, Job, Progress, RequestRecord, Text, Thinking, ToolCall
 from tests.engine.running import started
+from tests.scripted import ScriptedRuntime
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -144,27 +145,31 @@ async def test_a_loss_costs_no_more_than_the_prompt_took(talk: Talk, monkeypatch
     assert share < 1
 
 
-async def test_what_was_cut_short_lost_no_more_than_it_took(talk: Talk, monkeypatch):
-    """A client that leaves while its prompt is computed has waited so long, and no longer."""
-    core = await talk.engine.call(lambda runtime: runtime)
-    await talk.say(talk.system(), user(text(400, "ask")))
-    monkeypatch.setattr(core.cost, "rate", 0.5)
-    chat = Chat([talk.system("Today's date is 2026-11-22."), *talk.messages[1:]], TOOLS)
-    prompt = await talk.engine.render(chat, session=talk.session)
-    began = time.perf_counter()
-    job = Job("req_left", prompt, session=talk.session, api="chat")
-    stream = await talk.engine.submit(job)
-    async for event in stream:
-        if isinstance(event, Progress):
-            break
-    await stream.aclose()
-    async for _ in stream:
-        pass
-    record = await talk.engine.request("req_left")
-    took = time.perf_counter() - began
-    assert record is not None
-    assert (record.status, record.generated_tokens) == ("cancelled", 0)
-    assert 0 < lost(record)["lost_s"] <= took
+async def test_what_was_cut_short_lost_no_more_than_it_was_fed(toy, tmp_path, monkeypatch):
+    """A client that leaves has waited so long, for so many tokens; the rest was not computed."""
+    async with started(toy("llama"), tmp_path, no_anticipate=True, prefill_chunk=256) as engine:
+        core = await engine.call(lambda runtime: runtime)
+        talk = Talk(engine, "cut")
+        await talk.say(talk.system(), user(text(120, "ask")))
+        monkeypatch.setattr(core.cost, "rate", 0.5)
+        chat = Chat([talk.system("Today's date is 2026-11-22."), *talk.messages[1:]], TOOLS)
+        prompt = await engine.render(chat, session=talk.session)
+        began = time.perf_counter()
+        stream = await engine.submit(Job("req_cut", prompt, session=talk.session, api="chat"))
+        async for event in stream:
+            if isinstance(event, Progress):
+                break
+        await stream.aclose()
+        async for _ in stream:
+            pass
+        record = await engine.request("req_cut")
+        took = time.perf_counter() - began
+        assert record is not None
+        assert (record.status, record.generated_tokens) == ("cancelled", 0)
+        found = lost(record)
+        assert 0 < found["lost_s"] <= took
+        assert LEAST_LOSS < found["lost_tokens"] <= record.fed_tokens < record.prompt_tokens / 2
+        assert engine.tally.lost_tokens["system_changed"] == found["lost_tokens"]
 
 
 async def test_the_loss_is_of_one_turn_only(talk: Talk):
@@ -203,6 +208,24 @@ async def test_changed_history_is_told(talk: Talk, reason: str, cause: str, chan
     found = lost(await talk.say(user("And the rest?")))
     assert (found["reason"], found["cause"]) == (reason, cause)
     assert found["lost_tokens"] > LEAST_LOSS
+
+
+async def test_the_same_words_as_in_a_title_request_have_lost_nothing(talk: Talk):
+    """A title request, then the first prompt with the same message: the two share a few tokens.
+
+    Also where the message is long, and where the title is asked for in a message of its own.
+    """
+    words = "Fix the parser. " + text(40, "long")
+    side = Talk(talk.engine, talk.session)
+    side.tools = []
+    title = {"role": "system", "content": "You are a title generator. " + text(9, "title")}
+    first = await side.say(title, user("Generate a title for this conversation:\n"), user(words))
+    assert lost(first)["reason"] == "first_seen"
+    record = await talk.say(talk.system(), user(words))
+    assert record.cached_tokens < 16
+    found = lost(record)
+    assert (found["reason"], found["lost_tokens"], found["lost_s"]) == ("first_seen", 0, 0.0)
+    assert (await talk.say(user("And the lexer?"))).lost is None
 
 
 async def test_no_more_is_lost_than_there_was(talk: Talk):
@@ -275,12 +298,14 @@ async def test_a_checkpoint_that_went_is_told(toy, tmp_path):
         assert (found["reason"], found["cause"]) == ("checkpoint_gap", "no_checkpoint")
 
 
-async def test_thinking_that_the_template_drops_is_told(toy, tmp_path):
-    """The reply is rendered differently than it was generated."""
-    model = toy("llama", thinking=True, emits={"</think>": 5})
-    async with started(model, tmp_path, no_anticipate=True) as engine:
+async def test_thinking_that_the_template_drops_is_told(toy, tmp_path, monkeypatch):
+    """The reply is rendered differently than it was generated; its answer is computed again."""
+    reply = f"I look at it.</think>\n\n{text(20, 'reply')}"
+    runtime = type("Scripted", (ScriptedRuntime,), {"lines": [("parser", reply)]})
+    monkeypatch.setattr("mlxcache.engine.engine.ModelRuntime", runtime)
+    async with started(toy("llama", thinking=True), tmp_path, no_anticipate=True) as engine:
         talk = Talk(engine, "thinking")
-        await talk.say(talk.system(), user("Fix the parser."), tokens=200)
+        await talk.say(talk.system(), user("Fix the parser."), tokens=999)
         record = await talk.say(user("And the lexer?"))
         assert (lost(record)["reason"], lost(record)["cause"]) == (
             "template_drift",

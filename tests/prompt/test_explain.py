@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from functools import lru_cache
 
 from mlxcache.prompt.builder import PromptBuilder
@@ -55,14 +56,48 @@ def test_the_newest_of_those_that_share_as_much_comes_first():
     assert [one for one, _ in found] == [held[2], held[0], held[3], held[1]]
 
 
+def asked(system: str, *said: str, tools: tuple[str, ...] = ()) -> Chat:
+    """A conversation of a user and a model, in turns."""
+    roles = itertools.cycle(("user", "assistant"))
+    messages = [{"role": role, "content": words} for role, words in zip(roles, said, strict=False)]
+    named = [{"type": "function", "function": {"name": name}} for name in tools]
+    return Chat([{"role": "system", "content": system}, *messages], named)
+
+
+EXPLAINS, READS = "You explain computers.", "Answer from this document alone."
+FAILS = "Find out why the test of logging in fails."
+
+
 def test_first_messages_that_share_few_words_are_not_taken_for_one_another() -> None:
     """Many conversations begin with `What is`; a longer message that was edited is known again."""
+    assert not related(asked(EXPLAINS, "What is a cache?"), asked(READS, "What is it about?"))
+    edited = [FAILS, FAILS.replace("logging in", "logins")]
+    assert related(*(asked(EXPLAINS, text) for text in edited))
 
-    def asked(system: str, text: str) -> Chat:
-        said = ({"role": "system", "content": system}, {"role": "user", "content": text})
-        return Chat(messages=said)
 
-    explains, reads = "You explain computers.", "Answer from this document alone."
-    assert not related(asked(explains, "What is a cache?"), asked(reads, "What is it about?"))
-    edited = [asked(s, f"Find out why the test of {s} fails.") for s in ("logging in", "logins")]
-    assert related(*edited)
+def test_an_equal_message_under_another_head_relates_no_conversations() -> None:
+    """A title of the same words, and a sub-agent that reads the same history."""
+    tools = ("Bash", "Edit", "Read")
+    main = asked(EXPLAINS, FAILS, tools=tools)
+    assert not related(asked("Write a title of at most fifty characters.", FAILS), main)
+    grown = asked(EXPLAINS, FAILS, "It needs a file.", "Then make it.", tools=tools)
+    reads = asked(READS, FAILS, "It needs a file.", "Extract what to remember.", tools=tools[2:])
+    assert not related(grown, reads)
+    assert related(main, grown)
+
+
+def test_a_conversation_goes_on_when_its_tools_or_its_system_text_change() -> None:
+    """One of them at a time; a new one has both in common with an earlier one."""
+    old = asked(EXPLAINS, FAILS, tools=("Bash", "Read"))
+    assert related(old, asked(EXPLAINS, FAILS, "Yes.", "Go on.", tools=("Grep",)))
+    assert related(old, asked(READS, FAILS, "Yes.", "Go on.", tools=("Bash", "Read")))
+    dated = asked(EXPLAINS + " Today is Monday.", "Something else.", tools=("Read", "Bash"))
+    assert related(old, dated)
+    assert not related(old, asked(EXPLAINS, "Something else.", tools=("Grep",)))
+
+
+def test_lines_that_changed_in_two_places_leave_a_head_similar() -> None:
+    """As a date at its start and a git status at its end do."""
+    lines = "\n".join(f"{i}. Work with great care." for i in range(30))
+    heads = [f"Today is {day}.\n{lines}\nBranch {name}" for day, name in (("a", "m"), ("b", "n"))]
+    assert related(*(asked(head, str(n)) for n, head in enumerate(heads)))
