@@ -1,0 +1,232 @@
+"""Six clients on one server, as recorded: every view of their requests tells the same.
+
+`six_clients.json` has three turns each of Claude Code 2.1.330, OpenCode 1.18.33, Qwen Code 0.24.4,
+pi 0.87.1, llm 0.36 and aider 0.86.2, with the texts of the programs shortened to a few words. A
+request that extends an earlier one has that one's number (`like`), how many of its messages it
+repeats (`same`), and what it has besides. `script`: see `tests.scripted`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from mlxcache.cli.explain import explain_pair
+from mlxcache.cli.main import app
+from mlxcache.config import load_settings
+from mlxcache.prompt.explain import LEAST_LOSS
+from tests.conftest import ToyMaker
+from tests.scripted import scripted
+from tests.server.api import Api, until
+
+TITLES = {
+    "claude-cli/2.1.330": "Say hello to the red project",
+    "opencode/1.18.33": "Say hello to the blue project",
+    "QwenCode/0.24.4": "Say hello to the green project",
+    "pi": "Say hello to the yellow project",
+    "OpenAI/Python 3.54.0": "Say hello to the violet project",  # llm
+    "OpenAI/Python 2.20.0": "Say hello to the orange project",  # aider
+}
+
+CHANGING = {"QwenCode/0.24.4", "OpenAI/Python 2.20.0"}
+"""They take text out of the message before: a reminder of the date, rules for edits."""
+
+
+def recorded() -> dict[str, Any]:
+    """The recording, with each request's whole body."""
+    found = json.loads(Path(__file__).with_name("six_clients.json").read_text(encoding="utf-8"))
+    whole: list[dict[str, Any]] = []
+    for one in found["requests"]:
+        whole.append(extended(whole[one["like"]], one) if "like" in one else one)
+    return {"script": found["script"], "requests": whole}
+
+
+def extended(before: dict[str, Any], one: dict[str, Any]) -> dict[str, Any]:
+    """A request that extends `before`."""
+    messages = [*before["body"]["messages"][: one["same"]], *one["body"]["messages"]]
+    body = before["body"] | one["body"] | {"messages": messages}
+    return before | {"like": one["like"], "body": body}
+
+
+RECORDED = recorded()
+
+
+@dataclass
+class Run:
+    """The recording, played once. `ids`: of its requests, in order."""
+
+    api: Api
+    model: Path
+    ids: list[str]
+
+    def get(self, path: str) -> Any:
+        return self.api.http.get(path).json()
+
+    @cached_property
+    def requests(self) -> list[dict[str, Any]]:
+        """As `GET /v1/requests/{id}` has them."""
+        return [self.get(f"/v1/requests/{id}") for id in self.ids]
+
+    @cached_property
+    def sessions(self) -> dict[str, dict[str, Any]]:
+        """By id and by label."""
+        listed = self.get("/v1/sessions")["data"]
+        return {key: one for one in listed for key in (one["id"], one["label"]) if key}
+
+    @cached_property
+    def live(self) -> dict[str, Any]:
+        """What the dashboard shows: the first event of each part."""
+        found: dict[str, Any] = {}
+        with self.api.http.stream("GET", "/v1/live?parts=cache,requests,sessions") as response:
+            name = ""
+            for line in response.iter_lines():
+                if line.startswith("event: "):
+                    name = line.removeprefix("event: ")
+                if line.startswith("data: "):
+                    found.setdefault(name, json.loads(line.removeprefix("data: ")))
+                if len(found) == 3:
+                    return found
+        raise AssertionError(f"the stream ended: {found}")
+
+    def title_of(self, request: dict[str, Any]) -> str:
+        return str(self.sessions[request["session"]]["title"])
+
+
+@pytest.fixture(scope="module")
+def run(toy: ToyMaker, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
+    home = tmp_path_factory.mktemp("six")
+    model = toy("llama", layers=2)
+    flags = ("--model", str(model), "--ram", "300MB", "--disk", "off", "--no-anticipate")
+    with scripted(RECORDED["script"], *flags, home=home) as server:
+        api = Api(server)
+        ids = []
+        for one in RECORDED["requests"]:
+            response = api.post(one["path"], one["body"], **one["headers"])
+            assert response.status_code == 200, response.text
+            ids.append(response.headers["x-mlxcache-request"])
+        done = Run(api, model, ids)
+        count = lambda: done.get("/v1/cache")["requests"]["total"]  # noqa: E731
+        until(lambda: count() == len(ids), 10, lambda: f"{count()} requests")
+        yield done
+
+
+def test_every_session_is_named_by_its_own_first_words(run: Run) -> None:
+    """Of four of the six no request has a label."""
+    assert {one["client"] for one in run.requests} == set(TITLES)
+    for request in run.requests:
+        assert run.title_of(request) == TITLES[request["client"]]
+    assert {one["title"] for one in run.sessions.values()} == set(TITLES.values())
+
+
+def test_a_turn_feeds_what_is_new_in_it(run: Run) -> None:
+    """At most 64 tokens more, if the client's prompt only grows."""
+    grown = 0
+    for request, one in zip(run.requests, RECORDED["requests"], strict=True):
+        if "like" not in one or request["client"] in CHANGING:
+            continue
+        before = run.requests[one["like"]]
+        new = request["prompt_tokens"] - before["prompt_tokens"] - before["generated_tokens"]
+        assert request["fed_tokens"] <= new + 64, request
+        grown += 1
+    assert grown == 12
+
+
+def test_top_prints_the_requests_and_sessions_of_the_api(run: Run) -> None:
+    """Names and tokens of the newest requests, and of the sessions, row by row."""
+    ran = CliRunner().invoke(app, ["top", "--once", "--url", run.api.url], env={"COLUMNS": "120"})
+    assert ran.exit_code == 0, ran.output
+    lines = ran.output.splitlines()
+    at = next(i for i, line in enumerate(lines) if line.startswith("Recent requests"))
+    for line, request in zip(lines[at + 2 : at + 12], reversed(run.requests), strict=False):
+        found = re.fullmatch(r"\S+ +(.+?)((?: +[\d,-]+){4}) .*", line)
+        assert found, line
+        named = found[1]
+        counts = [int(n.replace(",", "").replace("-", "0")) for n in found[2].split()]
+        assert named == run.title_of(request)
+        restored, fed = request["restored_tokens"], request["fed_tokens"]
+        ram = request["cached_tokens"] - restored
+        assert counts == [ram, restored, fed, request["generated_tokens"]]
+    at = next(i for i, line in enumerate(lines) if line.startswith("Sessions"))
+    listed = run.get("/v1/sessions")["data"]
+    for line, one in zip(lines[at + 2 :], listed, strict=False):
+        assert line.startswith(one["title"])
+        assert f"{one['tokens']:,}" in line.split()
+    total = f"{len(run.ids)} requests: "
+    assert any(line.startswith(total) for line in lines)
+
+
+def test_the_dashboard_gets_the_requests_and_sessions_of_the_api(run: Run) -> None:
+    """And `top --json` gets what the dashboard gets."""
+    rows = {row["id"]: row for row in run.live["requests"]["data"]}
+    assert rows == {row["id"]: row for row in run.requests}
+    shown = {one["id"]: one for one in run.live["sessions"]["data"]}
+    assert {id: (one["title"], one["tokens"], one["figures"]) for id, one in shown.items()} == {
+        one["id"]: (one["title"], one["tokens"], one["figures"]) for one in run.sessions.values()
+    }
+    ran = CliRunner().invoke(app, ["top", "--json", "--url", run.api.url])
+    told = json.loads(ran.output)
+    assert {row["id"]: row for row in told["requests"]} == rows
+    assert [one["id"] for one in told["sessions"]] == [*shown]
+
+
+def test_the_figures_are_the_sums_of_the_requests(run: Run) -> None:
+    """Those of the cache, of the sessions and of Prometheus."""
+    sums = {
+        name: sum(request[f"{name}_tokens"] for request in run.requests)
+        for name in ("prompt", "cached", "restored", "fed", "generated")
+    }
+    assert sums["cached"] + sums["fed"] == sums["prompt"]
+    tokens = run.live["cache"]["tokens"]
+    assert {name: tokens[name] for name in sums} == sums
+    figures = [one["figures"] for one in run.get("/v1/sessions")["data"]]
+    assert {name: sum(one[f"{name}_tokens"] for one in figures) for name in sums} == sums
+    assert sum(one["requests"] for one in figures) == len(run.ids)
+    for kind in ("cold", "warm", "restored"):
+        count = sum(request["reuse"] == kind for request in run.requests)
+        assert run.live["cache"]["requests"][kind] == count
+
+    text = run.api.http.get("/metrics").text
+    samples = re.findall(r"^([^#\s]+(?:\{.*\})?) (\S+)$", text, re.M)
+    metrics = {name: float(value) for name, value in samples}
+    for name in ("prompt", "cached", "restored", "fed", "generated"):
+        assert metrics[f"mlxcache_{name}_tokens_total"] == sums[name]
+    lost: dict[str, int] = {}
+    for request in run.requests:
+        if request["lost"]:
+            reason = request["lost"]["reason"]
+            lost[reason] = lost.get(reason, 0) + request["lost"]["lost_tokens"]
+    for reason, total in lost.items():
+        assert metrics[f'mlxcache_prefix_lost_tokens_total{{reason="{reason}"}}'] == total
+
+
+def test_explain_finds_what_the_server_lost(run: Run) -> None:
+    """For a request that extends another: the same cause, or nothing.
+
+    The last such request of each client, and those that lost something.
+    """
+    settings = load_settings({"model": str(run.model)}, os.environ)
+    pairs = [n for n, one in enumerate(RECORDED["requests"]) if "like" in one]
+    last = {run.requests[n]["client"]: n for n in pairs}
+    lossy = [n for n in pairs if run.requests[n]["lost"]]
+    assert lossy, "Qwen Code's requests lose tokens"
+    for number in {*last.values(), *lossy}:
+        request, one = run.requests[number], RECORDED["requests"][number]
+        before = RECORDED["requests"][one["like"]]["body"]
+        found = explain_pair(before, one["body"], settings)
+        assert found["prompt_tokens"]["second"] == request["prompt_tokens"]
+        told, lost = found["lost"], request["lost"]
+        if told is None or told["lost_tokens"] <= LEAST_LOSS:
+            assert lost is None, (told, lost)
+            assert request["cached_tokens"] >= found["shared_tokens"] - 1
+        else:
+            assert lost is not None, told
+            assert (lost["reason"], lost["cause"]) == (told["reason"], told["cause"])
