@@ -209,7 +209,7 @@ class Feed:
             any_runs = any_runs or runs
             if number >= RECENT_REQUESTS and not runs:
                 continue
-            row = describe_request(record)
+            row = describe_request(record, self._engine.prefill_left_s(record))
             before = self._rows.get(record.id)
             changed = changed or before is None or before[1] != row
             rows[record.id] = before if before and before[1] == row else (self._version + 1, row)

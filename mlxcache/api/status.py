@@ -134,7 +134,7 @@ def _lm_studio_object(info: ModelInfo, name: str | None = None) -> dict[str, Any
 async def requests(deps: Deps, request: Request) -> Response:
     """List the `?limit=` most recent requests, newest first; 100 by default."""
     records = deps.engine.requests()[: read_number(request, "limit", 100)]
-    return json_response({"object": "list", "data": [describe_request(r) for r in records]})
+    return json_response({"object": "list", "data": [_described(deps, r) for r in records]})
 
 
 async def one_request(deps: Deps, request: Request) -> Response:
@@ -143,11 +143,18 @@ async def one_request(deps: Deps, request: Request) -> Response:
     record = await deps.engine.request(id)
     if record is None:
         raise NotFound(f"No recent request has the id {id!r}.")
-    return json_response(describe_request(record))
+    return json_response(_described(deps, record))
 
 
-def describe_request(record: RequestRecord) -> Mapping[str, Any]:
-    """Return the object of a request. Times are in seconds, counts in tokens."""
+def _described(deps: Deps, record: RequestRecord) -> Mapping[str, Any]:
+    return describe_request(record, deps.engine.prefill_left_s(record))
+
+
+def describe_request(record: RequestRecord, left_s: float | None = None) -> Mapping[str, Any]:
+    """Return the object of a request. Times are in seconds, counts in tokens.
+
+    `left_s`: estimated seconds of its prefill, if that runs.
+    """
     computed = record.cached_tokens or record.fed_tokens
     return {
         "id": record.id,
@@ -171,11 +178,13 @@ def describe_request(record: RequestRecord) -> Mapping[str, Any]:
         "timing": {name: record.timing.get(name) for name in TIMINGS},
         "lost": record.lost,
         "joined": record.joined,
-        "progress": measure_progress(record),
+        "progress": measure_progress(record, left_s),
     }
 
 
-def measure_progress(record: RequestRecord, now: float | None = None) -> dict[str, Any] | None:
+def measure_progress(
+    record: RequestRecord, left_s: float | None = None, now: float | None = None
+) -> dict[str, Any] | None:
     """Return the phase of a request and its progress in tokens, or None if it has ended.
 
     During prefill, `done_tokens` of `total_tokens` counts prompt tokens in the cache. In `decode`,
@@ -195,6 +204,7 @@ def measure_progress(record: RequestRecord, now: float | None = None) -> dict[st
         "done_tokens": done,
         "total_tokens": None if record.status == "decode" else total,
         "tokens_per_s": speed,
+        "left_s": None if left_s is None else round(left_s, 1),
     }
 
 

@@ -34,6 +34,7 @@ from mlxcache.cli.output import log_line
 from mlxcache.cli.own_command import launch_command
 from mlxcache.cli.progress import loading_bar
 from mlxcache.cli.protocol import Protocol
+from mlxcache.cli.reading import show_readings
 from mlxcache.cli.show import print_run_summary
 from mlxcache.cli.welcome import print_welcome
 from mlxcache.config import Keys, Settings, read_keys
@@ -104,8 +105,10 @@ async def _serve(
         figures = engine.figures()
         print_welcome(console, url, engine.info, figures, launch=launch, has_key=bool(keys.values))
         warming = asyncio.create_task(warm_files(engine, settings.warm, api.owned_keys))
+        showing = asyncio.create_task(show_readings(engine, console))
         await _first_of(stop, engine.dead)
         warming.cancel()
+        showing.cancel()
     failed = engine.dead.is_set()
     if failed:  # /health reports the failure while what the MLX thread held is written to disk
         await asyncio.gather(engine.stop(STOP_S), asyncio.sleep(FAILED_S))

@@ -174,6 +174,25 @@ class Cost:
             return float(2**wanted / self.rate)
         return float(self.paces[known] * 2 ** (wanted - known))
 
+    def seconds(self, start: int, stop: int) -> float:
+        """Estimate the seconds for feeding the prompt tokens from `start` to `stop`. Any thread.
+
+        A range without measurements is estimated from the nearest measured one and `growth`.
+        """
+        paces, total = dict(self.paces), 0.0
+        while start < stop:
+            where = range_of(start)
+            end = min(stop, NEAR << where)
+            nearest = min(paces, key=lambda one: abs(one - where), default=None)
+            pace, at = 1 / self.rate, 0.0
+            if nearest is not None:
+                pace, at = paces[nearest], _middle(nearest)
+            if nearest != where:
+                pace *= (1 + self.growth * _middle(where)) / (1 + self.growth * at)
+            total += (end - start) * pace
+            start = end
+        return total
+
     def observe(self, tokens: int, seconds: float, cached: int) -> None:
         """Add a measured chunk of `tokens` tokens, fed after `cached` ones, to the moving averages.
 
@@ -192,6 +211,11 @@ def range_of(cached: int) -> int:
     before.
     """
     return (cached // NEAR).bit_length()
+
+
+def _middle(where: int) -> float:
+    """Return the position in the middle of range `where`."""
+    return 0.75 * (NEAR << where) if where else NEAR / 2
 
 
 def average_pace(paces: dict[int, float], tokens: int, seconds: float, cached: int) -> float:

@@ -16,7 +16,7 @@ from typing import Any, Literal, TypeVar
 from mlxcache.config import Settings
 from mlxcache.engine.keep_awake import KeepAwake, Timer
 from mlxcache.engine.metrics import Records, Tally, with_disk
-from mlxcache.engine.requests import LiveRequest, RequestTable, SharedReply
+from mlxcache.engine.requests import LiveRequest, RequestTable, SharedReply, prefill_left_s
 from mlxcache.engine.runtime import RECORDED, ModelRuntime, demo_spec, fetch_model
 from mlxcache.engine.stream import Stream
 from mlxcache.engine.task import for_owner
@@ -352,6 +352,21 @@ class Engine:
     def requests(self) -> list[RequestRecord]:
         """Return the records of recent requests of the current API key, newest first."""
         return [self._with_session(record) for record in self._records.all(OWNER.get())]
+
+    def running(self) -> list[RequestRecord]:
+        """Return the records of the computations in progress, of all owners, oldest first."""
+        return [one.record for one in self._requests.replies()]
+
+    def prefill_left_s(self, record: RequestRecord) -> float | None:
+        """Estimate the seconds until a prompt is computed; None if it is not being fed.
+
+        Before the first chunk it is None too, because a prefix may be restored.
+        """
+        fed = record.status == "prefill" and (record.cached_tokens or record.fed_tokens)
+        if self._runtime is None or not fed:
+            return None
+        cost = self._runtime.scheduler.prefill.cost
+        return prefill_left_s(record, self.running(), cost.seconds)
 
     async def request(self, id: str) -> RequestRecord | None:
         """Return the record of one recent request of the current API key, or None.

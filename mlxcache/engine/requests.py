@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields
 
 import numpy as np
 
 from mlxcache.engine.admission import asker_of
+from mlxcache.engine.prefill import DECODE_SHARE
 from mlxcache.engine.scheduler import Scheduler
 from mlxcache.engine.stream import Stream
 from mlxcache.engine.task import Task
@@ -371,6 +372,29 @@ class RequestTable:
         self._live.clear()
         self._note_running(0)
         return records
+
+
+def prefill_left_s(
+    record: RequestRecord,
+    running: Sequence[RequestRecord],
+    seconds: Callable[[int, int], float],
+) -> float:
+    """Estimate the seconds until the prompt of `record` is computed, beside the `running` requests.
+
+    `seconds(start, stop)` estimates the time for feeding the tokens in between. Prompts with fewer
+    remaining tokens go first, and running replies take their share of the time.
+    """
+    mine = (record.id, record.joined)
+    others = [one for one in running if one.status == "prefill" and one.id not in mine]
+    left = record.prompt_tokens - _computed(record)
+    before = [one for one in others if one.prompt_tokens - _computed(one) < left]
+    total = sum(seconds(_computed(one), one.prompt_tokens) for one in (record, *before))
+    replying = any(one.status == "decode" for one in running)
+    return total * (1 + DECODE_SHARE) if replying else total
+
+
+def _computed(record: RequestRecord) -> int:
+    return record.cached_tokens + record.fed_tokens
 
 
 def _same_reply(one: Job, other: Job) -> bool:

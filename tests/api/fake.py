@@ -239,6 +239,12 @@ class FakeEngine:
         """Return the records, newest first."""
         return self.records
 
+    def prefill_left_s(self, record: RequestRecord) -> float | None:
+        """Return 10 ms for each token that is left."""
+        if record.status != "prefill":
+            return None
+        return (record.prompt_tokens - record.cached_tokens - record.fed_tokens) / 100
+
     async def request(self, id: str) -> RequestRecord | None:
         """Return one record by id."""
         return next((r for r in self.records if r.id == id), None)

@@ -61,6 +61,7 @@ async def test_what_is_now_comes_at_once_and_then_what_changes(engine: FakeEngin
         (row,) = body["data"]
         assert row["progress"] == {
             "phase": "prefill", "done_tokens": 60, "total_tokens": 100, "tokens_per_s": None,
+            "left_s": 0.4,
         }  # fmt: skip
         engine.records[0].status = "done"
         (row,) = (await soon())[1]["data"]
@@ -153,11 +154,13 @@ def test_how_far_a_request_is() -> None:
     one = record("a", prompt_tokens=10)
     assert measure_progress(one) == {
         "phase": "queued", "done_tokens": 0, "total_tokens": 10, "tokens_per_s": None,
+        "left_s": None,
     }  # fmt: skip
     one.status, one.generated_tokens = "decode", 41
     one.timing = {"first_token_s": 3.0, "render_s": 1.0}
     assert measure_progress(one, now=one.created_at + 12.0) == {
         "phase": "decode", "done_tokens": 41, "total_tokens": None, "tokens_per_s": 4.0,
+        "left_s": None,
     }  # fmt: skip
     one.status = "cancelled"
     assert measure_progress(one) is None

@@ -306,6 +306,23 @@ def test_a_chunk_far_into_a_prompt_is_as_short_as_tokens_are_slow_there() -> Non
     assert 60 < chunk(40_000) < 200
 
 
+def test_the_time_that_is_left_follows_the_speed_at_each_position() -> None:
+    """After one chunk from the growth measured when the model was loaded, later from the prompt."""
+
+    def true(start: float, stop: float) -> float:
+        return 1e-4 * (stop - start) * (1 + 1e-4 * (start + stop) / 2)
+
+    learnt = Cost(64.0, 0.0, 0.0, 10_000.0, growth=1e-4)
+    assert learnt.seconds(0, 30_000) == pytest.approx(true(0, 30_000), rel=0.1)
+    assert learnt.seconds(20_000, 30_000) == pytest.approx(true(20_000, 30_000), rel=0.15)
+    slower = 3.0  # than it was when the model was loaded
+    for at in range(0, 8192, 1024):
+        learnt.observe(1024, slower * true(at, at + 1024), at)
+    expected = slower * true(8192, 30_000)
+    assert learnt.seconds(8192, 30_000) == pytest.approx(expected, rel=0.2)
+    assert learnt.seconds(5_000, 5_000) == 0.0
+
+
 def test_what_takes_long_counts_at_once() -> None:
     learnt = Cost(64.0, 0.0, 0.0, 10_000.0)
     for tokens, seconds in ((1000, 10.0), (8, 99.0)):  # so few say nothing

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from mlxcache.engine.requests import FIRST_REPLY, MAX_RETRY_S, MIN_RETRY_S, Forecast, Running
+from mlxcache.engine.prefill import DECODE_SHARE
+from mlxcache.engine.requests import (
+    FIRST_REPLY,
+    MAX_RETRY_S,
+    MIN_RETRY_S,
+    Forecast,
+    Running,
+    prefill_left_s,
+)
 from mlxcache.types import RequestRecord
 
 
@@ -45,3 +53,21 @@ def test_replies_are_taken_to_be_as_long_as_those_before() -> None:
 def test_it_stays_within_bounds() -> None:
     assert Forecast().next_place([], rate=0.0, round_s=0.0) == MIN_RETRY_S
     assert Forecast().next_place([going(10**7)], rate=1.0, round_s=1.0) == MAX_RETRY_S
+
+
+def test_the_rest_of_a_prefill_waits_for_shorter_prompts_and_replies() -> None:
+    """A longer prompt beside it, and one that waits, take none of its time."""
+    mine = going(60_000, fed=5000, cached=35_000).record
+    shorter, longer, replies, waits = (
+        one.record for one in (going(4000), going(90_000), going(10, fed=10, out=1), going(10))
+    )
+    for number, one in enumerate((shorter, longer, replies, waits)):
+        one.id = str(number)
+    waits.status = "queued"
+
+    def left(*running: RequestRecord) -> float:
+        return prefill_left_s(mine, [mine, *running], lambda start, stop: (stop - start) / 100)
+
+    assert left() == left(longer, waits) == pytest.approx(200)
+    assert left(shorter) == pytest.approx(240)
+    assert left(replies) == pytest.approx(200 * (1 + DECODE_SHARE))

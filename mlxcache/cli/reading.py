@@ -1,0 +1,176 @@
+"""A line that tells how far a long prompt is computed, at the server's terminal or in its log."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.live import Live
+from rich.text import Text
+
+if TYPE_CHECKING:
+    from mlxcache.engine.engine import Engine
+
+SHOWN_AFTER_S = 1.0
+"""Prefill that ends sooner is not shown."""
+
+POLL_S = 0.5
+"""Interval in seconds at which the line is written again."""
+
+REPORT_S = 15.0
+"""Interval in seconds between two log lines about one prompt, where there is no terminal."""
+
+_MINUTES_FROM_S = 120.0
+
+request_log = logging.getLogger("mlxcache.requests")
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """A prompt during prefill.
+
+    `done` of `total` tokens are in the cache. `left_s`: estimated seconds for the rest, or None.
+    """
+
+    id: str
+    session: str | None
+    done: int
+    total: int
+    left_s: float | None
+
+
+def describe(readings: Sequence[Reading]) -> str:
+    """Format the progress of one or more prompts, which are added up."""
+    done, total = (sum(getattr(one, name) for one in readings) for name in ("done", "total"))
+    what = "the prompt" if len(readings) == 1 else f"{len(readings)} prompts"
+    left = max((one.left_s for one in readings if one.left_s is not None), default=None)
+    text = f"reading {what}: {done:,} of {total:,}"
+    return text if left is None else f"{text}, about {_round_time(left)} left"
+
+
+def _round_time(seconds: float) -> str:
+    if seconds >= _MINUTES_FROM_S:
+        return f"{round(seconds / 60)} min"
+    return f"{max(1, round(seconds))} s"
+
+
+class LongReadings:
+    """Selects the prompts whose prefill takes long, and counts down what is left of each."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic):
+        self._clock = clock
+        self._seen: dict[str, tuple[float, Reading, float]] = {}
+
+    def update(self, readings: Iterable[Reading]) -> list[Reading]:
+        """Return those of `readings` that began `SHOWN_AFTER_S` ago or more.
+
+        The estimate of one whose figures did not change since the last call is reduced by the time
+        that passed.
+        """
+        now, seen, shown = self._clock(), self._seen, []
+        self._seen = {}
+        for one in readings:
+            began, before, at = seen.get(one.id, (now, one, now))
+            if before != one:
+                before, at = one, now
+            self._seen[one.id] = began, before, at
+            if now - began >= SHOWN_AFTER_S:
+                shown.append(_counted_down(one, now - at))
+        return shown
+
+
+def _counted_down(one: Reading, passed: float) -> Reading:
+    left = None if one.left_s is None else max(0.0, one.left_s - passed)
+    return Reading(one.id, one.session, one.done, one.total, left)
+
+
+class Reports:
+    """Decides when the log gets a line about a prompt, where there is no terminal."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic):
+        self._clock = clock
+        self._last: dict[str, float] = {}
+
+    def due(self, readings: Iterable[Reading]) -> list[Reading]:
+        """Return the prompts without a line in the last `REPORT_S` seconds."""
+        now, last, found = self._clock(), self._last, []
+        self._last = {}
+        for one in readings:
+            self._last[one.id] = at = last.get(one.id, now)
+            if now - at >= REPORT_S:
+                self._last[one.id] = now
+                found.append(one)
+        return found
+
+
+def can_rewrite(console: Console) -> bool:
+    """Return true if a line of `console` can be rewritten in place."""
+    return console.is_terminal and not console.is_dumb_terminal
+
+
+class LastLine:
+    """The last line of a terminal, below all other output of `console`, rewritten in place."""
+
+    def __init__(self, console: Console):
+        self._console = console
+        self._live: Live | None = None
+        self._text = ""
+
+    def show(self, text: str) -> None:
+        """Write `text`, cut to the width of the terminal; an empty one removes the line."""
+        if text == self._text:
+            return
+        self._text = text
+        if not text:
+            self.remove()
+            return
+        line = Text(text, "cyan", no_wrap=True, overflow="ellipsis")
+        if self._live is None:
+            self._live = Live(line, console=self._console, auto_refresh=False, transient=True)
+            self._live.start()
+            self._console.show_cursor(True)  # it stays visible if the process is stopped or killed
+        self._live.update(line, refresh=True)
+
+    def remove(self) -> None:
+        """Remove the line from the terminal."""
+        if self._live is not None:
+            self._live.stop()
+        self._live = None
+
+
+async def show_readings(engine: Engine, console: Console) -> None:
+    """Show how far long prompts of `engine` are computed, until cancelled.
+
+    At a terminal that is one line, rewritten in place; elsewhere a log line every `REPORT_S`.
+    """
+    terminal = can_rewrite(console)
+    long, reports, line = LongReadings(), Reports(), LastLine(console)
+    try:
+        while True:
+            shown = long.update(_readings(engine))
+            if terminal:
+                line.show(describe(shown) if shown else "")
+            for one in [] if terminal else reports.due(shown):
+                request_log.info("session %s  %s", (one.session or "-")[-8:], describe([one]))
+            await asyncio.sleep(POLL_S)
+    finally:
+        line.remove()
+
+
+def _readings(engine: Engine) -> list[Reading]:
+    return [
+        Reading(
+            one.id,
+            one.session,
+            min(one.prompt_tokens, one.cached_tokens + one.fed_tokens),
+            one.prompt_tokens,
+            engine.prefill_left_s(one),
+        )
+        for one in engine.running()
+        if one.status == "prefill" and (one.cached_tokens or one.fed_tokens)
+    ]
