@@ -104,7 +104,7 @@ def require_model(deps: Deps) -> ModelInfo:
         return engine.info
     if engine.state == "failed":
         reason = engine.failure or "The model could not be loaded."
-        raise ModelError(f"{reason} The server's log says more.")
+        raise ModelError(f"{reason} See the server's log.")
     if engine.state == "stopped":
         raise NotReady("The server is stopping.", retry_after=10.0)
     raise NotReady("The model is still loading.", retry_after=5.0)

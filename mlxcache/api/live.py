@@ -324,7 +324,7 @@ class LiveStream(EventSourceResponse):
         try:
             await super().__call__(scope, receive, send)
         except SendTimeoutError:
-            log.debug("live stream closed: the client reads nothing")
+            log.debug("live stream closed: the client stopped reading")
         finally:
             self._leave()
             await self._events.aclose()

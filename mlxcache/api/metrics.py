@@ -80,9 +80,9 @@ def _counter(name: str, help: str, path: str, *labels: str) -> Family:
 
 
 _COUNTS = (
-    _gauge("build_info", "The version, and the model served.", "build", "version", "model"),
-    _counter("http_errors", "Answers over HTTP that were errors.", "http_errors", "status"),
-    _counter("requests", "Requests that are over.", "tally.outcomes", "api", "outcome"),
+    _gauge("build_info", "Version and served model.", "build", "version", "model"),
+    _counter("http_errors", "Error responses over HTTP.", "http_errors", "status"),
+    _counter("requests", "Finished requests.", "tally.outcomes", "api", "outcome"),
     _counter("joined_requests", "Requests that shared another's reply.", "tally.joined"),
     _counter(
         "repetition_stops", "Replies ended because they repeated themselves.", "tally.repetitions"
@@ -90,30 +90,36 @@ _COUNTS = (
     _counter("stage_seconds", "Time that requests spent in each stage.", "tally.stages", "stage"),
     _counter(
         "prefix_losses",
-        "Requests that found less cached than they might, by why.",
+        "Requests that reused less than they could have.",
         "tally.losses",
         *("reason", "cause"),
     ),
     _counter(
-        "prefix_lost_tokens", "Tokens that were computed again for it.", "tally.lost", "reason"
+        "prefix_lost_tokens", "Tokens computed again after a lost prefix.", "tally.lost", "reason"
     ),
 )
 _REQUESTS = (
     _counter("admitted_requests", "Requests that were computed.", "admitted", "reuse"),
-    _gauge("queued_requests", "Requests that wait for their turn.", "queue.waiting"),
+    _gauge("queued_requests", "Waiting requests.", "queue.waiting"),
     _gauge("queue_limit", "Requests that may wait; more are refused.", "queue.limit"),
-    _gauge("running_requests", "Requests that are computed now.", "running", "phase"),
+    _gauge("running_requests", "Requests being computed.", "running", "phase"),
     _counter("prompt_tokens", "Prompt tokens of computed requests.", "tokens.prompt"),
-    _counter("cached_tokens", "Prompt tokens that were not fed.", "tokens.cached"),
-    _counter("restored_tokens", "Cached tokens that came from disk.", "tokens.restored"),
-    _counter("fed_tokens", "Prompt tokens that the model was fed.", "tokens.fed"),
+    _counter("cached_tokens", "Prompt tokens that were reused.", "tokens.cached"),
+    _counter("restored_tokens", "Cached tokens that were read from disk.", "tokens.restored"),
+    _counter("fed_tokens", "Prompt tokens that the model computed.", "tokens.fed"),
     _counter("generated_tokens", "Tokens of replies.", "tokens.generated"),
-    _counter("drafted_tokens", "Tokens that the draft model drafted.", "tokens.drafted"),
-    _counter("accepted_tokens", "Drafted tokens that the model drew.", "tokens.accepted"),
-    _counter("saved_tokens", "Cached tokens of which saved_seconds tells.", "saved.tokens"),
-    _counter("saved_seconds", "What computing them would have taken.", "saved.seconds"),
-    _counter("anticipated_tokens", "Tokens computed for turns to come.", "anticipated.tokens"),
-    _counter("anticipated_used_tokens", "Of them, used.", "anticipated.used_tokens"),
+    _counter("drafted_tokens", "Tokens that the draft model proposed.", "tokens.drafted"),
+    _counter("accepted_tokens", "Drafted tokens that the model generated too.", "tokens.accepted"),
+    _counter("saved_tokens", "Cached tokens that saved_seconds covers.", "saved.tokens"),
+    _counter(
+        "saved_seconds", "Time that computing the saved tokens would have taken.", "saved.seconds"
+    ),
+    _counter("anticipated_tokens", "Tokens computed ahead of turns.", "anticipated.tokens"),
+    _counter(
+        "anticipated_used_tokens",
+        "Tokens computed ahead that a turn used.",
+        "anticipated.used_tokens",
+    ),
     _counter(
         "canonicalised_requests", "Requests in which a rule changed text.", "canonicalised", "rule"
     ),
@@ -124,33 +130,37 @@ _MEMORY = (
     _gauge("tree_tokens", "Tokens in the prefix tree.", "tree_tokens"),
     _gauge("tree_segments", "Segments of the prefix tree.", "segments"),
     _gauge("tree_checkpoints", "Checkpoints in the prefix tree.", "checkpoints"),
-    _gauge("cache_bytes", "Bytes in use, by what they are for.", "bytes", "tier", "kind"),
+    _gauge("cache_bytes", "Bytes in use by purpose.", "bytes", "tier", "kind"),
+    _gauge("cache_limit_bytes", "Memory budget, and limit of the disk tier.", "limits", "tier"),
     _gauge(
-        "cache_limit_bytes", "The memory budget, and the cap of the disk tier.", "limits", "tier"
+        "ram_high_water_bytes", "Highest use of the memory budget so far.", "ram.high_water_bytes"
     ),
-    _gauge("ram_high_water_bytes", "Most of the budget ever in use.", "ram.high_water_bytes"),
-    _gauge("ram_buffers", "Arrays that the cache holds.", "ram.buffers"),
-    _gauge("mlx_active_bytes", "Bytes of MLX arrays, weights included.", "mlx.active_bytes"),
+    _gauge("ram_buffers", "MLX arrays in the cache.", "ram.buffers"),
+    _gauge("mlx_active_bytes", "Bytes of MLX arrays, including weights.", "mlx.active_bytes"),
     _gauge("mlx_pool_bytes", "Bytes in MLX's pool of freed buffers.", "mlx.pool_bytes"),
-    _gauge("footprint_bytes", "The process, by the system's count.", "pressure.footprint_bytes"),
-    _gauge("memory_pressure", "1 at the level that memory is at.", "levels", "level"),
+    _gauge(
+        "footprint_bytes",
+        "Bytes of the process, as the system counts them.",
+        "pressure.footprint_bytes",
+    ),
+    _gauge("memory_pressure", "1 for the current level of memory pressure.", "levels", "level"),
     _counter("ram_evictions", "Evictions from RAM.", "evictions", "outcome"),
 )
 
 _DISK = (
-    _gauge("pending_bytes", "Bytes on their way to disk.", "pending_bytes"),
+    _gauge("pending_bytes", "Bytes waiting to be written to disk.", "pending_bytes"),
     _counter("disk_written_bytes", "Bytes written to disk.", "disk.written_bytes"),
     _counter("disk_written_tokens", "Tokens written to disk.", "disk.written_tokens"),
     _counter("disk_evicted_files", "Files evicted from disk.", "disk.evicted_files"),
     _gauge("disk_files", "Files in the disk tier.", "disk.files"),
-    _gauge("disk_quarantined_files", "Files set aside as damaged.", "disk.quarantined"),
+    _gauge("disk_quarantined_files", "Damaged files in quarantine.", "disk.quarantined"),
     _gauge("disk_suspended", "1 while writing to disk fails.", "disk.suspended"),
-    _counter("restores", "Checks of files that were to be used.", "restores", "outcome"),
+    _counter("restores", "Files verified before use.", "restores", "outcome"),
 )
 
 _SERVER = (
     _gauge("ready", "1 while requests are served.", "ready"),
-    _gauge("mlx_thread_silent_seconds", "How long the step in hand has gone on.", "silent_s"),
+    _gauge("mlx_thread_silent_seconds", "Duration of the current step.", "silent_s"),
 )
 
 FAMILIES = (*_REQUESTS, *_MEMORY, *_DISK, *_SERVER)
@@ -237,8 +247,8 @@ class EngineCollector(Collector):
         now = arrange_figures({**self._figures, **counts})
         yield from (_figure(family, now) for family in (*_COUNTS, *FAMILIES))
         first, whole = tally.first_token, tally.whole
-        yield _histogram("first_token_seconds", "From arrival to the first token.", first)
-        yield _histogram("request_duration_seconds", "From arrival to the end.", whole)
+        yield _histogram("first_token_seconds", "Time from arrival to the first token.", first)
+        yield _histogram("request_duration_seconds", "Time from arrival to the end.", whole)
 
 
 def _figure(family: Family, now: dict[str, Any]) -> Metric:

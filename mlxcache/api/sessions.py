@@ -147,7 +147,8 @@ async def restore(deps: Deps, request: Request) -> Response:
     folder = files.incoming(int(announced) if announced.isdecimal() else 0)
     left = read_number(request, "prompt_bytes", 0)
     if left > deps.settings.max_body_bytes:
-        raise BadRequest("The prompt is too long.", param="prompt_bytes")
+        most = deps.settings.max_body_bytes
+        raise BadRequest(f"`prompt_bytes` must be at most {most}.", param="prompt_bytes")
     prompt = b""
     fd, path = tempfile.mkstemp(".safetensors", f"restore-{os.getpid()}-", folder)
     try:

@@ -143,7 +143,7 @@ class EventStream(EventSourceResponse):
             await super().__call__(scope, receive, send)
         except SendTimeoutError:
             id = self._stream.record.id
-            log.warning("%s: cancelled, the client reads nothing", id)
+            log.warning("%s: reply cancelled: the client stopped reading", id)
         finally:
             watch.cancel()
             await close_stream(self._stream)

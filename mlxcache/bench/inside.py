@@ -68,7 +68,7 @@ class Inside:
         Raises NotPlain if the model caches more than KV.
         """
         if not self.plain:
-            raise NotPlain("this model's KV alone is not what it caches")
+            raise NotPlain("this model caches more than KV, so random KV cannot replace it")
         await self.engine.call(lambda core: _put(core.kv, ids))
 
     async def mark(self, ids: Tokens) -> None:
@@ -164,7 +164,7 @@ async def running_inside(
     try:
         core = await engine.call(lambda core: core)
         if core.kv.disk is None:
-            raise ValueError(f"{model}: there is no disk tier")
+            raise ValueError(f"{model}: no disk tier was started; see the log for the cause")
         yield Inside(engine, core, core.kv.disk)
     finally:
         await engine.stop()
@@ -173,7 +173,7 @@ async def running_inside(
 def _put(memory: KVCache, ids: Tokens) -> None:
     lease = memory.acquire(ids, 1)
     if lease is None:
-        raise ValueError(f"--ram has no room for {len(ids)} tokens")
+        raise ValueError(f"{len(ids)} tokens do not fit --ram: use fewer, or raise --ram")
     lineage, layout = lease.lineage, memory.layout
     noise = [
         [mx.random.normal((1, heads, AT_ONCE, dim)).astype(dtype) for heads, dim, dtype in spec]

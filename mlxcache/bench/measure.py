@@ -39,7 +39,10 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """Seconds to the first token of a warm turn, and the model's own time for the same tokens."""
+    """Seconds to the first token of a warm turn, here and with mlx-lm alone for the same tokens.
+
+    `server_s` is this server's time and `own_s` that of mlx-lm without a server.
+    """
 
     server_s: float
     own_s: float
@@ -51,8 +54,8 @@ class Pair:
 class Results:
     """Samples by scenario and server, failures, and details of warm turns.
 
-    `pairs` compares warm turns of this server with the model's own time. `timings` holds this
-    server's own timing, in seconds, of each warm turn.
+    `pairs` compares warm turns of this server with mlx-lm alone. `timings` holds this server's own
+    timing, in seconds, of each warm turn.
     """
 
     samples: dict[str, dict[str, list[Sample]]] = field(default_factory=dict)
@@ -138,7 +141,7 @@ def play(servers: Sequence[Server], plan: Plan, own: OwnTime | None) -> Results:
     """Run the scenarios of `plan` at all `servers` and return the results. Blocks.
 
     The order of the servers rotates with each repetition. A server that fails in a scenario skips
-    it in later repetitions. `own` measures the model's own time, if it is not None.
+    it in later repetitions. `own` measures the same turns with mlx-lm alone, if it is not None.
     """
     results = Results({name: {server.name: [] for server in servers} for name in plan.scenarios})
     out: set[tuple[str, str]] = set()

@@ -1,4 +1,4 @@
-"""The model's own time: how long mlx-lm alone takes, measured in a process without a server."""
+"""Time that mlx-lm alone takes, called the model's own time. Measured without a server."""
 
 from __future__ import annotations
 

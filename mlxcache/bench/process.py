@@ -72,7 +72,9 @@ def parse_against(text: str) -> Launch:
     """Parse NAME=COMMAND, where COMMAND contains {model} and {port}. Raises ValueError."""
     name, equals, command = text.partition("=")
     if not (name and equals and "{model}" in command and "{port}" in command):
-        raise ValueError(f"not NAME='COMMAND with {{model}} and {{port}}': {text}")
+        raise ValueError(
+            f"--against must be NAME='COMMAND' with {{model}} and {{port}} in COMMAND: {text}"
+        )
     return Launch(name.strip(), tuple(shlex.split(command)), foreign=True)
 
 
@@ -217,7 +219,7 @@ def running(launch: Launch, model: Path, logs: Path, wait_s: float) -> Iterator[
     """Run a server while the block runs. Raises NotStarted.
 
     The server is ready when it lists its models or answers /health, and has then answered one chat.
-    `wait_s` limits the time for all of that. Its output goes to a file in `logs`.
+    `wait_s` limits each of the two, in seconds. The server's output goes to a file in `logs`.
     """
     port = free_port()
     log = logs / f"{launch.name.replace('/', '_')}-{port}.log"

@@ -126,7 +126,7 @@ def overhead(results: Results) -> dict[str, float]:
     """Return the median seconds of each part of a warm turn, by name.
 
     The parts are those that this server reports, followed by the first token as seen by the client,
-    the model's own time for the same tokens, and the difference of the two.
+    the time that mlx-lm alone takes for the same tokens, and the difference of the two.
     """
     names = results.timings[0] if results.timings else {}
     parts = {name: middle(timing.get(name) for timing in results.timings) for name in names}

@@ -56,8 +56,9 @@ class Rounds:
         return found | {"sooner": middle(by(one.cold_s, one.again_s) for one in rounds)}
 
     def ratio(self, server: str) -> float | None:
-        """Return this server's time after a restart divided by the other's: the median of
-        rounds.
+        """Return the ratio of first-token times after a restart, this server's to the other's.
+
+        It is the median over rounds, or None if no round can be compared.
         """
         pairs = zip(self.taken[OURS], self.taken[server], strict=False)
         return middle(by(mine.again_s, other.again_s) for mine, other in pairs)

@@ -71,7 +71,7 @@ async def _restore(inside: Inside, ids: Tokens, files: Sequence[Path], run: int)
     admitted = await stream.admitted(PATIENCE_S)
     seconds = time.perf_counter() - began
     if admitted is None or admitted.restored_tokens != len(ids):
-        raise ValueError(f"of {len(ids)} tokens on disk not all were restored: {admitted}")
+        raise ValueError(f"not all of {len(ids)} tokens on disk were restored: {admitted}")
     await drained(stream)
     await inside.written()
     return seconds

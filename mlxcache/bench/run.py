@@ -61,11 +61,13 @@ class Bench:
     found: dict[str, Any] = field(default_factory=dict)
 
     def speed(self, model: Path, names: Sequence[str]) -> None:
-        """Run the scenarios `names` at every server, beside the model's own time."""
+        """Run the scenarios `names` at every server, and warm turns with mlx-lm alone beside
+        them.
+        """
         with measuring(model, self.folder) as own:
             results, servers = self._played(model, "speed", names, own)
         if own is None:
-            results.failures.append(f"{model} cannot be measured by itself")
+            results.failures.append(f"{model} cannot be measured without a server")
         report.show(self.console, results, servers)
         self.found |= report.as_json(results, servers)
         self._hold(results)

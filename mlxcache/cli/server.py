@@ -133,7 +133,7 @@ def _api_settings(settings: Settings, keys: Keys, recorder: Recorder | None) -> 
     """
     if keys.owned:
         named = f"; named keys: {', '.join(keys.names)}" if keys.names else ""
-        log.info("%d API keys; each sees only its own sessions%s", len(keys.values), named)
+        log.info("%d API keys, each with its own sessions%s", len(keys.values), named)
     return ApiSettings(
         api_key=None if keys.owned else next(iter(keys.values), None),
         owned_keys=keys.values if keys.owned else (),

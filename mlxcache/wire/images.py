@@ -33,7 +33,9 @@ class ImageReader:
         """Return the image in a `data:` URL, which is a string or an object with `url`."""
         url = url.get("url") if isinstance(url, dict) else url
         if not isinstance(url, str):
-            raise BadRequest(f"{where}: an image needs its URL, a string.", param=where)
+            raise BadRequest(
+                f"{where}: an image needs `url`, a string with a data: URL.", param=where
+            )
         head, comma, data = url.partition(",")
         if not head.startswith("data:"):
             raise Unsupported(

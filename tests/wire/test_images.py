@@ -69,10 +69,10 @@ class TestOpenAI:
             ({"url": "data:image/png;base64,"}, "not base64"),
             ({"url": "data:image/png;base64,%%%"}, "not base64"),
             ({"url": "data:image/png;base64,\u00e9"}, "not base64"),
-            ({"url": 5}, "needs its URL"),
-            ({}, "needs its URL"),
-            (None, "needs its URL"),
-            ([], "needs its URL"),
+            ({"url": 5}, "needs `url`"),
+            ({}, "needs `url`"),
+            (None, "needs `url`"),
+            ([], "needs `url`"),
         ],
     )
     def test_what_is_no_image_in_the_body_is_named(self, image: Any, said: str) -> None:

@@ -55,7 +55,9 @@ def awake(context: Context) -> None:
         if not held:
             raise NotHeld("`pmset -g assertions` showed no caffeinate while a request ran")
         _await_end(held)
-    context.found.notes.append("caffeinate held an assertion while a request ran, and ended then")
+    context.found.notes.append(
+        "caffeinate held an assertion while a request ran, and ended after it"
+    )
 
 
 def _await_end(held: set[int]) -> None:

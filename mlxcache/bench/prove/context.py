@@ -95,9 +95,9 @@ def read_config(folder: Path) -> Mapping[str, Any]:
     try:
         value = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise ModelError(f"{folder} is not a model that can be read: {error}") from error
+        raise ModelError(f"{folder} has no readable config.json of a model: {error}") from error
     if not isinstance(value, dict):
-        raise ModelError(f"{folder} is not a model: its config.json is no object.")
+        raise ModelError(f"{folder} is not a model: its config.json is not a JSON object.")
     return value
 
 
@@ -223,5 +223,7 @@ class Context:
         """
         with measuring(self.subject.path, self.folder) as own:
             if own is None:
-                raise NotApplicable("mlx-lm cannot cut back this model's cache, to measure it")
+                raise NotApplicable(
+                    "mlx-lm cannot trim this model's cache, which measuring it needs"
+                )
             yield own

@@ -70,7 +70,7 @@ async def device_error(model: Path, folder: Path, scale: Scale, found: Findings)
                 injected += on.failures - failures
                 await _ask(inside, more, cold_more, outcomes, f"after evaluation {at}")
     if not injected:
-        raise ValueError("no evaluation failed: nothing was shown")
+        raise ValueError("no evaluation failed, so the check proves nothing")
     row = f"{PROMPT} tokens"
     found.add(TITLE, row, "errors", "", injected)
     found.add(TITLE, row, "right replies", "", outcomes.right)
@@ -78,7 +78,7 @@ async def device_error(model: Path, folder: Path, scale: Scale, found: Findings)
     found.add(TITLE, row, "wrong replies", "", len(outcomes.wrong))
     found.add(TITLE, row, "log-probabilities apart", "", outcomes.apart)
     found.add(TITLE, row, "tolerance", "", outcomes.tolerance)
-    found.notes.append(f"The errors are made by this process, in the words of Metal: {ERRORS[0]}")
+    found.notes.append(f"This process injects the errors, with a message of Metal: {ERRORS[0]}")
     if outcomes.wrong:
         raise Unequal("; ".join(outcomes.wrong))
 

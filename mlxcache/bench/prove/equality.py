@@ -122,7 +122,7 @@ async def hear(inside: Inside, ids: Tokens) -> Heard:
             tokens += event.logprobs
         elif isinstance(event, Finished):
             return Heard(tokens, event)
-    raise ValueError("a reply ended without its last event")
+    raise ValueError("a reply ended without a Finished event")
 
 
 def compare(

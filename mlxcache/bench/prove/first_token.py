@@ -95,7 +95,7 @@ def _ours(context: Context, tokens: int) -> float:
 
 
 def _own_beside(context: Context, tokens: int, stack: ExitStack) -> OwnTime | None:
-    """Return a process that measures the model's own time beside the running server.
+    """Return a process that times mlx-lm alone beside the running server.
 
     Returns None if memory is short for both, or if the model cannot be measured that way.
     """
@@ -109,10 +109,10 @@ def _own_beside(context: Context, tokens: int, stack: ExitStack) -> OwnTime | No
 
 
 def _own_after(context: Context, row: str, fed: Sequence[tuple[int, int]]) -> list[float | None]:
-    """Measure the model's own time after the server has ended.
+    """Time mlx-lm alone after the server has ended.
 
-    `fed` holds pairs of cached and new tokens. Returns warm first tokens divided by the model's own
-    times; empty if the model cannot be measured that way.
+    `fed` holds pairs of cached and new tokens. Returns the server's warm first-token times divided
+    by those of mlx-lm; empty if the model cannot be measured that way.
     """
     try:
         with context.own_time() as own:

@@ -154,7 +154,7 @@ async def _generated(stream: Any, count: int) -> None:
     async for _ in stream:
         if stream.record.generated_tokens >= count:
             return
-    raise ValueError("the reply ended early")
+    raise ValueError(f"the reply ended before it had {count} tokens")
 
 
 def _resident(_: object) -> int:

@@ -133,7 +133,7 @@ def examine_mac(
 
 def _power(power: Power) -> Finding:
     if power.battery is None:
-        return Finding("power", "ok", "unknown: pmset says nothing")
+        return Finding("power", "ok", "unknown: pmset reports no power source")
     charge = f", {power.charge}%" if power.charge is not None else ""
     value = f"battery{charge}" if power.battery else "power adapter"
     figures = {"battery": power.battery, "charge": power.charge, "low_power": power.low_power}

@@ -36,11 +36,9 @@ def choose_client(found: Service | None, model: str | None, context: int | None)
     `found` is the running server, if any; otherwise `model` and `context` (tokens) describe the
     server to be started. Raises ConfigError without a terminal, or if the input ends.
     """
-    names = " or ".join(name.value for name in CLIENTS)
+    usage = f"run mlxcache launch CLIENT, where CLIENT is {' or '.join(CLIENTS)}"
     if not (sys.stdin.isatty() and sys.stderr.isatty()):
-        raise ConfigError(
-            f"no client is given: run mlxcache launch CLIENT, where CLIENT is {names}"
-        )
+        raise ConfigError(f"no client is given: {usage}")
     console = Console(stderr=True, highlight=False, markup=False)
     print_menu(console, found, model, context)
     numbers = {str(number): name for number, name in enumerate(CLIENTS, start=1)}
@@ -50,7 +48,7 @@ def choose_client(found: Service | None, model: str | None, context: int | None)
             "Which one", console=console, choices=choices, show_choices=False, default="1"
         )
     except EOFError as error:
-        raise ConfigError("no client was chosen") from error
+        raise ConfigError(f"no client was chosen: {usage}") from error
     return numbers.get(answer) or ClientName(answer)
 
 
