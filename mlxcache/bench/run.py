@@ -61,9 +61,7 @@ class Bench:
     found: dict[str, Any] = field(default_factory=dict)
 
     def speed(self, model: Path, names: Sequence[str]) -> None:
-        """Run the scenarios `names` at every server, and warm turns with mlx-lm alone beside
-        them.
-        """
+        """Run the scenarios `names` at every server, and time warm turns in mlx-lm alone."""
         with measuring(model, self.folder) as own:
             results, servers = self._played(model, "speed", names, own)
         if own is None:
