@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 import typer
 
@@ -14,20 +14,44 @@ from mlxcache.bench.scenarios import PARTING, SCENARIOS
 from mlxcache.model.demo import DEMO_ID, materialise
 from mlxcache.model.hub import resolve
 
-DEFAULT = (*(name for name in SCENARIOS if name not in PARTING), "restart")
+
+class MeasurementSet(NamedTuple):
+    """Measurements under one name for --only.
+
+    `minutes` is the time of a run with the defaults on a Linux machine with 2 CPU cores.
+    """
+
+    title: str
+    names: tuple[str, ...]
+    minutes: int
+
+
+SETS = {
+    "speed": MeasurementSet(
+        "first and next turns, edits, eight conversations at once",
+        tuple(name for name in SCENARIOS if name not in PARTING),
+        5,
+    ),
+    "restart": MeasurementSet("kill -9, and the same command again", ("restart",), 3),
+    "branches": MeasurementSet("one long conversation, edited and branched", PARTING, 2),
+}
+DEFAULT = (*SETS["speed"].names, *SETS["restart"].names)
 NAMES = (*DEFAULT, *PARTING)
-"""Measurements that --only takes; DEFAULT where nothing is named."""
+"""Measurements that --only takes beside the names of `SETS`; DEFAULT where nothing is named."""
 
 Model = Annotated[
     str | None, typer.Option(metavar="PATH|HUB_ID", help="Default: the built-in demo model.")
 ]
 PromptTokens = Annotated[
     int,
-    typer.Option("--tokens", min=512, help="Prompt tokens of a conversation's first turn."),
+    typer.Option(
+        "--tokens", metavar="N", min=512, help="Prompt tokens of a conversation's first turn."
+    ),
 ]
-Runs = Annotated[int, typer.Option(min=1, help="Repetitions; medians are shown.")]
+Runs = Annotated[int, typer.Option(metavar="N", min=1, help="Repetitions; medians are shown.")]
 ReplyTokens = Annotated[
-    int, typer.Option("--reply", min=2, max=1024, help="Tokens generated per reply.")
+    int,
+    typer.Option("--reply", metavar="N", min=2, max=1024, help="Tokens generated per reply."),
 ]
 Against = Annotated[
     list[str] | None,
@@ -40,7 +64,12 @@ Only = Annotated[
     list[str] | None,
     typer.Option(
         metavar="NAME",
-        help=f"One of {', '.join(NAMES)}. Repeatable; default: the first {len(DEFAULT)}.",
+        help="A set, or one of its measurements. Repeatable; default: speed and restart. "
+        "The minutes are those of all defaults on a Linux machine with 2 CPU cores.\n\n"
+        + "\n\n".join(
+            f"{name}, about {one.minutes} minutes: {one.title} ({', '.join(one.names)})."
+            for name, one in SETS.items()
+        ),
     ),
 ]
 Keep = Annotated[
@@ -51,7 +80,7 @@ Keep = Annotated[
     ),
 ]
 MlxLm = Annotated[bool, typer.Option(help="Measure mlx_lm.server beside it.")]
-Wait = Annotated[float, typer.Option(help="Seconds that a server has to start.")]
+Wait = Annotated[float, typer.Option(metavar="SECONDS", help="Time that a server has to start.")]
 JsonFile = Annotated[
     Path | None, typer.Option("--json", metavar="FILE", help="Write all figures there too.")
 ]
@@ -73,7 +102,7 @@ def bench(
     strict: Strict = False,
 ) -> None:
     """Measure this server, and others beside it, in interleaved pairs on the same model."""
-    names = check_names(only or (), NAMES) or DEFAULT
+    names = chosen_names(only or ()) or DEFAULT
     options = Options(tokens, runs, reply, launches(against or (), mlx_lm), wait, keep)
 
     def measure(run: Bench) -> None:
@@ -85,6 +114,12 @@ def bench(
             run.restart(path)
 
     conduct(measure, options, model or DEMO_ID, json_file, strict)
+
+
+def chosen_names(only: Sequence[str]) -> Sequence[str]:
+    """Replace the names of sets by those of their measurements. Raises typer.BadParameter."""
+    check_names(only, (*SETS, *NAMES))
+    return [name for one in only for name in (SETS[one].names if one in SETS else (one,))]
 
 
 def launches(against: Sequence[str], mlx_lm: bool) -> list[Launch]:

@@ -85,6 +85,28 @@ def test_asserting_fails_where_a_bound_breaks(
     assert runner.invoke(app, [*model, "--against", "nothing"]).exit_code == 2
 
 
+def test_the_help_names_the_sets_and_their_times(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """--only takes a set, or some of its measurements."""
+    played: list[str] = []
+    monkeypatch.setattr(Bench, "speed", lambda _, __, names: played.extend(names))
+    monkeypatch.setattr(Bench, "restart", lambda *_: played.append("restart"))
+    app = typer.Typer()
+    app.command()(command.bench)
+    told = " ".join(CliRunner().invoke(app, ["--help"], env={"COLUMNS": "300"}).output.split())
+    for name, one in command.SETS.items():
+        assert f"{name}, about {one.minutes} minutes" in told
+        assert ", ".join(one.names) in told
+        played.clear()
+        model = ["--model", str(tmp_path)]
+        assert CliRunner().invoke(app, [*model, "--only", name]).exit_code == 0
+        assert set(played) == set(one.names)
+    played.clear()
+    assert CliRunner().invoke(app, [*model, "--only", "restart", "--only", "warm"]).exit_code == 0
+    assert set(played) == {"restart", "warm"}
+
+
 def test_a_model_that_is_not_there_is_a_sentence_and_exit_status_1() -> None:
     """No traceback."""
     args = ["--model", "/absent", "--only", "warm"]

@@ -57,7 +57,8 @@ Quick = Annotated[
     bool, typer.Option("--quick", help="Small lengths: shows that all works, and no bounds.")
 ]
 Minutes = Annotated[
-    float, typer.Option(min=0.1, help="Time limit of all, also of making or loading models.")
+    float,
+    typer.Option(metavar="N", min=0.1, help="Time limit of all, also of making or loading models."),
 ]
 Out = Annotated[
     Path | None,
