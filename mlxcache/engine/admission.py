@@ -23,20 +23,26 @@ from mlxcache.lru import LRU
 from mlxcache.types import Job
 
 Asker = tuple[str | None, str, str | None]
-"""Unit of fair scheduling: owner, and session label, or client program if there is no label."""
+"""Unit of fair scheduling: (owner, "session", label), or (owner, "client", program).
+
+The latter is used for requests without a session label.
+"""
 
 MAX_ASKERS = 1024
-"""Askers whose last start is remembered, the most recent."""
+"""Sessions or client programs whose last start is remembered, the most recent ones."""
 
 MIN_SHARED = 256
-"""Tokens that a running prefill must be about to share for a new request to wait for them.
+"""Tokens to share with a running prefill for a new request to wait for it.
 
-For its whole prompt a request waits however short that is, as the choices of one request do."""
+If the prefill computes the whole prompt of the request, the request waits even for fewer tokens,
+like the choices of one request.
+"""
 
 MIN_UNKNOWN_BESIDE = 512
-"""As `MIN_UNKNOWN`, while other prompts are computed.
+"""Like `MIN_UNKNOWN`, but while other prompts are being computed.
 
-Looking for fewer costs a short prompt one of their chunks, or two on a busy machine.
+A lookup for fewer tokens would cost a short prompt the time of one chunk of another prompt, or of
+two on a busy machine.
 """
 
 

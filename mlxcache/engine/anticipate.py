@@ -30,27 +30,29 @@ from mlxcache.types import WARMING, Job, Piece, Prompt, RequestRecord, Tokens
 log = logging.getLogger("mlxcache.engine")
 
 CHUNK_S = 0.25
-"""Length of a chunk of idle prefill, in seconds: the longest that a new request waits for it."""
+"""Length of a chunk of idle prefill in seconds, and so the longest wait of a new request for it."""
 
 MIN_GAIN = 32
-"""Tokens that must be left to feed for a turn to be anticipated."""
+"""Minimum number of tokens left to feed for a turn to be computed in advance."""
 
 NEAR_MARK = 16
-"""Tokens after the last mark that are left to the next turn in a model with states.
+"""Tokens after the last mark that are not anticipated for a model with recurrent layers.
 
-The user's text may change how the tokens just before it are cut; the tokens up to a mark never
+The user's text may change how the tokens just before it are split; the tokens up to a mark never
 change.
 """
 
 MAX_TURNS, MAX_COMPUTED = 4, 32
-"""Turns that wait to be computed, and computed ones that are remembered for the figures."""
+"""Most turns that wait to be computed, and most computed turns remembered for the figures."""
 
 MAX_UNUSED = 8
-"""Replies in a row without a continuation, after which anticipation stops until one is continued.
+"""Consecutive replies that no client continues, after which anticipation stops.
+
+It starts again when one is continued.
 """
 
 MAX_ENDED = 64
-"""Number of the latest conversations whose continuation is recognised."""
+"""Number of the latest conversations for which a continuation is recognised."""
 
 
 @dataclass(slots=True)

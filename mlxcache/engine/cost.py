@@ -26,46 +26,49 @@ from mlxcache.store.session_rows import Gain, SessionFigures
 from mlxcache.types import RequestRecord
 
 PROBE = 128
-"""Tokens in each probing chunk."""
+"""Tokens in each chunk that is fed to measure costs."""
 
 FEWEST = 16
 """Tokens of the shortest chunk that a prompt is fed in."""
 
 SHORT = 192
-"""Tokens of the passes that a chunk is fed in, on a CPU where longer passes are slower. That is
-the case if attention materialises its scores: those above the diagonal are computed needlessly, and
-all of them exceed the processor's caches.
+"""Tokens per pass on a CPU where longer passes take more time per token.
+
+That is the case if attention materialises its scores: those above the diagonal are computed
+needlessly, and all of them exceed the processor's caches.
 """
 
 PASSES = (512, 1024, 2048, 4096)
-"""Lengths of passes that are compared on a GPU, in tokens."""
+"""Lengths of passes, in tokens, that are compared on a GPU."""
 
 COMPARE_S = 4.0
-"""Most seconds that comparing passes may take when a model is loaded, as far as can be foreseen."""
+"""Most seconds for comparing passes while a model is loaded, as far as the time can be estimated.
+"""
 
 SAME = 1.02
 """Ratio of seconds per token up to which two lengths of passes count as equally fast."""
 
 SCORES = 4.0
-"""Bytes per pair of positions above which scores are materialised, and not a mask alone."""
+"""Bytes per pair of positions above which attention scores, and not only a mask, are materialised.
+"""
 
 FAR = 4096
-"""Cached positions, all zeros, before a probing chunk."""
+"""Cached positions, all zeros, before a chunk that is fed to measure costs."""
 
 STOPS_SHARE = 0.05
 """Share of a prefill's time that its stops for checkpoints may add."""
 
 STOPS = 16
-"""Stops that every prefill may make, whatever they cost."""
+"""Number of stops for checkpoints that every prefill may make, regardless of their cost."""
 
 NEAR = 1024
-"""Positions of the first range of similar cost per token; each further range is twice as long."""
+"""Positions in the first range of similar cost per token; each further range is twice as long."""
 
 NEWEST = 0.3
 """Weight of the newest measurement in a moving average."""
 
 SAFETY = 1.3
-"""Allowance over what was measured."""
+"""Factor by which estimated bytes exceed the measured ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -396,7 +399,8 @@ def _fitted(near: int, long: int, wide: float, narrow: float) -> Cost:
 
 
 LEAST = 128
-"""Tokens of the shortest chunk that is measured: shorter ones show the cost of a pass."""
+"""Tokens of the shortest chunk that is measured; shorter ones mostly show the fixed cost of a pass.
+"""
 
 
 class PrefillSpeed:

@@ -175,6 +175,7 @@ class Engine:
     ) -> Prompt:
         """Render `chat` to a prompt, in a worker thread.
 
+        `session`: label under which the text is remembered, to tokenise the next turn faster.
         `stop`: strings that will end the reply. Raises BadRequest or GenerationFailed if the prompt
         cannot be made, ContextLengthExceeded if it is so long that it is not even tokenised, and
         NotReady before the model is loaded.

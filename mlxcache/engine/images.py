@@ -23,7 +23,7 @@ SIDES = (224, 320, 448, 640, 896)
 """Side lengths, in pixels, of the images with which the vision tower is measured."""
 
 MARGIN = 0.15
-"""Allowance over the measured growth."""
+"""Amount added to the measured exponent of the memory's growth."""
 
 
 @dataclass(frozen=True, slots=True)

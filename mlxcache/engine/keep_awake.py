@@ -18,10 +18,13 @@ log = logging.getLogger("mlxcache.engine")
 CAFFEINATE = "/usr/bin/caffeinate"
 
 GRACE_S = 30.0
-"""Time after the last request: the turns of an agent are closer together than this."""
+"""Seconds that the command keeps running after the last request.
+
+The turns of an agent are closer together than this.
+"""
 
 CHECK_S = 1.0
-"""Time after the start in which a command that cannot work has ended."""
+"""Seconds after which a command that does not work has ended, and wait for a terminated one."""
 
 
 class Timer(Protocol):

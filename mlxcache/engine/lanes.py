@@ -29,16 +29,16 @@ PADDING = 1.25
 """Largest ratio of a batch's padded bytes to the sum of its rows' bytes."""
 
 SYNC = 128
-"""Most steps between two copies of a batch's new positions into its rows' lineages."""
+"""Most steps before a batch's new positions are copied to its rows' lineages."""
 
 CATCH_UP = 16
-"""Tokens per pass for a row that left a batch without its newest positions."""
+"""Tokens per pass for a row that left a batch and whose lineage lacks the newest positions."""
 
 EVICTION_SHARE = 8
-"""Divisor: a batch may evict while it takes at most 1/EVICTION_SHARE of the budget."""
+"""Divisor: a batch may evict other KV only if it takes at most 1/EVICTION_SHARE of the budget."""
 
 DRAFTS = 3
-"""Default of the tokens that a draft model proposes at once."""
+"""Default number of tokens that a draft model proposes at once."""
 
 
 @dataclass(slots=True)

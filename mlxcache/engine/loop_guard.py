@@ -7,19 +7,20 @@ import numpy.typing as npt
 from numpy.lib.stride_tricks import sliding_window_view
 
 LONGEST = 1024
-"""Longest period that is looked for, in tokens: about a hundred lines of code."""
+"""Longest period to detect, in tokens: about a hundred lines of code."""
 
 BLOCK = 32
-"""Tokens that are compared at once."""
+"""Number of tokens that are compared at once."""
 
 OFTEN, OFTEN_TOKENS = 50, 1000
 SELDOM, SELDOM_TOKENS = 8, 4000
-"""A reply is a loop once it has repeated the same 1 to `LONGEST` tokens, with nothing between,
-`OFTEN` times and over `OFTEN_TOKENS` tokens, or `SELDOM` times and over `SELDOM_TOKENS`.
+"""Repetitions and tokens that make a reply a loop.
 
-What is meant to repeat is shorter or less exact: rules and tables of a page (100 tokens), a board
-or matrix of equal rows (32 x 32 zeros: 3,100 tokens in 32 rows), test output, whose lines differ
-in names, a hex dump, in addresses. The loops that models fall into do not end before max_tokens.
+That is the case once it has repeated the same 1 to `LONGEST` tokens, with nothing between them,
+`OFTEN` times and over `OFTEN_TOKENS` tokens, or `SELDOM` times and over `SELDOM_TOKENS`. Intended
+repetition is shorter or less exact: rules and tables of a page (100 tokens), a board or matrix of
+equal rows (32 x 32 zeros: 3,100 tokens in 32 rows), test output (the names differ), or a hex dump
+(the addresses differ). The loops of models do not end before max_tokens.
 """
 
 

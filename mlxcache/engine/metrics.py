@@ -22,19 +22,20 @@ if TYPE_CHECKING:
     from mlxcache.engine.anticipate import IdlePrefill
 
 Reuse = Literal["cold", "warm", "restored"]
-"""Source of most of a prompt: computed; reused from RAM alone; reused, some of it from disk."""
+"""Source of most of a prompt: computed; reused from RAM alone; reused, in part from disk."""
 
 MIN_REUSED_SHARE, MIN_REUSED_TOKENS = 0.5, 16
-"""Minimum reuse for a request to count as warm: the share of the prompt, and the tokens.
+"""Minimum reuse for a request to count as warm: share of the prompt, and number of tokens.
 
-A few tokens are the same in all prompts: the tokenizer's first one, and the template's opening.
+A few tokens are the same in all prompts: the tokenizer's first one and the beginning of the
+template.
 """
 
 SECONDS = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1800.0)
-"""Upper bounds of the ranges that times are counted in."""
+"""Upper bounds, in seconds, of the ranges by which durations are counted."""
 
 STAGES = ("queue_s", "render_s", "match_s", "restore_s", "prefill_s", "decode_s")
-"""The stages that follow one another; `first_token_s` spans several."""
+"""Stages of a request that follow one another; `first_token_s`, in contrast, spans several."""
 
 OUTCOMES = ("done", "cancelled", "failed", "rejected")
 REASONS = (

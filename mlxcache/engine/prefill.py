@@ -28,26 +28,28 @@ from mlxcache.types import Tokens
 log = logging.getLogger("mlxcache.engine")
 
 BURST_S, ARRIVAL_S = 2.0, 8.0
-"""Prefill that ends within BURST_S seconds goes before decoding: its replies then form one batch.
-ARRIVAL_S applies if nothing was decoded when the prefill began, that is, if all requests arrived
-together.
+"""Most seconds of prefill that goes before decoding, so that its replies can form one batch.
+
+ARRIVAL_S applies if nothing was being decoded when the prefill began, that is, if all requests
+arrived together.
 """
 
 STALL_S = 1.0
-"""Longest gap between two tokens of a reply during a burst, in seconds, plus one chunk."""
+"""Longest gap between two tokens of a reply during a burst, in seconds, not counting one chunk."""
 
 DECODE_SHARE = 1.15
-"""Seconds of decoding for each second of prefill: a reply keeps half of its speed, overhead
-included.
+"""Seconds of decoding for each second of prefill.
+
+A reply then keeps half of its speed, overhead included.
 """
 
 FIRST_ROUND_S = 0.05
-"""Assumed time of a round of decoding before one was measured."""
+"""Assumed seconds of a round of decoding before one was measured."""
 
 ALONE_S = 2.0
 WAITING_S = 1.0
 DECODING_S = 0.4
-"""Length of a chunk in seconds: with nothing else to do, while others wait, while others decode."""
+"""Length of a chunk in seconds: alone, while other prompts wait, and while replies are decoded."""
 
 
 class PrefillDecodeBalance:
@@ -67,7 +69,7 @@ class PrefillDecodeBalance:
         self._round_at = clock()
 
     def begin(self, *, decoding: bool) -> None:
-        """Begin a prefill after a time without any.
+        """Note that prefill begins while no other prompt is in prefill.
 
         `decoding`: replies are being decoded, so only a short burst of prefill may delay them.
         """

@@ -31,7 +31,7 @@ Cause = tuple[str, str]
 Texts = tuple[str, str]
 
 _AROUND = (12, 40)
-"""Tokens shown before and from where reuse ended."""
+"""Number of tokens shown before and after the position where reuse ended."""
 
 
 @dataclass(frozen=True, slots=True)

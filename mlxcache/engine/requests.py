@@ -20,32 +20,37 @@ from mlxcache.prompt.canonical.restore import ReplyRestorer
 from mlxcache.types import Event, Finished, Job, Piece, Progress, RequestRecord
 
 MIN_RETRY_S, MAX_RETRY_S = 1.0, 600.0
-"""Bounds of Retry-After: a longer forecast would be a guess."""
+"""Bounds of Retry-After in seconds; a longer forecast would be a guess."""
 
 FIRST_REPLY = 200.0
-"""Tokens of an average reply before one has ended."""
+"""Assumed tokens of an average reply before one has ended."""
 
 QUEUE_SHARE = 2
 """Divisor: one session may have 1/QUEUE_SHARE of the places in the queue."""
 
 OWN_FIELDS = ("id", "owner", "session", "api", "client", "created_at", "joined", "error", "timing")
-"""Fields of a record that a request keeps for itself when it joins another."""
+"""Fields of a record that a request keeps when it joins the computation of another."""
 
 FOLLOWED_FIELDS = (
     "status", "cached_tokens", "restored_tokens", "fed_tokens", "generated_tokens",
 )  # fmt: skip
-"""Fields that the record of a joined request copies while the computation runs."""
+"""Fields that the record of a joined request copies during the computation."""
 
 SAME_FIELDS = (
     "owner", "session", "client", "api", "max_tokens", "stop", "tools", "tool_choice",
     "parallel_tools", "raw", "top_logprobs", "format", "thinking_budget",
 )  # fmt: skip
-"""Fields in which two jobs agree where one reply answers both, beside prompt and sampling.
+"""Fields, besides prompt and sampling, that are equal in two jobs if one reply answers both.
 
-A retry of a sampled reply also agrees in `choice`: each choice of a request is another sample."""
+For a retry of a sampled reply `choice` is equal too, because each choice of a request is another
+sample.
+"""
 
 SAME_STATE = ("thinking_open", "continued", "generic_tools")
-"""Fields of their prompts in which they agree: the state that the parser of the reply begins in."""
+"""Fields of two prompts that must be equal for one reply to answer both.
+
+They are the state in which the parser of the reply begins.
+"""
 
 
 @dataclass(frozen=True, slots=True)

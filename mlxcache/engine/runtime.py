@@ -73,13 +73,13 @@ from mlxcache.types import WARMING, Job, ModelInfo, Prompt, TokenLogprob
 log = logging.getLogger("mlxcache.engine")
 
 MIN_CONTEXT = 512
-"""Fewest tokens that the budget must have room for; with fewer an agent cannot work."""
+"""Fewest tokens for which the budget must have memory; with fewer an agent cannot work."""
 
 RECORDED = ("done", "cancelled")
 """Statuses of ended requests that are turns of a session."""
 
 FLUSH_S = 5.0
-"""Longest time, in seconds, for writing to disk when the server stops."""
+"""Most seconds for writing KV to disk when the server stops."""
 
 
 def fetch_model(

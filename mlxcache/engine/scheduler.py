@@ -36,16 +36,16 @@ from mlxcache.types import FinishReason
 log = logging.getLogger("mlxcache.engine")
 
 COMMIT_EVERY = 1000
-"""Tokens of a running reply between two commits."""
+"""Number of tokens of a running reply between two commits."""
 
 MOST_DEVICE_ERRORS = 3
-"""Errors of the device in a row, with nothing computed between them, after which it is given up."""
+"""Device errors in a row, with nothing computed between them, that end the scheduler."""
 
 MOST_RESTARTS = 3
-"""Times that one request begins again after an error of the device."""
+"""Most restarts of one request after device errors."""
 
 OUT_OF_MEMORY = ("allocate", "out of memory", "insufficient memory", "malloc", "resource limit")
-"""Words of MLX's errors, on any device, where an allocation failed."""
+"""Words in MLX's error messages, on any device, that indicate a failed allocation."""
 
 
 class Scheduler:

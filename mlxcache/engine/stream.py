@@ -12,11 +12,14 @@ from mlxcache.prompt.canonical.restore import ReplyRestorer
 from mlxcache.types import Admitted, Event, Finished, Progress, RequestRecord, Text, Thinking
 
 BACKLOG = 256
-"""Events in the queue above which further text is merged with the last one."""
+"""Number of unread events above which further text is merged with the last event."""
 
 
 GRACE_S = 1.0
-"""Extra grace in seconds for a reader that seems stalled, after the process was suspended."""
+"""Seconds to wait before a reader that seems stalled is cancelled.
+
+The whole process may have been suspended.
+"""
 
 
 class Stream:

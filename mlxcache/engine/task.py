@@ -38,7 +38,7 @@ from mlxcache.types import (
 log = logging.getLogger("mlxcache.engine")
 
 Outcome = FinishReason | MlxcacheError
-"""The way in which a reply ends."""
+"""How a reply ended: a finish reason, or an error."""
 
 
 class Parser(Protocol):

@@ -18,10 +18,10 @@ from mlxcache.prompt.traits import Traits
 from mlxcache.types import TEXTS, Image
 
 Content = str | list[str | Image]
-"""A message's text, or its texts and images in order."""
+"""Content of a message: its text, or its texts and images in order."""
 
 SEPARATE = "apart"
-"""The key of a system message that must not be joined to the first one."""
+"""Key that marks a system message that must not be joined to the first one."""
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
@@ -37,7 +37,7 @@ To call one, write its name and its arguments as JSON between these two marks, a
 <tool_call>{{"name": NAME, "arguments": {{...}}}}</tool_call>
 
 For several calls, write one after the other. Each result comes back in the next message."""
-"""The description of tools for templates that have none."""
+"""Description of tools for templates that do not support tools."""
 
 
 def adapt(

@@ -54,9 +54,9 @@ ADVICE: dict[str, str] = {
     "mlxcache cache check.",
     "other_model": "It was computed by another model or version, whose KV cannot be used.",
 }
-"""One or two sentences per cause; other causes get a general one."""
+"""Advice of one or two sentences by cause; other causes get a general one."""
 
 
 def advice_for(cause: str) -> str:
-    """Return the advice for a prefix lost by `cause`."""
+    """Return the advice to show if a prefix was not reused because of `cause`."""
     return ADVICE.get(cause, _RENDERED)

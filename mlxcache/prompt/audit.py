@@ -15,9 +15,9 @@ from mlxcache.prompt.volatile import find_announced
 from mlxcache.types import Chat
 
 _MACHINE = re.compile(r"<(system-reminder|env|environment_context|context)>.*?</\1>", re.DOTALL)
-"""Marked text that clients put into a user's message and generate for each session."""
+"""Marked text in a user's message that clients generate for each session."""
 _KEY = 120
-"""Characters before and after a place by which it is found in the rendered text."""
+"""Number of characters before and after a place that identify it in the rendered text."""
 
 
 @dataclass(frozen=True, slots=True)

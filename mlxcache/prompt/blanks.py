@@ -9,7 +9,7 @@ from typing import Any
 from mlxcache.types import TEXTS
 
 SEPARATOR = "\n\n"
-"""The blanks between two text blocks that have none there themselves."""
+"""White space put between two text blocks without any at their edges."""
 
 _RUNS = re.compile(r"(\s+)|\S+")
 

@@ -26,7 +26,7 @@ _PROBES = (
 
 _CHARS_PER_TOKEN = 8
 _LEAST_PIECE = 1 << 16
-"""Fewest characters per piece when a text that is likely too long is counted in pieces."""
+"""Fewest characters per piece in which the tokens of a long text are counted."""
 
 
 class Codec:

@@ -16,10 +16,10 @@ from mlxcache.prompt.volatile import ANNOUNCED, VALUES, causes_touching
 from mlxcache.types import Chat, Image
 
 _LEFT, _RIGHT = 60, 140
-"""Characters of a text shown before and from the first difference."""
+"""Number of characters shown before and after the first difference."""
 _CLOSE = 8
 _LINE = 400
-"""Characters of a line that are examined before and after the first difference."""
+"""Number of characters of a line examined before and after the first difference."""
 _GIT = re.compile(r"gitStatus|[Gg]it status|^(?:Current|Git) branch:", re.MULTILINE)
 _GIT_LINE = re.compile(
     r"(?:\w+: )?(?:[ MADRCTU?!]{1,2} \S|[0-9a-f]{7,40} |\(clean\)|Status:|Recent commits:"
@@ -144,7 +144,7 @@ _SUMMARY = re.compile(
     re.IGNORECASE,
 )
 _IMAGE = 80
-"""Characters around a change in which a changed image is looked for."""
+"""Number of characters around a change in which a changed image is searched."""
 _CLEARED = re.compile(
     r"\[(?:Old )?tool (?:result|output|use)[^\]\n]{0,80}(?:cleared|removed|omitted)"
 )
@@ -388,7 +388,10 @@ def _difference(where: str, reason: str, change: Change, cause: str | None = Non
 
 _VOLATILE = frozenset({"date", "uuid", "counter", "git_status", "hash", "temp_path"})
 ALIKE = 24
-"""Characters that two first messages must share to count as the same: many begin with "What is"."""
+"""Fewest characters that two first messages share to count as the same.
+
+Many messages begin with "What is".
+"""
 
 
 def differences(old: Chat, new: Chat) -> list[Difference]:
@@ -428,8 +431,8 @@ def first_new(old: Chat, new: Chat) -> int:
 def related(old: Chat, new: Chat) -> bool:
     """Return whether `new` continues `old`, or begins a conversation with almost the same head.
 
-    Without a head in common, an equal message does not relate two conversations: a client sends
-    the same words to the model for a title, and a sub-agent reads the history of another. Tools and
+    Without a head in common, an equal message does not relate two conversations: a client sends the
+    same words to the model for a title, and a sub-agent reads the history of another. Tools and
     system text may change while a conversation goes on, but not both into something else.
     """
     was, now = _head(old), _head(new)

@@ -52,7 +52,7 @@ class Escape:
             rf"((?:\d{{{_DIGITS}}})+)(?:{CLOSE}|{re.escape(last)})"
         )
         self.end = f"{OPEN}{self._nonce}{CLOSE}"
-        """A sentinel of an empty text, to find a position in a rendered conversation."""
+        """A sentinel of an empty text, used to find a position in a rendered conversation."""
 
     def escape_value(self, value: Any) -> Any:
         """Return a copy of a JSON value with every string and key escaped."""
@@ -143,7 +143,7 @@ class _Finder:
         self._first = {text[0] for text in texts}
 
     def cut(self, text: str) -> tuple[int, int]:
-        """Return the numbers of characters at a text's start and end that are parts of a token."""
+        """Return how many characters at a text's start and end are parts of a control token."""
         near = text[: self._longest]
         head = 0
         for char in self._last:

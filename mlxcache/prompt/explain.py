@@ -17,22 +17,25 @@ from mlxcache.prompt.shared_runs import Runs, shared_runs
 from mlxcache.types import Chat, Tokens
 
 LEAST_LOSS = 64
-"""The least loss in tokens that is reported; templates change a few at the end of each turn."""
+"""Largest loss, in tokens, that is not reported.
+
+Templates change a few tokens at the end of each turn.
+"""
 
 RULE_OF = {
     "tool_reordered": "tool_order",
     "tool_calls": "argument_order",
     "tool_result_cleared": "cleared_results",
 }
-"""The canonicalisation rule that removes a cause, where its name differs from the cause's."""
+"""Canonicalisation rule that removes a cause, for rules with another name than the cause."""
 
 _NEAR = 600
-"""Characters around the first difference of two texts in which its cause must be seen."""
+"""Characters around the first difference of two texts within which its cause must be visible."""
 _OPENS = re.compile(r"<think|<\|channel\|>analysis|\[THINK", re.IGNORECASE)
 _CLOSES = re.compile(r"\s*(?:</think|\[/THINK)", re.IGNORECASE)
-"""Marks that open thinking, and marks that close it at once."""
+"""Marks that close thinking at the start of a text; `_OPENS` are marks that open it."""
 _BACK, _AHEAD = 12, 40
-"""Tokens shown before and from the first difference of two prompts."""
+"""Number of tokens shown before and after the first difference of two prompts."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

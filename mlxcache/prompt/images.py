@@ -26,7 +26,7 @@ PARTS: tuple[Message, ...] = (
     {"type": "image_url", "image_url": {"url": "data:,"}},
     {"type": "image", "image": "data:,"},
 )
-"""The forms of an image part in a message's content that templates know."""
+"""Forms of an image part in a message's content that templates support."""
 
 
 class ImageProcessor(Protocol):

@@ -297,7 +297,10 @@ class Tokeniser:
 
 
 _CONTINUES = 0.75
-"""A text that shares this much of a recent text replaces it: it is the next turn of the same."""
+"""Share of a recent text that the next turn of the same conversation has in common with it.
+
+Such a turn replaces the recent text.
+"""
 
 
 def _count_outside(chars: Sequence[int], splices: Sequence[Splice]) -> int:

@@ -17,14 +17,15 @@ from mlxcache.prompt.template import Message
 from mlxcache.prompt.traits import A2, END, LONG_ID, NAME, R2, S2, U2, A, R, S, U
 
 MARK_DISTANCE = 8
-"""The least distance of two marks in tokens: a closer checkpoint saves nothing."""
+"""Least distance of two marks in tokens; a closer checkpoint would not pay off."""
 
 
 def learn_openers(renderer: Renderer, finder: ControlTokenFinder) -> frozenset[int]:
     """Return the ids of the control tokens with which the template opens a message.
 
-    Several control tokens can be between two messages. The opening one is the first token of the
-    generation prompt or, if that does not occur there, the last of them. Empty if there are none.
+    Several control tokens can be between the texts of two messages. If the first token of the
+    generation prompt is among them, it is the opening one, else the last of them is. The result is
+    empty if there are none.
     """
     prompt = renderer.generation_prompt()
     first = next((finder.id_of(match) for match in finder.find_all(prompt)), None)

@@ -11,7 +11,10 @@ from mlxcache.prompt.canonical.restore import NameRestorer
 from mlxcache.types import Chat, Piece, Text, Thinking, ToolCall
 
 OPENINGS = ("0", "x")
-"""Two texts without a common prefix: prompts that differ in them alone share all before them."""
+"""Two texts without a common prefix.
+
+Prompts that differ only in these share everything before them.
+"""
 
 
 def append_reply(

@@ -39,13 +39,13 @@ from mlxcache.types import Tokens
 
 _LEAST_REACH = 4096
 _REACH = 4
-"""Largest ratio of the characters of a rewritten reply to those of the generated one."""
+"""Largest ratio of a rewritten reply's characters to those of the generated one."""
 
 _MOST_ENDS = 16
-"""Possible ends of a reply that are tried."""
+"""Most possible ends of a reply that are tried."""
 
 _CONTEXT = 256
-"""Characters before a reply in which a control token is looked for to start encoding at."""
+"""Characters before a reply that are searched for a control token at which encoding starts."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -107,19 +107,19 @@ class ReplyContent:
 
 
 LIMIT_BYTES = 32 << 20
-"""Bytes of replies that are remembered."""
+"""Most bytes of replies that are remembered."""
 
 ALTERNATIVES = 16
-"""Replies to one prompt that are remembered."""
+"""Most replies to one prompt that are remembered."""
 
 TAIL_CHARACTERS = 24
-"""Characters of a prompt's end that are compared before its digest is computed."""
+"""Number of last characters of a prompt that are compared before its digest is computed."""
 
 _OVERHEAD = 512
 _MOST_STOP_TOKENS = 64
 
 _MOST_REJECTED = 32
-"""Hashes kept per reply of texts known to have another content."""
+"""Most hashes kept per reply, of texts with a different content."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,11 +36,11 @@ RESERVED = frozenset(
     max_length return_tensors return_dict return_assistant_tokens_mask tokenizer_kwargs
     """.split()  # noqa: SIM905 - read as a list of names
 )
-"""Arguments of transformers' renderer, which no request may set."""
+"""Arguments of transformers' renderer that no request may set."""
 
 
 RENDER_SECONDS = 30.0
-"""Time limit of one rendering; a conversation takes far less."""
+"""Time limit of one rendering in seconds; a conversation usually takes far less."""
 
 
 class Template:

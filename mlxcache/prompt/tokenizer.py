@@ -85,10 +85,8 @@ def control_tokens(
     """Return the added tokens that control the model, which message text must never become.
 
     These are special tokens, tokens in the chat template `source`, the `markers` (of thinking and
-    tool
-    calls), and tokens of a form like `<|name|>` or `<unused7>`. The others, such as runs of white
-    space
-    or HTML tags that some vocabularies contain as one token, are ordinary text.
+    tool calls), and tokens of a form like `<|name|>` or `<unused7>`. The others, such as runs of
+    white space or HTML tags that some vocabularies contain as one token, are ordinary text.
     """
 
     def steers(token: Added) -> bool:

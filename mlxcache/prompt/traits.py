@@ -13,7 +13,7 @@ from mlxcache.prompt.template import Message, Template
 
 S, S2, U, U2, END = "zqsys7", "zqsysb7", "zquser7", "zquserb7", "zqend7"
 A, A2, R, R2 = "zqreply7", "zqreplyb7", "zqresult7", "zqresultb7"
-"""Words that no template contains."""
+"""Words of test conversations, which no template contains."""
 
 NAME, KEY, VALUE = "zqtool7", "zqkey7", "zqvalue7"
 LONG_ID, SHORT_ID = "call_zq7zq7zq7zq7zq7", "zq7zq7zq7"
@@ -150,7 +150,7 @@ class _Probe:
     def shows_tool(self) -> bool:
         """Return whether the template renders a tool's name and parameter.
 
-        The conversation must be rendered beside them.
+        True only if it also renders the conversation.
         """
         texts = (
             self.text(messages, tools=True)

@@ -30,7 +30,7 @@ from mlxcache.types import Job, Tokens
 log = logging.getLogger("mlxcache.engine")
 
 SETTLE_S = 10.0
-"""Longest wait, in seconds, for a session that is still being written to disk."""
+"""Most seconds to wait for a session that is still being written to disk."""
 
 
 class SessionBook:

@@ -31,7 +31,7 @@ from mlxcache.store.snapshot_write import SnapshotExport
 from mlxcache.store.store import FREE_FLOOR, Store
 
 INCOMING = re.compile(r"restore-(\d+)-.*")
-"""Names of files that are being received: the process id, and random characters."""
+"""Pattern of the names of files being received: the process id and random characters."""
 
 
 def remove_stale(folder: Path) -> None:

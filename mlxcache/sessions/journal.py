@@ -32,28 +32,31 @@ log = logging.getLogger("mlxcache.engine")
 T = TypeVar("T")
 
 PIN_S = 3.0
-"""Seconds after a turn of a pinned session at which its new files, written by then, are pinned."""
+"""Seconds between a turn of a pinned session and the pinning of its new files.
+
+They have been written by then.
+"""
 
 WRITE_WAIT_S = 5.0
-"""Seconds that a request waits for the table: for earlier turns, or for another process."""
+"""Most seconds that a request waits for the table, because of earlier turns or another process."""
 
 READ_WAIT_S = 1.0
-"""Seconds that a reader waits for earlier turns to be written."""
+"""Most seconds that a reader waits for earlier turns to be written."""
 
 CLOSE_S = 1.0
-"""Seconds for which turns are written when the server stops."""
+"""Most seconds for writing turns when the server stops."""
 
 RETRY_S = 3.0
-"""Seconds between tries to write turns that could not be written."""
+"""Seconds before turns that could not be written are tried again."""
 
 MAX_LATE = 64
-"""Turns that wait for a retry, the newest: their token ids are in RAM meanwhile."""
+"""Most turns that wait for a retry, the newest ones. Their token ids are kept in RAM."""
 
 MAX_RESOLVED = 2000
 """Requests whose session is remembered: more than the requests that the engine lists."""
 
 ROW_BYTES, SPARE_BYTES = 8, 64 << 10
-"""Bytes of a token id in a row and in the database's log, and of a change besides."""
+"""Bytes of a token id in a row and in the database's log, and of everything else in a change."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,10 +24,13 @@ from mlxcache.types import WARMING, Job, Prompt, Tokens
 log = logging.getLogger("mlxcache.engine")
 
 ANSWER_S = 120.0
-"""Seconds that a part of a file may wait for the MLX thread, which may be in a long pass."""
+"""Most seconds to wait for the MLX thread, which may be in a long pass, for a part of a file."""
 
 Submit = Callable[[Job], Awaitable[Any]]
-"""`Engine.submit`: queues a job; the result is an async context manager and iterator of events."""
+"""Type of `Engine.submit`, which queues a job.
+
+The result is an async context manager and an async iterator of events.
+"""
 
 
 class PromptCacheExport:

@@ -19,10 +19,10 @@ from mlxcache.store.store import Store
 log = logging.getLogger("mlxcache.engine")
 
 Learn = Callable[[Mapping[str | None, Sequence[ReplyRow]]], None]
-"""Takes new replies by owner, oldest first. Called on a worker thread."""
+"""Callable that gets new replies by owner, oldest first. It is called on a worker thread."""
 
 WAIT_S = 0.05
-"""Most seconds that a request waits for a read of the table, which usually takes under 1 ms."""
+"""Most seconds that a request waits for reading the table. A read usually takes under 1 ms."""
 
 
 class ReplyFeed:

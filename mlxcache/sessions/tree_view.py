@@ -14,7 +14,7 @@ from mlxcache.tree.prefix_tree import Node, PrefixTree
 from mlxcache.types import Tokens
 
 SHOWN_TOKENS = 24
-"""Tokens of a node that are shown as text, from its start."""
+"""Number of tokens of a node that are shown as text, from its start."""
 
 MOST_TEXT = 160
 

@@ -18,7 +18,7 @@ from mlxcache.store.index import Row
 from mlxcache.store.lock import ProcessLock
 
 USE_STEP_S = 1e-5
-"""Seconds by which a use is at least later than the one before it; a float resolves these."""
+"""Least seconds between two times of use; a float resolves this step."""
 
 CLOSE_S = 0.5
 """Seconds that a closing store waits for other writers of the index."""
@@ -37,7 +37,7 @@ class StoreContext:
         self.lock = lock
         self.space = space
         self.saving = threading.Lock()
-        """Held while a file is written: one at a time per process."""
+        """Lock held while a file is written, so that each process writes one file at a time."""
         self._lock = threading.Lock()
         self._figures: Counter[str] = Counter()
         self._uses: dict[int, float] = {}
@@ -137,7 +137,9 @@ class StoreContext:
         return True
 
     def close(self) -> None:
-        """Write the noted uses, close the database, and release the process lock."""
+        """Write noted uses of files to the index, close the database, and release the process
+        lock.
+        """
         self.database.check_before(None)
         with (
             suppress(StoreError),

@@ -13,13 +13,16 @@ from pathlib import Path
 from mlxcache.errors import DiskFull, StoreError
 
 BUSY_S = 30.0
-"""Seconds that a transaction waits for another process's."""
+"""Most seconds that a transaction waits for a transaction of another process."""
 
 WAL_PAGES = 256
-"""Pages of 4 KiB after which commits move from the log into the file."""
+"""Pages of 4 KiB in the write-ahead log after which they are moved into the database file."""
 
 OF_THE_DISK = (sqlite3.SQLITE_IOERR, sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN)
-"""Errors of a disk that may return; connections opened before it do not notice."""
+"""SQLite errors of a disk that may become usable again.
+
+Connections opened before do not detect that, so they are closed.
+"""
 
 _PRAGMAS = (
     "auto_vacuum=INCREMENTAL",  # takes effect in a new file, before its first table

@@ -15,18 +15,23 @@ from mlxcache.store.folder import CHECKPOINT, Folder, remove
 from mlxcache.store.index import Row
 
 MARGIN = 2 << 20
-"""Bytes below the cap left to the index, for rows of sessions, uses, and the log; at most a
-sixteenth of the cap."""
+"""Bytes below the limit that are left for growth of the index and its log.
+
+At most a sixteenth of the limit.
+"""
 
 ROW_BYTES = 64 << 10
 TOKEN_BYTES = 12
-"""Bytes that one more row, and each token of it, may add to the index and its log at most."""
+"""Most bytes that one more row, and each token of it, add to the index and its log."""
 
 MOST_REUSES = 7
-"""Reuses beyond which more do not count, as in memory."""
+"""Number of reuses above which further ones do not count, as for eviction in RAM."""
 
 MOMENT_S = 60.0
-"""Uses closer together than this count as simultaneous: the less reused file is evicted first."""
+"""Seconds between two uses below which they count as simultaneous.
+
+The less reused file is then evicted first.
+"""
 
 NO_REUSES: Mapping[int, int] = {}
 

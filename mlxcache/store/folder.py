@@ -17,14 +17,13 @@ KINDS = (RUN, CHECKPOINT)
 SUFFIX = ".safetensors"
 TEMP_SUFFIX = ".tmp"
 WRITE_BYTES = 8 << 20
-"""Bytes written by one call at most: the interpreter's lock is free during each."""
+"""Most bytes written by one call, during which the interpreter's lock is released."""
 
 MOST_QUARANTINED = 8
-"""Files that quarantine holds at most."""
+"""Most files in the quarantine."""
 
 QUARANTINE_PART = 8
-"""Divisor: quarantine takes at most 1/QUARANTINE_PART of the byte limit, besides its newest file.
-"""
+"""Divisor: all but the newest quarantined file take at most 1/QUARANTINE_PART of the byte limit."""
 
 
 class Folder:

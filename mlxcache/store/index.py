@@ -48,7 +48,10 @@ CREATE TABLE IF NOT EXISTS found (
   count INTEGER NOT NULL
 );
 """
-"""`found` is a separate table so that an index of an earlier version only needs it added."""
+"""Tables of the index.
+
+`found` is a separate table so that an index of an earlier version only needs it added.
+"""
 
 SHAPES = "SELECT name, tbl_name, sql FROM sqlite_master"
 
@@ -57,10 +60,10 @@ _QUALIFIED = ", ".join(f"file.{name}" for name in COLUMNS.split(", "))
 NO_TOKENS: Tokens = np.empty(0, np.int32)
 
 _MOST_SIBLINGS = 4096
-"""Runs of one block that are compared with a prompt."""
+"""Most runs whose first block is compared with a prompt."""
 
 _MOST_VARIABLES = 16384
-"""Variables in one SQL statement."""
+"""Most variables in one SQL statement."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,13 +31,16 @@ VERSION = "1"
 _CHECKSUM_BYTES = 8
 
 READ_BYTES = 4 << 20
-"""Bytes read by one call."""
+"""Most bytes read by one call."""
 
 _READ_AHEAD = 16 << 20
-"""Bytes that the system is asked to read ahead of the hashing."""
+"""Bytes that the operating system is told to read ahead of the hashing."""
 
 _PAUSE_BYTES, _PAUSE_S = 1 << 20, 50e-6
-"""Bytes hashed between two pauses, which let other threads have the interpreter's lock."""
+"""Bytes hashed between two pauses, and seconds of a pause.
+
+During a pause other threads can take the interpreter's lock.
+"""
 
 _EXPONENTS = {
     "F16": ("<u2", 0x7C00),
@@ -45,7 +48,10 @@ _EXPONENTS = {
     "F32": ("<u4", 0x7F80_0000),
     "F64": ("<u8", 0x7FF0_0000_0000_0000),
 }
-"""Exponent bits by dtype; all set mean NaN or infinity: https://en.wikipedia.org/wiki/IEEE_754."""
+"""Unsigned type and exponent bits by dtype.
+
+All exponent bits set mean NaN or infinity: https://en.wikipedia.org/wiki/IEEE_754.
+"""
 
 _per_thread = threading.local()
 

@@ -18,7 +18,10 @@ SETTLED_TURNS = 8
 """Turns after which a later conversation with the same head becomes the main one."""
 
 TINY_SHARE = 4
-"""A first request shorter than a later one by this factor was a side request: a title, a probe."""
+"""Factor by which a first request must be shorter than a later one to count as a side request.
+
+Examples are a request for a title, and a probe.
+"""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

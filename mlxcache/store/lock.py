@@ -144,7 +144,10 @@ def _folder_errors(cache_dir: Path) -> Iterator[None]:
 
 
 _TRIES, _PAUSE_S = 20, 0.01
-"""A process that ended may hold its lock for a moment longer."""
+"""Tries to take a lock, and seconds between them.
+
+A process that has ended may hold its lock for a moment longer.
+"""
 
 
 class ProcessLock:

@@ -19,15 +19,15 @@ from mlxcache.private import make_folder
 from mlxcache.store.lock import NAME, InUse, exclusive_lock, servers
 
 STORE = "store"
-"""Name of the disk tier's folder, in the cache folder."""
+"""Name of the disk tier's folder inside the cache folder."""
 
 WAIT_S = 5.0
-"""Seconds to wait for another process that moves the folder, or changes it."""
+"""Most seconds to wait for another process that moves or changes the folder."""
 
 _POLL_S = 0.05
 
 EXCLUDED = "com.apple.metadata:com_apple_backup_excludeItem"
-"""Extended attribute of what Time Machine leaves out."""
+"""Extended attribute of files and folders that Time Machine excludes."""
 
 log = logging.getLogger(__name__)
 

@@ -19,7 +19,7 @@ from mlxcache.store.kv_files import check_whole
 from mlxcache.store.lock import is_alive
 
 Progress = Callable[[int, int], None]
-"""Called with the number of files read and the number to read."""
+"""Callable that gets the number of files read and the number to read."""
 
 
 def evict_excess(context: StoreContext) -> None:

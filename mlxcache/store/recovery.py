@@ -27,10 +27,13 @@ log = logging.getLogger(__name__)
 
 SCHEMA_VERSION = 1
 _ROW_BYTES = 2048
-"""Bytes that each of many new rows may add to the index and its log, besides tokens."""
+"""Most bytes that each of many new rows adds to the index and its log, besides token ids."""
 
 MISSING_S = 1.0
-"""Seconds that a folder must be missing before it is made again, so that a removal can end."""
+"""Seconds that a folder must be missing before it is created again.
+
+In this time a removal can finish.
+"""
 
 _NOT_DAMAGED = (
     sqlite3.SQLITE_PERM,

@@ -17,13 +17,13 @@ import numpy as np
 from mlxcache.types import Tokens
 
 MOST_REPLIES = 8192
-"""Replies kept of all models; of more, the oldest are removed."""
+"""Most replies kept for all models together; the oldest are removed."""
 
 KEY_BYTES = 16
 """Bytes of a reply's key, and of the digests in its row."""
 
 MOST_KEYS = 2048
-"""Keys that a leaf lists, those of its newest replies."""
+"""Most keys that a leaf lists; those of its newest replies are kept."""
 
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS replies (

@@ -32,11 +32,11 @@ from mlxcache.store.thinning import checkpoints_over_share, surplus_checkpoints
 from mlxcache.types import Tokens
 
 WAIT_S = 30.0
-"""Seconds to wait for another process that writes the same file."""
+"""Most seconds to wait for another process that writes the same file."""
 
 _POLL_S = 0.02
 _USE_S = 30.0
-"""Seconds between two noted uses of a path that is written to, at least."""
+"""Least seconds between two noted uses of a path that is being written to."""
 
 _NO_HEADER = Header({}, (), 0)
 

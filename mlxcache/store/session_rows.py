@@ -20,13 +20,13 @@ from mlxcache.store.reply_rows import ReplyRow, pack_keys, unpack_keys
 from mlxcache.types import Tokens
 
 MOST_SESSIONS = 10_000
-"""Sessions kept; of more, the least recently used that are not pinned are removed."""
+"""Most sessions kept; the least recently used that are not pinned are removed."""
 
 MOST_LEAVES = 100
-"""Leaves kept per session: the main one, and the most recently used of sub-agents."""
+"""Most leaves kept per session: the main one, and the most recently used of sub-agents."""
 
 PART_TOKENS = 1024
-"""Token ids in one row."""
+"""Most token ids in one row of a leaf."""
 
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS sessions (
@@ -49,10 +49,13 @@ CREATE TABLE IF NOT EXISTS leaf_tokens (
     start INTEGER NOT NULL, ids BLOB NOT NULL,
     PRIMARY KEY (leaf, start)) WITHOUT ROWID;
 """
-"""Token ids of a leaf are little-endian int32, in rows of `PART_TOKENS`."""
+"""Tables of sessions and leaves.
+
+Token ids of a leaf are little-endian int32, in rows of `PART_TOKENS`.
+"""
 
 ANY_OWNER = ""
-"""In place of an owner: sessions of every owner."""
+"""Value that stands for every owner."""
 
 
 @dataclass(frozen=True, slots=True)

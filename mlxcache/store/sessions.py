@@ -27,7 +27,7 @@ __all__ = ["ANY_OWNER", "Session", "Sessions", "Turn", "id_of", "new_id"]
 
 
 ID = re.compile(r"ses_[0-9A-Za-z]{1,64}")
-"""Form of an id accepted from a file: it becomes part of headers and file names."""
+"""Pattern of session ids accepted from a file. An id becomes part of headers and file names."""
 
 
 def id_of(namespace: str, label: str, owner: str | None = None) -> str:

@@ -25,7 +25,10 @@ from mlxcache.types import Tokens
 FORMAT, VERSION = "mlxcache-snapshot", 1
 
 TOKENS, CHECKSUMS = "tokens", "checksums"
-"""Names of tensors: token ids of all leaves; xxh3-64 of blocks, checkpoints, and the rest."""
+"""Names of two tensors: the token ids of all leaves, and the checksums.
+
+The checksums are xxh3-64 of each block, of each checkpoint, and of the rest.
+"""
 
 MOST_LEAVES = 256
 MOST_TOKENS = 1 << 24
@@ -38,10 +41,10 @@ MOST_STATE_BYTES = 1 << 30
 """Most bytes of one checkpoint, which is read as a whole."""
 
 Spec = Mapping[str, tuple[str, tuple[int, ...]]]
-"""Tensors that a model caches per token: dtype and shape by name."""
+"""Tensors that a model caches: dtype and shape per token, by name."""
 
 Progress = Callable[[int, int], None]
-"""Called with the bytes done and the total bytes."""
+"""Callable that gets the bytes done and the total bytes."""
 
 NO_TOKENS: Tokens = np.zeros(0, np.int32)
 
@@ -89,7 +92,7 @@ class SessionInfo:
 
 
 CARRIED = tuple(one.name for one in fields(SessionInfo) if one.name not in ("leaves", "replies"))
-"""Fields that a session's row, its `SessionInfo` and its `Description` have in common."""
+"""Fields that `Session`, `SessionInfo` and `Description` have in common."""
 
 
 def block_seed(leaf: int, block: int) -> int:

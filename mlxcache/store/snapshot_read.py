@@ -42,11 +42,14 @@ from mlxcache.store.store import Store
 from mlxcache.types import Tokens
 
 PIECE_BYTES = 64 << 20
-"""Approximate bytes of KV that are in RAM at a time, and in one run."""
+"""Approximate bytes of KV held in RAM at a time, which become one run."""
 
 
 _Piece = tuple[Tokens, int | None, Sequence[Tensor]]
-"""Token ids from 0, first position of the KV or None for a checkpoint, and tensors."""
+"""KV to write: token ids from 0, position of its first token, and tensors.
+
+The position is None for a checkpoint.
+"""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -30,12 +30,12 @@ from mlxcache.store.snapshot_format import (
 from mlxcache.types import Tokens
 
 REPLIES, REPLY_IDS = "replies", "reply_ids"
-"""Keys of the metadata."""
+"""Keys of the two metadata entries."""
 
 VERSION = 1
 
 MOST_TOKENS = 1 << 19
-"""Most tokens of all replies of a snapshot."""
+"""Most tokens of all replies of a snapshot together."""
 
 _MOST_TAIL = 64
 _Digest = Annotated[bytes, msgspec.Meta(min_length=KEY_BYTES, max_length=KEY_BYTES)]

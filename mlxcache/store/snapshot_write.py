@@ -51,7 +51,7 @@ from mlxcache.store.store import Store
 from mlxcache.types import Tokens
 
 MOST_STATES = 64
-"""Checkpoints exported of one leaf: its first and the newest."""
+"""Most checkpoints exported of one leaf: its first one and the newest."""
 
 _MOST_LOOKS = 1000
 

@@ -33,10 +33,13 @@ FREE_FLOOR = 2_000_000_000
 """Bytes of the file system that the store leaves free for other programs."""
 
 MOST_LEAVES_READ = 50
-"""Leaves whose files are looked up one by one before a removal; with more, shared files stay."""
+"""Most leaves whose files are looked up one by one before a removal.
+
+With more leaves, every file with shared tokens is kept.
+"""
 
 _UNREADABLE = (errno.EIO, errno.ENXIO, errno.EISDIR, errno.ELOOP)
-"""Errors of reading a damaged file, unlike those of a lack of descriptors or memory."""
+"""Errors that mean a damaged file, unlike those for a lack of descriptors or memory."""
 
 
 class Store:

@@ -17,10 +17,10 @@ from mlxcache.tree.thinning import BUDGET_SHARE, NEWEST, allowed, checkpoints_to
 from mlxcache.types import Tokens
 
 SIDE_TOKENS = 1024
-"""Tokens beside a path within which the checkpoint of a reply's end may be removed."""
+"""Tokens after leaving a path within which the checkpoint at a reply's end may be removed."""
 
 SIDE_KEPT = 2
-"""Such checkpoints that stay: a request may still continue from them."""
+"""Number of checkpoints beside a path that are kept, because a request may continue from them."""
 
 
 def surplus_checkpoints(

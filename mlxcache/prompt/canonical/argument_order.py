@@ -11,7 +11,7 @@ from mlxcache.prompt.canonical.draft import Draft
 from mlxcache.types import ToolCall
 
 Calls = LRU[Hashable, tuple[Mapping[str, Any], int]]
-"""(arguments, their length in characters) by the call's id and the tool's name."""
+"""Arguments and their length in characters, by the call's id and the tool's name."""
 
 
 def remember_call(call: ToolCall, calls: Calls) -> None:

@@ -22,16 +22,16 @@ from mlxcache.prompt.canonical.draft import Draft
 from mlxcache.types import Chat, ToolCall
 
 LENGTHENING = ("cleared_results", "thinking")
-"""The rules that can make a prompt longer than the client's text."""
+"""Rules that can make a prompt longer than the client's text."""
 
 MOST_ORDERS = 256
-"""Sets of tools for which an order is remembered."""
+"""Most sets of tools for which an order is remembered."""
 
 MOST_PLACES = 4096
-"""Git statuses for which a position is remembered."""
+"""Most git statuses for which a position is remembered."""
 
 MOST_CHARACTERS = 16 << 20
-"""Characters of call arguments that are remembered, and of tool results."""
+"""Most characters of call arguments, and of tool results, that are remembered."""
 
 
 @dataclass(frozen=True, slots=True)

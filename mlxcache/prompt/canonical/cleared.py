@@ -12,10 +12,10 @@ from mlxcache.lru import LRU
 from mlxcache.prompt.canonical.draft import Draft, History
 
 CLEARED = "[Old tool result content cleared]"
-"""The whole text of a cleared result."""
+"""Text that a client puts in place of a result that it cleared."""
 
 LEAST = 200
-"""Shorter results, in characters, are not remembered."""
+"""Fewest characters of a result that is remembered."""
 
 Results = LRU[Hashable, str]
 

@@ -7,7 +7,7 @@ import re
 from mlxcache.prompt.canonical.draft import SYSTEM, Draft
 
 COUNTER = re.compile(r"<total_tokens>[0-9][0-9,]{0,30} tokens left</total_tokens>")
-"""For example `<total_tokens>199000 tokens left</total_tokens>`."""
+"""Pattern of a counter, for example `<total_tokens>199000 tokens left</total_tokens>`."""
 
 
 def apply(draft: Draft, *, keep: bool = False) -> bool:

@@ -18,14 +18,17 @@ _TOLD = re.compile(
     r"|Available agent types for the \w+ tool:(?:\n|\Z)"
     r"|The following skills are available for use with the \w+ tool:(?:\n|\Z)"
 )
-"""The first line of a paragraph of the environment, equal in all sessions."""
+"""First line of a paragraph of the environment, the same in all sessions."""
 _STARTED = re.compile(r"SessionStart(?::\w+)? hook [a-z ]+: ")
-"""The output of a `SessionStart` hook: may come first, and stays with the text after it."""
+"""Output of a `SessionStart` hook, which may come first and stays with the text after it."""
 _CALLED = re.compile(r"Called the (?:Read|Bash) tool with the following input: ")
-"""A file or folder that the first message names: may come first. Its lines start with numbers or
-are names of files, so its paragraphs are hardly mistaken for others."""
+"""A file or folder that the first message names; it may come first.
+
+Its lines start with numbers or are names of files, so its paragraphs are hardly mistaken for
+others.
+"""
 _ASKED = re.compile(r"Plan mode is active\b|UserPromptSubmit(?::\w+)? hook [a-z ]+: ")
-"""The first line of text that belongs to the first message and stays after it."""
+"""First line of text that belongs to the first message and stays after it."""
 _ENDS = re.compile(
     r"- [\w.:@/+-]+(?:: .*)?$"
     r"|When you launch multiple agents\b"
@@ -33,17 +36,19 @@ _ENDS = re.compile(
     r"|Today's date is \d{4}-\d{2}-\d{2}\.\s*\Z",
     re.M,
 )
-"""A line of the last paragraph: an agent, a skill, the text after agents, or the date."""
+"""Line of the environment's last paragraph: an agent, a skill, the text after agents, or the date.
+"""
 
 
 _REMINDER = re.compile(r"<system-reminder>\n.*</system-reminder>\s*", re.S)
-"""A whole user message of reminders, sent before the person's own message."""
+"""A whole user message of reminders, sent before the user's own message."""
 
 
 def apply(draft: Draft) -> bool:
-    """Move the environment before the first user message; return whether anything was moved.
+    """Move Claude Code's environment description before the first user message.
 
-    It is moved only if it is in a system message directly after the first message.
+    It is moved only if it is in a system message directly after the first message. Returns whether
+    it was moved.
     """
     first = draft.leading()
     at = _find_message(draft, first)
@@ -75,11 +80,11 @@ def _find_message(draft: Draft, at: int) -> int | None:
 
 
 def _split(text: str) -> tuple[str, str]:
-    """Split a text into the environment and what belongs to the first message.
+    """Split a text into Claude Code's environment description and all other text.
 
-    The environment is empty unless it is recognised for certain. A description may contain any
-    paragraph, so the environment must end with the text or before a known pattern, and its last
-    paragraph must have a known pattern.
+    The other text belongs to the first message. The description is empty unless it is recognised
+    for certain. It may contain any paragraph, so it must end with the text or before a known
+    pattern, and its last paragraph must have a known pattern.
     """
     paragraphs = text.split("\n\n")
     end = next((i for i, p in enumerate(paragraphs) if _ASKED.match(p)), len(paragraphs))
@@ -98,5 +103,5 @@ def _split(text: str) -> tuple[str, str]:
 
 
 def _closes(paragraph: str) -> bool:
-    """Return whether a paragraph may be the last one of the environment."""
+    """Return whether a paragraph may be the last one of Claude Code's environment text."""
     return bool(_TOLD.match(paragraph) or any(map(_ENDS.match, paragraph.splitlines())))

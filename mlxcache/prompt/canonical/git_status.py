@@ -20,7 +20,7 @@ _LINE = re.compile(
     r"|[0-9a-f]{7,40} .*"
     r"|\.\.\. ?\(truncated.*"
 )
-"""A later line of the block: a heading, a file of `git status --short`, or a commit."""
+"""Further line of the status: a heading, a file of `git status --short`, or a commit."""
 
 Places = LRU[bytes, str]
 

@@ -43,8 +43,11 @@ Tools = Sequence[Mapping[str, Any]]
 _ENCODE = json.JSONEncoder(default=repr).encode
 
 KnownReply = Callable[[bytes, Mapping[str, Any], Tools], Said | None]
-"""Looks up a reply by the digest of the messages before it, a message with the same text, calls and
-(if it has any) thinking, apart from blanks at the edges of blocks, and the tools."""
+"""Callable that looks up the reply as the model wrote it.
+
+Arguments: the digest of the messages before it, the client's message, and the tools. Text, calls
+and thinking (if the message has any) must be equal, except white space at the edges of blocks.
+"""
 
 
 def apply(
