@@ -89,7 +89,7 @@ def clear(
 ) -> Result:
     """Remove all sessions and cached tokens, in RAM and on disk; pinned sessions stay on disk.
 
-    Asks first, unless --yes is given.
+    Asks for confirmation, unless --yes is given.
     """
     require_terminal_or_yes(yes=yes)
     if not yes:
@@ -101,7 +101,7 @@ def clear(
 
 
 def _describe_clearing(where: Where, *, pinned: bool) -> str:
-    """Return the question to ask before the cache is cleared."""
+    """Return the confirmation question for clearing the cache."""
     sessions = where.sessions()
     kept = 0 if pinned else sum(one["pinned"] for one in sessions)
     what = show.format_count(len(sessions) - kept, "session")

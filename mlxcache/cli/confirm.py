@@ -16,7 +16,10 @@ Yes = Annotated[
 
 
 def require_terminal_or_yes(*, yes: bool) -> None:
-    """Check that the user can be asked, unless `yes`. Raises ConfigError."""
+    """Raise ConfigError if confirmation is needed but no terminal is connected.
+
+    With `yes`, no confirmation is needed.
+    """
     if not yes and not can_ask():
         raise ConfigError(
             "this command asks before it removes or replaces something, and there is no terminal "
@@ -25,9 +28,10 @@ def require_terminal_or_yes(*, yes: bool) -> None:
 
 
 def confirm(question: str, *, yes: bool) -> None:
-    """Ask on standard error and return if the answer is yes; with `yes`, do not ask. Blocks.
+    """Ask for confirmation on standard error, and return if the answer is yes. Blocks.
 
-    Raises ConfigError without a terminal, and MlxcacheError if the answer is another one.
+    With `yes`, returns without asking. Raises ConfigError without a terminal, and MlxcacheError for
+    another answer.
     """
     require_terminal_or_yes(yes=yes)
     if not yes and not typer.confirm(question, err=True):
@@ -35,5 +39,5 @@ def confirm(question: str, *, yes: bool) -> None:
 
 
 def can_ask() -> bool:
-    """Return True if a user can read a question and answer it."""
+    """Return whether standard input and standard error are terminals."""
     return sys.stdin.isatty() and sys.stderr.isatty()

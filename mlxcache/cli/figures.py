@@ -1,4 +1,4 @@
-"""Printing of the cache's figures (`GET /v1/cache`): under headings, each with its meaning."""
+"""Printing of the cache's figures (`GET /v1/cache`) under headings, each with its meaning."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ _LEGEND = {
 
 
 class Line(NamedTuple):
-    """One printed figure."""
+    """One printed figure: its label, its value as text, and an explanation."""
 
     label: str
     value: str
@@ -107,7 +107,7 @@ class Line(NamedTuple):
 
 
 def print_figures(figures: Mapping[str, Any]) -> None:
-    """Print the figures of `GET /v1/cache` under headings; unknown keys come last."""
+    """Print the body of `GET /v1/cache` as figures under headings; unknown keys come last."""
     groups = list(_group_lines(figures))
     lines = [line for _, found in groups for line in found]
     label = max((len(line.label) for line in lines), default=0)
@@ -123,7 +123,7 @@ def print_figures(figures: Mapping[str, Any]) -> None:
 
 
 def _group_lines(figures: Mapping[str, Any]) -> Iterator[tuple[str, list[Line]]]:
-    """Yield headings with their lines; headings without lines are omitted."""
+    """Yield each heading with its lines; headings without lines are omitted."""
     flat = dict(_flatten(figures))
     places: dict[str, list[tuple[int, str]]] = {heading: [] for heading, _ in (*_GROUPS, _OTHER)}
     for path in flat:
@@ -140,7 +140,10 @@ def _group_lines(figures: Mapping[str, Any]) -> Iterator[tuple[str, list[Line]]]
 
 
 def _flatten(figures: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the path and value of each figure that is no object."""
+    """Yield each figure in nested objects as a dotted path, such as `ram.used_bytes`, and a value.
+
+    `above` is the prefix of the paths.
+    """
     for key, value in figures.items():
         if isinstance(value, Mapping):
             yield from _flatten(value, f"{above}{key}.")
@@ -149,7 +152,10 @@ def _flatten(figures: Mapping[str, Any], above: str = "") -> Iterator[tuple[str,
 
 
 def _find_place(path: str) -> tuple[str, int]:
-    """Return the heading of a figure and the number of its key there, by the longest key."""
+    """Return the heading for the figure at `path`, and its position among the heading's keys.
+
+    If several keys match, the longest is used.
+    """
     found = [
         (len(key), heading, number)
         for heading, keys in _GROUPS
@@ -161,7 +167,10 @@ def _find_place(path: str) -> tuple[str, int]:
 
 
 def _line(path: str, flat: Mapping[str, Any]) -> Iterator[Line]:
-    """Yield the line of one figure; a limit stands beside the used bytes instead."""
+    """Yield the line for the figure at `path` in `flat`, the figures by dotted path.
+
+    Nothing is yielded for a limit that is printed beside the used bytes.
+    """
     above, _, key = path.rpartition(".")
     if key == "limit_bytes" and f"{above}.used_bytes" in flat:
         return

@@ -34,7 +34,7 @@ class LazyGroup(TyperGroup):
     lazy: Mapping[str, Lazy] = {}
 
     def get_params(self, ctx: typer.Context) -> list[Any]:  # type: ignore[override]
-        """List the parameters; flags have no type in the help."""
+        """Return the group's parameters. The help shows no types for flags."""
         return _hide_flag_types(super().get_params(ctx))
 
     def resolve_command(self, ctx: typer.Context, args: list[str]) -> Any:  # type: ignore[override]
@@ -85,7 +85,7 @@ def load_all(app: typer.Typer, commands: Mapping[str, Lazy]) -> Any:
 
 
 def _commands(command: Any) -> Iterator[Any]:
-    """Yield a command and those below it."""
+    """Yield a command and all its subcommands."""
     if command is not None:
         yield command
         for below in getattr(command, "commands", {}).values():
@@ -93,7 +93,10 @@ def _commands(command: Any) -> Iterator[Any]:
 
 
 def _hide_flag_types(parameters: list[Any]) -> list[Any]:
-    """Give flags an empty metavar: typer's help shows `<bool>` beside those without one."""
+    """Give flags without a metavar an empty one, and return `parameters`.
+
+    Otherwise typer's help would show `<bool>` beside them.
+    """
     for parameter in parameters:
         if getattr(parameter, "is_flag", False) and parameter.metavar is None:
             parameter.metavar = ""

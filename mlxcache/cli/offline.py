@@ -46,7 +46,7 @@ class Offline:
             return [_listing(store, sessions, row.id).as_object() for row in rows]
 
     def computing(self) -> int:
-        """Number of running and waiting requests: always 0, because no server runs."""
+        """Return the number of running and waiting requests: always 0, because no server runs."""
         return 0
 
     def session(self, id: str) -> dict[str, Any]:

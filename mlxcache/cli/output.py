@@ -33,7 +33,7 @@ def visible(text: str) -> str:
 
 
 def console(*, stderr: bool = False) -> Console:
-    """Return a console that prints lines as they are: no markup, highlighting or wrapping."""
+    """Return a console that prints lines unchanged: without markup, highlighting or wrapping."""
     return Console(stderr=stderr, highlight=False, markup=False, soft_wrap=True)
 
 

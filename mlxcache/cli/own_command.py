@@ -1,4 +1,4 @@
-"""The shell words that run this mlxcache from any folder, for lines that are pasted."""
+"""Shell words that run this mlxcache in any folder, for command lines to be copied."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ def own_command(
     called: str | None = None,
     clone: Path = CLONE,
 ) -> str:
-    """Return the absolute path of the running `mlxcache`, quoted for a POSIX shell.
+    """Return the path of the running `mlxcache` command, quoted for a POSIX shell.
 
-    In the environment of a clone that is the clone's script, which also sets up OpenBLAS. Without
-    any such file it is Python with the module. `called`: by default `sys.argv[0]`. `prefix`,
-    `executable`: those of the running Python.
+    In a clone's virtual environment it is the clone's script, which also sets up OpenBLAS. If no
+    such file exists, Python with `-m mlxcache.cli.main` is returned. `called` defaults to
+    `sys.argv[0]`. `prefix` and `executable` are those of the running Python.
     """
     path = Path(sys.argv[0] if called is None else called)
     candidates = [path] if path.name == "mlxcache" else []
@@ -38,9 +38,10 @@ def own_command(
 
 
 def launch_command(url: str, folder: Path) -> str:
-    """Return the shell line that launches a client on the server at `url` with cache `folder`.
+    """Return the shell line that launches a client on the server at `url`.
 
-    It has `--url` unless `launch` without flags finds this server.
+    `folder` is the server's cache folder. `--url` is added unless `launch` would find the server
+    without it.
     """
     default = Settings()
     at_default = url == base_url(default.host, default.port)
@@ -49,5 +50,5 @@ def launch_command(url: str, folder: Path) -> str:
 
 
 def own_sources(folder: Path, clone: Path = CLONE) -> bool:
-    """Return true if `folder` is in the clone that this package runs from."""
+    """Return whether `folder` is inside the clone that contains this package."""
     return (clone / "pyproject.toml").is_file() and folder.resolve().is_relative_to(clone)

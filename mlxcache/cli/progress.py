@@ -28,7 +28,7 @@ _TENTH = 0.1
 
 
 class _Speed(ProgressColumn):
-    """Bytes per second, in the units of `format_size`."""
+    """Column of a progress bar with the speed in bytes per second."""
 
     def render(self, task: Task) -> Text:
         speed = task.finished_speed or task.speed

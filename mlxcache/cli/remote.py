@@ -86,7 +86,7 @@ class Remote:
     # -- sessions ----------------------------------------------------------------------------
 
     def sessions(self) -> list[dict[str, Any]]:
-        """List all sessions, most recently used first."""
+        """Return all sessions, most recently used first."""
         found: list[dict[str, Any]] = self._json("GET", "/v1/sessions?limit=999999999")["data"]
         return found
 
@@ -95,7 +95,7 @@ class Remote:
         return sum(bool(one["progress"]) and one["api"] != WARMING for one in self.requests())
 
     def requests(self) -> list[dict[str, Any]]:
-        """List recent requests, newest first."""
+        """Return the recent requests, newest first."""
         found: list[dict[str, Any]] = self._json("GET", "/v1/requests")["data"]
         return found
 

@@ -162,7 +162,7 @@ def fork(
 def rm(where: Where, id: Id, *, yes: Yes = False) -> Result:
     """Remove a session and its cached tokens, except those that other sessions share.
 
-    Asks first, unless --yes is given.
+    Asks for confirmation, unless --yes is given.
     """
     require_terminal_or_yes(yes=yes)
     sessions = where.sessions()

@@ -153,7 +153,7 @@ def session_name(session: dict[str, Any]) -> str:
 
 
 def format_count(number: int, noun: str) -> str:
-    """Format a number of things: "1 token", "1,234 tokens"."""
+    """Format a number with its noun, in singular or plural: "1 token", "1,234 tokens"."""
     return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
 
 

@@ -60,7 +60,7 @@ def snapshot(
 ) -> Result:
     """Write a session to one file, to continue it on another machine or server.
 
-    Asks before it replaces a file, unless --yes is given.
+    Asks for confirmation before replacing a file, unless --yes is given.
     """
     if str(output) == "-":
         raise ConfigError("--output must be a file: a snapshot cannot go to standard output")
@@ -80,7 +80,10 @@ def snapshot(
 
 
 def _confirm_replacing(path: Path, *, yes: bool) -> None:
-    """Ask before `path` is replaced. Raises MlxcacheError for no, and if it is no regular file."""
+    """Ask for confirmation if the file at `path` exists, unless `yes`.
+
+    Raises ConfigError if the path is not a regular file, and MlxcacheError if the user refuses.
+    """
     try:
         if not path.exists():
             return
@@ -146,7 +149,7 @@ def check_snapshot(file: Path) -> None:
 
 
 def _read_head(file: Path) -> tuple[bytes, int]:
-    """Read the first bytes of `file`, and its size. Raises MlxcacheError."""
+    """Return the first `_HEAD` bytes of `file`, and its size in bytes. Raises MlxcacheError."""
     try:
         with file.open("rb") as opened:
             return opened.read(_HEAD), os.fstat(opened.fileno()).st_size
@@ -155,7 +158,7 @@ def _read_head(file: Path) -> tuple[bytes, int]:
 
 
 def _is_of_mlxcache(head: bytes) -> bool:
-    """Return True if a file that begins with `head` was written as a snapshot."""
+    """Return whether the first bytes of a file are those of a snapshot of mlxcache."""
     from mlxcache.safetensors import OPENING  # noqa: PLC0415 - loads what --help need not
     from mlxcache.store.snapshot_format import FORMAT  # noqa: PLC0415 - numpy takes a while
 
@@ -164,7 +167,7 @@ def _is_of_mlxcache(head: bytes) -> bool:
 
 
 def _reason(error: SnapshotRefused) -> str:
-    """Reason for which a header was refused, without the sentence around it."""
+    """Return the cause for which a file's header was refused, as a phrase."""
     return str(error.__cause__ or error).rstrip(".")
 
 

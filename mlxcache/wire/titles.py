@@ -94,7 +94,7 @@ def to_one_line(text: str) -> str:
 
 
 def clean_name(text: str) -> str:
-    """Return a name that a user gives to a session, on one line.
+    """Return the name that a user gave to a session, on one line without control characters.
 
     Raises BadRequest if it is longer than `MAX_NAME`.
     """

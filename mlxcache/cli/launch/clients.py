@@ -388,7 +388,7 @@ _TAIL_LINES = 4
 
 
 def check_program(client: Client, invocation: Invocation) -> None:
-    """Run the client's program with `--version`; blocks until it ends.
+    """Run the client's program with `--version` to check it. Blocks until it ends.
 
     Raises MlxcacheError if it fails, or if its version cannot use this server.
     """
@@ -408,7 +408,7 @@ def check_program(client: Client, invocation: Invocation) -> None:
 
 
 def _version_output(client: Client, invocation: Invocation) -> str:
-    """Return what `--version` prints. Raises MlxcacheError if the program does not work."""
+    """Return the output of the client's `--version`. Raises MlxcacheError if the program fails."""
     environ = _without_script_settings(invocation.environ)
     words = [str(invocation.program), "--version"]
     try:

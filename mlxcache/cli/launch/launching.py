@@ -111,7 +111,10 @@ class Launch:
     def _leave(
         self, started: StartedServer, service: Service, status: int, *, stop_after: bool
     ) -> None:
-        """Stop the server, or say how to: after a client that failed unserved, it has no use."""
+        """Stop the started server, or print how to stop it, after the client has ended.
+
+        It is stopped with `stop_after`, or if the client failed without sending a request.
+        """
         unused = status != 0 and not was_asked(service)
         if unused and not stop_after:
             _say(f"The client sent no request and ended with {status}: stopping its server.")

@@ -79,7 +79,7 @@ def query_server(url: str, key: str | None) -> Service | None:
 
 
 def was_asked(service: Service) -> bool:
-    """Return true if the server has recorded a request, or does not answer."""
+    """Return whether the server has received any request; True if it does not answer."""
     try:
         return bool(Remote(service.url, service.key).requests())
     except MlxcacheError:

@@ -51,9 +51,10 @@ def render(state: LiveState, url: str, *, width: int, height: int | None, now: f
 
 
 def _names(sessions: Sequence[dict[str, Any]]) -> dict[str, str]:
-    """Display names of sessions by id and by label; of equal labels the last used counts.
+    """Return the display names of sessions by id and by label.
 
-    `sessions` are ordered by last use, the latest first.
+    `sessions` are ordered by last use, latest first. If labels are equal, the latest session
+    counts.
     """
     return {
         key: show.session_name(one)
