@@ -165,14 +165,14 @@ def warnings(layout: Layout, *, context: int, weights: int, ram: int, machine: i
     if weights + one > machine:
         found.append(
             f"the model ({format_size(weights)}) and one full context of {context} tokens "
-            f"({format_size(one)}) do not fit the {format_size(machine)} that are here for them: "
+            f"({format_size(one)}) do not fit into {format_size(machine)} of memory: "
             "serve fewer tokens (--context), keys and values in fewer bits (--kv-bits), or a "
             "smaller model"
         )
     if weights + ram > machine:
         found.append(
             f"the model ({format_size(weights)}) and --ram ({format_size(ram)}) together are more "
-            f"than the {format_size(machine)} that are here for them: the machine may become slow"
+            f"than the {format_size(machine)} of memory for them: the machine may become slow"
         )
     return found
 

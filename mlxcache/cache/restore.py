@@ -123,7 +123,7 @@ class Restorer:
         Consecutive failures with the same cause are logged once.
         """
         if why != self._last_warning:
-            log.warning("cannot restore from disk: %s", why)
+            log.warning("restore from disk failed: %s", why)
         self._last_warning = why
 
     def _plan(self, lookup: DiskLookup, found: Found) -> None:
@@ -175,7 +175,7 @@ class Restorer:
         longer be used.
         """
         if lookup.failed:
-            raise StoreError("a file of the prefix cannot be used")
+            raise StoreError("a file of the prefix cannot be looked up or verified")
         if self._layout.specs and lineage.length < lookup.target:
             piece = next(p for p in lookup.pieces if p.start <= lineage.length < p.end)
             end = min(piece.end, lookup.target)

@@ -57,9 +57,9 @@ def _file(path: Path) -> list[tuple[str, str]]:
     except OSError as error:
         raise ConfigError(f"--api-keys-file: cannot read {path}: {error.strerror}") from error
     if mode & (stat.S_IRWXG | stat.S_IRWXO):
-        log.warning("other users can read the keys in %s: run chmod 600 on it", path)
+        log.warning("API keys are not private, other users can read %s: run chmod 600 on it", path)
     if len(raw) > MOST_BYTES:
-        raise ConfigError(f"--api-keys-file: {path} is larger than {MOST_BYTES:,} bytes")
+        raise ConfigError(f"--api-keys-file: {path} is larger than {MOST_BYTES:,} bytes: split it")
     try:
         lines = raw.decode("ascii").splitlines()
     except UnicodeDecodeError as error:
@@ -73,9 +73,9 @@ def _file(path: Path) -> list[tuple[str, str]]:
         if text and not text.startswith("#"):
             found.append(_entry(text, f"line {number} of {path}"))
     if not found:
-        raise ConfigError(f"--api-keys-file: {path} has no key in it")
+        raise ConfigError(f"--api-keys-file: {path} has no key: write KEY or NAME:KEY in a line")
     if len({key for _, key in found}) < len(found):
-        raise ConfigError(f"--api-keys-file: {path} has the same key more than once")
+        raise ConfigError(f"--api-keys-file: {path} has the same key twice: remove one")
     return found
 
 

@@ -27,7 +27,7 @@ LONGEST_S = 30 * 86400.0
 def read_text(value: object) -> str:
     """Return a text unchanged, after checking that it is not empty."""
     if not isinstance(value, str) or not value:
-        raise ValueError(f"must be a text, not {value!r}")
+        raise ValueError(f"must be a text that is not empty, not {value!r}")
     return value
 
 

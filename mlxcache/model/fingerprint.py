@@ -227,7 +227,9 @@ def _save_memo(
     try:
         _replace(memo, json.dumps({"version": _MEMO_VERSION, "files": files}))
     except OSError as error:
-        log.warning("%s cannot be written, so weights are read at each start: %s", memo, error)
+        log.warning(
+            "digests of weights not saved, weights are read again at the next start: %s", error
+        )
 
 
 def _replace(file: Path, text: str) -> None:

@@ -164,7 +164,10 @@ def _load_weights(spec: ModelSpec, path: Path, *, lazy: bool) -> tuple[nn.Module
     adapter = Path(spec.adapter).expanduser()
     for name in ("adapter_config.json", "adapters.safetensors"):
         if not (adapter / name).exists():
-            raise ModelError(f"The adapter {adapter} has no {name}.")
+            raise ModelError(
+                f"The adapter {adapter} has no {name}. --adapter takes a folder with "
+                "adapter_config.json and adapters.safetensors."
+            )
     try:
         model = load_adapters(model, str(adapter))
     except _FAILURES as error:
@@ -178,12 +181,12 @@ def _load_weights(spec: ModelSpec, path: Path, *, lazy: bool) -> tuple[nn.Module
 def _why(path: Path, error: BaseException) -> str:
     text = str(error)
     if isinstance(error, AttributeError | UnicodeDecodeError) and not is_object(path):
-        return f"{path / FILE} is not a JSON object: mend or remove it."
+        return f"{path / FILE} is not a JSON object: correct or remove it."
     if isinstance(error, SystemExit):
         return f"{path / 'config.json'}: mlx-lm lacks a package that this model type needs."
     if "not supported" in text and text.startswith("Model type"):
         return (
-            f"{path / 'config.json'}: {text} mlx-lm {version('mlx-lm')} does not know it; "
+            f"{path / 'config.json'}: {text} mlx-lm {version('mlx-lm')} does not support it; "
             "a newer version of mlxcache may."
         )
     if "trust_remote_code" in text:
@@ -277,7 +280,7 @@ def checked_config(path: Path) -> dict[str, Any]:
         raise ModelError(f"{path} has no config.json, so it is not a model's folder.")
     config = _read_json(file)
     if not isinstance(config.get("model_type"), str):
-        raise ModelError(f"{file} has no model_type.")
+        raise ModelError(f"{file} has no model_type: expected the config.json of a model.")
     return config
 
 

@@ -227,7 +227,9 @@ class _Reader:
                 "first chunk: mlxcache quantises from the first token, so the values differ."
             )
         if len(lengths) > 1:
-            raise SnapshotRefused("The prompt cache's layers are not equally long.")
+            raise SnapshotRefused(
+                "The prompt cache's layers do not have the same number of positions."
+            )
         length = lengths.pop() if lengths else 0
         if length < 0:
             raise SnapshotRefused("The prompt cache has a negative length.")
@@ -271,7 +273,7 @@ class _Reader:
         for place, (heads, dim, dtype) in zip(adapter.places, spec, strict=True):
             array = self._array(f"{key}.{place}", ArraySpec((1, heads, None, dim), dtype))
             if array.shape[2] < length:
-                raise SnapshotRefused("The prompt cache is shorter than it claims.")
+                raise SnapshotRefused("The prompt cache has fewer positions than it states.")
             found.append(array[..., :length, :])
         return found
 

@@ -17,7 +17,7 @@ class Budget:
         Raises ValueError if `limit_bytes` is negative.
         """
         if limit_bytes < 0:
-            raise ValueError(f"a budget of {limit_bytes} bytes")
+            raise ValueError(f"a budget cannot be negative: {limit_bytes} bytes")
         self.limit = limit_bytes
         self.used = 0
         self.high_water = 0
@@ -42,7 +42,7 @@ class Budget:
         negative.
         """
         if n < 0:
-            raise ValueError(f"cannot reserve {n} bytes")
+            raise ValueError(f"cannot reserve {n} bytes of {kind}: expected 0 or more")
         if n > self.limit - self.used:
             return False
         self._add(kind, n)
@@ -63,7 +63,7 @@ class Budget:
         use.
         """
         if n < 0:
-            raise ValueError(f"cannot release {n} bytes")
+            raise ValueError(f"cannot release {n} bytes of {kind}: expected 0 or more")
         self._add(kind, -n)
 
     def _add(self, kind: str, n: int) -> None:

@@ -152,7 +152,7 @@ class Match:
         ValueError if `upto` is negative or above `length`.
         """
         if not 0 <= upto <= self.length:
-            raise ValueError(f"spans up to {upto} of a match of {self.length} tokens")
+            raise ValueError(f"position {upto} is outside of a match of {self.length} tokens")
         found: list[tuple[Any, int, int]] = []
         for value, start, end in self.segments:
             if start >= upto:

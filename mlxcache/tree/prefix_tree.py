@@ -437,7 +437,7 @@ class PrefixTree:
         """
         self._require_attached(node)
         if not node.start < position <= node.end:
-            raise ValueError(f"cannot split {node} at {position}")
+            raise ValueError(f"cannot split {node} at {position}: expected a position in it")
         if position == node.end:
             return node
         upper = self._edges.divide(node, position)
@@ -453,7 +453,10 @@ class PrefixTree:
         """
         self._require_attached(node)
         if node is self.root or state is None or nbytes < 0:
-            raise ValueError(f"no checkpoint {state!r} of {nbytes} bytes at {node}")
+            raise ValueError(
+                f"cannot set a checkpoint of {nbytes} bytes at {node}: expected a state, a size of "
+                "0 or more, and a node below the root"
+            )
         return self._edges.put_checkpoint(node, state, nbytes)
 
     def drop_checkpoint(self, node: Node) -> Any:
@@ -514,7 +517,7 @@ class PrefixTree:
             return
         path = set(max(together, key=lambda node: node.end).path()) - {self.root}
         if not together <= path or any(node.detached for node in together):
-            raise ValueError(f"{value!r} cannot hold segments of two branches")
+            raise ValueError(f"{value!r} cannot hold segments of two branches: expected one path")
         for node in dict.fromkeys(nodes):
             self._edges.holdings.remove(node)
             node.value = value
@@ -557,7 +560,10 @@ class PrefixTree:
         """
         self._require_attached(node)
         if node.locks or node.children or not node.start <= position < node.end:
-            raise ValueError(f"cannot cut {node} with {node.locks} locks at {position}")
+            raise ValueError(
+                f"cannot cut {node} with {node.locks} locks at {position}: expected an "
+                "unlocked leaf, and a position in it"
+            )
         value, end, tokens = node.value, node.end, node.end - position
         state, nbytes = self._edges.take_checkpoint(node)
         if position > node.start:
@@ -574,4 +580,6 @@ class PrefixTree:
         """Raise ValueError if `value` holds tokens anywhere else than on the matched path."""
         held = self._edges.holdings.of(value)
         if held and (held[-1] not in found.nodes or held[-1].end > found.length):
-            raise ValueError(f"{value!r} holds other tokens up to {held[-1].end} already")
+            raise ValueError(
+                f"{value!r} already holds other tokens up to {held[-1].end}: cut those first"
+            )

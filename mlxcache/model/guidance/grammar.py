@@ -85,7 +85,7 @@ class _Calls:
         ]
         if not self._tools:
             listed = ", ".join(json.dumps(name) for name in names)
-            raise BadRequest(f"none of the tools is one of {listed}", param="tool_choice")
+            raise BadRequest(f"none of the tools has a name of {listed}", param="tool_choice")
         self._syntax = (
             None
             if frame.has_recipients and not self._generic

@@ -223,7 +223,7 @@ class _Check:
     def _const(self, value: Any, pointer: str) -> Any:
         for number in _numbers(value):
             if isinstance(number, int) and abs(number) > _EXACT and float(number) != number:
-                raise self._refuse(pointer, f"the number {number} cannot be kept exactly")
+                raise self._refuse(pointer, f"the number {number} has no exact 64-bit float")
             if isinstance(number, float) and not math.isfinite(number):
                 raise self._refuse(pointer, f"expected a finite number, got {number}")
         return value
@@ -250,7 +250,7 @@ class _Check:
         if fragment and not fragment.startswith("/"):
             found = _anchored(self._source, fragment, "")
             if found is None:
-                raise self._refuse(pointer, f"`$ref` leads nowhere: {_short(ref)}")
+                raise self._refuse(pointer, f"`$ref` cannot be resolved: {_short(ref)}")
             return found
         target = self._source
         for step in fragment.split("/")[1:]:
@@ -260,7 +260,7 @@ class _Check:
             elif isinstance(target, list) and part.isdecimal() and int(part) < len(target):
                 target = target[int(part)]
             else:
-                raise self._refuse(pointer, f"`$ref` leads nowhere: {_short(ref)}")
+                raise self._refuse(pointer, f"`$ref` cannot be resolved: {_short(ref)}")
         return target, fragment
 
     # keywords that depend on others

@@ -99,7 +99,7 @@ def _blanks(tokenizer: Any) -> tuple[str, str]:
     try:
         shown = str(tokenizer.apply_chat_template(messages, tokenize=False))
     except Exception as error:  # noqa: BLE001 - a template may raise anything
-        log.debug("the template renders no thinking: %s", error)
+        log.debug("thinking assumed to end with newlines: the chat template failed: %s", error)
         return "\n", "\n\n"
     between = shown.partition(thought)[2].partition(text)[0]
     before, marker, after = between.partition(tokenizer.think_end)

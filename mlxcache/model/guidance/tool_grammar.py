@@ -110,7 +110,7 @@ def read_tool(tool: Mapping[str, Any], *, checked: bool) -> Tool:
     parameters = function.get("parameters") or {"type": "object", "properties": {}}
     schema = check(parameters, param=PARAM, at=f"the schema of tool {json.dumps(name)}")
     if "object" not in schema.types(schema.root):
-        reason = f"the schema of tool {json.dumps(name)}: arguments are an object"
+        reason = f"the schema of tool {json.dumps(name)}: expected an object of arguments"
         raise BadRequest(reason, param=PARAM, code=CODE)
     return Tool(name, schema)
 
@@ -123,10 +123,18 @@ def syntax_of(tokenizer: Any, *, generic: bool) -> Syntax:
     if generic:
         return Syntax(GENERIC_START, GENERIC_END, _json_call, names=re.compile(".+"))
     if tokenizer.tool_parser is None:
-        raise Unsupported("this model's calls have no known syntax", param=PARAM)
+        raise Unsupported(
+            "tool calls cannot be forced: the syntax of this model's calls is not known; request "
+            "neither a forced call, a strict tool, nor a format with tools",
+            param=PARAM,
+        )
     family = tokenizer.tool_parser.__module__.rpartition(".")[2]
     if family not in _SYNTAXES:
-        raise Unsupported(f"calls of the family {family!r} cannot be forced", param=PARAM)
+        raise Unsupported(
+            f"tool calls cannot be forced for the family {family!r}; request neither a forced "
+            "call, a strict tool, nor a format with tools",
+            param=PARAM,
+        )
     found = _SYNTAXES[family]
     return found(tokenizer) if callable(found) else found
 
