@@ -18,7 +18,7 @@ CASES = (
     ("gemma3", "second branch there", "A second branch, in a model with sliding windows"),
     ("llama", "last message edited", "The last message, edited"),
 )
-"""Family and case as in the tables, and what they are called in the chart."""
+"""Model family and case as in the tables, and the label in the chart."""
 
 STYLE = """\
     .card { fill: #ffffff; stroke: #d0d7de }

@@ -28,7 +28,7 @@ from tests.server.browser import Browser, browsing
 PICTURE = Path(__file__).parents[1] / "docs" / "images" / "dashboard.png"
 FOUND = "return Boolean(document.querySelector(args[0]));"
 FONT = "document.documentElement.style.setProperty('--sans', 'Inter, sans-serif');"
-"""Inter where it is installed: it looks like a Mac's own font."""
+"""Script that sets the font Inter, which looks like the Mac's own font."""
 
 TOOLS = ("Bash", "Edit", "Glob", "Grep", "Read", "Write", "Task", "WebFetch", "Notebook", "Todo")
 RULES = (

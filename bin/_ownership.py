@@ -24,7 +24,7 @@ PACKAGE = "mlxcache"
 LAYER = f"{PACKAGE}.engine"
 
 BUDGET = 0
-"""Outside assignments that are allowed beside the exceptions below."""
+"""Maximum number of outside assignments, besides the exceptions below."""
 
 FOREIGN = {
     "cli.lazy": {"parameter.metavar": "typer's option for --help has no argument for it"},
@@ -40,7 +40,7 @@ FOREIGN = {
     "store.mac_folder": {"library.setxattr.argtypes": "ctypes has no argument for it"},
     "sessions.mlx_lm_files": {"self._release.atexit": "weakref.finalize has no argument"},
 }
-"""Attributes of other libraries' objects that have no other way to be set, and why."""
+"""Attributes of other libraries' objects that can only be set by assignment, with the reason."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ RECORDS = {
         "model", frozenset({"slot", "twin"}), "a cache object of mlx-lm, which has no such methods"
     ),
 }
-"""The only records besides classes of the same module."""
+"""Classes that are records in other modules of their package too, by name."""
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 

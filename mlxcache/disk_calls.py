@@ -27,7 +27,7 @@ _NOT_SUPPORTED = {
     errno.ENOSYS,
     errno.ENODEV,
 }
-"""Errors of a file system, such as that of a network share, that has no F_FULLFSYNC."""
+"""Errors of file systems without F_FULLFSYNC, such as those of network shares."""
 
 
 def sync(fd: int) -> None:

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from mlxcache.sessions.book import SessionBook
 
 URL = "http://127.0.0.1:0"
-"""Address in the folder's lock file: this process uses the folder, and serves no requests."""
+"""Address in the folder's lock file for a process that uses the folder but serves no requests."""
 
 
 @dataclass(frozen=True, slots=True)

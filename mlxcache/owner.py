@@ -11,16 +11,18 @@ import numpy.typing as npt
 Ids = npt.NDArray[np.int32]
 
 OWNER: ContextVar[str | None] = ContextVar("owner", default=None)
-"""Owner of the current request; None where the server has no or one key.
+"""Owner of the current request; None if the server has at most one key.
 
 The API's middleware sets it for every endpoint.
 """
 
 MARKED = 4
-"""Number of a prompt's first ids that are changed to ids of its owner."""
+"""Number of ids at the start of a prompt that are changed according to its owner."""
 
 _MOST_TOKENS = 1 << 20
-"""Above any vocabulary's size; ids of images, 31 random bits each, are almost always larger."""
+"""Number above the size of any vocabulary.
+
+Ids of images are 31 random bits, and so almost always larger."""
 
 
 def owner_of(key: str) -> str:

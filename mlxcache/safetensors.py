@@ -76,7 +76,7 @@ class Tensor:
 
 
 MAX_HEADER = 100_000_000
-"""Maximum bytes of a header, as in the format's own library."""
+"""Maximum bytes of a header, as in the safetensors library."""
 
 MOST_FOREIGN = 8 << 20
 """Maximum bytes of a header in a file that mlxcache did not write."""

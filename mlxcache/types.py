@@ -18,7 +18,7 @@ Tokens = npt.NDArray[np.int32]
 FinishReason = Literal[
     "stop", "stop_sequence", "length", "tool_calls", "repetition", "cancelled", "error"
 ]
-"""Reason of a reply's end.
+"""Reason why a reply ended.
 
 `stop`: the model ended its turn; `stop_sequence`: a stop string; `length`: max_tokens, the context
 length or the memory budget; `repetition`: the reply repeated itself exactly."""
@@ -45,7 +45,7 @@ class ImageSpan:
 
 
 TEXTS = "texts"
-"""The key of an assistant's message for its text blocks, where `content` joins several."""
+"""Key of an assistant message with its text blocks, if `content` joins several of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +172,7 @@ class ToolChoice:
 
 
 WARMING = "warm"
-"""The `Job.api` of prompts computed ahead of use, which are no turns of a session."""
+"""Value of `Job.api` for prompts that are computed ahead of use and are not turns of a session."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,18 +30,18 @@ from mlxcache.errors import Unauthorized
 from mlxcache.owner import OWNER, owner_of
 
 LOCAL_SUFFIXES = (".localhost", ".local", ".internal", ".lan", ".home.arpa")
-"""Suffixes of local names: no public DNS has names below them."""
+"""Suffixes of local names, which do not exist in the public DNS."""
 
 LINKABLE_PATHS = frozenset({ROOT, PAGE})
 """Paths that a link on another page may open: they change nothing and are shown in no frame."""
 
 KEYLESS_PATHS = frozenset({HEALTH, ROOT, *FILES})
-"""Paths that need no key: they hold no data."""
+"""Paths that need no key, because they hold no data."""
 
 MAX_HEADERS, MAX_HEADER_BYTES = 128, 32 << 10
 
 LOG_INTERVAL_S = 10.0
-"""Shortest time between two log lines about refusals."""
+"""Minimum seconds between two log lines about refusals."""
 
 _FOREIGN_SITES = ("cross-site", "same-site")
 

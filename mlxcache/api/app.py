@@ -39,7 +39,7 @@ SECURITY_HEADERS = {
     "X-Frame-Options": "DENY",
     "Cross-Origin-Resource-Policy": "same-origin",
 }
-"""Headers of every response: no page can load it as a script or an image, nor frame it."""
+"""Headers of every response, which keep pages from loading it as a script, image or frame."""
 
 log = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from mlxcache.engine.engine import Stream
 
 Indexed = tuple[int, Event]
-"""The index of a choice, and an event of it."""
+"""An event, with the index of its choice."""
 
 
 class Choices:

@@ -44,7 +44,9 @@ HEADERS = {
     "Permissions-Policy": "camera=(), microphone=(), geolocation=()",
     "Cache-Control": "no-cache",
 }
-"""Scripts only from its own files, requests only to its own server, no text parsed as HTML."""
+"""Headers that allow only scripts of the page's own files and requests to its own server.
+
+They also forbid scripts to parse text as HTML."""
 
 
 def _files() -> dict[str, tuple[str, bytes]]:

@@ -29,7 +29,7 @@ T = TypeVar("T")
 HEALTH = "/health"
 
 BODY_PAUSE_S, BODY_S = 30.0, 600.0
-"""Longest wait for the next part of a body, and for all of a body that is held in memory."""
+"""Maximum seconds to wait for the next part of a body, and for a whole body held in memory."""
 
 _DRAIN_BYTES = 256 << 20
 _DRAIN_S = 10.0

@@ -38,26 +38,26 @@ PARTS = ("server", "cache", "requests", "sessions", "tree")
 """Parts of the state, in the order in which they are sent."""
 
 BUSY_S, IDLE_S = 0.25, 0.5
-"""Poll interval of requests: while one runs, and while none does."""
+"""Poll intervals of requests in seconds: while a request is running, and otherwise."""
 
 FIGURES_S = 1.0
-"""Poll interval of the cache's figures."""
+"""Poll interval of the cache's figures in seconds."""
 
 SESSIONS_S, SESSIONS_COST, MAX_SESSIONS_S = 1.5, 5.0, 10.0
-"""Poll interval of sessions: the first, or the second times the last poll's duration, up to the
-third."""
+"""Poll interval of sessions in seconds: at least SESSIONS_S, at most MAX_SESSIONS_S, and in between
+SESSIONS_COST times the duration of the last poll."""
 
 FIRST_FIGURES_S = 1.0
-"""Longest wait of the first reader for figures, so that the first state it gets is complete."""
+"""Maximum seconds that the first reader waits for figures, so that its first state is complete."""
 
 RECENT_REQUESTS = 100
-"""Requests sent, besides those that run."""
+"""Maximum recent requests to send, besides running ones."""
 
 RECENT_SESSIONS = 100
-"""Sessions sent: the last used."""
+"""Maximum sessions to send, the most recently used ones."""
 
 MAX_READERS = 32
-"""Streams that each owner may have open at once."""
+"""Maximum streams that each owner may have open at once."""
 
 
 class Feed:

@@ -56,7 +56,7 @@ TEXT_MAX_TOKENS = 16
 
 
 Whole = Callable[[Sequence[WholeReply], Envelope, Wish], dict[str, Any]]
-"""Builds the body of whole replies."""
+"""Function that builds the response body from finished replies."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +78,7 @@ CHAT = Endpoint(
     "chatcmpl-", "chat.completion", "chat.completion.chunk", chat_completion, ChatChunks
 )
 CHAT_NAMED = replace(CHAT, called="stop")
-"""Chat whose `tool_choice` names a function: that it was called is no decision of the model's."""
+"""Chat whose `tool_choice` names a function. Its `finish_reason` is `stop`, as in OpenAI's API."""
 TEXT = Endpoint("cmpl-", "text_completion", "text_completion", text_completion, TextChunks)
 
 

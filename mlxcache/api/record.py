@@ -19,13 +19,13 @@ from mlxcache.private import make_folder
 log = logging.getLogger(__name__)
 
 RECORDED = {"/v1/messages": "messages", "/v1/chat/completions": "chat"}
-"""Recorded endpoints, and their part of a file's name."""
+"""Paths of recorded endpoints, each with the name used in file names."""
 
 MAX_FILES = 1000
 MAX_BYTES = 500_000_000
 
 _NAME = re.compile(r"\d{8}T\d{6}\.\d{6}Z-[a-z]+-req_[0-9a-f]+\.json")
-"""Names of recorded files: time in UTC (so that names sort by time), endpoint, request id."""
+"""Names of recorded files: time in UTC (so that they sort by time), endpoint, request id."""
 
 
 class Recorder:

@@ -37,10 +37,10 @@ if TYPE_CHECKING:
 
 DEFAULT_SESSIONS = 100
 RESTORE_S = 6 * 3600.0
-"""Longest time for a snapshot to arrive."""
+"""Maximum seconds for a snapshot to arrive."""
 
 SPACE_CHECK_BYTES = 64 << 20
-"""Free space is checked after each of these bytes of a file of unknown size."""
+"""Bytes after which free space is checked again, for a file of unknown size."""
 
 Name = Annotated[str, msgspec.Meta(max_length=MAX_NAME)]
 Handler = Callable[[Deps, Request], Awaitable[Response]]

@@ -28,10 +28,10 @@ log = logging.getLogger(__name__)
 
 Events = AsyncGenerator[ServerSentEvent, None]
 SHUTDOWN_GRACE_S = 2.0
-"""Time for a stream's last events when the server stops."""
+"""Seconds to send a stream's last events when the server stops."""
 
 _LINE_ENDS = {ord(end): f"\\u{ord(end):04x}" for end in "\x85\u2028\u2029"}
-"""Unicode line ends as JSON escapes: some clients break lines at them."""
+"""JSON escapes of Unicode line ends, at which some clients would break lines."""
 
 
 def make_event(data: Any, *, name: str | None = None) -> ServerSentEvent:

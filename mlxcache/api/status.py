@@ -17,7 +17,7 @@ from mlxcache.errors import NotFound
 from mlxcache.types import ModelInfo, RequestRecord
 
 TIMINGS = ("queue_s", "render_s", "match_s", "restore_s", "prefill_s", "first_token_s", "decode_s")
-"""Stages of a request in order; null for one not reached yet."""
+"""Timings of a request in order, in seconds; null for a stage not reached yet."""
 
 
 def routes(deps: Deps) -> list[Route]:

@@ -27,7 +27,7 @@ ERRORS = (
     "[METAL] Command buffer execution failed: Caused GPU Timeout Error "
     "(00000002:kIOGPUCommandBufferCallbackErrorTimeout)",
 )
-"""Messages of Metal's errors, as MLX raises them."""
+"""Messages of errors that MLX raises if Metal fails."""
 
 
 _eval = mx.eval  # that of the module may be a failing device's

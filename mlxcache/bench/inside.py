@@ -20,7 +20,7 @@ from mlxcache.model.load import Loaded
 from mlxcache.types import Finished, Job, Prompt, Sampling, Tokens
 
 AT_ONCE = 1024
-"""Tokens of random KV that are made once and then repeated."""
+"""Tokens of random KV that are generated; longer KV repeats them."""
 
 POLL_S = 0.002
 

@@ -14,7 +14,7 @@ from mlxcache.bench.process import OURS, Server
 from mlxcache.bench.scenarios import AGAIN, SCENARIOS, Outcome, Visit
 
 SETTLE_S = 0.05
-"""Pause between two servers, so that one's last writes do not add to the other's time."""
+"""Pause in seconds between two servers, so that writes of one do not slow down the other."""
 
 
 @dataclass(frozen=True, slots=True)

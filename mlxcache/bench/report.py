@@ -35,7 +35,7 @@ FED_FIGURES = {
     "fed_tokens": "fed",
 }
 FED_COMPARED = {"first_s": "× first", "fed_tokens": "× fed"}
-"""Columns for scenarios that are about the number of fed tokens."""
+"""Columns for scenarios that measure fed tokens: figures relative to the other server."""
 RATIOS = ("first_s", "fed_tokens", "wall_s", "rate", "throughput")
 
 

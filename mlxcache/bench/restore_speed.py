@@ -16,13 +16,13 @@ from mlxcache.bench.measure import middle
 from mlxcache.types import Tokens
 
 TOTAL_BYTES = 1_100_000_000
-"""Bytes of all files together."""
+"""Total bytes of KV to restore."""
 
 LEAST = 0.70
-"""Least rate of restoring, checksums and look-up included, relative to plain reading."""
+"""Minimum speed of restoring, including checksums and look-up, relative to plain reading."""
 
 CACHED_BYTES_S = 10e9
-"""Plain reading on a Mac faster than this, in bytes/s, came from its page cache."""
+"""Bytes per second above which plain reading on a Mac must have used the page cache."""
 
 PATIENCE_S = 120.0
 

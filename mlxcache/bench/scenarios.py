@@ -14,7 +14,7 @@ from mlxcache.bench.client import Client, Reply
 from mlxcache.bench.text import Filler
 
 TURN_TOKENS = 34
-"""Tokens of a next message; about 50 new ones with the end of the reply and the template."""
+"""Tokens of a message. With the end of the reply and the template, a turn has about 50 new ones."""
 
 SYSTEM_SHARE = 0.75
 GROWN_TURNS = 6
@@ -287,7 +287,7 @@ SCENARIOS: dict[str, Scenario] = {
 """Scenarios in the order of a repetition; later ones continue earlier conversations."""
 
 PARTING = ("grown", "last_edited", "regenerated", "branched", "branched_again", "returned")
-"""Scenarios on one grown conversation, whose prompts diverge from it at different depths."""
+"""Scenarios on the conversation `grown`, with prompts that diverge from it at different depths."""
 
 AGAIN = (
     "warm",
@@ -298,4 +298,4 @@ AGAIN = (
     "branched_again",
     "returned",
 )
-"""Scenarios that only add messages to existing conversations: a visit can play them repeatedly."""
+"""Scenarios that only add messages to existing conversations, so that a visit can repeat them."""

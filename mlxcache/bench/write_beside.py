@@ -18,11 +18,12 @@ from mlxcache.store.folder import write
 
 TOTAL_BYTES = 1_000_000_000
 LEAST = 0.9
-"""Least tokens per second beside the store, relative to those beside a plain writer thread."""
+"""Minimum tokens/s beside writes of the disk tier, relative to writes of a plain thread."""
 
 REPLY_TOKENS, SETTLED_TOKENS = 256, 16
-"""Tokens of a reply, so few that the last ones take no longer than the first; and the tokens drawn
-before the timing starts."""
+"""Tokens of a reply, and tokens generated before timing starts.
+
+Replies are so short that the last tokens take no longer than the first."""
 
 Work = Coroutine[Any, Any, None]
 

@@ -7,17 +7,19 @@ import shlex
 from collections.abc import Mapping
 
 ANY_MODEL = "current-model"
-"""A model name for clients: the server accepts any, so settings survive a change of model."""
+"""Model name for clients. The server accepts any name, so it need not change with the model."""
 
 DUMMY_KEY = "local"
-"""A key for clients that require one, where the server requires none."""
+"""API key for clients that need one to start, used if the server requires none."""
 
 _LONG_TIMEOUTS = dict.fromkeys(("API_TIMEOUT_MS", "CLAUDE_STREAM_IDLE_TIMEOUT_MS"), "3600000")
-"""An hour for a first prompt. By default, Claude Code 2.1.197 waits ten minutes for a reply, and
-five for the next event of a stream, not counting pings."""
+"""Timeouts of an hour in ms, for long first prompts.
+
+By default, Claude Code 2.1.197 waits ten minutes for a reply, and five for the next event of a
+stream, not counting pings."""
 
 _KEY_IN_SHELL = '"$MLXCACHE_API_KEY"'
-"""Stands for a real key, which is never written to the terminal or a log."""
+"""Shell text in place of a real key, which is never written to the terminal or a log."""
 
 
 def base_url(host: str, port: int) -> str:
@@ -32,7 +34,7 @@ def base_url(host: str, port: int) -> str:
 
 
 Variables = Mapping[str, str | None]
-"""Environment variables of a client; None stands for the server's key."""
+"""Environment variables of a client by name. None stands for the server's key."""
 
 
 def claude_code_variables(url: str, model: str, context: int) -> Variables:

@@ -47,7 +47,7 @@ _OTHER_BODIES = (
     ("input", "like a request of OpenAI's responses API"),
     ("prompt", "like a text completion request"),
 )
-"""Keys of other JSON bodies, each with what it suggests."""
+"""Keys that show what another JSON body is, each with a description of that body."""
 
 _WIDTH = 80
 _EXCERPT = 64

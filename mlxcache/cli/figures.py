@@ -24,7 +24,9 @@ _GROUPS = (
     ("Evictions from RAM", ("evictions",)),
     (_RULES, ("canonicalised",)),
 )
-"""Headings, each with the keys of `GET /v1/cache` shown below it; the longest key wins."""
+"""Headings, each with the keys of `GET /v1/cache` shown below it.
+
+If several keys match a figure, the longest is used."""
 
 _OTHER: tuple[str, tuple[str, ...]] = ("Other", ())
 
@@ -95,7 +97,7 @@ _LEGEND = {
     "evictions.spilled": ("spilled", "entries that stay on disk"),
     "evictions.dropped": ("dropped", "entries that were in RAM alone"),
 }
-"""Label and meaning of each figure, by its path in `GET /v1/cache`; rules have neither."""
+"""Label and meaning of figures by dotted path in `GET /v1/cache`; rules have none."""
 
 
 class Line(NamedTuple):

@@ -14,10 +14,10 @@ from mlxcache.cli.remote import NoServer, Remote
 from mlxcache.errors import MlxcacheError
 
 IN_USE = "is in use by"
-"""Words of the error that a port is taken, by which `launch` recognises it in a server's log."""
+"""Text in the error for a taken port, by which `launch` recognises that error in a server's log."""
 
 CONNECT_S = 1.0
-"""Timeout to connect to an address of this machine; one that a firewall drops counts as free."""
+"""Timeout in seconds to connect to an address, which counts as free without an answer."""
 
 Address = tuple[object, ...]
 Probe = Callable[[socket.AddressFamily, Address], bool]
@@ -61,7 +61,7 @@ def accepts(family: socket.AddressFamily, address: Address) -> bool:
 
 
 _LOOPBACK = {"0.0.0.0": "127.0.0.1", "::": "::1"}
-"""Addresses that reach a listener on every address."""
+"""Loopback address for each unspecified one, to connect to a listener on all addresses."""
 
 
 def is_taken(host: str, port: int, probe: Probe = accepts) -> bool:

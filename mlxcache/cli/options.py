@@ -17,7 +17,7 @@ import typer
 from mlxcache.config.settings import CONFIG, SETTINGS, Setting
 
 Flags = Mapping[str, Any]
-"""Settings given as flags, by name: a text, a list of texts, or true for a switch."""
+"""Settings given as flags, by name. Values are text, lists of text, or True for a switch."""
 
 
 def with_settings(*names: str) -> Callable[[Callable[..., None]], Callable[..., None]]:

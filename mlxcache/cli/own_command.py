@@ -11,7 +11,7 @@ from mlxcache.config import Settings
 from mlxcache.config.folder import former_cache_dir
 
 CLONE = Path(__file__).parents[2]
-"""The folder of the clone that this package is in, or of the packages of an installation."""
+"""Folder that contains this package: that of a clone, or site-packages."""
 
 
 def own_command(

@@ -22,7 +22,9 @@ from mlxcache.cli.output import console
 from mlxcache.config import format_size
 
 Step = Callable[[int, int], None]
-"""Called with the bytes, tokens or files done and the total, which is 0 while it is unknown."""
+"""Function that is called with the amount done and the total, which is 0 while unknown.
+
+The unit is bytes, tokens or files."""
 
 _TENTH = 0.1
 

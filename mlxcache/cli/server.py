@@ -45,22 +45,22 @@ from mlxcache.store.lock import InUse, serving
 from mlxcache.types import RequestRecord
 
 STOP_S = 7
-"""Time for the engine and the connections to end; the whole stop stays below ten seconds."""
+"""Seconds for the engine and the connections to end, so that a stop takes less than ten."""
 
 FAILED_S = 1
-"""Minimum time for which a server with a dead MLX thread still answers, to inform clients."""
+"""Minimum seconds for which a server with a dead MLX thread still reports this to clients."""
 
 KEEP_ALIVE_S = 75
-"""Longer than clients keep idle connections, so that none reuses one that was just closed."""
+"""Seconds before idle connections are closed: longer than clients keep them."""
 
 SWITCH_S = 0.001
-"""Python's thread switch interval; its default, 5 ms, is noticeable in a warm turn."""
+"""Python's thread switch interval in seconds; its default, 5 ms, is noticeable in a warm turn."""
 
 DESCRIPTORS = 16_384
-"""Wanted limit of open files; a Mac's default, 256, is low for files, models and connections."""
+"""Limit of open files to set, if allowed; a Mac's default, 256, is too low."""
 
 ACCEPT_REPORT_S = 30.0
-"""Minimum time between two log lines about connections that cannot be accepted."""
+"""Minimum seconds between two log lines about connections that cannot be accepted."""
 
 _NONE_LEFT = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 

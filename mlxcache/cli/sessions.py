@@ -56,7 +56,7 @@ Id = Annotated[
 ]
 
 _HINT = 60
-"""Most characters of a name beside an id that a shell offers."""
+"""Maximum characters of a session's name shown beside a completed id."""
 
 _COLUMNS = (
     ("id", "left"),

@@ -26,9 +26,9 @@ IMAGE_RESULT_TEXT = "The result is an image; it follows."
 """Text of a tool result that holds only images."""
 
 NO_THREADS = "thread_unsupported_request"
-"""The API's code for a conversation that the server cannot hold.
+"""Error code of the API for a server that does not store threads.
 
-The SDK's tool runner then sends all of it each time.
+The SDK's tool runner then sends the whole conversation with each request.
 """
 
 Function = Mapping[str, Any]

@@ -29,7 +29,7 @@ _IMAGES = frozenset({"image", "image_url", "input_image"})
 _ANTHROPIC_BLOCKS = frozenset({"tool_use", "tool_result", "thinking", "redacted_thinking"})
 
 _OPENINGS = ("0", "x")
-"""Two first user messages without a common character: their prompts share exactly the head."""
+"""Two user messages without a common character: their prompts share only what is before."""
 
 
 def parse_chat_request(body: bytes) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from mlxcache.utf8 import BOM, NotUtf8, decode_utf8
 T = TypeVar("T")
 
 MAX_DEPTH = 100
-"""Levels of nesting that a body may have."""
+"""Maximum levels of nesting in a body."""
 
 
 def decode(type: type[T], body: bytes) -> T:

@@ -11,10 +11,10 @@ from mlxcache.errors import BadRequest, Unsupported
 from mlxcache.types import Image
 
 MAX_IMAGES = 100
-"""Images in one request."""
+"""Maximum images in one request."""
 
 Item = str | Image
-"""A part of a message's content."""
+"""A part of a message's content: text or an image."""
 
 
 class ImageReader:

@@ -42,7 +42,7 @@ _RESERVED_ARGS = frozenset(
 """Arguments that the server itself passes to a chat template, or that change its result's type."""
 
 EFFORT_BUDGETS = {"minimal": 512, "low": 1024, "medium": 8192, "high": 24_576}
-"""Most tokens of thinking by effort; from `low` on as in Gemini's API for OpenAI's clients.
+"""Maximum tokens of thinking by effort; from `low` on as in Gemini's API for OpenAI's clients.
 
 Source: https://ai.google.dev/gemini-api/docs/openai#thinking."""
 
@@ -50,7 +50,7 @@ _EFFORT = {"minimal": "low", "xhigh": "high", "max": "high"}
 _INT32 = 2**31 - 1
 
 MAX_CHOICES, MAX_REPLIES = 16, 128
-"""Most choices of one prompt, and most choices of one request."""
+"""Maximum choices of one prompt, and of one request."""
 
 
 def check_supported(body: Generation) -> None:

@@ -14,7 +14,9 @@ from mlxcache.wire import anthropic_types as types
 MINUTES_5, HOUR, DAY = 300.0, 3600.0, 86_400.0
 
 RetentionHints = tuple[tuple[int, float], ...]
-"""(leading messages, seconds to keep after each use); 0 messages: tools and system alone."""
+"""Pairs of a number of leading messages and the seconds to keep them after each use.
+
+0 messages stand for tools and system prompt only."""
 
 
 def hints_from_marks(body: types.Conversation, breakpoint: int | None) -> RetentionHints:

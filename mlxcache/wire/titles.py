@@ -10,13 +10,13 @@ from typing import Any
 from mlxcache.errors import BadRequest
 
 MAX_TITLE = 80
-"""Characters of a title."""
+"""Maximum characters of a title."""
 
 MAX_NAME = 200
-"""Characters of a name."""
+"""Maximum characters of a session's name."""
 
 _MAX_READ = 500_000
-"""Characters of a message that are searched: lists of skills and instructions can be long."""
+"""Maximum characters of a message to search: lists of skills and instructions can be long."""
 
 _TYPED = frozenset({"task", "question", "query", "message", "prompt", "session"})
 """Elements in which clients wrap typed text, also with `user` before their names."""

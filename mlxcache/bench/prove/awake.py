@@ -14,7 +14,8 @@ from mlxcache.bench.prove.context import Context, NotApplicable
 CAFFEINATE = re.compile(r"pid (\d+)\(caffeinate\)")
 POLL_S = 0.1
 PATIENCE_S = 90.0
-"""The assertion is kept for a while after a request, so that the next one need not take it."""
+"""Maximum seconds for which sleep may still be prevented after a request. The server waits a while
+for the next request before it allows sleep."""
 
 PROMPT_TOKENS, REPLY_TOKENS = 2_000, 512
 

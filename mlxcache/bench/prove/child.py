@@ -12,7 +12,7 @@ from mlxcache.bench.prove.context import Context, NotApplicable, Subject
 from mlxcache.bench.prove.scale import Scale
 
 CONTEXT_SHARE = 0.75
-"""Most of a model's context that a prefix takes: replies follow it."""
+"""Maximum share of the model's context for a prefix; the rest is left for replies."""
 
 
 class ChildFailed(Exception):

@@ -25,17 +25,17 @@ from mlxcache.bench.text import Filler
 from mlxcache.errors import ModelError
 
 WORKING_BYTES = 1_500_000_000
-"""Bytes that a process needs besides weights and KV: passes, MLX's pool, Python."""
+"""Bytes that a process needs besides weights and KV, for computing, MLX's pool and Python."""
 
 USABLE_SHARE = 0.75
 DISK_FACTOR = 1.3
-"""Bytes of files for a byte of KV: also those of replies and of what is written meanwhile."""
+"""Bytes of files per byte of a prompt's KV; replies and temporary files are included."""
 
 LEAST_WAIT_S = 60.0
-"""Least seconds that a client waits for the next event: the time limit ends scenarios sooner."""
+"""Minimum timeout of a client in seconds. The time limit of the run may end a scenario earlier."""
 
 SETTLED_S, PATIENCE_S = 0.3, 60.0
-"""Rest before a measurement beside a server that has written all, and the longest wait for that."""
+"""Seconds to wait after a server has written everything, and the maximum wait for that."""
 
 
 class NotApplicable(Exception):

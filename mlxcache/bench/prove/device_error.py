@@ -20,7 +20,7 @@ from mlxcache.types import Tokens
 
 TITLE = "Injected device errors"
 PROMPT, MORE = 300, 16
-"""Tokens of the prompt, and of what continues it after an error."""
+"""Tokens of the prompt, and tokens appended to it after an error."""
 
 
 @dataclass(slots=True)

@@ -17,14 +17,14 @@ from mlxcache.types import Finished, Text, TokenLogprob, Tokens
 
 TITLE = "Difference of log-probabilities from cold"
 TOKEN_IDS = 256
-"""Every vocabulary has ids below this."""
+"""Exclusive maximum of the random token ids; every vocabulary is larger."""
 
 TAIL, REPLY, TOP = 24, 24, 20
 LEAST_TOLERANCE = 0.125
-"""Two units in the last place of a bfloat16 between 8 and 16, where log-probabilities lie."""
+"""Minimum tolerance: two units in the last place of a bfloat16 between 8 and 16."""
 
 TOLERANCE = 2.0
-"""Most difference, in times of mlx-lm's own between two ways of feeding the same prompt."""
+"""Largest accepted difference, in multiples of mlx-lm's own when a prompt is fed in two ways."""
 
 WARM, BESIDE, RESTORED = "warm", "warm beside three others", "restored"
 ROWS = 4

@@ -17,10 +17,10 @@ from mlxcache.bench.scenarios import Conversation, Visit
 
 TIMES, FED = "First token", "Prompt tokens computed, of all"
 OWN_TIME = 1.10
-"""Most time of a warm first token, in times of the model's own for the same new tokens."""
+"""Maximum time of a warm first token, in multiples of mlx-lm's time for the same new tokens."""
 
 BOUND_TOKENS = 50_000
-"""Shortest prompt for that bound: in shorter ones, HTTP and rendering count too."""
+"""Minimum prompt tokens for which OWN_TIME is checked; below, HTTP and rendering take too much."""
 
 REPLY_TOKENS = 16
 STOP_S = 120.0

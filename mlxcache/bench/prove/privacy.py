@@ -19,19 +19,19 @@ import mlxcache
 
 CUT = "..."
 HOSTS = frozenset({"huggingface.co", "github.com", "127.0.0.1", "localhost"})
-"""Hosts whose URLs stay, without their queries."""
+"""Hosts whose URLs are kept, without the query."""
 
 COMMON = frozenset({"localhost", "mlxcache", "model", "models", "snapshots"})
-"""Names that tell nothing, and are words of the report."""
+"""Names that identify nobody and occur in the report, so they are kept."""
 
 LEAST_NAME = 3
-"""Least letters of a folder's name that is cut as a word of its own."""
+"""Minimum letters of a folder's name to be removed as a word of its own."""
 
 _REST = r"[^\n'\"`<>]*?(?=:\s|:?$|['\"`<>\n])"
-"""Rest of a path: names may contain blanks, so it ends at a quote, a line's end, or `: `."""
+"""Pattern for the rest of a path, up to a quote, a line's end or `: `; names may contain blanks."""
 
 _KNOWN, _SLASH = "\0", "\1"
-"""Stand for a known folder, and for a slash that is none of a path."""
+"""Placeholders for a known folder, and for a slash that is not part of a path."""
 
 _PATH = re.compile(
     rf"{_KNOWN}(?:[/\\]{_REST})?"
@@ -45,7 +45,7 @@ _PUBLIC = re.compile(
     r"[/\\]((?:config|generation_config|tokenizer\w*|model[\w-]*?(?:-of-\d+)?)"
     r"(?:\.safetensors\.index)?\.(?:json|safetensors))$"
 )
-"""Names of files that every model has."""
+"""Pattern for names of files that every model has, which are kept."""
 
 
 def scrub(text: str, private: Iterable[str] | None = None) -> str:

@@ -47,18 +47,18 @@ SCENARIOS: Mapping[str, Scenario] = {
     "awake": awake,
     "first_token_long": first_token.long,
 }
-"""All scenarios, in the order in which they are played on a model."""
+"""All scenarios, in the order in which they run on a model."""
 
 QUANTISED = ("equality", "first_token", "decode", "prefill", "first_token_long")
-"""Those also played on the second model made here: the others do not depend on the weights."""
+"""Scenarios that also run on the second random model; others do not depend on the weights."""
 
 QUICKLY = ("equality",)
-"""Those played on the second model in a quick run."""
+"""Scenarios that run on the second model in a quick run."""
 
 INTERRUPTED = "the run was interrupted"
 
 LAST = ("first_token_long",)
-"""Those played on every model only after all others."""
+"""Scenarios that run after all others have run on every model."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,11 +19,11 @@ DECODE = "Decoding"
 PREFILL = "Prefill of one prompt"
 GENERATE = "mlx_lm.generate"
 SHARE = 0.97
-"""Least tokens/s of one reply, by those of mlx_lm.generate at the same length."""
+"""Minimum tokens/s of one reply, relative to mlx_lm.generate at the same length."""
 
 LAST_TOKENS = 64
 PLEA = "Go on with such lines for as long as you can, and do not end."
-"""Makes trained models write replies of full length."""
+"""End of each prompt, which makes trained models write replies of full length."""
 
 Pair = tuple[float, float]
 

@@ -33,7 +33,7 @@ PEAK, GROWTH, DISK = "Memory of one decoding reply", "Growth of a KV buffer", "D
 SETTLE_TOKENS = 16
 AFTER_GROWTH = 32
 COPIED_SHARE = 0.5
-"""A peak above this share of one layer's KV is called a copy."""
+"""Share of one layer's KV above which a memory peak is reported as a copy."""
 
 
 async def peak_memory(inside: Inside, scale: Scale, found: Findings) -> None:
@@ -169,15 +169,15 @@ ENGINE: Mapping[str, Scenario] = {
     "peak_memory": peak_memory,
     "growth": growth,
 }
-"""Scenarios that are given a running engine."""
+"""Scenarios that run in an engine started for them."""
 
 OwnScenario = Callable[[Path, Path, Scale, Findings], Awaitable[None]]
 OWN_ENGINE: Mapping[str, OwnScenario] = {"device_error": device_error}
-"""Scenarios that start an engine of their own."""
+"""Scenarios that start their own engine."""
 
 DiskScenario = Callable[[Path, Path, int, Callable[[str], None], int], Measured]
 ON_DISK: Mapping[str, DiskScenario] = {"restore_speed": restore_speed, "write_behind": write_beside}
-"""Scenarios of the disk tier, which start their own."""
+"""Scenarios of the disk tier, which start their own engine."""
 
 UNITS = {"_tokens_s": "tokens/s", "_bytes_s": "bytes/s", "_s": "s", "bytes": "bytes"}
 RESTORE = 0.70

@@ -23,10 +23,10 @@ SLOW = 200 * 10**6
 """Bytes per second below which restores are noticeably slow."""
 
 LEAST_FREE = 5 * 10**9
-"""Bytes below which a few long conversations fill the disk."""
+"""Free bytes below which a few long conversations fill the disk."""
 
 Step = Callable[[int, int], None]
-"""Called with the bytes done and the total."""
+"""Function that is called with the bytes done and the total."""
 
 
 def _existing(folder: Path) -> Path:

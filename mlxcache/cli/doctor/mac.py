@@ -15,7 +15,7 @@ from mlxcache.cli.doctor.finding import Finding
 from mlxcache.engine.keep_awake import CAFFEINATE
 
 COMMAND_S = 10.0
-"""Timeout of a command; system_profiler takes seconds on some machines."""
+"""Timeout of a command in seconds; system_profiler takes seconds on some machines."""
 
 TF32, TF32_CHIP, TF32_MACOS = "MLX_ENABLE_TF32", 5, (26, 2)
 """Variable that keeps float32 exact, and the first chip (M5) and macOS on which it is not.
@@ -28,7 +28,7 @@ Source: https://github.com/ml-explore/mlx/issues/3267
 """
 
 Run = Callable[[Sequence[str]], str | None]
-"""Runs a command and returns its output; None if it fails, or if this is no Mac."""
+"""Function that runs a command and returns its output; None if it fails or this is no Mac."""
 
 
 def run_command(command: Sequence[str]) -> str | None:

@@ -14,10 +14,10 @@ from mlxcache.model.generation import describe
 from mlxcache.types import ModelInfo
 
 TOKENS = (20_000, 100_000)
-"""Lengths of the conversations shown: about an agent's first hour, and a long day."""
+"""Lengths of the conversations shown, in tokens: about an agent's first hour and long day."""
 
 LEAST_CONTEXT = 16_000
-"""Minimum tokens for an agent: its tools and system prompt take most of them."""
+"""Minimum context in tokens for an agent, whose tools and system prompt take most of it."""
 
 _KINDS: Mapping[Kind, str] = {
     "sliceable": "attention",

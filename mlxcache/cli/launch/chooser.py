@@ -17,7 +17,7 @@ from mlxcache.config import format_size, machine_bytes
 from mlxcache.errors import ConfigError
 
 MIN_PROMPTS = 2
-"""A context shorter than this many first prompts of a client is reported as too short for it."""
+"""Minimum context for a client, in multiples of its first prompt. A shorter one is reported."""
 
 GB = 10**9
 MODELS = (
@@ -25,7 +25,9 @@ MODELS = (
     (30 * GB, "mlx-community/Qwen3-Coder-30B-A3B-Instruct-4bit", 17 * GB),
     (0, "mlx-community/Qwen3-4B-Instruct-2507-4bit", 2.3 * GB),
 )
-"""Models that call tools: the least memory in bytes, the Hub id, the bytes of the weights."""
+"""Models to suggest: minimum memory in bytes, Hub id, bytes of the weights.
+
+All can call tools."""
 
 Which = Callable[[str], str | None]
 

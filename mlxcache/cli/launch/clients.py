@@ -138,7 +138,7 @@ def proxy_bypass(service: Service, environ: Mapping[str, str]) -> dict[str, str]
 
 
 _ADDED = (("LD_PRELOAD", "libopenblas.so.0"), ("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1"))
-"""Entries that the scripts in bin/ add to these lists for the server on Linux."""
+"""Variables that hold lists, each with the entry that the scripts in bin/ add on Linux."""
 
 
 def _without_script_settings(environ: Mapping[str, str]) -> dict[str, str]:
@@ -165,7 +165,7 @@ _OTHER_PROVIDERS = (
     "CLAUDE_CODE_USE_FOUNDRY",
     "CLAUDE_CODE_USE_VERTEX",
 )
-"""Variables with which Claude Code uses another server, or sends a key that is not this one's."""
+"""Variables that make Claude Code use another server, or send a key of another server."""
 
 _MODE_FLAGS = ("--permission-mode", "--dangerously-skip-permissions", "--allow-dangerously-skip")
 _SETTINGS_FLAG = "--settings"
@@ -246,7 +246,7 @@ def _claude_env(settings: Mapping[str, Any]) -> Mapping[str, str]:
 # -- OpenCode ----------------------------------------------------------------------------------
 
 _OPENCODE_VARIABLE = "OPENCODE_CONFIG_CONTENT"
-"""Settings that override those of files. Source: https://opencode.ai/docs/config."""
+"""Variable with settings that override those in files. Source: https://opencode.ai/docs/config."""
 
 _OPENCODE_PROVIDER = "mlxcache"
 _MOST_OUTPUT = 16_384
@@ -294,7 +294,7 @@ def _json_object(text: str | None) -> dict[str, Any]:
 # -- Codex -------------------------------------------------------------------------------------
 
 LAST_CODEX_WITH_CHAT = Version("0.94.0")
-"""The newest version that uses chat completions; later ones use only OpenAI's responses API."""
+"""Newest version of Codex with chat completions. Later ones use only OpenAI's responses API."""
 
 _CODEX_INSTALL = f"npm install -g @openai/codex@{LAST_CODEX_WITH_CHAT}"
 _CODEX_PROVIDER = "model_providers.mlxcache"

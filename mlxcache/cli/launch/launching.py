@@ -48,7 +48,7 @@ from mlxcache.store.lock import servers
 from mlxcache.store.mac_folder import locate_cache_dir
 
 _USED = ("host", "port", "cache_dir", "api_key", "api_keys_file", "model")
-"""Flags that have an effect on a server that runs already, or on finding it."""
+"""Flags that are used even if a server is already running: they find it or are sent to it."""
 
 
 class Launch:

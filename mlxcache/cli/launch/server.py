@@ -33,7 +33,7 @@ from mlxcache.store.lock import servers
 from mlxcache.store.mac_folder import locate_cache_dir
 
 STOP_S = 15.0
-"""Seconds between SIGTERM and SIGKILL."""
+"""Seconds between SIGTERM and SIGKILL when a server is stopped."""
 
 POLL_S = 0.2
 

@@ -19,7 +19,7 @@ from mlxcache.cli.top.view import render
 from mlxcache.errors import MlxcacheError
 
 ONCE_TIMEOUT_S = 5.0
-"""Maximum wait for a complete state before printing once; a busy server answers late."""
+"""Maximum seconds to wait for a complete state before printing it once."""
 
 MIN_INTERVAL_S = 0.1
 

@@ -19,7 +19,7 @@ from mlxcache.types import WARMING
 
 BAR = 20
 _ABOVE, _HEADED = 8, 3
-"""Lines above the tables, and lines of each table besides its rows."""
+"""Lines above the tables, and lines that each table needs besides its rows."""
 
 MAX_ROWS = 10
 """Maximum rows of each table if the height is unlimited."""
