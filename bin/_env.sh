@@ -40,10 +40,11 @@ environment() {
         echo "Making $VENV with $("$python" --version), once ..." >&2
         "$python" -m venv --clear "$VENV"
     fi
-    echo "Installing what mlxcache${extra:+[$extra]} needs ..." >&2
-    PIP_DISABLE_PIP_VERSION_CHECK=1 "$VENV/bin/python" -m pip install --quiet \
-        --constraint "$ROOT/constraints.txt" --editable "$ROOT${extra:+[$extra]}" >&2
+    echo "Installing what mlxcache${extra:+[$extra]} needs, which takes a minute or two ..." >&2
+    "$VENV/bin/python" "$ROOT/bin/_install.py" \
+        --constraint "$ROOT/constraints.txt" --editable "$ROOT${extra:+[$extra]}"
     echo "$wanted" >"$stamp"
+    echo "Installed." >&2
 }
 
 # MLX's Linux wheels bring the reference BLAS; OpenBLAS, where installed, is many times faster.

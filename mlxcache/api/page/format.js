@@ -19,6 +19,11 @@ export function bytes(n) {
   return `${n} bytes`;
 }
 
+/** A duration that is estimated, as whole seconds or minutes. */
+export function about(s) {
+  return s < 120 ? `${Math.max(1, Math.round(s))} s` : `${Math.round(s / 60)} min`;
+}
+
 export function seconds(s) {
   if (s === null || s === undefined) return "";
   if (s < 0.005) return "<0.01 s";

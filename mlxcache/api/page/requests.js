@@ -2,7 +2,7 @@
 
 import { progressBar, promptBar } from "./bars.js";
 import { byId, h, keyed, setAttr, setText, show } from "./dom.js";
-import { ago, clock, count, plural, seconds, short } from "./format.js";
+import { about, ago, clock, count, plural, seconds, short } from "./format.js";
 import { finished, on, parts, running, titleOf } from "./state.js";
 
 const FEW = 12;
@@ -42,12 +42,12 @@ function runningRow() {
   const bar = progressBar("Progress");
   const element = h("li", {}, h("p", {}, title, phase, figure), bar.element);
   const update = (one) => {
-    const { phase: name, done_tokens: done, total_tokens: total, tokens_per_s: speed } = one.progress;
+    const { phase: name, done_tokens: done, total_tokens: total, tokens_per_s: speed, left_s: left } = one.progress;
     setText(title, titleOf(one));
     setText(phase, one.progress.phase === "prefill" && !one.cached_tokens && !one.fed_tokens ? "looking for its prefix" : PHASES[name]);
     setAttr(element, "data-phase", name);
     if (name === "queued") setText(figure, `${short(total)} tokens, since ${seconds(Date.now() / 1000 - one.created_at)}`);
-    if (name === "prefill") setText(figure, `${count(done)} of ${count(total)} tokens`);
+    if (name === "prefill") setText(figure, `${count(done)} of ${count(total)} tokens${left ? `, about ${about(left)} left` : ""}`);
     if (name === "decode") setText(figure, `${plural(done, "token")}${speed ? `, ${speed < 10 ? speed.toFixed(1) : Math.round(speed)} per second` : ""}`);
     bar.update(name === "prefill" ? done / Math.max(1, total) : name === "queued" ? 0 : null);
   };

@@ -1,0 +1,128 @@
+"""Run `pip install ARGS`, and show on the standard error what it does meanwhile.
+
+At a terminal that is one line, rewritten in place; elsewhere a line every ten seconds. If pip
+fails, the end of its output is printed. The exit status is pip's.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import re
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+
+import pip
+
+TICK_S = 0.5
+REPORT_S = 10.0
+TAIL_LINES = 25
+RAW_SINCE = (24, 1)
+"""The first version of pip that prints its progress in lines."""
+
+STEPS = (
+    (r"Collecting ([\w.-]+).*", r"looking for \1"),
+    (r"Downloading ([\w.]+?)-\d[^ ]* \((.*)\)", r"downloading \1 (\2)"),
+    (r"Using cached ([\w.]+?)-\d.*", r"reading \1 from pip's cache"),
+    (r"Building .*|Preparing .*|Installing build .*|Getting requirements .*", "preparing mlxcache"),
+    (r"WARNING: Retrying .*", "no answer from the package index; trying again"),
+)
+PROGRESS = re.compile(r"Progress (\d+) of (\d+)")
+
+
+def main(arguments: list[str]) -> int:
+    """Run pip with `arguments` and return its exit status."""
+    began, words = time.monotonic(), [sys.executable, "-m", "pip", "install", *arguments]
+    if tuple(int(one) for one in re.findall(r"\d+", pip.__version__)[:2]) >= RAW_SINCE:
+        words.append("--progress-bar=raw")
+    process = subprocess.Popen(
+        words,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        env=os.environ | {"PYTHONUNBUFFERED": "1", "PIP_DISABLE_PIP_VERSION_CHECK": "1"},
+    )
+    said: list[str] = []
+    shown = Shown()
+    step, part = "asking the package index", ""
+    for line in lines(process):
+        done = PROGRESS.fullmatch(line)
+        if done:
+            part = f", {int(done[1]) * 100 // max(1, int(done[2]))}%" if int(done[2]) else ""
+        elif line:
+            said.append(line)
+            found = describe(line)
+            step, part = (found, "") if found else (step, part)
+        shown.show(f"{step}{part}, {time.monotonic() - began:.0f} s")
+    shown.end()
+    status = process.wait()
+    if status:
+        print("\n".join(said[-TAIL_LINES:]), file=sys.stderr)
+        print(f"pip ended with status {status}: the reason is above.", file=sys.stderr)
+    return status
+
+
+def lines(process: subprocess.Popen[str]) -> Iterator[str]:
+    """Yield the lines of a process, and an empty one for each `TICK_S` without any."""
+    found: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+
+    def read() -> None:
+        assert process.stdout is not None
+        for line in process.stdout:
+            found.put(line.strip())
+        found.put(None)
+
+    threading.Thread(target=read, daemon=True).start()
+    while True:
+        try:
+            line = found.get(timeout=TICK_S)
+        except queue.Empty:
+            line = ""
+        if line is None:
+            return
+        yield line
+
+
+def describe(line: str) -> str | None:
+    """Return what pip does according to a line of its output; None if it does not say."""
+    if line.startswith("Installing collected packages:"):
+        return f"installing {line.count(',') + 1} packages"
+    for pattern, words in STEPS:
+        if found := re.fullmatch(pattern, line):
+            return found.expand(words)
+    return None
+
+
+class Shown:
+    """The line on the standard error that tells what is done now."""
+
+    def __init__(self) -> None:
+        self._terminal = sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
+        self._text, self._at = "", time.monotonic()
+
+    def show(self, text: str) -> None:
+        """Rewrite the line; without a terminal print a new one, if none was for `REPORT_S`."""
+        if self._terminal and text != self._text:
+            self._text = text
+            width = os.get_terminal_size(sys.stderr.fileno()).columns or 80
+            print(f"\r\x1b[2K  {text}"[: width + 4], end="", file=sys.stderr, flush=True)
+        elif not self._terminal and time.monotonic() - self._at >= REPORT_S:
+            self._at = time.monotonic()
+            print(f"  {text}", file=sys.stderr, flush=True)
+
+    def end(self) -> None:
+        """Remove the line from the terminal."""
+        if self._terminal:
+            print("\r\x1b[2K", end="", file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except KeyboardInterrupt:
+        print(file=sys.stderr)
+        sys.exit(130)

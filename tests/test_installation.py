@@ -1,0 +1,89 @@
+"""What `bin/` shows while it installs: `bin/_install.py`, with a stand-in for pip."""
+
+from __future__ import annotations
+
+import os
+import pty
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+BIN = Path(__file__).parents[1] / "bin"
+PIP = """
+import os, sys, time
+assert sys.argv[1] == "install"
+raw = "--progress-bar=raw" in sys.argv
+print("Obtaining file:///a/clone")
+print("Collecting mlx<0.33,>=0.32 (from mlxcache==0.1.0)")
+print("  Downloading mlx_metal-0.32.4-py3-none-any.whl (38.2 MB)")
+for part in (0, 12, 24, 40) if raw else ():
+    print(f"Progress {part} of 40", flush=True)
+    time.sleep(0.15)
+print("Installing collected packages: mlx, mlxcache")
+time.sleep(0.15)
+if "broken" in sys.argv:
+    print("ERROR: No matching distribution found for mlx", file=sys.stderr)
+    sys.exit(3)
+print("Successfully installed mlx-0.32.4")
+"""
+CODE = """
+import sys
+sys.path.insert(0, sys.argv.pop(1))
+import _install
+_install.REPORT_S = 0.1
+sys.exit(_install.main(sys.argv[1:]))
+"""
+
+
+@pytest.fixture
+def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    (tmp_path / "pip").mkdir()
+    (tmp_path / "pip" / "__init__.py").write_text('__version__ = "26.1"')
+    (tmp_path / "pip" / "__main__.py").write_text(PIP)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("TERM", "xterm")
+    return [sys.executable, "-c", CODE, str(BIN)]
+
+
+def test_a_terminal_shows_one_line_in_place(command: list[str]) -> None:
+    """With the package, its size, how far it is, and the time; nothing is left at the end."""
+    ours, theirs = pty.openpty()
+    with subprocess.Popen(command, stderr=theirs) as process:
+        os.close(theirs)
+        shown = b""
+        while True:
+            try:
+                shown += os.read(ours, 4096)
+            except OSError:  # the other end is closed
+                break
+    os.close(ours)
+    text = shown.decode()
+    assert process.returncode == 0
+    assert "\n" not in text
+    assert "looking for mlx, 0 s" in text
+    assert "downloading mlx_metal (38.2 MB), 30%, 0 s" in text
+    assert "installing 2 packages, " in text
+    assert text.endswith("\r\x1b[2K")
+
+
+def test_without_a_terminal_there_is_a_line_now_and_then(command: list[str]) -> None:
+    """Pip before 24.1 shows no progress of a file."""
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    lines = done.stderr.splitlines()
+    assert 2 <= len(lines) <= 8
+    assert all(line.startswith("  ") and line.endswith(" s") for line in lines)
+    assert "\x1b" not in done.stderr
+    folder = Path(os.environ["PYTHONPATH"]) / "pip" / "__init__.py"
+    folder.write_text('__version__ = "24.0"')
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert "%" not in done.stderr
+
+
+def test_a_failure_shows_the_end_of_the_output_and_keeps_the_status(command: list[str]) -> None:
+    """So that the scripts in bin/ stop too."""
+    done = subprocess.run([*command, "broken"], capture_output=True, text=True, check=False)
+    assert done.returncode == 3
+    assert "ERROR: No matching distribution found for mlx" in done.stderr
+    assert "pip ended with status 3" in done.stderr
