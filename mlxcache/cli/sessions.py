@@ -235,7 +235,8 @@ def _request_facts(figures: dict[str, Any]) -> list[tuple[str, str]]:
         )
     facts.append(("reused", show.format_reuse(figures)))
     if figures["saved_s"] is not None:
-        facts.append(("time saved", show.format_duration(figures["saved_s"])))
+        saved = {"tokens": figures["saved_tokens"], "seconds": figures["saved_s"]}
+        facts.append(("time saved", show.format_saved(figures["cached_tokens"], saved)))
     return facts
 
 

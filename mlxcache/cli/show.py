@@ -123,11 +123,19 @@ def print_run_summary(console: Console, figures: Mapping[str, Any], tally: Tally
         lines.append(("First token", f"after {', '.join(waits)}, on average"))
     lines.append(("Reused", format_reuse(tokens)))
     if saved["tokens"]:
-        least = "at least " if saved["tokens"] < tokens["cached_tokens"] else ""
-        lines.append(("Time saved", f"{least}{format_duration(saved['seconds'])}"))
+        lines.append(("Time saved", format_saved(tokens["cached_tokens"], saved)))
     console.print(Text("\nThis run", "bold"))
     for name, value in lines:
         console.print(f"{name:<12} {value}")
+
+
+def format_saved(cached_tokens: int, saved: Mapping[str, Any]) -> str:
+    """Return the time saved; a minimum if its cost is not known for all of the cached tokens.
+
+    `saved`: the `tokens` whose cost is known, and the `seconds` for computing them.
+    """
+    least = "at least " if saved["tokens"] < cached_tokens else ""
+    return f"{least}{format_duration(saved['seconds'])}"
 
 
 def no_sessions_text(computing: int, where: str = "") -> str:

@@ -10,7 +10,7 @@ where its term is the largest.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -22,7 +22,7 @@ from mlxcache.model.device import DeviceKind
 from mlxcache.model.kv import Layout
 from mlxcache.model.lineage import Lineage
 from mlxcache.model.weights import shared_bytes
-from mlxcache.store.session_rows import Gain, SessionFigures
+from mlxcache.store.session_rows import Measured, SessionFigures
 from mlxcache.types import RequestRecord
 
 PROBE = 128
@@ -404,52 +404,82 @@ LEAST = 128
 
 
 class PrefillSpeed:
-    """Measured seconds per token of prefill, by range of positions. MLX thread only.
+    """Measured cost of prefill, by range of positions. MLX thread only.
 
-    Unlike `Cost`, which plans the next chunk, it counts only chunks of requests. `paces` maps
-    ranges (see `range_of`) to seconds per token and starts empty; `resume` adds earlier
-    measurements.
+    Unlike `Cost`, which plans the next chunk, it counts only chunks of requests, and all of them
+    alike: the seconds of a range are divided by its tokens. So reuse of what was computed never
+    counts for more than computing it took. Ranges are those of `range_of`.
     """
 
     def __init__(self) -> None:
-        self.paces: dict[int, float] = {}
+        self._measured: dict[int, Measured] = {}
+        self._unsaved: dict[int, Measured] = {}
 
-    def resume(self, paces: Mapping[int, float]) -> None:
-        """Add seconds per token, by range, that earlier runs of the server measured.
-
-        Ranges that this run has measured already keep their values.
-        """
-        self.paces = {**paces, **self.paces}
+    def resume(self, measured: Mapping[int, Measured]) -> None:
+        """Add what earlier runs of the server measured."""
+        for where, (tokens, seconds) in measured.items():
+            _add(self._measured, where, tokens, seconds)
 
     def observe(self, tokens: int, seconds: float, cached: int) -> None:
-        """Add a chunk of `tokens` tokens, fed after `cached` ones, to the moving averages."""
+        """Add a chunk of `tokens` tokens, fed after `cached` ones.
+
+        A chunk over several ranges is divided among them by its tokens.
+        """
         if tokens < LEAST or seconds <= 0:
             return
-        average_pace(self.paces, tokens, seconds, cached)
+        for where, part in _by_range(cached, cached + tokens):
+            for held in (self._measured, self._unsaved):
+                _add(held, where, part, seconds * part / tokens)
+
+    def take_unsaved(self) -> dict[int, Measured]:
+        """Return what was measured since the last call, for the index."""
+        unsaved, self._unsaved = self._unsaved, {}
+        return unsaved
 
     def seconds(self, tokens: int) -> float | None:
         """Return the seconds for computing a prompt's first `tokens` tokens.
 
         Returns None if nothing was measured. A range that was not measured counts like the nearest
-        measured range before it, which is faster, or as 0. The result is therefore a lower bound of
-        the time that reuse saves.
+        measured range before it, which is faster, or as 0.
         """
-        known = pace = None
-        start, where = 0, 0
-        while start < tokens:
-            end = min(tokens, NEAR << where)
-            pace = self.paces.get(where, pace)
+        priced = self._priced(tokens)
+        if tokens and not priced:
+            return None
+        return sum(part * pace for part, pace in priced)
+
+    def known_tokens(self, tokens: int) -> int:
+        """Return how many of a prompt's first `tokens` tokens `seconds` counts."""
+        return sum(part for part, _ in self._priced(tokens))
+
+    def _priced(self, tokens: int) -> list[tuple[int, float]]:
+        """Return numbers of tokens with their seconds per token."""
+        found, pace = [], None
+        for where, part in _by_range(0, tokens):
+            if (measured := self._measured.get(where)) is not None:
+                pace = measured[1] / measured[0]
             if pace is not None:
-                known = (known or 0.0) + (end - start) * pace
-            start, where = end, where + 1
-        return known if tokens else 0.0
+                found.append((part, pace))
+        return found
 
 
-def gain_of(record: RequestRecord, speed: PrefillSpeed) -> Gain:
+def _by_range(start: int, end: int) -> Iterator[tuple[int, int]]:
+    """Yield the ranges of the positions from `start` to `end`, and how many of these each has."""
+    while start < end:
+        where = range_of(start)
+        after = min(end, NEAR << where)
+        yield where, after - start
+        start = after
+
+
+def _add(held: dict[int, Measured], where: int, tokens: int, seconds: float) -> None:
+    before = held.get(where, (0, 0.0))
+    held[where] = before[0] + tokens, before[1] + seconds
+
+
+def figures_of(record: RequestRecord, speed: PrefillSpeed) -> SessionFigures:
     """Return the figures of an ended request, with the tokens and seconds that reuse saved."""
     first = record.timing.get("first_token_s")
-    saved = speed.seconds(record.cached_tokens)
-    figures = SessionFigures(
+    return SessionFigures(
         requests=1,
         first_tokens=int(first is not None),
         first_token_s=first or 0.0,
@@ -458,7 +488,6 @@ def gain_of(record: RequestRecord, speed: PrefillSpeed) -> Gain:
         restored_tokens=record.restored_tokens,
         fed_tokens=record.fed_tokens,
         generated_tokens=record.generated_tokens,
-        saved_tokens=0 if saved is None else record.cached_tokens,
-        saved_s=saved or 0.0,
+        saved_tokens=speed.known_tokens(record.cached_tokens),
+        saved_s=speed.seconds(record.cached_tokens) or 0.0,
     )
-    return Gain(figures, dict(speed.paces))

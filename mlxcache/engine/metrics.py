@@ -13,9 +13,9 @@ import mlx.core as mx
 
 from mlxcache.cache.kv_cache import KVCache
 from mlxcache.config.rules import RULES
-from mlxcache.engine.cost import PrefillSpeed, gain_of
+from mlxcache.engine.cost import PrefillSpeed, figures_of
 from mlxcache.lru import LRU
-from mlxcache.store.session_rows import Gain
+from mlxcache.store.session_rows import SessionFigures
 from mlxcache.types import WARMING, Job, RequestRecord
 
 if TYPE_CHECKING:
@@ -215,21 +215,21 @@ class Totals:
     sessions: set[str] = field(default_factory=set)
     saved: dict[str, float] = field(default_factory=lambda: {"tokens": 0, "seconds": 0.0})
 
-    def add(self, record: RequestRecord, speed: PrefillSpeed) -> Gain:
-        """Count a request that is over; return the time and tokens that its reuse saved."""
-        gain = gain_of(record, speed)
+    def add(self, record: RequestRecord, speed: PrefillSpeed) -> SessionFigures:
+        """Count a request that is over; return its figures, with what its reuse saved."""
+        figures = figures_of(record, speed)
         self.requests["total"] += 1
         self.requests[reuse_of(record)] += 1
         for name in self.tokens:
             self.tokens[name] += getattr(record, f"{name}_tokens")
         if record.api != WARMING:
-            self.saved["tokens"] += gain.figures.saved_tokens
-            self.saved["seconds"] += gain.figures.saved_s
+            self.saved["tokens"] += figures.saved_tokens
+            self.saved["seconds"] += figures.saved_s
         for rule in record.canonicalised:
             self.canonicalised[rule] += 1
         if record.session:
             self.sessions.add(record.session)
-        return gain
+        return figures
 
 
 class Figures:

@@ -63,7 +63,7 @@ from mlxcache.sessions.journal import Served
 from mlxcache.sessions.mlx_lm_files import PromptCacheReader, Submit
 from mlxcache.store.database import TemporaryDatabase
 from mlxcache.store.reply_rows import ReplyRow
-from mlxcache.store.session_rows import Gain
+from mlxcache.store.session_rows import Gain, SessionFigures
 from mlxcache.store.sessions import Sessions
 from mlxcache.store.store import Store
 from mlxcache.tree.budget import Budget
@@ -379,7 +379,7 @@ class ModelRuntime:
         spec = serialise.run_spec(layout)
         served = Served(self.info.id, path, namespace, spec, layout.vocab_size)
         sessions = Sessions(store.database if store is not None else TemporaryDatabase())
-        self.scheduler.prefill.speed.resume(sessions.paces(namespace))
+        self.scheduler.prefill.speed.resume(sessions.prefill_times(namespace))
         incoming = settings.cache_dir / "incoming"
         remove_stale(incoming)
         reader_ = PromptCacheReader(
@@ -523,21 +523,22 @@ class ModelRuntime:
         The reply is remembered for later prompts and added to its session.
         """
         if task.lease is not None or task.admitted:
-            gain = self._totals.add(task.record, self.scheduler.prefill.speed)
+            figures = self._totals.add(task.record, self.scheduler.prefill.speed)
             reply = task.generated()
             self.builders.of(task.job.owner).remember(reply)
-            self._add_turn(task, reply, gain)
+            self._add_turn(task, reply, figures)
         self._publish()
 
     def _publish(self) -> None:
         self.figures.publish()
 
-    def _add_turn(self, task: Task, reply: GeneratedReply | None, gain: Gain) -> None:
+    def _add_turn(self, task: Task, reply: GeneratedReply | None, figures: SessionFigures) -> None:
         if task.record.status not in RECORDED or task.job.api == WARMING:
             return
         ids = task.tokens()
         if task.out and self.kv.match(ids) < len(ids):
             ids = ids[:-1]  # the last token was drawn and not fed, so it has no KV
+        gain = Gain(figures, self.scheduler.prefill.speed.take_unsaved())
         self.book.add_turn(task.job, ids, reply.row if reply else None, gain)
 
     # -- the end -----------------------------------------------------------------------------------

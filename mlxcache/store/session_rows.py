@@ -348,8 +348,8 @@ CREATE TABLE IF NOT EXISTS session_figures (
     prompt_tokens INTEGER NOT NULL, cached_tokens INTEGER NOT NULL,
     restored_tokens INTEGER NOT NULL, fed_tokens INTEGER NOT NULL,
     generated_tokens INTEGER NOT NULL, saved_tokens INTEGER NOT NULL, saved_s REAL NOT NULL);
-CREATE TABLE IF NOT EXISTS prefill_paces (
-    namespace TEXT NOT NULL, range INTEGER NOT NULL, token_s REAL NOT NULL,
+CREATE TABLE IF NOT EXISTS prefill_times (
+    namespace TEXT NOT NULL, range INTEGER NOT NULL, tokens INTEGER NOT NULL, seconds REAL NOT NULL,
     PRIMARY KEY (namespace, range)) WITHOUT ROWID;
 """
 
@@ -389,19 +389,24 @@ class SessionFigures:
             "restored_tokens": self.restored_tokens,
             "fed_tokens": self.fed_tokens,
             "generated_tokens": self.generated_tokens,
+            "saved_tokens": self.saved_tokens,
             "saved_s": round(self.saved_s, 3) if known else None,
         }
 
 
+Measured = tuple[int, float]
+"""Prefill tokens, and the seconds that they took."""
+
+
 @dataclass(frozen=True, slots=True)
 class Gain:
-    """Figures of one request to add to its session, and the speeds of prefill measured so far.
+    """Figures of one request to add to its session, and the prefill measured since the last one.
 
-    `paces`: seconds per prefill token by range of positions.
+    `measured`: by range of positions.
     """
 
     figures: SessionFigures
-    paces: Mapping[int, float] = field(default_factory=dict)
+    measured: Mapping[int, Measured] = field(default_factory=dict)
 
 
 _FIGURES = tuple(one.name for one in fields(SessionFigures))
@@ -414,12 +419,13 @@ _ADD_FIGURES = (
 
 
 def add_gain(db: sqlite3.Connection, session: str, namespace: str, gain: Gain) -> None:
-    """Add one request's figures to those of its session, and store the measured prefill speeds."""
+    """Add one request's figures to those of its session, and the prefill measured to the totals."""
     db.execute(_ADD_FIGURES, {"session": session, **asdict(gain.figures)})
     db.executemany(
-        "INSERT INTO prefill_paces (namespace, range, token_s) VALUES (?, ?, ?)"
-        " ON CONFLICT (namespace, range) DO UPDATE SET token_s = excluded.token_s",
-        [(namespace, where, pace) for where, pace in gain.paces.items()],
+        "INSERT INTO prefill_times (namespace, range, tokens, seconds) VALUES (?, ?, ?, ?)"
+        " ON CONFLICT (namespace, range) DO UPDATE SET tokens = tokens + excluded.tokens,"
+        " seconds = seconds + excluded.seconds",
+        [(namespace, where, *measured) for where, measured in gain.measured.items()],
     )
 
 
@@ -430,7 +436,8 @@ def read_figures(db: sqlite3.Connection, session: str) -> SessionFigures:
     return SessionFigures(*row) if row is not None else SessionFigures()
 
 
-def read_paces(db: sqlite3.Connection, namespace: str) -> dict[int, float]:
-    """Return the last measured seconds per prefill token, by range of positions."""
-    query = "SELECT range, token_s FROM prefill_paces WHERE namespace = ?"
-    return dict(db.execute(query, (namespace,)).fetchall())
+def read_prefill_times(db: sqlite3.Connection, namespace: str) -> dict[int, Measured]:
+    """Return the prefill measured in a namespace, by range of positions."""
+    query = "SELECT range, tokens, seconds FROM prefill_times WHERE namespace = ?"
+    rows = db.execute(query, (namespace,)).fetchall()
+    return {where: (tokens, seconds) for where, tokens, seconds in rows}

@@ -100,10 +100,10 @@ class Sessions:
         with self._database.read() as db:
             return rows.read_figures(db, id)
 
-    def paces(self, namespace: str) -> dict[int, float]:
-        """Return the last measured seconds per prefill token, by range of positions."""
+    def prefill_times(self, namespace: str) -> dict[int, rows.Measured]:
+        """Return the tokens and seconds of prefill measured in a namespace, by position range."""
         with self._database.read() as db:
-            return rows.read_paces(db, namespace)
+            return rows.read_prefill_times(db, namespace)
 
     def pinned(self) -> list[str]:
         """Return the ids of the pinned sessions."""

@@ -89,3 +89,10 @@ def test_one_thing_is_singular():
         "1 token",
         "2,345 tokens",
     ]
+
+
+def test_time_saved_is_a_minimum_where_its_cost_is_not_known_for_all_tokens():
+    """As for tokens at positions where no prefill was measured."""
+    saved = {"tokens": 900, "seconds": 61.0}
+    assert show.format_saved(900, saved) == "1 min 1 s"
+    assert show.format_saved(1000, saved) == "at least 1 min 1 s"

@@ -1,10 +1,12 @@
-"""What reuse has saved: by measured speeds alone, and never more than it did."""
+"""The time saved by reuse: from measured speeds alone, and never more than computing it took."""
 
 from __future__ import annotations
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from mlxcache.engine.cost import LEAST, PrefillSpeed, gain_of
+from mlxcache.engine.cost import LEAST, NEAR, PrefillSpeed, figures_of, range_of
 from mlxcache.types import RequestRecord
 
 
@@ -13,6 +15,7 @@ def test_nothing_is_known_before_anything_was_measured():
     speed = PrefillSpeed()
     assert speed.seconds(500) is None
     assert speed.seconds(0) == 0.0
+    assert speed.known_tokens(500) == 0
 
 
 def test_a_short_chunk_does_not_tell():
@@ -24,18 +27,20 @@ def test_a_short_chunk_does_not_tell():
 
 
 def test_tokens_further_on_have_a_speed_of_their_own():
-    """By the range in which they stand; a later measurement moves the average."""
+    """By the range in which they are: all its seconds by all its tokens."""
     speed = PrefillSpeed()
     speed.observe(1000, 1.0, 0)
     speed.observe(1000, 4.0, 1024)
     assert speed.seconds(500) == pytest.approx(0.5)
     assert speed.seconds(2024) == pytest.approx(1.024 + 4.0)
     speed.observe(1000, 2.0, 0)
-    assert speed.seconds(1000) == pytest.approx(1.3)
+    assert speed.seconds(1000) == pytest.approx(1.5)
+    speed.observe(500, 0.5, 0)
+    assert speed.seconds(1000) == pytest.approx(1.4)
 
 
 def test_what_was_not_measured_counts_as_what_stands_before_it():
-    """Which takes less time; and as nothing where nothing before it was measured."""
+    """Which takes less time; and as nothing, and unknown, where nothing before it was measured."""
     speed = PrefillSpeed()
     speed.observe(1000, 1.0, 0)
     assert speed.seconds(4096) == pytest.approx(4.096)
@@ -43,26 +48,64 @@ def test_what_was_not_measured_counts_as_what_stands_before_it():
     late.observe(1000, 3.0, 5000)
     assert late.seconds(4096) is None
     assert late.seconds(5096) == pytest.approx(3.0)
+    assert late.known_tokens(5096) == 1000
 
 
-def test_what_was_measured_now_counts_more_than_what_was_before():
-    """Other ranges are taken over."""
+def test_a_chunk_over_several_ranges_counts_in_each():
+    """By its tokens there."""
+    speed = PrefillSpeed()
+    speed.observe(4000, 8.0, 96)
+    assert speed.take_unsaved() == {0: (928, 1.856), 1: (1024, 2.048), 2: (2048, 4.096)}
+    assert speed.take_unsaved() == {}
+    assert speed.seconds(4096) == pytest.approx(8.192)
+
+
+def test_what_earlier_servers_measured_counts_alike():
+    """And is not handed out again for the index."""
     speed = PrefillSpeed()
     speed.observe(1000, 1.0, 0)
-    speed.resume({0: 9.0, 1: 0.5})
-    assert speed.seconds(1024 + 10) == pytest.approx(1.024 + 5.0)
+    speed.resume({0: (1000, 3.0), 1: (1000, 5.0)})
+    assert speed.seconds(1024 + 10) == pytest.approx(2.048 + 0.05)
+    assert speed.take_unsaved() == {0: (1000, 1.0)}
+
+
+chunks = st.lists(
+    st.tuples(st.integers(LEAST, 5000), st.floats(1e-3, 100.0)), min_size=1, max_size=12
+)
+
+
+@given(st.lists(chunks, min_size=1, max_size=4), st.data())
+def test_reuse_saves_no_more_than_computing_it_took(prompts, data):
+    """However the speed varied: prompts fed in chunks, each reused once, save what they took."""
+    speed, took = PrefillSpeed(), 0.0
+    for prompt in prompts:
+        at = 0
+        for tokens, seconds in prompt:
+            speed.observe(tokens, seconds, at)
+            at += tokens
+            took += seconds
+    lengths = [sum(tokens for tokens, _ in prompt) for prompt in prompts]
+    whole = sum(speed.seconds(length) or 0.0 for length in lengths)
+    assert whole == pytest.approx(took)
+    reused = [data.draw(st.integers(0, length)) for length in lengths]
+    assert sum(speed.seconds(length) or 0.0 for length in reused) <= took * (1 + 1e-9)
+
+
+def test_ranges_double_in_length():
+    """Their bounds are `NEAR` times powers of two."""
+    assert [range_of(n) for n in (0, NEAR - 1, NEAR, 2 * NEAR - 1, 2 * NEAR)] == [0, 0, 1, 1, 2]
 
 
 def test_a_gain_without_a_speed_saves_no_known_time():
     """Which the session's figures keep apart from no time."""
     record = RequestRecord("r", "s", "chat", None, "done", 0.0, 100, 60, 0, 40, 5)
-    figures = gain_of(record, PrefillSpeed()).figures
+    figures = figures_of(record, PrefillSpeed())
     assert (figures.saved_tokens, figures.first_tokens) == (0, 0)
     assert figures.as_object()["saved_s"] is None
     assert figures.as_object()["first_token_s"] is None
     speed = PrefillSpeed()
     speed.observe(200, 2.0, 0)
     record.timing["first_token_s"] = 0.25
-    told = gain_of(record, speed).figures.as_object()
+    told = figures_of(record, speed).as_object()
     assert told["saved_s"] == pytest.approx(0.6)
     assert told["first_token_s"] == 0.25

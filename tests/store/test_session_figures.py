@@ -19,7 +19,7 @@ def sessions(folder) -> Iterator[Sessions]:
 
 
 def turn(sessions: Sessions, label: str, owner: str | None = None, **figures: float) -> str:
-    gain = Gain(SessionFigures(requests=1, **figures), {0: 0.25, 2: 0.5})  # type: ignore[arg-type]
+    gain = Gain(SessionFigures(requests=1, **figures), {0: (200, 0.25), 2: (300, 0.5)})  # type: ignore[arg-type]
     ids = tokens(100)
     key = conversation_key_tokens((), 90)
     return sessions.record_turn(
@@ -38,8 +38,8 @@ def test_figures_of_a_sessions_requests_add_up(sessions, folder):
         assert (found.requests, found.cached_tokens, found.prompt_tokens) == (2, 40, 180)
         assert (found.saved_tokens, found.saved_s, found.first_tokens) == (10, 0.5, 1)
         assert again.figures(other).cached_tokens == 0
-        assert again.paces("space") == {0: 0.25, 2: 0.5}
-        assert again.paces("another") == {}
+        assert again.prefill_times("space") == {0: (600, 0.75), 2: (900, 1.5)}
+        assert again.prefill_times("another") == {}
 
 
 def test_figures_go_with_their_session_and_not_into_a_fork(sessions):

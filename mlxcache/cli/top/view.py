@@ -183,7 +183,7 @@ def _totals(cache: Mapping[str, Any]) -> Text:
     if tokens["prompt"]:
         text += f"; {tokens['cached'] / tokens['prompt']:.0%} reused"
     if saved["tokens"]:
-        text += f", {show.format_duration(saved['seconds'])} saved"
+        text += f", {show.format_saved(tokens['cached'], saved)} saved"
     return Text(text, no_wrap=True, overflow="ellipsis")
 
 
