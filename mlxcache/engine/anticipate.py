@@ -114,7 +114,8 @@ class IdlePrefill:
     def step(self) -> None:
         """Feed one chunk of the newest turn; drop the turn when nothing of it is left to feed.
 
-        Logs an error and drops the turn, except that a device error is raised.
+        After an exception the turn is dropped and the exception logged. Only device errors are
+        raised.
         """
         if not self.ready:
             return

@@ -33,7 +33,10 @@ Processor = Callable[[mx.array, mx.array], mx.array]
 
 
 class NonFiniteOutput(GenerationFailed):
-    """Error for a model that produced NaN or infinity, so that its cache may hold such values."""
+    """Error raised if the model produced NaN or infinity.
+
+    The model's cache may contain such values then.
+    """
 
     def __init__(self) -> None:
         super().__init__("The model produced NaN: nothing of this reply is kept.")
@@ -223,7 +226,7 @@ class Decoder:
             self._set_pending(other.pending[rows], other.logprobs[rows], other.finite[rows])
 
     def _set_pending(self, pending: mx.array, logprobs: mx.array, finite: mx.array) -> None:
-        """Set the pending tokens; evaluate them at once on a device that defers its errors.
+        """Set the pending tokens; on a GPU, which reports errors late, evaluate them at once.
 
         Otherwise they would be evaluated with the next pass, and fail with it. Raises without
         changing anything if MLX fails.

@@ -115,8 +115,8 @@ class Images:
     def inputs(self, task: Task, start: int, end: int) -> dict[str, mx.array]:
         """Return the model's extra keyword arguments for positions [start, end) of a task.
 
-        Empty if there is no image in that range. Otherwise `input_embeddings`, shape (1, end -
-        start, hidden).
+        Empty if there is no image in that range. Otherwise `input_embeddings`, an array of shape
+        (1, end - start, hidden).
         """
         spans = [s for s in task.images if s.start < end and start < s.end]
         if self._task is not task:

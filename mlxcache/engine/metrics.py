@@ -199,8 +199,8 @@ class Totals:
     """Sums over all requests that were admitted. MLX thread only.
 
     `requests`: counts by reuse. `tokens`: tokens by kind. `canonicalised`: number of requests that
-    each rule changed. `sessions`: their labels. `saved`: tokens and seconds that reuse saved
-    clients.
+    each rule changed. `sessions`: labels of the requests' sessions. `saved`: tokens and seconds
+    that reuse saved clients.
     """
 
     requests: dict[str, int] = field(
@@ -235,8 +235,8 @@ class Totals:
 class Figures:
     """Maker of the response body of `GET /v1/cache`.
 
-    It is made on the MLX thread; any thread may read the finished dictionary in `latest`. Some
-    fields: `ram` is the part of the budget that the prefix tree takes, and `active_bytes` what
+    The body is made on the MLX thread; any thread may read the finished dictionary in `latest`.
+    Some fields: `ram` is the part of the budget that the prefix tree takes, and `active_bytes` what
     lineages take beyond it. `mlx` is memory as MLX itself counts it, including the weights.
     `canonicalised`: number of requests that each rule changed. `saved`: cached tokens, and the
     seconds that computing them would have taken at the measured speed of prefill. `anticipated`:

@@ -237,11 +237,12 @@ class Prefill:
         self._feeding = None
 
     def note_device_error(self) -> None:
-        """After a device error, feed shorter chunks from the failed chunk's position on.
+        """Feed shorter chunks from now on if the device failed while a chunk was fed.
 
-        The operating system ends passes that block the display for too long; a shorter pass also
-        takes less memory. The limit holds while the model is loaded. Embedding rows of images are
-        dropped because they may be wrong. Without a chunk in progress only the rows are dropped.
+        The limit applies from the position of that chunk on, as long as the model is loaded. The
+        operating system ends passes that block the display for too long, and a shorter pass also
+        takes less memory. Embedding rows of images are dropped in any case, because they may be
+        wrong.
         """
         if self._feeding is not None:
             at, size = self._feeding

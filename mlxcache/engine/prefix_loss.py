@@ -48,9 +48,10 @@ class Found:
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """A prefix loss: `described` is its object, without tokens and cost.
+    """A prefix loss, before its tokens are counted.
 
-    `runs`: tokens that an earlier prompt had computed and that this one has to compute again.
+    `described`: the object of the API, still without tokens and cost. `runs`: half-open ranges of
+    tokens that an earlier prompt had computed and that this one has to compute again.
     """
 
     described: dict[str, Any]
@@ -169,7 +170,7 @@ class PrefixLossReporter:
         return self._gone(reuse, kept, side) if kept - reuse.cached >= parted else changed
 
     def _changed(self, earlier: EarlierPrompt, side: Side, reuse: Found) -> Loss | None:
-        """Return the loss by a difference from an earlier prompt; None without one."""
+        """Return the loss caused by a difference from an earlier prompt; None if there is none."""
         found = self._explainer.explain(earlier.side, side, earlier.computed)
         if (first := found.first) is None:
             return None
@@ -196,7 +197,7 @@ class PrefixLossReporter:
         return _loss(("namespace", "other_model"), cached, ((cached, most),), around)
 
     def _gone(self, reuse: Found, kept: int, side: Side) -> Loss:
-        """Return the loss of a computed prefix of `kept` tokens where the text is the same."""
+        """Return the loss of a prefix of `kept` tokens that was computed from the same text."""
         around = self._around(side, reuse.cached)
         return _loss(_missing(reuse, kept), reuse.cached, ((reuse.cached, kept),), around)
 
@@ -207,7 +208,11 @@ class PrefixLossReporter:
 
 
 def _loss(what: Cause, at: int, runs: Runs = (), texts: Texts = ("", ""), where: str = "") -> Loss:
-    """Make a loss from token `at` on. `texts`: excerpts before and after."""
+    """Return a loss that begins at token `at`.
+
+    `runs`: half-open ranges of the lost tokens. `texts`: excerpts of the earlier and the later
+    text. `where`: part of the conversation.
+    """
     reason, cause = what
     described = {
         "at_token": at,
@@ -244,7 +249,10 @@ def _set_cost(record: RequestRecord, spent: float | None) -> None:
 
 
 def _count_fed(record: RequestRecord, loss: Loss) -> None:
-    """Set the lost tokens to those that a finished request was fed; remove a small loss."""
+    """Limit the lost tokens of an ended request to those that it was fed.
+
+    The loss is removed from the record if it is small then.
+    """
     start, fed = record.cached_tokens, record.fed_tokens
     tokens = count_within(loss.runs, start, start + fed)
     small = bool(loss.runs) and tokens <= LEAST_LOSS

@@ -258,8 +258,8 @@ def open_images(loaded: Loaded, plan: MemoryPlan, settings: Settings) -> images.
 class ModelRuntime:
     """A loaded model with its cache, scheduler, sessions and prompt builders.
 
-    Make it on the MLX thread. `submit`: `Engine.submit`. `on_progress(what, share)` reports the
-    steps of opening. `info.context_length` is reduced to the tokens that the budget has memory for.
+    Make it on the MLX thread. `submit`: `Engine.submit`. `on_progress(what, share)` reports what is
+    being opened. `info.context_length` is reduced to the tokens that the budget has memory for.
     Raises ModelError if `--ram` is too small, and StoreError if the table of sessions cannot be
     opened.
     """

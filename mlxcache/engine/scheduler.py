@@ -322,11 +322,12 @@ class Scheduler:
                 self._persist(task)
 
     def _confirm_prompts(self, lane: Lane) -> bool:
-        """Before the first token of a reply, wait for the pass that drew it and commit the prompt.
+        """Wait for the passes that drew the first tokens of replies, and commit their prompts.
 
-        Returns True if the tokens of the next step will be confirmed when they are handed out. On a
-        device that defers its errors, later tokens are confirmed one step later, because waiting
-        for each pass would be slow.
+        Does so only on a GPU, which reports errors late, and only for replies without a token yet.
+        Returns True if the tokens of the next step will be confirmed when they are handed out.
+        Later tokens on a GPU are confirmed one step later, because waiting for each pass would be
+        slow.
         """
         if not device.defers_errors():
             return True
@@ -344,7 +345,7 @@ class Scheduler:
     # -- errors of the device ----------------------------------------------------------------------
 
     def _recover(self, error: RuntimeError) -> None:
-        """After a device error, begin all active work again from what was confirmed.
+        """Begin all active work again from what was confirmed before a device error.
 
         It is not known which pass failed. So no pending token is used again, and no lineage that
         was written to since its last confirmation. A device error during recovery begins it again.

@@ -127,7 +127,7 @@ class Task:
     in RAM at its admission, reusable or not. `guide`: restricts the reply; each row gets a copy of
     its first state.
 
-    Pieces of the reply are staged until `deliver`, because on a device that defers its errors the
+    Pieces of the reply are staged until `deliver`, because on a GPU, which reports errors late, the
     pass that drew them may have failed. After such an error, `begin_again` drops the tokens that
     were not delivered. Those that were delivered become part of `ids` and `fed`, to be fed again.
     `restarts` counts the restarts since the cache last held more of the prompt than before.
@@ -179,7 +179,7 @@ class Task:
 
     @property
     def restoring(self) -> bool:
-        """True while part of its prefix is being read from disk."""
+        """True while part of the task's prefix is being read from disk."""
         return self.lease is not None and self.lease.awaiting_state
 
     @property
@@ -355,7 +355,7 @@ class Task:
 
     @property
     def row_error(self) -> Exception | None:
-        """Exception raised by its sampler, a processor or its guide; None if none was."""
+        """Exception raised by the task's sampler, a processor or its guide; None if none was."""
         return self.output.row.error if self.output is not None else None
 
     def take(self, drawn: Sequence[Drawn]) -> Outcome | None:

@@ -132,7 +132,7 @@ def _strings(value: Any) -> Iterator[str]:
 
 
 def _place(rendered: str, part: str, at: int, *, as_json: bool) -> int | None:
-    """Return the offset in the rendered text of character `at` of a part, or None.
+    """Return the offset in the rendered text of character `at` of the text `part`, or None.
 
     `as_json`: the template renders the part as JSON.
     """

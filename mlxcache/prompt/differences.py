@@ -240,7 +240,8 @@ def _moved(
 def _history_inserted(was: Sequence[Message], now: Sequence[Message], i: int) -> bool:
     """Return whether replies were inserted at `i`, before a message that is sent again at the end.
 
-    Clients that send text after the history do so: a sub-agent its instruction, others files.
+    Clients that send a text after the history do so: a sub-agent its instruction, other clients the
+    content of files.
     """
     most = min(len(was) - i, _SHIFTS)
     for end in range(max(i + 1, len(now) - most), len(now)):
@@ -429,10 +430,10 @@ def first_new(old: Chat, new: Chat) -> int:
 
 
 def related(old: Chat, new: Chat) -> bool:
-    """Return whether `new` continues `old`, or begins a conversation with almost the same head.
+    """Return whether `new` continues `old`, or has almost the same tools and system text.
 
-    Without a head in common, an equal message does not relate two conversations: a client sends the
-    same words to the model for a title, and a sub-agent reads the history of another. Tools and
+    If these differ, an equal message does not make two conversations related: a client sends the
+    same words to the model to get a title, and a sub-agent reads the history of another. Tools and
     system text may change while a conversation goes on, but not both into something else.
     """
     was, now = _head(old), _head(new)

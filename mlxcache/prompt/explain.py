@@ -187,7 +187,7 @@ class Explainer:
 
 
 def _removed(old: Source, new: Source) -> tuple[tuple[str, Difference], ...]:
-    """Return the differences as sent that canonicalisation removed, each with its rule."""
+    """Return the differences that canonicalisation removed, each with the name of its rule."""
     rules = {*old.canonical.rules, *new.canonical.rules}
     if not rules:
         return ()

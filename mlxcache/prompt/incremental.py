@@ -61,7 +61,7 @@ def first_difference(a: Sequence[Splice], b: Sequence[Splice]) -> int:
 
 
 def remove_splices(text: str, splices: Sequence[Splice]) -> str:
-    """Return the text as the template rendered it."""
+    """Undo splices: return the text as the template rendered it."""
     if not splices:
         return text
     parts, at = [], 0
@@ -195,8 +195,8 @@ class Tokeniser:
     ) -> Tokenised:
         """Tokenise a rendered text, which may contain sentinels, and remember it.
 
-        If splices do not fit into the text, it is tokenised without them. Raises BadRequest if the
-        text is not valid Unicode.
+        `splices`: ranges of the text with known token ids. If they do not fit into the text, it is
+        tokenised without them. Raises BadRequest if the text is not valid Unicode.
         """
         if not self._incremental:
             return self.encode_whole(remove_splices(text, splices))
@@ -210,7 +210,10 @@ class Tokeniser:
         return new
 
     def encode_whole(self, text: str, splices: tuple[Splice, ...] = ()) -> Tokenised:
-        """Tokenise a text without reusing any ids and without remembering it."""
+        """Tokenise a text without reusing any ids and without remembering it.
+
+        `splices`: ranges of the text with known token ids.
+        """
         ids = self._ids(text, 0, splices)
         matches = self._finder.find_all(text)
         at = self._finder.align(ids, matches)

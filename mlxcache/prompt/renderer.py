@@ -33,7 +33,7 @@ _KEPT = 64
 
 @dataclass(frozen=True, slots=True)
 class Rendered:
-    """A rendered text with sentinels.
+    """A rendered text, with sentinels in place of escaped control tokens.
 
     `generation`: character at which the generation prompt starts. This is the text's length if
     there is none, for example because the request continues the last message. `images`: images in

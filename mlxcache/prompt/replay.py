@@ -50,11 +50,11 @@ _CONTEXT = 256
 
 @dataclass(frozen=True, slots=True)
 class ReplayedText:
-    """A rendered text with known replies spliced in.
+    """A rendered text in which known replies were replaced by the text of their generated ids.
 
-    `digest` and `tail`: digest and last characters of the text as rendered. `changed`: the ids of
-    at least one reply differ from the encoding of its text. `replies`: keys of the replies, in
-    order.
+    `splices`: the ranges of the replies and their ids. `digest` and `tail`: digest and last
+    characters of the text as rendered. `changed`: the ids of at least one reply differ from the
+    encoding of its text. `replies`: keys of the replies, in order.
     """
 
     text: str
@@ -126,9 +126,10 @@ class Replay:
         return None
 
     def splice_replies(self, text: str, tools: Tools, *, enabled: bool = True) -> ReplayedText:
-        """Splice every known reply into the rendered text of a conversation with `tools`.
+        """Replace every known reply in a rendered text by the text of its generated ids.
 
-        Unless `enabled`, only the digest and the tail are computed.
+        `tools`: tools of the conversation. Unless `enabled`, only the digest and the tail are
+        computed.
         """
         walk = hashlib.blake2b(digest_size=16)
         steady = self._steady(text)
@@ -160,7 +161,7 @@ class Replay:
     def _find_fit(
         self, text: str, at: int, replies: Sequence[GeneratedReply], tools: Tools
     ) -> _Fit | None:
-        """Return the fit of the newest of `replies` with which the text continues, or None.
+        """Return the place of the newest of `replies` with which the text continues, or None.
 
         `at`: character of the text at which a reply would begin.
         """
@@ -176,7 +177,10 @@ class Replay:
         return None
 
     def _fit(self, text: str, at: int, reply: GeneratedReply, tools: Tools) -> _Fit | None:
-        """Return the fit of one reply at character `at`; None if the contents differ."""
+        """Return the place of one reply that begins at character `at`.
+
+        Returns None if the text there has another content.
+        """
         decoded = self._reader.decode(reply, tools)
         if decoded is None:
             return None

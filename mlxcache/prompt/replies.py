@@ -71,8 +71,9 @@ class ReplyContent:
 
     @classmethod
     def of_message(cls, message: Mapping[str, Any]) -> ReplyContent | None:
-        """Return the content of an assistant message; None if it contains more than text and
-        calls.
+        """Return the content of an assistant message.
+
+        Returns None if the message contains more than text and calls.
         """
         texts, thinking = message_blocks(message), message.get("reasoning_content") or ""
         if texts is None or not isinstance(thinking, str):
@@ -197,11 +198,11 @@ class GeneratedReply:
 
     @property
     def fit(self) -> Any:
-        """Value given to `set_fit`, or None."""
+        """Place of the reply in a rendered text, as given to `set_fit`; None before."""
         return self._fit
 
     def set_fit(self, fit: Any) -> None:
-        """Remember how the reply fits into a rendered text."""
+        """Remember the place of the reply in a rendered text."""
         self._fit = fit
 
     def is_rejected(self, text: int) -> bool:
@@ -351,7 +352,10 @@ class Replies:
             self._by_history.pop(history, None)
 
     def find(self, digest: bytes) -> tuple[GeneratedReply, ...]:
-        """Return the replies to a prompt by its digest, newest last. Counts as a use."""
+        """Return the replies to a prompt by its digest, newest last.
+
+        This counts as a use of the replies, which are evicted by their last use.
+        """
         return self._held.get(digest) or ()
 
     def find_by_history(self, history: bytes) -> tuple[GeneratedReply, ...]:

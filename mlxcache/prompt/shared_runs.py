@@ -1,4 +1,4 @@
-"""Find runs of tokens that two prompts have in common after they differ."""
+"""Search for runs of tokens that two prompts have in common after they differ."""
 
 from __future__ import annotations
 
@@ -56,12 +56,15 @@ def shared_runs(old: Tokens, new: Tokens) -> Runs:
 
 
 def count_within(runs: Iterable[tuple[int, int]], start: int, end: int) -> int:
-    """Return the number of tokens of `runs` from `start` up to `end`."""
+    """Return how many tokens of the ranges `runs` lie in [start, end)."""
     return sum(max(0, min(end, last) - max(start, first)) for first, last in runs)
 
 
 def _hashes(ids: Tokens) -> NDArray[np.uint64]:
-    """Return a hash of the `_BLOCK` tokens from each position on; it wraps around by intention."""
+    """Return a hash of the `_BLOCK` tokens that begin at each position.
+
+    The arithmetic wraps around intentionally.
+    """
     values = np.ascontiguousarray(ids).astype(np.int64).view(np.uint64)
     size = len(values) - _BLOCK + 1
     hashed = np.zeros(size, np.uint64)
@@ -73,9 +76,10 @@ def _hashes(ids: Tokens) -> NDArray[np.uint64]:
 def _longest(
     old: Tokens, new: Tokens, used: NDArray[np.bool_], at: tuple[int, int], places: Sequence[int]
 ) -> tuple[int, int, int]:
-    """Return the longest run around a token of `new`: its start there, in `old`, and its length.
+    """Return the longest common run around a token: its starts in `new` and `old`, and its length.
 
-    `at`: the token, and the first one that the run may begin with.
+    `at`: position of the token in `new`, and the first position at which the run may begin. `used`:
+    tokens of `old` that earlier runs contain. `places`: positions in `old` to compare.
     """
     best = at[0], 0, 0
     for place in places:

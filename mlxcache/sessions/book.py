@@ -110,14 +110,14 @@ class SessionBook:
         self._writer.add_turn(job, ids, time.time(), reply, gain)
 
     def session_of(self, request: str) -> str | None:
-        """Id of the session that a recent request was written to; None until then.
+        """Return the id of the session to which a recent request was written; None until then.
 
-        Any thread; does not block.
+        `request`: id of the request. Any thread; does not block.
         """
         return self._writer.session_of(request)
 
     async def written(self) -> None:
-        """Wait for a bounded time until the turns added before are written.
+        """Wait, for a limited time, until the turns added before are written.
 
         Raises NotReady once the book is closed.
         """

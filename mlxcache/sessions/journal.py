@@ -130,9 +130,10 @@ class SessionWriter:
         self._submit(lambda: self._write_with_late((job.id, turn)))
 
     def session_of(self, request: str) -> str | None:
-        """Id of the session that a request was written to; None before, and for old ones.
+        """Return the id of the session to which a request was written.
 
-        Any thread; does not block.
+        Returns None before that, and for old requests. `request`: id of the request. Any thread;
+        does not block.
         """
         return self._resolved.peek(request)
 
@@ -260,7 +261,7 @@ class SessionWriter:
         return await asyncio.to_thread(action)
 
     async def written(self) -> None:
-        """Wait until the turns added before are written, for at most `READ_WAIT_S`.
+        """Wait at most `READ_WAIT_S` seconds until the turns added before are written.
 
         Raises NotReady once the writer is closed.
         """

@@ -137,8 +137,9 @@ class StoreContext:
         return True
 
     def close(self) -> None:
-        """Write noted uses of files to the index, close the database, and release the process
-        lock.
+        """Write noted uses of files to the index, and close the database.
+
+        The process lock is released too.
         """
         self.database.check_before(None)
         with (

@@ -85,7 +85,7 @@ NAME = "index.sqlite"
 
 
 class Locked(StoreError):
-    """Error: another process or thread was writing longer than this one may wait."""
+    """Error raised if other processes or threads write for longer than this one may wait."""
 
 
 class Database:

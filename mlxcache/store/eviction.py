@@ -93,9 +93,10 @@ class Space:
             index.delete(connection, row)
 
     def shrink(self, connection: sqlite3.Connection, limit: int) -> list[Row]:
-        """Evict files in this transaction until `limit` bytes are in use; return the removed rows.
+        """Evict files in this transaction until at most `limit` bytes are in use.
 
-        Files in writing stay, so the result may exceed the limit.
+        Returns the removed rows. Files that are being written stay, so the limit may still be
+        exceeded.
         """
         rows = index.rows(connection)
         need = self.used(connection) + self._reserve(limit) - limit

@@ -24,7 +24,7 @@ from mlxcache.store.folder import Folder, remove
 
 
 class InUse(StoreError):
-    """Error: another process uses the folder in a way that excludes this use."""
+    """Error raised if another process uses the folder in a way that excludes this use."""
 
 
 NAME = "serving.lock"

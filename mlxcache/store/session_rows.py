@@ -108,7 +108,7 @@ class Turn:
 
     @property
     def replies(self) -> tuple[bytes, ...]:
-        """Keys of the replies in its prompt, followed by that of its own reply."""
+        """Keys of the replies in the turn's prompt, followed by the key of the turn's own reply."""
         return self.known if self.reply is None else (*self.known, self.reply.key)
 
 

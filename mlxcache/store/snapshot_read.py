@@ -106,7 +106,7 @@ def read_snapshot(
 
 
 def with_owner(snapshot: Snapshot, owner: str | None) -> Snapshot:
-    """Return a copy of `snapshot` whose token ids are marked as belonging to `owner`."""
+    """Return a copy of `snapshot` with the token ids under which the cache stores `owner`'s KV."""
     session = snapshot.session
     ids = [own_ids(leaf.ids, owner) for leaf in session.leaves]
     return replace(snapshot, session=with_tokens(session, ids))

@@ -72,16 +72,19 @@ class LeafPart:
     states: tuple[Saved, ...]
 
     def tokens(self, owner: str | None) -> Tokens:
-        """Return its own token ids, little-endian, without the marks of `owner`."""
+        """Return the token ids of the part, little-endian, as the model is fed them.
+
+        `owner`: owner of the session, whose ids in the cache differ from those.
+        """
         return np.ascontiguousarray(plain_ids(self.info.ids, owner)[self.start :], "<i4")
 
     @property
     def end(self) -> int:
-        """Position after its exported KV."""
+        """Position after the part's exported KV."""
         return self.start + self.rows
 
     def describe(self) -> Leaf:
-        """Return its entry in the snapshot's description."""
+        """Return the part's entry in the snapshot's description."""
         info = self.info
         return Leaf(
             parent=self.parent,
@@ -204,9 +207,9 @@ class SnapshotExport:
     Its replies are included as far as the header has room. Construction reads and verifies the
     files, and iteration reads them again; both block. Damaged or evicted KV is left out, and the
     importing server computes it again; the token ids are always complete. `owner`: owner of the
-    session, whose marks are removed from the token ids. Raises StoreError, also during iteration if
-    a file is evicted before it was read. An incomplete snapshot is recognised by its length and
-    cannot be imported.
+    session, whose token ids in the cache are converted back. Raises StoreError, also during
+    iteration if a file is evicted before it was read. An incomplete snapshot is recognised by its
+    length and cannot be imported.
     """
 
     def __init__(self, store: Store, session: SessionInfo, owner: str | None = None):

@@ -104,7 +104,10 @@ class Store:
         return self if namespace == self.namespace else Store(self.context, namespace)
 
     def close(self) -> None:
-        """Write the noted uses and release the folder. Later calls raise StoreError."""
+        """Write noted uses of files to the index, and release the folder.
+
+        Later calls raise StoreError.
+        """
         self.context.close()
 
     # -- finding and verifying -------------------------------------------------------------------

@@ -16,7 +16,7 @@ class NameRestorer:
     """Replaces names in a text that arrives in pieces.
 
     `names` maps each name to its replacement. At most the start of a name is held back until the
-    next piece. No name may begin with the end of a name, including itself.
+    next piece. The end of a name must not be the start of a name, not even of the same one.
     """
 
     def __init__(self, names: Mapping[str, str]):
