@@ -197,6 +197,7 @@ class Job:
     - `timeout_s`: seconds from submission until the request ends in DeadlineExceeded; with None,
       the server's limit applies.
     - `choice`: index of this reply among those that one request of the client asked for.
+    - `response`: id under which the client can retrieve the reply; None if it is not stored.
     """
 
     id: str
@@ -220,6 +221,7 @@ class Job:
     retry: bool = False
     timeout_s: float | None = None
     choice: int = 0
+    response: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

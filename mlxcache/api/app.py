@@ -17,7 +17,17 @@ from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from mlxcache.api import anthropic, cache, dashboard, live, metrics, openai, sessions, status
+from mlxcache.api import (
+    anthropic,
+    cache,
+    dashboard,
+    live,
+    metrics,
+    openai,
+    responses,
+    sessions,
+    status,
+)
 from mlxcache.api.access import (
     CheckMiddleware,
     Keyring,
@@ -55,6 +65,7 @@ def create_app(engine: Engine, settings: ApiSettings | None = None) -> Starlette
     return Starlette(
         routes=[
             *openai.routes(deps),
+            *responses.routes(deps),
             *anthropic.routes(deps),
             *sessions.routes(deps),
             *cache.routes(deps),

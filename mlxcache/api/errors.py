@@ -156,7 +156,7 @@ async def _handle(request: Request, error: Exception) -> Response:
 
 _NOT_SERVED = re.compile(
     r"/v1/(?:assistants|audio|batches|complete|containers|conversations|embeddings|evals|files"
-    r"|fine_tuning|images|messages/batches|moderations|organizations|realtime|rerank|responses"
+    r"|fine_tuning|images|messages/batches|moderations|organizations|realtime|rerank|responses/compact"
     r"|skills|threads|uploads|vector_stores|videos)(?:/|$)"
 )
 """Paths of OpenAI's and Anthropic's APIs, and of rerankers, that this server does not have.
@@ -169,7 +169,8 @@ async def _no_route(request: Request, error: Exception) -> Response:
     if _NOT_SERVED.match(path):
         text = (
             f"{path[:200]} is not supported: this server has /v1/chat/completions, "
-            "/v1/completions and /v1/models of OpenAI's API, and /v1/messages of Anthropic's."
+            "/v1/completions, /v1/responses and /v1/models of OpenAI's API, and /v1/messages of "
+            "Anthropic's."
         )
     elif path.startswith(("/api/chat", "/api/generate", "/api/tags", "/api/show", "/api/embed")):
         text = (

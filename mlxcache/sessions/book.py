@@ -15,13 +15,14 @@ from mlxcache.errors import StoreError
 from mlxcache.mlx_thread import MlxThread
 from mlxcache.owner import OWNER
 from mlxcache.sessions.files import SessionFiles
-from mlxcache.sessions.journal import Served, SessionWriter
+from mlxcache.sessions.journal import ROW_BYTES, Served, SessionWriter
 from mlxcache.sessions.mlx_lm_files import PromptCacheReader, Submit
 from mlxcache.sessions.reply_feed import Learn, ReplyFeed
 from mlxcache.store.found import Problem
 from mlxcache.store.leaves import Leaf
 from mlxcache.store.listing import Held, Listed
 from mlxcache.store.reply_rows import ReplyRow
+from mlxcache.store.response_rows import StoredResponse
 from mlxcache.store.session_rows import Gain, SessionFigures
 from mlxcache.store.sessions import Session, Sessions
 from mlxcache.store.snapshot_format import SessionInfo
@@ -299,6 +300,37 @@ class SessionBook:
         enter = partial(self._sessions.adopt, info, time.time(), name, OWNER.get())
         made = await writer.run(lambda: writer.with_room(size, enter))
         return await self.get(made)
+
+    # -- stored responses --------------------------------------------------------------------
+
+    async def save_response(self, response: StoredResponse) -> None:
+        """Store a response; it is durable once this returns. Raises StoreError, Busy, NotReady."""
+        size, writer = len(response.body) + len(response.items), self._writer
+
+        def save() -> None:
+            self._sessions.save_response(response)
+
+        await writer.run(lambda: writer.with_room(size // ROW_BYTES, save))
+
+    async def response(self, id: str) -> StoredResponse:
+        """Return one of the owner's stored responses. Raises NotFound and StoreError."""
+        owner = OWNER.get()
+        return await self._writer.read(lambda: self._sessions.response(id, owner))
+
+    async def response_chain(self, id: str) -> Sequence[StoredResponse]:
+        """Return a stored response and those that it continues, oldest first.
+
+        Raises NotFound if one of them is missing, and StoreError.
+        """
+        owner = OWNER.get()
+        return await self._writer.read(lambda: self._sessions.response_chain(id, owner))
+
+    async def delete_response(self, id: str) -> None:
+        """Delete one of the owner's stored responses. Raises NotFound and StoreError."""
+        owner = OWNER.get()
+        await self._writer.run(lambda: self._sessions.delete_response(id, owner))
+
+    # -- state ---------------------------------------------------------------------------------
 
     async def settled(self) -> bool:
         """Wait until no write to disk is pending; return False after `SETTLE_S` seconds."""

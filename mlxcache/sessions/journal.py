@@ -126,6 +126,7 @@ class SessionWriter:
             owner=job.owner,
             gain=gain,
             known=getattr(prompt.source, "replies", ()),
+            response=job.response,
         )
         self._submit(lambda: self._write_with_late((job.id, turn)))
 

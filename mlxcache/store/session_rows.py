@@ -88,7 +88,7 @@ class Turn:
     `ids`: token ids of its prompt and reply, shape (n,); the first `prompt_tokens` are the prompt.
     `key_tokens`: see `leaves.conversation_key_tokens`. `head`: number of tokens of tools and system
     prompt. `at`: seconds since 1970. `gain`: its figures. `known`: keys of earlier replies in its
-    prompt.
+    prompt. `response`: id of the stored response of OpenAI's Responses API that the request made.
     """
 
     namespace: str
@@ -105,6 +105,7 @@ class Turn:
     gain: Gain | None = None
     owner: str | None = None
     known: tuple[bytes, ...] = ()
+    response: str | None = None
 
     @property
     def replies(self) -> tuple[bytes, ...]:

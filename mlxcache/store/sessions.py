@@ -14,11 +14,12 @@ from contextlib import AbstractContextManager
 from dataclasses import fields, replace
 
 from mlxcache.errors import BadRequest, NotFound
-from mlxcache.store import reply_rows
+from mlxcache.store import reply_rows, response_rows
 from mlxcache.store import session_rows as rows
 from mlxcache.store.database import Database
 from mlxcache.store.leaves import Leaf, find_continued
 from mlxcache.store.reply_rows import ReplyRow
+from mlxcache.store.response_rows import StoredResponse
 from mlxcache.store.session_rows import ANY_OWNER, Session, SessionFigures, Turn
 from mlxcache.store.snapshot_format import CARRIED, LeafInfo, SessionInfo
 from mlxcache.types import Tokens
@@ -57,6 +58,7 @@ class Sessions:
         self._database = database
         database.create(rows.SCHEMA)
         database.create(reply_rows.SCHEMA)
+        database.create(response_rows.SCHEMA)
         database.create(rows.FIGURES_SCHEMA)
         with database.write() as db:
             rows.add_later_columns(db)
@@ -136,7 +138,27 @@ class Sessions:
         with self._database.read() as db:
             return reply_rows.read_replies(db, namespace, after)
 
+    def response(self, id: str, owner: str | None) -> StoredResponse:
+        """Return a stored response of an owner. Raises NotFound."""
+        with self._database.read() as db:
+            return response_rows.read_response(db, id, owner)
+
+    def response_chain(self, id: str, owner: str | None) -> list[StoredResponse]:
+        """Return a stored response and those that it continues, oldest first. Raises NotFound."""
+        with self._database.read() as db:
+            return response_rows.read_chain(db, id, owner)
+
     # -- changing ----------------------------------------------------------------------------
+
+    def save_response(self, response: StoredResponse) -> None:
+        """Insert a stored response, or replace the one with its id."""
+        with self._database.write() as db:
+            response_rows.insert_response(db, response)
+
+    def delete_response(self, id: str, owner: str | None) -> None:
+        """Delete a stored response of an owner. Raises NotFound."""
+        with self._database.write() as db:
+            response_rows.delete_response(db, id, owner)
 
     def record_turn(self, turn: Turn) -> str:
         """Record a finished request; return the id of the session to which it belongs.
@@ -157,6 +179,8 @@ class Sessions:
             rows.write_leaf(db, turn, session, leaf)
             if turn.reply is not None:
                 reply_rows.insert_reply(db, session, turn.namespace, turn.reply)
+            if turn.response is not None:
+                response_rows.link_response(db, turn.response, session, turn.at)
             if turn.gain is not None:
                 rows.add_gain(db, session, turn.namespace, turn.gain)
             db.execute(

@@ -271,12 +271,16 @@ def _call_deltas(call: ToolCall) -> list[dict[str, Any]]:
 
 
 def _chat_logprobs(tokens: Sequence[TokenLogprob]) -> dict[str, Any]:
-    content = [
+    return {"content": write_logprobs(tokens), "refusal": None}
+
+
+def write_logprobs(tokens: Sequence[TokenLogprob]) -> list[dict[str, Any]]:
+    """Write tokens with their log-probabilities and alternatives, as Chat and Responses do."""
+    return [
         _logprob(t.token, t.logprob)
         | {"top_logprobs": [_logprob(token, value) for token, _, value in t.top]}
         for t in tokens
     ]
-    return {"content": content, "refusal": None}
 
 
 def _logprob(token: str, logprob: float) -> dict[str, Any]:

@@ -5,7 +5,7 @@ An unsupported field that would change the answer raises BadRequest with the fie
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +16,6 @@ from mlxcache.types import DEFAULTED, TEXTS, Chat, Prompt, Sampling, Tokens
 from mlxcache.wire.decode import decode
 from mlxcache.wire.images import ImageReader, Item, join_items
 from mlxcache.wire.openai_types import (
-    CalledFunction,
     ChatRequest,
     Generation,
     Message,
@@ -79,7 +78,12 @@ def _check_chat(body: ChatRequest) -> None:
         raise BadRequest("`top_logprobs` needs `logprobs`: true.", param="top_logprobs")
     if body.continue_final_message:
         _check_continuation(body)
-    for key in body.chat_template_kwargs or ():
+    check_template_args(body.chat_template_kwargs)
+
+
+def check_template_args(args: Mapping[str, Any] | None) -> None:
+    """Raise BadRequest if `chat_template_kwargs` has an argument that the server itself passes."""
+    for key in args or ():
         if key in _RESERVED_ARGS:
             raise BadRequest(
                 f"The template argument {key!r} is reserved for the server.",
@@ -182,8 +186,14 @@ def read_max_tokens(body: Generation, default: int | None) -> int | None:
     param = "max_tokens"
     if isinstance(body, ChatRequest) and body.max_completion_tokens is not None:
         limit, param = body.max_completion_tokens, "max_completion_tokens"
-    if limit is None:
-        return default
+    return default if limit is None else limit_tokens(limit, param)
+
+
+def limit_tokens(limit: int, param: str) -> int | None:
+    """Return a limit of the reply in tokens, at most 2**31 - 1; None for -1, which is no limit.
+
+    Raises BadRequest, which names the field `param`, for other values below 1.
+    """
     if limit == -1:
         return None
     if limit < 1:
@@ -243,17 +253,19 @@ def _effort(body: ChatRequest) -> str | None:
 
 
 def _template_args(body: ChatRequest) -> dict[str, Any]:
-    args: dict[str, Any] = {}
-    effort = _effort(body)
-    if effort == "none":
-        args["enable_thinking"] = False
-    elif effort:
-        args["reasoning_effort"] = _EFFORT.get(effort, effort)
+    args = effort_args(_effort(body))
     if body.thinking and body.thinking.type in ("enabled", "disabled"):
         args["enable_thinking"] = body.thinking.type == "enabled"
     if body.enable_thinking is not None:
         args["enable_thinking"] = body.enable_thinking
     return args | (body.chat_template_kwargs or {})
+
+
+def effort_args(effort: str | None) -> dict[str, Any]:
+    """Return the arguments of a chat template for an effort of reasoning; none without one."""
+    if effort == "none":
+        return {"enable_thinking": False}
+    return {"reasoning_effort": _EFFORT.get(effort, effort)} if effort else {}
 
 
 def _tool(tool: Tool, index: int) -> dict[str, Any]:
@@ -328,18 +340,17 @@ def _calls(message: Message, index: int) -> list[dict[str, Any]]:
         {
             "id": id or f"call_{index}_{i}",
             "type": "function",
-            "function": {"name": function.name, "arguments": parse_arguments(function)},
+            "function": {"name": function.name, "arguments": parse_arguments(function.arguments)},
         }
         for i, (id, function) in enumerate(calls)
     ]
 
 
-def parse_arguments(function: CalledFunction) -> dict[str, Any]:
+def parse_arguments(text: str | dict[str, Any] | None) -> dict[str, Any]:
     """Return the arguments of a tool call as the object that chat templates expect.
 
     Missing arguments give {}. Text that is not a JSON object becomes the value of the key `_raw`.
     """
-    text = function.arguments
     if not isinstance(text, str):
         return text or {}
     if not text.strip():

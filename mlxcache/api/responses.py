@@ -1,0 +1,409 @@
+"""Endpoints of OpenAI's Responses API: create, retrieve, delete, cancel, input items.
+
+Source: https://platform.openai.com/docs/api-reference/responses.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncGenerator, AsyncIterable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import msgspec
+from sse_starlette.event import ServerSentEvent
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from mlxcache.api import sse
+from mlxcache.api.errors import build_openai_error
+from mlxcache.api.headers import read_client_name, read_job_options, read_session_label
+from mlxcache.api.http import (
+    Deps,
+    accepts_images,
+    get_request_id,
+    json_response,
+    read_json,
+    read_number,
+    require_model,
+    while_connected,
+)
+from mlxcache.errors import BadRequest, Busy, MlxcacheError, NotFound, StoreError
+from mlxcache.owner import OWNER
+from mlxcache.store.response_rows import StoredResponse
+from mlxcache.types import Finished, Job, Progress
+from mlxcache.wire import responses_request as wire
+from mlxcache.wire.openai_request import read_stop_strings, to_sampling
+from mlxcache.wire.responses_reply import Payload, ResponseWriter, make_response
+from mlxcache.wire.responses_tools import Toolbox
+from mlxcache.wire.responses_types import RawItem, ResponsesRequest
+from mlxcache.wire.titles import title_from_messages
+
+if TYPE_CHECKING:
+    from mlxcache.engine.engine import Stream
+
+T = TypeVar("T")
+
+log = logging.getLogger(__name__)
+
+PREFIX = "resp_"
+MAX_ITEMS = 100
+"""Input items on one page of a list."""
+
+
+def routes(deps: Deps) -> list[Route]:
+    """Return the routes of this API."""
+    running = RunningResponses()
+    one = "/v1/responses/{id}"
+    return [
+        Route("/v1/responses", partial(create_response, deps, running), methods=["POST"]),
+        Route("/v1/responses/input_tokens", partial(count_input_tokens, deps), methods=["POST"]),
+        Route(one, partial(retrieve_response, deps, running), methods=["GET"]),
+        Route(one, partial(delete_response, deps), methods=["DELETE"]),
+        Route(f"{one}/cancel", partial(cancel_response, deps, running), methods=["POST"]),
+        Route(f"{one}/input_items", partial(list_input_items, deps), methods=["GET"]),
+    ]
+
+
+@dataclass(slots=True)
+class Reply:
+    """A response that is being computed, its stream, and who asked for it."""
+
+    writer: ResponseWriter
+    stream: Stream
+    owner: str | None
+    items: list[RawItem]
+    cancelled: bool = False
+
+    @property
+    def id(self) -> str:
+        """The id of the response."""
+        return str(self.writer.response["id"])
+
+
+class RunningResponses:
+    """Responses that are being computed, by id. Use on the event loop."""
+
+    def __init__(self) -> None:
+        self._replies: dict[str, Reply] = {}
+
+    def add(self, reply: Reply) -> None:
+        """Add a response."""
+        self._replies[reply.id] = reply
+
+    def remove(self, reply: Reply) -> None:
+        """Remove a response. Idempotent."""
+        self._replies.pop(reply.id, None)
+
+    def find(self, id: str) -> Reply | None:
+        """Return a response of the calling owner; None if it is not being computed."""
+        reply = self._replies.get(id)
+        return reply if reply is not None and reply.owner == OWNER.get() else None
+
+
+# -- create ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A checked request: its body, the conversation that it continues, and its tools."""
+
+    body: ResponsesRequest
+    talk: wire.Conversation
+    tools: Toolbox
+
+
+async def create_response(deps: Deps, running: RunningResponses, request: Request) -> Response:
+    """Generate one response to a conversation, which may continue a stored response."""
+    asked = await _read(deps, request)
+    body = asked.body
+    if not body.stream:
+        return json_response(await while_connected(request, _whole(deps, running, request, asked)))
+
+    async def begin() -> Reply:
+        return await _start(deps, running, request, asked)
+
+    reply = await while_connected(request, begin())
+    return sse.EventStream(
+        reply.stream,
+        _events(deps, running, reply),
+        deps.settings,
+        ping=lambda: sse.make_comment("waiting"),
+        on_error=partial(_failed, reply.writer),
+    )
+
+
+async def count_input_tokens(deps: Deps, request: Request) -> Response:
+    """Count the tokens of the prompt that a request would have; nothing is generated."""
+    asked = await _read(deps, request)
+    require_model(deps)
+    chat = wire.to_chat(asked.body, asked.talk, asked.tools, images=accepts_images(deps))
+    prompt = await deps.engine.render(chat)  # without a session: a count is not a turn
+    return json_response({"object": "response.input_tokens", "input_tokens": len(prompt.ids)})
+
+
+async def _read(deps: Deps, request: Request) -> Asked:
+    body = await read_json(request, ResponsesRequest, deps)
+    wire.check_supported(body)
+    require_model(deps)
+    tools = Toolbox(body.tools or ())
+    return Asked(body, await _continued(deps, body), tools)
+
+
+async def _continued(deps: Deps, body: ResponsesRequest) -> wire.Conversation:
+    """Return the items of the stored responses that `body` continues, then its own."""
+    items = wire.read_input(body)
+    if not body.previous_response_id:
+        return wire.Conversation(items)
+    try:
+        chain = await deps.engine.sessions.response_chain(body.previous_response_id)
+    except NotFound as error:
+        raise BadRequest(
+            f"Previous response cannot be continued: {error}",
+            param="previous_response_id",
+            code="previous_response_not_found",
+        ) from error
+    before: list[RawItem] = []
+    for response in chain:
+        before += msgspec.json.decode(response.items)
+        before += msgspec.json.decode(response.body)["output"]
+    return wire.Conversation([*before, *items], len(before))
+
+
+async def _start(deps: Deps, running: RunningResponses, request: Request, asked: Asked) -> Reply:
+    """Render, submit and await admission for a while. Raises what these raise."""
+    body, info = asked.body, require_model(deps)
+    chat = wire.to_chat(body, asked.talk, asked.tools, images=accepts_images(deps))
+    form, use = wire.read_text_format(body), asked.tools.read_use(body)
+    session = read_session_label(request.headers, prompt_cache_key=body.prompt_cache_key)
+    stop, sampling = read_stop_strings(body), to_sampling(body)
+    id = get_request_id(request).replace("req_", PREFIX)
+    began = time.perf_counter()
+    prompt = await deps.engine.render(chat, session=session, stop=stop)
+    job = Job(
+        id=get_request_id(request),
+        prompt=prompt,
+        sampling=sampling,
+        max_tokens=wire.read_max_tokens(body, deps.settings.default_max_tokens),
+        stop=stop,
+        tools=use.tools,
+        tool_choice=use.choice,
+        parallel_tools=use.parallel,
+        format=form,
+        thinking_budget=wire.read_thinking_budget(body, takes_effort=info.takes_effort),
+        top_logprobs=(body.top_logprobs or 0) if wire.wants_logprobs(body) else None,
+        session=session,
+        client=read_client_name(request.headers),
+        title=title_from_messages(chat.messages),
+        api="responses",
+        render_s=time.perf_counter() - began,
+        response=None if body.store is False else id,
+        **read_job_options(request.headers),
+    )
+    stream, _ = await sse.start_stream(deps, job)
+    response = make_response(id, body.model or info.id, body, sampling, asked.tools)
+    writer = ResponseWriter(
+        response, body, asked.tools, whole=form is not None or use.choice.required
+    )
+    own = asked.talk.items[asked.talk.stored :]
+    reply = Reply(writer, stream, OWNER.get(), list(own))
+    running.add(reply)
+    return reply
+
+
+async def _whole(deps: Deps, running: RunningResponses, request: Request, asked: Asked) -> Payload:
+    reply = await _start(deps, running, request, asked)
+    writer = reply.writer
+    try:
+        async for event in reply.stream:
+            if not (reply.cancelled and isinstance(event, Finished)):
+                writer.feed(event)
+    finally:
+        running.remove(reply)
+        await sse.close_stream(reply.stream)
+    await _end(deps, reply)
+    return writer.response
+
+
+async def _end(deps: Deps, reply: Reply) -> None:
+    """Store a reply that is over, unless its client asked not to.
+
+    A reply that cannot be stored is returned all the same, with `store` false.
+    """
+    if reply.cancelled:
+        reply.writer.cancel()
+    response = reply.writer.response
+    if not response["store"]:
+        return
+    stored = StoredResponse(
+        id=reply.id,
+        owner=reply.owner,
+        previous=response["previous_response_id"],
+        created_at=time.time(),
+        body=msgspec.json.encode(response),
+        items=msgspec.json.encode(reply.items),
+    )
+    try:
+        await deps.engine.sessions.save_response(stored)
+    except (StoreError, Busy) as error:
+        log.warning("%s: response not stored: %s", reply.stream.record.id, error)
+        response["store"] = False
+
+
+# -- stream ----------------------------------------------------------------------------------
+
+
+async def _events(deps: Deps, running: RunningResponses, reply: Reply) -> sse.Events:
+    """Yield the events of a reply. It is stored before the event that ends it is sent."""
+    writer, silence_s = reply.writer, 0.9 * deps.settings.ping_seconds
+    sent = time.monotonic()
+    try:
+        for payload in writer.begin():
+            yield _event(payload)
+        async with aclosing(with_silences(reply.stream, silence_s)) as events:
+            async for event in events:
+                payloads: list[Payload] = []
+                if event is None or isinstance(event, Progress):
+                    if time.monotonic() - sent >= silence_s:
+                        payloads = [writer.ping()]
+                elif not (reply.cancelled and isinstance(event, Finished)):
+                    payloads = writer.feed(event)
+                for payload in payloads:
+                    yield _event(payload)
+                    sent = time.monotonic()
+        await _end(deps, reply)
+        yield _event(writer.finish())
+    finally:
+        running.remove(reply)
+
+
+async def with_silences(events: AsyncIterable[T], seconds: float) -> AsyncGenerator[T | None, None]:
+    """Yield `events`, and None each time that none came for `seconds`.
+
+    Raises what `events` raises.
+    """
+    source = aiter(events)
+    pending: asyncio.Task[T] | None = None
+    try:
+        while True:
+            pending = pending or asyncio.ensure_future(_next(source))
+            await asyncio.wait({pending}, timeout=seconds)
+            if not pending.done():
+                yield None
+                continue
+            done, pending = pending, None
+            try:
+                item = done.result()
+            except StopAsyncIteration:
+                return
+            yield item
+    finally:
+        if pending is not None:
+            pending.cancel()
+            await asyncio.wait({pending})
+
+
+async def _next(source: Any) -> Any:
+    return await anext(source)
+
+
+def _event(payload: Payload) -> ServerSentEvent:
+    return sse.make_event(payload, name=payload["type"])
+
+
+def _failed(writer: ResponseWriter, error: Exception) -> ServerSentEvent:
+    body = build_openai_error(error)["error"]
+    known = isinstance(error, MlxcacheError) and body["code"] == "rate_limit_exceeded"
+    return _event(writer.fail("rate_limit_exceeded" if known else "server_error", body["message"]))
+
+
+# -- stored ----------------------------------------------------------------------------------
+
+
+async def retrieve_response(deps: Deps, running: RunningResponses, request: Request) -> Response:
+    """Return a response, also one that is being computed. It cannot be streamed again."""
+    id = request.path_params["id"]
+    if request.query_params.get("stream", "false").lower() == "true":
+        raise BadRequest("`stream`: a stored response is not streamed again.", param="stream")
+    if (reply := running.find(id)) is not None:
+        return json_response(reply.writer.response)
+    require_model(deps)
+    stored = await deps.engine.sessions.response(id)
+    return Response(stored.body, media_type="application/json")
+
+
+async def delete_response(deps: Deps, request: Request) -> Response:
+    """Delete a stored response. Its session and its KV stay."""
+    id = request.path_params["id"]
+    require_model(deps)
+    await deps.engine.sessions.delete_response(id)
+    return json_response({"id": id, "object": "response.deleted", "deleted": True})
+
+
+async def cancel_response(deps: Deps, running: RunningResponses, request: Request) -> Response:
+    """Cancel a response that is being computed, and return it; one that is over is returned."""
+    id = request.path_params["id"]
+    require_model(deps)
+    reply = running.find(id)
+    if reply is None:
+        return Response(
+            (await deps.engine.sessions.response(id)).body, media_type="application/json"
+        )
+    reply.cancelled = True
+    await sse.close_stream(reply.stream)
+    return json_response({**reply.writer.response, "status": "cancelled"})
+
+
+async def list_input_items(deps: Deps, request: Request) -> Response:
+    """List the input items of a stored response, those that it continues included.
+
+    `?limit=` of them, 20 by default and at most 100; `?order=` `asc` or `desc`, which is the
+    default; `?after=` the id of the last item of the page before.
+    """
+    query, limit = request.query_params, read_number(request, "limit", 20)
+    if not 1 <= limit <= MAX_ITEMS:
+        raise BadRequest(f"`limit` must be from 1 to {MAX_ITEMS}.", param="limit")
+    if query.get("order", "desc") not in ("asc", "desc"):
+        raise BadRequest("`order` must be 'asc' or 'desc'.", param="order")
+    require_model(deps)
+    chain = await deps.engine.sessions.response_chain(request.path_params["id"])
+    items = _input_items(chain)
+    if query.get("order", "desc") == "desc":
+        items.reverse()
+    if after := query.get("after"):
+        places = [i for i, item in enumerate(items) if item["id"] == after]
+        if not places:
+            raise BadRequest(f"`after`: no item has the id {after[:80]!r}.", param="after")
+        items = items[places[0] + 1 :]
+    page = items[:limit]
+    ids = [item["id"] for item in page] or [None]
+    body = {"object": "list", "data": page, "first_id": ids[0], "last_id": ids[-1]}
+    return json_response({**body, "has_more": len(items) > limit})
+
+
+def _input_items(chain: Sequence[StoredResponse]) -> list[RawItem]:
+    """Return the items that the last response of `chain` had as input, each with an id."""
+    found: list[RawItem] = []
+    for i, response in enumerate(chain):
+        for j, item in enumerate(msgspec.json.decode(response.items)):
+            own = response.id.removeprefix(PREFIX)
+            found.append({"id": f"item_{own}_{j}", **_with_parts(item)})
+        if i < len(chain) - 1:
+            found += msgspec.json.decode(response.body)["output"]
+    return found
+
+
+def _with_parts(item: RawItem) -> RawItem:
+    """Return a message with its type, and with its text as a part."""
+    if item.get("type", "message") != "message":
+        return item
+    content = item.get("content")
+    if isinstance(content, str):
+        kind = "output_text" if item.get("role") == "assistant" else "input_text"
+        content = [{"type": kind, "text": content}]
+    return {"type": "message", "status": "completed", **item, "content": content}

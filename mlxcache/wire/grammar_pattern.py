@@ -1,0 +1,288 @@
+"""Grammars of custom tools as one regular expression each.
+
+A tool's text is a JSON string in most syntaxes of calls, and a regular expression is what a
+schema can ask of a string. So a Lark grammar is accepted as long as no rule refers to itself.
+
+Sources: https://platform.openai.com/docs/guides/function-calling#context-free-grammars and
+https://lark-parser.readthedocs.io/en/stable/grammar.html.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from mlxcache.errors import BadRequest, Unsupported
+
+MAX_PATTERN = 100_000
+"""Characters of the regular expression that a grammar may become."""
+
+_COMMON = {
+    "CR": r"\r",
+    "LF": r"\n",
+    "NEWLINE": r"(?:\r?\n)+",
+    "WS": r"[ \t\f\r\n]+",
+    "WS_INLINE": r"[ \t]+",
+    "DIGIT": r"[0-9]",
+    "HEXDIGIT": r"[0-9a-fA-F]",
+    "INT": r"[0-9]+",
+    "SIGNED_INT": r"[+-]?[0-9]+",
+    "DECIMAL": r"(?:[0-9]+\.[0-9]*|\.[0-9]+)",
+    "FLOAT": r"(?:[0-9]+[eE][+-]?[0-9]+|(?:[0-9]+\.[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?)",
+    "NUMBER": r"(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][+-]?[0-9]+)?",
+    "SIGNED_NUMBER": r"[+-]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][+-]?[0-9]+)?",
+    "LCASE_LETTER": r"[a-z]",
+    "UCASE_LETTER": r"[A-Z]",
+    "LETTER": r"[A-Za-z]",
+    "WORD": r"[A-Za-z]+",
+    "CNAME": r"[A-Za-z_][A-Za-z0-9_]*",
+    "ESCAPED_STRING": r'"(?:[^"\\\n]|\\[^\n])*"',
+}
+"""Terminals of Lark's library `common`."""
+
+_TOKEN = re.compile(
+    r"""(?P<blank>[ \t\f\r]+|//[^\n]*|\#[^\n]*)
+      | (?P<line>\n)
+      | (?P<string>"(?:[^"\\\n]|\\.)*"i?)
+      | (?P<regex>/(?!/)(?:[^/\\\n]|\\.)*/[imslux]*)
+      | (?P<directive>%[a-z]+)
+      | (?P<range>\.\.)
+      | (?P<arrow>->)
+      | (?P<count>~\s*[0-9]+(?:\s*\.\.\s*[0-9]+)?)
+      | (?P<name>[!?]?_?[A-Za-z][A-Za-z0-9_]*)
+      | (?P<sign>[:|()\[\]?*+.,{}-]|[0-9]+)""",
+    re.VERBOSE,
+)
+
+
+def pattern_of_regex(definition: str, where: str) -> str:
+    """Return `definition` so that it must match a whole text. Raises BadRequest if it is invalid.
+
+    `where` is the definition's path in the body, for errors.
+    """
+    try:
+        re.compile(definition)
+    except (re.error, RecursionError, OverflowError) as error:
+        message = f"{where}: not a regular expression: {error}."
+        raise BadRequest(message, param=where) from error
+    return f"^(?:{definition})$"
+
+
+def pattern_of_lark(definition: str, where: str) -> str:
+    """Return a regular expression for the texts of a Lark grammar, from its rule `start`.
+
+    `where` is the definition's path in the body, for errors.
+
+    Raises:
+        Unsupported: a rule refers to itself, or the grammar uses templates, `%ignore`, look-around
+            or imports from other libraries than `common`.
+        BadRequest: the text is no Lark grammar, or a rule is missing.
+    """
+    pattern = _Expander(_Parser(definition, where).rules(), where).expand("start")
+    return pattern_of_regex(pattern, where)
+
+
+@dataclass(frozen=True, slots=True)
+class _Token:
+    kind: str
+    text: str
+
+
+_END = _Token("end", "")
+
+
+class _Parser:
+    """Rules of a Lark grammar as regular expressions in which `<name>` stands for another rule.
+
+    A name is written as `\\x00name\\x00`, which no grammar holds.
+    """
+
+    def __init__(self, text: str, where: str):
+        self._where = where
+        self._tokens = list(self._scan(text))
+        self._at = 0
+
+    def _scan(self, text: str) -> Iterator[_Token]:
+        at = 0
+        while at < len(text):
+            match = _TOKEN.match(text, at)
+            if match is None:
+                raise self._wrong(f"unexpected {text[at]!r} at character {at}")
+            at = match.end()
+            if match.lastgroup not in (None, "blank"):
+                yield _Token(str(match.lastgroup), match[0])
+
+    def _wrong(self, what: str) -> BadRequest:
+        return BadRequest(f"{self._where}: not a Lark grammar: {what}.", param=self._where)
+
+    def _unsupported(self, what: str) -> Unsupported:
+        message = f"{self._where}: {what}, which is not supported in the grammar of a custom tool."
+        return Unsupported(message, param=self._where)
+
+    def _peek(self) -> _Token:
+        return self._tokens[self._at] if self._at < len(self._tokens) else _END
+
+    def _take(self) -> _Token:
+        token = self._peek()
+        self._at += 1
+        return token
+
+    def _skip(self, text: str) -> bool:
+        found = self._peek().text == text
+        self._at += found
+        return found
+
+    def rules(self) -> dict[str, str]:
+        found = dict[str, str]()
+        while (token := self._take()) is not _END:
+            if token.kind == "line":
+                continue
+            if token.kind == "directive":
+                self._directive(token.text, found)
+            elif token.kind == "name":
+                name = token.text.lstrip("!?")
+                found[name] = self._definition(name)
+            else:
+                raise self._wrong(f"{token.text[:40]!r} where a rule should begin")
+        return found
+
+    def _directive(self, name: str, found: dict[str, str]) -> None:
+        line: list[str] = []
+        while self._peek().kind not in ("line", "end"):
+            line.append(self._take().text)
+        if name != "%import":
+            raise self._unsupported(f"the grammar has {name}")
+        library, _, rest = "".join(line).partition(".")
+        source, _, alias = rest.partition("->")
+        if library != "common" or source not in _COMMON:
+            raise self._unsupported(f"the grammar imports {''.join(line)[:80]!r}")
+        found[alias or source] = _COMMON[source]
+
+    def _definition(self, name: str) -> str:
+        if self._skip("."):
+            self._skip("-")
+            self._take()
+        if self._peek().text == "{":
+            raise self._unsupported(f"the rule {name!r} is a template")
+        if not self._skip(":"):
+            raise self._wrong(f"no ':' after the name {name[:40]!r}")
+        body = self._alternatives(top=True)
+        if self._peek().kind not in ("line", "end"):
+            raise self._wrong(f"{self._peek().text[:40]!r} in the rule {name[:40]!r}")
+        return body
+
+    def _alternatives(self, *, top: bool) -> str:
+        choices = [self._sequence(top=top)]
+        while self._next_alternative(top=top):
+            choices.append(self._sequence(top=top))
+        return choices[0] if len(choices) == 1 else f"(?:{'|'.join(choices)})"
+
+    def _next_alternative(self, *, top: bool) -> bool:
+        """Move behind the `|` of the next alternative, which may be on a later line."""
+        begin = self._at
+        while self._peek().kind == "line":
+            self._at += 1
+        if self._skip("|"):
+            return True
+        if top:
+            self._at = begin
+        return False
+
+    def _sequence(self, *, top: bool) -> str:
+        parts: list[str] = []
+        while True:
+            token = self._peek()
+            if token.kind == "line" and not top:
+                self._at += 1
+            elif token.kind in ("string", "regex", "name") or token.text in ("(", "["):
+                parts.append(self._repeated(self._atom()))
+            elif token.kind == "arrow":
+                self._at += 2
+            else:
+                return "".join(parts)
+
+    def _atom(self) -> str:
+        token = self._take()
+        match token.kind:
+            case "string":
+                return self._string(token.text)
+            case "regex":
+                return self._regex(token.text)
+            case "name":
+                return f"\0{token.text.lstrip('!?')}\0"
+        inner = self._alternatives(top=False)
+        closing = ")" if token.text == "(" else "]"
+        if not self._skip(closing):
+            raise self._wrong(f"no {closing!r} before {self._peek().text[:40]!r}")
+        return f"(?:{inner})" + ("?" if closing == "]" else "")
+
+    def _string(self, text: str) -> str:
+        if self._skip(".."):
+            last = self._value(self._take().text)
+            return f"[{re.escape(self._value(text))}-{re.escape(last)}]"
+        escaped = f"(?:{re.escape(self._value(text))})"
+        return f"(?i:{escaped})" if text.endswith("i") else escaped
+
+    def _value(self, text: str) -> str:
+        try:
+            value = ast.literal_eval(text.removesuffix("i"))
+        except (SyntaxError, ValueError) as error:
+            raise self._wrong(f"{text[:40]!r} is not a string") from error
+        if not isinstance(value, str):
+            raise self._wrong(f"{text[:40]!r} is not a string")
+        return value
+
+    def _regex(self, text: str) -> str:
+        body, _, flags = text[1:].rpartition("/")
+        body = body.replace("\\/", "/")
+        if re.search(r"\(\?[=!<]", body):
+            raise self._unsupported(f"the expression {text[:80]!r} looks around")
+        flags = "".join(flag for flag in dict.fromkeys(flags) if flag in "is")
+        return f"(?{flags}:{body})" if flags else f"(?:{body})"
+
+    def _repeated(self, atom: str) -> str:
+        token = self._peek()
+        if token.kind == "count":
+            self._at += 1
+            least, _, most = token.text[1:].replace(" ", "").partition("..")
+            return f"(?:{atom}){{{least}{f',{most}' if most else ''}}}"
+        if token.text in ("?", "*", "+"):
+            self._at += 1
+            return f"(?:{atom}){token.text}"
+        return atom
+
+
+class _Expander:
+    """Replaces names in rules by what they stand for."""
+
+    def __init__(self, rules: dict[str, str], where: str):
+        self._rules = rules
+        self._where = where
+        self._open: list[str] = []
+        self._done: dict[str, str] = {}
+
+    def expand(self, name: str) -> str:
+        if name in self._done:
+            return self._done[name]
+        if name in self._open:
+            raise Unsupported(
+                f"{self._where}: the rule {name[:40]!r} refers to itself, which is not supported "
+                "in the grammar of a custom tool.",
+                param=self._where,
+            )
+        if name not in self._rules:
+            message = f"{self._where}: the grammar has no rule {name[:40]!r}."
+            raise BadRequest(message, param=self._where)
+        self._open.append(name)
+        first, *rest = self._rules[name].split("\0")
+        found = first
+        for i, part in enumerate(rest):
+            found += part if i % 2 else f"(?:{self.expand(part)})"
+        if len(found) > MAX_PATTERN:
+            message = f"{self._where}: the grammar is too large: simplify it."
+            raise BadRequest(message, param=self._where)
+        self._open.pop()
+        self._done[name] = found
+        return found

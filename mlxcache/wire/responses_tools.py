@@ -1,0 +1,243 @@
+"""Tools of the Responses API as functions, and the model's calls of them as output items.
+
+A template knows functions only. A custom tool becomes a function with one string, `input`; the
+tools of a namespace become functions of their own.
+
+Sources: https://platform.openai.com/docs/guides/function-calling and
+https://platform.openai.com/docs/api-reference/responses/create#responses-create-tools.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from mlxcache.errors import BadRequest, Unsupported
+from mlxcache.types import ToolCall, ToolChoice
+from mlxcache.wire import responses_types as types
+from mlxcache.wire.grammar_pattern import pattern_of_lark, pattern_of_regex
+from mlxcache.wire.openai_output import ToolUse
+
+Function = dict[str, Any]
+"""A tool in the form of `Chat.tools`."""
+
+INPUT = "input"
+"""The one argument of a custom tool's function."""
+
+LEFT_OUT = frozenset({"web_search", "web_search_preview", "image_generation"})
+"""Tools that only OpenAI's servers run and that Codex sends unless its user switches them off.
+
+They are left out, and the reply's metadata say so; other such tools are refused.
+"""
+
+LOCAL_SHELL = "local_shell"
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One callable tool: the names that the model and the client use, and its kind.
+
+    `pattern`: the regular expression that a custom tool's input must match; None: any text.
+    """
+
+    rendered: str
+    name: str
+    namespace: str | None = None
+    custom: bool = False
+    strict: bool = False
+    pattern: str | None = None
+
+
+class Toolbox:
+    """Tools of one request, in the client's order.
+
+    `functions`: the tools as templates take them. `left_out`: types of tools that were left out.
+
+    Raises Unsupported for a tool that only OpenAI's servers run, BadRequest for a malformed one.
+    """
+
+    def __init__(self, tools: Sequence[types.Tool]):
+        self.functions: list[Function] = []
+        self.left_out: list[str] = []
+        self._entries: list[Entry] = []
+        for at, tool, namespace in _flatten(tools):
+            if tool.type in LEFT_OUT:
+                self.left_out.append(tool.type)
+            else:
+                self._add(tool, namespace, at)
+
+    def _add(self, tool: types.Tool, namespace: str | None, at: str) -> None:
+        if tool.type not in ("function", "custom"):
+            raise Unsupported(
+                f"{at}: tools of type {tool.type[:64]!r} are not supported: they run on OpenAI's "
+                "servers only.",
+                param=f"{at}.type",
+            )
+        if not tool.name:
+            raise BadRequest(f"{at}.name: a name is required.", param=f"{at}.name")
+        taken = {entry.rendered for entry in self._entries}
+        rendered = tool.name
+        if rendered in taken and namespace:
+            rendered = f"{namespace}__{tool.name}"
+        if rendered in taken:
+            raise BadRequest(f"{at}: two tools are named {rendered[:64]!r}.", param=f"{at}.name")
+        if tool.type == "custom":
+            entry, function = _custom(tool, rendered, namespace, at)
+        else:
+            entry = Entry(rendered, tool.name, namespace, strict=bool(tool.strict))
+            empty = {"type": "object", "properties": {}}
+            parameters = empty if tool.parameters is None else tool.parameters
+            function = _function(rendered, tool.description, parameters)
+        self._entries.append(entry)
+        self.functions.append(function)
+
+    def rendered_name(self, name: str, namespace: str | None) -> str:
+        """Return the model's name for a tool that the client names; unknown ones keep theirs."""
+        for entry in self._entries:
+            if entry.name == name and (namespace is None or entry.namespace == namespace):
+                return entry.rendered
+        return name
+
+    def find(self, rendered: str) -> Entry:
+        """Return the tool that the model calls by the name `rendered`, a function if unknown."""
+        found = (entry for entry in self._entries if entry.rendered == rendered)
+        return next(found, Entry(rendered, rendered))
+
+    def read_use(self, body: types.ResponsesRequest) -> ToolUse:
+        """Return which tools may be called, and how.
+
+        Raises:
+            Unsupported: the choice names a tool that only OpenAI's servers run.
+            BadRequest: the choice is malformed, names an unknown tool, or there are no tools.
+        """
+        choice = body.tool_choice or "auto"
+        asked = types.ToolChoice(choice) if isinstance(choice, str) else choice
+        if asked.type == "none" or (asked.type == "auto" and not self.functions):
+            return ToolUse()
+        found = self._choice(asked)
+        if not self.functions:
+            message = "`tool_choice` needs `tools`, and there are none."
+            raise BadRequest(message, param="tool_choice")
+        named = asked.type in ("function", "custom")
+        single = named or body.parallel_tool_calls is False or body.max_tool_calls == 1
+        return ToolUse(
+            tools=tuple(self._callable()), choice=found, parallel=not single, named=named
+        )
+
+    def _choice(self, asked: types.ToolChoice) -> ToolChoice:
+        match asked.type:
+            case "auto":
+                return ToolChoice()
+            case "required":
+                return ToolChoice(required=True)
+            case "function" | "custom":
+                return ToolChoice(True, (self._known(asked.name, asked.namespace, "tool_choice"),))
+            case "allowed_tools" if asked.tools:
+                names = [
+                    self._known(tool.name, tool.namespace, f"tool_choice.tools[{i}]")
+                    for i, tool in enumerate(asked.tools)
+                    if tool.type not in LEFT_OUT
+                ]
+                return ToolChoice(asked.mode == "required", tuple(dict.fromkeys(names)))
+            case "allowed_tools":
+                message = "`tool_choice` of type 'allowed_tools' needs `tools`."
+                raise BadRequest(message, param="tool_choice.tools")
+        if asked.type in LEFT_OUT or asked.type in ("file_search", "code_interpreter", "mcp"):
+            message = f"`tool_choice` {asked.type!r}: this tool runs on OpenAI's servers only."
+            raise Unsupported(message, param="tool_choice")
+        raise BadRequest(
+            "`tool_choice` must be 'auto', 'none', 'required', or an object of type 'function', "
+            "'custom' or 'allowed_tools'.",
+            param="tool_choice",
+        )
+
+    def _known(self, name: str | None, namespace: str | None, at: str) -> str:
+        if not name:
+            raise BadRequest(f"`{at}` needs the tool's name.", param=at)
+        rendered = self.rendered_name(name, namespace)
+        if all(entry.rendered != rendered for entry in self._entries):
+            message = f"`{at}` names {name[:64]!r}, which is not one of `tools`."
+            raise BadRequest(message, param="tool_choice")
+        return rendered
+
+    def _callable(self) -> Iterator[Mapping[str, Any]]:
+        """Yield the functions with what the reply's grammar needs and the prompt does not have."""
+        for entry, function in zip(self._entries, self.functions, strict=True):
+            inner = function["function"]
+            if entry.pattern is not None:
+                parameters = _input_schema() | {
+                    "properties": {INPUT: {"type": "string", "pattern": entry.pattern}}
+                }
+                yield {**function, "function": {**inner, "parameters": parameters, "strict": True}}
+            elif entry.strict:
+                yield {**function, "function": {**inner, "strict": True}}
+            else:
+                yield function
+
+
+def _flatten(tools: Sequence[types.Tool]) -> Iterator[tuple[str, types.Tool, str | None]]:
+    """Yield each tool with its path, and its namespace if it is in one."""
+    for i, tool in enumerate(tools):
+        if tool.type != "namespace":
+            yield f"tools[{i}]", tool, None
+            continue
+        if not tool.name:
+            raise BadRequest(f"tools[{i}].name: a name is required.", param=f"tools[{i}].name")
+        for j, raw in enumerate(tool.tools or ()):
+            at = f"tools[{i}].tools[{j}]"
+            yield at, types.convert(raw, types.Tool, at), tool.name
+
+
+def _function(name: str, description: str | None, parameters: Mapping[str, Any]) -> Function:
+    body = {"name": name, "description": description or "", "parameters": parameters}
+    return {"type": "function", "function": body}
+
+
+def _input_schema() -> dict[str, Any]:
+    return {
+        "type": "object",
+        "properties": {INPUT: {"type": "string"}},
+        "required": [INPUT],
+        "additionalProperties": False,
+    }
+
+
+def _custom(
+    tool: types.Tool, rendered: str, namespace: str | None, at: str
+) -> tuple[Entry, Function]:
+    name, form = tool.name or "", tool.format or types.CustomFormat()
+    description, pattern = tool.description or "", None
+    if form.type == "grammar":
+        if not form.syntax or not form.definition:
+            message = f"{at}.format: a grammar needs `syntax` and `definition`."
+            raise BadRequest(message, param=f"{at}.format")
+        read = pattern_of_lark if form.syntax == "lark" else pattern_of_regex
+        pattern = read(form.definition, f"{at}.format.definition")
+        kind = "Lark grammar" if form.syntax == "lark" else "regular expression"
+        rule = f"`{INPUT}` must follow this {kind}:\n{form.definition}"
+        description = f"{description}\n\n{rule}" if description else rule
+    entry = Entry(rendered, name, namespace, custom=True, pattern=pattern)
+    return entry, _function(rendered, description, _input_schema())
+
+
+# -- calls -----------------------------------------------------------------------------------
+
+
+def write_call(call: ToolCall, tools: Toolbox, id: str, status: str) -> dict[str, Any]:
+    """Build the output item of a call: `function_call`, or `custom_tool_call` for a custom tool."""
+    entry = tools.find(call.name)
+    head: dict[str, Any] = {"id": id, "call_id": call.id, "name": entry.name, "status": status}
+    if entry.namespace:
+        head["namespace"] = entry.namespace
+    if entry.custom:
+        return {"type": "custom_tool_call", **head, "input": _read_input(call.arguments)}
+    return {"type": "function_call", **head, "arguments": call.arguments}
+
+
+def _read_input(arguments: str) -> str:
+    """Return the text of a custom tool's call, or all arguments if they are not that text alone."""
+    value = json.loads(arguments)
+    text = value.get(INPUT) if isinstance(value, dict) and len(value) == 1 else None
+    return text if isinstance(text, str) else arguments

@@ -1,0 +1,231 @@
+"""Bodies of OpenAI's Responses API: the fields and input items that can change an answer.
+
+Source: https://platform.openai.com/docs/api-reference/responses/create. Sampling fields and local
+extensions are those of `openai_types.Generation`. All other fields are ignored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, TypeVar
+
+import msgspec
+from msgspec import Meta, Struct
+
+from mlxcache import typed
+from mlxcache.errors import BadRequest, Unsupported
+from mlxcache.wire.openai_types import Effort, Generation, Name
+
+T = TypeVar("T")
+
+RawItem = dict[str, Any]
+"""An input item as it was sent, which is also how it is stored."""
+
+
+# -- input -----------------------------------------------------------------------------------
+
+
+class Part(Struct):
+    """One part of a message or of a tool's output: text, an image, a refusal."""
+
+    type: str
+    text: str | None = None
+    refusal: str | None = None
+    image_url: Any = None
+
+
+class Message(Struct):
+    """A message; `type` may be missing."""
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | list[Part] | None = None
+
+
+class FunctionCall(Struct):
+    """A call of a function in the history; `arguments` is JSON text."""
+
+    name: Name
+    call_id: Name
+    arguments: str | dict[str, Any] | None = None
+    namespace: str | None = None
+
+
+class CustomCall(Struct):
+    """A call of a custom tool in the history; `input` is free text."""
+
+    name: Name
+    call_id: Name
+    input: str = ""
+    namespace: str | None = None
+
+
+class CallOutput(Struct):
+    """The result of a function or of a custom tool."""
+
+    call_id: Name
+    output: str | list[Part] | None = None
+
+
+class ReasoningText(Struct):
+    """A piece of reasoning or of its summary."""
+
+    text: str = ""
+
+
+class Reasoning(Struct):
+    """Reasoning that this server returned; `encrypted_content` carries it as its signature."""
+
+    content: list[ReasoningText] | None = None
+    summary: list[ReasoningText] | None = None
+    encrypted_content: str | None = None
+
+
+class LocalShellCall(Struct):
+    """A call of Codex's older built-in shell in the history."""
+
+    call_id: Name | None = None
+    id: Name | None = None
+    action: dict[str, Any] | None = None
+
+
+Item = Message | FunctionCall | CustomCall | CallOutput | Reasoning | LocalShellCall
+
+ITEMS: Mapping[str, type[Item]] = {
+    "message": Message,
+    "function_call": FunctionCall,
+    "function_call_output": CallOutput,
+    "custom_tool_call": CustomCall,
+    "custom_tool_call_output": CallOutput,
+    "local_shell_call": LocalShellCall,
+    "local_shell_call_output": CallOutput,
+    "reasoning": Reasoning,
+}
+"""Input items by `type`."""
+
+IGNORED_ITEMS = frozenset({"web_search_call", "image_generation_call"})
+"""Items of tools that only OpenAI's servers run: a history from there may hold them."""
+
+
+def read_item(raw: RawItem, where: str) -> Item | None:
+    """Convert one input item by its `type`; None if the item has no text that a model can read.
+
+    `where` is the item's path in the body, for errors.
+
+    Raises:
+        Unsupported: items of this type cannot be rendered.
+        BadRequest: a field is missing or of the wrong type.
+    """
+    kind = raw.get("type", "message" if "role" in raw else None)
+    if not isinstance(kind, str):
+        raise BadRequest(f"{where}.type: a string is required.", param=where)
+    if kind in IGNORED_ITEMS:
+        return None
+    shape = ITEMS.get(kind)
+    if shape is None:
+        hint = " A stored response is continued with `previous_response_id`."
+        raise Unsupported(
+            f"{where}: items of type {kind[:64]!r} are not supported."
+            f"{hint if kind == 'item_reference' else ''}",
+            param=f"{where}.type",
+        )
+    return convert(raw, shape, where)
+
+
+def convert(raw: Any, shape: type[T], where: str) -> T:
+    """Convert decoded JSON to `shape`. Raises BadRequest with the path below `where`."""
+    try:
+        return typed.convert(shape, raw)
+    except msgspec.ValidationError as error:
+        text = str(error).replace("`$", f"`{where}")
+        raise BadRequest(f"{where}: {text}.", param=where) from error
+
+
+# -- tools and output ------------------------------------------------------------------------
+
+
+class CustomFormat(Struct):
+    """The text that a custom tool takes: free, or by a grammar."""
+
+    type: Literal["text", "grammar"] = "text"
+    syntax: Literal["lark", "regex"] | None = None
+    definition: str | None = None
+
+
+class Tool(Struct):
+    """A tool. `tools`: those of a namespace; `format`: of a custom tool."""
+
+    type: str
+    name: str | None = None
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+    format: CustomFormat | None = None
+    tools: list[dict[str, Any]] | None = None
+
+
+class AllowedTool(Struct):
+    type: str
+    name: str | None = None
+    namespace: str | None = None
+
+
+class ToolChoice(Struct):
+    """The object form of `tool_choice`; `mode` and `tools` belong to the type `allowed_tools`."""
+
+    type: str
+    name: str | None = None
+    namespace: str | None = None
+    mode: Literal["auto", "required"] | None = None
+    tools: list[AllowedTool] | None = None
+
+
+class TextFormat(Struct):
+    """The format of the visible text; the fields of a schema stand beside `type`."""
+
+    type: str
+    schema: dict[str, Any] | None = None
+    name: str | None = None
+    strict: bool | None = None
+
+
+class TextConfig(Struct):
+    """`text`: the format of the reply; `verbosity` has no effect."""
+
+    format: TextFormat | None = None
+    verbosity: str | None = None
+
+
+class ReasoningConfig(Struct):
+    """Effort, or most tokens, of reasoning; a summary cannot be made."""
+
+    effort: Effort | None = None
+    summary: str | None = None
+    max_tokens: Annotated[int, Meta(ge=0)] | None = None
+
+
+class ResponsesRequest(Generation, kw_only=True):
+    """The body of POST /v1/responses; `input` is a text or a list of items."""
+
+    input: str | list[RawItem] = ""
+    instructions: str | None = None
+    previous_response_id: str | None = None
+    store: bool | None = None
+    tools: list[Tool] | None = None
+    tool_choice: str | ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    max_output_tokens: int | None = None
+    max_tool_calls: Annotated[int, Meta(ge=1)] | None = None
+    reasoning: ReasoningConfig | None = None
+    text: TextConfig | None = None
+    include: list[str] | None = None
+    top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    truncation: Literal["auto", "disabled"] | None = None
+    metadata: dict[str, str] | None = None
+    background: bool | None = None
+    conversation: Any = None
+    prompt: Any = None
+    context_management: Any = None
+    user: str | None = None
+    safety_identifier: str | None = None
+    service_tier: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None

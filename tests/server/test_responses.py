@@ -1,0 +1,110 @@
+"""The Responses API on a real model: continued over a crash, tools forced, formats followed."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from tests.conftest import ToyMaker
+from tests.served import served
+from tests.server.api import words
+
+TURNS = 20
+ANSWER: Any = {
+    "type": "json_schema",
+    "name": "answer",
+    "schema": {
+        "type": "object",
+        "properties": {"sure": {"type": "boolean"}},
+        "required": ["sure"],
+        "additionalProperties": False,
+    },
+}
+GRAMMAR = 'start: "*** " NAME LF "+" /[a-z]{1,4}/ LF\nNAME: /[A-Z]{2,3}/\n%import common.LF'
+PATCH: Any = {
+    "type": "custom",
+    "name": "patch",
+    "format": {"type": "grammar", "syntax": "lark", "definition": GRAMMAR},
+}
+
+
+def client_of(url: str) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{url}/v1", api_key="any", max_retries=0)
+
+
+def fed(response: Any) -> int:
+    usage = response.usage
+    return int(usage.input_tokens - usage.input_tokens_details.cached_tokens)
+
+
+@pytest.mark.slow
+def test_a_conversation_goes_on_warm_after_a_crash(toy: ToyMaker, tmp_path: Path) -> None:
+    """Twenty turns by `previous_response_id`; the server is killed in their middle."""
+    model = str(toy("llama", emits={"<|im_end|>": 20}))
+    arguments = ("--model", model, "--ram", "200MB")
+    instructions, previous = words(9, 400), ""
+    costs: list[int] = []
+    for turns in (range(TURNS // 2), range(TURNS // 2, TURNS)):
+        with served(*arguments, home=tmp_path) as server:
+            client = client_of(server.url)
+            for turn in turns:
+                response = client.responses.create(
+                    model="m",
+                    instructions=instructions,
+                    input=words(turn, 20),
+                    previous_response_id=previous or None,
+                    max_output_tokens=16,
+                    temperature=0,
+                )
+                previous = response.id
+                costs.append(fed(response))
+            assert client.responses.retrieve(previous).status != "in_progress"
+            server.stop(signal.SIGKILL)
+    new = costs[1]
+    assert costs[0] > 400
+    assert max(costs[2:]) <= new + 64, f"each turn is new text alone: {costs}"
+
+
+class TestReplies:
+    def test_a_stream_says_what_a_whole_response_says(self, sdk: openai.OpenAI) -> None:
+        asked: Any = {"model": "m", "input": words(3, 30), "max_output_tokens": 30}
+        whole = sdk.responses.create(**asked, temperature=0)
+        *_, last = sdk.responses.create(**asked, temperature=0, stream=True)
+        final = last.response
+        assert final.output_text == whole.output_text
+        assert final.usage is not None
+        assert whole.usage is not None
+        assert final.usage.output_tokens == whole.usage.output_tokens
+
+    def test_a_format_is_followed(self, sdk: openai.OpenAI) -> None:
+        for _ in range(3):
+            response = sdk.responses.create(
+                model="m",
+                input="Sure?",
+                text={"format": ANSWER},
+            )
+            assert set(json.loads(response.output_text)) == {"sure"}
+
+    def test_a_custom_tools_text_follows_its_grammar(self, sdk: openai.OpenAI) -> None:
+        for seed in range(3):
+            response = sdk.responses.create(
+                model="m",
+                input="Patch it.",
+                tools=[PATCH],
+                tool_choice={"type": "custom", "name": "patch"},
+                extra_body={"seed": seed},
+            )
+            (call,) = response.output
+            assert call.type == "custom_tool_call"
+            assert re.fullmatch(r"\*\*\* [A-Z]{2,3}\n\+[a-z]{1,4}\n", call.input)
+
+    def test_a_prompt_beyond_the_context_is_refused(self, sdk: openai.OpenAI) -> None:
+        with pytest.raises(openai.BadRequestError) as caught:
+            sdk.responses.create(model="m", input="word " * 60_000)
+        assert caught.value.code == "context_length_exceeded"

@@ -1,0 +1,311 @@
+"""Bodies of the Responses API become chats."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from mlxcache.errors import BadRequest, Unsupported
+from mlxcache.types import TEXTS, Chat
+from mlxcache.wire import responses_request as wire
+from mlxcache.wire.decode import decode
+from mlxcache.wire.responses_tools import INPUT, Toolbox
+from mlxcache.wire.responses_types import ResponsesRequest
+from mlxcache.wire.signatures import sign_thinking
+
+PIXEL = "data:image/png;base64,iVBORw0KGgo="
+
+
+def body_of(**fields: Any) -> ResponsesRequest:
+    return decode(ResponsesRequest, msgspec.json.encode(fields))
+
+
+def chat_of(*items: Any, images: bool = False, stored: int = 0, **fields: Any) -> Chat:
+    body = body_of(**({"input": list(items)} if items else {}), **fields)
+    talk = wire.Conversation(wire.read_input(body), stored)
+    return wire.to_chat(body, talk, Toolbox(body.tools or ()), images=images)
+
+
+def said(role: str, text: str) -> dict[str, Any]:
+    kind = "output_text" if role == "assistant" else "input_text"
+    return {"type": "message", "role": role, "content": [{"type": kind, "text": text}]}
+
+
+def call(id: str, name: str = "read", arguments: str = '{"path": "a"}', **more: Any) -> Any:
+    return {"type": "function_call", "call_id": id, "name": name, "arguments": arguments, **more}
+
+
+def result(id: str, output: Any) -> dict[str, Any]:
+    return {"type": "function_call_output", "call_id": id, "output": output}
+
+
+class TestInput:
+    def test_a_text_is_a_message_of_the_users(self) -> None:
+        chat = chat_of(input="Hello", instructions="Be brief.")
+        assert chat.messages == [
+            {"role": "system", "content": "Be brief."},
+            {"role": "user", "content": "Hello"},
+        ]
+
+    def test_an_item_needs_no_type_to_be_a_message(self) -> None:
+        assert chat_of({"role": "user", "content": "Hi"}).messages[0]["content"] == "Hi"
+
+    def test_reasoning_text_and_calls_of_a_reply_are_one_message(self) -> None:
+        thought = {"type": "reasoning", "summary": [], "content": [{"text": "Look."}]}
+        chat = chat_of(
+            said("user", "Read a and b."),
+            thought,
+            said("assistant", "I look."),
+            call("1"),
+            call("2", arguments=""),
+            result("1", "alpha"),
+            result(
+                "2", [{"type": "input_text", "text": "be"}, {"type": "input_text", "text": "ta"}]
+            ),
+            said("assistant", "Done."),
+        )
+        _, reply, first, second, last = chat.messages
+        assert reply["reasoning_content"] == "Look."
+        assert reply["content"] == "I look."
+        assert [one["function"]["arguments"] for one in reply["tool_calls"]] == [{"path": "a"}, {}]
+        assert first == {"role": "tool", "tool_call_id": "1", "name": "read", "content": "alpha"}
+        assert second["content"] == "beta"
+        assert last == {"role": "assistant", "content": "Done."}
+
+    def test_two_replies_in_a_row_stay_two(self) -> None:
+        thought = {"type": "reasoning", "content": [{"text": "Hm."}]}
+        chat = chat_of(said("assistant", "One."), said("assistant", "Two."), thought, call("1"))
+        assert [m["content"] for m in chat.messages] == ["One.", "Two.", ""]
+        assert chat.messages[2]["reasoning_content"] == "Hm."
+        assert chat.messages[2]["tool_calls"][0]["id"] == "1"
+
+    def test_reasoning_comes_back_from_its_signature(self) -> None:
+        sealed = {"type": "reasoning", "summary": [], "encrypted_content": sign_thinking("Hm.")}
+        foreign = {"type": "reasoning", "summary": [{"text": "x"}], "encrypted_content": "gAAA"}
+        chat = chat_of(sealed, said("assistant", "Yes."), said("user", "?"), foreign)
+        assert chat.messages[0]["reasoning_content"] == "Hm."
+        assert len(chat.messages) == 2
+
+    def test_a_custom_call_is_a_call_with_one_text(self) -> None:
+        one = {"type": "custom_tool_call", "call_id": "1", "name": "patch", "input": "*** x"}
+        back = {"type": "custom_tool_call_output", "call_id": "1", "output": "ok"}
+        chat = chat_of(one, back)
+        function = chat.messages[0]["tool_calls"][0]["function"]
+        assert function == {"name": "patch", "arguments": {INPUT: "*** x"}}
+        assert chat.messages[1]["name"] == "patch"
+
+    def test_several_parts_of_a_reply_are_kept_apart_for_templates_that_can(self) -> None:
+        parts = [{"type": "output_text", "text": one} for one in ("a", "b")]
+        chat = chat_of({"role": "assistant", "content": parts})
+        assert chat.messages[0]["content"] == "ab"
+        assert chat.messages[0][TEXTS] == ("a", "b")
+
+    def test_images_of_results_follow_all_results(self) -> None:
+        picture = {"type": "input_image", "image_url": PIXEL}
+        chat = chat_of(
+            call("1"),
+            call("2"),
+            result("1", [picture]),
+            result("2", "b"),
+            said("user", "So?"),
+            images=True,
+        )
+        roles = [m["role"] for m in chat.messages]
+        assert roles == ["assistant", "tool", "tool", "user", "user"]
+        assert chat.messages[1]["content"]
+        assert len(chat.messages[3]["content"]) == 1
+
+    def test_searches_that_another_server_made_are_left_out(self) -> None:
+        assert (
+            len(chat_of({"type": "web_search_call", "id": "ws"}, said("user", "x")).messages) == 1
+        )
+
+    @pytest.mark.parametrize(
+        ("item", "error", "at"),
+        [
+            ({"type": "item_reference", "id": "x"}, Unsupported, "input[1]"),
+            ({"type": "computer_call"}, Unsupported, "input[1]"),
+            ({"type": "function_call", "name": "x"}, BadRequest, "input[1]"),
+            ({"role": "nobody", "content": ""}, BadRequest, "input[1]"),
+            ({"x": 1}, BadRequest, "input[1].type"),
+            (
+                {"role": "user", "content": [{"type": "input_file"}]},
+                Unsupported,
+                "input[1].content[0]",
+            ),
+            (
+                {"role": "user", "content": [{"type": "input_text"}]},
+                BadRequest,
+                "input[1].content[0]",
+            ),
+            (
+                {"role": "user", "content": [{"type": "input_image", "image_url": PIXEL}]},
+                Unsupported,
+                "input[1].content[0]",
+            ),
+        ],
+    )
+    def test_a_bad_item_is_named_by_its_place(
+        self, item: Any, error: type[Exception], at: str
+    ) -> None:
+        with pytest.raises(error) as caught:
+            chat_of(said("user", "x"), item)
+        assert str(caught.value).startswith(at)
+
+    def test_an_empty_conversation_is_refused(self) -> None:
+        with pytest.raises(BadRequest, match="`input` is empty"):
+            chat_of()
+
+
+class TestOptions:
+    @pytest.mark.parametrize(
+        ("field", "value"),
+        [
+            ("background", True),
+            ("conversation", "conv_1"),
+            ("prompt", {"id": "p"}),
+            ("context_management", [{"type": "compaction"}]),
+            ("top_logprobs", 3),
+        ],
+    )
+    def test_a_field_that_has_no_effect_here_is_refused_by_name(
+        self, field: str, value: Any
+    ) -> None:
+        with pytest.raises((BadRequest, Unsupported), match=field) as caught:
+            wire.check_supported(body_of(input="x", **{field: value}))
+        assert caught.value.param == field
+
+    def test_effort_is_an_argument_of_the_template(self) -> None:
+        assert chat_of(input="x", reasoning={"effort": "low"}).template_args == {
+            "reasoning_effort": "low"
+        }
+        assert chat_of(input="x", reasoning={"effort": "none"}).template_args == {
+            "enable_thinking": False
+        }
+
+    def test_effort_is_a_budget_where_the_template_takes_none(self) -> None:
+        body = body_of(input="x", reasoning={"effort": "low", "summary": "auto"})
+        assert wire.read_thinking_budget(body, takes_effort=False) == 1024
+        assert wire.read_thinking_budget(body, takes_effort=True) is None
+        assert wire.read_thinking_budget(body_of(input="x"), takes_effort=False) is None
+
+    def test_a_format_is_read(self) -> None:
+        schema = {"type": "object", "properties": {}}
+        form = {"type": "json_schema", "name": "x", "schema": schema}
+        found = wire.read_text_format(body_of(input="x", text={"format": form}))
+        assert found is not None
+        assert found.kind == "json_schema"
+        assert wire.read_text_format(body_of(input="x", text={"format": {"type": "text"}})) is None
+        json_object = body_of(input="x", text={"format": {"type": "json_object"}})
+        assert wire.read_text_format(json_object) is not None
+
+    @pytest.mark.parametrize(
+        "fields",
+        [
+            {"text": {"format": {"type": "json_schema", "name": "x"}}},
+            {"text": {"format": {"type": "grammar"}}},
+            {
+                "text": {"format": {"type": "json_object"}},
+                "response_format": {"type": "json_object"},
+            },
+        ],
+    )
+    def test_a_bad_format_is_refused(self, fields: dict[str, Any]) -> None:
+        with pytest.raises((BadRequest, Unsupported), match=r"text\.format"):
+            wire.read_text_format(body_of(input="x", **fields))
+
+    def test_limits(self) -> None:
+        assert wire.read_max_tokens(body_of(max_output_tokens=5), 9) == 5
+        assert wire.read_max_tokens(body_of(max_output_tokens=-1), 9) is None
+        assert wire.read_max_tokens(body_of(), 9) == 9
+        with pytest.raises(BadRequest, match="max_output_tokens"):
+            wire.read_max_tokens(body_of(max_output_tokens=0), 9)
+
+
+FUNCTION = {"type": "function", "name": "read", "parameters": {"type": "object"}, "strict": True}
+SPACE = {"type": "namespace", "name": "agents", "tools": [{"type": "function", "name": "spawn"}]}
+PATCH = {
+    "type": "custom",
+    "name": "patch",
+    "description": "Patches.",
+    "format": {"type": "grammar", "syntax": "regex", "definition": "a+"},
+}
+
+
+class TestTools:
+    def use(self, tools: list[Any], **fields: Any) -> Any:
+        body = body_of(input="x", tools=tools, **fields)
+        return Toolbox(body.tools or ()).read_use(body)
+
+    def test_tools_of_all_kinds_are_functions(self) -> None:
+        chat = chat_of(input="x", tools=[FUNCTION, SPACE, PATCH, {"type": "web_search"}])
+        read, spawn, patch = (tool["function"] for tool in chat.tools)
+        assert [read["name"], spawn["name"], patch["name"]] == ["read", "spawn", "patch"]
+        assert "strict" not in read
+        assert patch["parameters"]["required"] == [INPUT]
+        assert "a+" in patch["description"]
+
+    def test_what_a_grammar_needs_is_no_part_of_the_prompt(self) -> None:
+        read, patch = self.use([FUNCTION, PATCH]).tools
+        assert read["function"]["strict"] is True
+        assert patch["function"]["parameters"]["properties"][INPUT]["pattern"] == "^(?:a+)$"
+        shown = chat_of(input="x", tools=[PATCH]).tools[0]["function"]["parameters"]
+        assert shown["properties"][INPUT] == {"type": "string"}
+
+    def test_a_tool_of_a_namespace_keeps_its_name_unless_it_is_taken(self) -> None:
+        spawn = {"type": "function", "name": "spawn"}
+        chat = chat_of(call("1", "spawn", namespace="agents"), tools=[spawn, SPACE])
+        assert [tool["function"]["name"] for tool in chat.tools] == ["spawn", "agents__spawn"]
+        assert chat.messages[0]["tool_calls"][0]["function"]["name"] == "agents__spawn"
+
+    def test_tools_that_only_openai_runs_are_refused_by_name(self) -> None:
+        for kind in ("file_search", "code_interpreter", "mcp", "computer_use_preview", "shell"):
+            with pytest.raises(Unsupported, match=kind) as caught:
+                self.use([{"type": kind}])
+            assert caught.value.param == "tools[0].type"
+
+    @pytest.mark.parametrize(
+        ("choice", "required", "names"),
+        [
+            ("auto", False, ()),
+            ("required", True, ()),
+            ({"type": "function", "name": "read"}, True, ("read",)),
+            ({"type": "custom", "name": "patch"}, True, ("patch",)),
+            (
+                {
+                    "type": "allowed_tools",
+                    "mode": "auto",
+                    "tools": [{"type": "function", "name": "read"}, {"type": "web_search"}],
+                },
+                False,
+                ("read",),
+            ),
+        ],
+    )
+    def test_choices(self, choice: Any, required: bool, names: tuple[str, ...]) -> None:
+        use = self.use([FUNCTION, PATCH], tool_choice=choice)
+        assert use.choice.required == required
+        assert use.choice.names == names
+
+    def test_none_leaves_the_tools_in_the_prompt(self) -> None:
+        assert self.use([FUNCTION], tool_choice="none").tools is None
+
+    @pytest.mark.parametrize(
+        ("tools", "choice", "words"),
+        [
+            ([], "required", "needs `tools`"),
+            ([FUNCTION], {"type": "function", "name": "write"}, "not one of"),
+            ([FUNCTION], {"type": "function"}, "needs the tool's name"),
+            ([FUNCTION], {"type": "web_search"}, "OpenAI's servers"),
+            ([FUNCTION], "sometimes", "must be"),
+            ([FUNCTION], {"type": "allowed_tools"}, "needs `tools`"),
+            ([FUNCTION, FUNCTION], "auto", "two tools"),
+            ([{"type": "function"}], "auto", "a name is required"),
+            ([{**PATCH, "format": {"type": "grammar"}}], "auto", "needs `syntax`"),
+        ],
+    )
+    def test_bad_tools_and_choices_are_refused(self, tools: Any, choice: Any, words: str) -> None:
+        with pytest.raises((BadRequest, Unsupported), match=words):
+            self.use(tools, tool_choice=choice)
