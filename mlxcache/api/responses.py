@@ -120,8 +120,8 @@ class Asked:
 
 async def create_response(deps: Deps, running: RunningResponses, request: Request) -> Response:
     """Generate one response to a conversation, which may continue a stored response."""
-    asked = await _read(deps, request)
-    body = asked.body
+    body = await read_json(request, ResponsesRequest, deps)
+    asked = await _check(deps, body)
     if not body.stream:
         return json_response(await while_connected(request, _whole(deps, running, request, asked)))
 
@@ -140,15 +140,14 @@ async def create_response(deps: Deps, running: RunningResponses, request: Reques
 
 async def count_input_tokens(deps: Deps, request: Request) -> Response:
     """Count the tokens of the prompt that a request would have; nothing is generated."""
-    asked = await _read(deps, request)
-    require_model(deps)
-    chat = wire.to_chat(asked.body, asked.talk, asked.tools, images=accepts_images(deps))
+    body = await read_json(request, ResponsesRequest, deps)
+    asked = await _check(deps, body)
+    chat = wire.to_chat(body, asked.talk, asked.tools, images=accepts_images(deps))
     prompt = await deps.engine.render(chat)  # without a session: a count is not a turn
     return json_response({"object": "response.input_tokens", "input_tokens": len(prompt.ids)})
 
 
-async def _read(deps: Deps, request: Request) -> Asked:
-    body = await read_json(request, ResponsesRequest, deps)
+async def _check(deps: Deps, body: ResponsesRequest) -> Asked:
     wire.check_supported(body)
     require_model(deps)
     tools = Toolbox(body.tools or ())

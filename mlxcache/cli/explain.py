@@ -35,7 +35,8 @@ if TYPE_CHECKING:
 
 _EXPECTED = (
     "Expected the JSON body of a chat request, of OpenAI's chat completions or Anthropic's "
-    "messages: an object with a list `messages`, such as `mlxcache serve --record DIR` writes."
+    "messages: an object with a list `messages`, or of OpenAI's responses: an object with `input`, "
+    "such as `mlxcache serve --record DIR` writes."
 )
 _SHOWN_CHARS = 40
 _MAX_KEYS = 5
@@ -44,7 +45,6 @@ _MAX_KEYS = 5
 _OTHER_BODIES = (
     ("choices", "like a server's response"),
     ("error", "like a server's response"),
-    ("input", "like a request of OpenAI's responses API"),
     ("prompt", "like a text completion request"),
 )
 """Keys that show what another JSON body is, each with a description of that body."""

@@ -1,4 +1,4 @@
-"""Chat requests of either API without an endpoint: detect the API, convert, compare.
+"""Chat requests of the three APIs without an endpoint: detect the API, convert, compare.
 
 Recorded requests and prompts to warm are JSON without the path to which they were sent.
 """
@@ -14,15 +14,17 @@ import msgspec
 from mlxcache.errors import BadRequest
 from mlxcache.types import Chat
 from mlxcache.utf8 import NotUtf8, decode_utf8
-from mlxcache.wire import anthropic_request, anthropic_types, openai_request
+from mlxcache.wire import anthropic_request, anthropic_types, openai_request, responses_request
 from mlxcache.wire.decode import decode
 from mlxcache.wire.openai_types import ChatRequest
+from mlxcache.wire.responses_tools import Toolbox
+from mlxcache.wire.responses_types import ResponsesRequest
 
-_RENDERED = frozenset({"messages", "system", "tools"})
+_RENDERED = frozenset({"messages", "system", "tools", "input", "instructions"})
 _TEMPLATE_ARGS = frozenset(
     {
         *("thinking", "reasoning_effort", "enable_thinking", "chat_template_kwargs"),
-        *("continue_final_message", "add_generation_prompt"),
+        *("continue_final_message", "add_generation_prompt", "reasoning"),
     }
 )
 _IMAGES = frozenset({"image", "image_url", "input_image"})
@@ -35,6 +37,8 @@ _OPENINGS = ("0", "x")
 def parse_chat_request(body: bytes) -> dict[str, Any]:
     """Parse a chat request. Raises BadRequest if it is not a JSON object with messages."""
     request = decode(dict[str, Any], body)
+    if is_responses(request):
+        return request
     messages = request.get("messages")
     if not isinstance(messages, list) or not messages:
         raise BadRequest(
@@ -42,6 +46,12 @@ def parse_chat_request(body: bytes) -> dict[str, Any]:
             param="messages",
         )
     return request
+
+
+def is_responses(request: dict[str, Any]) -> bool:
+    """Return whether a request is of OpenAI's Responses API: it has `input` and no `messages`."""
+    given = request.get("input")
+    return "messages" not in request and isinstance(given, str | list) and bool(given)
 
 
 def is_anthropic(request: dict[str, Any]) -> bool:
@@ -81,23 +91,26 @@ def chats_to_warm(body: bytes) -> list[Chat]:
         request: dict[str, Any] = {"messages": [{"role": "system", "content": text}]}
     else:
         request = decode(dict[str, Any], body)
-    messages = request.get("messages") or []
+    key = "input" if is_responses(request) or "instructions" in request else "messages"
+    messages = request.get(key) or []
+    if isinstance(messages, str):
+        messages = [{"role": "user", "content": messages}]
     if not isinstance(messages, list):
-        raise BadRequest("`messages` must be a list.", param="messages")
+        raise BadRequest(f"`{key}` must be a list.", param=key)
     if any(isinstance(m, dict) and m.get("role") not in ("system", "developer") for m in messages):
         return [_to_chat(request, check=True)]
-    if not (messages or request.get("system") or request.get("tools")):
+    if not any(request.get(part) for part in (key, "system", "instructions", "tools")):
         raise BadRequest("There is nothing to warm: no messages, system prompt or tools.")
     return [
-        _to_chat(
-            {**request, "messages": [*messages, {"role": "user", "content": opening}]}, check=True
-        )
+        _to_chat({**request, key: [*messages, {"role": "user", "content": opening}]}, check=True)
         for opening in _OPENINGS
     ]
 
 
 def _to_chat(request: dict[str, Any], *, check: bool) -> Chat:
     """Convert a request to a chat; `check` refuses unsupported fields of OpenAI's API."""
+    if is_responses(request):
+        return _responses_to_chat(request, check=check)
     if is_anthropic(request):
         body = msgspec.json.encode({"model": "any", **request})
         conversation = decode(anthropic_types.Conversation, body)
@@ -106,6 +119,14 @@ def _to_chat(request: dict[str, Any], *, check: bool) -> Chat:
     if check:
         openai_request.check_supported(chat)
     return openai_request.to_chat(chat)
+
+
+def _responses_to_chat(request: dict[str, Any], *, check: bool) -> Chat:
+    body = decode(ResponsesRequest, msgspec.json.encode(request))
+    if check:
+        responses_request.check_supported(body)
+    talk = responses_request.Conversation(responses_request.read_input(body))
+    return responses_request.to_chat(body, talk, Toolbox(body.tools or ()))
 
 
 def _without_images(value: Any) -> Any:
@@ -128,7 +149,7 @@ def differences_without_effect(one: dict[str, Any], other: dict[str, Any]) -> li
 def _differences_in_form(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
     """Return names for cache marks that differ, and for different spellings of the same message."""
     pairs = [(_head(one), _head(other))]
-    pairs += list(zip(one["messages"], other["messages"], strict=False))
+    pairs += list(zip(_messages(one), _messages(other), strict=False))
     found: list[str] = []
     for first, second in pairs:
         if first == second:
@@ -144,7 +165,12 @@ def _differences_in_form(one: dict[str, Any], other: dict[str, Any]) -> list[str
 
 
 def _head(request: dict[str, Any]) -> dict[str, Any]:
-    return {key: request.get(key) for key in ("system", "tools")}
+    return {key: request.get(key) for key in ("system", "instructions", "tools")}
+
+
+def _messages(request: dict[str, Any]) -> list[Any]:
+    found = request["input"] if is_responses(request) else request["messages"]
+    return [found] if isinstance(found, str) else list(found)
 
 
 def _has_mark(value: Any) -> bool:

@@ -46,7 +46,7 @@ def run(*arguments: str | Path) -> Result:
         (b'{"a": 1, "b": 2}', "it is an object without `messages`, with `a`, `b`"),
         (json.dumps(dict.fromkeys("abcdefg")).encode(), "`e` and 2 more"),
         (b'{"prompt": "x"}', "it has `prompt` and no `messages`, like a text completion request"),
-        (b'{"input": "x"}', "like a request of OpenAI's responses API"),
+        (b'{"input": 5}', "without `messages`"),
         (b'{"id": "c", "choices": []}', "like a server's response"),
         (b'{"messages": "hi"}', "its `messages` is the JSON text 'hi'"),
         (b'{"messages": {}}', "its `messages` is a JSON object"),

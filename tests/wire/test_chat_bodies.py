@@ -10,6 +10,7 @@ from mlxcache.wire.chat_bodies import chats_to_warm
 USER = {"role": "user", "content": "Hi"}
 SYSTEM = {"role": "system", "content": "Be brief"}
 OPENAI_TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+RESPONSES_TOOL = {"type": "function", "name": "f", "parameters": {"type": "object"}}
 ANTHROPIC_TOOL = {"name": "f", "input_schema": {"type": "object"}}
 
 
@@ -33,6 +34,10 @@ def shape(body):
         ({"messages": [{"role": "developer", "content": "x"}]}, ["system", "user"], [], 2),
         ({"system": "Be", "tools": [ANTHROPIC_TOOL]}, ["system", "user"], ["f"], 2),
         ({"tools": [OPENAI_TOOL]}, ["user"], ["f"], 2),
+        ({"instructions": "Be", "input": "Hi"}, ["system", "user"], [], 1),
+        ({"input": [SYSTEM, USER], "tools": [RESPONSES_TOOL]}, ["system", "user"], ["f"], 1),
+        ({"instructions": "Be", "tools": [RESPONSES_TOOL]}, ["system", "user"], ["f"], 2),
+        ({"input": [SYSTEM]}, ["system", "user"], [], 2),
         (b"Be brief.\nAlways.", ["system", "user"], [], 2),
     ],
 )

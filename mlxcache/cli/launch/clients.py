@@ -103,7 +103,7 @@ class Client:
 
     `name` is its program and its name on the command line, `install` a shell line that installs it,
     and `first_prompt` the approximate tokens of its tools and system prompt. `good_for` is a phrase
-    for the menu. `newest` is the last version that can use this server; None: all of them can.
+    for the menu. `oldest` is the first version that is known to work; None: any version.
     `prints_version`: its program takes --version, and then does nothing else.
     """
 
@@ -113,7 +113,7 @@ class Client:
     first_prompt: int
     good_for: str
     configure: Callable[[Service, Invocation], Setup]
-    newest: Version | None = None
+    oldest: Version | None = None
     prints_version: bool = True
 
 
@@ -293,10 +293,10 @@ def _json_object(text: str | None) -> dict[str, Any]:
 
 # -- Codex -------------------------------------------------------------------------------------
 
-LAST_CODEX_WITH_CHAT = Version("0.94.0")
-"""Newest version of Codex with chat completions. Later ones use only OpenAI's responses API."""
+OLDEST_CODEX = Version("0.94.0")
+"""Oldest version of Codex that was tested with this server."""
 
-_CODEX_INSTALL = f"npm install -g @openai/codex@{LAST_CODEX_WITH_CHAT}"
+_CODEX_INSTALL = "npm install -g @openai/codex"
 _CODEX_PROVIDER = "model_providers.mlxcache"
 _CODEX_IDLE_MS = 3_600_000
 
@@ -310,7 +310,7 @@ def configure_codex(service: Service, invocation: Invocation) -> Setup:
         f"{_CODEX_PROVIDER}.name": "mlxcache",
         f"{_CODEX_PROVIDER}.base_url": f"{service.url}/v1",
         f"{_CODEX_PROVIDER}.env_key": KEY_VARIABLE,
-        f"{_CODEX_PROVIDER}.wire_api": "chat",
+        f"{_CODEX_PROVIDER}.wire_api": "responses",
         f"{_CODEX_PROVIDER}.stream_idle_timeout_ms": _CODEX_IDLE_MS,
     }
     # a text or number in JSON is also one in TOML
@@ -355,9 +355,9 @@ CLIENTS = {
         "Codex",
         _CODEX_INSTALL,
         8_000,
-        f"a shell and a patch tool; only up to version {LAST_CODEX_WITH_CHAT}",
+        "a shell and a patch tool",
         configure_codex,
-        LAST_CODEX_WITH_CHAT,
+        OLDEST_CODEX,
     ),
     ClientName.ANYCLAUDE: Client(
         "anyclaude",
@@ -396,14 +396,14 @@ def check_program(client: Client, invocation: Invocation) -> None:
         return
     printed = _version_output(client, invocation)
     found = re.search(r"\d+\.\d+\.\d+", printed)
-    if client.newest is None:
+    if client.oldest is None:
         return
     if found is None:
         raise MlxcacheError(f"{invocation.program} --version printed no version: {printed!r}.")
-    if Version(found[0]) > client.newest:
+    if Version(found[0]) < client.oldest:
         raise MlxcacheError(
-            f"{client.title} {found[0]} uses only OpenAI's responses API, which this server does "
-            f"not have. The newest version that works is {client.newest}: {client.install}"
+            f"{client.title} {found[0]} is too old: version {client.oldest} or later is needed. "
+            f"Install it with\n{client.install}"
         )
 
 

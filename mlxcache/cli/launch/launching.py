@@ -132,7 +132,7 @@ class Launch:
         else:
             service = self._expected()
         invocation = _invocation(name, arguments, needed=False)
-        if CLIENTS[name].newest is not None:
+        if CLIENTS[name].oldest is not None:
             check_program(CLIENTS[name], invocation)
         setup = CLIENTS[name].configure(service, invocation)
         if as_json:

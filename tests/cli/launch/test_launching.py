@@ -21,7 +21,7 @@ from rich.console import Console
 from typer.testing import CliRunner, Result
 
 from mlxcache.cli.launch import chooser
-from mlxcache.cli.launch.clients import CLIENTS, LAST_CODEX_WITH_CHAT, ClientName, Service
+from mlxcache.cli.launch.clients import CLIENTS, ClientName, Service
 from mlxcache.cli.main import app
 from mlxcache.cli.own_command import CLONE, own_command
 from mlxcache.errors import ConfigError
@@ -29,7 +29,7 @@ from mlxcache.store.lock import is_running
 from tests.served import Served, served
 
 FAKE = """#!/bin/sh
-if [ "$1" = --version ]; then echo "codex-cli ${FAKE_VERSION:-0.0.1}"; exit; fi
+if [ "$1" = --version ]; then echo "codex-cli ${FAKE_VERSION:-9.9.9}"; exit; fi
 { for word in "$@"; do printf 'ARG %s\\n' "$word"; done; env; } > "$FAKE_OUTPUT"
 while [ $# -gt 1 ]; do [ "$1" = --settings ] && cp "$2" "$FAKE_OUTPUT.settings"; shift; done
 exit ${FAKE_STATUS:-7}
@@ -198,24 +198,24 @@ def test_anyclaude_gets_both_families_of_variables(
     assert "MLX_MODEL_PATH" not in found
 
 
-def test_codex_is_configured_by_flags_in_a_version_with_chat_completions(
+def test_codex_is_configured_by_flags_in_a_version_that_works(
     here: Here, server: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A later version is refused, and the error names the last one that works."""
+    """An older version is refused, and the error names the first one that works."""
     here.install("codex")
-    monkeypatch.setenv("FAKE_VERSION", str(LAST_CODEX_WITH_CHAT))
+    monkeypatch.setenv("FAKE_VERSION", "0.169.0")
     here.launch("codex", "--url", server.url, "--", "exec", "hello")
     told = here.arguments
     assert told[::2][:-1] == ["-c"] * (len(told) // 2 - 1)
     assert f'model_providers.mlxcache.base_url="{server.url}/v1"' in told
-    assert 'model_providers.mlxcache.wire_api="chat"' in told
+    assert 'model_providers.mlxcache.wire_api="responses"' in told
     assert "model_context_window=4096" in told
     assert told[-2:] == ["exec", "hello"]
     assert here.variables["MLXCACHE_API_KEY"] == "local"
-    monkeypatch.setenv("FAKE_VERSION", "0.169.0")
+    monkeypatch.setenv("FAKE_VERSION", "0.20.0")
     result = here.launch("codex", "--url", server.url, status=1)
-    assert "responses" in result.stderr
-    assert f"npm install -g @openai/codex@{LAST_CODEX_WITH_CHAT}" in result.stderr
+    assert "0.20.0 is too old: version 0.94.0 or later is needed" in result.stderr
+    assert "npm install -g @openai/codex" in result.stderr.splitlines()
 
 
 @pytest.mark.parametrize("name", list(ClientName))
@@ -338,8 +338,8 @@ exit 1
     [
         ("claude", BROKEN, "SyntaxError: Unexpected token"),
         ("opencode", "#!/nowhere/node\n", "--version failed"),
-        ("codex", FAKE.replace("${FAKE_VERSION:-0.0.1}", "0.169.0"), "OpenAI's responses API"),
-        ("codex", FAKE.replace("${FAKE_VERSION:-0.0.1}", "dev"), "printed no version"),
+        ("codex", FAKE.replace("${FAKE_VERSION:-9.9.9}", "0.20.0"), "is too old"),
+        ("codex", FAKE.replace("${FAKE_VERSION:-9.9.9}", "dev"), "printed no version"),
     ],
 )
 def test_a_client_that_does_not_work_is_reported_before_a_server_is_started(
