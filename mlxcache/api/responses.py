@@ -85,6 +85,11 @@ class Reply:
         """The id of the response."""
         return str(self.writer.response["id"])
 
+    async def cancel(self) -> None:
+        """End the reply where it is; its task then stores it as cancelled."""
+        self.cancelled = True
+        await sse.close_stream(self.stream)
+
 
 class RunningResponses:
     """Responses that are being computed, by id. Use on the event loop."""
@@ -353,8 +358,7 @@ async def cancel_response(deps: Deps, running: RunningResponses, request: Reques
         return Response(
             (await deps.engine.sessions.response(id)).body, media_type="application/json"
         )
-    reply.cancelled = True
-    await sse.close_stream(reply.stream)
+    await reply.cancel()
     return json_response({**reply.writer.response, "status": "cancelled"})
 
 

@@ -112,6 +112,11 @@ class _Open:
     text: str
     logprobs: list[Payload]
 
+    def append(self, text: str, logprobs: list[Payload]) -> None:
+        """Add the next piece of text with its log-probabilities."""
+        self.text += text
+        self.logprobs += logprobs
+
 
 class ResponseWriter:
     """One reply as a `response` object, and as the events of a stream that builds the same one.
@@ -208,8 +213,7 @@ class ResponseWriter:
             self._open = _Open(kind, _item_id(kind), len(self.output), "", [])
             events += self._opening(self._open)
         item = self._open
-        item.text += text
-        item.logprobs += probs
+        item.append(text, probs)
         part = "output_text" if kind == "message" else "reasoning_text"
         more = {"logprobs": probs} if kind == "message" else {}
         delta = self._event(f"response.{part}.delta", **self._place(item), delta=text, **more)
