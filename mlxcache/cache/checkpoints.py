@@ -51,7 +51,7 @@ class Trail:
 
     @classmethod
     def to(cls, node: Node) -> Trail:
-        """Collect the checkpoints on the path to `node`."""
+        """Collect the nodes with a checkpoint on the path from the root to `node`."""
         nodes: list[Node] = []
         parted: set[int] = set()
         for each in node.path():

@@ -39,7 +39,7 @@ class CacheHints:
 
     @classmethod
     def of(cls, job: Job) -> CacheHints:
-        """Derive the hints of a request."""
+        """Derive the eviction hints of a request."""
         prompt, marks = job.prompt, job.prompt.marks
         return cls(
             conversation_key=conversation_key_tokens(marks, len(prompt.ids)) if marks else None,
@@ -106,7 +106,7 @@ class MainConversation:
         return before + 1
 
     def extend(self, node: Node) -> None:
-        """Add a turn, which ends at `node`."""
+        """Record that the turn which ends at `node` of the tree is the newest one."""
         self.tokens, self.nodes, self.turns = node.end, node.path()[1:], self.turns + 1
         self.side_requests, self.rival = 0, None
 

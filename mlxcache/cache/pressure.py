@@ -110,11 +110,11 @@ class Pressure:
         self._thread = threading.Thread(target=self._watch, name="mlxcache-pressure", daemon=True)
 
     def start(self) -> None:
-        """Start the thread that checks the memory."""
+        """Start the thread that checks the machine's memory."""
         self._thread.start()
 
     def stop(self) -> None:
-        """Stop the checks. Does not block."""
+        """Stop the checks of the machine's memory. Does not block."""
         self._stopped.set()
 
     def _watch(self) -> None:

@@ -77,7 +77,7 @@ class BufferCount:
         return lineages * self.per_lineage + checkpoints * self.per_checkpoint
 
     def allows(self, count: int) -> bool:
-        """Return whether `count` buffers are within the limit."""
+        """Return whether the device's limit allows `count` buffers."""
         return self.limit is None or count <= self.limit
 
 
@@ -278,7 +278,7 @@ class RamTier:
             pass
 
     def clear(self) -> None:
-        """Evict everything that no request uses."""
+        """Evict from RAM everything that no request uses."""
         self.evict(self.budget.limit)
 
     def withhold(self, size: int) -> None:

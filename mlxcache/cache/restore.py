@@ -66,7 +66,7 @@ class DiskLookup:
         self.dropped = True
 
     def disable(self) -> None:
-        """Discard the result, so that nothing is restored."""
+        """Discard the result of the lookup, so that nothing is restored from disk."""
         self.target = 0
 
 

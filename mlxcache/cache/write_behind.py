@@ -76,15 +76,15 @@ class StagingBuffers:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all buffers, in use or free."""
+        """Bytes of all staging buffers, in use or free."""
         return self.size * (len(self._free) + len(self._taken))
 
     def release_free(self) -> None:
-        """Release the memory of the free buffers."""
+        """Release the memory of the staging buffers that are not in use."""
         self._free.clear()
 
     def take(self, size: int) -> memoryview:
-        """Return an uninitialised buffer of `size` bytes."""
+        """Return an uninitialised staging buffer of `size` bytes."""
         if not self.size // 2 < size <= self.size:
             return np.empty(size, np.uint8).data
         whole = self._free.pop() if self._free else np.empty(self.size, np.uint8).data
@@ -93,12 +93,15 @@ class StagingBuffers:
         return part
 
     def give_back(self, tensors: Sequence[Tensor]) -> None:
-        """Return the buffer that holds `tensors` to the pool; they must not be read afterwards."""
+        """Return the staging buffer that holds `tensors` to the pool.
+
+        The tensors must not be read afterwards.
+        """
         if tensors:
             self.put_back(tensors[0].bytes)
 
     def put_back(self, part: memoryview) -> None:
-        """Return the buffer that begins at the address of `part` to the pool."""
+        """Return the staging buffer that begins at the address of `part` to the pool."""
         if (whole := self._taken.pop(_address(part), None)) is not None:
             self._free.append(whole)
 
@@ -151,7 +154,7 @@ class RetryBackoff:
 
     @property
     def due(self) -> bool:
-        """True if the list has a path, and no pause prevents a write."""
+        """True if the list of paths to write is not empty, and no pause prevents a write."""
         return bool(self._nodes) and not self.paused
 
     def add(self, node: Node) -> None:
@@ -160,9 +163,9 @@ class RetryBackoff:
             self._nodes[node] = None
 
     def take(self) -> tuple[Node, Tokens] | None:
-        """Remove the oldest path from the list, and return its node and token ids.
+        """Remove the oldest path from the list of paths to write, and return it.
 
-        Returns None if the list is empty.
+        Returns its node and its token ids, or None if the list is empty.
         """
         while self._nodes:
             node = next(iter(self._nodes))
@@ -223,7 +226,10 @@ class PathWrite:
         return Job(ids, None, serialise.state_tensors(state), layout.checkpoint_bytes, self)
 
     def stop(self, *, lost: bool = False) -> None:
-        """Give no further jobs to the writer. With `lost`, restart after its jobs in flight."""
+        """Give no further jobs to the writer.
+
+        With `lost`, the path starts again when the jobs that the writer has are done.
+        """
         self.asked, self.at, self.states, self.lost = True, len(self.ids), [], lost
 
     def drop_checkpoint(self, state: State) -> None:
@@ -232,7 +238,7 @@ class PathWrite:
         self.states = [one for one in self.states if one[1] is not state]
 
     def restart(self) -> None:
-        """Start again, with a new search of the store for the path."""
+        """Start the write of the path again, with a new search of the store for it."""
         self.asked, self.at, self.lost = False, 0, False
         self.tries += 1
 

@@ -89,7 +89,7 @@ class Sliced:
         return twin
 
     def empty_like(self, slot: Any) -> Any:
-        """Return an empty slot of the same kind."""
+        """Return an empty slot of the same class and settings."""
         return type(slot)()
 
     def comparable(self, slot: Any, arrays: Sequence[mx.array]) -> list[mx.array]:
@@ -398,17 +398,20 @@ def adapter_of(slot: Any) -> Adapter | None:
 
 
 def parts_of(cache: Any) -> list[Any] | None:
-    """Return the members of a composite cache, or None for any other cache."""
+    """Return the members of a composite cache (mlx-lm's `CacheList`), or None for any other."""
     return list(cache.caches) if type(cache) is CacheList else None
 
 
 def composed(parts: Sequence[Any]) -> Any:
-    """Build a composite cache of `parts`."""
+    """Build a composite cache, mlx-lm's `CacheList`, of `parts`."""
     return CacheList(*parts)
 
 
 def class_name(cache: Any) -> str:
-    """Return mlx-lm's name of a cache's class."""
+    """Return mlx-lm's name of a cache's class.
+
+    A class of this module is given the name of the class that it replaces.
+    """
     adapter = adapter_of(cache)
     return type(cache).__name__ if adapter is None else adapter.name
 

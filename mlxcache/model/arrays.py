@@ -55,7 +55,7 @@ class ArraySpec:
     dtype: Any
 
     def fits(self, array: mx.array) -> bool:
-        """Return whether `array` has this shape and dtype."""
+        """Return whether `array` has the shape and dtype of this spec."""
         return (
             array.dtype == self.dtype
             and array.ndim == len(self.shape)

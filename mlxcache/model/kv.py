@@ -95,7 +95,7 @@ def _needed(slots: Sequence[Any]) -> list[Any]:
 
 
 def state_bytes(slots: Sequence[Any]) -> int:
-    """Return the bytes that the result of `capture` would take."""
+    """Return the bytes that a copy of the states of all opaque slots would take."""
     return sum(a.nbytes for a in tree_arrays(_needed(slots)))
 
 
@@ -145,13 +145,13 @@ class Layout:
 
     `make`: returns empty caches for one sequence. `vocab_size`: number of logits.
     `bytes_per_token`: KV bytes of one position in all linear slots. `checkpoint_bytes`: maximum
-    bytes of the states of all opaque slots at one position. `running_bytes`: the same during a
-    step. `linear`: indices of the linear slots that the model fills. `specs`: for each of those,
-    (heads, dim, dtype) of its arrays. `windows`: for each of those, its sliding window in tokens,
-    or None. `checkpointed`: adapters of the opaque slots. `batchable`: several sequences can be fed
-    as a batch. `states`: the structure of the result of `capture`, with an ArraySpec for each
-    array, and the numbers in it. `unknown`: names of cache classes without an adapter; such a model
-    is not cached.
+    bytes of the states of all opaque slots at one position. `running_bytes`: maximum bytes that the
+    opaque slots hold during a step. `linear`: indices of the linear slots that the model fills.
+    `specs`: for each of those, (heads, dim, dtype) of its arrays. `windows`: for each of those, its
+    sliding window in tokens, or None. `checkpointed`: adapters of the opaque slots. `batchable`:
+    several sequences can be fed as a batch. `states`: the structure of the result of `capture`,
+    with an ArraySpec for each array, and the numbers in it. `unknown`: names of cache classes
+    without an adapter; such a model is not cached.
     """
 
     make: Callable[[], Caches]

@@ -70,7 +70,7 @@ class Lineage:
 
     @property
     def state_bytes(self) -> int:
-        """Bytes that the result of `capture` would take now."""
+        """Bytes that a copy of the states of the opaque slots would take now."""
         return kv.state_bytes(self.slots)
 
     @property

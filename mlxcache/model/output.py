@@ -459,7 +459,7 @@ class Visible:
         """The stop string that ended the text."""
 
     def add(self, text: str) -> str:
-        """Add text, and return the text that can be emitted now.
+        """Add visible text, and return the text that can be emitted now.
 
         If it completes a stop string, sets `stop`; no text may be added afterwards.
         """
@@ -478,7 +478,7 @@ class Visible:
         return self._out(text)
 
     def before_thinking(self) -> str:
-        """Return the text held back when a think block begins; empty if it is blank."""
+        """Return the visible text held back when a think block begins; empty if it is blank."""
         text = self.flush()
         return text if self._said else ""
 
@@ -487,11 +487,11 @@ class Visible:
         self._after_thinking = True
 
     def before_call(self) -> str:
-        """Return the text held back when a tool call begins, without its last newline."""
+        """Return the visible text held back when a tool call begins, without its last newline."""
         return self.before_thinking().removesuffix("\n")
 
     def flush(self) -> str:
-        """Return the text held back, at the end of the reply."""
+        """Return the visible text held back, at the end of the reply."""
         text, self._held = self._held + self._finder.flush(), ""
         return self._out(text)
 
@@ -512,7 +512,7 @@ class Thought:
         self._begun = False
 
     def add(self, text: str) -> str:
-        """Add text, and return the text that can be emitted now."""
+        """Add text of the think block, and return the text that can be emitted now."""
         text, self._held = self._held + text, ""
         if not self._begun:
             if not text.strip():
@@ -525,6 +525,6 @@ class Thought:
         return text
 
     def flush(self) -> str:
-        """Return the newline held back, if the block ends without its closing marker."""
+        """Return the newline held back, if the think block ends without its closing marker."""
         text, self._held = self._held if self._begun else "", ""
         return text

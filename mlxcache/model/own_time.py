@@ -196,7 +196,10 @@ def answer(own: OwnTime, line: str) -> dict[str, float]:
 
 
 def main() -> None:
-    """Answer questions on standard input until it ends."""
+    """Load the model of the first argument, and answer questions on standard input.
+
+    Ends with the input. A question is a line with a JSON object.
+    """
     try:
         own = OwnTime(Path(sys.argv[1]))
     except ValueError as error:

@@ -82,13 +82,13 @@ class ToolBlock:
 
     @property
     def text(self) -> str:
-        """Text of the block so far, without its opening."""
+        """Text of the tool block so far, without the marker that opened it."""
         if len(self._parts) > 1:
             self._parts = ["".join(self._parts)]
         return self._parts[0] if self._parts else ""
 
     def add(self, text: str) -> None:
-        """Append text to the block."""
+        """Append text to the tool block."""
         self._scanner.add(text)
         self._parts.append(text)
         self._run.append(text)
@@ -99,7 +99,7 @@ class ToolBlock:
                 self._next = (self._next + text).lstrip()[:_SHOWN]
 
     def closing(self) -> Closing:
-        """Return, as a `Closing`, whether a marker that comes next would close the block."""
+        """Return, as a `Closing`, whether a marker that comes next would close the tool block."""
         return self._scanner.closing()
 
     def close(self, marker: str, target: str, verdict: Closing) -> None:
@@ -128,7 +128,7 @@ class ToolBlock:
         return False
 
     def follow(self) -> Follow:
-        """Return the kind of text that follows the last possible end."""
+        """Return the kind of text that follows the last possible end of the tool block."""
         if any(self._next.startswith(marker) for marker in self._confirming):
             return Follow.MARKER
         if any(marker.startswith(self._next) for marker in ("", *self._confirming)):
@@ -136,7 +136,7 @@ class ToolBlock:
         return Follow.TEXT
 
     def confirmed(self, read: Read) -> tuple[End, list[ToolCall]] | None:
-        """Return the end that the following text confirms, with the calls before it.
+        """Return the end of the tool block that later text confirms, with the calls before it.
 
         Returns None if more text is needed. `read` reads the calls in a text.
         """
@@ -157,11 +157,11 @@ class ToolBlock:
     def finished(
         self, read: Read, target: str, *, complete: bool
     ) -> tuple[End, list[ToolCall]] | None:
-        """Return the end of a block in which the reply ends, with the calls before it, or None.
+        """Return the end of the tool block in which the reply ends, with the calls before it.
 
-        `complete`: the model ended its reply, so the block may end there. If the reply was cut off
-        inside text after a possible end, no call is read, because that text may belong to an
-        argument.
+        Returns None if the block is no call. `complete`: the model ended its reply, so the block
+        may end there. If the reply was cut off inside text after a possible end, no call is read,
+        because that text may belong to an argument.
         """
         ended = bool(self._ends) and self.follow() is not Follow.TEXT
         if not complete:
@@ -171,7 +171,7 @@ class ToolBlock:
         return self.best(read)
 
     def best(self, read: Read) -> tuple[End, list[ToolCall]] | None:
-        """Return the last end at which the block can be read, with the calls before it.
+        """Return the last end at which the tool block can be read, with the calls before it.
 
         Returns None if there is none.
         """
@@ -192,18 +192,18 @@ class ToolBlock:
         return read(self._head + self.text[: end.body])
 
     def whole(self, read: Read) -> list[ToolCall]:
-        """Read the calls in all text of the block so far."""
+        """Read the calls in all text of the tool block so far."""
         return read(self._head + self.text)
 
     def split(self, after: int | None) -> tuple[str, str]:
-        """Return the block's text up to position `after`, with its opening, and the rest.
+        """Return the tool block's text up to position `after`, with its opening, and the rest.
 
-        None stands for the end of the text.
+        `after` None stands for the end of the text.
         """
         after = self._size if after is None else after
         return self.opening + self.text[:after], self.text[after:]
 
     @property
     def first(self) -> int | None:
-        """Position after the first closing marker, or None if there is none yet."""
+        """Position after the first closing marker in the tool block, or None if there is none."""
         return self._first

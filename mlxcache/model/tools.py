@@ -91,7 +91,7 @@ class NoSyntax:
         return _Unscanned()
 
     def read(self, _text: str, _tools: Tools) -> list[Call]:
-        """Return no call."""
+        """Return an empty list: no text is read as a call."""
         return []
 
 
@@ -99,10 +99,10 @@ class _Unscanned:
     """Scanner for a syntax whose values cannot be recognised while they arrive."""
 
     def add(self, text: str) -> None:
-        """Ignore the text."""
+        """Ignore the text, because nothing is known of its syntax."""
 
     def closing(self) -> Closing:
-        """Return UNKNOWN, so that the parser decides."""
+        """Return UNKNOWN, so that the parser decides where the tool block ends."""
         return Closing.UNKNOWN
 
 

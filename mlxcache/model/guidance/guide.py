@@ -49,7 +49,7 @@ class Guide(Protocol):
         """Advance the guide by a token. Raises ValueError if the token was not allowed."""
 
     def mask(self) -> Bitmask | None:
-        """Return the mask of tokens that may come next, or None if all may."""
+        """Return the mask of tokens that may come next in the reply, or None if all may."""
 
     def copy(self) -> Guide:
         """Return an independent guide in the same state."""
@@ -80,7 +80,7 @@ class GrammarGuide:
         raise ValueError(f"token {token} does not fit the grammar: {why}")
 
     def mask(self) -> Bitmask:
-        """Return the mask of tokens that may come next.
+        """Return the mask of tokens that may come next in the reply.
 
         Raises GenerationFailed if computing it takes more work than llguidance's limits allow.
         """

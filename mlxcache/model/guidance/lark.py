@@ -32,11 +32,11 @@ class Lark:
         self._lazy: set[str] = set()
 
     def rule(self, body: str) -> str:
-        """Add a rule with this body unless there is one, and return its name."""
+        """Add a grammar rule with this body unless there is one, and return its name."""
         return self._name("r", body)
 
     def terminal(self, body: str) -> str:
-        """Add a terminal with this body unless there is one, and return its name.
+        """Add a grammar terminal with this body unless there is one, and return its name.
 
         A terminal is matched as one regular expression.
         """
@@ -59,17 +59,17 @@ class Lark:
         return name
 
     def define(self, name: str, body: str) -> None:
-        """Set the body of a reserved name."""
+        """Set the body of a grammar rule whose name `reserve` returned."""
         self._rules[name] = body
 
     def lazy(self, body: str) -> str:
-        """Add a terminal that ends at its first possible end, and return its name."""
+        """Add a grammar terminal that ends at its first possible end, and return its name."""
         name = self._name("h", body)
         self._lazy.add(name)
         return name
 
     def json(self, schema: Schema) -> str:
-        """Add a rule for JSON that satisfies `schema`, and return its name."""
+        """Add a grammar rule for JSON that satisfies `schema`, and return its name."""
         return self.rule(f"%json {schema.text()}")
 
     def marker(self, text: str) -> str:
@@ -93,7 +93,7 @@ class Lark:
 
 
 def literal(text: str) -> str:
-    """Return a Lark literal for exactly this text."""
+    """Return a grammar expression, a Lark string, for exactly this text."""
     if not text:
         return '""'
     # Lark's strings are those of JSON, and DEL has to be escaped in them

@@ -13,9 +13,9 @@ TEXT = "/(?s:.+)/"
 
 
 class Frame:
-    """Frame of replies without headers, whose text and tool calls are written directly.
+    """Writer of grammar expressions for replies without message headers.
 
-    Its methods return grammar expressions. Subclasses add headers.
+    Subclasses add the headers of a model family around text and tool calls.
     """
 
     has_recipients = False
@@ -54,7 +54,10 @@ class Frame:
 
 
 class Harmony(Frame):
-    """Frame of gpt-oss's messages, whose headers name a channel and the tool; see `markers`."""
+    """Writer of grammar expressions for gpt-oss's messages.
+
+    Their headers name a channel and the tool; see `markers`.
+    """
 
     has_recipients = True
 
@@ -99,7 +102,10 @@ class Harmony(Frame):
 
 
 class Recipients(Frame):
-    """Frame of Muse Spark's messages, whose headers name a recipient: ` to=user<|message|>`."""
+    """Writer of grammar expressions for Muse Spark's messages.
+
+    Their headers name a recipient: ` to=user<|message|>`.
+    """
 
     def _reply(self, to: str, body: str) -> str:
         return f"{literal(' ')}? {to} {self.lark.marker(MESSAGE)} {body}"
@@ -112,7 +118,7 @@ class Recipients(Frame):
 
 
 def frame_of(lark: Lark, tokenizer: Any) -> Frame:
-    """Return the frame of a model's replies: the headers around their text and tool calls."""
+    """Return the writer of the headers around text and tool calls of a model's replies."""
     if is_harmony(tokenizer):
         call = lark.added.get("<|call|>")
         return Harmony(lark, call_ends=call is None or call in tokenizer.eos_token_ids)

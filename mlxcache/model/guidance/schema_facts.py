@@ -44,7 +44,7 @@ class Schema:
         return Schema(node, self.defs, self.closed)
 
     def target(self, ref: str) -> Node:
-        """Return the node to which the reference `ref` leads."""
+        """Return the node of the schema to which the reference `ref` leads."""
         return self.defs[ref.removeprefix(_DEFS)]
 
     def resolve(self, node: Node) -> Node:

@@ -114,14 +114,14 @@ def _beyond(rest: bytes, tokens: Iterable[int], pieces: list[bytes]) -> tuple[in
 
 
 def bitmask(tokens: Iterable[int], vocab_size: int) -> Bitmask:
-    """Return the mask that allows only `tokens`."""
+    """Return a mask with one bit per token of the vocabulary, which allows only `tokens`."""
     bits = np.zeros((vocab_size + 31) // 32 * 32, np.uint8)
     bits[list(tokens)] = 1
     return np.packbits(bits, bitorder="little").view(np.int32)
 
 
 def allows(mask: Bitmask, token: int) -> bool:
-    """Return whether `mask` allows `token`."""
+    """Return whether `mask`, with one bit per token, allows `token`."""
     return token // 32 < mask.size and bool(mask[token // 32] >> (token % 32) & 1)
 
 
@@ -152,7 +152,7 @@ class AfterThinking:
         return self._state == "thinking"
 
     def mask(self) -> Bitmask | None:
-        """Return the mask of tokens that may come next, or None if all may."""
+        """Return the mask of tokens that may come next in the reply, or None if all may."""
         form = self._form
         if self._state == "answer":
             return self._guide.mask()

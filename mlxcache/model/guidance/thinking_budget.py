@@ -268,7 +268,7 @@ class CloseThinking:
             self.done = True
 
     def mask(self) -> Bitmask | None:
-        """Return the mask of tokens that may come next, or None if all may."""
+        """Return the mask of tokens that may come next in the reply, or None if all may."""
         own = self.inner.mask() if self.inner is not None else None
         if self.done or (self._at == 0 and self._waits()):
             return own
@@ -286,7 +286,7 @@ class CloseThinking:
         return self._ids[self._at : self._at + 1] or self._options
 
     def _has_left(self) -> bool:
-        """Return whether the model itself has ended the block since this guide began."""
+        """Return whether the model itself has ended the think block since this guide began."""
         before = self._decode(self._tail[: self._begun])
         text = self._decode(self._tail)
         return any(text.find(m, max(0, len(before) - len(m) + 1)) >= 0 for m in self._leaves)
@@ -305,7 +305,7 @@ class CloseThinking:
 
 
 def _bitmask(tokens: Sequence[int], vocab_size: int) -> Bitmask:
-    """Return the mask that allows only `tokens`."""
+    """Return a mask with one bit per token of the vocabulary, which allows only `tokens`."""
     bits = np.zeros((vocab_size + 31) // 32, np.uint32)
     for token in tokens:
         bits[token // 32] |= np.uint32(1 << token % 32)

@@ -212,12 +212,12 @@ def _pythonic_call(lark: Lark, tool: Tool) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Tags:
-    """Writer of calls with a tag for each parameter. `{}` in a text stands for a name.
+    """Writer of grammar expressions for calls with a tag for each parameter.
 
-    `call`, `end`: the texts before and after a call. `key`, `after_key`, `value_end`: those before
-    and after a value. `ends`: texts that a string value must not contain, because they would seem
-    to end it. `line`: the template may write a line break between the parts. `cdata`: strings with
-    markup are written as `<![CDATA[...]]>`.
+    `{}` in a text stands for a name. `call`, `end`: the texts before and after a call. `key`,
+    `after_key`, `value_end`: those before and after a value. `ends`: texts that a string value must
+    not contain, because they would seem to end it. `line`: the template may write a line break
+    between the parts. `cdata`: strings with markup are written as `<![CDATA[...]]>`.
     """
 
     call: str
@@ -463,7 +463,7 @@ def _separated(lark: Lark, members: Written, comma: str) -> str:
 
 
 class _Gemma:
-    """Writer of Gemma's calls: `call:NAME{key:value,...}`.
+    """Writer of grammar expressions for Gemma's calls: `call:NAME{key:value,...}`.
 
     Strings are between delimiters of their own (`quote`), and keys have none.
     """
@@ -481,7 +481,7 @@ class _Gemma:
 
 
 class _GemmaValues:
-    """Writer of values of one schema in Gemma's notation."""
+    """Writer of grammar expressions for values of one schema in Gemma's notation."""
 
     def __init__(self, lark: Lark, schema: Schema, quote: str):
         self._lark = lark

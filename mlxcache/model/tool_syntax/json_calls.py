@@ -43,7 +43,7 @@ class JsonScanner:
                     self._quote = ""
 
     def closing(self) -> Closing:
-        """Return, as a `Closing`, whether a marker that comes next would close the block."""
+        """Return, as a `Closing`, whether a marker that comes next would end the tool block."""
         return Closing.INSIDE if self._quote else Closing.FINAL
 
 

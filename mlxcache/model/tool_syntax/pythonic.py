@@ -20,7 +20,7 @@ _KEY = re.compile(r"\s*([^\s\[\](),='\"]{1,256})\s*=\s*")
 
 
 class PythonicCalls:
-    """Syntax of LFM2's tool calls."""
+    """Syntax of LFM2's tool calls: `[NAME(KEY=VALUE, ...), ...]`."""
 
     def scanner(self) -> Scanner:
         """Make a scanner that finds the end of one tool block while it arrives."""

@@ -45,7 +45,7 @@ class BlockScanner:
             self._parts.append(text)
 
     def closing(self) -> Closing:
-        """Return, as a `Closing`, whether a marker that comes next would close the block."""
+        """Return, as a `Closing`, whether a marker that comes next would end the tool block."""
         if not self._begun and not self._begin("".join(self._parts)):
             return Closing.FINAL
         if self._json is not None:
@@ -53,7 +53,7 @@ class BlockScanner:
         return Closing.MAYBE if self._ends(self._tail) else Closing.INSIDE
 
     def _begin(self, text: str) -> bool:
-        """Examine the beginning of the block; return whether it has values.
+        """Examine the beginning of the tool block; return whether the block has values.
 
         Returns False if it is no call, or a call without parameters.
         """

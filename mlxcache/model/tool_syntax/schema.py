@@ -55,7 +55,7 @@ class Tool:
         """True if the schema says that parameters have any name, or names none."""
 
     def has(self, name: str) -> bool:
-        """Return whether the schema names a parameter `name`."""
+        """Return whether the tool's schema has a parameter `name`."""
         return name in self._properties
 
     def parse(self, name: str, raw: str, hint: str = "") -> Parsed:
@@ -100,7 +100,7 @@ class Tool:
 
 
 class Tools:
-    """The tools of a request, by name."""
+    """The tools of a request by name, each with the parameters of its JSON Schema."""
 
     def __init__(self, tools: Iterable[Mapping[str, Any]] = ()):
         self.definitions = [_complete(tool) for tool in tools]

@@ -1,4 +1,4 @@
-"""The interface of a syntax of tool calls."""
+"""Interface of the syntaxes in which model families write tool calls."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ class Scanner(Protocol):
         """Process the next text of the tool block."""
 
     def closing(self) -> Closing:
-        """Return, as a `Closing`, whether a marker that comes next would close the block."""
+        """Return, as a `Closing`, whether a marker that comes next would end the tool block."""
 
 
 class Syntax(Protocol):
-    """Syntax in which a model family writes tool calls."""
+    """Interface of a syntax in which a model family writes tool calls."""
 
     def scanner(self) -> Scanner:
         """Make a scanner that finds the end of one tool block while it arrives."""

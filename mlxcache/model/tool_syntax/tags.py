@@ -86,7 +86,7 @@ class TagSyntax:
         return head is not None and head.name is not None
 
     def _head(self, text: str) -> Cut | None:
-        """Return the calls and the parameter with which a block begins, or None."""
+        """Return the calls and the parameter with which a tool block begins, or None."""
         return self._opened(text, 0, self._skip(text, 0), ())
 
     def ends(self, tail: str) -> bool:
