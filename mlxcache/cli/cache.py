@@ -69,7 +69,8 @@ def prune(
 ) -> Result:
     """Verify every file of the cache and remove damaged ones.
 
-    With --to, also remove the least recently used files.
+    With --to, also evict files until that size is left: those used least often and longest ago
+    first, pinned ones last.
     """
     limit = None if to is None else _parse_limit(to)
     with count_bar("reading the files") as progress:

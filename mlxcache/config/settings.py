@@ -51,8 +51,8 @@ class Setting:
 
     `read` converts a flag, a variable or a TOML value to the value of the setting, and raises
     ValueError, TypeError or ConfigError if it is not valid. `panel`: the heading of the flag in
-    --help. `metavar`: the placeholder of its value in --help, empty for a switch. `repeatable`: the
-    flag may be given several times.
+    --help. `metavar`: the placeholder of its value in --help, empty for a switch. `default`: the
+    default in words, for the table of settings. `repeatable`: the flag may be given several times.
     """
 
     name: str
@@ -60,6 +60,7 @@ class Setting:
     panel: str
     metavar: str
     help: str
+    default: str
     repeatable: bool = False
 
     @property
@@ -97,6 +98,7 @@ def _setting(
         "panel": panel,
         "metavar": metavar,
         "help": help if shown is None else f"{help} Default: {shown}.",
+        "default": shown or ("none" if metavar else "false"),
         "repeatable": repeatable,
     }
     if callable(default):
@@ -298,6 +300,7 @@ class Settings:
         read_rules,
         "RULE=on|off",
         "Switch a canonicalisation rule; repeatable.",
+        shown="each rule's own",
         repeatable=True,
     )
     no_canonicalise: bool = _switch(_OTHER, "Render requests unchanged: all rules are off.")
@@ -337,6 +340,7 @@ CONFIG = Setting(
     metavar="FILE",
     help="A TOML file of settings; flags and variables override it. "
     "Default: config.toml in the user's configuration folder.",
+    default="config.toml in the user's configuration folder",
 )
 """The flag and variable of config.toml itself; it has no key."""
 

@@ -40,6 +40,7 @@ TEXT = {
     "lines of the log",
     "an answer of the command",
     "a file of keys",
+    "the start of a server with little memory",
 }
 LOG = re.compile(
     r"\d\d:\d\d:\d\d session (-|[\w-]{1,8})  prompt \d+  cached \d+( \(\d+ from disk\))?  fed \d+"

@@ -27,6 +27,19 @@ def test_the_reference_is_what_the_code_says(page: str):
     assert written == script("_reference").PAGES[page]()
 
 
+def test_the_table_of_settings_is_what_the_code_says():
+    """Flag, variable, key and default of each, and none besides; else run bin/reference."""
+    page = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
+    renew = script("_reference").PARTS["configuration.md"]
+    assert page == renew(page)
+    for wrong in (
+        ("`8081` |", "`8082` |"),
+        ("| no limit |", "| none |"),
+        ("| `--queue` |", "| `--line` |"),
+    ):
+        assert renew(page.replace(*wrong, 1)) != page.replace(*wrong, 1)
+
+
 def test_the_chart_is_what_the_benchmarks_say():
     """Its numbers are those of the tables; else run bin/reference."""
     page = (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8")

@@ -192,6 +192,8 @@ def test_pin_rename_and_fork(api: Api, opened: Page) -> None:
     opened.act(id, "Pin")
     opened.until("document.querySelector(args[0])", f'[data-id="{id}"][data-pinned="true"]')
     assert session_of(api, "first")["pinned"]
+    title = "return document.querySelector(`[data-id='${args[0]}'] .acts button`).title;"
+    assert "evicted last" in opened.run(title, id)
     opened.act(id, "Rename")
     opened.write("#name-text", EVIL)
     opened.click("#name-ok")

@@ -67,7 +67,7 @@ function row(first) {
       const label = button.title.split(":")[0];
       setText(button.lastChild, `${label}: ${title}`);
     }
-    pinned.title = one.pinned ? "Pinned: it is never evicted from disk" : "Pin";
+    pinned.title = one.pinned ? "Pinned: its files are evicted last" : "Pin";
   };
   return { element, update };
 }
