@@ -49,7 +49,7 @@ class Splice:
 
 
 def first_difference(a: Sequence[Splice], b: Sequence[Splice]) -> int:
-    """Return the offset of the first splice that only one list has.
+    """Return the character offset of the first splice that only one of two lists has.
 
     Returns `sys.maxsize` if the lists are equal.
     """

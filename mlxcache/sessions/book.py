@@ -125,7 +125,7 @@ class SessionBook:
         await self._writer.written()
 
     def shared_with_sessions(self, label: str, ids: Tokens) -> list[tuple[bool, int]]:
-        """Compare `ids` with each leaf of the sessions that have a label.
+        """Compare `ids` with each leaf of the sessions that have the label `label`.
 
         Returns for each leaf whether it belongs to this model, and the number of leading tokens
         shared. Any thread; blocks. Raises StoreError.
