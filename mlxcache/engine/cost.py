@@ -448,7 +448,10 @@ class PrefillSpeed:
         return sum(part * pace for part, pace in priced)
 
     def known_tokens(self, tokens: int) -> int:
-        """Return how many of a prompt's first `tokens` tokens `seconds` counts."""
+        """Return how many of a prompt's first `tokens` tokens have a measured speed.
+
+        The result of `seconds` is the time for these tokens alone.
+        """
         return sum(part for part, _ in self._priced(tokens))
 
     def _priced(self, tokens: int) -> list[tuple[int, float]]:

@@ -80,11 +80,11 @@ class Explanation:
     """The first difference between two prompts, if it comes before the new messages.
 
     `at_token`: number of shared leading tokens. `new_from`: token of the later prompt at which
-    messages begin that the earlier prompt and its reply did not have. `again`: runs of tokens
-    between the two that the earlier prompt had too, and that are computed a second time. `first`:
-    the difference, or None if nothing differs before `new_from` or the prompts are not `related`.
-    `later`: further differences. `removed`: differences as sent that canonicalisation removed, each
-    with its rule. `related`: see `differences.related`.
+    messages begin that the earlier prompt and its reply did not have. `again`: half-open ranges of
+    tokens between the two that the earlier prompt had too, and that are computed a second time.
+    `first`: the difference, or None if nothing differs before `new_from` or the prompts are not
+    `related`. `later`: further differences. `removed`: differences between the requests as sent
+    that canonicalisation removed, each with its rule. `related`: see `differences.related`.
     """
 
     at_token: int
