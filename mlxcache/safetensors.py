@@ -176,7 +176,8 @@ def read_header(fd: int, *, own: bool = True) -> Header:
 def read_foreign_header(fd: int, *, own: bool) -> Header:
     """Read and check the header of a file from another machine, in at most 64 MB of memory.
 
-    Raises Malformed if the header is too large, and the errors of `read_header`.
+    With `own`, the header must have a correct checksum. Raises Malformed if it is too large, and
+    the errors of `read_header`.
     """
     length = _header_length(fd, MOST_FOREIGN)
     if not is_foreign_size(_pread(fd, length, _LENGTH)):

@@ -48,7 +48,7 @@ class Measured:
 def speed(results: Results, others: Sequence[str]) -> list[Check]:
     """Return the bounds on speed for which `results` has figures.
 
-    `others` names the servers measured beside this one.
+    `others` names the servers that were measured as well.
     """
     return [*_beside(results, others), *_by_itself(results)]
 

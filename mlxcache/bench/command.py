@@ -16,7 +16,7 @@ from mlxcache.model.hub import resolve
 
 
 class MeasurementSet(NamedTuple):
-    """Measurements under one name for --only.
+    """Set of measurements with one name for --only.
 
     `minutes` is the time of a run with the defaults on a Linux machine with 2 CPU cores.
     """
@@ -57,7 +57,7 @@ Against = Annotated[
     list[str] | None,
     typer.Option(
         metavar="NAME=COMMAND",
-        help="Another OpenAI-compatible server; {model} and {port} are filled in. Repeatable.",
+        help="Another OpenAI-compatible server; {model} and {port} are replaced. Repeatable.",
     ),
 ]
 Only = Annotated[
@@ -76,15 +76,15 @@ Keep = Annotated[
     bool,
     typer.Option(
         "--keep",
-        help="Go on with the same conversations in each repetition, and begin them only once.",
+        help="Continue the same conversations in each repetition instead of beginning new ones.",
     ),
 ]
-MlxLm = Annotated[bool, typer.Option(help="Measure mlx_lm.server beside it.")]
+MlxLm = Annotated[bool, typer.Option(help="Measure mlx_lm.server too.")]
 Wait = Annotated[float, typer.Option(metavar="SECONDS", help="Time that a server has to start.")]
 JsonFile = Annotated[
-    Path | None, typer.Option("--json", metavar="FILE", help="Write all figures there too.")
+    Path | None, typer.Option("--json", metavar="FILE", help="Also write all figures to FILE.")
 ]
-Strict = Annotated[bool, typer.Option("--assert", help="Exit with 1 where a bound is broken.")]
+Strict = Annotated[bool, typer.Option("--assert", help="Exit with 1 if a bound does not hold.")]
 
 
 def bench(
@@ -101,7 +101,7 @@ def bench(
     json_file: JsonFile = None,
     strict: Strict = False,
 ) -> None:
-    """Measure this server, and others beside it, in interleaved pairs on the same model."""
+    """Measure this server and others, in interleaved pairs on the same model."""
     names = chosen_names(only or ()) or DEFAULT
     options = Options(tokens, runs, reply, launches(against or (), mlx_lm), wait, keep)
 
@@ -117,13 +117,16 @@ def bench(
 
 
 def chosen_names(only: Sequence[str]) -> Sequence[str]:
-    """Replace the names of sets by those of their measurements. Raises typer.BadParameter."""
+    """Return the names of measurements in `only`, with each set replaced by its measurements.
+
+    Raises typer.BadParameter for an unknown name.
+    """
     check_names(only, (*SETS, *NAMES))
     return [name for one in only for name in (SETS[one].names if one in SETS else (one,))]
 
 
 def launches(against: Sequence[str], mlx_lm: bool) -> list[Launch]:
-    """Return how to start the servers to measure beside this one.
+    """Return how to start the other servers to measure.
 
     These are the servers given by --against and, if `mlx_lm`, mlx_lm.server. Raises
     typer.BadParameter.

@@ -31,7 +31,7 @@ FAILURES = (NotStarted, NoOwnTime, MlxcacheError, Refused, OSError, ValueError)
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """Sizes of a benchmark run, and the servers measured beside this one.
+    """Sizes of a benchmark run, and the other servers to measure.
 
     `tokens` is the length of a conversation's first prompt, `runs` the number of repetitions, and
     `wait_s` the seconds that a server has to start. `keep` continues the same conversations in each

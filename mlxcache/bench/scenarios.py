@@ -132,7 +132,10 @@ class Visit:
         return self.filler.text(tokens, f"{self.seed}/{what}")
 
     def attribution(self) -> str:
-        """Return a first line of a system prompt such as Claude Code changes with each request."""
+        """Return a first line for a system prompt that differs in each call.
+
+        Claude Code sends such a line.
+        """
         self.said += 1
         cch = random.Random(f"{self.seed}/{self.said}").getrandbits(20)
         return (

@@ -32,8 +32,8 @@ Work = Coroutine[Any, Any, None]
 class Paces:
     """Tokens per second of a reply, and seconds of writing, per repetition.
 
-    `alone` is measured without writing, `plain` and `plain_s` beside a plain thread that writes,
-    `store` and `store_s` beside the disk tier.
+    `alone` is measured without writing, `plain` and `plain_s` while a plain thread writes, `store`
+    and `store_s` while the disk tier writes.
     """
 
     alone: list[float] = field(default_factory=list)

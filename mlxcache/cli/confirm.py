@@ -1,4 +1,4 @@
-"""Confirmation of commands that remove or replace something: a question, or --yes."""
+"""Confirmation of commands that remove or replace something, by a question or by --yes."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ def lazy_group(commands: Mapping[str, Lazy]) -> type[LazyGroup]:
 
 
 def add_placeholders(app: typer.Typer, commands: Mapping[str, Lazy]) -> None:
-    """Add a placeholder for each command to `app`, so that the help lists it."""
+    """Add a placeholder for each command to `app`, so that the help lists the command."""
     for name, one in commands.items():
         app.command(name, help=one.help)(_placeholder)
 

@@ -60,11 +60,11 @@ COMMANDS = {
     ),
     "bench": Lazy(
         "mlxcache.bench.command:bench",
-        "Measure this server, and others beside it, in interleaved pairs on the same model.",
+        "Measure this server and others, in interleaved pairs on the same model.",
     ),
     "prove": Lazy(
         "mlxcache.bench.prove.command:prove",
-        "Measure this machine beside mlx-lm, and write one report that can be published.",
+        "Measure mlxcache and mlx-lm on this machine, and write one report that can be published.",
     ),
 }
 """The commands, in the order of the help; each line is the first of its own help."""

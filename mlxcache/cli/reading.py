@@ -1,4 +1,4 @@
-"""A line that tells how far a long prompt is computed, at the server's terminal or in its log."""
+"""Progress of long prefills, shown as a line at the server's terminal or as lines in its log."""
 
 from __future__ import annotations
 
@@ -32,9 +32,10 @@ request_log = logging.getLogger("mlxcache.requests")
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """A prompt during prefill.
+    """Progress of a prompt during prefill.
 
-    `done` of `total` tokens are in the cache. `left_s`: estimated seconds for the rest, or None.
+    `done` of `total` tokens are in the cache. `left_s` is the estimated time for the rest in
+    seconds, or None if it is unknown.
     """
 
     id: str
@@ -45,7 +46,7 @@ class Reading:
 
 
 def describe(readings: Sequence[Reading]) -> str:
-    """Format the progress of one or more prompts, which are added up."""
+    """Format the progress of prompts, added up, as text."""
     done, total = (sum(getattr(one, name) for one in readings) for name in ("done", "total"))
     what = "the prompt" if len(readings) == 1 else f"{len(readings)} prompts"
     left = max((one.left_s for one in readings if one.left_s is not None), default=None)
@@ -60,17 +61,17 @@ def _round_time(seconds: float) -> str:
 
 
 class LongReadings:
-    """Selects the prompts whose prefill takes long, and counts down what is left of each."""
+    """Filter for prompts whose prefill takes long. Also updates the estimate of the time left."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic):
         self._clock = clock
         self._seen: dict[str, tuple[float, Reading, float]] = {}
 
     def update(self, readings: Iterable[Reading]) -> list[Reading]:
-        """Return those of `readings` that began `SHOWN_AFTER_S` ago or more.
+        """Return those of `readings` whose prefill began at least `SHOWN_AFTER_S` ago.
 
-        The estimate of one whose figures did not change since the last call is reduced by the time
-        that passed.
+        If the figures of a prompt have not changed since the last call, the time that has passed is
+        subtracted from its estimate. Prompts that are not in `readings` are forgotten.
         """
         now, seen, shown = self._clock(), self._seen, []
         self._seen = {}
@@ -90,14 +91,14 @@ def _counted_down(one: Reading, passed: float) -> Reading:
 
 
 class Reports:
-    """Decides when the log gets a line about a prompt, where there is no terminal."""
+    """Schedule of log lines about prompts, for a server without a terminal."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic):
         self._clock = clock
         self._last: dict[str, float] = {}
 
     def due(self, readings: Iterable[Reading]) -> list[Reading]:
-        """Return the prompts without a line in the last `REPORT_S` seconds."""
+        """Return the prompts that had no log line in the last `REPORT_S` seconds."""
         now, last, found = self._clock(), self._last, []
         self._last = {}
         for one in readings:
@@ -109,12 +110,12 @@ class Reports:
 
 
 def can_rewrite(console: Console) -> bool:
-    """Return true if a line of `console` can be rewritten in place."""
+    """Return whether a line on `console` can be rewritten in place."""
     return console.is_terminal and not console.is_dumb_terminal
 
 
 class LastLine:
-    """The last line of a terminal, below all other output of `console`, rewritten in place."""
+    """Last line of a terminal, below all other output of `console`. It is rewritten in place."""
 
     def __init__(self, console: Console):
         self._console = console
@@ -122,7 +123,7 @@ class LastLine:
         self._text = ""
 
     def show(self, text: str) -> None:
-        """Write `text`, cut to the width of the terminal; an empty one removes the line."""
+        """Show `text`, cut to the width of the terminal. Empty text removes the line."""
         if text == self._text:
             return
         self._text = text
@@ -137,16 +138,17 @@ class LastLine:
         self._live.update(line, refresh=True)
 
     def remove(self) -> None:
-        """Remove the line from the terminal."""
+        """Remove the line from the terminal, if it is shown."""
         if self._live is not None:
             self._live.stop()
         self._live = None
 
 
 async def show_readings(engine: Engine, console: Console) -> None:
-    """Show how far long prompts of `engine` are computed, until cancelled.
+    """Show the progress of long prefills of `engine` until cancelled.
 
-    At a terminal that is one line, rewritten in place; elsewhere a log line every `REPORT_S`.
+    On a terminal it is one line that is rewritten in place. Otherwise a line is logged every
+    `REPORT_S` seconds.
     """
     terminal = can_rewrite(console)
     long, reports, line = LongReadings(), Reports(), LastLine(console)

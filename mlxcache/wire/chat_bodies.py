@@ -1,4 +1,4 @@
-"""Chat requests of the three APIs without an endpoint: detect the API, convert, compare.
+"""Chat requests read outside of an endpoint: detect which API they are of, convert, compare.
 
 Recorded requests and prompts to warm are JSON without the path to which they were sent.
 """

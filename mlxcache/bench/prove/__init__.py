@@ -1,4 +1,4 @@
-"""`mlxcache prove`: measure mlxcache, and mlx-lm beside it, and write one report.
+"""`mlxcache prove`: measure mlxcache and mlx-lm on this machine, and write one report.
 
 Each scenario starts the processes that it needs and writes its figures into `Findings`, so that
 figures taken before a failure are kept. The report contains nothing that identifies the machine or

@@ -31,13 +31,13 @@ DEFAULT_SIZE, QUICK_SIZE = "0.6b", "tiny"
 
 Model = Annotated[
     str | None,
-    typer.Option(metavar="PATH|HUB_ID", help="Default: random weights, made on the spot."),
+    typer.Option(metavar="PATH|HUB_ID", help="Default: a generated model with random weights."),
 ]
 Size = Annotated[
     str | None,
     typer.Option(
         metavar="SIZE",
-        help=f"Shape of the model made on the spot: {', '.join(SIZES)}. "
+        help=f"Shape of the generated model: {', '.join(SIZES)}. "
         f"Default: {DEFAULT_SIZE}, with --quick {QUICK_SIZE}.",
     ),
 ]
@@ -46,7 +46,7 @@ WeightsOption = Annotated[
     typer.Option(
         "--weights",
         metavar="|".join(WEIGHTS),
-        help="Weights of the model made on the spot. Default: one model of each.",
+        help="Weights of the generated model. Default: one model of each.",
     ),
 ]
 Only = Annotated[
@@ -54,24 +54,31 @@ Only = Annotated[
     typer.Option(metavar="NAME", help=f"One of {', '.join(SCENARIOS)}. Repeatable; default: all."),
 ]
 Quick = Annotated[
-    bool, typer.Option("--quick", help="Small lengths: shows that all works, and no bounds.")
+    bool,
+    typer.Option(
+        "--quick", help="Use short prompts and replies, for which bounds are not checked."
+    ),
 ]
 Minutes = Annotated[
     float,
-    typer.Option(metavar="N", min=0.1, help="Time limit of all, also of making or loading models."),
+    typer.Option(
+        metavar="N",
+        min=0.1,
+        help="Time limit of the whole run, including making or loading models.",
+    ),
 ]
 Out = Annotated[
     Path | None,
     typer.Option(
         "--out",
         metavar="FILE",
-        help="The report; its figures go beside it, as .json. Both are overwritten. "
+        help="The report; its figures are in a .json file of the same name. Both are overwritten. "
         "Default: mlxcache-proof-DATE-TIME.md.",
     ),
 ]
 Strict = Annotated[
     bool,
-    typer.Option("--assert", help="Exit with 1 where a bound failed or none was checked, too."),
+    typer.Option("--assert", help="Also exit with 1 if a bound failed or none was checked."),
 ]
 
 
@@ -86,7 +93,7 @@ def prove(
     out: Out = None,
     strict: Strict = False,
 ) -> None:
-    """Measure this machine beside mlx-lm, and write one report that can be published.
+    """Measure mlxcache and mlx-lm on this machine, and write one report that can be published.
 
     Exit status 1: a scenario failed, the run was interrupted, or nothing was measured; with
     --assert

@@ -43,10 +43,10 @@ class Heard:
 
 
 async def matrix(inside: Inside, scale: Scale, found: Findings) -> None:
-    """Compare warm replies (alone and beside others) and restored ones with cold ones.
+    """Compare warm replies, alone and with other requests, and restored ones with cold ones.
 
-    Does so at each length of `scale.equal`. Raises Unequal at the end if one differs by more than
-    the tolerance.
+    This is done at each length of `scale.equal`. Raises Unequal at the end if a reply differs by
+    more than the tolerance.
     """
     wrong: list[str] = []
     for length in scale.equal:
@@ -90,7 +90,8 @@ def _noise(ids: Tokens, runtime: ModelRuntime) -> float:
 async def _after(inside: Inside, ids: Tokens, way: str) -> Heard:
     """Compute all but the end of `ids`, then return the reply to all of it.
 
-    `way` says whether that prefix is in RAM or on disk, and whether other requests run beside.
+    `way` says whether that prefix is in RAM or on disk, and whether other requests run at the same
+    time.
     """
     await inside.clear()
     await drained(await inside.ask(ids[:-TAIL], 1))

@@ -95,7 +95,7 @@ def _ours(context: Context, tokens: int) -> float:
 
 
 def _own_beside(context: Context, tokens: int, stack: ExitStack) -> OwnTime | None:
-    """Return a process that times mlx-lm alone beside the running server.
+    """Return a process that times mlx-lm alone while the server is running.
 
     Returns None if memory is short for both, or if the model cannot be measured that way.
     """

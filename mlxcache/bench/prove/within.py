@@ -149,7 +149,8 @@ async def _ended(inside: Inside, stream: Any) -> None:
 async def _generated(stream: Any, count: int) -> None:
     """Read a reply until it has `count` tokens. Raises ValueError if it ends earlier.
 
-    The record's count is used, because pieces of text that are read late may be joined.
+    Tokens are counted by the request's record, since pieces of text that are read late may be
+    joined.
     """
     async for _ in stream:
         if stream.record.generated_tokens >= count:
