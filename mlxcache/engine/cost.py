@@ -448,9 +448,9 @@ class PrefillSpeed:
         return sum(part * pace for part, pace in priced)
 
     def known_tokens(self, tokens: int) -> int:
-        """Return how many of a prompt's first `tokens` tokens have a measured speed.
+        """Return how many of a prompt's first `tokens` tokens are included in `seconds`.
 
-        The result of `seconds` is the time for these tokens alone.
+        These are the tokens from the first range of positions with a measured speed on.
         """
         return sum(part for part, _ in self._priced(tokens))
 
