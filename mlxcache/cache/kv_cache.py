@@ -255,7 +255,7 @@ class KVCache:
         return self.disk is not None and self.disk.restorer.ready(lookup, lease.length)
 
     def restore(self, lease: Lease, lookup: DiskLookup) -> bool:
-        """Load one verified file into the lease, and commit it.
+        """Load one verified file of KV from disk into the lease, and commit it.
 
         Returns True once all of `lookup.target` is restored. Mutates lease and tree, and blocks
         while one file is read. Raises StoreError, OSError, RuntimeError or ValueError if a file
@@ -454,10 +454,10 @@ class KVCache:
         self.forget(ids, kept)
 
     def _finite_prefix(self, ids: Tokens, reused: int) -> int:
-        """Return how many leading tokens of `ids` in the tree to keep after NaN.
+        """Return how many leading tokens of `ids` to keep after the model produced NaN.
 
-        `reused`: tokens that the request had reused. Tokens that another conversation shares were
-        computed by that conversation too, so they are kept if their KV is finite.
+        `reused`: tokens that the request had reused. Tokens in the tree that another conversation
+        shares were computed by that conversation too, so they are kept if their KV is finite.
         """
         match = self.tree.match(ids, touch=False)
         parted = [node.end for node in match.nodes if len(node.children) > 1]

@@ -49,9 +49,9 @@ class Brake:
         self._changed_at = self._pressed_at = float("-inf")
 
     def update(self, level: PressureLevel, now: float) -> int:
-        """Return the number of eighths to withhold, given the pressure `level` at time `now`.
+        """Return the number of eighths of the budget to withhold at time `now`.
 
-        `now`: seconds of a monotonic clock.
+        `level`: the memory pressure at that time. `now`: seconds of a monotonic clock.
         """
         if level:
             self._pressed_at = now

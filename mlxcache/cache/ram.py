@@ -218,8 +218,8 @@ class RamTier:
 
         Returns False if every leaf is in use. `needed`: bytes to free, if the leaf has as many.
         Checkpoints on its path that save less than `worth`, a share of the tokens after them, are
-        dropped before tokens of the leaf, unless the leaf was replaced: its path then belongs to
-        another conversation.
+        dropped before tokens of the leaf. They are not if the leaf's conversation has continued on
+        another branch, which then uses them.
         """
         leaf = self.tree.least_leaf()
         if leaf is None:
