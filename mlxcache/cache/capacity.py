@@ -22,7 +22,7 @@ from mlxcache.tree.thinning import BUDGET_SHARE, allowed, checkpoints_to_drop
 MIN_TRANSIENT = 16 << 20
 
 MOST_PENDING = 256 << 20
-"""Most bytes of copies on their way to disk."""
+"""Maximum bytes of copies that wait to be written to disk."""
 
 MOST_POOL = 1 << 30
 
@@ -55,7 +55,9 @@ def transient_bytes(limit: int, least: int = 0) -> int:
 
 
 MOST_COPIED = 256 << 20
-"""Most bytes copied in one evaluation; beside such a copy the wait for the device is short."""
+"""Maximum bytes copied in one evaluation; the wait for the device is short compared with such a
+copy.
+"""
 
 
 def copy_bytes(transient: int, kind: DeviceKind) -> int:

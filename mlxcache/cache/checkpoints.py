@@ -10,7 +10,7 @@ from mlxcache.tree.node import Node
 from mlxcache.tree.thinning import checkpoints_to_drop
 
 SPACING = 4000
-"""Tokens between the checkpoints of a long run without a mark."""
+"""Tokens between the checkpoints of a long part of a prompt without marks."""
 
 
 def stops(

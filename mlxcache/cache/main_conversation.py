@@ -14,10 +14,10 @@ from mlxcache.tree.node import Node
 from mlxcache.types import WARMING, Job, Tokens
 
 MAX_LABELS = 64
-"""Session labels whose main conversation is remembered, the most recent."""
+"""Number of session labels whose main conversation is remembered; the most recent ones are."""
 
 MAX_SIDE_REQUESTS = 256
-"""Side requests in a row that renew a main conversation which gets no turn of its own."""
+"""Maximum number of consecutive side requests that count as uses of the main conversation."""
 
 
 @dataclass(frozen=True, slots=True)

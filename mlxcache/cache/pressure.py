@@ -23,7 +23,9 @@ log = logging.getLogger("mlxcache.engine")
 
 POLL_S = 1.0
 STEP_S, CALM_S = 5.0, 30.0
-"""Seconds between two reductions while pressure lasts, and of calm before each part is restored."""
+"""Seconds between two reductions while pressure lasts, and without pressure before each part is
+used again.
+"""
 
 TRIM_S = 30.0
 """Seconds between two returns of unused heap memory to the operating system."""

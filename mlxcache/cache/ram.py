@@ -33,7 +33,9 @@ STEP = 256
 """Positions of a reply that are reserved with its prompt, and the least that is evicted at once."""
 
 WHOLE_LINEAGES = 4
-"""Idle lineages that may keep a whole buffer although the tree refers to part of it elsewhere."""
+"""Number of idle lineages that may keep buffers from position 0 on although the tree uses only a
+part of them.
+"""
 
 CHECKPOINT_WORTH = 0.5
 """Share of a path's remaining tokens that a checkpoint must save to stay as long as its path.
@@ -45,7 +47,9 @@ WITHHELD = "withheld"
 """The budget's kind of bytes that stay unused while the machine is short of memory."""
 
 BUFFER_SHARE = 0.75
-"""Share of the device's buffers for lineages and checkpoints; weights and passes have the rest."""
+"""Share of the device's buffers for lineages and checkpoints; weights and forward passes use the
+rest.
+"""
 
 
 def with_slack(tokens: int) -> int:

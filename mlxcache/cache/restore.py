@@ -25,10 +25,10 @@ from mlxcache.types import Tokens
 log = logging.getLogger("mlxcache.engine")
 
 MIN_UNKNOWN = 128
-"""Prompt tokens that RAM must lack for a lookup on disk."""
+"""Minimum number of prompt tokens not in RAM for which the disk is searched."""
 
 MIN_GAIN = 64
-"""Tokens that the disk must have beyond RAM for a restore."""
+"""Minimum number of tokens on disk beyond those in RAM for which a restore is made."""
 
 
 @dataclass(slots=True, eq=False)

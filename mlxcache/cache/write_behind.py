@@ -43,11 +43,10 @@ FIRST_RETRY_S, RETRY_S = 1.0, 30.0
 """Pause after a disk error, in seconds: the first one, and the longest. Each pause doubles."""
 
 BLOCKED_S = 2.0
-"""Seconds that a request waits for a write that makes no progress before it gives up on the disk.
-"""
+"""Seconds that a request waits for a write without progress before writing is suspended."""
 
 TRIES = 2
-"""Restarts of a path whose first blocks were evicted from disk while it was being written."""
+"""Number of restarts of a path whose first blocks were evicted from disk while it was written."""
 
 States = list[tuple[int, State]]
 """Checkpoints as (position in tokens, state), ascending."""

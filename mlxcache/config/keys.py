@@ -14,7 +14,7 @@ from mlxcache.errors import ConfigError
 log = logging.getLogger("mlxcache.server")
 
 MOST_BYTES = 1 << 20
-"""Maximum size of a file of keys."""
+"""Maximum size of a file of keys, in bytes."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,13 +24,13 @@ from mlxcache.config.cgroups import OWN, ROOT, memory_groups, memory_use
 # -- pressure ----------------------------------------------------------------------------------
 
 SOME_STALLED, ALL_STALLED = 10.0, 5.0
-"""Percent of the last 10 s in which some, or all, tasks waited for memory: from here a warning.
+"""Percent of the last 10 s in which some, or all, tasks waited for memory that count as a warning.
 
 Four times as much is critical. Source: https://docs.kernel.org/accounting/psi.html
 """
 
 WARNING_USE, CRITICAL_USE = 0.93, 0.97
-"""Used parts of a control group's limit, or of the machine's memory."""
+"""Used part of a control group's limit, or of the machine's memory, that counts as this level."""
 
 _MAC_LEVEL = "kern.memorystatus_vm_pressure_level"
 

@@ -17,7 +17,9 @@ RULES: Mapping[str, bool] = {
     "thinking": True,
     "replay": True,
 }
-"""Each rule, mapped to true if it is on by default; see `mlxcache.prompt.canonical`."""
+"""Map from each canonicalisation rule to True if it is on by default; see
+`mlxcache.prompt.canonical`.
+"""
 
 _WORDS = {"on": True, "true": True, "off": False, "false": False}
 

@@ -40,7 +40,9 @@ ENV_PREFIX = "MLXCACHE_"
 LogLevel = Literal["debug", "info", "warning", "error"]
 
 MOST_DRAFTED = 15
-"""Most tokens drafted at once: one more would be as long as the shortest prefill chunk."""
+"""Maximum number of tokens drafted at once; one more would be as long as the shortest prefill
+chunk.
+"""
 
 _MODEL, _MEMORY, _SERVER, _OTHER = "Model", "Memory and speed", "Server", "Other"
 
@@ -331,7 +333,7 @@ class Settings:
 SETTINGS: Mapping[str, Setting] = {
     one.name: Setting(name=one.name, **one.metadata) for one in fields(Settings)
 }
-"""The entry of each setting by its name, which is its key in config.toml, in the order of help."""
+"""Entry of each setting by its name, which is its key in config.toml, in the order of --help."""
 
 CONFIG = Setting(
     name="config",
@@ -342,7 +344,7 @@ CONFIG = Setting(
     "Default: config.toml in the user's configuration folder.",
     default="config.toml in the user's configuration folder",
 )
-"""The flag and variable of config.toml itself; it has no key."""
+"""Flag and variable of the path of config.toml; there is no key for it."""
 
 
 def is_loopback(host: str) -> bool:

@@ -14,16 +14,16 @@ from mlxcache.config.cgroups import memory_limit
 from mlxcache.errors import ConfigError
 
 MIN_RAM = 64_000_000
-"""Minimum of `auto` for RAM, enough for short conversations."""
+"""Minimum of `auto` for RAM in bytes, enough for short conversations."""
 
 MOST_DISK = 200 * 10**9
-"""Maximum of `auto` for the disk tier."""
+"""Maximum of `auto` for the disk tier, in bytes."""
 
 LEAST_DISK = 4_000_000
-"""Minimum of an explicit disk limit: an index alone takes about as much."""
+"""Minimum of an explicit disk limit in bytes; an index alone takes about as much."""
 
 LEAST_BARE = 1_000_000
-"""A smaller number without a unit is taken for a forgotten one."""
+"""Bytes below which a number without a unit is refused, because the unit was probably forgotten."""
 
 Size = int | float | Literal["auto"]
 """Bytes, a part of the memory or the disk (0 < part <= 1), or `auto`."""

@@ -389,7 +389,7 @@ ADAPTERS: Mapping[type, Adapter] = {
     ChunkedKVCache: Chunked("ChunkedKVCache"),
     RotatingKVCache: Ring("RotatingKVCache"),
 }
-"""Adapters by exact class: a subclass may behave differently, and is unknown."""
+"""Adapters by exact class. A subclass counts as unknown, because it may behave differently."""
 
 
 def adapter_of(slot: Any) -> Adapter | None:

@@ -8,7 +8,9 @@ from typing import Any
 from mlxcache.errors import ModelError
 
 UNSTATED = 131_072
-"""Context length where a model's files state none (those of recurrent models often do not)."""
+"""Context length in tokens if a model's files state none, as those of recurrent models often do
+not.
+"""
 
 _KEYS = (
     "max_position_embeddings",

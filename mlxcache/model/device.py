@@ -25,7 +25,7 @@ allocations, which raise before anything was encoded.
 """
 
 MOST_PARKED = 8
-"""Errors that `settle` discards, one for each stream at most, before it gives up."""
+"""Maximum number of errors that `settle` discards; each stream may have one."""
 
 
 def kind() -> DeviceKind:

@@ -26,7 +26,7 @@ from mlxcache.private import make_folder
 log = logging.getLogger("mlxcache.model")
 
 FORMAT = 1
-"""Version of stored KV; raised whenever KV stored before must not be used any more."""
+"""Version of stored KV. It is raised when KV stored before must not be used any more."""
 
 ADAPTER_FILES = ("adapter_config.json", "adapters.safetensors")
 _CONFIGS = ("config.json", "hf_quant_config.json")  # the second is NVIDIA's, read by mlx-lm

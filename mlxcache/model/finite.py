@@ -12,7 +12,7 @@ from mlxcache.model.kv import State
 from mlxcache.model.lineage import Lineage
 
 AT_ONCE = 4096
-"""Positions checked per call."""
+"""Number of positions checked in one evaluation."""
 
 
 def ends_finite(lineage: Lineage) -> bool:

@@ -33,7 +33,7 @@ Progress = Callable[[int, int], None]
 up. Called from any of the download's threads, one at a time."""
 
 ANSWER_S = 5.0
-"""Seconds for the Hub to describe a model, after which it counts as out of reach."""
+"""Seconds for the Hub to describe a model, after which the Hub counts as not reachable."""
 
 _HTTP_ERROR: type[Exception] = HfHubHTTPError.__bases__[0]
 """Base error of the HTTP client that huggingface_hub uses; which client depends on its version."""

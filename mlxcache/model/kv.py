@@ -21,10 +21,10 @@ from mlxcache.model.arrays import copied_tree, either, spec_tree, tree_arrays, v
 from mlxcache.model.quantise import quantised
 
 Caches = list[Any]
-"""One cache object per layer, as `model(tokens, cache=...)` takes it."""
+"""One cache object per layer, in the form in which a model takes them as `cache`."""
 
 State = tuple[Any, ...]
-"""The opaque slots' states at one position: nested tuples of arrays, numbers and None."""
+"""States of the opaque slots at one position: nested tuples of arrays, numbers and None."""
 
 
 def flatten(caches: Sequence[Any]) -> list[Any]:

@@ -15,7 +15,7 @@ from mlxcache.model.kv import Caches, Layout, State
 log = logging.getLogger("mlxcache.model")
 
 Span = tuple["Lineage", int, int]
-"""Positions [start, end) in the buffers of one lineage."""
+"""A lineage, and a range [start, end) of positions in its buffers."""
 
 
 class Lineage:

@@ -24,10 +24,11 @@ from mlxcache.model.tool_syntax.syntax import Syntax
 from mlxcache.model.tools import ForeignSyntax
 
 NORMAL, REASONING, TOOL = "normal", "reasoning", "tool"
-"""States that carry text, named as in mlx-lm; text in any other state is framing."""
+"""Parser states that carry text, named as in mlx-lm. Text in any other state is a message header.
+"""
 
 ROUTED = "routed"
-"""Target of an edge whose next state is decided by the framing read so far."""
+"""Target of a transition whose next state is decided by the message header read so far."""
 
 GENERIC_START, GENERIC_END = "<tool_call>", "</tool_call>"
 
@@ -48,15 +49,15 @@ class Grammar:
     syntax: Syntax | None = None
     opening: str = ""
     open_ended: bool = False
-    """True where a tool block has no closing marker, and lasts to the end of the reply."""
+    """True if a tool block has no closing marker and lasts to the end of the reply."""
     harmony: bool = False
-    """True for the framing of gpt-oss."""
+    """True for the format of gpt-oss."""
     whole: bool = False
-    """True where `syntax` reads a tool block together with its opening text."""
+    """True if `syntax` reads a tool block together with its opening text."""
 
 
 PLAIN = Grammar(edges={NORMAL: {}, TOOL: {}})
-"""No framing: all output is text."""
+"""Grammar of replies without markers, in which all output is text."""
 
 
 def grammar(tokenizer: Any, *, tools: bool, generic: bool) -> Grammar:

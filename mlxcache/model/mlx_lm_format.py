@@ -333,7 +333,7 @@ class _Reader:
 
 
 CHECKED_TOKENS = 64
-"""Tokens that are computed again in every layer, to compare."""
+"""Number of tokens whose KV is computed again in every layer for comparison."""
 
 _CHUNK = 1024
 _TOLERANCE = 0.05  # relative to the values; those of other weights or tokens differ by about 1

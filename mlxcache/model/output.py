@@ -24,10 +24,11 @@ from mlxcache.types import FinishReason, Piece, Text, Thinking, ToolCall
 log = logging.getLogger(__name__)
 
 _MOST_BLOCKS = 20
-"""Blocks that are looked at again when a reply ends, so that its end takes linear time."""
+"""Number of tool blocks parsed again when a reply ends; the limit keeps the time of its end linear.
+"""
 
 _REREAD = -2
-"""Stands for the tokens of text that is read again."""
+"""Token id that stands for text which is parsed again."""
 
 
 class OutputParser:
@@ -83,11 +84,11 @@ class OutputParser:
         self._token = -1
         self._out: list[Piece] = []
         self.done: FinishReason | None = None
-        """The reason why the reply is over, else None. Once set, `feed` ignores tokens."""
+        """Reason why the reply has ended, or None. Once it is set, `feed` ignores tokens."""
         self.stop_sequence: str | None = None
-        """The stop string that ended the reply, or None."""
+        """Stop string that ended the reply, or None."""
         self.reasoning_tokens = 0
-        """Tokens fed while a think block was open, its closing marker included."""
+        """Number of tokens fed while a think block was open, its closing marker included."""
 
     @property
     def in_text(self) -> bool:
@@ -456,7 +457,7 @@ class Visible:
         self.begun = begun
         """True once there is text other than white space, emitted or held back."""
         self.stop: str | None = None
-        """The stop string that ended the text."""
+        """Stop string that ended the text, or None."""
 
     def add(self, text: str) -> str:
         """Add visible text, and return the text that can be emitted now.

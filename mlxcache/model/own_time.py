@@ -32,7 +32,7 @@ from mlx_lm.utils import load_model, load_tokenizer
 from mlxcache.types import Tokens
 
 TOKEN_IDS = 256
-"""Every vocabulary has ids below this."""
+"""Number of token ids that random prompts are drawn from; every vocabulary has them."""
 
 
 class OwnTime:

@@ -19,13 +19,16 @@ from mlxcache.errors import ModelError
 from mlxcache.model.adapters import Recurrent, adapter_of, class_name, composed, parts_of
 
 GROUPS = (64, 128, 32)
-"""Numbers that share a scale: the first of these that divides the size of a head."""
+"""Numbers of values that may share a scale; the first that divides the size of a head is used."""
 
 LONG = 1100
-"""Tokens at which MLX's GPU sums the products of scores and values in parts: more than 1,024."""
+"""Length in tokens of the KV to check; above 1,024, MLX's GPU sums products of scores and values in
+parts.
+"""
 
 ROWS = (1, 32)
-"""Queries of a decode step and of a prefill, for which MLX's GPU has different kernels."""
+"""Numbers of queries of a decode step and of a prefill, for which MLX's GPU has different kernels.
+"""
 
 _ALIKE = 0.5  # relative to the logits; wrong attention differs by more than 1
 _REASONS = {

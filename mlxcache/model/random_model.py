@@ -27,7 +27,7 @@ CONTEXT = 131072
 GROUP_SIZE, BITS = 64, 4
 LOGIT_SPREAD = 3.0
 QUIET = 0.2
-"""Factor of embeddings that are also rows of the head and must not win."""
+"""Factor of embeddings whose tokens must not be the likeliest, if the output head shares them."""
 
 GAINS = {"o_proj": 3.0, "down_proj": 2.0}
 """Spread of a projection's output for inputs of spread 1; 1.3 for those not named.
@@ -36,7 +36,8 @@ With these, attention scores have a deviation near 1.7: some positions weigh mor
 hundreds of them count."""
 
 LETTERS = [c for c in punctuation + ascii_letters + digits if c not in "<'"]
-"""Characters for replies: not `<`, which opens markers, nor `'`, which has its own rule."""
+"""Characters for replies, without `<`, which opens markers, and `'`, which has a rule of its own.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +65,9 @@ SIZES = {
     "4b": Shape(2560, 36, 9728, 32, 8),
     "8b": Shape(4096, 36, 12288, 32, 8, tied=False),
 }
-"""Shapes by name, as published in config.json of Qwen3-0.6B, -1.7B, -4B and -8B; `tiny` is none."""
+"""Shapes by name, as published in config.json of Qwen3-0.6B, -1.7B, -4B and -8B. `tiny` is not
+published.
+"""
 
 
 def make_random(folder: Path, size: str, weights: Weights = "bfloat16", seed: int = 0) -> Path:

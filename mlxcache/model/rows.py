@@ -15,7 +15,7 @@ from mlxcache.model.arrays import tree_arrays
 from mlxcache.model.kv import Caches, Layout
 
 STEP = BatchKVCache.step
-"""Positions by which a batch's buffers grow."""
+"""Number of positions by which the buffers of a batch grow."""
 
 
 def _shadow(cache: Any) -> Any:

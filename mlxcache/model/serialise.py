@@ -43,7 +43,7 @@ SKELETON = "skeleton"
 _MOST_SKELETON = 1 << 20  # bytes
 
 Arrays = Sequence[Sequence[mx.array]]
-"""Per linear slot its arrays, in the order of `Layout.specs`."""
+"""The arrays of each linear slot, in the order of `Layout.specs`."""
 
 
 def run_name(slot: int, array: int) -> str:

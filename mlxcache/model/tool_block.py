@@ -17,7 +17,7 @@ from mlxcache.model.tool_syntax.syntax import Closing, Scanner
 from mlxcache.types import ToolCall
 
 LOOK_ON = 8_000
-"""Characters after a complete call, about 2,000 tokens, in which another end is looked for."""
+"""Characters after a complete call, about 2,000 tokens, that are searched for another end."""
 
 _MOST_TRIED = 8  # ends of a block at which it is read, so that a long block takes linear time
 _SHOWN = 64  # characters that tell if a marker follows
@@ -27,11 +27,11 @@ class Follow(Enum):
     """Kind of text that follows the last possible end of a tool block."""
 
     NOTHING = auto()
-    """Nothing yet, or what may become a marker."""
+    """Nothing yet, or the possible beginning of a marker."""
     MARKER = auto()
-    """Another call, or thinking."""
+    """The marker of another call, or of thinking."""
     TEXT = auto()
-    """Text that may be more of an argument."""
+    """Text that may continue an argument."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,9 @@ from mlxcache.model.tool_syntax.values import dumps, loads
 from mlxcache.types import ToolCall
 
 Parse = Callable[[str, list[dict[str, Any]]], Any]
-"""One of mlx-lm's tool parsers: block text and tools to a dict or a list of dicts."""
+"""One of mlx-lm's tool parsers: takes the text of a tool block and the tools, returns a dict or a
+list of dicts.
+"""
 
 # parsers of mlx-lm use json, ast and regular expressions on the model's text, and catch no errors
 _MALFORMED = (
@@ -35,9 +37,9 @@ class CallReader:
         self._tools = Tools(tools)
         self._ids: set[str] = set()
         self.calls = 0
-        """The number of calls that were read and taken."""
+        """Number of calls that became part of the reply."""
         self.problem = ""
-        """The reason why the last block that was read is no call."""
+        """Reason why the last tool block that was read is no call."""
 
     def scanner(self) -> Scanner:
         """Make a scanner that finds the end of one tool block while it arrives."""

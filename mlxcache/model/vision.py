@@ -28,13 +28,13 @@ Pixels = npt.NDArray[np.float32]
 """An image as the processor returns it, shape (channels, height, width)."""
 
 MAX_PIXELS = 40_000_000
-"""Largest image that is decoded, in pixels."""
+"""Maximum number of pixels of an image that is decoded."""
 
 FORMATS = ("PNG", "JPEG", "GIF", "WEBP")
 KEPT_TEXTS = 256
 KEPT_BYTES = 64 << 20
 MOST_TOKENS = 4096
-"""Maximum of tokens per image, for a processor that states none."""
+"""Maximum number of tokens per image, if the processor states none."""
 
 
 class Vision:

@@ -9,7 +9,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
 _CHOSEN = ("top_k", "num_experts_per_tok")
-"""Names by which the layers of mlx-lm hold the number of experts for each token."""
+"""Names of the attributes in which mlx-lm's layers hold the number of experts per token."""
 
 
 def shared_bytes(model: nn.Module) -> int:

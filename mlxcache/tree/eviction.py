@@ -18,20 +18,25 @@ from math import log2
 from mlxcache.tree.node import Node
 
 Key = tuple[bool, float, int, int]
-"""(not replaced, score, tick of the last use, end): the least is evicted first."""
+"""Sort key of a node: (not replaced, score, tick of the last use, end). The lowest is evicted
+first.
+"""
 
 
 CHECKPOINT_TOKENS = 1024
-"""Tokens per checkpoint that make its bytes usual: see `Worth.place`."""
+"""Tokens for which one checkpoint is assumed when `Worth.place` computes the usual bytes per token.
+"""
 
 MOST_USES = 7
-"""Uses beyond which more do not count, so that a new conversation can catch up."""
+"""Number of uses above which further ones do not count, so that a new conversation can catch up."""
 
 KEPT_MORE = 1.0
 """Score that a client's keep hint adds while it lasts: as much as twice the uses."""
 
 PLACE = 0.4
-"""Score that twice the usual compute time per byte adds, or half of it subtracts."""
+"""Score added if computing a segment again takes twice the usual time per byte, or subtracted if
+half.
+"""
 
 
 @dataclass(slots=True)

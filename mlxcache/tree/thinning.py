@@ -13,13 +13,15 @@ from collections.abc import Collection, Sequence
 from heapq import heapify, heappop, heappush
 
 NEWEST = 4
-"""Checkpoints at a path's end that stay: those of two turns with two messages each."""
+"""Number of checkpoints at a path's end that always stay: those of two turns with two messages
+each.
+"""
 
 FEWEST = 8
-"""Checkpoints that each path may have regardless of their size."""
+"""Number of checkpoints that each path may have, whatever their size."""
 
 BRANCH_WEIGHT = 8.0
-"""Factor on the worth of a position where paths branch: later ones will branch there too."""
+"""Factor on the worth of a position where paths branch, because later paths branch there too."""
 
 BUDGET_SHARE = 0.5
 """Share of a tier's bytes that all checkpoints together may take."""

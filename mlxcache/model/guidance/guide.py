@@ -29,13 +29,13 @@ Bitmask = npt.NDArray[np.int32]
 """Allowed tokens, shape (ceil(vocabulary / 32),): bit i % 32 of word i // 32 is token i."""
 
 MOST_GRAMMARS = 64
-"""Compiled grammars that are kept; one takes 0.1 to 10 MB."""
+"""Number of compiled grammars that are kept; one takes 0.1 to 10 MB."""
 
 _NO_TEXT = "NoExtensionBias"
-"""llguidance's error for a grammar that neither ends nor goes on."""
+"""llguidance's error for a grammar that can neither end nor continue."""
 
 LONGEST_GRAMMAR = 4 << 20
-"""Most characters of a grammar or schema; a larger one takes seconds to parse."""
+"""Maximum length of a grammar or schema in characters; a longer one takes seconds to parse."""
 
 
 class Guide(Protocol):

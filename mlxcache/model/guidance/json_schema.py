@@ -31,10 +31,10 @@ from mlxcache.model.guidance.schema_facts import (
 FORMATS = frozenset(
     ("date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "time", "uri", "uuid")
 )
-"""Values of `format` that are kept."""
+"""Values of `format` that can be enforced."""
 
 CODE = "invalid_schema"
-"""The code of errors in schemas, for programs."""
+"""Code of errors in schemas, in the API's error body."""
 
 _REFUSED = (
     "not",
@@ -64,7 +64,7 @@ _VOID: dict[str, tuple[Any, ...]] = {
     "dependentSchemas": ({},),
     "dependencies": ({},),
 }
-"""Values with which a keyword asks for nothing."""
+"""Values with which a keyword has no effect."""
 _LISTS = ("anyOf", "allOf", "oneOf", "prefixItems")
 _MAPS = ("properties", "patternProperties")
 _COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
@@ -371,7 +371,7 @@ _READ: dict[str, Callable[[_Check, Any, str], Any]] = {
     **dict.fromkeys(_COUNTS, _Check._count),
     **dict.fromkeys(_BOUNDS, _Check._bound),
 }
-"""Keywords that are enforced, and the reader of their values; others say nothing of a value."""
+"""Parsers of the values of keywords that are enforced; other keywords do not restrict values."""
 
 
 def _is_void(keyword: str, value: Any, node: Mapping[str, Any]) -> bool:

@@ -19,7 +19,7 @@ class Frame:
     """
 
     has_recipients = False
-    """True where the header of a call names the tool."""
+    """True if the header of a call names the tool."""
 
     def __init__(self, lark: Lark):
         self.lark = lark
@@ -64,7 +64,7 @@ class Harmony(Frame):
     def __init__(self, lark: Lark, *, call_ends: bool):
         super().__init__(lark)
         self._call_ends = call_ends
-        """True where the token after a call ends the turn."""
+        """True if the token after a call ends the turn."""
 
     def _message(self, channel: str) -> str:
         return f"{self.lark.marker(f'<|channel|>{channel}{MESSAGE}')} {TEXT}"

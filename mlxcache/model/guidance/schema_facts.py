@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 Node = dict[str, Any] | bool
-"""A schema, rewritten by `json_schema.check`."""
+"""A node of a JSON Schema, as `json_schema.check` has rewritten it."""
 
 WHITESPACE = r" |\n[ \t]{0,32}"
 """White space between two tokens of JSON, as a regular expression.
@@ -18,13 +18,13 @@ that is not sure what to write next would else write blanks until it has no toke
 """
 
 ALL_TYPES = frozenset(("null", "boolean", "integer", "fraction", "string", "array", "object"))
-"""Kinds of JSON values; `number` is `integer` and `fraction`."""
+"""Types of JSON values; JSON Schema's `number` is `integer` and `fraction`."""
 
 TYPES = {
     **{name: frozenset((name,)) for name in ALL_TYPES - {"fraction"}},
     "number": frozenset(("integer", "fraction")),
 }
-"""Kinds of values by the names that `type` has for them."""
+"""Types of values by the names that JSON Schema's `type` has for them."""
 
 _DEFS = "#/$defs/"
 _DEEPEST = 8
@@ -37,7 +37,7 @@ class Schema:
     root: Node
     defs: Mapping[str, Node] = field(default_factory=dict)
     closed: bool = True
-    """True if no object of it has both named properties and properties of any name."""
+    """True if no object in it has both named properties and properties of any name."""
 
     def of(self, node: Node) -> Schema:
         """Return a schema with `node` as its root and the same definitions."""

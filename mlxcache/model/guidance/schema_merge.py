@@ -16,7 +16,7 @@ _LOWER = ("maxLength", "maxItems", "maxProperties", "maximum", "exclusiveMaximum
 _OBJECT = ("properties", "additionalProperties")
 
 Plain = dict[str, Any]
-"""A node without references and combinators at its top."""
+"""A schema node without references and combinators at its top level."""
 
 
 def alternatives(schema: Schema, node: Node) -> list[Plain]:

@@ -44,12 +44,14 @@ _FORMATS = {
     "uri": r"[A-Za-z][A-Za-z0-9+.-]*:[A-Za-z0-9._~:/?#@!$&'()*+,;=-]+",
     "uuid": "[0-9a-fA-F]{8}(-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}",
 }
-"""Texts of each `format`, some of all: a day of February 29, for example, is not written."""
+"""Regular expressions for each `format`. Some valid texts are left out: dates of February 29, for
+example.
+"""
 
 _AS_JSON = (
     r"~/(?is:\s*([-+0-9.\[{\"'(].*|(true|false|null|none|nil|nan|infinity|yes|no|on|off)\s*))/"
 )
-"""Text that no reader can take for JSON, where a value may be either."""
+"""Grammar expression for text that cannot be read as JSON, where a value may be text or JSON."""
 
 
 def text_terminal(

@@ -14,10 +14,11 @@ from mlxcache.model import markers
 from mlxcache.model.guidance.guide import Bitmask, Guide
 
 HARMONY = ("<|channel|>analysis<|message|>", "<|end|>", "<|start|>assistant")
-"""Opening of a think block of gpt-oss, its closing marker, and what precedes the next message."""
+"""Opening of a think block of gpt-oss, its closing marker, and the text before the next message."""
 
 BLANKS = ("\n", "\n\n")
-"""Blanks that templates put between thinking and the answer; a reply may have one of them."""
+"""White space that templates write between thinking and the answer; a reply may have one of these.
+"""
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,8 +21,11 @@ from mlxcache.model.guidance.guide import Bitmask, Guide
 log = logging.getLogger(__name__)
 
 Steering = Callable[[Guide | None, Sequence[int]], Guide | None]
-"""A change of a reply's guide: (the guide so far, tokens drawn since it was asked for) to the new
-one. Both guides have accepted these tokens."""
+"""Function that changes a reply's guide.
+
+It takes the guide so far and the tokens drawn since the change was requested, and returns the new
+guide. Both guides have accepted these tokens.
+"""
 
 QWEN_WORDS = (
     "\n\nConsidering the limited time by the user, I have to give the solution based on the "
@@ -31,13 +34,13 @@ QWEN_WORDS = (
 """Closing words on which Qwen3 was trained. Source: https://arxiv.org/abs/2505.09388, 4.3."""
 
 LEAST_FOR_WORDS = 128
-"""Smallest budget of which closing words take a part; a smaller one is closed without."""
+"""Smallest budget in tokens with closing words; thinking with a smaller one ends without them."""
 
 MOST_WAITING = 6
-"""Most tokens that a character or marker that is half written may take to its end."""
+"""Maximum number of tokens that are allowed to complete a partly written character or marker."""
 
 RECENT = 32
-"""Tokens of thinking in which a marker that is half written is looked for."""
+"""Number of the newest tokens of thinking that are searched for a partly written marker."""
 
 _PROBE = "zqthink7", "zqtext7"
 
@@ -244,7 +247,7 @@ class CloseThinking:
         self._vocab_size = vocab_size
         self._at = 0
         self.done = False
-        """True once the block is closed, and what had to follow it is written."""
+        """True once the think block is closed and the tokens that must follow it are written."""
 
     def accept(self, token: int) -> None:
         """Advance the guide by a token. Raises ValueError if the token was not allowed."""

@@ -42,7 +42,8 @@ class Tool:
 
 
 Call = Callable[[Lark, Tool], str]
-"""Writes the expression of one call, without what surrounds all calls of a block."""
+"""Function that writes the grammar expression of one call, without the texts around a tool block.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -396,7 +397,7 @@ def _typed_argument(lark: Lark, schema: Schema, key: str, node: Node) -> str:
 
 
 Written = list[tuple[str, bool]]
-"""Expressions of members in their order, and whether each is required."""
+"""Grammar expressions of an object's members in order, and whether each is required."""
 
 
 def _is_free(schema: Schema) -> bool:

@@ -37,7 +37,7 @@ def _key_value(prefix: str) -> Syntax:
 
 
 GENERIC: Syntax = JsonCalls()
-"""Calls as models are told to write them whose template has no tools."""
+"""Calls that models are told to write if their chat template has no tools."""
 
 HARMONY: Syntax = HeadedCalls(
     r"(?:(?!<\|message\|>).){0,400}?\bto=(?:functions\.)?(?P<call>[^\s<]{1,256})"

@@ -233,4 +233,4 @@ class _Reader:
 
 
 _OPEN: Any = object()
-"""Value of a container that was opened and not read yet."""
+"""Value of a container that was opened and is not read yet."""

@@ -32,7 +32,7 @@ class LiteralReader:
     def __init__(self, text: str):
         self._text = text
         self.at = 0
-        """The position of what comes next."""
+        """Position of the next character."""
 
     def has(self, mark: str) -> bool:
         """Read `mark` if it comes next, after white space; return whether it did."""

@@ -22,7 +22,7 @@ from mlxcache.model.tool_syntax.schema import Parsed, Tool, Tools
 from mlxcache.model.tool_syntax.syntax import Call, Malformed
 
 MOST_READINGS = 64
-"""Readings of one block that are compared; a block with more is ambiguous."""
+"""Maximum number of readings of one tool block that are compared; one with more is ambiguous."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,14 +50,14 @@ class Tag:
 
 
 Path = tuple[Cut, ...]
-"""The cuts that a reading takes, in order; the last one ends the block."""
+"""The cuts that a reading takes, in order. The last one ends the tool block."""
 
 Convert = Callable[[Tool, Cut, str], Parsed]
-"""Converts the text of the value that begins at a cut."""
+"""Function that converts the text of the value that begins at a cut."""
 
 
 Whole = Callable[[int, int], bool]
-"""Tells if the text between two positions can be a value."""
+"""Function that returns whether the text between two positions can be a value."""
 
 
 @dataclass(slots=True)

@@ -8,7 +8,7 @@ from mlxcache.model.tool_syntax.json_calls import JsonScanner
 from mlxcache.model.tool_syntax.syntax import Closing
 
 TAIL = 1_000
-"""Characters at the end of a block that are looked at to judge a closing marker."""
+"""Characters at the end of a tool block that are examined at a closing marker."""
 
 
 def begins_as_json(text: str) -> bool:

@@ -29,7 +29,9 @@ _SYNONYMS = {
 }
 _DEEPEST = 30  # of references and compositions; a schema may refer to itself
 _MOST_NODES = 20_000
-"""Pairs of a value and a schema that one check looks at: references that branch are exponential."""
+"""Maximum number of pairs of a value and a schema that one check visits; branching references are
+exponential.
+"""
 _WORDS = {"true": True, "false": False, "none": None, "null": None}
 
 
@@ -52,7 +54,7 @@ class Tool:
         self._properties = properties if isinstance(properties, Mapping) else {}
         extra = self._schema.get("additionalProperties", self._schema.get("patternProperties"))
         self.open = bool(extra) or isinstance(extra, Mapping) or not self._properties
-        """True if the schema says that parameters have any name, or names none."""
+        """True if the schema allows parameters of any name, or names none."""
 
     def has(self, name: str) -> bool:
         """Return whether the tool's schema has a parameter `name`."""
@@ -104,7 +106,7 @@ class Tools:
 
     def __init__(self, tools: Iterable[Mapping[str, Any]] = ()):
         self.definitions = [_complete(tool) for tool in tools]
-        """The tools as they were given, each with `parameters`."""
+        """The tools as they were given, each with the key `parameters`."""
         functions = [tool["function"] for tool in self.definitions]
         self._tools = {str(function.get("name")): Tool(function) for function in functions}
         self._unknown = Tool({})

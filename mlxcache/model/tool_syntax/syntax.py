@@ -8,7 +8,9 @@ from typing import Any, Protocol
 from mlxcache.model.tool_syntax.schema import Tools
 
 Call = dict[str, Any]
-"""A call as read: `name`, `arguments` (a dict, or JSON text), and `id` where the model gave one."""
+"""A call as it was read: `name`, `arguments` (a dict, or JSON text), and `id` if the model gave
+one.
+"""
 
 
 class Malformed(ValueError):
@@ -19,13 +21,13 @@ class Closing(Enum):
     """Role of a closing marker in a tool block, as far as the text before it tells."""
 
     INSIDE = auto()
-    """The text ends within a value: the marker is part of it."""
+    """The text ends inside a value, so the marker belongs to that value."""
     MAYBE = auto()
-    """The text may be complete, and may as well end within a value."""
+    """The text may be complete, or may end inside a value."""
     FINAL = auto()
-    """The text is complete, or is no call: more text changes nothing."""
+    """The text is complete, or is no call; more text does not change that."""
     UNKNOWN = auto()
-    """Only reading the block tells."""
+    """Only reading the whole tool block can tell."""
 
 
 class Scanner(Protocol):
