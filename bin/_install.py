@@ -1,7 +1,7 @@
-"""Run `pip install ARGS`, and show on the standard error what it does meanwhile.
+"""Run `pip install ARGS` and show its progress on standard error.
 
-At a terminal that is one line, rewritten in place; elsewhere a line every ten seconds. If pip
-fails, the end of its output is printed. The exit status is pip's.
+On a terminal the progress is one line that is rewritten in place. Otherwise a line is printed every
+ten seconds. If pip fails, the end of its output is printed. The exit status is pip's.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def main(arguments: list[str]) -> int:
 
 
 def lines(process: subprocess.Popen[str]) -> Iterator[str]:
-    """Yield the lines of a process, and an empty one for each `TICK_S` without any."""
+    """Yield the output lines of a process, and an empty line after each `TICK_S` without one."""
     found: queue.SimpleQueue[str | None] = queue.SimpleQueue()
 
     def read() -> None:
@@ -88,7 +88,7 @@ def lines(process: subprocess.Popen[str]) -> Iterator[str]:
 
 
 def describe(line: str) -> str | None:
-    """Return what pip does according to a line of its output; None if it does not say."""
+    """Return what pip is doing, according to a line of its output; None if unknown."""
     if line.startswith("Installing collected packages:"):
         return f"installing {line.count(',') + 1} packages"
     for pattern, words in STEPS:
@@ -98,14 +98,18 @@ def describe(line: str) -> str | None:
 
 
 class Shown:
-    """The line on the standard error that tells what is done now."""
+    """Progress line on standard error."""
 
     def __init__(self) -> None:
         self._terminal = sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
         self._text, self._at = "", time.monotonic()
 
     def show(self, text: str) -> None:
-        """Rewrite the line; without a terminal print a new one, if none was for `REPORT_S`."""
+        """Show `text` as the progress.
+
+        On a terminal the line is rewritten. Otherwise a line is printed at most every `REPORT_S`
+        seconds.
+        """
         if self._terminal and text != self._text:
             self._text = text
             width = os.get_terminal_size(sys.stderr.fileno()).columns or 80
@@ -115,7 +119,7 @@ class Shown:
             print(f"  {text}", file=sys.stderr, flush=True)
 
     def end(self) -> None:
-        """Remove the line from the terminal."""
+        """Remove the progress line from the terminal."""
         if self._terminal:
             print("\r\x1b[2K", end="", file=sys.stderr, flush=True)
 

@@ -263,7 +263,10 @@ def _blocks() -> list[str]:
 
 
 def settings(page: str) -> str:
-    """Return configuration.md with the table of settings of today; its last column stays."""
+    """Return `page`, configuration.md, with the table of settings made from the code.
+
+    The last column of the table is kept.
+    """
     head, _, rest = page.partition(f"{_SETTINGS_HEAD}\n|---|---|---|---|---|\n")
     table, _, below = rest.partition("\n\n")
     meanings = {line.split("`")[1]: line.rsplit(" | ", 1)[1] for line in table.splitlines()}

@@ -1,4 +1,4 @@
-"""Endpoints of OpenAI's Responses API: create, retrieve, delete, cancel, input items.
+"""Endpoints of OpenAI's Responses API: create, retrieve, delete, cancel, list input items.
 
 Source: https://platform.openai.com/docs/api-reference/responses.
 """
@@ -57,7 +57,7 @@ MAX_ITEMS = 100
 
 
 def routes(deps: Deps) -> list[Route]:
-    """Return the routes of this API."""
+    """Return the routes of the Responses API."""
     running = RunningResponses()
     one = "/v1/responses/{id}"
     return [
@@ -72,7 +72,11 @@ def routes(deps: Deps) -> list[Route]:
 
 @dataclass(slots=True)
 class Reply:
-    """A response that is being computed, its stream, and who asked for it."""
+    """A response that is being computed, with its engine stream and its owner.
+
+    `items` are the input items of the request itself. `cancelled` is True after a client cancelled
+    it.
+    """
 
     writer: ResponseWriter
     stream: Stream
@@ -82,31 +86,31 @@ class Reply:
 
     @property
     def id(self) -> str:
-        """The id of the response."""
+        """Id of the response, as in its `response` object."""
         return str(self.writer.response["id"])
 
     async def cancel(self) -> None:
-        """End the reply where it is; its task then stores it as cancelled."""
+        """Stop generating. The task that reads the stream then stores the response as cancelled."""
         self.cancelled = True
         await sse.close_stream(self.stream)
 
 
 class RunningResponses:
-    """Responses that are being computed, by id. Use on the event loop."""
+    """Responses that are being computed, by id. For the event loop only."""
 
     def __init__(self) -> None:
         self._replies: dict[str, Reply] = {}
 
     def add(self, reply: Reply) -> None:
-        """Add a response."""
+        """Add a response when its computation begins."""
         self._replies[reply.id] = reply
 
     def remove(self, reply: Reply) -> None:
-        """Remove a response. Idempotent."""
+        """Remove a response when its computation has ended. Idempotent."""
         self._replies.pop(reply.id, None)
 
     def find(self, id: str) -> Reply | None:
-        """Return a response of the calling owner; None if it is not being computed."""
+        """Return the response `id` of the current owner; None if it is not being computed."""
         reply = self._replies.get(id)
         return reply if reply is not None and reply.owner == OWNER.get() else None
 
@@ -124,7 +128,7 @@ class Asked:
 
 
 async def create_response(deps: Deps, running: RunningResponses, request: Request) -> Response:
-    """Generate one response to a conversation, which may continue a stored response."""
+    """Generate a response to a conversation, which may continue a stored response."""
     body = await read_json(request, ResponsesRequest, deps)
     asked = await _check(deps, body)
     if not body.stream:
@@ -144,7 +148,7 @@ async def create_response(deps: Deps, running: RunningResponses, request: Reques
 
 
 async def count_input_tokens(deps: Deps, request: Request) -> Response:
-    """Count the tokens of the prompt that a request would have; nothing is generated."""
+    """Count the tokens of a request's prompt without generating a response."""
     body = await read_json(request, ResponsesRequest, deps)
     asked = await _check(deps, body)
     chat = wire.to_chat(body, asked.talk, asked.tools, images=accepts_images(deps))
@@ -160,7 +164,10 @@ async def _check(deps: Deps, body: ResponsesRequest) -> Asked:
 
 
 async def _continued(deps: Deps, body: ResponsesRequest) -> wire.Conversation:
-    """Return the items of the stored responses that `body` continues, then its own."""
+    """Return the items of the stored responses that `body` continues, followed by its own.
+
+    Raises BadRequest if a stored response is missing.
+    """
     items = wire.read_input(body)
     if not body.previous_response_id:
         return wire.Conversation(items)
@@ -180,7 +187,10 @@ async def _continued(deps: Deps, body: ResponsesRequest) -> wire.Conversation:
 
 
 async def _start(deps: Deps, running: RunningResponses, request: Request, asked: Asked) -> Reply:
-    """Render, submit and await admission for a while. Raises what these raise."""
+    """Render a request, submit it, and wait a limited time for its admission.
+
+    Raises the errors of these steps.
+    """
     body, info = asked.body, require_model(deps)
     chat = wire.to_chat(body, asked.talk, asked.tools, images=accepts_images(deps))
     form, use = wire.read_text_format(body), asked.tools.read_use(body)
@@ -235,9 +245,9 @@ async def _whole(deps: Deps, running: RunningResponses, request: Request, asked:
 
 
 async def _end(deps: Deps, reply: Reply) -> None:
-    """Store a reply that is over, unless its client asked not to.
+    """Store a response that has ended, unless the client set `store` to false.
 
-    A reply that cannot be stored is returned all the same, with `store` false.
+    If it cannot be stored, the cause is logged and `store` becomes false in the response.
     """
     if reply.cancelled:
         reply.writer.cancel()
@@ -263,7 +273,7 @@ async def _end(deps: Deps, reply: Reply) -> None:
 
 
 async def _events(deps: Deps, running: RunningResponses, reply: Reply) -> sse.Events:
-    """Yield the events of a reply. It is stored before the event that ends it is sent."""
+    """Yield the server-sent events of a response. It is stored before the last event is sent."""
     writer, silence_s = reply.writer, 0.9 * deps.settings.ping_seconds
     sent = time.monotonic()
     try:
@@ -287,9 +297,9 @@ async def _events(deps: Deps, running: RunningResponses, reply: Reply) -> sse.Ev
 
 
 async def with_silences(events: AsyncIterable[T], seconds: float) -> AsyncGenerator[T | None, None]:
-    """Yield `events`, and None each time that none came for `seconds`.
+    """Yield `events`, and None whenever no event has come for `seconds`.
 
-    Raises what `events` raises.
+    Raises the errors of `events`.
     """
     source = aiter(events)
     pending: asyncio.Task[T] | None = None
@@ -330,7 +340,7 @@ def _failed(writer: ResponseWriter, error: Exception) -> ServerSentEvent:
 
 
 async def retrieve_response(deps: Deps, running: RunningResponses, request: Request) -> Response:
-    """Return a response, also one that is being computed. It cannot be streamed again."""
+    """Return a stored response, or one that is being computed. It cannot be streamed again."""
     id = request.path_params["id"]
     if request.query_params.get("stream", "false").lower() == "true":
         raise BadRequest("`stream`: a stored response is not streamed again.", param="stream")
@@ -342,7 +352,7 @@ async def retrieve_response(deps: Deps, running: RunningResponses, request: Requ
 
 
 async def delete_response(deps: Deps, request: Request) -> Response:
-    """Delete a stored response. Its session and its KV stay."""
+    """Delete a stored response. Its session and the cached tokens are kept."""
     id = request.path_params["id"]
     require_model(deps)
     await deps.engine.sessions.delete_response(id)
@@ -350,7 +360,7 @@ async def delete_response(deps: Deps, request: Request) -> Response:
 
 
 async def cancel_response(deps: Deps, running: RunningResponses, request: Request) -> Response:
-    """Cancel a response that is being computed, and return it; one that is over is returned."""
+    """Cancel a response that is being computed, and return it. One that has ended is unchanged."""
     id = request.path_params["id"]
     require_model(deps)
     reply = running.find(id)
@@ -363,10 +373,10 @@ async def cancel_response(deps: Deps, running: RunningResponses, request: Reques
 
 
 async def list_input_items(deps: Deps, request: Request) -> Response:
-    """List the input items of a stored response, those that it continues included.
+    """List the input items of a stored response, including those of the responses it continues.
 
-    `?limit=` of them, 20 by default and at most 100; `?order=` `asc` or `desc`, which is the
-    default; `?after=` the id of the last item of the page before.
+    `?limit=` is the number of items, 20 by default and at most 100. `?order=` is `asc` or `desc`,
+    the default. `?after=` is the id of the last item of the previous page.
     """
     query, limit = request.query_params, read_number(request, "limit", 20)
     if not 1 <= limit <= MAX_ITEMS:
@@ -390,7 +400,10 @@ async def list_input_items(deps: Deps, request: Request) -> Response:
 
 
 def _input_items(chain: Sequence[StoredResponse]) -> list[RawItem]:
-    """Return the items that the last response of `chain` had as input, each with an id."""
+    """Return the input items of the last response of `chain`, each with an id.
+
+    They include the inputs and outputs of the earlier responses.
+    """
     found: list[RawItem] = []
     for i, response in enumerate(chain):
         for j, item in enumerate(msgspec.json.decode(response.items)):
@@ -402,7 +415,7 @@ def _input_items(chain: Sequence[StoredResponse]) -> list[RawItem]:
 
 
 def _with_parts(item: RawItem) -> RawItem:
-    """Return a message with its type, and with its text as a part."""
+    """Return a message item with its type, status and text as a part; other items are unchanged."""
     if item.get("type", "message") != "message":
         return item
     content = item.get("content")

@@ -130,9 +130,10 @@ def print_run_summary(console: Console, figures: Mapping[str, Any], tally: Tally
 
 
 def format_saved(cached_tokens: int, saved: Mapping[str, Any]) -> str:
-    """Return the time saved; a minimum if its cost is not known for all of the cached tokens.
+    """Format the time that caching saved.
 
-    `saved`: the `tokens` whose cost is known, and the `seconds` for computing them.
+    `saved` has the `tokens` whose cost is known, and the `seconds` that computing them would take.
+    If these are fewer than `cached_tokens`, the result begins with "at least".
     """
     least = "at least " if saved["tokens"] < cached_tokens else ""
     return f"{least}{format_duration(saved['seconds'])}"

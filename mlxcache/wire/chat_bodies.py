@@ -49,7 +49,7 @@ def parse_chat_request(body: bytes) -> dict[str, Any]:
 
 
 def is_responses(request: dict[str, Any]) -> bool:
-    """Return whether a request is of OpenAI's Responses API: it has `input` and no `messages`."""
+    """Return whether a request is of the Responses API: it has `input` and no `messages`."""
     given = request.get("input")
     return "messages" not in request and isinstance(given, str | list) and bool(given)
 

@@ -1,7 +1,7 @@
-"""Grammars of custom tools as one regular expression each.
+"""Conversion of the grammars of custom tools to regular expressions.
 
-A tool's text is a JSON string in most syntaxes of calls, and a regular expression is what a
-schema can ask of a string. So a Lark grammar is accepted as long as no rule refers to itself.
+In most syntaxes of calls, a tool's text is a JSON string, for which a schema can require a regular
+expression. A Lark grammar is therefore accepted if no rule refers to itself.
 
 Sources: https://platform.openai.com/docs/guides/function-calling#context-free-grammars and
 https://lark-parser.readthedocs.io/en/stable/grammar.html.
@@ -58,9 +58,9 @@ _TOKEN = re.compile(
 
 
 def pattern_of_regex(definition: str, where: str) -> str:
-    """Return `definition` so that it must match a whole text. Raises BadRequest if it is invalid.
+    """Return the regular expression `definition`, anchored so that it matches only a whole text.
 
-    `where` is the definition's path in the body, for errors.
+    `where` is the definition's path in the body, for errors. Raises BadRequest if it is invalid.
     """
     try:
         re.compile(definition)
@@ -71,14 +71,15 @@ def pattern_of_regex(definition: str, where: str) -> str:
 
 
 def pattern_of_lark(definition: str, where: str) -> str:
-    """Return a regular expression for the texts of a Lark grammar, from its rule `start`.
+    """Return a regular expression for the texts that the rule `start` of a Lark grammar matches.
 
     `where` is the definition's path in the body, for errors.
 
     Raises:
-        Unsupported: a rule refers to itself, or the grammar uses templates, `%ignore`, look-around
-            or imports from other libraries than `common`.
-        BadRequest: the text is no Lark grammar, or a rule is missing.
+        Unsupported: a rule refers to itself, or the grammar uses templates, `%ignore`, look-around,
+        or
+            imports from libraries other than `common`.
+        BadRequest: the text is not a Lark grammar, or a rule is missing.
     """
     pattern = _Expander(_Parser(definition, where).rules(), where).expand("start")
     return pattern_of_regex(pattern, where)
@@ -94,9 +95,10 @@ _END = _Token("end", "")
 
 
 class _Parser:
-    """Rules of a Lark grammar as regular expressions in which `<name>` stands for another rule.
+    """Parser of a Lark grammar, which turns each rule into a regular expression.
 
-    A name is written as `\\x00name\\x00`, which no grammar holds.
+    A reference to another rule is written as its name between two NUL characters, which no grammar
+    contains.
     """
 
     def __init__(self, text: str, where: str):
@@ -180,7 +182,10 @@ class _Parser:
         return choices[0] if len(choices) == 1 else f"(?:{'|'.join(choices)})"
 
     def _next_alternative(self, *, top: bool) -> bool:
-        """Move behind the `|` of the next alternative, which may be on a later line."""
+        """Advance past the `|` of the next alternative, which may be on a later line.
+
+        Returns False if there is no further alternative.
+        """
         begin = self._at
         while self._peek().kind == "line":
             self._at += 1
@@ -255,7 +260,7 @@ class _Parser:
 
 
 class _Expander:
-    """Replaces names in rules by what they stand for."""
+    """Expansion of the rule names in regular expressions."""
 
     def __init__(self, rules: dict[str, str], where: str):
         self._rules = rules

@@ -275,7 +275,10 @@ def _chat_logprobs(tokens: Sequence[TokenLogprob]) -> dict[str, Any]:
 
 
 def write_logprobs(tokens: Sequence[TokenLogprob]) -> list[dict[str, Any]]:
-    """Write tokens with their log-probabilities and alternatives, as Chat and Responses do."""
+    """Return the objects of tokens with their log-probabilities and alternatives.
+
+    Chat Completions and Responses use the same form.
+    """
     return [
         _logprob(t.token, t.logprob)
         | {"top_logprobs": [_logprob(token, value) for token, _, value in t.top]}

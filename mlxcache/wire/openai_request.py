@@ -190,9 +190,9 @@ def read_max_tokens(body: Generation, default: int | None) -> int | None:
 
 
 def limit_tokens(limit: int, param: str) -> int | None:
-    """Return a limit of the reply in tokens, at most 2**31 - 1; None for -1, which is no limit.
+    """Return a limit of the reply in tokens, at most 2**31 - 1; None for -1 (no limit).
 
-    Raises BadRequest, which names the field `param`, for other values below 1.
+    Raises BadRequest with the field `param` for other values below 1.
     """
     if limit == -1:
         return None
@@ -262,7 +262,7 @@ def _template_args(body: ChatRequest) -> dict[str, Any]:
 
 
 def effort_args(effort: str | None) -> dict[str, Any]:
-    """Return the arguments of a chat template for an effort of reasoning; none without one."""
+    """Return the arguments of the chat template for an effort of reasoning; empty for None."""
     if effort == "none":
         return {"enable_thinking": False}
     return {"reasoning_effort": _EFFORT.get(effort, effort)} if effort else {}

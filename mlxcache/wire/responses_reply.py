@@ -1,4 +1,4 @@
-"""Engine events to the objects and stream events of the Responses API.
+"""Conversion of engine events to objects and stream events of the Responses API.
 
 Sources: https://platform.openai.com/docs/api-reference/responses/object and
 https://platform.openai.com/docs/api-reference/responses-streaming.
@@ -31,7 +31,7 @@ LEFT_OUT_KEY = "mlxcache_left_out_tools"
 def make_response(
     id: str, model: str, body: types.ResponsesRequest, sampling: Sampling, tools: Toolbox
 ) -> Payload:
-    """Build the `response` object of a request whose reply has not begun."""
+    """Return the `response` object of a request before its reply begins."""
     metadata = dict(body.metadata or {})
     if tools.left_out:
         metadata[LEFT_OUT_KEY] = ", ".join(dict.fromkeys(tools.left_out))
@@ -88,7 +88,7 @@ def _without_none(value: Payload) -> Payload:
 
 
 def count_usage(last: Finished) -> Payload:
-    """Build `usage`, in tokens; `input_tokens` includes the cached ones."""
+    """Return the `usage` object, in tokens. `input_tokens` includes cached tokens."""
     cached = last.cached_tokens
     return {
         "input_tokens": last.prompt_tokens,
@@ -104,7 +104,7 @@ def count_usage(last: Finished) -> Payload:
 
 @dataclass(slots=True)
 class _Open:
-    """The output item that is being written: its kind, its place, its text so far."""
+    """The output item that is being generated: its kind, its index, and its text so far."""
 
     kind: Literal["reasoning", "message"]
     id: str
@@ -113,17 +113,17 @@ class _Open:
     logprobs: list[Payload]
 
     def append(self, text: str, logprobs: list[Payload]) -> None:
-        """Add the next piece of text with its log-probabilities."""
+        """Add a piece of text and its log-probabilities to the item."""
         self.text += text
         self.logprobs += logprobs
 
 
 class ResponseWriter:
-    """One reply as a `response` object, and as the events of a stream that builds the same one.
+    """Builder of a `response` object and of the stream events from which clients build the same.
 
-    `whole`: a format or a call was required, and part of it is of no use. Call `begin`, `feed` for
-    each engine event, and then `finish`, or `fail` for an error. `response` is the object as far as
-    it is complete. Every event has the next `sequence_number`.
+    Call `begin`, then `feed` for each engine event, and finally `finish`, or `fail` after an error.
+    `response` holds the completed part of the object. `whole` is True if a format or a tool call
+    was required, so that a part of the reply is useless. Events are numbered by `sequence_number`.
     """
 
     def __init__(
@@ -141,20 +141,23 @@ class ResponseWriter:
 
     @property
     def output(self) -> list[Payload]:
-        """The complete items."""
+        """Completed output items of the response."""
         items: list[Payload] = self.response["output"]
         return items
 
     def begin(self) -> list[Payload]:
-        """Return the events before the first token."""
+        """Return the events to send before the first token."""
         return [self._lifecycle("response.created"), self.ping()]
 
     def ping(self) -> Payload:
-        """Return the event that says that the reply is being computed."""
+        """Return the event `response.in_progress`, which is also sent during silences."""
         return self._lifecycle("response.in_progress")
 
     def feed(self, event: Event) -> list[Payload]:
-        """Return the events that `event` adds. Raises what `finished_or_raise` raises."""
+        """Return the stream events for an engine event.
+
+        Raises the errors of `finished_or_raise`.
+        """
         if isinstance(event, Piece):
             probs = self._held.take(event)
             return self._feed(event, write_logprobs(probs) if self._show_logprobs else [])
@@ -163,12 +166,15 @@ class ResponseWriter:
         return []
 
     def fail(self, code: str, message: str) -> Payload:
-        """Return the last event of a reply that failed; what it had is not complete."""
+        """Mark the response as failed and return its last event.
+
+        `code` and `message` describe the error. An item that was not completed is left out.
+        """
         self.response |= {"status": "failed", "error": {"code": code, "message": message}}
         return self._lifecycle("response.failed")
 
     def cancel(self) -> None:
-        """Note that the client cancelled the reply: it stays as far as it is complete."""
+        """Mark the response as cancelled. Its completed items are kept."""
         self.response["status"] = "cancelled"
 
     def _feed(self, piece: Piece, probs: list[Payload]) -> list[Payload]:
@@ -199,7 +205,7 @@ class ResponseWriter:
         return events
 
     def finish(self) -> Payload:
-        """Return the last event of a reply whose engine events have been fed, all of them."""
+        """Return the last event of the stream, after all engine events have been fed."""
         return self._lifecycle(f"response.{self.response['status']}")
 
     # -- items -------------------------------------------------------------------------------
@@ -228,7 +234,7 @@ class ResponseWriter:
         ]
 
     def _close(self, status: Status) -> list[Payload]:
-        """Complete the open item, if there is one."""
+        """Complete the open item, if there is one, and return the events that end it."""
         item, self._open = self._open, None
         if item is None:
             return []

@@ -1,6 +1,6 @@
-"""Bodies of the Responses API to `Chat`, limits and output formats.
+"""Conversion of Responses API request bodies to `Chat`, limits and output formats.
 
-A field that would change the answer and is not supported raises Unsupported, which names it.
+An unsupported field that would change the answer raises Unsupported with the field's name.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ _IMAGE_RESULT = "(the image follows)"
 
 
 def check_supported(body: types.ResponsesRequest) -> None:
-    """Raise Unsupported for the first field that would change the answer and is not supported.
+    """Raise Unsupported for the first unsupported field that would change the answer.
 
-    Raises BadRequest for fields that contradict each other.
+    Raises BadRequest if fields contradict each other.
     """
     if body.background:
         message = "`background` is not supported: a reply is computed while its client waits."
@@ -53,19 +53,20 @@ def check_supported(body: types.ResponsesRequest) -> None:
 
 
 def wants_logprobs(body: types.ResponsesRequest) -> bool:
-    """Return True if the reply is to carry log-probabilities."""
+    """Return whether the request includes log-probabilities in the reply."""
     return LOGPROBS in (body.include or ())
 
 
 def wants_encrypted(body: types.ResponsesRequest) -> bool:
-    """Return True if reasoning items are to carry their text as `encrypted_content`, too."""
+    """Return whether reasoning items must also have their text as `encrypted_content`."""
     return ENCRYPTED in (body.include or ())
 
 
 def read_max_tokens(body: types.ResponsesRequest, default: int | None) -> int | None:
-    """Return the limit of the reply in tokens, else `default`; None and -1 mean no limit.
+    """Return the maximum tokens of the reply, or None for no limit.
 
-    Raises BadRequest for other values below 1.
+    `default` is used if the request has no limit, and -1 means no limit. Raises BadRequest for
+    other values below 1.
     """
     if body.max_output_tokens is not None:
         return limit_tokens(body.max_output_tokens, "max_output_tokens")
@@ -73,9 +74,10 @@ def read_max_tokens(body: types.ResponsesRequest, default: int | None) -> int | 
 
 
 def read_thinking_budget(body: types.ResponsesRequest, *, takes_effort: bool) -> int | None:
-    """Return the most tokens of thinking; None: no limit.
+    """Return the maximum tokens of thinking, or None for no limit.
 
-    `takes_effort`: the chat template takes the effort itself; otherwise `EFFORT_BUDGETS` apply.
+    `takes_effort` tells whether the chat template uses the effort itself; otherwise
+    `EFFORT_BUDGETS` turns it into tokens.
     """
     reasoning = body.reasoning
     if reasoning is None:
@@ -86,11 +88,11 @@ def read_thinking_budget(body: types.ResponsesRequest, *, takes_effort: bool) ->
 
 
 def read_text_format(body: types.ResponsesRequest) -> OutputFormat | None:
-    """Return the format of the visible text; None: free text.
+    """Return the required format of the visible text, or None for free text.
 
     Raises:
-        Unsupported: a kind of format that is not supported.
-        BadRequest: the schema is missing, or two fields ask for a format.
+        Unsupported: the kind of format is not supported.
+        BadRequest: the schema is missing, or two fields require a format.
     """
     extension, form = read_format(body), body.text.format if body.text else None
     at = "text.format"
@@ -118,22 +120,22 @@ def read_text_format(body: types.ResponsesRequest) -> OutputFormat | None:
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """The items that a request continues, those of stored responses first.
+    """Input items of a request, after those of the stored responses that it continues.
 
-    `stored`: how many of `items` come from stored responses.
+    `stored` is the number of `items` that come from stored responses.
     """
 
     items: Sequence[types.RawItem]
     stored: int = 0
 
     def path(self, index: int) -> str:
-        """Return the path of an item in the request's body, for errors."""
+        """Return the path in the request's body of the item at `index`, for errors."""
         at = index - self.stored
         return f"input[{at}]" if at >= 0 else f"previous_response_id (item {index})"
 
 
 def read_input(body: types.ResponsesRequest) -> list[types.RawItem]:
-    """Return the items of `input`; a text is one message of the user's."""
+    """Return the items of `input`. A text becomes one user message."""
     if isinstance(body.input, str):
         return [{"type": "message", "role": "user", "content": body.input}] if body.input else []
     return body.input
@@ -142,10 +144,11 @@ def read_input(body: types.ResponsesRequest) -> list[types.RawItem]:
 def to_chat(
     body: types.ResponsesRequest, talk: Conversation, tools: Toolbox, *, images: bool = False
 ) -> Chat:
-    """Convert `instructions` and the items to a chat. `images`: the model takes images.
+    """Convert `instructions` and the items of `talk` to a chat.
 
-    Raises Unsupported for items and media that cannot be rendered, and for images if the model
-    takes none; BadRequest for a malformed item, and for a conversation without any.
+    `images` tells whether the model accepts images. Raises Unsupported for unsupported items and
+    media, and for images if the model accepts none; BadRequest for a malformed item or an empty
+    conversation.
     """
     writer = MessageWriter(tools, ImageReader(images))
     if body.instructions:
@@ -165,10 +168,9 @@ def to_chat(
 
 
 class MessageWriter:
-    """Input items to `messages` of `Chat`.
+    """Builder of the messages of a `Chat` from input items.
 
-    Reasoning, text and calls of one reply are items of their own; they become one message of the
-    assistant's.
+    Reasoning, text and calls of one reply are separate items, which become one assistant message.
     """
 
     def __init__(self, tools: Toolbox, images: ImageReader):
@@ -179,13 +181,16 @@ class MessageWriter:
         self._result_images: list[Item] = []
 
     def finish(self) -> None:
-        """Write the images of tool results, which follow all results as a user's message."""
+        """Add a user message with the images of the tool results written so far, if any."""
         if self._result_images:
             self.messages.append({"role": "user", "content": self._result_images})
             self._result_images = []
 
     def write(self, raw: types.RawItem, where: str) -> None:
-        """Add one item. Raises Unsupported and BadRequest, with `where` as the item's path."""
+        """Add one item. `where` is its path in the body, for errors.
+
+        Raises Unsupported and BadRequest.
+        """
         item = types.read_item(raw, where)
         if item is not None and not isinstance(item, types.CallOutput):
             self.finish()
@@ -229,10 +234,11 @@ class MessageWriter:
         return items
 
     def _reply(self, *, begins: str) -> dict[str, Any]:
-        """Return the assistant's message that an item belongs to.
+        """Return the assistant message to which an item belongs; it is added if necessary.
 
-        A new one where the last message is not the assistant's, has the part named `begins`
-        already, or has a later part: a reply is reasoning, then text, then calls.
+        A reply has reasoning, then text, then calls. `begins` is the part that the item adds. A new
+        message is started if the last one is not the assistant's, or already has this part or a
+        later one; calls are added to those it has.
         """
         order = ("reasoning_content", "content", "tool_calls")
         last = self.messages[-1] if self.messages else {}
@@ -256,7 +262,10 @@ class MessageWriter:
         self._reply(begins="tool_calls").setdefault("tool_calls", []).append(call)
 
     def _write_output(self, item: types.CallOutput, where: str) -> None:
-        """Write a result's text, and hold its images: tool messages take none."""
+        """Add a message with a tool result's text, and keep the images for `finish`.
+
+        Tool messages cannot hold images.
+        """
         items = self._items(item.output, f"{where}.output", images=True)
         images = [one for one in items if not isinstance(one, str)]
         content = "".join(one for one in items if isinstance(one, str))
@@ -268,7 +277,10 @@ class MessageWriter:
         self._result_images += images
 
     def _write_reasoning(self, item: types.Reasoning) -> None:
-        """Write the reasoning, not its summary: that is no text of the model's."""
+        """Add the reasoning to the reply.
+
+        Its summary is left out, because the model did not write it.
+        """
         shown = "".join(part.text for part in item.content or ())
         if text := recover_thinking(shown, item.encrypted_content):
             self._reply(begins="reasoning_content")["reasoning_content"] = text

@@ -1,7 +1,7 @@
-"""Tools of the Responses API as functions, and the model's calls of them as output items.
+"""Tools of the Responses API as functions, and calls of functions as output items.
 
-A template knows functions only. A custom tool becomes a function with one string, `input`; the
-tools of a namespace become functions of their own.
+Chat templates support only functions. A custom tool becomes a function with one string argument,
+`input`. The tools of a namespace become separate functions.
 
 Sources: https://platform.openai.com/docs/guides/function-calling and
 https://platform.openai.com/docs/api-reference/responses/create#responses-create-tools.
@@ -37,9 +37,10 @@ LOCAL_SHELL = "local_shell"
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One callable tool: the names that the model and the client use, and its kind.
+    """One callable tool: its name in the prompt, its name for the client, and its kind.
 
-    `pattern`: the regular expression that a custom tool's input must match; None: any text.
+    `rendered` is the name in the prompt. `pattern` is the regular expression that a custom tool's
+    input must match, or None for any text.
     """
 
     rendered: str
@@ -53,9 +54,9 @@ class Entry:
 class Toolbox:
     """Tools of one request, in the client's order.
 
-    `functions`: the tools as templates take them. `left_out`: types of tools that were left out.
-
-    Raises Unsupported for a tool that only OpenAI's servers run, BadRequest for a malformed one.
+    `functions` holds the tools in the form of `Chat.tools`, and `left_out` the types of tools that
+    were left out. Raises Unsupported for a tool that runs only on OpenAI's servers, and BadRequest
+    for a malformed one.
     """
 
     def __init__(self, tools: Sequence[types.Tool]):
@@ -94,14 +95,17 @@ class Toolbox:
         self.functions.append(function)
 
     def rendered_name(self, name: str, namespace: str | None) -> str:
-        """Return the model's name for a tool that the client names; unknown ones keep theirs."""
+        """Return the name in the prompt of the tool that the client calls `name`.
+
+        An unknown name is returned unchanged.
+        """
         for entry in self._entries:
             if entry.name == name and (namespace is None or entry.namespace == namespace):
                 return entry.rendered
         return name
 
     def find(self, rendered: str) -> Entry:
-        """Return the tool that the model calls by the name `rendered`, a function if unknown."""
+        """Return the tool with the name `rendered` in the prompt; a function if it is unknown."""
         found = (entry for entry in self._entries if entry.rendered == rendered)
         return next(found, Entry(rendered, rendered))
 
@@ -109,8 +113,8 @@ class Toolbox:
         """Return which tools may be called, and how.
 
         Raises:
-            Unsupported: the choice names a tool that only OpenAI's servers run.
-            BadRequest: the choice is malformed, names an unknown tool, or there are no tools.
+            Unsupported: the choice names a tool that runs only on OpenAI's servers.
+            BadRequest: the choice is malformed or names an unknown tool, or there are no tools.
         """
         choice = body.tool_choice or "auto"
         asked = types.ToolChoice(choice) if isinstance(choice, str) else choice
@@ -163,7 +167,10 @@ class Toolbox:
         return rendered
 
     def _callable(self) -> Iterator[Mapping[str, Any]]:
-        """Yield the functions with what the reply's grammar needs and the prompt does not have."""
+        """Yield the functions with `strict` and patterns, which the prompt does not have.
+
+        They restrict the calls that the model can generate.
+        """
         for entry, function in zip(self._entries, self.functions, strict=True):
             inner = function["function"]
             if entry.pattern is not None:
@@ -178,7 +185,7 @@ class Toolbox:
 
 
 def _flatten(tools: Sequence[types.Tool]) -> Iterator[tuple[str, types.Tool, str | None]]:
-    """Yield each tool with its path, and its namespace if it is in one."""
+    """Yield each tool with its path in the body and its namespace, or None without one."""
     for i, tool in enumerate(tools):
         if tool.type != "namespace":
             yield f"tools[{i}]", tool, None
@@ -226,7 +233,10 @@ def _custom(
 
 
 def write_call(call: ToolCall, tools: Toolbox, id: str, status: str) -> dict[str, Any]:
-    """Build the output item of a call: `function_call`, or `custom_tool_call` for a custom tool."""
+    """Return the output item of a call, a `custom_tool_call` if the tool is a custom one.
+
+    Calls of other tools are `function_call` items.
+    """
     entry = tools.find(call.name)
     head: dict[str, Any] = {"id": id, "call_id": call.id, "name": entry.name, "status": status}
     if entry.namespace:
@@ -237,7 +247,10 @@ def write_call(call: ToolCall, tools: Toolbox, id: str, status: str) -> dict[str
 
 
 def _read_input(arguments: str) -> str:
-    """Return the text of a custom tool's call, or all arguments if they are not that text alone."""
+    """Return the input text of a custom tool's call.
+
+    Arguments of any other form than one text are returned as they are.
+    """
     value = json.loads(arguments)
     text = value.get(INPUT) if isinstance(value, dict) and len(value) == 1 else None
     return text if isinstance(text, str) else arguments

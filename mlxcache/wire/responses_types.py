@@ -1,7 +1,7 @@
-"""Bodies of OpenAI's Responses API: the fields and input items that can change an answer.
+"""Types of Responses API bodies, with the fields and items that can change an answer.
 
-Source: https://platform.openai.com/docs/api-reference/responses/create. Sampling fields and local
-extensions are those of `openai_types.Generation`. All other fields are ignored.
+Sampling fields and extensions of local servers are those of `openai_types.Generation`. All other
+fields are ignored. Source: https://platform.openai.com/docs/api-reference/responses/create
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ RawItem = dict[str, Any]
 
 
 class Part(Struct):
-    """One part of a message or of a tool's output: text, an image, a refusal."""
+    """One part of a message or of a tool's output: text, an image, or a refusal."""
 
     type: str
     text: str | None = None
@@ -35,14 +35,14 @@ class Part(Struct):
 
 
 class Message(Struct):
-    """A message; `type` may be missing."""
+    """One message of a conversation. Its `type` may be omitted."""
 
     role: Literal["system", "developer", "user", "assistant"]
     content: str | list[Part] | None = None
 
 
 class FunctionCall(Struct):
-    """A call of a function in the history; `arguments` is JSON text."""
+    """A function call in the history. `arguments` is JSON text."""
 
     name: Name
     call_id: Name
@@ -51,7 +51,7 @@ class FunctionCall(Struct):
 
 
 class CustomCall(Struct):
-    """A call of a custom tool in the history; `input` is free text."""
+    """A call of a custom tool in the history. `input` is free text."""
 
     name: Name
     call_id: Name
@@ -60,20 +60,20 @@ class CustomCall(Struct):
 
 
 class CallOutput(Struct):
-    """The result of a function or of a custom tool."""
+    """The result of a call of a function or a custom tool."""
 
     call_id: Name
     output: str | list[Part] | None = None
 
 
 class ReasoningText(Struct):
-    """A piece of reasoning or of its summary."""
+    """A piece of reasoning, or of a summary of reasoning."""
 
     text: str = ""
 
 
 class Reasoning(Struct):
-    """Reasoning that this server returned; `encrypted_content` carries it as its signature."""
+    """Reasoning in the history, as this server sent it. `encrypted_content` has its text."""
 
     content: list[ReasoningText] | None = None
     summary: list[ReasoningText] | None = None
@@ -81,7 +81,7 @@ class Reasoning(Struct):
 
 
 class LocalShellCall(Struct):
-    """A call of Codex's older built-in shell in the history."""
+    """A call in the history of the shell that is built into older versions of Codex."""
 
     call_id: Name | None = None
     id: Name | None = None
@@ -107,13 +107,14 @@ IGNORED_ITEMS = frozenset({"web_search_call", "image_generation_call"})
 
 
 def read_item(raw: RawItem, where: str) -> Item | None:
-    """Convert one input item by its `type`; None if the item has no text that a model can read.
+    """Convert an input item to the type that its `type` names.
 
-    `where` is the item's path in the body, for errors.
+    Returns None if the item has no text for the model. `where` is the item's path in the body, for
+    errors.
 
     Raises:
-        Unsupported: items of this type cannot be rendered.
-        BadRequest: a field is missing or of the wrong type.
+        Unsupported: items of this type are not supported.
+        BadRequest: a field is missing or has the wrong type.
     """
     kind = raw.get("type", "message" if "role" in raw else None)
     if not isinstance(kind, str):
@@ -132,7 +133,10 @@ def read_item(raw: RawItem, where: str) -> Item | None:
 
 
 def convert(raw: Any, shape: type[T], where: str) -> T:
-    """Convert decoded JSON to `shape`. Raises BadRequest with the path below `where`."""
+    """Convert decoded JSON to a value of `shape`.
+
+    Raises BadRequest with the path of the wrong field, which begins with `where`.
+    """
     try:
         return typed.convert(shape, raw)
     except msgspec.ValidationError as error:
@@ -144,7 +148,7 @@ def convert(raw: Any, shape: type[T], where: str) -> T:
 
 
 class CustomFormat(Struct):
-    """The text that a custom tool takes: free, or by a grammar."""
+    """The text that a custom tool accepts: free text, or text that follows a grammar."""
 
     type: Literal["text", "grammar"] = "text"
     syntax: Literal["lark", "regex"] | None = None
@@ -152,7 +156,7 @@ class CustomFormat(Struct):
 
 
 class Tool(Struct):
-    """A tool. `tools`: those of a namespace; `format`: of a custom tool."""
+    """A tool. `tools` are those of a namespace, and `format` is for custom tools."""
 
     type: str
     name: str | None = None
@@ -170,7 +174,7 @@ class AllowedTool(Struct):
 
 
 class ToolChoice(Struct):
-    """The object form of `tool_choice`; `mode` and `tools` belong to the type `allowed_tools`."""
+    """The object form of `tool_choice`. `mode` and `tools` are for the type `allowed_tools`."""
 
     type: str
     name: str | None = None
@@ -180,7 +184,7 @@ class ToolChoice(Struct):
 
 
 class TextFormat(Struct):
-    """The format of the visible text; the fields of a schema stand beside `type`."""
+    """The format of the visible text. The fields of a JSON schema are beside `type`."""
 
     type: str
     schema: dict[str, Any] | None = None
@@ -189,14 +193,14 @@ class TextFormat(Struct):
 
 
 class TextConfig(Struct):
-    """`text`: the format of the reply; `verbosity` has no effect."""
+    """Settings of the visible text: its format, and `verbosity`, which has no effect."""
 
     format: TextFormat | None = None
     verbosity: str | None = None
 
 
 class ReasoningConfig(Struct):
-    """Effort, or most tokens, of reasoning; a summary cannot be made."""
+    """The effort of reasoning, or its maximum tokens. `summary` has no effect."""
 
     effort: Effort | None = None
     summary: str | None = None
@@ -204,7 +208,7 @@ class ReasoningConfig(Struct):
 
 
 class ResponsesRequest(Generation, kw_only=True):
-    """The body of POST /v1/responses; `input` is a text or a list of items."""
+    """The body of POST /v1/responses. `input` is a text or a list of items."""
 
     input: str | list[RawItem] = ""
     instructions: str | None = None
