@@ -93,6 +93,24 @@ def find_continued(ids: Tokens, leaves: Iterable[Leaf]) -> Leaf | None:
     return best
 
 
+def find_reworded(
+    ids: Tokens, head: int, prompt_tokens: int, leaves: Iterable[Leaf]
+) -> Leaf | None:
+    """Find the leaf that a request continues after its client changed the first message, or None.
+
+    `leaves`: those of sessions whose user typed the same first words. The request must share the
+    first `head` token ids (tools and system prompt) and have a longer prompt than the leaf. Among
+    such leaves, the one with the longest common prefix is chosen.
+    """
+    found = [
+        (shared, leaf.id, leaf)
+        for leaf in leaves
+        if leaf.prompt_tokens < prompt_tokens
+        and (shared := common_length(ids, leaf.ids)) >= head > 0
+    ]
+    return max(found)[2] if found else None
+
+
 def becomes_main(
     *, main_turns: int, main_tokens: int, tokens: int, same_head: bool, settled: bool
 ) -> bool:

@@ -15,7 +15,15 @@ import numpy as np
 
 from mlxcache.common_prefix import common_length
 from mlxcache.errors import NotFound
-from mlxcache.store.leaves import Kind, Leaf, digest_of, digests_at, replaces_main
+from mlxcache.store.leaves import (
+    Kind,
+    Leaf,
+    digest_of,
+    digests_at,
+    find_continued,
+    find_reworded,
+    replaces_main,
+)
 from mlxcache.store.reply_rows import ReplyRow, pack_keys, unpack_keys
 from mlxcache.types import Tokens
 
@@ -24,6 +32,9 @@ MOST_SESSIONS = 10_000
 
 MOST_LEAVES = 100
 """Most leaves kept per session: the main one, and the most recently used of sub-agents."""
+
+MOST_TITLED = 16
+"""Most sessions of one title that are searched for the conversation that a request continues."""
 
 PART_TOKENS = 1024
 """Most token ids in one row of a leaf."""
@@ -220,6 +231,50 @@ def read_candidates(db: sqlite3.Connection, turn: Turn, session: str | None) -> 
         yield from read_leaves(db, newest, (value, key, digest, MOST_LEAVES))
 
 
+def find_leaf(db: sqlite3.Connection, turn: Turn, session: str | None) -> Leaf | None:
+    """Find the leaf that a turn continues, or None if it begins a conversation.
+
+    `session`: id of the session to search. If it is None, all sessions are searched, and their
+    titles count too: behind a first message that its client wrote, two conversations of the same
+    beginning may differ; and a client may change what it puts before typed text.
+    """
+    candidates = read_candidates(db, turn, session)
+    if session is not None:
+        return find_continued(turn.ids, candidates)
+    titles: dict[str, str | None] = {}
+    own = (leaf for leaf in candidates if _may_continue(db, leaf, turn, titles))
+    leaf = find_continued(turn.ids, own)
+    if leaf is not None or turn.title is None:
+        return leaf
+    return find_reworded(turn.ids, turn.head, turn.prompt_tokens, _read_titled(db, turn))
+
+
+def _may_continue(
+    db: sqlite3.Connection, leaf: Leaf, turn: Turn, titles: dict[str, str | None]
+) -> bool:
+    """Return False if the main conversation of the leaf's session has another title.
+
+    `titles`: titles that were read already, by session. The title of a text that grows may grow.
+    """
+    if leaf.session not in titles:
+        query = "SELECT title FROM sessions WHERE id = ?"
+        titles[leaf.session] = db.execute(query, (leaf.session,)).fetchone()[0]
+    title = titles[leaf.session]
+    if leaf.kind != "main" or title is None or turn.title is None or title == turn.title:
+        return True
+    return not turn.head and turn.title.startswith(title)
+
+
+def _read_titled(db: sqlite3.Connection, turn: Turn) -> Iterator[Leaf]:
+    """Yield the main leaves of the last used sessions without a label that have a turn's title."""
+    newest = (
+        "kind = 'main' AND session IN (SELECT id FROM sessions WHERE namespace = ? AND label IS"
+        " NULL AND title = ? AND owner IS ? ORDER BY last_used_at DESC LIMIT ?)"
+    )
+    values = (turn.namespace, turn.title, turn.owner, MOST_TITLED)
+    yield from read_leaves(db, newest, values)
+
+
 def write_leaf(db: sqlite3.Connection, turn: Turn, session: str, leaf: Leaf | None) -> None:
     """Store the tokens of `turn` in `leaf`, or in a new leaf of `session` if `leaf` is None.
 
@@ -239,7 +294,11 @@ def write_leaf(db: sqlite3.Connection, turn: Turn, session: str, leaf: Leaf | No
             " WHERE id = ?",
             (turn.prompt_tokens, now.turns, turn.at, pack_keys(turn.replies), now.id),
         )
-        _write_ids(db, now.id, turn.ids, common_length(leaf.ids, turn.ids), len(leaf.ids))
+        shared = common_length(leaf.ids, turn.ids)
+        if shared < leaf.key_tokens:  # its first message was changed
+            key = (turn.key_tokens, digest_of(turn.ids[: turn.key_tokens]), now.id)
+            db.execute("UPDATE leaves SET anchor = ?, digest = ? WHERE id = ?", key)
+        _write_ids(db, now.id, turn.ids, shared, len(leaf.ids))
     first = leaf is not None and turn.prompt_tokens > leaf.prompt_tokens and _is_first(db, leaf)
     if main and main.id != now.id and replaces_main(now, main, turn.head, first=first):
         db.execute("UPDATE leaves SET kind = 'agent' WHERE id = ?", (main.id,))

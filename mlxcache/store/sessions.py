@@ -17,7 +17,7 @@ from mlxcache.errors import BadRequest, NotFound
 from mlxcache.store import reply_rows, response_rows
 from mlxcache.store import session_rows as rows
 from mlxcache.store.database import Database
-from mlxcache.store.leaves import Leaf, find_continued
+from mlxcache.store.leaves import Leaf
 from mlxcache.store.reply_rows import ReplyRow
 from mlxcache.store.response_rows import StoredResponse
 from mlxcache.store.session_rows import ANY_OWNER, Session, SessionFigures, Turn
@@ -169,7 +169,7 @@ class Sessions:
             session = rows.find_labelled(db, turn)
             leaf = None
             if session is not None or turn.label is None:
-                leaf = find_continued(turn.ids, rows.read_candidates(db, turn, session))
+                leaf = rows.find_leaf(db, turn, session)
             if leaf is not None:
                 session = leaf.session
             if session is None:

@@ -124,7 +124,9 @@ def test_every_session_is_named_by_its_own_first_words(run: Run) -> None:
     assert {one["client"] for one in run.requests} == set(TITLES)
     for request in run.requests:
         assert run.title_of(request) == TITLES[request["client"]]
-    assert {one["title"] for one in run.sessions.values()} == set(TITLES.values())
+    listed = run.get("/v1/sessions")["data"]
+    assert {one["title"] for one in listed} == set(TITLES.values())
+    assert len(listed) == len(TITLES) + 1, "and that of Qwen Code's memory agent"
 
 
 def test_a_turn_feeds_what_is_new_in_it(run: Run) -> None:
@@ -138,6 +140,19 @@ def test_a_turn_feeds_what_is_new_in_it(run: Run) -> None:
         assert request["fed_tokens"] <= new + 64, request
         grown += 1
     assert grown == 12
+
+
+def test_no_loss_is_told_of_a_conversation_that_begins(run: Run) -> None:
+    """And none is larger than what its request fed."""
+    for request, one in zip(run.requests, RECORDED["requests"], strict=True):
+        lost = request["lost"]
+        if "like" not in one:
+            assert lost is not None, request
+            assert (lost["reason"], lost["lost_tokens"]) == ("first_seen", 0)
+        if lost is not None:
+            assert lost["lost_tokens"] <= request["fed_tokens"]
+    lossy = [one["client"] for one in run.requests if one["lost"] and one["lost"]["lost_tokens"]]
+    assert set(lossy) == {"QwenCode/0.24.4"}, "its reminder of the date, and its memory agent"
 
 
 def test_top_prints_the_requests_and_sessions_of_the_api(run: Run) -> None:

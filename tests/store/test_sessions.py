@@ -50,7 +50,7 @@ def test_turns_of_a_conversation_are_one_session(sessions):
             turn(text, label=label, at=1.0, title="Fix it", client="cli/1")
         )
         text += [1, 2, 3, *talk(100)]
-        assert sessions.record_turn(turn(text, label=label, at=2.0, title="other")) == first
+        assert sessions.record_turn(turn(text, label=label, at=2.0, title="Fix it")) == first
         row = sessions.get(first)
         assert (row.turns, row.label, row.title, row.client) == (2, label, "Fix it", "cli/1")
         assert (row.created_at, row.last_used_at) == (1.0, 2.0)
@@ -66,6 +66,51 @@ def test_another_conversation_under_the_same_head_is_another_session(sessions):
     assert sessions.record_turn(turn(talk(500))) != one
     assert sessions.record_turn(turn(talk(0), namespace="other")) != one
     assert sessions.count() == 3
+
+
+def test_chats_behind_the_same_written_message_are_told_apart_by_their_titles(sessions):
+    """Such as aider's examples: their first message is the same, and what was typed is not."""
+    chats = {title: talk(at) for title, at in (("Fix it", 500), ("Add a test", 600))}
+    made = {}
+    for title, text in chats.items():
+        made[title] = sessions.record_turn(turn([*talk(0, 8), *text], title=title))
+    assert len(set(made.values())) == 2
+    for title, text in chats.items():
+        more = turn([*talk(0, 8), *text, 1, 2, 3, *talk(900)], title=title)
+        assert sessions.record_turn(more) == made[title]
+        assert sessions.get(made[title]).title == title
+    [leaf] = sessions.leaves(made["Fix it"])
+    assert leaf.ids.tolist() == [*HEAD, *talk(0, 8), *chats["Fix it"], 1, 2, 3, *talk(900), 1, 2, 3]
+
+
+def test_a_changed_first_message_with_the_same_title_continues_its_session(sessions):
+    """A reminder that only the newest message has; later turns find the new first message.
+
+    Not after another head, nor with a prompt that did not grow, nor under a label.
+    """
+    first = sessions.record_turn(turn(talk(0, 8), first=8, title="Fix it"))
+    other = turn(talk(50, 9), first=9, head=[7, *HEAD], title="Fix it")
+    assert sessions.record_turn(other) != first
+    shorter = turn(talk(70, 8), first=8, title="Fix it")
+    assert sessions.record_turn(shorter) != first
+    text = [*talk(0, 4), 1, 2, 3, *talk(100)]
+    for _ in range(2):
+        now = turn(text, first=4, title="Fix it")
+        assert sessions.record_turn(now) == first
+        [leaf] = sessions.leaves(first)
+        assert (leaf.ids.tolist(), leaf.key_tokens) == (now.ids.tolist(), len(HEAD) + 4)
+        text += [1, 2, 3, *talk(300)]
+    assert sessions.record_turn(turn(text, first=4, title="Add a test")) != first
+    labelled = turn([*talk(80, 8), *talk(200, 300)], first=8, title="Fix it", label="L")
+    assert sessions.record_turn(labelled) == id_of("n", "L")
+
+
+def test_a_text_that_grows_is_one_session(sessions):
+    """Its title grows with it, up to its limit."""
+    one = turn(talk(0, 4), head=[], first=4, title="Once")
+    id = sessions.record_turn(one)
+    grown = turn([*talk(0, 4), 1, 2, 3, 4], head=[], first=8, title="Once upon")
+    assert sessions.record_turn(grown) == id
 
 
 def test_a_label_keeps_its_id_and_collects_its_agents(sessions):
