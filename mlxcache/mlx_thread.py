@@ -81,7 +81,7 @@ class MlxThread:
         self._inbox.put(action)
 
     def wake(self) -> None:
-        """Make the thread's loop return if it is waiting for an action."""
+        """Make `run_posted` return if it is waiting for an action."""
         self._inbox.put(_nothing)
 
     def call(self, action: Callable[[], T]) -> Future[T]:
