@@ -23,10 +23,8 @@ class LRU(Generic[K, V]):
     """Cache of values by key, from which the least recently used ones are evicted.
 
     The sizes of all values, by `size`, add up to at most `limit`; by default each value counts as
-    1.
-    `get`, `put` and `setdefault` make a value the most recently used. A value larger than the limit
-    is
-    not kept.
+    1. `get`, `put` and `setdefault` make a value the most recently used. A value larger than the
+    limit is not kept.
     """
 
     def __init__(self, limit: int, size: Callable[[V], int] = _one):

@@ -151,8 +151,8 @@ async def read_body(
 ) -> bytes:
     """Read a whole request body of at most `limit` bytes.
 
-    Raises TooLarge if the announced or the received length exceeds the limit, and the errors of
-    `iterate_body`, which also uses `pause` and `seconds`.
+    `pause` and `seconds` are the time limits of `iterate_body`, whose errors are raised. Raises
+    TooLarge if the announced or the received length exceeds `limit`.
     """
     announced = request.headers.get("content-length", "")
     if announced.isdecimal() and int(announced) > limit:

@@ -76,11 +76,9 @@ def listen(host: str, port: int, probe: Probe = accepts) -> list[socket.socket]:
     """Open a socket on every address of `host` that this machine has.
 
     With port 0, the system picks one port for all of them. `probe` checks whether a program listens
-    at
-    an address. This check precedes binding, because with SO_REUSEADDR macOS lets a program bind
+    at an address. This check precedes binding, because with SO_REUSEADDR macOS lets a program bind
     127.0.0.1 although another listens on all addresses, and take its connections. Raises
-    CannotListen
-    or PortTaken.
+    CannotListen or PortTaken.
     """
     found = _addresses(host, port)
     sockets: list[socket.socket] = []

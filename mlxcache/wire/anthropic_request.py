@@ -285,7 +285,10 @@ class BlockReader:
         self._images = images
 
     def read_item(self, block: types.Block, where: str) -> Item:
-        """Return a block's text or its image. Raises the errors of `read_text`."""
+        """Return the text or the image that a content block adds to the prompt.
+
+        Raises the errors of `read_text`.
+        """
         if isinstance(block, types.Image) and self._images.supported:
             return self._images.read_source(block.source, where)
         return self.read_text(block, where)
@@ -303,7 +306,7 @@ class BlockReader:
         return texts, any(_has_mark(block) for _, block in found)
 
     def read_text(self, block: types.Block, where: str) -> str:
-        """Return a block's text.
+        """Return the text that a content block adds to the prompt.
 
         Raises Unsupported for an image if the model does not accept images, and BadRequest for a
         block without text.

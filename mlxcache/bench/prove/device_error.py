@@ -1,4 +1,4 @@
-"""Replies while the device fails without an error: each must be correct, or an error."""
+"""Check of replies on a device that fails unnoticed: each must be correct or end in an error."""
 
 from __future__ import annotations
 

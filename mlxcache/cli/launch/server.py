@@ -261,7 +261,11 @@ def _exit_on_signal(signals: Sequence[int]) -> None:
 
 
 def _query_started(key: str | None, started: StartedServer) -> Service | None:
-    """Query the started server; None if it is still loading or does not answer yet."""
+    """Return the model and context of the started server; None until it has loaded.
+
+    Raises OtherServerStarted if another server took the port, and MlxcacheError if the started one
+    ended or cannot serve.
+    """
     if started.ended:
         if started.lost_its_port() and server_answers(started.url):
             raise OtherServerStarted(started.url)
