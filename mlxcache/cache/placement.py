@@ -62,7 +62,10 @@ class Placed(NamedTuple):
 
 
 class Placement:
-    """Choice and filling of lineages for requests, within one RAM tier."""
+    """Chooser of the lineage in which a request continues; it also fills that lineage.
+
+    `ram`: the tier whose lineages it chooses from and whose budget it charges.
+    """
 
     def __init__(self, ram: RamTier):
         self._ram = ram

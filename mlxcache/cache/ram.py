@@ -319,7 +319,8 @@ class RamTier:
         """Compact idle lineages to the range that the tree uses.
 
         The most recent `WHOLE_LINEAGES` of them stay as they are if they start at position 0, so
-        that requests can continue them.
+        that requests can continue them. Before that, evicts until the number of buffers is within
+        the device's limit; `evict` is the mode of making room.
         """
         self._bound_buffers(evict=evict)
         spare = [x for x in self.idle.values() if self._has_spare(x)]

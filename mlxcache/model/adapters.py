@@ -72,7 +72,10 @@ class Sliced:
         return None
 
     def numbers(self, slot: Any) -> dict[str, int]:
-        """Return the integers in the slot's state that the model determines, by state key."""
+        """Return the integers that the model fixes in a slot's state, by their keys in the state.
+
+        The size of a sliding window is one, for example.
+        """
         return {}
 
     def plain(self, slot: Any) -> Any:

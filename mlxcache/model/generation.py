@@ -82,7 +82,7 @@ def _checked(name: str, value: object) -> float | None:
 
 
 def resolve(sampling: Sampling, defaults: Mapping[str, float]) -> Sampling:
-    """Replace the fields that the client left unset by the model's `defaults`."""
+    """Replace the sampling fields that the client left unset by the model's `defaults`."""
     if not sampling.unset:
         return sampling
     found = {name: defaults[name] for name in sampling.unset & defaults.keys()}
@@ -94,6 +94,6 @@ def _with(sampling: Sampling, values: Mapping[str, Any]) -> Sampling:
 
 
 def describe(defaults: Mapping[str, float]) -> str:
-    """Format the defaults in one line, such as `temperature 0.6, top_k 20`."""
+    """Format the model's sampling defaults in one line, such as `temperature 0.6, top_k 20`."""
     stated = ((name, defaults[name]) for name in DEFAULTED if name in defaults)
     return ", ".join(f"{name} {value:g}" for name, value in stated)
