@@ -65,7 +65,7 @@ async def read_figures(deps: Deps, request: Request) -> Response:
 async def warm_prefix(deps: Deps, request: Request) -> Response:
     """Compute a prefix ahead of its first use.
 
-    The body is a chat request of either API, or a system prompt as plain text.
+    The body is a chat request of any API, or a system prompt as plain text.
     """
     body = await read_body(request, deps.settings.max_body_bytes)
     require_model(deps)

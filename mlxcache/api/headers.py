@@ -1,4 +1,4 @@
-"""Request headers read by both APIs: session label, client name, retry count and time limit."""
+"""Request headers that all APIs read: session label, client name, retry count and time limit."""
 
 from __future__ import annotations
 

@@ -74,7 +74,7 @@ class Results:
         """Return the median over repetitions of this server's figure divided by the other server's.
 
         Both are measured within seconds, so that a change of the machine's speed during the run has
-        no effect. None if no repetition can be compared.
+        no effect. Returns None if no repetition can be compared.
         """
         taken = self.samples.get(scenario, {})
         pairs = zip(taken.get(OURS, ()), taken.get(server, ()), strict=False)

@@ -1,4 +1,4 @@
-"""Time that mlx-lm alone takes, called the model's own time. Measured without a server."""
+"""Measure the time that mlx-lm takes without a server, called the model's own time."""
 
 from __future__ import annotations
 

@@ -68,7 +68,7 @@ def _file(help: str) -> Any:
 
 
 def explain(
-    first: Annotated[Path, _file("A chat request as JSON, of either API; - reads standard input.")],
+    first: Annotated[Path, _file("A chat request of any API as JSON; - reads standard input.")],
     second: Annotated[
         Path | None, _file("The request that followed it. Omitted: audit the first.")
     ] = None,

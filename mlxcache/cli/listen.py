@@ -46,7 +46,8 @@ class PortTaken(CannotListen):
 def accepts(family: socket.AddressFamily, address: Address) -> bool:
     """Return whether a program accepts connections at `address`. Blocks up to `CONNECT_S`.
 
-    False for an address that is not on this machine, and for one that does not answer in time.
+    Returns False for an address that is not on this machine, and for one that does not answer in
+    time.
     """
     host, port, *scope = address
     with socket.socket(family, socket.SOCK_STREAM) as probe, suppress(OSError):
@@ -146,8 +147,8 @@ def served_there(url: str) -> str | None:
 def find_holder(port: int) -> str | None:
     """Return the name and process id of the program that listens on `port`.
 
-    None if no process of this user does. Processes are examined one by one, because on macOS only
-    root may list all connections at once.
+    Returns None if no process of this user does. Processes are examined one by one, because on
+    macOS only root may list all connections at once.
     """
     for process in psutil.process_iter():
         try:

@@ -34,7 +34,7 @@ class NoServer(MlxcacheError):
 def proxied(url: str) -> bool:
     """Return whether requests to `url` use the proxies set in the environment.
 
-    False for addresses of this machine.
+    Returns False for addresses of this machine.
     """
     return not is_loopback(httpx.URL(url).host)
 

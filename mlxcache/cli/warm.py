@@ -24,7 +24,7 @@ def warm(
             exists=True,
             dir_okay=False,
             allow_dash=True,
-            help="A chat request of either API as JSON, or a system prompt; - for standard input.",
+            help="A chat request of any API as JSON, or a system prompt; - for standard input.",
         ),
     ],
 ) -> Result:

@@ -157,7 +157,7 @@ class _ChatWriter:
             self._append({"role": "system", "content": _join(texts)}, marked)
 
     def mark(self) -> None:
-        """Set the breakpoint after the last message."""
+        """Record a cache_control mark after the last message."""
         self.breakpoint = len(self.messages)
 
     def continue_last(self, *, strict: bool) -> bool:

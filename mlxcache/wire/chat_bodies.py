@@ -57,7 +57,7 @@ def is_responses(request: dict[str, Any]) -> bool:
 def is_anthropic(request: dict[str, Any]) -> bool:
     """Return whether a request must be of Anthropic's API.
 
-    A request that is valid in both APIs counts as OpenAI's.
+    A request that is also valid in OpenAI's API counts as OpenAI's.
     """
     tools = request.get("tools") or []
     if "system" in request or any(isinstance(t, dict) and "function" not in t for t in tools):
@@ -68,7 +68,7 @@ def is_anthropic(request: dict[str, Any]) -> bool:
 
 
 def request_to_chat(request: dict[str, Any]) -> Chat:
-    """Convert a request of either API to a chat. Images are replaced by text with their digest.
+    """Convert a request of any API to a chat. Images are replaced by text with their digest.
 
     Fields that an endpoint would refuse are ignored. Raises BadRequest for a malformed message.
     """

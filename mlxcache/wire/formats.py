@@ -1,4 +1,4 @@
-"""Reply formats that both APIs can require."""
+"""Reply formats that requests can require."""
 
 from __future__ import annotations
 

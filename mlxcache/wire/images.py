@@ -1,4 +1,4 @@
-"""Images in the bodies of both APIs. They must be base64 in the body; no URL is fetched."""
+"""Images in request bodies. They must be base64 in the body; no URL is fetched."""
 
 from __future__ import annotations
 

@@ -171,7 +171,7 @@ class UnsupportedFields(Struct, kw_only=True):
 
 
 class Generation(UnsupportedFields, kw_only=True):
-    """Fields of both endpoints: sampling, length limits, formats and streaming."""
+    """Fields of requests to all OpenAI endpoints: sampling, limits, formats and streaming."""
 
     model: str | None = None
     max_tokens: int | None = None

@@ -36,7 +36,7 @@ def hints_from_marks(body: types.Conversation, breakpoint: int | None) -> Retent
 def hints_from_retention(retention: Any, messages: int) -> RetentionHints:
     """Return a retention hint for all `messages` from `prompt_cache_retention`.
 
-    Empty if the value is unknown.
+    Returns an empty tuple if the value is unknown.
     """
     known = {"in_memory": MINUTES_5, "in-memory": MINUTES_5, "24h": DAY}
     seconds = known.get(retention) if isinstance(retention, str) else None

@@ -63,7 +63,7 @@ class Subject:
     def kv_bytes_per_token(self) -> int:
         """KV bytes per token, if every layer has plain 16-bit KV.
 
-        0 if config.json does not have the sizes.
+        It is 0 if config.json does not have the sizes.
         """
         text = self.config.get("text_config") or self.config
         heads = text.get("num_key_value_heads") or text.get("num_attention_heads")
@@ -104,7 +104,7 @@ def read_config(folder: Path) -> Mapping[str, Any]:
 def usable_bytes(device: Mapping[str, Any]) -> int:
     """Return the memory that models may use, in bytes, from MLX's description of the device.
 
-    Three quarters of the machine's memory if the description has no size.
+    Returns three quarters of the machine's memory if the description has no size.
     Source:
     https://ml-explore.github.io/mlx/build/html/python/_autosummary/mlx.core.device_info.html
     """

@@ -73,7 +73,8 @@ def examine_fit(found: Examined, fit: Fit) -> list[Finding]:
 def examine_sampling(info: ModelInfo, *, used: bool) -> list[Finding]:
     """Report the default sampling settings that come with the model.
 
-    `used` is False if the server's settings ignore them. Empty if the model has none.
+    `used` is False if the server's settings ignore them. Returns an empty list if the model has
+    none.
     """
     if not info.sampling:
         return []

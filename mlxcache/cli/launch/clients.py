@@ -127,7 +127,7 @@ def proxy_bypass(service: Service, environ: Mapping[str, str]) -> dict[str, str]
     """Return the variables that exclude a server on this machine from a configured proxy.
 
     Otherwise the prompts and the key would be sent to the proxy, which cannot reach the server.
-    Empty without a proxy, or for a server on another machine.
+    Returns {} without a proxy, or for a server on another machine.
     """
     host = urlsplit(service.url).hostname or ""
     has_proxy = any(environ.get(name) or environ.get(name.lower()) for name in _PROXIES)
