@@ -58,6 +58,10 @@ COMMANDS = {
         "mlxcache.cli.doctor.command:doctor",
         "Check this machine, its settings and, with --model, a model.",
     ),
+    "uninstall": Lazy(
+        "mlxcache.cli.uninstall:uninstall",
+        "Remove the sessions, settings and other files of mlxcache, after asking.",
+    ),
     "bench": Lazy(
         "mlxcache.bench.command:bench",
         "Measure this server and others, in interleaved pairs on the same model.",

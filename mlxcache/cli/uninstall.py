@@ -1,0 +1,192 @@
+"""The command `mlxcache uninstall`: list what mlxcache keeps on this machine, and remove it."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from mlxcache.cli import show
+from mlxcache.cli.confirm import Yes, confirm, require_terminal_or_yes
+from mlxcache.cli.output import console, reporting
+from mlxcache.cli.own_command import CLONE
+from mlxcache.cli.target import CacheDir, Json
+from mlxcache.config import format_size, load_settings
+from mlxcache.config.folder import default_cache_dir, former_cache_dir
+from mlxcache.config.sources import default_config_path
+from mlxcache.errors import MlxcacheError
+from mlxcache.store.lock import NAME, NOTES, exclusive_lock, servers
+from mlxcache.store.mac_folder import STORE, locate_cache_dir
+
+OWN = (STORE, "incoming", "demo", "fingerprints.json", "log", NOTES, NAME)
+"""Names in a cache folder that are mlxcache's; anything else there is left."""
+
+_COMPLETIONS = (".zfunc/_mlxcache", ".config/fish/completions/mlxcache.fish")
+_BASH = ".bash_completions/mlxcache.sh"
+
+_SERVICES = (
+    ("Library/LaunchAgents/mlxcache.plist", 'launchctl bootout "gui/$(id -u)/mlxcache"'),
+    (".config/systemd/user/mlxcache.service", "systemctl --user disable --now mlxcache"),
+)
+"""Service files of docs/service.md, below the home folder, and the command that stops each."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Something that mlxcache keeps: a file or a folder, with its size in bytes.
+
+    `command`: how the user removes it, for a place that this command leaves.
+    """
+
+    what: str
+    path: Path
+    nbytes: int
+    command: str | None = None
+
+    def as_object(self) -> dict[str, Any]:
+        """Return the JSON object of a place."""
+        found = {**asdict(self), "path": str(self.path)}
+        found["bytes"] = found.pop("nbytes")
+        return found
+
+
+def uninstall(*, yes: Yes = False, cache_dir: CacheDir = None, as_json: Json = False) -> None:
+    """Remove the sessions, settings and other files of mlxcache, after asking.
+
+    Lists each place with its size first. Models of the Hugging Face Hub, which other programs use
+    too, and the program itself are left; the last lines say how to remove them.
+    """
+    with reporting():
+        require_terminal_or_yes(yes=yes)
+        given = load_settings({"cache_dir": cache_dir}, os.environ).cache_dir
+        folders = _cache_folders(given)
+        _refuse_while_served(folders)
+        places, left = list(_places(folders)), list(_left())
+        if not as_json:
+            _show("mlxcache keeps here", places)
+        if places:
+            total = format_size(sum(one.nbytes for one in places))
+            confirm(f"Remove all of it ({total})? Sessions cannot be restored.", yes=yes)
+            _remove(places, folders)
+        if as_json:
+            removed = [one.as_object() for one in places]
+            show.print_json({"removed": removed, "left": [one.as_object() for one in left]})
+            return
+        console().print("Removed." if places else "Nothing was found.")
+        _show_left(left)
+
+
+def _cache_folders(given: Path) -> list[Path]:
+    """List the cache folder, and on a Mac that of earlier versions beside the default one."""
+    folders = [locate_cache_dir(given)]
+    if given == default_cache_dir():
+        folders += [given, *filter(None, (former_cache_dir(),))]
+    return list(dict.fromkeys(folders))
+
+
+def _refuse_while_served(folders: Sequence[Path]) -> None:
+    """Raise MlxcacheError if a server uses one of the folders."""
+    for folder in folders:
+        for one in servers(folder):
+            raise MlxcacheError(
+                f"The server at {one.url} ({one.model}, process {one.pid}) uses {folder}: stop it, "
+                "then try again."
+            )
+
+
+def _places(folders: Sequence[Path]) -> Iterator[Place]:
+    """Yield what is there to remove."""
+    for folder in folders:
+        store = folder / STORE
+        rest = [folder / name for name in OWN if name != STORE]
+        if store.exists():
+            yield Place("sessions and their KV", store, _size(store))
+        if any(path.exists() for path in rest):
+            size = sum(map(_size, rest))
+            yield Place("the demo model, logs, locks", folder, size)
+    if (config := default_config_path()).is_file():
+        yield Place("settings", config, _size(config))
+    for name in _COMPLETIONS:
+        if (path := Path.home() / name).is_file():
+            yield Place("shell completion", path, _size(path))
+
+
+def _left() -> Iterator[Place]:
+    """Yield what the user removes, with the command for each."""
+    for name, stop in _SERVICES:
+        if (path := Path.home() / name).is_file():
+            yield Place("the service", path, _size(path), f"{stop}; rm {shlex.quote(str(path))}")
+    if (bash := Path.home() / _BASH).is_file():
+        command = f"rm {shlex.quote(str(bash))}, and delete its line in ~/.bashrc"
+        yield Place("shell completion", bash, _size(bash), command)
+    from huggingface_hub import constants  # noqa: PLC0415 - takes a while
+
+    hub = Path(constants.HF_HUB_CACHE)
+    if hub.is_dir():
+        what = "models of the Hub, also of other programs"
+        yield Place(what, hub, _size(hub), "hf cache rm, or rm -r of a model's folder there")
+    if (CLONE / "pyproject.toml").is_file():
+        command = f"rm -r {shlex.quote(str(CLONE))}"
+        yield Place("the program, a clone", CLONE, _size(CLONE), command)
+    else:
+        package = CLONE / "mlxcache"
+        yield Place("the program", package, _size(package), "pip uninstall mlxcache")
+
+
+def _remove(places: Sequence[Place], folders: Sequence[Path]) -> None:
+    """Remove the places. Raises InUse if a server was started meanwhile, and MlxcacheError."""
+    try:
+        for folder in folders:
+            if folder.is_dir():
+                with exclusive_lock(folder):
+                    for name in OWN:
+                        _remove_path(folder / name)
+        for one in places:
+            if one.path.is_file():
+                one.path.unlink()
+        for folder in (*folders, default_config_path().parent):
+            with suppress(OSError):  # it has files of others, or is not there
+                folder.rmdir()
+    except OSError as error:
+        raise MlxcacheError(f"{error.filename} cannot be removed: {error.strerror}.") from error
+
+
+def _remove_path(path: Path) -> None:
+    """Remove a file or a folder, also one behind a link: on a Mac it may be on another disk."""
+    if path.is_dir():
+        shutil.rmtree(path.resolve())
+    if path.is_symlink() or path.is_file():
+        path.unlink()
+
+
+def _size(path: Path) -> int:
+    """Return the bytes that a file, or all files below a folder, take on disk."""
+    if not path.is_dir():
+        return path.lstat().st_blocks * 512 if path.exists() else 0
+    below = (os.path.join(top, name) for top, _, names in os.walk(path) for name in names)
+    total = 0
+    for one in below:
+        with suppress(FileNotFoundError):  # another process removed it
+            total += os.lstat(one).st_blocks * 512
+    return total
+
+
+def _show(heading: str, places: Sequence[Place]) -> None:
+    if places:
+        console().print(f"{heading}:")
+        show.print_table(
+            (("what", "left"), ("where", "left"), ("size", "right")),
+            ((one.what, str(one.path), format_size(one.nbytes)) for one in places),
+        )
+
+
+def _show_left(left: Sequence[Place]) -> None:
+    console().print("\nLeft, for you to remove:")
+    for one in left:
+        console().print(f"  {one.what}: {one.path} ({format_size(one.nbytes)})")
+        console().print(f"    {one.command}")
