@@ -18,7 +18,7 @@ from mlxcache.config.rules import RULES, read_rules
 from mlxcache.config.sizes import read_size
 from mlxcache.config.values import (
     NO_LIMIT,
-    check_size,
+    check_ram,
     check_size_or_off,
     read_files,
     read_kv_bits,
@@ -160,7 +160,7 @@ class Settings:
     ram: str | int = _setting(
         _MEMORY,
         "auto",
-        check_size,
+        check_ram,
         "SIZE|PERCENT|auto",
         "All memory besides the weights: 8GB, 25%, auto. A bare number is bytes.",
     )

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from mlxcache.config.sizes import read_size
+from mlxcache.config.sizes import LEAST_RAM, read_size
 from mlxcache.errors import ConfigError
 
 NO_LIMIT = 10**12
@@ -150,6 +150,17 @@ def check_size(value: object) -> str | int:
         raise ValueError(f"must be a size such as 8GB, 25% or auto, not {value!r}")
     read_size(value)
     return value
+
+
+def check_ram(value: object) -> str | int:
+    """Return a size unchanged, after checking that it is valid.
+
+    The error names the least: a model that needs more says so when it is loaded.
+    """
+    try:
+        return check_size(value)
+    except ConfigError as error:
+        raise ValueError(f"{error} (at least {LEAST_RAM}, and more for a larger model)") from error
 
 
 def check_size_or_off(value: object) -> str | int:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
+from math import ceil
 from pathlib import Path
 from threading import Lock
 
@@ -74,6 +75,11 @@ log = logging.getLogger("mlxcache.engine")
 
 MIN_CONTEXT = 512
 """Fewest tokens for which the budget must have memory; with fewer an agent cannot work."""
+
+IMAGES_PART = 8
+"""Images have at most this part of the budget: an eighth."""
+
+_MOST_MEGABYTES = 1 << 20
 
 RECORDED = ("done", "cancelled")
 """Statuses of ended requests that are turns of a session."""
@@ -182,19 +188,55 @@ def plan_memory(loaded: Loaded, layout: Layout, settings: Settings) -> MemoryPla
     if settings.ram == "auto":
         why = explain_auto(whole, info.weights_bytes, metal=working_set is not None)
         log.info("--ram auto is %s: %s", format_size(limit), why)
-    pool = pool_bytes(limit)
-    device.prepare(pool)
+    device.prepare(pool_bytes(limit))
     kind, most = device.kind(), settings.prefill_chunk
     measured = cost.measure(loaded.model, layout, limit // 8, kind=kind, most=most)
     if loaded.draft is not None:  # a pass computes the logits of each drafted token too
         measured = measured.for_drafts(settings.num_draft_tokens)
-    transient = _transient(limit, layout, measured, info.context_length, settings.concurrency)
-    pending = pending_bytes(limit, layout) if settings.disk != "off" else 0
     budget = Budget(limit)
-    kinds = {"pool": pool, "transient": transient, "pending": pending}
+    kinds = _divide(limit, loaded, layout, measured, settings)
     if not all(budget.reserve(kind, size) for kind, size in kinds.items()):
-        raise ModelError(f"--ram {settings.ram} is too small to run this model: set a larger size")
-    return MemoryPlan(budget, measured, whole, transient, pending)
+        raise ModelError(
+            f"--ram {settings.ram} is too small to run this model: set at least "
+            f"{_least_ram(loaded, layout, measured, settings)}"
+        )
+    return MemoryPlan(budget, measured, whole, kinds["transient"], kinds["pending"])
+
+
+def _divide(
+    limit: int, loaded: Loaded, layout: Layout, measured: cost.Cost, settings: Settings
+) -> dict[str, int]:
+    """Return the bytes of a budget of `limit` bytes that are set aside, by kind."""
+    context = loaded.info.context_length
+    return {
+        "pool": pool_bytes(limit),
+        "transient": _transient(limit, layout, measured, context, settings.concurrency),
+        "pending": pending_bytes(limit, layout) if settings.disk != "off" else 0,
+    }
+
+
+def _least_ram(loaded: Loaded, layout: Layout, measured: cost.Cost, settings: Settings) -> str:
+    """Return the smallest `--ram` with memory for `MIN_CONTEXT` tokens, such as `12MB`."""
+    tokens = min(loaded.info.context_length, MIN_CONTEXT)
+
+    def is_enough(megabytes: int) -> bool:
+        limit = megabytes * 10**6
+        kinds = _divide(limit, loaded, layout, measured, settings)
+        images = limit // IMAGES_PART if loaded.vision is not None else 0
+        free = limit - sum(kinds.values()) - images
+        return _has_room(tokens, layout, measured, free=free, transient=kinds["transient"])
+
+    least = bisect_left(range(_MOST_MEGABYTES), True, key=is_enough)
+    return f"{ceil(least * cost.SAFETY)}MB"  # with more memory, passes are measured more exactly
+
+
+def _has_room(
+    tokens: int, layout: Layout, measured: cost.Cost, *, free: int, transient: int
+) -> bool:
+    """Return whether a prompt of `tokens` tokens fits `free` bytes, and its passes `transient`."""
+    states = layout.running_bytes + layout.checkpoint_bytes
+    needed = (tokens + 64) * layout.bytes_per_token + states
+    return needed <= free and measured.transient(cost.FEWEST, tokens) <= transient
 
 
 def _transient(
@@ -247,7 +289,7 @@ def open_images(loaded: Loaded, plan: MemoryPlan, settings: Settings) -> images.
         )
         return None
     largest, chunk = found.longest(plan.transient, vision.most_tokens), settings.prefill_chunk
-    while largest and found.kept(largest, chunk) > plan.budget.limit // 8:
+    while largest and found.kept(largest, chunk) > plan.budget.limit // IMAGES_PART:
         largest //= 2
     if not largest or not plan.budget.reserve("images", found.kept(largest, chunk)):
         log.warning("images disabled: --ram %s has no room for them", settings.ram)
@@ -419,8 +461,8 @@ class ModelRuntime:
         longest = bisect_left(range(1, context + 1), True, key=lambda n: not self._fits(n))
         if longest < min(context, MIN_CONTEXT):
             raise ModelError(
-                f"--ram {ram} has room for {longest} tokens of this model: give it more, "
-                "for example --ram 8GB or --ram 25%"
+                f"--ram {ram} has room for {longest} tokens of this model: set at least "
+                f"{_least_ram(self.loaded, self.layout, self.cost, self.settings)}"
             )
         if longest < context:
             log.warning("--ram %s has room for %d of the model's %d tokens", ram, longest, context)
@@ -436,11 +478,8 @@ class ModelRuntime:
 
         Call while nothing is cached.
         """
-        layout = self.layout
-        states = layout.running_bytes + layout.checkpoint_bytes
-        needed = (tokens + 64) * layout.bytes_per_token + states
-        passes = self.cost.transient(cost.FEWEST, tokens)
-        return needed <= self._plan.budget.free and passes <= self._plan.transient
+        free, transient = self._plan.budget.free, self._plan.transient
+        return _has_room(tokens, self.layout, self.cost, free=free, transient=transient)
 
     # -- requests ----------------------------------------------------------------------------------
 

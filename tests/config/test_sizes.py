@@ -10,6 +10,7 @@ from mlxcache.config import (
     disk_limit,
     explain_auto,
     format_size,
+    load_settings,
     machine_bytes,
     memory_for,
     parse_size,
@@ -69,6 +70,8 @@ def test_a_number_whose_unit_was_forgotten_is_refused():
     with pytest.raises(ConfigError, match="'5' is a size of 5 bytes: did you mean 5GB"):
         read_size("5")
     assert read_size("1000000") == 10**6
+    with pytest.raises(ConfigError, match=r"--ram: '5' .* did you mean 5GB\? \(at least 5MB"):
+        load_settings({"ram": "5"}, {})
 
 
 def test_auto_on_metal_is_three_quarters_of_the_working_set_after_the_weights():

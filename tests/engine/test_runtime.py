@@ -8,7 +8,7 @@ import mlx.core as mx
 import pytest
 
 from mlxcache.config import Settings
-from mlxcache.engine.runtime import ModelRuntime
+from mlxcache.engine.runtime import MIN_CONTEXT, ModelRuntime
 from mlxcache.errors import ModelError, StoreError
 from mlxcache.mlx_thread import MlxThread
 from mlxcache.model.load import ModelSpec, load
@@ -30,9 +30,15 @@ def make(path: Path, cache_dir: Path, ram: int = 400_000_000) -> ModelRuntime:
 def test_too_little_memory_is_found_before_the_disk_is_touched(
     toy_llama: Path, tmp_path: Path
 ) -> None:
-    with pytest.raises(ModelError, match="give it more"):
+    """The error names the least, and with that the model is served."""
+    with pytest.raises(ModelError, match=r"--ram 4000000 .* set at least \d+MB$") as raised:
         make(toy_llama, tmp_path, ram=4_000_000)
     assert not list(tmp_path.iterdir())
+    least = int(str(raised.value).rpartition(" ")[2].removesuffix("MB")) * 10**6
+    served = make(toy_llama, tmp_path, ram=least)
+    context = served.info.context_length
+    served.close(died=False)
+    assert MIN_CONTEXT <= context < 3 * MIN_CONTEXT
 
 
 def test_a_context_does_not_depend_on_whether_the_disk_can_be_used(
