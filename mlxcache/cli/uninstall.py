@@ -1,4 +1,4 @@
-"""The command `mlxcache uninstall`: list what mlxcache keeps on this machine, and remove it."""
+"""The command `mlxcache uninstall`: list the files of mlxcache on this machine, and remove them."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ _SERVICES = (
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Something that mlxcache keeps: a file or a folder, with its size in bytes.
+    """File or folder of mlxcache, with its size in bytes.
 
-    `command`: how the user removes it, for a place that this command leaves.
+    `command` tells the user how to remove it, if this command does not remove it, else None.
     """
 
     what: str
@@ -49,7 +49,7 @@ class Place:
     command: str | None = None
 
     def as_object(self) -> dict[str, Any]:
-        """Return the JSON object of a place."""
+        """Return the object of the place for --json."""
         found = {**asdict(self), "path": str(self.path)}
         found["bytes"] = found.pop("nbytes")
         return found
@@ -58,8 +58,8 @@ class Place:
 def uninstall(*, yes: Yes = False, cache_dir: CacheDir = None, as_json: Json = False) -> None:
     """Remove the sessions, settings and other files of mlxcache, after asking.
 
-    Lists each place with its size first. Models of the Hugging Face Hub, which other programs use
-    too, and the program itself are left; the last lines say how to remove them.
+    All files are first listed with their sizes. The program itself and models of the Hugging Face
+    Hub, which other programs may use, are not removed; the last lines say how to remove them.
     """
     with reporting():
         require_terminal_or_yes(yes=yes)
@@ -82,7 +82,7 @@ def uninstall(*, yes: Yes = False, cache_dir: CacheDir = None, as_json: Json = F
 
 
 def _cache_folders(given: Path) -> list[Path]:
-    """List the cache folder, and on a Mac that of earlier versions beside the default one."""
+    """Return the cache folders: `given` and, if it is the default, on a Mac also the former one."""
     folders = [locate_cache_dir(given)]
     if given == default_cache_dir():
         folders += [given, *filter(None, (former_cache_dir(),))]
@@ -90,7 +90,7 @@ def _cache_folders(given: Path) -> list[Path]:
 
 
 def _refuse_while_served(folders: Sequence[Path]) -> None:
-    """Raise MlxcacheError if a server uses one of the folders."""
+    """Raise MlxcacheError if a server is using one of the folders."""
     for folder in folders:
         for one in servers(folder):
             raise MlxcacheError(
@@ -100,7 +100,7 @@ def _refuse_while_served(folders: Sequence[Path]) -> None:
 
 
 def _places(folders: Sequence[Path]) -> Iterator[Place]:
-    """Yield what is there to remove."""
+    """Yield the existing files and folders that this command removes."""
     for folder in folders:
         store = folder / STORE
         rest = [folder / name for name in OWN if name != STORE]
@@ -117,7 +117,7 @@ def _places(folders: Sequence[Path]) -> Iterator[Place]:
 
 
 def _left() -> Iterator[Place]:
-    """Yield what the user removes, with the command for each."""
+    """Yield the existing files and folders that the user must remove, with a command for each."""
     for name, stop in _SERVICES:
         if (path := Path.home() / name).is_file():
             yield Place("the service", path, _size(path), f"{stop}; rm {shlex.quote(str(path))}")
@@ -139,7 +139,11 @@ def _left() -> Iterator[Place]:
 
 
 def _remove(places: Sequence[Place], folders: Sequence[Path]) -> None:
-    """Remove the places. Raises InUse if a server was started meanwhile, and MlxcacheError."""
+    """Remove mlxcache's files in the cache folders, and the files in `places`.
+
+    Raises InUse if a server has started in the meantime, and MlxcacheError if a file cannot be
+    removed.
+    """
     try:
         for folder in folders:
             if folder.is_dir():
@@ -157,7 +161,7 @@ def _remove(places: Sequence[Place], folders: Sequence[Path]) -> None:
 
 
 def _remove_path(path: Path) -> None:
-    """Remove a file or a folder, also one behind a link: on a Mac it may be on another disk."""
+    """Remove a file or a folder. If it is a symbolic link, its target is removed too."""
     if path.is_dir():
         shutil.rmtree(path.resolve())
     if path.is_symlink() or path.is_file():
@@ -165,7 +169,7 @@ def _remove_path(path: Path) -> None:
 
 
 def _size(path: Path) -> int:
-    """Return the bytes that a file, or all files below a folder, take on disk."""
+    """Return the bytes that a file, or all files below a folder, occupy on disk."""
     if not path.is_dir():
         return path.lstat().st_blocks * 512 if path.exists() else 0
     below = (os.path.join(top, name) for top, _, names in os.walk(path) for name in names)
