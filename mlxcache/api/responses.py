@@ -53,7 +53,7 @@ log = logging.getLogger(__name__)
 
 PREFIX = "resp_"
 MAX_ITEMS = 100
-"""Input items on one page of a list."""
+"""Maximum input items on one page of a list."""
 
 
 def routes(deps: Deps) -> list[Route]:

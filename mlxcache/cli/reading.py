@@ -17,13 +17,13 @@ if TYPE_CHECKING:
     from mlxcache.engine.engine import Engine
 
 SHOWN_AFTER_S = 1.0
-"""Prefill that ends sooner is not shown."""
+"""Seconds after which a prefill is shown."""
 
 POLL_S = 0.5
-"""Interval in seconds at which the line is written again."""
+"""Interval in seconds between updates of the line."""
 
 REPORT_S = 15.0
-"""Interval in seconds between two log lines about one prompt, where there is no terminal."""
+"""Interval in seconds between two log lines about one prompt, without a terminal."""
 
 _MINUTES_FROM_S = 120.0
 

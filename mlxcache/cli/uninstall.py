@@ -24,7 +24,7 @@ from mlxcache.store.lock import NAME, NOTES, exclusive_lock, servers
 from mlxcache.store.mac_folder import STORE, locate_cache_dir
 
 OWN = (STORE, "incoming", "demo", "fingerprints.json", "log", NOTES, NAME)
-"""Names in a cache folder that are mlxcache's; anything else there is left."""
+"""Names of mlxcache's files in a cache folder. Other files there are not removed."""
 
 _COMPLETIONS = (".zfunc/_mlxcache", ".config/fish/completions/mlxcache.fish")
 _BASH = ".bash_completions/mlxcache.sh"

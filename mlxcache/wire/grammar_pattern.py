@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from mlxcache.errors import BadRequest, Unsupported
 
 MAX_PATTERN = 100_000
-"""Characters of the regular expression that a grammar may become."""
+"""Maximum characters of the regular expression made from a grammar."""
 
 _COMMON = {
     "CR": r"\r",

@@ -25,7 +25,7 @@ Payload = dict[str, Any]
 Status = Literal["in_progress", "completed", "incomplete", "failed", "cancelled"]
 
 LEFT_OUT_KEY = "mlxcache_left_out_tools"
-"""Key of `metadata` for the types of tools that a request named and no model was shown."""
+"""Key of `metadata` for the types of tools that were left out of the prompt."""
 
 
 def make_response(

@@ -24,12 +24,12 @@ Function = dict[str, Any]
 """A tool in the form of `Chat.tools`."""
 
 INPUT = "input"
-"""The one argument of a custom tool's function."""
+"""Name of the only argument of a custom tool's function."""
 
 LEFT_OUT = frozenset({"web_search", "web_search_preview", "image_generation"})
-"""Tools that only OpenAI's servers run and that Codex sends unless its user switches them off.
+"""Types of tools that only OpenAI's servers run, but that Codex sends by default.
 
-They are left out, and the reply's metadata say so; other such tools are refused.
+They are left out of the prompt and named in the reply's metadata. Other such tools are refused.
 """
 
 LOCAL_SHELL = "local_shell"

@@ -19,7 +19,7 @@ from mlxcache.wire.openai_types import Effort, Generation, Name
 T = TypeVar("T")
 
 RawItem = dict[str, Any]
-"""An input item as it was sent, which is also how it is stored."""
+"""An input item as it was sent. It is stored in this form."""
 
 
 # -- input -----------------------------------------------------------------------------------
@@ -103,7 +103,7 @@ ITEMS: Mapping[str, type[Item]] = {
 """Input items by `type`."""
 
 IGNORED_ITEMS = frozenset({"web_search_call", "image_generation_call"})
-"""Items of tools that only OpenAI's servers run: a history from there may hold them."""
+"""Types of items to ignore: calls of tools on OpenAI's servers, in a history from there."""
 
 
 def read_item(raw: RawItem, where: str) -> Item | None:
