@@ -105,7 +105,10 @@ def result(path: str, lines: int) -> str:
 
 
 def morning(url: str) -> list[Talk]:
-    """Send the requests before the server's restart; return the conversations to continue."""
+    """Send the requests that the picture shows as older than a restart of the server.
+
+    Returns the conversations to continue after the restart.
+    """
     agent = head("Claude Code", 4)
     flake = Talk(url, "claude-cli/2.1.329", "7f3a", agent)
     upload = Talk(url, "claude-cli/2.1.329", "b81c", agent)
@@ -118,7 +121,7 @@ def morning(url: str) -> list[Talk]:
 
 
 def afternoon(url: str, talks: list[Talk]) -> None:
-    """Send the requests after the server's restart."""
+    """Send the requests that follow the restart, some in the conversations `talks`."""
     flake, upload, review = talks
     for talk in talks:
         talk.to(url)

@@ -40,7 +40,7 @@ class LazyGroup(TyperGroup):
     def resolve_command(self, ctx: typer.Context, args: list[str]) -> Any:  # type: ignore[override]
         """Import the command named first in `args`, in place of its placeholder.
 
-        Then resolve it as click does.
+        Returns the result of click's own method for that command.
         """
         name = args[0] if args else ""
         if name in self.lazy:

@@ -23,8 +23,8 @@ Flags = Mapping[str, Any]
 def with_settings(*names: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Return a decorator that adds flags for settings to a command: `names`, or all of them.
 
-    The flags appear in the help at the position of the command's parameter `flags`. That parameter
-    receives the flags that were given.
+    The flags appear in the help at the position of the command's parameter `flags`, which receives
+    the flags that were given.
     """
     settings = [SETTINGS[name] for name in names or SETTINGS]
     added = [

@@ -114,7 +114,7 @@ class Remote:
     def fork(self, id: str, name: str | None, at_tokens: int | None) -> dict[str, Any]:
         """Create a session that continues `id` from its first `at_tokens` tokens, and return it.
 
-        None continues from all tokens.
+        If `at_tokens` is None, all tokens are kept.
         """
         body = {"name": name, "at_tokens": at_tokens}
         return self._json("POST", f"{_path(id)}/fork", json=body)

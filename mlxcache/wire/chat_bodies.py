@@ -178,7 +178,7 @@ def _has_mark(value: Any) -> bool:
 
 
 def _plain(value: Any, *, marks_only: bool = False) -> Any:
-    """Return `value` without cache_control and, unless `marks_only`, with one spelling.
+    """Return `value` without cache_control and, unless `marks_only`, with unified spellings.
 
     A list with one text becomes a string, and arguments in JSON text become objects.
     """

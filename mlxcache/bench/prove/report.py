@@ -17,7 +17,10 @@ CLOSING = (
 
 
 def as_json(machine: Mapping[str, Any], run: Mapping[str, Any], all: Sequence[Findings]) -> str:
-    """Return the JSON text of all figures with every sample. Times in seconds, sizes in bytes."""
+    """Return the JSON text of all figures with every sample.
+
+    Times are in seconds, and sizes in bytes.
+    """
     value = {
         "format": FORMAT,
         "machine": machine,
