@@ -186,9 +186,11 @@ def format_duration(seconds: float) -> str:
 def format_reuse(tokens: Mapping[str, int]) -> str:
     """Format how many of the prompt tokens were reused.
 
-    `tokens` has `prompt_tokens`, `cached_tokens` and `restored_tokens`.
+    Prompt tokens that a cancelled request left uncomputed do not count. `tokens` has
+    `cached_tokens`, `restored_tokens` and `fed_tokens`.
     """
-    prompt, cached, restored = (tokens[f"{x}_tokens"] for x in ("prompt", "cached", "restored"))
+    cached, restored, fed = (tokens[f"{x}_tokens"] for x in ("cached", "restored", "fed"))
+    prompt = cached + fed
     share = f" ({cached / prompt:.0%})" if prompt else ""
     disk = f", {restored:,} of them from disk" if restored else ""
     return f"{cached:,} of {prompt:,} prompt tokens{share}{disk}"

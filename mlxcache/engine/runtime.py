@@ -561,7 +561,7 @@ class ModelRuntime:
 
         The reply is remembered for later prompts and added to its session.
         """
-        if task.lease is not None or task.admitted:
+        if task.admitted:
             figures = self._totals.add(task.record, self.scheduler.prefill.speed)
             reply = task.generated()
             self.builders.of(task.job.owner).remember(reply)

@@ -379,6 +379,7 @@ class Task:
                 self.job.render_s + time.perf_counter() - self.submitted, 6
             )
             self.note_phase("prefill_s")
+            self.record.fed_tokens = max(0, self.prompt_tokens - self.record.cached_tokens)
         self.record.status = "decode"
         self.out.append(drawn.token)
         self.record.generated_tokens = len(self.out)
@@ -451,11 +452,15 @@ class Task:
     def _close_record(self, reason: FinishReason) -> None:
         record = self.record
         record.generated_tokens = len(self.out)
-        if self.lease is not None:
+        if self.lease is not None and self.admitted:  # before, it holds what was restored so far
             done = min(self.lease.length, self.prompt_tokens)
             record.fed_tokens = max(0, done - record.cached_tokens)
         if self.out:
             self.note_phase("decode_s")
+        elif self.admitted:
+            self.note_phase("prefill_s")
+        else:
+            self.note_phase("restore_s" if self.lease is not None else "queue_s")
         record.finish_reason = reason
         record.status = {"cancelled": "cancelled", "error": "failed"}.get(reason, "done")  # type: ignore[assignment]
 

@@ -215,6 +215,8 @@ def test_a_request_that_is_cancelled_while_it_is_restored_harms_nothing(
         for _ in range(ticks):
             bench.scheduler.tick()
         bench.scheduler.cancel(task)
+        if not task.admitted:  # nothing was computed, and nothing reused
+            assert (task.record.fed_tokens, task.record.cached_tokens) == (0, 0)
         bench.run()
         bench.check()
         assert bench.ask(ids, marks=(100, len(ids) - 3)).out == bench.twin().ask(ids).out

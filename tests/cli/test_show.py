@@ -91,6 +91,14 @@ def test_one_thing_is_singular():
     ]
 
 
+def test_a_share_of_reuse_counts_what_was_computed():
+    """Of a prompt that was cancelled, only what was computed of it."""
+    tokens = {"prompt_tokens": 1000, "cached_tokens": 60, "restored_tokens": 0, "fed_tokens": 40}
+    assert show.format_reuse(tokens) == "60 of 100 prompt tokens (60%)"
+    tokens["restored_tokens"] = 10
+    assert show.format_reuse(tokens) == "60 of 100 prompt tokens (60%), 10 of them from disk"
+
+
 def test_time_saved_is_a_minimum_where_its_cost_is_not_known_for_all_tokens():
     """As for tokens at positions where no prefill was measured."""
     saved = {"tokens": 900, "seconds": 61.0}

@@ -41,7 +41,7 @@ CACHE = {
     "active_bytes": 100_000_000,
     "pending_bytes": 12_000_000,
     "requests": {"total": 57, "cold": 2, "warm": 54, "restored": 1},
-    "tokens": {"prompt": 1_247_901, "cached": 1_204_112},
+    "tokens": {"prompt": 1_247_901, "cached": 1_204_112, "fed": 43_789},
     "saved": {"tokens": 1_204_112, "seconds": 1012.0},
     "pressure": {"level": "normal"},
 }

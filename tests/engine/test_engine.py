@@ -8,7 +8,7 @@ import numpy as np
 
 from mlxcache.config import Settings
 from mlxcache.engine.engine import Engine
-from mlxcache.types import Finished, Job, Prompt, RequestRecord
+from mlxcache.types import Finished, Job, Prompt, RequestRecord, Text
 
 
 async def test_a_reply_ends_though_accounting_for_it_fails(toy, tmp_path: Path) -> None:
@@ -28,3 +28,22 @@ async def test_a_reply_ends_though_accounting_for_it_fails(toy, tmp_path: Path) 
         await engine.stop()
     assert isinstance(events[-1], Finished)
     assert seen == ["r"]
+
+
+async def test_a_reply_that_has_begun_shows_all_that_was_fed(toy, tmp_path: Path) -> None:
+    """Cached and fed tokens add up to the prompt, also where it was one chunk."""
+    settings = Settings(model=str(toy("llama")), cache_dir=tmp_path, ram="100MB", disk="off")
+    engine = Engine(settings)
+    await engine.start()
+    try:
+        prompt = Prompt(np.arange(10, 150, dtype=np.int32))
+        stream = await engine.submit(Job("r", prompt, max_tokens=400))
+        async for event in stream:
+            if isinstance(event, Text):
+                break
+        record = await engine.request("r")
+        assert record is not None
+        assert record.cached_tokens + record.fed_tokens == record.prompt_tokens == 140
+        await stream.aclose()
+    finally:
+        await engine.stop()

@@ -170,6 +170,7 @@ async def test_what_was_cut_short_lost_no_more_than_it_was_fed(toy, tmp_path, mo
         assert 0 < found["lost_s"] <= took
         assert LEAST_LOSS < found["lost_tokens"] <= record.fed_tokens < record.prompt_tokens / 2
         assert engine.tally.lost_tokens["system_changed"] == found["lost_tokens"]
+        assert found["lost_s"] <= record.timing["prefill_s"] <= took
 
 
 async def test_the_loss_is_of_one_turn_only(talk: Talk):

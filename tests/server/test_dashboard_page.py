@@ -169,6 +169,27 @@ def test_a_single_token_is_told_in_the_singular(opened: Page) -> None:
     assert "; 2 were computed, and" in two
 
 
+def test_what_came_from_disk_and_what_was_not_computed_are_told_apart(opened: Page) -> None:
+    """In the sentence on the last turn, and in the bar of a request that was cut short."""
+    told = """
+    const { state, parts } = await import("/dashboard/state.js");
+    const { sentence } = await import("/dashboard/hero.js");
+    const { promptBar } = await import("/dashboard/bars.js");
+    const one = {...[...state.requests.values()].find(r => r.status === "done")};
+    const cut = {...one, cached_tokens: 500, restored_tokens: 200, fed_tokens: 30,
+      prompt_tokens: 1500, reuse: "restored"};
+    const bar = promptBar();
+    bar.update(parts(cut), 1, cut.prompt_tokens);
+    return [sentence(cut).why, bar.element.title, document.title];"""
+    words, bar, title = opened.run(told)
+    assert "500 of 1,500 tokens were reused, 200 of them from disk; 30 were computed" in words
+    assert bar == "300 from RAM, 200 from disk, 30 computed, 970 not computed"
+    held = opened.run("""const { state } = await import("/dashboard/state.js");
+      const { short } = await import("/dashboard/format.js");
+      return short(state.cache.tree_tokens);""")
+    assert f"{held} tokens warm" in title
+
+
 def test_a_request_is_seen_while_it_runs(api: Api, opened: Page) -> None:
     """Its phase, its reply growing, and its end, with no reload."""
     with api.replying("Tell me everything.", prompt_cache_key="long"):

@@ -7,6 +7,7 @@ export const count = (n) => whole.format(n ?? 0);
 export const plural = (n, one, many = `${one}s`) => `${count(n)} ${n === 1 ? one : many}`;
 
 export function short(n) {
+  n ??= 0;
   if (n < 10_000) return count(n);
   if (n < 1_000_000) return `${(n / 1000).toFixed(n < 100_000 ? 1 : 0)}k`;
   return `${(n / 1e6).toFixed(1)}M`;

@@ -53,7 +53,7 @@ export function sentence(one) {
   const reused = `${count(one.cached_tokens)} of ${count(one.prompt_tokens)} tokens`;
   const rest = `${count(fed)} ${fed === 1 ? "was" : "were"} computed, and the first word came after ${first}.`;
   const disk = one.restored_tokens > 0;
-  const from = disk ? "came from disk" : "were in memory already";
+  const from = disk ? `were reused, ${count(one.restored_tokens)} of them from disk` : "were in memory already";
   if (one.reuse !== "cold") {
     return saying(disk ? "restored" : "warm", ["Your agent is ", { em: "warm" }, disk ? ", from disk." : "."],
       `Last turn of “${name}”: ${reused} ${from}; ${rest}`);
@@ -78,7 +78,7 @@ function drawFigures() {
   const cold = time(["cold"]);
   const saved = state.cache?.saved?.seconds;
   const rows = [
-    ["of all prompt tokens came from the cache", tokens?.prompt ? percent(tokens.cached, tokens.prompt) : "–"],
+    ["of all prompt tokens came from the cache", tokens?.prompt ? percent(tokens.cached, tokens.cached + tokens.fed) : "–"],
     ["to the first word, warm", warm === null ? "–" : seconds(warm)],
     ["to the first word, cold", cold === null ? "–" : seconds(cold)],
     ["of computing saved since the start", saved ? seconds(saved) : "–"],
@@ -89,5 +89,5 @@ function drawFigures() {
     setText(place.children[i].firstChild, name);
     setText(place.children[i].lastChild, value);
   });
-  document.title = `${running().length ? "● " : ""}${tokens?.prompt ? short(tokens.cached) : 0} tokens warm · mlxcache`;
+  document.title = `${running().length ? "● " : ""}${short(state.cache?.tree_tokens)} tokens warm · mlxcache`;
 }

@@ -64,7 +64,7 @@ function recentRow() {
   const place = h("div", { class: "prompt" }, bar.element, tokens);
   const element = h("tr", { role: "row" }, when, title, h("td", { role: "cell" }, place), first, reply);
   let last = null;
-  element.scale = (longest) => bar.update(parts(last), Math.max(0.04, Math.sqrt(last.prompt_tokens / longest)));
+  element.scale = (longest) => bar.update(parts(last), Math.max(0.04, Math.sqrt(last.prompt_tokens / longest)), last.prompt_tokens);
   const update = (one) => {
     last = one;
     setText(when, ago(one.created_at));

@@ -71,7 +71,7 @@ export function titleOf(request) {
 export const parts = (request) => ({
   ram: request.cached_tokens - request.restored_tokens,
   disk: request.restored_tokens,
-  fed: Math.max(0, request.prompt_tokens - request.cached_tokens),
+  fed: request.fed_tokens,
 });
 
 setInterval(() => changed("clock"), 10_000);

@@ -180,8 +180,8 @@ def _totals(cache: Mapping[str, Any]) -> Text:
     text = f"{show.format_count(requests['total'], 'request')}: " + ", ".join(
         f"{requests[kind]:,} {kind}" for kind in ("cold", "warm", "restored")
     )
-    if tokens["prompt"]:
-        text += f"; {tokens['cached'] / tokens['prompt']:.0%} reused"
+    if whole := tokens["cached"] + tokens["fed"]:
+        text += f"; {tokens['cached'] / whole:.0%} reused"
     if saved["tokens"]:
         text += f", {show.format_saved(tokens['cached'], saved)} saved"
     return Text(text, no_wrap=True, overflow="ellipsis")
