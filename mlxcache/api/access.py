@@ -23,19 +23,20 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from mlxcache.api.dashboard import FILES, PAGE, ROOT
+from mlxcache.api.dashboard import DOCS, FILES, PAGE, ROOT
 from mlxcache.api.errors import error_response
 from mlxcache.api.http import HEALTH, ApiSettings
+from mlxcache.api.openapi import PATH as OPENAPI
 from mlxcache.errors import Unauthorized
 from mlxcache.owner import OWNER, owner_of
 
 LOCAL_SUFFIXES = (".localhost", ".local", ".internal", ".lan", ".home.arpa")
 """Suffixes of local names, which do not exist in the public DNS."""
 
-LINKABLE_PATHS = frozenset({ROOT, PAGE})
+LINKABLE_PATHS = frozenset({ROOT, PAGE, DOCS})
 """Paths that a link on another page may open: they change nothing and are shown in no frame."""
 
-KEYLESS_PATHS = frozenset({HEALTH, ROOT, *FILES})
+KEYLESS_PATHS = frozenset({HEALTH, ROOT, OPENAPI, *FILES})
 """Paths that need no key, because they hold no data."""
 
 MAX_HEADERS, MAX_HEADER_BYTES = 128, 32 << 10

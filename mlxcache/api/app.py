@@ -15,6 +15,7 @@ from starlette.applications import Starlette
 from starlette.datastructures import MutableHeaders
 from starlette.middleware import Middleware
 from starlette.requests import Request
+from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mlxcache.api import (
@@ -38,6 +39,7 @@ from mlxcache.api.access import (
 )
 from mlxcache.api.errors import HANDLERS, error_response
 from mlxcache.api.http import HEALTH, ApiSettings, Deps, get_request_id, make_request_id
+from mlxcache.api.openapi import PATH, Description
 
 if TYPE_CHECKING:
     from mlxcache.engine.engine import Engine
@@ -62,18 +64,20 @@ def create_app(engine: Engine, settings: ApiSettings | None = None) -> Starlette
     """
     settings = settings or ApiSettings()
     deps = Deps(engine, settings)
+    routes: list[BaseRoute] = [
+        *openai.routes(deps),
+        *responses.routes(deps),
+        *anthropic.routes(deps),
+        *sessions.routes(deps),
+        *cache.routes(deps),
+        *status.routes(deps),
+        *live.routes(deps),
+        *dashboard.routes(),
+        *metrics.routes(deps),
+    ]
+    routes.append(Route(PATH, Description(routes).openapi, methods=["GET"]))
     return Starlette(
-        routes=[
-            *openai.routes(deps),
-            *responses.routes(deps),
-            *anthropic.routes(deps),
-            *sessions.routes(deps),
-            *cache.routes(deps),
-            *status.routes(deps),
-            *live.routes(deps),
-            *dashboard.routes(),
-            *metrics.routes(deps),
-        ],
+        routes=routes,
         middleware=_middleware(deps),
         exception_handlers=dict(HANDLERS),
     )

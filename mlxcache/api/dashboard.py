@@ -15,6 +15,7 @@ from starlette.routing import Route
 from mlxcache.errors import NotFound
 
 PAGE = "/dashboard"
+DOCS = "/docs"
 ROOT = "/"
 
 TYPES = {
@@ -48,6 +49,8 @@ HEADERS = {
 
 They also forbid scripts to parse text as HTML."""
 
+_PAGES = {"index.html": PAGE, "docs.html": DOCS}
+
 
 def _files() -> dict[str, tuple[str, bytes]]:
     """Return the content type and content of each file by its URL path."""
@@ -55,7 +58,7 @@ def _files() -> dict[str, tuple[str, bytes]]:
     for file in files("mlxcache.api").joinpath("page").iterdir():
         kind = TYPES.get(file.name[file.name.rfind(".") :])
         if kind is not None:
-            path = PAGE if file.name == "index.html" else f"{PAGE}/{file.name}"
+            path = _PAGES.get(file.name, f"{PAGE}/{file.name}")
             found[path] = (kind, file.read_bytes())
     return found
 
@@ -69,6 +72,7 @@ def routes() -> list[Route]:
     return [
         Route(ROOT, lead_to_page, methods=["GET"]),
         Route(PAGE, file, methods=["GET"]),
+        Route(DOCS, docs, methods=["GET"]),
         Route(f"{PAGE}/{{name}}", file, methods=["GET"]),
     ]
 
@@ -76,6 +80,11 @@ def routes() -> list[Route]:
 async def lead_to_page(_: Request) -> Response:
     """Redirect to the dashboard, so that the server's bare address can be opened in a browser."""
     return RedirectResponse(PAGE)
+
+
+async def docs(request: Request) -> Response:
+    """Return a page that shows `/openapi.json` for reading, without any other server."""
+    return await file(request)
 
 
 async def file(request: Request) -> Response:

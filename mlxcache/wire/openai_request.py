@@ -57,17 +57,22 @@ def check_supported(body: Generation) -> None:
 
     Raises BadRequest if fields contradict each other.
     """
+    check_generation(body)
+    if isinstance(body, ChatRequest):
+        _check_chat(body)
+    elif isinstance(body, TextRequest) and body.echo and body.logprobs is not None:
+        message = "`echo` with `logprobs` is not supported: a prompt's are not computed."
+        raise Unsupported(message, param="echo")
+
+
+def check_generation(body: Generation) -> None:
+    """Raise Unsupported for an unsupported field of any endpoint that would change the answer."""
     echoes = isinstance(body, TextRequest)
     for field in UnsupportedFields.__struct_fields__:
         value = None if echoes and field == "echo" else getattr(body, field)
         if value not in _HARMLESS:
             instead = _INSTEAD.get(field, "")
             raise Unsupported(f"`{field}` is not supported{instead}.", param=field)
-    if isinstance(body, ChatRequest):
-        _check_chat(body)
-    elif isinstance(body, TextRequest) and body.echo and body.logprobs is not None:
-        message = "`echo` with `logprobs` is not supported: a prompt's are not computed."
-        raise Unsupported(message, param="echo")
 
 
 def _check_chat(body: ChatRequest) -> None:

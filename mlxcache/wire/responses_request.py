@@ -17,6 +17,7 @@ from mlxcache.wire.images import ImageReader, Item, join_items
 from mlxcache.wire.openai_output import read_format
 from mlxcache.wire.openai_request import (
     EFFORT_BUDGETS,
+    check_generation,
     check_template_args,
     effort_args,
     limit_tokens,
@@ -39,6 +40,9 @@ def check_supported(body: types.ResponsesRequest) -> None:
 
     Raises BadRequest if fields contradict each other.
     """
+    check_generation(body)
+    if body.n not in (None, 1) or body.best_of not in (None, 1):
+        raise Unsupported("`n` is not supported: a response has one reply.", param="n")
     if body.background:
         message = "`background` is not supported: a reply is computed while its client waits."
         raise Unsupported(message, param="background")

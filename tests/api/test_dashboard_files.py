@@ -10,6 +10,7 @@ import pytest
 from mlxcache.api.dashboard import FILES
 from mlxcache.api.http import ApiSettings
 
+PAGES = ("/dashboard", "/docs")
 TEXTS = {path: content.decode() for path, (_, content) in FILES.items()}
 
 
@@ -89,16 +90,22 @@ async def test_a_link_may_lead_to_it_and_no_page_may_take_its_parts(
 
 
 def test_all_that_is_named_is_there() -> None:
-    named = set(re.findall(r'(?:src|href)="(/[^"]*)"', TEXTS["/dashboard"]))
+    named = {one for page in PAGES for one in re.findall(r'(?:src|href)="(/[^"]*)"', TEXTS[page])}
     for path, text in TEXTS.items():
         if path.endswith(".js"):
             named |= {f"/dashboard/{name}" for name in re.findall(r'from "\./([^"]+)"', text)}
-    assert named | {"/dashboard"} == set(FILES)
+    assert named - {"/openapi.json"} | set(PAGES) == set(FILES)
 
 
 def test_each_element_that_a_script_asks_for_is_on_the_page() -> None:
-    there = set(re.findall(r'\bid="([^"]+)"', TEXTS["/dashboard"]))
-    scripts = "\n".join(text for path, text in TEXTS.items() if path.endswith(".js"))
+    own = {"/docs": {"/dashboard/docs.js"}}
+    for page in PAGES:
+        scripts = own.get(page) or {path for path in FILES if path.endswith(".js")} - own["/docs"]
+        check_elements(page, "\n".join(TEXTS[path] for path in scripts))
+
+
+def check_elements(page: str, scripts: str) -> None:
+    there = set(re.findall(r'\bid="([^"]+)"', TEXTS[page]))
     assert set(re.findall(r'byId\("([^"]+)"\)', scripts)) <= there
     icons = set(re.findall(r'(?:icon|act)\("([a-z]+)"', scripts))
     assert {f"i-{name}" for name in icons} <= there

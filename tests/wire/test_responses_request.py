@@ -168,6 +168,8 @@ class TestOptions:
             ("prompt", {"id": "p"}),
             ("context_management", [{"type": "compaction"}]),
             ("top_logprobs", 3),
+            ("n", 2),
+            ("suffix", "x"),
         ],
     )
     def test_a_field_that_has_no_effect_here_is_refused_by_name(

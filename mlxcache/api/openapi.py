@@ -1,0 +1,411 @@
+"""The OpenAPI document of all endpoints, generated from the routes and the wire types.
+
+Source: https://spec.openapis.org/oas/v3.1.0.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import BaseRoute, Route
+
+from mlxcache import __version__
+from mlxcache.api import sessions
+from mlxcache.api.http import json_response
+from mlxcache.wire import anthropic_types, openai_types, responses_types
+
+PATH = "/openapi.json"
+
+Schema = dict[str, Any]
+
+JSON, EVENTS, BINARY = "application/json", "text/event-stream", "application/octet-stream"
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """Description of one endpoint, apart from its path and its handler's docstring.
+
+    - `tag`: the group in which it is listed.
+    - `body`: the type of its JSON body. With `optional` the body may be empty.
+    - `raw`: content types of a body that is not JSON, or not only JSON.
+    - `query`: the schema of each query parameter, by name.
+    - `answer`: the name of the schema of its JSON response.
+    - `types`: content types of the response.
+    - `status`: the status of success. `also`: other statuses that are no errors.
+    """
+
+    tag: str
+    body: type[msgspec.Struct] | None = None
+    optional: bool = False
+    raw: tuple[str, ...] = ()
+    query: Mapping[str, Schema] | None = None
+    answer: str = "Object"
+    types: tuple[str, ...] = (JSON,)
+    status: int = 200
+    also: tuple[int, ...] = ()
+
+
+def _number(default: int) -> Schema:
+    return {"type": "integer", "minimum": 0, "default": default}
+
+
+def _words(*values: str, default: str | None = None) -> Schema:
+    return {"type": "string", "enum": list(values)} | ({"default": default} if default else {})
+
+
+_TEXT: Schema = {"type": "string"}
+_LIMIT = {"limit": _number(100)}
+_CHAT = (JSON, EVENTS)
+
+OPERATIONS: Mapping[str, Operation] = {
+    "POST /v1/chat/completions": Operation(
+        "OpenAI", openai_types.ChatRequest, answer="ChatCompletion", types=_CHAT
+    ),
+    "POST /v1/completions": Operation(
+        "OpenAI", openai_types.TextRequest, answer="TextCompletion", types=_CHAT
+    ),
+    "POST /v1/responses": Operation(
+        "OpenAI", responses_types.ResponsesRequest, answer="Response", types=_CHAT
+    ),
+    "POST /v1/responses/input_tokens": Operation(
+        "OpenAI", responses_types.ResponsesRequest, answer="InputTokens"
+    ),
+    "GET /v1/responses/{id}": Operation(
+        "OpenAI", query={"stream": _words("true", "false")}, answer="Response"
+    ),
+    "DELETE /v1/responses/{id}": Operation("OpenAI", answer="Deleted"),
+    "POST /v1/responses/{id}/cancel": Operation("OpenAI", answer="Response"),
+    "GET /v1/responses/{id}/input_items": Operation(
+        "OpenAI",
+        query={
+            "limit": {"type": "integer", "minimum": 1, "maximum": 100, "default": 20},
+            "order": _words("asc", "desc", default="desc"),
+            "after": _TEXT,
+        },
+        answer="List",
+    ),
+    "POST /v1/messages": Operation(
+        "Anthropic", anthropic_types.Request, answer="Message", types=_CHAT
+    ),
+    "POST /v1/messages/count_tokens": Operation(
+        "Anthropic", anthropic_types.Conversation, answer="InputTokens"
+    ),
+    "GET /v1/models": Operation("Models", answer="Models"),
+    "GET /v1/models/{id}": Operation("Models"),
+    "GET /api/v0/models": Operation("Models", answer="List"),
+    "GET /v1/api/v0/models": Operation("Models", answer="List"),
+    "GET /api/v0/models/{id}": Operation("Models"),
+    "GET /v1/api/v0/models/{id}": Operation("Models"),
+    "GET /v1/sessions": Operation("Sessions", query=_LIMIT, answer="List"),
+    "POST /v1/sessions": Operation(
+        "Sessions", raw=(BINARY,), query={"name": _TEXT, "prompt_bytes": _number(0)}, status=201
+    ),
+    "GET /v1/sessions/{id}": Operation("Sessions"),
+    "PATCH /v1/sessions/{id}": Operation("Sessions", sessions.Patch),
+    "DELETE /v1/sessions/{id}": Operation("Sessions", answer="Deleted"),
+    "POST /v1/sessions/{id}/fork": Operation("Sessions", sessions.Fork, optional=True, status=201),
+    "GET /v1/sessions/{id}/snapshot": Operation(
+        "Sessions",
+        query={"format": _words("mlxcache", "mlx-lm", default="mlxcache")},
+        types=(BINARY,),
+    ),
+    "GET /v1/cache": Operation("Cache"),
+    "DELETE /v1/cache": Operation("Cache", query={"pinned": _words("true", "false")}),
+    "POST /v1/cache/warm": Operation("Cache", raw=(JSON, "text/plain")),
+    "GET /v1/cache/tree": Operation("Cache", query={"limit": _number(100), "nodes": _number(4000)}),
+    "GET /v1/cache/check": Operation("Cache"),
+    "POST /v1/cache/prune": Operation("Cache", query={"limit_bytes": _number(0)}),
+    "GET /v1/requests": Operation("Server", query=_LIMIT, answer="List"),
+    "GET /v1/requests/{id}": Operation("Server"),
+    "GET /v1/live": Operation("Server", query={"parts": _TEXT}, types=(EVENTS,)),
+    "GET /health": Operation("Server"),
+    "GET /metrics": Operation("Server", types=("text/plain",)),
+    "GET /": Operation("Server", types=(), status=307),
+    "GET /dashboard": Operation("Server", types=("text/html",), also=(304,)),
+    "GET /dashboard/{name}": Operation("Server", types=("*/*",), also=(304,)),
+    "GET /docs": Operation("Server", types=("text/html",), also=(304,)),
+    f"GET {PATH}": Operation("Server"),
+}
+"""Every endpoint as `METHOD PATH`; a test compares the keys with the routes."""
+
+_PUBLIC = frozenset(
+    {
+        *("GET /", "GET /dashboard", "GET /dashboard/{name}", "GET /docs", "GET /health"),
+        f"GET {PATH}",
+    }
+)
+"""Endpoints that need no key."""
+
+_REASONS = {
+    200: "Success.",
+    201: "Created.",
+    304: "Not modified.",
+    307: "Redirect to the dashboard.",
+    400: "The request is malformed, contradicts itself, or needs something that is not supported.",
+    401: "The key is missing or wrong.",
+    403: "Refused for this origin, host or key.",
+    404: "Not found.",
+    408: "The request did not arrive in time.",
+    413: "The body is too large.",
+    429: "Too many requests wait; `Retry-After` says when to try again.",
+    431: "The headers are too large.",
+    500: "The server failed; its log says why.",
+    503: "Not ready, stopping, or busy; `Retry-After` says when to try again.",
+    504: "The time limit of the request passed.",
+    507: "The disk is full.",
+}
+
+UNSUPPORTED = "x-unsupported"
+"""Marks a field that is refused."""
+
+_REFUSED = "Not supported: using it is a 400, unless its value has no effect."
+_MODULE = re.compile(r"mlxcache\.wire\.([a-z]+)_types\.")
+_PARTS = re.compile(r"\{([a-z_]+)(?::path)?\}")
+
+
+# -- schemas ---------------------------------------------------------------------------------
+
+
+def _object(**properties: Any) -> Schema:
+    """An object with these required properties; it may have more."""
+    return {"type": "object", "properties": properties, "required": list(properties)}
+
+
+_COUNT: Schema = {"type": "integer", "minimum": 0}
+_LIST: Schema = {"type": "array", "items": {"type": "object"}}
+
+
+def _constant(value: str) -> Schema:
+    return {"type": "string", "const": value}
+
+
+_ANSWERS: Mapping[str, Schema] = {
+    "Object": {"type": "object"},
+    "List": _object(object=_constant("list"), data=_LIST),
+    "Models": _object(data=_LIST),
+    "Deleted": _object(id=_TEXT, object=_TEXT, deleted={"const": True}),
+    "InputTokens": _object(input_tokens=_COUNT),
+    "ChatCompletion": _object(
+        id=_TEXT,
+        object=_constant("chat.completion"),
+        created=_COUNT,
+        model=_TEXT,
+        choices=_LIST,
+        usage=_object(prompt_tokens=_COUNT, completion_tokens=_COUNT, total_tokens=_COUNT),
+    ),
+    "TextCompletion": _object(
+        id=_TEXT,
+        object=_constant("text_completion"),
+        created=_COUNT,
+        model=_TEXT,
+        choices=_LIST,
+        usage=_object(prompt_tokens=_COUNT, completion_tokens=_COUNT, total_tokens=_COUNT),
+    ),
+    "Response": _object(
+        id=_TEXT,
+        object=_constant("response"),
+        status=_TEXT,
+        model=_TEXT,
+        output=_LIST,
+        metadata={"type": "object"},
+    ),
+    "Message": _object(
+        id=_TEXT,
+        type=_constant("message"),
+        role=_constant("assistant"),
+        content=_LIST,
+        stop_reason=_TEXT,
+        usage=_object(input_tokens=_COUNT, output_tokens=_COUNT),
+    ),
+    "Error": _object(
+        error={
+            "type": "object",
+            "properties": {
+                "message": _TEXT,
+                "type": _TEXT,
+                "param": {"type": ["string", "null"]},
+                "code": {"type": ["string", "null"]},
+            },
+            "required": ["message", "type"],
+        }
+    ),
+}
+
+
+def _body_schemas() -> tuple[dict[type, Schema], dict[str, Schema]]:
+    """Return the schema of each body type, and the components that they refer to.
+
+    Where types of several APIs have the same name, the API is part of the component's name.
+    """
+    types = list(dict.fromkeys(one.body for one in OPERATIONS.values() if one.body is not None))
+    template = "#/components/schemas/{name}"
+    schemas, components = msgspec.json.schema_components(types, ref_template=template)
+    both = _renamed([*schemas, components])
+    for type in types:
+        if issubclass(type, openai_types.UnsupportedFields):
+            _mark_unsupported(both[-1][type.__name__], own=type.__annotations__)
+    return dict(zip(types, both, strict=False)), both[-1]
+
+
+def _mark_unsupported(schema: Schema, own: Mapping[str, Any]) -> None:
+    """Move the fields that are refused to the end, and say so; those in `own` are not refused."""
+    properties: dict[str, Schema] = schema["properties"]
+    for name in openai_types.UnsupportedFields.__struct_fields__:
+        if name in own:
+            continue
+        properties[name] = properties.pop(name) | {UNSUPPORTED: True, "description": _REFUSED}
+
+
+def _renamed(value: Any) -> Any:
+    """Return a part of the schemas with `openai.Tool` for `mlxcache.wire.openai_types.Tool`."""
+    if isinstance(value, dict):
+        return {_MODULE.sub(r"\1.", key): _renamed(one) for key, one in value.items()}
+    if isinstance(value, list):
+        return [_renamed(one) for one in value]
+    return _MODULE.sub(r"\1.", value) if isinstance(value, str) else value
+
+
+# -- the document ----------------------------------------------------------------------------
+
+
+def build_document(routes: Iterable[BaseRoute]) -> dict[str, Any]:
+    """Build the OpenAPI document of `routes`.
+
+    Raises ValueError for a route that `OPERATIONS` does not have or whose handler has no docstring.
+    """
+    bodies, components = _body_schemas()
+    paths: dict[str, dict[str, Any]] = {}
+    for route in routes:
+        if isinstance(route, Route):
+            path = route.path.replace(":path", "")
+            method = next(m for m in sorted(route.methods or ()) if m != "HEAD")
+            paths.setdefault(path, {})[method.lower()] = _operation(method, path, route, bodies)
+    return {
+        "openapi": "3.1.0",
+        "info": {
+            "title": "mlxcache",
+            "version": __version__,
+            "description": "Session server for local coding agents on mlx-lm.",
+        },
+        "paths": paths,
+        "components": {
+            "schemas": {**components, **_ANSWERS},
+            "securitySchemes": {
+                "bearer": {"type": "http", "scheme": "bearer"},
+                "key": {"type": "apiKey", "in": "header", "name": "X-Api-Key"},
+            },
+        },
+        "security": [{}, {"bearer": []}, {"key": []}],
+    }
+
+
+def _operation(
+    method: str, path: str, route: Route, bodies: Mapping[type, Schema]
+) -> dict[str, Any]:
+    name = f"{method} {path}"
+    if name not in OPERATIONS:
+        raise ValueError(f"{name} has no entry in OPERATIONS")
+    operation = OPERATIONS[name]
+    summary, text = _texts(route, name)
+    found: dict[str, Any] = {
+        "operationId": re.sub(r"\W+", "_", f"{method.lower()}{path}").rstrip("_"),
+        "tags": [operation.tag],
+        "summary": summary,
+        "parameters": [*_path_parameters(path), *_query_parameters(operation)],
+        "responses": _responses(operation, name),
+    }
+    if text:
+        found["description"] = text
+    if operation.body is not None:
+        content = {JSON: {"schema": bodies[operation.body]}}
+        found["requestBody"] = {"required": not operation.optional, "content": content}
+    elif operation.raw:
+        found["requestBody"] = {"required": True, "content": {kind: {} for kind in operation.raw}}
+    if name in _PUBLIC:
+        found["security"] = []
+    return found
+
+
+def _texts(route: Route, name: str) -> tuple[str, str]:
+    """Return the first sentence of the handler's docstring, and the rest."""
+    handler = route.endpoint
+    while isinstance(handler, partial):
+        handler = handler.func
+    doc = inspect.getdoc(handler)
+    if not doc:
+        raise ValueError(f"the handler of {name} has no docstring")
+    first, _, rest = doc.partition("\n\n")
+    return " ".join(first.split()), rest.strip()
+
+
+def _path_parameters(path: str) -> list[Schema]:
+    return [
+        {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
+        for name in _PARTS.findall(path)
+    ]
+
+
+def _query_parameters(operation: Operation) -> list[Schema]:
+    return [
+        {"name": name, "in": "query", "required": False, "schema": schema}
+        for name, schema in (operation.query or {}).items()
+    ]
+
+
+def _responses(operation: Operation, name: str) -> dict[str, Any]:
+    answer = {"$ref": f"#/components/schemas/{operation.answer}"}
+    content = {kind: {"schema": answer} if kind == JSON else {} for kind in operation.types}
+    found: dict[str, Any] = {
+        str(operation.status): {"description": _REASONS[operation.status]}
+        | ({"content": content} if content else {})
+    }
+    for status in operation.also:
+        found[str(status)] = {"description": _REASONS[status]}
+    for status in _errors(operation, name):
+        error = {"$ref": "#/components/schemas/Error"}
+        found[str(status)] = {
+            "description": _REASONS[status],
+            "content": {JSON: {"schema": error}},
+        }
+    return found
+
+
+def _errors(operation: Operation, name: str) -> Sequence[int]:
+    """Return the statuses of errors that an endpoint can answer with."""
+    found = {400, 403, 431, 500} | (set() if name in _PUBLIC else {401, 503})
+    if name == "GET /health":
+        found |= {503}
+    if "{" in name:
+        found |= {404}
+    if operation.body is not None or operation.raw:
+        found |= {404, 408, 413}
+    if EVENTS in operation.types or operation.tag in ("OpenAI", "Anthropic"):
+        found |= {404, 429, 504, 507}
+    if operation.tag in ("Sessions", "Cache"):
+        found |= {429, 504, 507}
+    return sorted(found)
+
+
+# -- routes ----------------------------------------------------------------------------------
+
+
+class Description:
+    """The endpoint of the document. `routes` are those of the application, this one included."""
+
+    def __init__(self, routes: Sequence[BaseRoute]):
+        self._routes = routes
+        self._built: dict[str, Any] | None = None
+
+    async def openapi(self, _: Request) -> Response:
+        """Return this description of all endpoints, as OpenAPI 3.1."""
+        if self._built is None:
+            self._built = build_document(self._routes)
+        return json_response(self._built)
