@@ -149,6 +149,9 @@ _CLEARED = re.compile(
     r"\[(?:Old )?tool (?:result|output|use)[^\]\n]{0,80}(?:cleared|removed|omitted)"
 )
 _REMINDER = re.compile(r"<system-reminder>|<env>|<context\b")
+_REMINDERS = re.compile(r"<system-reminder>.*?</system-reminder>\s*", re.DOTALL)
+_SAME_REMINDER = 40
+"""Fewest characters that two reminders share at their start to count as the same one, later."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,6 +192,10 @@ def _message_differences(was: Sequence[Message], now: Sequence[Message]) -> Iter
             change = _change_of(_text_of(was[i]), _text_of(now[i]), machine=True)
             yield _difference(_place(now, i), reason, change, cause)
             return
+        if _reminder_moved(was[i], now[i:]):
+            change = _change_of(_text_of(was[i]), _text_of(now[i]), machine=True)
+            yield _difference(_place(now, i), "moved", change, "reminder_moved")
+            continue
         yield from _edited(was[i], now[i], _place(now, i))
 
 
@@ -249,6 +256,27 @@ def _history_inserted(was: Sequence[Message], now: Sequence[Message], i: int) ->
         if replied and _nearly(was[i], now[end]):
             return True
     return False
+
+
+def _reminder_moved(was: Message, now: Sequence[Message]) -> bool:
+    """Return whether a user message only lost reminders that a later user message has.
+
+    `now`: the message as it was sent again, and those after it. Clients do so that write a reminder
+    into the newest message alone.
+    """
+    if was.get("role") != "user" or now[0].get("role") != "user":
+        return False
+    old, new = _text_of(was), _text_of(now[0])
+    if _REMINDERS.sub("", old).strip() != _REMINDERS.sub("", new).strip():
+        return False
+    kept = _REMINDERS.findall(new)
+    gone = [one for one in _REMINDERS.findall(old) if one not in kept]
+    later = [
+        one for m in now[1:] if m.get("role") == "user" for one in _REMINDERS.findall(_text_of(m))
+    ]
+    return bool(gone) and all(
+        any(common_characters(one, other) >= _SAME_REMINDER for other in later) for one in gone
+    )
 
 
 def _shifted(now: Sequence[Message], seen: tuple[list[str], list[str]], i: int) -> str | None:

@@ -114,7 +114,31 @@ def filed_after(body: Body) -> None:
     body["messages"] = [*before, *files, new]
 
 
+REMINDER = "<system-reminder>\nThe current date is: Sunday. It may differ from the first.\n"
+
+
+def reminded_last() -> Body:
+    """A reminder in the newest message."""
+    body = first()
+    said(4, reminder_before)(body)
+    return body
+
+
+def reminder_before(asked: str) -> str:
+    return f"{REMINDER}</system-reminder>\n{asked}"
+
+
+def reminded_anew(body: Body) -> None:
+    """The next turn: the reminder is in the newest message only."""
+    said(4, lambda t: t.removeprefix(reminder_before("")))(body)
+    said(6, reminder_before)(body)
+
+
 MORE = [
+    Pair("reminder moved", "moved", "reminder_moved", "messages[5] user", reminded_anew,
+         base=reminded_last),
+    Pair("reminder gone", EDITED, "text", "messages[5] user",
+         said(4, lambda t: t.removeprefix(reminder_before(""))), base=reminded_last),
     Pair("instruction after the history", "moved", "history_inserted", "messages[5] user",
          read_more, base=reading),
     Pair("files after the history", "moved", "history_inserted", "messages[5] user", filed_after,

@@ -153,6 +153,8 @@ def test_no_loss_is_told_of_a_conversation_that_begins(run: Run) -> None:
             assert lost["lost_tokens"] <= request["fed_tokens"]
     lossy = [one["client"] for one in run.requests if one["lost"] and one["lost"]["lost_tokens"]]
     assert set(lossy) == {"QwenCode/0.24.4"}, "its reminder of the date, and its memory agent"
+    reasons = {one["lost"]["reason"] for one in run.requests if one["lost"]}
+    assert reasons == {"first_seen", "moved"}
 
 
 def test_top_prints_the_requests_and_sessions_of_the_api(run: Run) -> None:

@@ -9,7 +9,7 @@ const MOST = 12;
 const REASONS = {
   evicted: "It was evicted to free memory",
   edited: "An earlier message was edited",
-  moved: "Newer history came before text that is sent again",
+  moved: "Text that the client sends anew in each request moved",
   system_changed: "The system prompt changed",
   tools_changed: "The tools changed",
   template_drift: "The chat template rendered an earlier turn differently",
