@@ -41,7 +41,7 @@ class Offline:
     def sessions(self) -> list[dict[str, Any]]:
         if not self._exists():
             return []
-        with self._open() as (store, sessions):
+        with self._open(reading=True) as (store, sessions):
             rows = sessions.all()
             return [_listing(store, sessions, row.id).as_object() for row in rows]
 
@@ -50,7 +50,7 @@ class Offline:
         return 0
 
     def session(self, id: str) -> dict[str, Any]:
-        with self._open() as (store, sessions):
+        with self._open(reading=True) as (store, sessions):
             return _listing(store, sessions, id).as_object(leaves=True)
 
     def patch(self, id: str, **changes: Any) -> dict[str, Any]:
@@ -74,7 +74,7 @@ class Offline:
         if format != "mlxcache":
             raise MlxcacheError(f"--format {format} needs a server with the model: start one.")
         done = 0
-        with self._open() as (store, sessions):
+        with self._open(reading=True) as (store, sessions):
             info = sessions.info(id)
             parts = SnapshotExport(store.for_namespace(info.namespace), info)
             with create(path) as file:
@@ -111,7 +111,7 @@ class Offline:
         """Return figures of the disk tier and the number of sessions."""
         if not self._exists():
             return {"disk": {"used_bytes": 0, "limit_bytes": None, "files": 0}, "sessions": 0}
-        with self._open() as (store, sessions):
+        with self._open(reading=True) as (store, sessions):
             stats = store.stats()
             disk = {
                 "used_bytes": stats.used_bytes,
@@ -130,7 +130,7 @@ class Offline:
         """
         if not self._exists():
             return []
-        with self._open() as (store, _):
+        with self._open(reading=True) as (store, _):
             return [{"path": str(one.path), "what": one.what} for one in store.check(progress)]
 
     def prune(self, limit: int | None, progress: Step) -> dict[str, Any]:
@@ -147,20 +147,24 @@ class Offline:
         """Remove all sessions and files; pinned sessions and their files only if `pinned`."""
         if not self._exists():
             return {"sessions": 0, "freed_bytes": 0}
-        with exclusive_lock(self.cache_dir), self._open() as (store, sessions):
-            return {
-                "sessions": sessions.clear(pinned=pinned),
-                "freed_bytes": store.clear(pinned=pinned),
-            }
+        with (
+            exclusive_lock(self.cache_dir),
+            self._open() as (store, sessions),
+            store.freeing(),
+        ):
+            freed = store.clear(pinned=pinned)  # first: the rows need space on a full disk
+            return {"sessions": sessions.clear(pinned=pinned), "freed_bytes": freed}
 
     def _exists(self) -> bool:
         return (self.cache_dir / FOLDER).is_dir()
 
     @contextmanager
-    def _open(self, *, make: bool = False) -> Iterator[tuple[Store, Sessions]]:
+    def _open(
+        self, *, make: bool = False, reading: bool = False
+    ) -> Iterator[tuple[Store, Sessions]]:
         if not make and not self._exists():
             raise NotFound(f"There are no sessions in {self.cache_dir}.")
-        store = Store.open(self.cache_dir / FOLDER, "", None)
+        store = Store.open(self.cache_dir / FOLDER, "", None, reading=reading)
         try:
             yield store, Sessions(store.database)
         finally:

@@ -8,10 +8,11 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 from mlxcache.cache.kv_cache import KVCache
 from mlxcache.common_prefix import common_length
-from mlxcache.errors import StoreError
+from mlxcache.errors import DiskFull, NotFound, StoreError
 from mlxcache.mlx_thread import MlxThread
 from mlxcache.owner import OWNER
 from mlxcache.sessions.files import SessionFiles
@@ -29,6 +30,8 @@ from mlxcache.store.snapshot_format import SessionInfo
 from mlxcache.types import Job, Tokens
 
 log = logging.getLogger("mlxcache.engine")
+
+T = TypeVar("T")
 
 SETTLE_S = 10.0
 """Most seconds to wait for a session that is still being written to disk."""
@@ -130,11 +133,12 @@ class SessionBook:
         Returns for each leaf whether it belongs to this model, and the number of leading tokens
         shared. Any thread; blocks. Raises StoreError.
         """
+        table = self._writer.table
         return [
             (session.namespace == self.namespace, common_length(leaf.ids, ids))
-            for session in self._sessions.all()
+            for session in table.all()
             if session.label == label
-            for leaf in self._sessions.leaves(session.id)
+            for leaf in table.leaves(session.id)
         ]
 
     # -- asking ------------------------------------------------------------------------------
@@ -144,11 +148,11 @@ class SessionBook:
 
         Sessions of other models in the same folder are included. Raises StoreError.
         """
-        return await self._measured(lambda: self._sessions.all(limit, OWNER.get()))
+        return await self._measured(lambda table: table.all(limit, OWNER.get()))
 
     async def get(self, id: str) -> Listed:
         """Return one session of the current API key. Raises NotFound and StoreError."""
-        return (await self._measured(lambda: [self._sessions.get(id, OWNER.get())]))[0]
+        return (await self._measured(lambda table: [table.get(id, OWNER.get())]))[0]
 
     async def rows(self, limit: int | None = None) -> Sequence[Session]:
         """Return at most `limit` sessions without their sizes in RAM and on disk.
@@ -156,16 +160,16 @@ class SessionBook:
         They are those of the current API key, most recently used first. Does not wait for the MLX
         thread and reads no files of KV.
         """
-        return await self._writer.read(lambda: self._sessions.all(limit, OWNER.get()))
+        return await self._writer.read(lambda: self._writer.table.all(limit, OWNER.get()))
 
-    async def _measured(self, find: Callable[[], Sequence[Session]]) -> Sequence[Listed]:
+    async def _measured(self, find: Callable[[Sessions], Sequence[Session]]) -> Sequence[Listed]:
         """Return the sessions that `find` returns, with their leaves and sizes in both tiers."""
-        table = self._sessions
 
         def from_table() -> list[tuple[Session, Sequence[Leaf], SessionFigures, Held]]:
+            table = self._writer.table
             return [
                 (x, y := table.leaves(x.id), table.figures(x.id), self._on_disk(x, y))
-                for x in find()
+                for x in find(table)
             ]
 
         def in_ram() -> list[Held]:
@@ -201,7 +205,7 @@ class SessionBook:
         A `name` of "" removes the session's name. Raises NotFound and StoreError.
         """
         change = partial(self._sessions.update, id, name=name, pinned=pinned, owner=OWNER.get())
-        await self._writer.run(change)
+        await self._change(id, change)
         if pinned is not None:
             await self._writer.run(lambda: self._writer.pin(id, pinned=pinned))
         return await self.get(id)
@@ -217,32 +221,46 @@ class SessionBook:
         def make() -> str:
             return self._sessions.fork(id, time.time(), name, tokens)
 
-        made = await writer.run(lambda: writer.with_room(size, make))
+        made = await self._change(id, lambda: writer.with_room(size, make))
         return await self.get(made)
+
+    async def _change(self, id: str, action: Callable[[], T]) -> T:
+        """Run a change of session `id` on the writer's thread. Raises what `action` raises.
+
+        NotFound becomes DiskFull for a session that could not be written yet.
+        """
+        try:
+            return await self._writer.run(action)
+        except NotFound as error:
+            if not self._writer.in_ram_alone(id):
+                raise
+            raise DiskFull(
+                f"{id} is in RAM alone until it can be written to disk: free space on the disk of "
+                f"{self.store.folder if self.store else 'the cache folder'}, or remove it."
+            ) from error
 
     async def delete(self, id: str) -> None:
         """Remove a session, and its KV from both tiers except what other sessions need.
 
         Raises NotFound and StoreError.
         """
-        session = await self._writer.read(lambda: self._sessions.get(id, OWNER.get()))
-        leaves = await self._writer.read(lambda: self._sessions.leaves(id))
+        session = await self._writer.read(lambda: self._writer.table.get(id, OWNER.get()))
+        leaves = await self._writer.read(lambda: self._writer.table.leaves(id))
         await self.settled()
-        await self._writer.run(lambda: self._sessions.delete(id))
-        await self._writer.run(lambda: self._writer.pin(id, pinned=False))
+        await self._writer.run(lambda: self._writer.delete(id))
         for leaf in leaves:
             await self._forget(session.namespace, leaf)
 
     async def _forget(self, namespace: str, leaf: Leaf) -> None:
         """Remove the KV of `leaf` that no other leaf needs, from both tiers."""
         ids = leaf.ids
-        others = await self._writer.read(lambda: self._sessions.sharing(namespace, ids))
+        others = await self._writer.read(lambda: self._writer.table.sharing(namespace, ids))
         needed = max(others.values(), default=0)
         if namespace == self.namespace:
             await self._thread.ask(lambda: self._remove_from_ram(ids, needed))
         if self.store is not None:
             seen = self.store.for_namespace(namespace)
-            await self._writer.run(lambda: seen.remove_unshared(self._sessions, ids))
+            await self._writer.run(lambda: seen.remove_unshared(self._writer.table, ids))
 
     async def clear(self, *, pinned: bool = False) -> dict[str, int]:
         """Clear both tiers and remove all sessions, pinned ones only if `pinned`.
@@ -254,16 +272,13 @@ class SessionBook:
         if OWNER.get() is not None:
             return await self._clear_own(pinned)
         await self.settled()
-        sessions = await self._writer.run(lambda: self._sessions.clear(pinned=pinned))
-        freed = 0
-        if (store := self.store) is not None:
-            freed = await self._writer.run(lambda: store.clear(pinned=pinned))
+        removed = await self._writer.run(lambda: self._writer.clear(pinned=pinned))
         await self._thread.ask(self._clear_ram)
-        return {"sessions": sessions, "freed_bytes": freed}
+        return removed
 
     async def _clear_own(self, pinned: bool) -> dict[str, int]:
         before = self.store.stats().used_bytes if self.store else 0
-        own = await self._writer.read(lambda: self._sessions.all(None, OWNER.get()))
+        own = await self._writer.read(lambda: self._writer.table.all(None, OWNER.get()))
         gone = [session for session in own if pinned or not session.pinned]
         for session in gone:
             await self.delete(session.id)
@@ -292,7 +307,7 @@ class SessionBook:
 
     async def info(self, id: str) -> SessionInfo:
         """Return a session as a snapshot stores it. Raises NotFound and StoreError."""
-        return await self._writer.read(lambda: self._sessions.info(id, OWNER.get()))
+        return await self._writer.read(lambda: self._writer.table.info(id, OWNER.get()))
 
     async def adopt(self, info: SessionInfo, name: str | None) -> Listed:
         """Add a session that was read from a file. Raises StoreError."""
@@ -315,7 +330,7 @@ class SessionBook:
     async def response(self, id: str) -> StoredResponse:
         """Return one of the owner's stored responses. Raises NotFound and StoreError."""
         owner = OWNER.get()
-        return await self._writer.read(lambda: self._sessions.response(id, owner))
+        return await self._writer.read(lambda: self._writer.table.response(id, owner))
 
     async def response_chain(self, id: str) -> Sequence[StoredResponse]:
         """Return a stored response and those that it continues, oldest first.
@@ -323,7 +338,7 @@ class SessionBook:
         Raises NotFound if one of them is missing, and StoreError.
         """
         owner = OWNER.get()
-        return await self._writer.read(lambda: self._sessions.response_chain(id, owner))
+        return await self._writer.read(lambda: self._writer.table.response_chain(id, owner))
 
     async def delete_response(self, id: str) -> None:
         """Delete one of the owner's stored responses. Raises NotFound and StoreError."""

@@ -9,15 +9,16 @@ import asyncio
 import logging
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
-from mlxcache.errors import Busy, NotReady, StoreError
+from mlxcache.errors import Busy, NotFound, NotReady, StoreError
 from mlxcache.lru import LRU
+from mlxcache.sessions.late_turns import LateTurn, LateTurns
 from mlxcache.store.database import Locked
 from mlxcache.store.leaves import conversation_key_tokens
 from mlxcache.store.reply_rows import ReplyRow
@@ -48,9 +49,6 @@ CLOSE_S = 1.0
 
 RETRY_S = 3.0
 """Seconds before turns that could not be written are tried again."""
-
-MAX_LATE = 64
-"""Most turns that wait for a retry, the newest ones. Their token ids are kept in RAM."""
 
 MAX_RESOLVED = 2000
 """Requests whose session is remembered: more than the requests that the engine lists."""
@@ -88,7 +86,7 @@ class SessionWriter:
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="mlxcache-sessions")
         self._pin_timer: threading.Timer | None = None
         self._retry_timer: threading.Timer | None = None
-        self._late: deque[tuple[str, Turn]] = deque(maxlen=MAX_LATE)
+        self._late = LateTurns(sessions)
         self._resolved: LRU[str, str] = LRU(MAX_RESOLVED)
         self._closed = False
         self._failing = False
@@ -164,19 +162,26 @@ class SessionWriter:
 
         Each turn comes with the id of its request. Raises StoreError.
         """
-        self._late.extend(turns)
-        while self._late:
-            request, turn = self._late.popleft()
-            try:
-                id = self.with_room(len(turn.ids), partial(self._sessions.record_turn, turn))
-            except StoreError:
-                if len(self._late) < MAX_LATE:
-                    self._late.appendleft((request, turn))
-                if self._retry_timer is None:
-                    self._retry_timer = self._later(RETRY_S, self._retry)
-                raise
-            self._resolved.put(request, id)
-            self._note_written(id)
+        for request, turn in turns:
+            self._late.add(request, turn)
+        try:
+            self._late.write(self._write)
+        except StoreError:
+            if self._retry_timer is None:
+                self._retry_timer = self._later(RETRY_S, self._retry)
+            raise
+        finally:
+            for request, session in self._late.shown():
+                self._resolved.put(request, session)
+            self._refresh_count()
+
+    def _write(self, late: LateTurn) -> None:
+        """Write one turn to the table. Raises StoreError."""
+        turn = late.turn
+        record = partial(self._sessions.record_turn, turn, late.session)
+        id = self.with_room(len(turn.ids), record)
+        self._resolved.put(late.request, id)
+        self._note_written(id)
 
     def _retry(self) -> None:
         self._retry_timer = None
@@ -190,14 +195,15 @@ class SessionWriter:
         return timer
 
     def _note_written(self, id: str) -> None:
-        self.count = self._sessions.count()
         pinned = self._store is not None and self._sessions.get(id).pinned
         if pinned and self._pin_timer is None:
             self._pin_timer = self._later(PIN_S, self._pin_all)
 
     def _pin_all(self) -> None:
         self._pin_timer = None
-        self.count = self._sessions.count()
+        self._refresh_count()
+        if self._store is not None and self._store.obstacle is not None:
+            return  # the start has said it
         for id in self._sessions.pinned():
             self.pin(id, pinned=True)
 
@@ -208,6 +214,51 @@ class SessionWriter:
         """
         if self._store is not None:
             self._store.pin_session(self._sessions, id, pinned=pinned)
+
+    @property
+    def table(self) -> Sessions:
+        """The table to read: also turns that could not be written yet are in it. Any thread."""
+        return self._late.table
+
+    def delete(self, id: str) -> None:
+        """Remove the rows of a session, and its turns that could not be written yet.
+
+        Call on the writer's thread. Raises NotFound and StoreError.
+        """
+        late = self._late.sessions()
+        with self._freeing():
+            try:
+                self._sessions.get(id)
+            except NotFound:
+                if id not in late:
+                    raise
+            else:
+                self._sessions.delete(id)
+                self.pin(id, pinned=False)
+        self._late.forget({id})
+
+    def clear(self, *, pinned: bool) -> dict[str, int]:
+        """Remove all sessions and files, pinned ones only if `pinned`.
+
+        Returns the number of `sessions`, and the `freed_bytes` on disk. Call on the writer's
+        thread. Raises StoreError.
+        """
+        late = self._late.sessions()
+        with self._freeing():
+            # the files first: on a full disk, the rows need their space
+            freed = self._store.clear(pinned=pinned) if self._store is not None else 0
+            on_disk = {session.id for session in self._sessions.all()}
+            gone = self._sessions.clear(pinned=pinned)
+            left = {session.id for session in self._sessions.all()}
+        self._late.forget(late - left)
+        return {"sessions": gone + len(late - on_disk), "freed_bytes": freed}
+
+    def in_ram_alone(self, id: str) -> bool:
+        """Return whether a session has turns that could not be written yet. Any thread."""
+        return id in self._late.sessions()
+
+    def _freeing(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._store is None else self._store.freeing()
 
     def with_room(self, tokens: int, action: Callable[[], T]) -> T:
         """Make room on disk for `tokens` token ids in the table, then run `action`.
@@ -242,12 +293,13 @@ class SessionWriter:
                 result = action()
         except Locked as error:
             raise _busy() from error
+        self._late.refresh()
         self._refresh_count()
         return result
 
     def _refresh_count(self) -> None:
         try:
-            self.count = self._sessions.count()
+            self.count = self.table.count()
         except StoreError as error:  # what was asked for is done all the same
             log.debug("sessions not counted: %s", error)
 

@@ -16,6 +16,7 @@ from mlxcache.store.eviction import Space
 from mlxcache.store.folder import Folder, remove
 from mlxcache.store.index import Row
 from mlxcache.store.lock import ProcessLock
+from mlxcache.store.reserve import Reserve
 
 USE_STEP_S = 1e-5
 """Least seconds between two times of use; a float resolves this step."""
@@ -31,8 +32,16 @@ class StoreContext:
     a prefix writes nothing. Thread-safe.
     """
 
-    def __init__(self, folder: Folder, database: Database, lock: ProcessLock, space: Space):
+    def __init__(
+        self,
+        folder: Folder,
+        database: Database,
+        lock: ProcessLock,
+        space: Space,
+        reserve: Reserve,
+    ):
         self.folder = folder
+        self.reserve = reserve
         self.database = database
         self.lock = lock
         self.space = space

@@ -7,7 +7,7 @@ import os
 import sqlite3
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 
 from mlxcache.errors import DiskFull, StoreError
@@ -45,6 +45,10 @@ class ReadOnly(sqlite3.Connection):
     """
 
 
+_LOG_IN_MEMORY = ("locking_mode=EXCLUSIVE",)
+"""Keep the index of the log in memory and not in a file."""
+
+
 def connect(path: Path) -> sqlite3.Connection:
     """Connect to an existing SQLite file, read-only if its disk is read-only.
 
@@ -55,9 +59,22 @@ def connect(path: Path) -> sqlite3.Connection:
     except sqlite3.OperationalError as error:
         if error.sqlite_errorcode & 0xFF not in OF_THE_DISK:
             raise
-    # a read-only disk; without a log the file alone is complete
+    return connect_read_only(path)
+
+
+def connect_read_only(path: Path) -> sqlite3.Connection:
+    """Connect to a file that cannot be written, with its log. Writes nothing.
+
+    Raises sqlite3.Error.
+    """
+    if path.with_name(f"{path.name}-shm").exists():
+        with suppress(sqlite3.OperationalError):
+            return _connected(path, "mode=ro", (), ReadOnly)
     log = path.with_name(f"{path.name}-wal")
-    return _connected(path, "mode=ro" if log.exists() else "immutable=1", (), ReadOnly)
+    if not log.exists() or not log.stat().st_size:  # the file alone is complete
+        return _connected(path, "immutable=1", (), ReadOnly)
+    # SQLite reads a log without its index only in this mode, and there without locks alone
+    return _connected(path, "mode=ro&vfs=unix-none", _LOG_IN_MEMORY, ReadOnly)
 
 
 def _connected(
@@ -84,8 +101,34 @@ def _connected(
 NAME = "index.sqlite"
 
 
+NO_SPACE = 64 << 10
+"""Bytes of free space below which SQLite reports a full disk as any other error."""
+
+
+class Unwritable(StoreError):
+    """Error: the database was read into memory, because its disk cannot be written."""
+
+
 class Locked(StoreError):
     """Error raised if other processes or threads write for longer than this one may wait."""
+
+
+def _nothing(_: sqlite3.Connection) -> None:
+    """Migrate nothing."""
+
+
+class _Memory:
+    """A database in memory: one connection, for the thread that holds `lock`."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self.connection = sqlite3.connect(":memory:", isolation_level=None, check_same_thread=False)
+        self.connection.execute("PRAGMA foreign_keys=ON")
+        self.connection.execute("PRAGMA temp_store=MEMORY")
+
+    def close(self) -> None:
+        with self.lock:
+            self.connection.close()
 
 
 class Database:
@@ -93,16 +136,19 @@ class Database:
 
     Threads of one process take turns at writing, and wait for other processes that write. The
     `with` blocks convert errors of SQLite to StoreError, and those of a full disk to DiskFull.
+    `obstacle`: why the file cannot be written, None if it can. It was read into memory then.
     """
 
     def __init__(self, path: Path):
         self.path = path
+        self.obstacle: str | None = None
+        self._memory: _Memory | None = None
         self._idle: list[sqlite3.Connection] = []
         self._pool_lock = threading.Lock()
         self._turn = threading.Lock()
         self._mine = threading.local()
         self._closed = False
-        self._scripts: list[str] = []
+        self._scripts: list[tuple[str, Callable[[sqlite3.Connection], None]]] = []
         self._inode: int | None = None
         self._era = 0
         self._check: Callable[[], None] | None = None
@@ -120,15 +166,43 @@ class Database:
                 pass
         return database
 
-    def create(self, script: str) -> None:
-        """Run a script of CREATE ... IF NOT EXISTS statements in one transaction.
+    @classmethod
+    def open_copy(cls, folder: Path, obstacle: str) -> Database:
+        """Read the database in `folder`, which cannot be written, into memory. Writes nothing.
 
-        Each module with tables calls this once after the database is opened. The script runs again
-        whenever the file is created again. Raises StoreError.
+        `write` raises Unwritable with the text `obstacle` until `renew`. Raises StoreError.
         """
-        if script not in self._scripts:
-            self._scripts.append(script)
-        with self.write() as connection:
+        database = cls(folder / NAME)
+        with store_errors(database.path):
+            database._inode = database.path.stat().st_ino
+            database._memory = _Memory()
+            with closing(connect_read_only(database.path)) as source:
+                source.backup(database._memory.connection)
+        database.obstacle = obstacle
+        return database
+
+    def copy(self) -> TemporaryDatabase:
+        """Copy the database to one in memory. Blocks. Raises StoreError."""
+        made = TemporaryDatabase()
+        try:
+            with self.read() as connection:
+                connection.rollback()  # the copy is a transaction of its own
+                made.fill(connection)
+        except BaseException:
+            made.close()
+            raise
+        return made
+
+    def create(self, script: str, migrate: Callable[[sqlite3.Connection], None] = _nothing) -> None:
+        """Run a script of CREATE ... IF NOT EXISTS statements in one transaction, then `migrate`.
+
+        `migrate` adds what tables of earlier versions lack. Each module with tables calls this once
+        after the database is opened. Both run again whenever the file is created again. Raises
+        StoreError.
+        """
+        if (script, migrate) not in self._scripts:
+            self._scripts.append((script, migrate))
+        with self._transaction() as connection:
             statement = ""
             for line in script.splitlines(keepends=True):
                 statement += line
@@ -137,6 +211,7 @@ class Database:
                     statement = ""
             if statement.strip():
                 raise ValueError(f"SQL statement without a final semicolon: {statement.strip()!r}")
+            migrate(connection)
 
     def check_before(self, check: Callable[[], None] | None) -> None:
         """Call `check` before each outermost transaction from now on; None stops that."""
@@ -157,9 +232,12 @@ class Database:
         self.drop_pool()
         with store_errors(self.path):
             self._make()
+        memory, self._memory, self.obstacle = self._memory, None, None
+        if memory is not None:
+            memory.close()
         try:
-            for script in self._scripts:
-                self.create(script)
+            for script, migrate in self._scripts:
+                self.create(script, migrate)
         except BaseException:
             self._inode = None
             raise
@@ -201,6 +279,9 @@ class Database:
             yield current
             return
         with store_errors(self.path), self._checked(), self._connection() as connection:
+            if connection.in_transaction:  # of this thread, in memory
+                yield connection
+                return
             connection.execute("BEGIN")
             try:
                 yield connection
@@ -213,8 +294,24 @@ class Database:
 
         If the block raises, the transaction is rolled back. Changes are durable once the block has
         ended. A nested `write` block of the same thread joins the outer transaction. Blocks while
-        others write; raises Locked after `BUSY_S` seconds, or the seconds set with `patience`.
+        others write; raises Locked after `BUSY_S` seconds, or the seconds set with `patience`, and
+        Unwritable if the disk cannot be written.
         """
+        with self._transaction(changes=True) as connection:
+            yield connection
+
+    @contextmanager
+    def steady(self) -> Iterator[sqlite3.Connection]:
+        """Yield a connection to read with, while no other thread or process writes.
+
+        Raises as `write` does, except Unwritable.
+        """
+        with self._transaction() as connection:
+            yield connection
+
+    @contextmanager
+    def _transaction(self, *, changes: bool = False) -> Iterator[sqlite3.Connection]:
+        """See `write`; without `changes` also of a database that cannot be written."""
         current = self._current()
         if current is not None:
             yield current
@@ -222,6 +319,7 @@ class Database:
         with (
             store_errors(self.path),
             self._checked(),
+            self._writable(changes),
             self._writing(),
             self._connection() as connection,
         ):
@@ -240,10 +338,23 @@ class Database:
     def shrink(self) -> None:
         """Return unused pages and the write-ahead log to the file system.
 
-        Pages that other connections are reading are kept.
+        Pages that other connections are reading are kept. Raises StoreError; DiskFull where the
+        pages cannot be moved, which takes space in the log.
         """
+        if self._memory is not None:
+            return
         with store_errors(self.path), self._writing(), self._connection() as connection:
             connection.execute("PRAGMA incremental_vacuum").fetchall()
+            connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
+
+    def empty_log(self) -> None:
+        """Move the log into the file, which gives the log's bytes back to the file system.
+
+        Does nothing while another connection reads the log. Raises StoreError.
+        """
+        if self._memory is not None:
+            return
+        with store_errors(self.path), self._writing(), self._connection() as connection:
             connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
 
     def close(self) -> None:
@@ -253,6 +364,8 @@ class Database:
             idle, self._idle = self._idle, []
         for connection in idle:
             connection.close()
+        if self._memory is not None:
+            self._memory.close()
 
     def check_open(self) -> None:
         """Raise StoreError if the database was closed."""
@@ -267,6 +380,12 @@ class Database:
     def _checked(self) -> Iterator[None]:
         if self._check is not None:
             self._check()
+        yield
+
+    @contextmanager
+    def _writable(self, changes: bool) -> Iterator[None]:
+        if changes and self.obstacle is not None:
+            raise Unwritable(self.obstacle)
         yield
 
     def _busy_s(self) -> float:
@@ -286,6 +405,11 @@ class Database:
 
     @contextmanager
     def _connection(self) -> Iterator[sqlite3.Connection]:
+        if (memory := self._memory) is not None:
+            with memory.lock:
+                self.check_open()
+                yield memory.connection
+            return
         with self._pool_lock:
             self.check_open()
             connection = self._idle.pop() if self._idle else None
@@ -321,6 +445,8 @@ def store_errors(path: Path) -> Iterator[None]:
             raise DiskFull(f"The disk is full: {path} cannot grow.") from error
         if (getattr(error, "sqlite_errorcode", None) or 0) & 0xFF == sqlite3.SQLITE_BUSY:
             raise Locked(f"{path} is being written by another process: try again.") from error
+        if _is_full(path.parent):
+            raise DiskFull(f"The disk is full: {path} cannot be opened.") from error
         raise StoreError(f"{path}: {error}.") from error
     except UnicodeDecodeError as error:  # raised for a damaged schema or text
         raise StoreError(f"{path}: {error}.") from sqlite3.DatabaseError(str(error))
@@ -331,28 +457,25 @@ def store_errors(path: Path) -> Iterator[None]:
         raise StoreError(f"{where}: {error.strerror or error}.") from error
 
 
+def _is_full(folder: Path) -> bool:
+    try:
+        stat = os.statvfs(folder)
+    except OSError:
+        return False
+    return stat.f_bavail * stat.f_frsize < NO_SPACE
+
+
 class TemporaryDatabase(Database):
-    """A database in memory, for a server without a disk tier.
+    """A database in memory, for a server without a disk tier, and for copies.
 
     It has a single connection, which blocks of different threads use in turn.
     """
 
     def __init__(self) -> None:
         super().__init__(Path(":memory:"))
-        self._only = sqlite3.connect(":memory:", isolation_level=None, check_same_thread=False)
-        self._only.execute("PRAGMA foreign_keys=ON")
-        self._only.execute("PRAGMA temp_store=MEMORY")
-        self._one_at_a_time = threading.RLock()
+        self._memory = _Memory()
 
-    @contextmanager
-    def _connection(self) -> Iterator[sqlite3.Connection]:
-        with self._one_at_a_time:
-            yield self._only
-
-    def shrink(self) -> None:
-        """Do nothing, because there is no file to shrink."""
-
-    def close(self) -> None:
-        """Close the connection, which discards all rows."""
-        with self._one_at_a_time:
-            self._only.close()
+    def fill(self, source: sqlite3.Connection) -> None:
+        """Replace the content by that of `source`. Raises sqlite3.Error."""
+        with self._connection() as connection:
+            source.backup(connection)

@@ -11,7 +11,7 @@ from math import log2
 from mlxcache.config import format_size
 from mlxcache.errors import DiskFull
 from mlxcache.store import index
-from mlxcache.store.folder import CHECKPOINT, Folder, remove
+from mlxcache.store.folder import CHECKPOINT, Folder, blocks, remove
 from mlxcache.store.index import Row
 
 MARGIN = 2 << 20
@@ -116,9 +116,11 @@ class Space:
     def _reserve(self, limit: int) -> int:
         """Return the bytes to keep free below the limit, for growth of the index.
 
-        The content of the write-ahead log moves into the index later, so its size is included.
+        The content of the write-ahead log moves into the index later, so its size is included. The
+        reserve is a part of the margin.
         """
-        return min(MARGIN, limit // 16) + self.folder.log_bytes()
+        margin = min(MARGIN, limit // 16) - blocks(self.folder.reserve)
+        return max(0, margin) + self.folder.log_bytes()
 
     def _message(self, coming: int) -> str:
         if self.folder.free() < self.floor + coming:

@@ -40,6 +40,7 @@ class Folder:
         self.quarantine = path / "quarantine"
         self.locks = path / "locks"
         self.index = path / NAME
+        self.reserve = path / "reserve"
         self.device = 0
 
     def make(self) -> None:
@@ -47,6 +48,10 @@ class Folder:
         make_folder(self.path)
         for path in (*self.kinds.values(), self.quarantine, self.locks):
             path.mkdir(mode=0o700, exist_ok=True)
+        self.note_device()
+
+    def note_device(self) -> None:
+        """Remember the disk that the folder is on. Raises OSError."""
         self.device = os.stat(self.path).st_dev
 
     def may_be_made_again(self) -> bool:
@@ -87,7 +92,7 @@ class Folder:
     def overhead(self) -> int:
         """Return the bytes on disk of everything except runs and checkpoints.
 
-        That is the index, folders, quarantine and locks.
+        That is the index, the reserve, folders, quarantine and locks.
         """
         total = blocks(self.path) + sum(blocks(entry) for entry in _entries(self.path))
         for top in self.kinds.values():

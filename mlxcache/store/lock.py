@@ -8,6 +8,7 @@ when its process ends for any reason.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
@@ -172,10 +173,17 @@ class ProcessLock:
             self._fd = -1
 
 
+class NoLock(ProcessLock):
+    """Stand-in for the lock of a store that cannot be written, and so writes no file."""
+
+    def __init__(self) -> None:
+        self.name, self._path, self._fd = "", Path(), -1
+
+
 def is_alive(folder: Folder, name: str) -> bool:
     """Return whether the store that holds the lock file `name` is still open."""
     try:
-        fd = os.open(folder.locks / name, os.O_RDWR)
+        fd = _open_lock(folder.locks / name)
     except FileNotFoundError:
         return False
     try:
@@ -186,6 +194,16 @@ def is_alive(folder: Folder, name: str) -> bool:
         return not free
     finally:
         os.close(fd)
+
+
+def _open_lock(path: Path) -> int:
+    """Open a lock file, for reading only if its disk is read-only. Raises OSError."""
+    try:
+        return os.open(path, os.O_RDWR)
+    except OSError as error:
+        if error.errno != errno.EROFS:
+            raise
+        return os.open(path, os.O_RDONLY)
 
 
 def _free(fd: int) -> bool:

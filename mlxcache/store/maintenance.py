@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import sqlite3
 from collections.abc import Callable, Collection, Iterator
+from contextlib import suppress
 from itertools import takewhile
 from pathlib import Path
 
+from mlxcache.errors import DiskFull
 from mlxcache.safetensors import Malformed
 from mlxcache.store import index
 from mlxcache.store.context import StoreContext
@@ -40,7 +42,7 @@ def _problems(context: StoreContext, progress: Progress) -> Iterator[tuple[Probl
     Files that another process removes in the meantime are not reported.
     """
     with store_errors(context.folder.path):
-        with context.database.write() as connection:  # no file is added or removed while listing
+        with context.database.steady() as connection:  # no file is added or removed while listing
             context.check_present()
             (verdict,) = connection.execute("PRAGMA integrity_check(1)").fetchone()
             rows = {
@@ -147,6 +149,8 @@ def clear(context: StoreContext, pinned: bool) -> int:
 
 
 def _freed(context: StoreContext, before: int) -> int:
-    context.database.shrink()
+    context.database.empty_log()
+    with suppress(DiskFull):  # the pages stay in the index, and are used again
+        context.database.shrink()
     with context.database.read() as connection:
         return max(0, before - context.space.used(connection))

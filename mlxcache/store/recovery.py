@@ -7,7 +7,9 @@ import os
 import sqlite3
 import threading
 import time
+from contextlib import closing, suppress
 from dataclasses import dataclass, replace
+from errno import EACCES, EROFS
 from pathlib import Path
 
 from mlxcache.errors import StoreError, Vanished
@@ -16,11 +18,12 @@ from mlxcache.store import index
 from mlxcache.store.context import StoreContext
 from mlxcache.store.database import Database, store_errors
 from mlxcache.store.digests import block_digests, root_digest
-from mlxcache.store.eviction import TOKEN_BYTES
+from mlxcache.store.eviction import TOKEN_BYTES, files_to_evict
 from mlxcache.store.folder import CHECKPOINT, RUN, SUFFIX, TEMP_SUFFIX, Folder, remove
 from mlxcache.store.index import Row
 from mlxcache.store.kv_files import open_file, read_checkpoint, read_run
 from mlxcache.store.lock import is_alive, opening_lock
+from mlxcache.store.reserve import LEAST_BYTES, SMALL_BYTES
 from mlxcache.types import Tokens
 
 log = logging.getLogger(__name__)
@@ -88,6 +91,53 @@ def open_database(folder: Folder, limit: int | None) -> Database:
     return _open(folder)
 
 
+def open_copy(folder: Folder, why: str) -> Database:
+    """Read the index of `folder`, which cannot be written because of `why`, into memory.
+
+    Raises StoreError, also if the index is missing, damaged or of a later version.
+    """
+    with store_errors(folder.index):
+        database = Database.open_copy(folder.path, why)
+        try:
+            with database.read() as connection:
+                (version,) = connection.execute("PRAGMA user_version").fetchone()
+            if version > SCHEMA_VERSION:
+                raise StoreError(f"{folder.index} was made by a newer version of mlxcache.")
+            database.create(index.SCHEMA)
+        except BaseException:
+            database.close()
+            raise
+    return database
+
+
+def find_obstacle(folder: Folder) -> str | None:
+    """Return why the folder cannot be written; None if it can, or if it is missing.
+
+    Raises OSError.
+    """
+    if not folder.path.exists() or os.access(folder.path, os.W_OK):
+        return None
+    read_only = os.statvfs(folder.path).f_flag & os.ST_RDONLY
+    return f"{folder.path} cannot be written: {os.strerror(EROFS if read_only else EACCES)}."
+
+
+def free_least(folder: Folder) -> None:
+    """Remove files, those evicted first first, until the index can be opened on a full disk.
+
+    Their rows are removed by `recover`. Without an index, or if it is damaged, none are removed.
+    Raises OSError.
+    """
+    free = folder.free()
+    if free >= LEAST_BYTES:
+        return
+    need = SMALL_BYTES - free
+    need -= folder.free_quarantine(need)
+    with suppress(StoreError), closing(open_copy(folder, "")) as database, database.read() as read:
+        rows, pinned = index.rows(read), index.pinned(read)
+        for row in files_to_evict(rows, need, pinned, index.reuse_counts(read), partly=True) or []:
+            remove(folder.file(row.kind, row.digest))
+
+
 def recover(context: StoreContext) -> None:
     """Make index and files agree again.
 
@@ -117,7 +167,8 @@ def _open(folder: Folder) -> Database:
                     f"{folder.index} was made by a newer version of mlxcache: update mlxcache, or "
                     "choose another folder with --cache-dir DIR."
                 )
-            connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
+            if version != SCHEMA_VERSION:  # the statement takes space, which a full disk lacks
+                connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
             (verdict,) = connection.execute("PRAGMA integrity_check(1)").fetchone()
             if verdict != "ok":
                 raise sqlite3.DatabaseError(verdict)
@@ -286,17 +337,27 @@ class StoreReopener:
         Raises Vanished until the folder has been missing for `MISSING_S` seconds, and StoreError if
         it cannot be created again.
         """
-        if self._context.database.is_there() and not self._reopening:
+        if self._context.database.is_there() and not self._reopening and not self._is_writable():
             self._missed_at = None
             return
         with self._lock:
-            if not self._context.database.is_there():
+            if not self._context.database.is_there() or self._is_writable():
                 self._reopening = True
                 try:
                     self._reopen()
                 finally:
                     self._reopening = False
         self._missed_at = None
+
+    def _is_writable(self) -> bool:
+        """Return whether the folder was opened for reading only, and can be written now."""
+        if self._context.database.obstacle is None:
+            return False
+        try:
+            folder = self._context.folder
+            return find_obstacle(folder) is None and folder.free() >= LEAST_BYTES
+        except OSError:
+            return False
 
     def _reopen(self) -> None:
         context = self._context

@@ -57,11 +57,17 @@ class Sessions:
     def __init__(self, database: Database):
         self._database = database
         database.create(rows.SCHEMA)
-        database.create(reply_rows.SCHEMA)
+        database.create(reply_rows.SCHEMA, rows.add_later_columns)
         database.create(response_rows.SCHEMA)
         database.create(rows.FIGURES_SCHEMA)
-        with database.write() as db:
-            rows.add_later_columns(db)
+
+    def copy(self) -> Sessions:
+        """Copy the table to one in memory, to be closed. Blocks. Raises StoreError."""
+        return Sessions(self._database.copy())
+
+    def close(self) -> None:
+        """Close the database of a copy."""
+        self._database.close()
 
     def patience(self, seconds: float) -> AbstractContextManager[None]:
         """Limit the time that this thread waits for other writers inside the block to `seconds`."""
@@ -160,10 +166,11 @@ class Sessions:
         with self._database.write() as db:
             response_rows.delete_response(db, id, owner)
 
-    def record_turn(self, turn: Turn) -> str:
+    def record_turn(self, turn: Turn, id: str | None = None) -> str:
         """Record a finished request; return the id of the session to which it belongs.
 
-        A new session is inserted if the request continues none.
+        A new session is inserted if the request continues none, with the given `id` if that is
+        unused.
         """
         with self._database.write() as db:
             session = rows.find_labelled(db, turn)
@@ -173,7 +180,7 @@ class Sessions:
             if leaf is not None:
                 session = leaf.session
             if session is None:
-                session = self._id_for(db, turn)
+                session = self._id_for(db, turn, id)
                 rows.insert_session(db, rows.new_session(session, turn))
                 rows.trim_sessions(db)
             rows.write_leaf(db, turn, session, leaf)
@@ -190,13 +197,12 @@ class Sessions:
             )
         return session
 
-    def _id_for(self, db: sqlite3.Connection, turn: Turn) -> str:
-        """Return an unused id for the session that begins with `turn`."""
-        if turn.label:
+    def _id_for(self, db: sqlite3.Connection, turn: Turn, id: str | None) -> str:
+        """Return an unused id for the session that begins with `turn`: `id` if possible."""
+        if id is None and turn.label:
             id = id_of(turn.namespace, turn.label, turn.owner)
-            if not db.execute("SELECT 1 FROM sessions WHERE id = ?", (id,)).fetchone():
-                return id
-        return new_id()
+        taken = "SELECT 1 FROM sessions WHERE id = ?"
+        return new_id() if id is None or db.execute(taken, (id,)).fetchone() else id
 
     def update(
         self,

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,9 +21,17 @@ from mlxcache.store.index import Row
 from mlxcache.store.kv_files import check_checkpoint, check_run, is_finite, open_file, read_ahead
 from mlxcache.store.leaves import Leaf
 from mlxcache.store.listing import Held
-from mlxcache.store.lock import ProcessLock, opening_lock
+from mlxcache.store.lock import NoLock, ProcessLock, opening_lock
 from mlxcache.store.maintenance import Progress
-from mlxcache.store.recovery import StoreReopener, open_database, recover
+from mlxcache.store.recovery import (
+    StoreReopener,
+    find_obstacle,
+    free_least,
+    open_copy,
+    open_database,
+    recover,
+)
+from mlxcache.store.reserve import LEAST_BYTES, Reserve
 from mlxcache.store.saving import save_checkpoint, save_run
 from mlxcache.types import Tokens
 
@@ -69,32 +78,44 @@ class Store:
         *,
         free_floor: int = FREE_FLOOR,
         needs_checkpoints: bool | None = None,
+        reading: bool = False,
     ) -> Store:
         """Open `folder`, creating it if it is missing, and repair what a killed process left.
 
         `limit`: most bytes that the whole folder may take on disk; files beyond it are evicted at
         once. None means no limit, for commands that work without a server. `free_floor`: bytes of
         the disk to leave free. `needs_checkpoints`: the model has layers whose state cannot be cut;
-        None infers this from the files. Blocks while another process opens the same folder. Raises
-        StoreError.
+        None infers this from the files. `reading`: nothing will be written. A folder that cannot be
+        written, or is on a full disk if `reading`, is opened for reading only: see `obstacle`.
+        Blocks while another process opens the same folder. Raises StoreError.
         """
         place = Folder(folder)
+        space, reserve = Space(place, limit, free_floor), Reserve(place, limit)
         with store_errors(folder):
-            place.make()
-            with opening_lock(place):
-                lock = ProcessLock(place)
-                try:
-                    database = open_database(place, limit)
-                    context = StoreContext(place, database, lock, Space(place, limit, free_floor))
-                    recover(context)
-                    with database.read() as connection:
-                        context.resume_clock(index.latest_use(connection))
-                    maintenance.evict_excess(context)
-                    database.check_before(StoreReopener(context))
-                except BaseException:
-                    lock.release()
-                    raise
+            why = find_obstacle(place)
+            if reading and why is None and place.index.exists() and place.free() < LEAST_BYTES:
+                why = f"The disk of {folder} is full."
+            if why is not None:
+                context = _open_copy(place, space, reserve, why)
+            else:
+                context = _open(place, space, reserve)
         return cls(context, namespace, needs_checkpoints=needs_checkpoints)
+
+    @property
+    def obstacle(self) -> str | None:
+        """Why the folder cannot be written now and is only read; None if it can be written."""
+        return self.database.obstacle
+
+    @contextmanager
+    def freeing(self) -> Iterator[None]:
+        """Lend the reserve's bytes to a block that frees space on a full disk."""
+        if self.obstacle is not None:
+            yield
+            return
+        with self.context.reserve.freeing() as full:
+            yield
+            if full:
+                self.database.empty_log()
 
     def for_namespace(self, namespace: str) -> Store:
         """Return a store of another namespace in the same open folder.
@@ -255,10 +276,11 @@ class Store:
         Raises NotFound and StoreError.
         """
         session, leaves = sessions.get(id), sessions.leaves(id)
-        self.pin(id, [])
-        sessions.delete(id)
-        for leaf in leaves:
-            self.for_namespace(session.namespace).remove_unshared(sessions, leaf.ids)
+        with self.freeing():
+            self.pin(id, [])
+            sessions.delete(id)
+            for leaf in leaves:
+                self.for_namespace(session.namespace).remove_unshared(sessions, leaf.ids)
 
     def remove_unshared(self, sessions: Sessions, ids: Tokens) -> int:
         """Remove the files of `ids` that no session needs; return the number removed.
@@ -277,7 +299,8 @@ class Store:
             with self.database.read() as connection:
                 rows = index.subtree(connection, id)
             if rows and not {row.id for row in rows} & needed:
-                gone += self.context.remove_file(id, corrupt=False)
+                with self.freeing():
+                    gone += self.context.remove_file(id, corrupt=False)
                 # the run it was built on may have stayed only because of it
                 left += [row.parent for row in rows if row.id == id and row.parent is not None]
         return gone
@@ -351,14 +374,16 @@ class Store:
         damaged index, which the next start rebuilds. `progress(done, total)` is called with numbers
         of files. Raises StoreError.
         """
-        return maintenance.prune(self.context, limit, progress)
+        with self.freeing():
+            return maintenance.prune(self.context, limit, progress)
 
     def clear(self, *, pinned: bool = False) -> int:
         """Remove every file, pinned files only if `pinned`; return the bytes freed.
 
         Raises StoreError.
         """
-        return maintenance.clear(self.context, pinned)
+        with self.freeing():
+            return maintenance.clear(self.context, pinned)
 
     def _with_counts(self, **held: int) -> StoreStats:
         names = ("written_bytes", "written_tokens", "verified", "corrupt", "evicted")
@@ -412,6 +437,37 @@ class Store:
             behind = {row.id for row in index.subtree(connection, file.id)} - own
         shared = bool(behind) or file.end < file.last
         return shared and is_finite(file.path, max(0, keep - file.first))
+
+
+def _open(place: Folder, space: Space, reserve: Reserve) -> StoreContext:
+    """Open a folder that can be written, and repair it. Raises StoreError and OSError."""
+    place.make()
+    with reserve.freeing(), opening_lock(place):
+        free_least(place)
+        lock = ProcessLock(place)
+        try:
+            database = open_database(place, space.limit)
+            context = StoreContext(place, database, lock, space, reserve)
+            recover(context)
+            with database.read() as connection:
+                context.resume_clock(index.latest_use(connection))
+            maintenance.evict_excess(context)
+            database.check_before(StoreReopener(context))
+        except BaseException:
+            lock.release()
+            raise
+    return context
+
+
+def _open_copy(place: Folder, space: Space, reserve: Reserve, why: str) -> StoreContext:
+    """Open a folder that cannot be written because of `why`. Raises StoreError and OSError."""
+    place.note_device()
+    database = open_copy(place, why)
+    context = StoreContext(place, database, NoLock(), space, reserve)
+    with database.read() as connection:
+        context.resume_clock(index.latest_use(connection))
+    database.check_before(StoreReopener(context))
+    return context
 
 
 def _end(file: Piece | Saved) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +12,7 @@ import pytest
 from mlxcache.errors import DiskFull, StoreError, Vanished
 from mlxcache.store.leaves import conversation_key_tokens
 from mlxcache.store.sessions import Sessions, Turn
+from tests.small_disk import mount, small_disk
 from tests.store.content import assert_right, opened, put, snapshot, tokens, turns
 
 
@@ -91,27 +91,19 @@ def test_folders_that_are_removed_one_by_one_are_made_again(folder):
 
 
 @pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
+def disk(tmp_path: Path) -> Iterator[Path]:
     """A separate file system of 3 MB."""
-    place = tmp_path / "disk"
-    place.mkdir()
-    options = ["-t", "tmpfs", "-o", "size=3m", "mlxcache-test", str(place)]
-    done = subprocess.run(["mount", *options], check=False, capture_output=True)
-    if done.returncode:
-        pytest.skip("nothing can be mounted here")
-    try:
+    with small_disk(tmp_path / "disk", 3) as place:
         yield place
-    finally:
-        subprocess.run(["umount", "-l", str(place)], check=True)
 
 
-def test_a_file_system_that_is_full_refuses_and_recovers(small_disk):
+def test_a_file_system_that_is_full_refuses_and_recovers(disk):
     """Other files on it fill the disk, beyond the store's own count."""
     ids = tokens(20_000)
-    with opened(small_disk / "store", free_floor=-(10**9)) as store:
+    with opened(disk / "store", free_floor=-(10**9)) as store:
         put(store, ids[:1280])
-        ballast = small_disk / "ballast"
-        ballast.write_bytes(bytes(shutil.disk_usage(small_disk).free))
+        ballast = disk / "ballast"
+        ballast.write_bytes(bytes(shutil.disk_usage(disk).free))
         with pytest.raises(DiskFull):
             put(store, ids, 1280, row=10)
         assert assert_right(store, ids).length == 1280
@@ -121,23 +113,19 @@ def test_a_file_system_that_is_full_refuses_and_recovers(small_disk):
         assert assert_right(store, ids).length == 6400
 
 
-def test_a_file_system_that_is_read_only_is_read(small_disk):
+def test_a_file_system_that_is_read_only_is_read(disk):
     """It is written again once that is possible, without a restart."""
     ids = tokens(2000)
-    with opened(small_disk / "store") as store:
+    with opened(disk / "store") as store:
         put(store, ids[:1280])
-    shutil.copytree(small_disk / "store", small_disk / "copy")
-    with opened(small_disk / "copy") as store:
+    shutil.copytree(disk / "store", disk / "copy")
+    with opened(disk / "copy") as store:
         store.database.drop_pool()  # what holds a file open keeps its disk from being remounted
         store.context.lock.release()
-        mount(small_disk, "remount,ro")
+        mount(disk, "remount,ro")
         with pytest.raises(StoreError):
             put(store, ids)
         assert assert_right(store, ids).length == 1280
-        mount(small_disk, "remount,rw")
+        mount(disk, "remount,rw")
         put(store, ids)
         assert assert_right(store, ids).length == 2000
-
-
-def mount(place: Path, option: str) -> None:
-    subprocess.run(["mount", "-o", option, str(place)], check=True)

@@ -1,12 +1,11 @@
 """Sessions, in a database on disk and in memory."""
 
-import sqlite3
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from mlxcache.errors import BadRequest, NotFound
+from mlxcache.errors import BadRequest, NotFound, StoreError
 from mlxcache.store import session_rows
 from mlxcache.store.database import Database, TemporaryDatabase
 from mlxcache.store.leaves import conversation_key_tokens
@@ -284,8 +283,8 @@ def test_a_temporary_database_leaves_no_file(tmp_path, monkeypatch):
     Sessions(database).record_turn(turn(talk(0)))
     assert list(tmp_path.iterdir()) == []
     database.close()
-    with pytest.raises(sqlite3.ProgrammingError):
-        database._only.execute("SELECT 1")
+    with pytest.raises(StoreError, match="is closed"), database.read():
+        pass
 
 
 def from_file(id, **more):

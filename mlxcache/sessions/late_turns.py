@@ -1,0 +1,112 @@
+"""Turns that could not be written to the table of sessions yet, and a table that shows them."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from mlxcache.errors import StoreError
+from mlxcache.store.sessions import Sessions, Turn
+
+log = logging.getLogger("mlxcache.engine")
+
+MAX_LATE = 64
+"""Turns kept for a retry, the newest ones. Their token ids stay in RAM meanwhile."""
+
+
+@dataclass(slots=True, eq=False)
+class LateTurn:
+    """A turn and the id of its request. `session`: the id of its session, once it is shown."""
+
+    request: str
+    turn: Turn
+    session: str | None = None
+
+
+class LateTurns:
+    """Turns that wait for the disk, in order. Used on one thread, except `table`.
+
+    While some could not be written, `table` is a copy of `sessions` in memory that has them too, so
+    that conversations which are in RAM alone are listed. A turn gets the id of its session there,
+    and keeps it when it is written.
+    """
+
+    def __init__(self, sessions: Sessions):
+        self._sessions = sessions
+        self._turns: deque[LateTurn] = deque(maxlen=MAX_LATE)
+        self._copy: Sessions | None = None
+        self._before: Sessions | None = None
+
+    def __len__(self) -> int:
+        return len(self._turns)
+
+    @property
+    def table(self) -> Sessions:
+        """The table to read: the one on disk, or a copy that also has these turns. Any thread."""
+        return self._copy or self._sessions
+
+    def add(self, request: str, turn: Turn) -> None:
+        """Add a turn; the oldest is dropped where there are `MAX_LATE`."""
+        self._turns.append(LateTurn(request, turn))
+
+    def write(self, record: Callable[[LateTurn], None]) -> None:
+        """Call `record` with each turn, in order, until it raises StoreError, which is raised.
+
+        Turns for which it did not raise are dropped; the others are shown by `table`.
+        """
+        try:
+            while self._turns:
+                record(self._turns[0])
+                self._turns.popleft()
+        except StoreError:
+            self._show()
+            raise
+        self._set_copy(None)
+
+    def shown(self) -> list[tuple[str, str]]:
+        """Ids of the requests of turns that `table` shows, each with the id of its session."""
+        return [(one.request, one.session) for one in self._turns if one.session is not None]
+
+    def sessions(self) -> set[str]:
+        """Ids of the sessions that these turns belong to, as far as they are shown."""
+        return {one.session for one in self._turns if one.session is not None}
+
+    def forget(self, sessions: set[str]) -> None:
+        """Drop the turns of some sessions."""
+        kept = [one for one in self._turns if one.session not in sessions]
+        self._turns = deque(kept, MAX_LATE)
+
+    def refresh(self) -> None:
+        """Show the turns beside what is on disk now, which this process has changed."""
+        if self._copy is not None:
+            self._set_copy(None)
+            self._show()
+
+    def close(self) -> None:
+        """Close the copies; `table` may not be read any more."""
+        self._set_copy(None)
+        self._set_copy(None)
+
+    def _show(self) -> None:
+        try:
+            new = self._copy is None
+            copy = self._sessions.copy() if self._copy is None else self._copy
+            for one in self._turns:
+                if new or one.session is None:
+                    one.session = copy.record_turn(one.turn, one.session)
+            if new:
+                self._set_copy(copy)
+        except StoreError as error:
+            log.debug("turns not shown before they are written: %s", error)
+
+    def _set_copy(self, copy: Sessions | None) -> None:
+        """Replace the copy; the one before it stays open for its readers until the next one."""
+        if copy is self._copy is None:
+            before, self._before = self._before, None
+        else:
+            before, self._before = self._before, self._copy
+        self._copy = copy
+        if before is not None:
+            before.close()

@@ -1,0 +1,93 @@
+"""The reserve: a file whose bytes are given up when the disk is full.
+
+SQLite needs space to delete a row: for its log, and for the index of the log. On a full disk the
+reserve is removed for that, and written again afterwards.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+from mlxcache.store.folder import Folder, remove
+
+RESERVE_BYTES = 1 << 20
+"""Bytes of the reserve at most; with less free space a disk counts as full."""
+
+SMALL_BYTES, PART = 256 << 10, 32
+"""Bytes of the reserve at least, and the divisor of the byte limit for its size in between."""
+
+LEAST_BYTES = 96 << 10
+"""Bytes that SQLite needs at least to open the index and delete some rows."""
+
+
+def reserve_bytes(limit: int) -> int:
+    """Return the size of the reserve in a folder that may take `limit` bytes."""
+    return max(SMALL_BYTES, min(RESERVE_BYTES, limit // PART))
+
+
+class Reserve:
+    """The reserve of one folder. Thread-safe.
+
+    `limit`: the cap on the folder's bytes; None for commands, which make a reserve on a full disk
+    alone, of what they freed.
+    """
+
+    def __init__(self, folder: Folder, limit: int | None):
+        self._folder = folder
+        self._limited = limit is not None
+        self._size = 0 if limit is None else reserve_bytes(limit)
+        self._lock = threading.Lock()
+        self._freeing = 0
+
+    @contextmanager
+    def freeing(self) -> Iterator[bool]:
+        """Lend the reserve's bytes to a block that frees space, if the disk is full.
+
+        Yields whether it is.
+        """
+        with self._lock:
+            self._freeing += 1
+            full = self._give_up()
+        try:
+            yield full
+        finally:
+            with self._lock:
+                self._freeing -= 1
+                if not self._freeing:
+                    self._make()
+
+    def _give_up(self) -> bool:
+        """Remove the reserve if the disk is full; return whether it is."""
+        with suppress(OSError):  # the block says what is wrong with the disk
+            if self._folder.free() < RESERVE_BYTES:
+                if not self._limited:
+                    self._size = min(RESERVE_BYTES, self._held() or SMALL_BYTES)
+                remove(self._folder.reserve)
+                return True
+        return False
+
+    def _held(self) -> int:
+        path = self._folder.reserve
+        return path.stat().st_size if path.exists() else 0
+
+    def _make(self) -> None:
+        """Write what the reserve lacks, as far as there is space; it is no error if it fails."""
+        with suppress(OSError):
+            lacking = self._size - self._held()
+            if lacking < 0 and self._limited:  # of a higher limit
+                os.truncate(self._folder.reserve, self._size)
+            _append(self._folder, max(0, min(lacking, self._folder.free())))
+
+
+def _append(folder: Folder, nbytes: int) -> None:
+    """Append random bytes, which no file system compresses. Raises OSError."""
+    fd = os.open(folder.reserve, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    try:
+        view = memoryview(os.urandom(nbytes))
+        while view:
+            view = view[os.write(fd, view) :]
+    finally:
+        os.close(fd)
