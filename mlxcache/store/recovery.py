@@ -102,7 +102,7 @@ def open_copy(folder: Folder, why: str) -> Database:
             with database.read() as connection:
                 (version,) = connection.execute("PRAGMA user_version").fetchone()
             if version > SCHEMA_VERSION:
-                raise StoreError(f"{folder.index} was made by a newer version of mlxcache.")
+                raise _newer(folder)
             database.create(index.SCHEMA)
         except BaseException:
             database.close()
@@ -157,16 +157,20 @@ def recover(context: StoreContext) -> None:
                 _fit(context, connection, strays)
 
 
+def _newer(folder: Folder) -> StoreError:
+    return StoreError(
+        f"{folder.index} was made by a newer version of mlxcache: update mlxcache, or choose "
+        "another folder with --cache-dir DIR."
+    )
+
+
 def _open(folder: Folder) -> Database:
     database = Database.open(folder.path)
     try:
         with database.write() as connection:
             (version,) = connection.execute("PRAGMA user_version").fetchone()
             if SCHEMA_VERSION < version < 1000:
-                raise StoreError(
-                    f"{folder.index} was made by a newer version of mlxcache: update mlxcache, or "
-                    "choose another folder with --cache-dir DIR."
-                )
+                raise _newer(folder)
             if version != SCHEMA_VERSION:  # the statement takes space, which a full disk lacks
                 connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
             (verdict,) = connection.execute("PRAGMA integrity_check(1)").fetchone()
