@@ -12,7 +12,7 @@ from typing import TypeVar
 
 from mlxcache.cache.kv_cache import KVCache
 from mlxcache.common_prefix import common_length
-from mlxcache.errors import DiskFull, NotFound, StoreError
+from mlxcache.errors import StoreError
 from mlxcache.mlx_thread import MlxThread
 from mlxcache.owner import OWNER
 from mlxcache.sessions.files import SessionFiles
@@ -225,19 +225,8 @@ class SessionBook:
         return await self.get(made)
 
     async def _change(self, id: str, action: Callable[[], T]) -> T:
-        """Run a change of session `id` on the writer's thread. Raises what `action` raises.
-
-        NotFound becomes DiskFull for a session that could not be written yet.
-        """
-        try:
-            return await self._writer.run(action)
-        except NotFound as error:
-            if not self._writer.in_ram_alone(id):
-                raise
-            raise DiskFull(
-                f"{id} is in RAM alone until it can be written to disk: free space on the disk of "
-                f"{self.store.folder if self.store else 'the cache folder'}, or remove it."
-            ) from error
+        """Run a change of session `id`; see `SessionWriter.change`."""
+        return await self._writer.run(lambda: self._writer.change(id, action))
 
     async def delete(self, id: str) -> None:
         """Remove a session, and its KV from both tiers except what other sessions need.

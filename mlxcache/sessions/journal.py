@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
-from mlxcache.errors import Busy, NotFound, NotReady, StoreError
+from mlxcache.errors import Busy, DiskFull, NotFound, NotReady, StoreError
 from mlxcache.lru import LRU
 from mlxcache.sessions.late_turns import LateTurn, LateTurns
 from mlxcache.store.database import Locked
@@ -253,9 +253,21 @@ class SessionWriter:
         self._late.forget(late - left)
         return {"sessions": gone + len(late - on_disk), "freed_bytes": freed}
 
-    def in_ram_alone(self, id: str) -> bool:
-        """Return whether a session has turns that could not be written yet. Any thread."""
-        return id in self._late.sessions()
+    def change(self, id: str, action: Callable[[], T]) -> T:
+        """Run `action`, which changes the rows of session `id`; return its result.
+
+        Call on the writer's thread. Raises what it raises, but DiskFull instead of NotFound if the
+        session could not be written yet.
+        """
+        try:
+            return action()
+        except NotFound as error:
+            if id not in self._late.sessions():
+                raise
+            raise DiskFull(
+                f"The session {id} is in RAM alone, because it could not be written to disk yet: "
+                "it can be removed, and changed once the disk has space."
+            ) from error
 
     def _freeing(self) -> AbstractContextManager[None]:
         return nullcontext() if self._store is None else self._store.freeing()

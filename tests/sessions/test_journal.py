@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from collections.abc import Iterator
@@ -10,9 +11,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mlxcache.errors import DiskFull
+from mlxcache.errors import DiskFull, NotFound
 from mlxcache.sessions import journal
 from mlxcache.sessions.journal import Served, SessionWriter
+from mlxcache.sessions.late_turns import MAX_LATE
 from mlxcache.store.database import Database
 from mlxcache.store.sessions import Sessions
 from mlxcache.types import Job, Prompt, Tokens
@@ -50,7 +52,7 @@ def test_a_turn_that_could_not_be_booked_is_booked_later_and_in_order(
     """No other request is needed for it, and the log says once what is wrong."""
     fails, tried = sessions.record_turn, []
 
-    def full(turn: object) -> str:
+    def full(turn: object, id: str | None = None) -> str:
         tried.append(turn)
         raise DiskFull("no space left")
 
@@ -75,10 +77,78 @@ def test_what_could_never_be_booked_is_told_at_the_end(
 ) -> None:
     """The oldest go where too many wait."""
 
-    def full(turn: object) -> str:
+    def full(turn: object, id: str | None = None) -> str:
         raise DiskFull("no space left")
 
     monkeypatch.setattr(sessions, "record_turn", full)
-    for number in range(journal.MAX_LATE + 5):
+    for number in range(MAX_LATE + 5):
         end(book, number, 10, 1.0)
-    assert book.close(30.0) == journal.MAX_LATE
+    assert book.close(30.0) == MAX_LATE
+
+
+async def test_turns_that_cannot_be_written_are_listed(
+    book: SessionWriter, sessions: Sessions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside those on disk, with ids that they keep; they can be removed, and nothing else."""
+    end(book, 1, 100, 1.0)
+    await book.written()
+    writes = sessions.record_turn
+
+    def full(turn: object, id: str | None = None) -> str:
+        raise DiskFull("no space left")
+
+    monkeypatch.setattr(sessions, "record_turn", full)
+    end(book, 1, 200, 2.0)
+    end(book, 2, 100, 3.0)
+    job = Job("unlabelled", Prompt(np.full(50, 3, np.int32), (50,)))
+    book.add_turn(job, np.full(60, 3, np.int32), 4.0)
+    found = await book.read(lambda: book.table.all(None))
+    assert [(one.label, one.turns) for one in found] == [(None, 1), ("talk 2", 1), ("talk 1", 2)]
+    assert book.count == 3
+    assert book.session_of("unlabelled") == found[0].id
+    assert len((await book.read(lambda: book.table.leaves(found[2].id)))[0].ids) == 200
+    assert len(sessions.all()) == 1
+    with pytest.raises(DiskFull, match="in RAM alone"):
+        await book.run(
+            lambda: book.change(found[0].id, lambda: sessions.update(found[0].id, name="x"))
+        )
+    with pytest.raises(NotFound):
+        await book.run(lambda: book.delete("ses_none"))
+    await book.run(lambda: sessions.update(found[2].id, name="kept"))
+    named = await book.read(lambda: book.table.get(found[2].id))
+    assert (named.name, named.turns) == ("kept", 2)
+    await book.run(lambda: book.delete(found[1].id))
+    assert [one.id for one in await book.read(lambda: book.table.all(None))] == [
+        found[0].id,
+        found[2].id,
+    ]
+    monkeypatch.setattr(sessions, "record_turn", writes)
+    while len(sessions.all()) < 2:
+        await asyncio.sleep(0.01)
+    await book.written()
+    assert [(one.id, one.turns) for one in sessions.all()] == [(found[0].id, 1), (found[2].id, 2)]
+    assert book.table is sessions
+
+
+async def test_clearing_removes_what_could_not_be_written_too(
+    book: SessionWriter, sessions: Sessions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else it would come back with the next write."""
+    end(book, 1, 100, 1.0)
+    await book.written()
+
+    def full(turn: object, id: str | None = None) -> str:
+        raise DiskFull("no space left")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(sessions, "record_turn", full)
+        end(book, 2, 100, 2.0)
+        await book.written()
+        assert await book.run(lambda: book.clear(pinned=False)) == {
+            "sessions": 2,
+            "freed_bytes": 0,
+        }
+        assert await book.read(lambda: book.table.all(None)) == []
+    end(book, 3, 100, 3.0)
+    await book.written()
+    assert [one.label for one in await book.read(lambda: book.table.all(None))] == ["talk 3"]
