@@ -85,7 +85,8 @@ class DiskTier:
                 "index": stats.index_bytes,
             },
             "files": stats.runs + stats.checkpoints,
-            "state": "ok" if self.write_behind.works else "suspended",
+            "state": "ok" if self.write_behind.works and not stats.obstacle else "suspended",
+            "reason": stats.obstacle,
             "restores": {"ok": stats.verified, "corrupt": stats.corrupt},
         }
 

@@ -63,12 +63,17 @@ def _facts(url: str, info: ModelInfo, figures: Mapping[str, Any]) -> Text:
         ("Model", info.id + (f", drafted for by {info.draft}" if info.draft else "")),
         ("Context", context),
         ("RAM", f"{format_size(ram)}, beside the model's {format_size(info.weights_bytes)}"),
-        ("Disk", _disk(disk["used_bytes"], disk["limit_bytes"])),
+        ("Disk", _disk(disk["used_bytes"], disk["limit_bytes"], disk.get("reason"))),
     )
     return Text("\n").join(Text.assemble((f"{name:<9}", "bold"), value) for name, value in lines)
 
 
-def _disk(used: int, limit: int) -> str:
+def _disk(used: int, limit: int, reason: str | None) -> str:
+    """Describe the disk tier; `reason`: why nothing can be written."""
+    lost = "computed prefixes are lost when the server ends"
+    if reason is not None:
+        kept = f"; the {format_size(used)} there are still read" if used else ""
+        return f"off, {lost}{kept}. {reason}"
     if not limit:
-        return "off: computed prefixes are lost when the server ends"
+        return f"off: {lost}"
     return f"{format_size(limit)}, {format_size(used)} of it used"

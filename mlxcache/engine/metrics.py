@@ -240,10 +240,14 @@ class Figures:
     lineages take beyond it. `mlx` is memory as MLX itself counts it, including the weights.
     `canonicalised`: number of requests that each rule changed. `saved`: cached tokens, and the
     seconds that computing them would have taken at the measured speed of prefill. `anticipated`:
-    tokens computed in advance, and the number of those that requests reused.
+    tokens computed in advance, and the number of those that requests reused. `no_disk`: why there
+    is no disk tier; None if there is one, or if it is off.
     """
 
-    def __init__(self, kv: KVCache, totals: Totals, idle_prefill: IdlePrefill):
+    def __init__(
+        self, kv: KVCache, totals: Totals, idle_prefill: IdlePrefill, no_disk: str | None = None
+    ):
+        self._no_disk = no_disk
         self.latest: dict[str, Any] = {}
         self._kv = kv
         self._totals = totals
@@ -253,7 +257,7 @@ class Figures:
         """Replace `latest` by the current figures, for other threads to read. MLX thread only."""
         totals, ahead = self._totals, self._idle_prefill
         self.latest = self._kv.figures() | {
-            "disk": {"used_bytes": 0, "limit_bytes": 0},
+            "disk": {"used_bytes": 0, "limit_bytes": 0, "reason": self._no_disk},
             "mlx": {"active_bytes": mx.get_active_memory(), "pool_bytes": mx.get_cache_memory()},
             "sessions": len(totals.sessions),
             "requests": dict(totals.requests),

@@ -256,10 +256,12 @@ def _transient(
     return transient_bytes(limit, least)
 
 
-def open_store(loaded: Loaded, layout: Layout, settings: Settings) -> Store | None:
-    """Open the store of this model's namespace.
+def open_store(
+    loaded: Loaded, layout: Layout, settings: Settings
+) -> tuple[Store | None, str | None]:
+    """Open the store of this model's namespace; return it, and why it is None if it is.
 
-    Returns None, and logs a warning, if it cannot be opened. Blocks.
+    Logs a warning if it cannot be opened, or is only read. Blocks.
     """
     folder = settings.cache_dir / "store"
     try:
@@ -271,10 +273,13 @@ def open_store(loaded: Loaded, layout: Layout, settings: Settings) -> Store | No
             draft=loaded.draft,
         )
         limit = disk_limit(settings.disk, folder)
-        return Store.open(folder, namespace, limit, needs_checkpoints=bool(layout.opaque))
+        store = Store.open(folder, namespace, limit, needs_checkpoints=bool(layout.opaque))
     except (StoreError, OSError) as error:
         log.warning("no disk tier, serving from RAM alone: %s", error)
-        return None
+        return None, str(error)
+    if store.obstacle is not None:
+        log.warning("disk tier is only read, nothing is written: %s", store.obstacle)
+    return store, None
 
 
 def open_images(loaded: Loaded, plan: MemoryPlan, settings: Settings) -> images.Images | None:
@@ -343,7 +348,9 @@ class ModelRuntime:
             )
             self.guides = Guides(loaded.tokenizer, self.layout.vocab_size)
             self._totals = Totals()
-            self.figures = Figures(self.kv, self._totals, self.scheduler.idle_prefill)
+            self.figures = Figures(
+                self.kv, self._totals, self.scheduler.idle_prefill, self._no_disk
+            )
             self.builders = PromptBuilders(partial(self._make_builder, context))
             builder = self.builders.of(None)
             self.info: ModelInfo = replace(
@@ -382,10 +389,10 @@ class ModelRuntime:
         self, thread: MlxThread, on_progress: Callable[[str, float | None], None]
     ) -> KVCache:
         plan, layout = self._plan, self.layout
-        store = None
+        store, self._no_disk = None, None
         if plan.pending:
             on_progress("opening the disk tier", None)
-            store = open_store(self.loaded, layout, self.settings)
+            store, self._no_disk = open_store(self.loaded, layout, self.settings)
             if store is None:
                 plan.budget.release("pending", plan.pending)
         worth = Worth(layout.bytes_per_token, layout.checkpoint_bytes, self.cost.growth)

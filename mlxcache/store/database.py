@@ -408,8 +408,9 @@ class Database:
         if (memory := self._memory) is not None:
             with memory.lock:
                 self.check_open()
-                yield memory.connection
-            return
+                if memory is self._memory:  # else `renew` closed it meanwhile
+                    yield memory.connection
+                    return
         with self._pool_lock:
             self.check_open()
             connection = self._idle.pop() if self._idle else None

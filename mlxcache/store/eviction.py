@@ -106,6 +106,17 @@ class Space:
         self.remove(connection, chosen)
         return chosen
 
+    def obstacle(self, connection: sqlite3.Connection) -> str | None:
+        """Return why no file can be written, even if all others were evicted; None if one can.
+
+        Changes nothing.
+        """
+        need = self._missing(connection, ROW_BYTES, ROW_BYTES)
+        query = "SELECT ifnull(sum(disk), 0) FROM file WHERE owner IS NULL"
+        (evictable,) = connection.execute(query).fetchone()
+        need -= evictable + sum(size for _, size in self.folder.quarantined())
+        return self._message(ROW_BYTES) if need > 0 else None
+
     def _missing(self, connection: sqlite3.Connection, coming: int, without_row: int) -> int:
         missing = self.floor + coming - self.folder.free()
         if self.limit is not None:
@@ -125,8 +136,8 @@ class Space:
     def _message(self, coming: int) -> str:
         if self.folder.free() < self.floor + coming:
             return (
-                f"The disk of {self.folder.path} has {format_size(self.folder.free())} left, "
-                f"of which {format_size(self.floor)} are kept free."
+                f"The disk of {self.folder.path} has {format_size(self.folder.free())} free, "
+                f"and {format_size(self.floor)} are kept free for other programs."
             )
         assert self.limit is not None
         return (

@@ -56,7 +56,7 @@ class StoreStats:
     `used_bytes`: disk space of the whole folder. `tokens`: tokens in all runs. `quarantined`:
     number of files. The figures from `written_bytes` on count events of this process since it
     opened the folder: bytes and tokens written, files verified before use, files found damaged,
-    files evicted.
+    files evicted. `obstacle`: why nothing can be written now, None if something can.
     """
 
     limit_bytes: int | None
@@ -74,6 +74,7 @@ class StoreStats:
     verified: int = 0
     corrupt: int = 0
     evicted: int = 0
+    obstacle: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -365,7 +365,7 @@ class StoreReopener:
 
     def _reopen(self) -> None:
         context = self._context
-        folder = context.folder
+        folder, only_read = context.folder, context.database.obstacle is not None
         now = time.monotonic()
         if self._missed_at is None:
             self._missed_at = now
@@ -383,4 +383,5 @@ class StoreReopener:
                     if not index.shapes() <= set(connection.execute(index.SHAPES)):
                         raise StoreError(f"{folder.index} is not an index of this version.")
                 recover(context)
-        log.warning("store folder was removed; reopened: %s", folder.path)
+        what = "can be written again" if only_read else "was removed; reopened"
+        log.warning("store folder %s: %s", what, folder.path)

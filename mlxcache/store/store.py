@@ -338,6 +338,7 @@ class Store:
                 "SELECT ifnull(sum(disk), 0) FROM file WHERE id IN (SELECT file FROM pin)"
             ).fetchone()
             quarantined = len(context.folder.quarantined())
+            obstacle = self.obstacle or context.space.obstacle(connection)
         runs, run_bytes = kinds.get(RUN, (0, 0))
         checkpoints, checkpoint_bytes = kinds.get(CHECKPOINT, (0, 0))
         return self._with_counts(
@@ -350,6 +351,7 @@ class Store:
             tokens=tokens,
             pinned_bytes=pinned,
             quarantined=quarantined,
+            obstacle=obstacle,
         )
 
     def nothing(self) -> StoreStats:
@@ -385,10 +387,10 @@ class Store:
         with self.freeing():
             return maintenance.clear(self.context, pinned)
 
-    def _with_counts(self, **held: int) -> StoreStats:
+    def _with_counts(self, obstacle: str | None = None, **held: int) -> StoreStats:
         names = ("written_bytes", "written_tokens", "verified", "corrupt", "evicted")
         counts = {name: self.context.counted(name) for name in names}
-        return StoreStats(limit_bytes=self.limit, **held, **counts)
+        return StoreStats(limit_bytes=self.limit, obstacle=obstacle, **held, **counts)
 
     def _path(self, row: Row) -> Path:
         return self.context.folder.file(row.kind, row.digest)
