@@ -24,6 +24,10 @@ class LateTurn:
     turn: Turn
     session: str | None = None
 
+    def show_in(self, copy: Sessions) -> None:
+        """Record the turn in a copy of the table. Raises StoreError."""
+        self.session = copy.record_turn(self.turn, self.session)
+
 
 class LateTurns:
     """Turns that wait for the disk, in order. Used on one thread, except `table`.
@@ -95,7 +99,7 @@ class LateTurns:
             copy = self._sessions.copy() if self._copy is None else self._copy
             for one in self._turns:
                 if new or one.session is None:
-                    one.session = copy.record_turn(one.turn, one.session)
+                    one.show_in(copy)
             if new:
                 self._set_copy(copy)
         except StoreError as error:
