@@ -33,10 +33,17 @@ from mlxcache.api.http import (
     require_model,
     while_connected,
 )
-from mlxcache.errors import BadRequest, Busy, MlxcacheError, NotFound, StoreError
+from mlxcache.errors import (
+    BadRequest,
+    Busy,
+    ContextLengthExceeded,
+    MlxcacheError,
+    NotFound,
+    StoreError,
+)
 from mlxcache.owner import OWNER
 from mlxcache.store.response_rows import StoredResponse
-from mlxcache.types import Finished, Job, Progress
+from mlxcache.types import Chat, Finished, Job, Progress
 from mlxcache.wire import responses_request as wire
 from mlxcache.wire.openai_request import read_stop_strings, to_sampling
 from mlxcache.wire.responses_reply import Payload, ResponseWriter, make_response
@@ -196,14 +203,17 @@ async def _start(deps: Deps, running: RunningResponses, request: Request, asked:
     form, use = wire.read_text_format(body), asked.tools.read_use(body)
     session = read_session_label(request.headers, prompt_cache_key=body.prompt_cache_key)
     stop, sampling = read_stop_strings(body), to_sampling(body)
+    max_tokens = wire.read_max_tokens(body, deps.settings.default_max_tokens)
     id = get_request_id(request).replace("req_", PREFIX)
     began = time.perf_counter()
+    if body.truncation == "auto":
+        chat = await _truncate(deps, chat, info.context_length - (max_tokens or 0))
     prompt = await deps.engine.render(chat, session=session, stop=stop)
     job = Job(
         id=get_request_id(request),
         prompt=prompt,
         sampling=sampling,
-        max_tokens=wire.read_max_tokens(body, deps.settings.default_max_tokens),
+        max_tokens=max_tokens,
         stop=stop,
         tools=use.tools,
         tool_choice=use.choice,
@@ -228,6 +238,29 @@ async def _start(deps: Deps, running: RunningResponses, request: Request, asked:
     reply = Reply(writer, stream, OWNER.get(), list(own))
     running.add(reply)
     return reply
+
+
+async def _truncate(deps: Deps, chat: Chat, limit: int) -> Chat:
+    """Return `chat` with as many turns as fit into `limit` tokens, or with the newest one alone."""
+
+    async def fits(one: Chat) -> bool:
+        try:
+            prompt = await deps.engine.render(one)  # without a session: it is no turn
+        except ContextLengthExceeded:
+            return False
+        return len(prompt.ids) <= limit
+
+    if await fits(chat):
+        return chat
+    shorter = wire.shorten(chat)
+    low, high = 0, len(shorter) - 1
+    while low < high:  # each is shorter than the one before
+        middle = (low + high) // 2
+        if await fits(shorter[middle]):
+            high = middle
+        else:
+            low = middle + 1
+    return shorter[low] if shorter else chat
 
 
 async def _whole(deps: Deps, running: RunningResponses, request: Request, asked: Asked) -> Payload:

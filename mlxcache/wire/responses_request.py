@@ -6,7 +6,7 @@ An unsupported field that would change the answer raises Unsupported with the fi
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from mlxcache.errors import BadRequest, Unsupported
@@ -169,6 +169,26 @@ def to_chat(
         template_args=args | (body.chat_template_kwargs or {}),
         keeps=hints_from_retention(body.prompt_cache_retention, len(writer.messages)),
     )
+
+
+TURNS_AT_ONCE = 8
+"""Turns dropped at once, so that the requests that follow begin alike and find each other's KV."""
+
+
+def shorten(chat: Chat) -> list[Chat]:
+    """Return `chat` without its oldest turns, for `truncation` `auto`: ever more are dropped.
+
+    A turn begins with a user message. System and developer messages at the start stay, and so does
+    the newest turn; the other turns are dropped `TURNS_AT_ONCE` at a time.
+    """
+    roles = [message["role"] for message in chat.messages]
+    head = next((i for i, role in enumerate(roles) if role not in ("system", "developer")), 0)
+    begins = [i for i, role in enumerate(roles) if role == "user" and i > head]
+    cuts = begins[TURNS_AT_ONCE - 1 :: TURNS_AT_ONCE]
+    if begins and begins[-1] not in cuts:
+        cuts.append(begins[-1])
+    first = chat.messages[:head]
+    return [replace(chat, messages=[*first, *chat.messages[cut:]], keeps=()) for cut in cuts]
 
 
 class MessageWriter:

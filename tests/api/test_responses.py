@@ -193,6 +193,23 @@ class TestReplies:
         assert engine.jobs[1].response is None
 
 
+class TestTruncation:
+    async def test_turns_that_do_not_fit_are_left_out(
+        self, client: httpx.AsyncClient, engine: FakeEngine
+    ) -> None:
+        """With a context of 8,192 tokens, and 1,001 in each turn."""
+        items = [{"role": "user", "content": f"turn{i} " + "word " * 999} for i in range(30)]
+        asked = {"input": items, "instructions": "Be brief.", "max_output_tokens": 100}
+        await create(client, **asked, truncation="auto")
+        messages = engine.chats[-1].messages
+        assert messages[0]["content"] == "Be brief."
+        assert messages[1]["content"].startswith("turn24 ")
+        assert len(messages) == 7
+        assert len(engine.jobs[0].prompt.ids) <= 8192 - 100
+        await create(client, **asked)
+        assert len(engine.chats[-1].messages) == 31
+
+
 class TestFailures:
     async def test_the_sdk_raises_its_own_error_for_a_prompt_that_is_too_long(
         self, openai_sdk: openai.AsyncOpenAI, engine: FakeEngine

@@ -159,6 +159,21 @@ class TestInput:
             chat_of()
 
 
+class TestTruncation:
+    def test_the_oldest_turns_go_and_head_and_newest_turn_stay(self) -> None:
+        turns = [one for i in range(20) for one in (said("user", f"u{i}"), said("assistant", "a"))]
+        chat = chat_of(said("developer", "d"), *turns, instructions="Be brief.")
+        shorter = wire.shorten(chat)
+        firsts = [one.messages[2]["content"] for one in shorter]
+        assert firsts == ["u8", "u16", "u19"]
+        heads = [[m["role"] for m in one.messages[:2]] for one in shorter]
+        assert heads == [["system", "developer"]] * 3
+        assert all(one.messages[-1]["content"] == "a" for one in shorter)
+
+    def test_a_single_turn_cannot_be_shortened(self) -> None:
+        assert wire.shorten(chat_of(input="x")) == []
+
+
 class TestOptions:
     @pytest.mark.parametrize(
         ("field", "value"),
