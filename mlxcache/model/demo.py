@@ -26,6 +26,10 @@ REAL_MODEL = "mlx-community/Qwen3-4B-Instruct-2507-4bit"
 
 CONTEXT = 131072
 DATA = Path(__file__).parent / "data"
+
+SCALE = ".scale"
+"""Suffix of the array that holds the float16 factors of an int8 matrix, one per row."""
+
 CONFIG: dict[str, Any] = {
     "model_type": "llama",
     "architectures": ["LlamaForCausalLM"],
@@ -51,8 +55,8 @@ def materialise(directory: Path | None = None) -> Path:
 
     The folder lies inside `directory`, by default inside the default cache folder. Its name
     contains a digest of the shipped files, so a new version never uses the folder of an old one.
-    Weights are shipped as float16 and written as float32, because float16 is slow on a CPU. Several
-    processes may call this at once: whole folders are renamed into place. MLX thread only.
+    Weights are written as float32, because float16 is slow on a CPU. Several processes may call
+    this at once: whole folders are renamed into place. MLX thread only.
 
     Raises ModelError if the package lacks its data or the folder cannot be written.
     """
@@ -75,14 +79,30 @@ def _fingerprint() -> str:
     return digest.hexdigest()[:12]
 
 
+def read_weights(path: Path) -> dict[str, mx.array]:
+    """Return shipped weights by name, as float32.
+
+    A matrix is shipped as integers with a factor per row, which makes a wheel small. Their products
+    are exact in float32, so the weights and the namespace are the same on every machine.
+    """
+    shipped = cast(dict[str, mx.array], mx.load(str(path)))
+    weights = {}
+    for name, value in shipped.items():
+        if name.endswith(SCALE):
+            continue
+        weights[name] = value.astype(mx.float32)
+        if name + SCALE in shipped:
+            weights[name] = weights[name] * shipped[name + SCALE].astype(mx.float32)[:, None]
+    return weights
+
+
 def _write(parent: Path, target: Path) -> None:
     draft = Path(tempfile.mkdtemp(prefix=".demo-", dir=parent))
     try:
         tokenizer = (DATA / "tokenizer.json").read_text(encoding="utf-8")
-        weights = cast(dict[str, mx.array], mx.load(str(DATA / "demo.safetensors")))
         mx.save_safetensors(
             str(draft / "model.safetensors"),
-            {name: value.astype(mx.float32) for name, value in weights.items()},
+            read_weights(DATA / "demo.safetensors"),
             metadata={"format": "mlx"},
         )
         (draft / "config.json").write_text(json.dumps(CONFIG, indent=1), encoding="utf-8")

