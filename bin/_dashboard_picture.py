@@ -1,10 +1,10 @@
-"""Take the picture of the dashboard for the README.
+"""Take the pictures of the dashboard and of `mlxcache top`, for the README and the pages.
 
     bin/dashboard-picture [FOLDER]
 
-Runs a server with the built-in demo model, sends it the requests of several agents, and opens the
-dashboard in Chromium. With FOLDER, also writes pictures of the whole page there, 1280 and 360
-pixels wide, light and dark.
+Runs a server with the built-in demo model, sends it the requests of several agents, runs `top`,
+and opens the dashboard in Chromium. With FOLDER, also writes pictures of the whole page there, 1280
+and 360 pixels wide, light and dark.
 """
 
 from __future__ import annotations
@@ -21,11 +21,15 @@ from typing import Any
 
 import httpx
 from PIL import Image
+from typer.testing import CliRunner
 
+from bin._terminal_pictures import to_svg
+from mlxcache.cli.main import app
 from tests.served import Served, served
 from tests.server.browser import Browser, browsing
 
 PICTURE = Path(__file__).parents[1] / "docs" / "images" / "dashboard.png"
+TOP = PICTURE.with_name("top.svg")
 FOUND = "return Boolean(document.querySelector(args[0]));"
 FONT = "document.documentElement.style.setProperty('--sans', 'Inter, sans-serif');"
 """Script that sets the font Inter, which looks like the Mac's own font."""
@@ -201,6 +205,21 @@ def take(browser: Browser, folder: Path | None) -> None:
             (folder / f"{width}-{scheme}.png").write_bytes(browser.picture())
 
 
+def draw_top(url: str) -> None:
+    """Draw what `mlxcache top --once` prints."""
+    env = {"FORCE_COLOR": "1", "TERM": "xterm", "COLUMNS": "104", "NO_COLOR": ""}
+    done = CliRunner().invoke(app, ["top", "--once", "--url", url], env=env, color=True)
+    assert done.exit_code == 0, done.output
+    picture = to_svg(
+        done.stdout.replace(url, "http://127.0.0.1:8081"),
+        "mlxcache top",
+        "Bars of the memory and of the disk budget, a table of the running requests with their "
+        "progress, one of recent requests with the tokens from RAM, from disk and fed, and one of "
+        "the sessions with their sizes.",
+    )
+    TOP.write_text(picture, encoding="utf-8")
+
+
 def main(folder: Path | None) -> None:
     home = Path(tempfile.mkdtemp())
     with scene(home) as server, browsing(home) as browser:
@@ -212,6 +231,7 @@ def main(folder: Path | None) -> None:
         large = head("Codex in a large repository", 40)
         Talk(server.url, "codex_cli_rs/0.98", "d2ea", large).start("What evicts the cache?", 10)
         shown(browser, "#running li[data-phase=prefill] [aria-valuenow]:not([aria-valuenow='0'])")
+        draw_top(server.url)
         browser.run(FONT)
         browser.tool("Emulation.setScrollbarsHidden", hidden=True)
         take(browser, folder)

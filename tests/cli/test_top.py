@@ -11,7 +11,9 @@ import sys
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any, ClassVar
+from xml.etree import ElementTree
 
 import pytest
 from rich.cells import cell_len
@@ -434,3 +436,16 @@ def _read(fd: int) -> bytes:
         return os.read(fd, 65536)
     except OSError:
         return b""
+
+
+def test_the_picture_in_the_pages_has_the_tables_of_today() -> None:
+    """Their titles and columns; else run bin/dashboard-picture."""
+    path = Path(__file__).parents[2] / "docs" / "images" / "top.svg"
+    shown = {" ".join("".join(e.itertext()).split()) for e in ElementTree.parse(path).iter()}
+    whole = " ".join(shown)
+    printed = lines(state(request(1, "prefill", 5), request(2)), width=104)
+    titles = [line for line in printed if line.startswith(("Running", "Recent", "Sessions"))]
+    heads = [printed[printed.index(title) + 1] for title in titles]
+    assert len(heads) == 3
+    for words in (*titles, *" ".join(heads).split()):
+        assert words in whole, words

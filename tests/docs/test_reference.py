@@ -40,6 +40,13 @@ def test_the_table_of_settings_is_what_the_code_says():
         assert renew(page.replace(*wrong, 1)) != page.replace(*wrong, 1)
 
 
+@pytest.mark.parametrize("name", ["launch-menu.svg", "explain.svg"])
+def test_the_pictures_of_a_terminal_are_what_commands_print(name: str):
+    """Else run bin/terminal-pictures."""
+    drawn = (ROOT / "docs" / "images" / name).read_text(encoding="utf-8")
+    assert drawn == script("_terminal_pictures").PICTURES[name]()
+
+
 def test_the_chart_is_what_the_benchmarks_say():
     """Its numbers are those of the tables; else run bin/reference."""
     page = (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8")

@@ -156,6 +156,22 @@ def test_names_in_the_tree_end_inside_the_picture(api: Api, opened: Page) -> Non
         assert opened.run(OVERLAPS) == 0
 
 
+FAST = """
+const { state, changed } = await import("/dashboard/state.js");
+for (const one of state.requests.values()) one.timing.first_token_s = 0.002;
+changed("requests");
+await new Promise(r => requestAnimationFrame(() => requestAnimationFrame(r)));
+const picture = document.querySelector("#chart svg"), edge = picture.getBoundingClientRect();
+const texts = [...picture.querySelectorAll("text")];
+const cut = texts.filter(e => e.getBoundingClientRect().left < edge.left);
+return [texts.some(e => e.textContent === "0.001 s"), cut.map(e => e.textContent)];"""
+
+
+def test_the_smallest_time_of_the_chart_is_not_cut(opened: Page) -> None:
+    opened.until("document.querySelector('#chart svg')")
+    assert opened.run(FAST) == [True, []]
+
+
 def test_a_single_token_is_told_in_the_singular(opened: Page) -> None:
     """The sentence on the last turn: "1 was computed"."""
     told = """

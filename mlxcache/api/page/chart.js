@@ -5,7 +5,7 @@ import { clock, count, median, seconds } from "./format.js";
 import { finished, on, titleOf } from "./state.js";
 
 const HEIGHT = 190;
-const EDGE = { left: 44, right: 10, top: 12, bottom: 24 };
+const EDGE = { left: 54, right: 10, top: 12, bottom: 24 };
 const MOST = 60;
 const KINDS = [["cold", "cold"], ["warm", "warm, from RAM"], ["restored", "warm, from disk"]];
 let width = 0;
