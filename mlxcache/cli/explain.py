@@ -26,7 +26,6 @@ from mlxcache.cli.warm import read_input
 from mlxcache.common_prefix import common_characters
 from mlxcache.config import Settings, load_settings
 from mlxcache.errors import BadRequest, MlxcacheError
-from mlxcache.prompt.advice import advice_for
 from mlxcache.utf8 import NotUtf8, decode_utf8
 
 if TYPE_CHECKING:
@@ -56,7 +55,7 @@ _MAX_FINDINGS = 20
 
 _REASONS = {
     "edited": "history was changed",
-    "moved": "newer history was put before text that is sent again",
+    "moved": "text that is sent again is now behind newer history",
     "system_changed": "a system message was changed",
     "tools_changed": "the tools were changed",
     "template_drift": "the same history is rendered differently",
@@ -145,7 +144,7 @@ def _lost_object(explained: Explanation) -> dict[str, Any] | None:
         "at_token": explained.at_token,
         **found,
         "lost_tokens": explained.lost_tokens,
-        "advice": advice_for(found["cause"]),
+        "advice": explained.advice,
     }
 
 

@@ -179,7 +179,9 @@ class PrefixLossReporter:
         again = ((max(start, reuse.cached), end) for start, end in (before, *found.again))
         runs = tuple((start, end) for start, end in again if end > start)
         texts = first.before, first.after
-        return _loss((first.reason, first.cause), found.at_token, runs, texts, first.where)
+        loss = _loss((first.reason, first.cause), found.at_token, runs, texts)
+        more = {"where": first.where, "advice": found.advice}
+        return Loss(loss.described | more, loss.runs)
 
     def _unknown(self, job: Job, side: Side, reuse: Found) -> Loss:
         """Explain the loss of a prompt that resembles no earlier one since the server started.
@@ -207,18 +209,18 @@ class PrefixLossReporter:
         return text, text
 
 
-def _loss(what: Cause, at: int, runs: Runs = (), texts: Texts = ("", ""), where: str = "") -> Loss:
+def _loss(what: Cause, at: int, runs: Runs = (), texts: Texts = ("", "")) -> Loss:
     """Return a loss that begins at token `at`.
 
     `runs`: half-open ranges of the lost tokens. `texts`: excerpts of the earlier and the later
-    text. `where`: part of the conversation.
+    text.
     """
     reason, cause = what
     described = {
         "at_token": at,
         "reason": reason,
         "cause": cause,
-        "where": where,
+        "where": "",
         "lost_tokens": 0,
         "lost_s": 0.0,
         "before": texts[0],

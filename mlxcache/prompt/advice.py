@@ -39,9 +39,9 @@ ADVICE: dict[str, str] = {
     "history_inserted": "The client sends this text after the history (a sub-agent's instruction, "
     "or files), so newer history comes before it. This cannot be avoided: it is computed again in "
     "each such request. No action is needed.",
-    "reminder_moved": "The client writes this reminder into the newest message alone and takes it "
-    "out of older ones, so what came after it is computed again. This cannot be avoided. No action "
-    "is needed.",
+    "reminder_moved": "The client writes this text (a reminder, rules) into the newest message "
+    "alone and takes it out of older ones, so what came after it is computed again. This cannot be "
+    "avoided. No action is needed.",
     "message_dropped": "Keep old messages, or drop many at once, rarely.",
     "rewound": "The conversation was taken back to an earlier message. No action is needed.",
     "image": "Send an image with the same bytes in each turn.",

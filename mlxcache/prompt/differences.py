@@ -181,7 +181,8 @@ def _message_differences(was: Sequence[Message], now: Sequence[Message]) -> Iter
     for i in range(min(len(was), len(now))):
         if seen[0][i] == seen[1][i]:
             continue
-        cause = None if _in_place(was, now, seen, i) else _moved(was, now, seen, i)
+        taken = _reminder_moved(was[i], now[i:]) or _text_moved(was[i], now[i:])
+        cause = None if taken or _in_place(was, now, seen, i) else _moved(was, now, seen, i)
         if cause == "message_dropped" and _heads(now) <= i < _heads(was):
             yield _difference("system", "system_changed", _change_of(_text_of(was[i]), ""))
             return
@@ -192,11 +193,8 @@ def _message_differences(was: Sequence[Message], now: Sequence[Message]) -> Iter
             change = _change_of(_text_of(was[i]), _text_of(now[i]), machine=True)
             yield _difference(_place(now, i), reason, change, cause)
             return
-        if _reminder_moved(was[i], now[i:]):
-            change = _change_of(_text_of(was[i]), _text_of(now[i]), machine=True)
-            yield _difference(_place(now, i), "moved", change, "reminder_moved")
-            continue
-        yield from _edited(was[i], now[i], _place(now, i))
+        for one in _edited(was[i], now[i], _place(now, i)):
+            yield replace(one, reason="moved", cause="reminder_moved") if taken else one
 
 
 def _place(messages: Sequence[Message], i: int) -> str:
@@ -242,6 +240,23 @@ def _moved(
     if early and len(was) - i > 1 and not tail:
         return "compaction"
     return "text" if tail else "rewound"
+
+
+def _text_moved(was: Message, now: Sequence[Message]) -> bool:
+    """Return whether a user message only lost text that a later user message has.
+
+    `now`: the message as it was sent again, and those after it. Unlike in `_reminder_moved`, the
+    text is equal and has no marks.
+    """
+    old, new = _text_of(was), _text_of(now[0])
+    if was.get("role") != "user" or now[0].get("role") != "user" or len(new) >= len(old):
+        return False
+    start = common_characters(old, new)
+    most = len(new) - start
+    end = common_characters(old[::-1][:most], new[::-1][:most])
+    line = max(old[start : len(old) - end].splitlines(), key=len, default="").strip()
+    taken = not new[start : len(new) - end].strip() and len(line) >= ALIKE and line not in new
+    return taken and any(line in _text_of(m) for m in now[1:] if m.get("role") == "user")
 
 
 def _history_inserted(was: Sequence[Message], now: Sequence[Message], i: int) -> bool:

@@ -9,6 +9,7 @@ from typing import Any
 
 from mlxcache.common_prefix import common_characters, common_length
 from mlxcache.lru import LatestByGroup
+from mlxcache.prompt.advice import advice_for
 from mlxcache.prompt.canonical.canonicaliser import Canonical
 from mlxcache.prompt.differences import Difference, differences, first_new, related
 from mlxcache.prompt.incremental import Tokenised
@@ -99,6 +100,16 @@ class Explanation:
     def lost_tokens(self) -> int:
         """Number of tokens that the earlier prompt had too and that are computed again."""
         return sum(end - start for start, end in self.again)
+
+    @property
+    def advice(self) -> str:
+        """Advice on the first difference, and on later ones that cannot be avoided either."""
+        if self.first is None:
+            return advice_for("new_conversation")
+        causes = [self.first.cause]
+        if self.first.reason == "moved":
+            causes += [one.cause for one in self.later if one.reason == "moved"]
+        return " ".join(advice_for(cause) for cause in dict.fromkeys(causes))
 
 
 class Explainer:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from mlxcache.prompt.advice import advice_for
 from mlxcache.prompt.builder import PromptBuilder
 from tests.cli.test_explain import (
     EDITED,
@@ -124,6 +125,22 @@ def reminded_last() -> Body:
     return body
 
 
+RULES = "\nReply with blocks of the lines to search and to replace, and nothing else."
+
+
+def ruled() -> Body:
+    """Rules at the end of the newest message, without marks."""
+    body = first()
+    said(4, lambda t: t + RULES)(body)
+    return body
+
+
+def ruled_anew(body: Body) -> None:
+    """The next turn: the rules are in the newest message only."""
+    said(4, lambda t: t.removesuffix(RULES))(body)
+    said(6, lambda t: t + RULES)(body)
+
+
 def reminder_before(asked: str) -> str:
     return f"{REMINDER}</system-reminder>\n{asked}"
 
@@ -141,6 +158,8 @@ MORE = [
          said(4, lambda t: t.removeprefix(reminder_before(""))), base=reminded_last),
     Pair("instruction after the history", "moved", "history_inserted", "messages[5] user",
          read_more, base=reading),
+    Pair("rules in the newest message", "moved", "reminder_moved", "messages[5] user", ruled_anew,
+         base=ruled),
     Pair("files after the history", "moved", "history_inserted", "messages[5] user", filed_after,
          base=with_files),
     Pair("front of history gone", EDITED, "message_dropped", "messages[1] user", dropped(0, 4)),
@@ -273,6 +292,20 @@ def test_text_behind_newer_history_costs_itself_alone():
     size = len(tokenizer().encode(INSTRUCTION["content"]))
     assert size - 16 < found["lost"]["lost_tokens"] <= size + 8
     assert "cannot be avoided" in found["lost"]["advice"]
+
+
+def test_the_advice_names_all_that_was_moved():
+    """A sub-agent whose instruction is behind newer history, from which a reminder was taken."""
+    one, other = reading(), reading()
+    one["messages"][0]["content"] = reminder_before("Fix the parser.")
+    read_more(other)
+    other["messages"][0]["content"] = "Fix the parser."
+    said(4, reminder_before)(other)
+    found = command.explain_pair(one, other, RAW)
+    assert found["lost"]["cause"] == "reminder_moved"
+    assert [more["cause"] for more in found["later"]] == ["history_inserted"]
+    for cause in ("reminder_moved", "history_inserted"):
+        assert advice_for(cause) in found["lost"]["advice"]
 
 
 def test_a_title_request_and_the_first_prompt_are_two_conversations():
