@@ -171,9 +171,18 @@ def _find_place(path: str) -> tuple[str, int]:
 def _line(path: str, flat: Mapping[str, Any]) -> Iterator[Line]:
     """Yield the line for the figure at `path` in `flat`, the figures by dotted path.
 
-    Nothing is yielded for a limit that is printed beside the used bytes.
+    Nothing is yielded for a limit that is printed beside the used bytes, and for the reason of a
+    state that has a line.
     """
     above, _, key = path.rpartition(".")
+    reason = flat.get("disk.reason")
+    if path == "disk.reason":
+        if reason is not None and "disk.state" not in flat:
+            yield Line("off", "", reason)
+        return
+    if path == "disk.state" and reason is not None:
+        yield Line("state", str(flat[path]), reason)
+        return
     if key == "limit_bytes" and f"{above}.used_bytes" in flat:
         return
     text = _format_value(path, flat[path])

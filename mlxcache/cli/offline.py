@@ -11,6 +11,7 @@ from typing import Any
 from mlxcache.cli.progress import Step
 from mlxcache.errors import MlxcacheError, NotFound
 from mlxcache.private import create
+from mlxcache.store.folder import STORE
 from mlxcache.store.listing import Held, Listed
 from mlxcache.store.lock import exclusive_lock
 from mlxcache.store.sessions import Sessions
@@ -18,9 +19,6 @@ from mlxcache.store.snapshot_format import detect_format
 from mlxcache.store.snapshot_read import import_snapshot, read_snapshot
 from mlxcache.store.snapshot_write import SnapshotExport
 from mlxcache.store.store import Store
-
-FOLDER = "store"
-"""Name of the disk tier's folder, in the cache folder."""
 
 
 class Offline:
@@ -156,7 +154,7 @@ class Offline:
             return {"sessions": sessions.clear(pinned=pinned), "freed_bytes": freed}
 
     def _exists(self) -> bool:
-        return (self.cache_dir / FOLDER).is_dir()
+        return (self.cache_dir / STORE).is_dir()
 
     @contextmanager
     def _open(
@@ -164,7 +162,7 @@ class Offline:
     ) -> Iterator[tuple[Store, Sessions]]:
         if not make and not self._exists():
             raise NotFound(f"There are no sessions in {self.cache_dir}.")
-        store = Store.open(self.cache_dir / FOLDER, "", None, reading=reading)
+        store = Store.open(self.cache_dir / STORE, "", None, reading=reading)
         try:
             yield store, Sessions(store.database)
         finally:

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import logging
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from mlxcache.common_prefix import common_length
 from mlxcache.errors import StoreError
 from mlxcache.store.sessions import Sessions, Turn
 
 log = logging.getLogger("mlxcache.engine")
 
 MAX_LATE = 64
-"""Turns kept for a retry, the newest ones. Their token ids stay in RAM meanwhile."""
+"""Turns kept for a retry. Their token ids stay in RAM meanwhile."""
 
 
 @dataclass(slots=True, eq=False)
@@ -39,7 +39,7 @@ class LateTurns:
 
     def __init__(self, sessions: Sessions):
         self._sessions = sessions
-        self._turns: deque[LateTurn] = deque(maxlen=MAX_LATE)
+        self._turns: list[LateTurn] = []
         self._copy: Sessions | None = None
         self._before: Sessions | None = None
 
@@ -52,8 +52,20 @@ class LateTurns:
         return self._copy or self._sessions
 
     def add(self, request: str, turn: Turn) -> None:
-        """Add a turn; the oldest is dropped where there are `MAX_LATE`."""
+        """Add a turn. Of more than `MAX_LATE`, one is dropped: see `_superseded`."""
+        if len(self._turns) == MAX_LATE:
+            del self._turns[self._superseded()]
         self._turns.append(LateTurn(request, turn))
+
+    def _superseded(self) -> int:
+        """Index of the oldest turn whose conversation has a later one, else of the oldest."""
+        for index, one in enumerate(self._turns):
+            ids = one.turn.ids
+            for later in self._turns[index + 1 :]:
+                same = later.session == one.session and len(later.turn.ids) >= len(ids)
+                if same and common_length(later.turn.ids, ids) == len(ids):
+                    return index
+        return 0
 
     def write(self, record: Callable[[LateTurn], None]) -> None:
         """Call `record` with each turn, in order, until it raises StoreError, which is raised.
@@ -63,7 +75,7 @@ class LateTurns:
         try:
             while self._turns:
                 record(self._turns[0])
-                self._turns.popleft()
+                del self._turns[0]
         except StoreError:
             self._show()
             raise
@@ -79,8 +91,7 @@ class LateTurns:
 
     def forget(self, sessions: set[str]) -> None:
         """Drop the turns of some sessions."""
-        kept = [one for one in self._turns if one.session not in sessions]
-        self._turns = deque(kept, MAX_LATE)
+        self._turns = [one for one in self._turns if one.session not in sessions]
 
     def refresh(self) -> None:
         """Show the turns beside what is on disk now, which this process has changed."""

@@ -62,28 +62,32 @@ def connect(path: Path) -> sqlite3.Connection:
     return connect_read_only(path)
 
 
-def connect_read_only(path: Path) -> sqlite3.Connection:
+def connect_read_only(path: Path, wait_s: float = BUSY_S) -> sqlite3.Connection:
     """Connect to a file that cannot be written, with its log. Writes nothing.
 
-    Raises sqlite3.Error.
+    Waits `wait_s` seconds for other processes. Raises sqlite3.Error and OSError.
     """
     if path.with_name(f"{path.name}-shm").exists():
         with suppress(sqlite3.OperationalError):
-            return _connected(path, "mode=ro", (), ReadOnly)
+            return _connected(path, "mode=ro", (), ReadOnly, wait_s)
     log = path.with_name(f"{path.name}-wal")
     if not log.exists() or not log.stat().st_size:  # the file alone is complete
-        return _connected(path, "immutable=1", (), ReadOnly)
+        return _connected(path, "immutable=1", (), ReadOnly, wait_s)
     # SQLite reads a log without its index only in this mode, and there without locks alone
-    return _connected(path, "mode=ro&vfs=unix-none", _LOG_IN_MEMORY, ReadOnly)
+    return _connected(path, "mode=ro&vfs=unix-none", _LOG_IN_MEMORY, ReadOnly, wait_s)
 
 
 def _connected(
-    path: Path, how: str, pragmas: Sequence[str], factory: type[sqlite3.Connection]
+    path: Path,
+    how: str,
+    pragmas: Sequence[str],
+    factory: type[sqlite3.Connection],
+    wait_s: float = BUSY_S,
 ) -> sqlite3.Connection:
     connection = sqlite3.connect(
         f"{path.absolute().as_uri()}?{how}",
         uri=True,
-        timeout=BUSY_S,
+        timeout=wait_s,
         isolation_level=None,
         check_same_thread=False,
         factory=factory,

@@ -12,6 +12,9 @@ from mlxcache.disk_calls import sync
 from mlxcache.private import make_folder
 from mlxcache.store.database import NAME
 
+STORE = "store"
+"""Name of the store folder in the cache folder."""
+
 RUN, CHECKPOINT = "run", "checkpoint"
 KINDS = (RUN, CHECKPOINT)
 SUFFIX = ".safetensors"

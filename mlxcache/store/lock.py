@@ -21,7 +21,7 @@ from pathlib import Path
 
 from mlxcache.errors import StoreError
 from mlxcache.private import make_folder
-from mlxcache.store.folder import Folder, remove
+from mlxcache.store.folder import STORE, Folder, remove
 
 
 class InUse(StoreError):
@@ -58,7 +58,14 @@ def serving(cache_dir: Path, url: str, model: str) -> Iterator[None]:
             note.parent.mkdir(mode=0o700, exist_ok=True)
             _sweep(note.parent)
             note.touch(mode=0o600)
-            note.write_text(json.dumps(asdict(Serving(os.getpid(), url, model))))
+            text = json.dumps(asdict(Serving(os.getpid(), url, model)))
+            try:
+                note.write_text(text)
+            except OSError as error:
+                if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                    raise
+                remove(Folder(cache_dir / STORE).reserve)  # which the store makes again
+                note.write_text(text)
         try:
             yield
         finally:

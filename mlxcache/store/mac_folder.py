@@ -16,9 +16,10 @@ from pathlib import Path
 from mlxcache.config.folder import default_cache_dir, former_cache_dir
 from mlxcache.errors import StoreError
 from mlxcache.private import make_folder
+from mlxcache.store.folder import STORE
 from mlxcache.store.lock import NAME, InUse, exclusive_lock, servers
 
-STORE = "store"
+__all__ = ["STORE", "locate_cache_dir"]
 """Name of the disk tier's folder inside the cache folder."""
 
 WAIT_S = 5.0

@@ -6,7 +6,7 @@ import sqlite3
 from contextlib import closing
 from pathlib import Path
 
-from mlxcache.store.database import NAME
+from mlxcache.store.database import NAME, connect_read_only
 
 _WAIT_S = 0.1
 _MOST = 200
@@ -20,12 +20,12 @@ def list_session_names(folder: Path) -> list[tuple[str, str]]:
     """
     path = (folder / NAME).resolve()
     try:
-        with closing(sqlite3.connect(f"{path.as_uri()}?mode=ro", uri=True, timeout=_WAIT_S)) as db:
+        with closing(connect_read_only(path, _WAIT_S)) as db:
             rows = db.execute(
                 "SELECT id, coalesce(nullif(name, ''), title, label, '') FROM sessions "
                 "ORDER BY last_used_at DESC LIMIT ?",
                 (_MOST,),
             )
             return [(str(id), str(name)) for id, name in rows]
-    except sqlite3.Error:
+    except (sqlite3.Error, OSError):
         return []

@@ -116,6 +116,30 @@ def test_remedies_and_notices_are_never_broken_or_boxed() -> None:
     assert {DEMO_NOTICE, "cd YOUR-PROJECT", launch} <= set(shown)
 
 
+@pytest.mark.parametrize(
+    ("disk", "said"),
+    [
+        ({"used_bytes": 0, "limit_bytes": 0, "reason": None}, "off: computed prefixes are lost"),
+        (
+            {"used_bytes": 0, "limit_bytes": 0, "reason": "The disk is full."},
+            "off, computed prefixes are lost when the server ends. The disk is full.",
+        ),
+        (
+            {"used_bytes": 5_000_000, "limit_bytes": 9_000_000, "reason": "2 GB are kept free."},
+            "when the server ends; the 5 MB there are still read. 2 GB are kept free.",
+        ),
+        ({"used_bytes": 5_000_000, "limit_bytes": 9_000_000, "reason": None}, "9 MB, 5 MB of it"),
+    ],
+)
+def test_the_banner_says_why_the_disk_tier_is_off(disk: dict[str, object], said: str) -> None:
+    out = Console(file=io.StringIO(), width=200)
+    info = ModelInfo("demo", 100, 100, 1, "llama", False, True)
+    figures = {"ram": {"limit_bytes": 100}, "disk": disk}
+    print_welcome(out, "http://x", info, figures, launch="launch", has_key=False)
+    assert isinstance(out.file, io.StringIO)
+    assert said in out.file.getvalue()
+
+
 def test_bars_are_shown_on_terminals_only(monkeypatch: pytest.MonkeyPatch) -> None:
     """A bar shows the amount done and the total; a pipe gets nothing."""
     for terminal in (False, True):

@@ -150,3 +150,24 @@ async def test_clearing_removes_what_could_not_be_written_too(
     end(book, 3, 100, 3.0)
     await book.written()
     assert [one.label for one in await book.read(lambda: book.table.all(None))] == ["talk 3"]
+
+
+async def test_of_too_many_turns_those_that_others_continue_are_dropped_first(
+    book: SessionWriter, sessions: Sessions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So a short conversation stays listed beside a long one."""
+
+    def full(turn: object, id: str | None = None) -> str:
+        raise DiskFull("no space left")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(sessions, "record_turn", full)
+        end(book, 1, 100, 1.0)
+        for number in range(MAX_LATE + 20):
+            end(book, 2, 100 + number, 2.0 + number)
+        await book.written()
+    end(book, 3, 100, 200.0)
+    await book.written()
+    found = await book.read(lambda: book.table.all(None))
+    assert [one.label for one in found] == ["talk 3", "talk 2", "talk 1"]
+    assert len(sessions.leaves(found[1].id)[0].ids) == 100 + MAX_LATE + 19

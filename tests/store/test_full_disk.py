@@ -15,7 +15,9 @@ from mlxcache.store import recovery, store
 from mlxcache.store.database import Unwritable
 from mlxcache.store.folder import Folder
 from mlxcache.store.leaves import conversation_key_tokens
+from mlxcache.store.lock import servers, serving
 from mlxcache.store.reserve import RESERVE_BYTES, SMALL_BYTES
+from mlxcache.store.session_names import list_session_names
 from mlxcache.store.sessions import Sessions, Turn
 from tests.small_disk import fill, mount, small_disk
 from tests.store.content import NAMESPACE, assert_right, opened, put, tokens
@@ -89,6 +91,7 @@ def test_commands_free_the_space_of_a_full_disk(disk, left):
     assert offline.session(found["x0"])["durable_tokens"] == 2000
     assert offline.stats()["disk"]["files"] == 3
     assert offline.check(no_step) == []
+    assert {id for id, _ in list_session_names(disk / "store")} == set(found.values())
     assert listed(disk / "store") == before, "reading writes nothing"
     offline.delete(found["x0"])
     assert {one["label"] for one in offline.sessions()} == {"x1", "x2"}
@@ -217,7 +220,7 @@ def test_a_disk_that_is_read_only_from_the_start_is_read(disk):
             assert assert_right(made, tokens(2000, 2), row=ROW).length == 2000
             with pytest.raises(Unwritable):
                 put(made, tokens(2100, 2), 1984, row=ROW)
-        assert len(Offline(disk).sessions()) == 3
+        assert len(Offline(disk).sessions()) == len(list_session_names(disk / "store")) == 3
         with pytest.raises(StoreError, match="Read-only file system"):
             Offline(disk).clear(pinned=False)
     finally:
@@ -232,3 +235,25 @@ def test_a_folder_without_an_index_that_cannot_be_written_is_refused(folder, mon
     cannot_write(monkeypatch)
     with pytest.raises(StoreError), opened(folder):
         pass
+
+
+def test_a_server_is_found_on_a_full_disk(disk):
+    """Its note of a few bytes takes the place of the reserve."""
+    make_sessions(disk / "store")
+    with serving(disk, "http://127.0.0.1:1", "a"):
+        pass  # makes the folder of notes
+    fill(disk)
+    with serving(disk, "http://127.0.0.1:9", "some/model"):
+        assert [one.url for one in servers(disk)] == ["http://127.0.0.1:9"]
+
+
+def test_too_little_free_space_is_told_before_it_is_needed(folder):
+    """Only where no eviction would give enough."""
+    with opened(folder, LIMIT, free_floor=1 << 60) as made:
+        assert "are kept free for other programs" in (made.stats().obstacle or "")
+    with opened(folder, LIMIT, free_floor=NO_FLOOR) as made:
+        put(made, tokens(2000), row=ROW)
+        assert made.stats().obstacle is None
+        free = shutil.disk_usage(folder).free
+    with opened(folder, LIMIT, free_floor=free + 50_000) as made:
+        assert made.stats().obstacle is None, "evicting the file of 320 KB is enough"
