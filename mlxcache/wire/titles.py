@@ -52,6 +52,9 @@ _APPENDED = re.compile(
 )
 """The beginning of the rules that aider appends to the newest message."""
 
+_TRANSCRIPT = re.compile(r"# USER\n(.+?)(?:\n# ASSISTANT\n|\Z)", re.DOTALL)
+"""The beginning of a conversation that aider sends as one text, to have it summarised."""
+
 _QUOTED = re.compile(r'"([^"]+)"')
 """A whole text in quotes: `opencode run` adds them to an argument that has blanks."""
 
@@ -118,6 +121,8 @@ def _typed(text: str) -> str:
         at = match.end()
     if _OPEN_END.match(text, at) or _WRITTEN.match(text, at):
         return ""
+    if (transcript := _TRANSCRIPT.match(text, at)) is not None:
+        return transcript[1]
     appended = _APPENDED.search(text, at)
     return text[at : appended.start() if appended else None]
 

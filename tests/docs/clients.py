@@ -35,6 +35,16 @@ def open_code(settings: dict[str, Any]) -> Iterator[Sent]:
     yield _chat(options["baseURL"], model, options.get("apiKey"), stream_options=usage)
 
 
+def pi(settings: dict[str, Any]) -> Iterator[Sent]:
+    """Each model of models.json."""
+    for provider in settings["providers"].values():
+        assert provider["api"] == "openai-completions"
+        for model in provider["models"]:
+            assert model["contextWindow"] > model["maxTokens"] > 0
+            options = {"stream_options": {"include_usage": True}, "store": False}
+            yield _chat(provider["baseUrl"], model["id"], provider["apiKey"], **options)
+
+
 def llm(settings: list[dict[str, Any]]) -> Iterator[Sent]:
     """Each model of extra-openai-models.yaml."""
     for one in settings:
@@ -76,6 +86,7 @@ def prometheus(settings: dict[str, Any]) -> Iterator[Sent]:
 CLIENTS: dict[str, Callable[[Any], Iterator[Sent]]] = {
     "OpenCode": open_code,
     "llm": llm,
+    "pi": pi,
     "Continue": continue_dev,
     "Open WebUI": open_webui,
     "Prometheus": prometheus,

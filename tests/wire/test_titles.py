@@ -21,6 +21,7 @@ SETUP = "This is the Qwen Code. We are setting up the context for our chat.\nTod
         ("<session>\nWhy?\n</session>\n\nWrite the title in the language of", "Why?"),
         (f"<system-reminder>{'skill ' * 20_000}</system-reminder>\nFix it", "Fix it"),
         (SETUP, None),
+        ("# USER\nFix it\n# ASSISTANT\nDone.\n# USER\nMore", "Fix it"),
         (f"<system-reminder>\n{SETUP}\n</system-reminder>\n\nFix it", "Fix it"),
         ("This is the CLI. We are setting up it", "This is the CLI. We are setting up it"),
         ("Generate a title for this conversation:\n", None),
