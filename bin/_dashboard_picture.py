@@ -2,9 +2,9 @@
 
     bin/dashboard-picture [FOLDER]
 
-Runs a server with the built-in demo model, sends it the requests of several agents, runs `top`,
-and opens the dashboard in Chromium. With FOLDER, also writes pictures of the whole page there, 1280
-and 360 pixels wide, light and dark.
+Runs a server with the built-in demo model, sends it the requests of several agents, runs `top`, and
+opens the dashboard in Chromium. With FOLDER, also writes pictures of the whole page there, 1280 and
+360 pixels wide, light and dark.
 """
 
 from __future__ import annotations
@@ -206,7 +206,7 @@ def take(browser: Browser, folder: Path | None) -> None:
 
 
 def draw_top(url: str) -> None:
-    """Draw what `mlxcache top --once` prints."""
+    """Draw the output of `mlxcache top --once` for the server at `url`, as an SVG file."""
     env = {"FORCE_COLOR": "1", "TERM": "xterm", "COLUMNS": "104", "NO_COLOR": ""}
     done = CliRunner().invoke(app, ["top", "--once", "--url", url], env=env, color=True)
     assert done.exit_code == 0, done.output

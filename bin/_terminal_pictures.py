@@ -1,7 +1,9 @@
-"""Draw what commands print as SVG pictures for the pages: bin/terminal-pictures [FOLDER].
+"""Draw the output of commands as SVG pictures for the documentation.
 
-The menu of `launch` and a result of `explain` follow from the code alone, and a test fails if they
-are outdated. The picture of `top` needs a server: bin/dashboard-picture draws it.
+    bin/terminal-pictures [FOLDER]
+
+The menu of `launch` and the result of `explain` are made from the code alone, and a test fails if
+they are outdated. The picture of `top` needs a server, so bin/dashboard-picture draws it.
 """
 
 from __future__ import annotations
@@ -67,7 +69,7 @@ font-size: {char_height}px; line-height: {line_height}px; }}
 
 
 def to_svg(output: str, title: str, description: str) -> str:
-    """Return the picture of a terminal's output, which may have ANSI colours."""
+    """Return an SVG picture of a terminal's output, which may have ANSI colours."""
     lines = [line.rstrip() for line in output.strip("\n").split("\n")]
     width = max(len(Text.from_ansi(line).plain) for line in lines)
     console = Console(record=True, width=width, file=io.StringIO(), force_terminal=True)
@@ -83,7 +85,7 @@ def to_svg(output: str, title: str, description: str) -> str:
 
 
 def menu() -> str:
-    """Draw the menu of `mlxcache launch` on a Mac with two clients."""
+    """Return the picture of the menu of `mlxcache launch`, on a Mac with two clients installed."""
     out = Console(
         file=io.StringIO(), force_terminal=True, width=COLUMNS, color_system="standard",
         highlight=False, markup=False, legacy_windows=False,
@@ -117,7 +119,7 @@ RULES = "\n".join(
 
 
 def explain() -> str:
-    """Draw what `mlxcache explain` says of two turns between which the day changed."""
+    """Return the picture of the output of `mlxcache explain` for two turns on different days."""
     answer = "The test waits for a second that never comes. I made the clock a parameter."
     history = [
         {"role": "user", "content": "The login test fails one time in five. Find out why."},

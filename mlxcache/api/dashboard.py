@@ -83,7 +83,10 @@ async def lead_to_page(_: Request) -> Response:
 
 
 async def docs(request: Request) -> Response:
-    """Return a page that shows `/openapi.json` for reading, without any other server."""
+    """Return a page that shows `/openapi.json` in readable form.
+
+    It loads nothing from other servers.
+    """
     return await file(request)
 
 

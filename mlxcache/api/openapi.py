@@ -1,4 +1,4 @@
-"""The OpenAPI document of all endpoints, generated from the routes and the wire types.
+"""OpenAPI document of all endpoints, generated from the routes and the types of their bodies.
 
 Source: https://spec.openapis.org/oas/v3.1.0.
 """
@@ -31,15 +31,16 @@ JSON, EVENTS, BINARY = "application/json", "text/event-stream", "application/oct
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """Description of one endpoint, apart from its path and its handler's docstring.
+    """Description of one endpoint, besides its path and its handler's docstring.
 
-    - `tag`: the group in which it is listed.
-    - `body`: the type of its JSON body. With `optional` the body may be empty.
-    - `raw`: content types of a body that is not JSON, or not only JSON.
-    - `query`: the schema of each query parameter, by name.
-    - `answer`: the name of the schema of its JSON response.
+    - `tag`: group in which it is listed.
+    - `body`: type of its JSON body, or None. If `optional`, the body may be empty.
+    - `raw`: content types of a body that is not, or not always, JSON.
+    - `query`: schema of each query parameter by name.
+    - `answer`: name of the schema of its JSON response.
     - `types`: content types of the response.
-    - `status`: the status of success. `also`: other statuses that are no errors.
+    - `status`: status of success.
+    - `also`: further statuses that are not errors.
     """
 
     tag: str
@@ -175,7 +176,10 @@ _PARTS = re.compile(r"\{([a-z_]+)(?::path)?\}")
 
 
 def _object(**properties: Any) -> Schema:
-    """An object with these required properties; it may have more."""
+    """Return the schema of an object with these properties, all of them required.
+
+    Other properties are allowed.
+    """
     return {"type": "object", "properties": properties, "required": list(properties)}
 
 
@@ -241,9 +245,9 @@ _ANSWERS: Mapping[str, Schema] = {
 
 
 def _body_schemas() -> tuple[dict[type, Schema], dict[str, Schema]]:
-    """Return the schema of each body type, and the components that they refer to.
+    """Return the schema of each body type, and the components to which the schemas refer.
 
-    Where types of several APIs have the same name, the API is part of the component's name.
+    If types of several APIs have the same name, their components' names include the API.
     """
     types = list(dict.fromkeys(one.body for one in OPERATIONS.values() if one.body is not None))
     template = "#/components/schemas/{name}"
@@ -256,7 +260,10 @@ def _body_schemas() -> tuple[dict[type, Schema], dict[str, Schema]]:
 
 
 def _mark_unsupported(schema: Schema, own: Mapping[str, Any]) -> None:
-    """Move the fields that are refused to the end, and say so; those in `own` are not refused."""
+    """Mark the fields of a schema that are refused, and move them to its end.
+
+    Fields in `own`, which the type itself defines, are supported.
+    """
     properties: dict[str, Schema] = schema["properties"]
     for name in openai_types.UnsupportedFields.__struct_fields__:
         if name in own:
@@ -265,7 +272,10 @@ def _mark_unsupported(schema: Schema, own: Mapping[str, Any]) -> None:
 
 
 def _renamed(value: Any) -> Any:
-    """Return a part of the schemas with `openai.Tool` for `mlxcache.wire.openai_types.Tool`."""
+    """Return `value` with shorter component names, such as `openai.Tool`.
+
+    They replace names such as `mlxcache.wire.openai_types.Tool`.
+    """
     if isinstance(value, dict):
         return {_MODULE.sub(r"\1.", key): _renamed(one) for key, one in value.items()}
     if isinstance(value, list):
@@ -277,9 +287,9 @@ def _renamed(value: Any) -> Any:
 
 
 def build_document(routes: Iterable[BaseRoute]) -> dict[str, Any]:
-    """Build the OpenAPI document of `routes`.
+    """Return the OpenAPI document of `routes`.
 
-    Raises ValueError for a route that `OPERATIONS` does not have or whose handler has no docstring.
+    Raises ValueError if a route is not in `OPERATIONS` or its handler has no docstring.
     """
     bodies, components = _body_schemas()
     paths: dict[str, dict[str, Any]] = {}
@@ -335,7 +345,10 @@ def _operation(
 
 
 def _texts(route: Route, name: str) -> tuple[str, str]:
-    """Return the first sentence of the handler's docstring, and the rest."""
+    """Return the first paragraph of the docstring of the route's handler, and the rest.
+
+    Raises ValueError if there is no docstring. `name` is that of the endpoint, for the error.
+    """
     handler = route.endpoint
     while isinstance(handler, partial):
         handler = handler.func
@@ -379,7 +392,7 @@ def _responses(operation: Operation, name: str) -> dict[str, Any]:
 
 
 def _errors(operation: Operation, name: str) -> Sequence[int]:
-    """Return the statuses of errors that an endpoint can answer with."""
+    """Return the error statuses with which an endpoint may answer."""
     found = {400, 403, 431, 500} | (set() if name in _PUBLIC else {401, 503})
     if name == "GET /health":
         found |= {503}
@@ -398,14 +411,14 @@ def _errors(operation: Operation, name: str) -> Sequence[int]:
 
 
 class Description:
-    """The endpoint of the document. `routes` are those of the application, this one included."""
+    """Endpoint that returns the OpenAPI document of `routes`, which include the endpoint itself."""
 
     def __init__(self, routes: Sequence[BaseRoute]):
         self._routes = routes
         self._built: dict[str, Any] | None = None
 
     async def openapi(self, _: Request) -> Response:
-        """Return this description of all endpoints, as OpenAPI 3.1."""
+        """Return a description of all endpoints, as an OpenAPI 3.1 document."""
         if self._built is None:
             self._built = build_document(self._routes)
         return json_response(self._built)

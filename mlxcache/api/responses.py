@@ -241,7 +241,10 @@ async def _start(deps: Deps, running: RunningResponses, request: Request, asked:
 
 
 async def _truncate(deps: Deps, chat: Chat, limit: int) -> Chat:
-    """Return `chat` with as many turns as fit into `limit` tokens, or with the newest one alone."""
+    """Return `chat` without the oldest turns, so that its prompt has at most `limit` tokens.
+
+    The newest turn is always kept.
+    """
 
     async def fits(one: Chat) -> bool:
         try:

@@ -69,7 +69,10 @@ def _facts(url: str, info: ModelInfo, figures: Mapping[str, Any]) -> Text:
 
 
 def _disk(used: int, limit: int, reason: str | None) -> str:
-    """Describe the disk tier; `reason`: why nothing can be written."""
+    """Describe the disk tier in one line. Sizes are in bytes; `limit` is 0 if it is off.
+
+    `reason` says why nothing can be written, or is None.
+    """
     lost = "computed prefixes are lost when the server ends"
     if reason is not None:
         kept = f"; the {format_size(used)} there are still read" if used else ""

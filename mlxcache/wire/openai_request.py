@@ -66,7 +66,7 @@ def check_supported(body: Generation) -> None:
 
 
 def check_generation(body: Generation) -> None:
-    """Raise Unsupported for an unsupported field of any endpoint that would change the answer."""
+    """Raise Unsupported for a field that no endpoint supports and that would change the answer."""
     echoes = isinstance(body, TextRequest)
     for field in UnsupportedFields.__struct_fields__:
         value = None if echoes and field == "echo" else getattr(body, field)

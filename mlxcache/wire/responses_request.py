@@ -176,10 +176,10 @@ TURNS_AT_ONCE = 8
 
 
 def shorten(chat: Chat) -> list[Chat]:
-    """Return `chat` without its oldest turns, for `truncation` `auto`: ever more are dropped.
+    """Return versions of `chat` without its oldest turns, each shorter than the one before.
 
-    A turn begins with a user message. System and developer messages at the start stay, and so does
-    the newest turn; the other turns are dropped `TURNS_AT_ONCE` at a time.
+    Used for `truncation` `auto`. A turn begins with a user message. System and developer messages
+    at the start and the newest turn are kept; other turns are dropped `TURNS_AT_ONCE` at a time.
     """
     roles = [message["role"] for message in chat.messages]
     head = next((i for i, role in enumerate(roles) if role not in ("system", "developer")), 0)
