@@ -18,7 +18,11 @@ from mlxcache.private import make_folder
 
 log = logging.getLogger(__name__)
 
-RECORDED = {"/v1/messages": "messages", "/v1/chat/completions": "chat"}
+RECORDED = {
+    "/v1/messages": "messages",
+    "/v1/chat/completions": "chat",
+    "/v1/responses": "responses",
+}
 """Paths of recorded endpoints, each with the name used in file names."""
 
 MAX_FILES = 1000

@@ -29,9 +29,9 @@ def test_chat_requests_are_kept_as_they_came(tmp_path):
     recorder = Recorder(folder)
     app = create_app(FakeEngine(), ApiSettings(api_key=KEY, recorder=recorder))  # type: ignore[arg-type]
     client = TestClient(app, base_url="http://127.0.0.1", headers={"x-api-key": KEY})
-    raw = json.dumps(BODY).encode()
+    raw = json.dumps(BODY | {"input": "Hi", "store": False}).encode()
     ids = []
-    for path in ("/v1/messages", "/v1/chat/completions"):
+    for path in ("/v1/messages", "/v1/chat/completions", "/v1/responses"):
         answer = client.post(path, content=raw)
         assert answer.status_code == 200
         ids.append(answer.headers["x-mlxcache-request"])
@@ -43,6 +43,7 @@ def test_chat_requests_are_kept_as_they_came(tmp_path):
     assert [path.name.partition("-")[2] for path in kept] == [
         f"messages-{ids[0]}.json",
         f"chat-{ids[1]}.json",
+        f"responses-{ids[2]}.json",
     ]
     for written in kept:
         assert written.read_bytes() == raw
