@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +65,7 @@ def test_a_turn_feeds_what_is_new_in_it(run: tuple[Api, list[Any]]) -> None:
     api, _ = run
     done = records(api)
     assert len(done) == 7
-    for before, now in zip(done, done[1:], strict=False):
+    for before, now in pairwise(done):
         new = now["prompt_tokens"] - before["prompt_tokens"] - before["generated_tokens"]
         assert now["fed_tokens"] <= new + 64, now
         assert now["lost"] is None
