@@ -94,9 +94,10 @@ class Remote:
         """Return the number of running and waiting requests that may become sessions."""
         return sum(bool(one["progress"]) and one["api"] != WARMING for one in self.requests())
 
-    def requests(self) -> list[dict[str, Any]]:
-        """Return the recent requests, newest first."""
-        found: list[dict[str, Any]] = self._json("GET", "/v1/requests")["data"]
+    def requests(self, limit: int | None = None) -> list[dict[str, Any]]:
+        """Return recent requests, newest first: at most `limit`, by default the server's."""
+        path = "/v1/requests" + ("" if limit is None else f"?limit={limit}")
+        found: list[dict[str, Any]] = self._json("GET", path)["data"]
         return found
 
     def session(self, id: str) -> dict[str, Any]:

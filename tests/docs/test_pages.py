@@ -11,6 +11,7 @@ from xml.etree import ElementTree
 import pytest
 
 from mlxcache.api.app import create_app
+from mlxcache.cli.launch.clients import CLIENTS, ClientName
 from mlxcache.cli.lazy import load
 from mlxcache.cli.main import COMMANDS
 from mlxcache.config import SETTINGS, Settings
@@ -89,6 +90,25 @@ def test_the_documented_settings_are_the_real_ones():
             if name in SETTINGS and SETTINGS[name].metavar == "on|off":
                 shown = "on" if value else "off"
             assert default.strip("`").lower() == shown.lower(), name
+
+
+def test_the_size_of_a_clients_first_prompt_is_the_same_everywhere():
+    """Measured once, in clients.md; the menu, `launch` and the other pages round it."""
+    measured = {
+        (name, version.split(",")[0]): int(tokens.replace(",", ""))
+        for name, version, tokens in table("clients.md", "## How long is the first prompt?")
+    }
+    newest: dict[str, int] = {}
+    for (name, _), tokens in measured.items():
+        newest.setdefault(name, tokens)
+    told = {row[0].strip("`"): row[1] for row in table("launch.md", "## Which client?")}
+    for name, client in CLIENTS.items():
+        title = "Claude Code" if name == ClientName.ANYCLAUDE else client.title
+        assert client.first_prompt == newest[title]
+        assert told[name].startswith(client.about_first_prompt.removesuffix(" with the demo model"))
+    ours = CLIENTS[ClientName.CLAUDE].about_first_prompt
+    for page in ("README.md", "docs/quickstart.md"):
+        assert ours in " ".join((ROOT / page).read_text(encoding="utf-8").split())
 
 
 def test_the_documented_endpoints_are_the_real_ones():

@@ -98,7 +98,7 @@ def _server_line(found: Service | None, model: str | None, context: int | None, 
 
 def _description(client: Client, context: int | None, which: Which) -> Text:
     text = Text(f"{client.title}: {client.good_for}. ")
-    text.append(f"First prompt: about {client.first_prompt:,} tokens.")
+    text.append(f"First prompt: {client.about_first_prompt}.")
     if context is not None and context < client.first_prompt * MIN_PROMPTS:
         text.append(" The context is too short for it.", "yellow")
     if which(client.name) is None:

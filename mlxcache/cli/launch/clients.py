@@ -101,10 +101,11 @@ class Setup:
 class Client:
     """A coding agent and how to set it up.
 
-    `name` is its program and its name on the command line, `install` a shell line that installs it,
-    and `first_prompt` the approximate tokens of its tools and system prompt. `good_for` is a phrase
-    for the menu. `oldest` is the first version that is known to work; None: any version.
-    `prints_version`: its program takes --version, and then does nothing else.
+    `name` is its program and its name on the command line, and `install` a shell line that installs
+    it. `first_prompt`: tokens of its first prompt, measured with the demo model (docs/clients.md).
+    `good_for` is a phrase for the menu. `oldest` is the first version that is known to work; None:
+    any version. `prints_version`: its program takes --version, and then does nothing else.
+    `is_quiet` tells whether it prints nothing until its reply, with these arguments.
     """
 
     name: str
@@ -115,6 +116,12 @@ class Client:
     configure: Callable[[Service, Invocation], Setup]
     oldest: Version | None = None
     prints_version: bool = True
+    is_quiet: Callable[[Sequence[str]], bool] = lambda _: False
+
+    @property
+    def about_first_prompt(self) -> str:
+        """The size of its first prompt in words, rounded to 500 tokens."""
+        return f"about {round(self.first_prompt / 500) * 500:,} tokens with the demo model"
 
 
 # -- the environment of every client -----------------------------------------------------------
@@ -212,6 +219,12 @@ def _permission_mode(invocation: Invocation, own: Sequence[Mapping[str, Any]]) -
     if chosen or _has_flag(invocation, *_MODE_FLAGS):
         return ()
     return ("--permission-mode", "default")
+
+
+def _is_print_mode(arguments: Sequence[str]) -> bool:
+    """Return true if Claude Code prints one reply and ends, and not each event as it comes."""
+    streams = any("stream-json" in argument for argument in arguments)
+    return any(one in ("-p", "--print") for one in arguments) and not streams
 
 
 def _has_flag(invocation: Invocation, *flags: str) -> bool:
@@ -338,33 +351,36 @@ CLIENTS = {
         "claude",
         "Claude Code",
         "npm install -g @anthropic-ai/claude-code",
-        15_000,
+        18_041,
         "the most tools, sub-agents, plans; wants a model that calls tools well",
         configure_claude,
+        is_quiet=_is_print_mode,
     ),
     ClientName.OPENCODE: Client(
         "opencode",
         "OpenCode",
         "npm install -g opencode-ai",
-        8_000,
+        10_485,
         "fewer tools and a short prompt: the first choice for small models and little memory",
         configure_opencode,
+        is_quiet=lambda arguments: "run" in arguments[:1] and "--format" not in arguments,
     ),
     ClientName.CODEX: Client(
         "codex",
         "Codex",
         _CODEX_INSTALL,
-        8_000,
+        12_992,
         "a shell and a patch tool",
         configure_codex,
         OLDEST_CODEX,
+        is_quiet=lambda arguments: "exec" in arguments[:1] and "--json" not in arguments,
     ),
     ClientName.ANYCLAUDE: Client(
         "anyclaude",
         "anyclaude",
         "git clone https://github.com/akaszubski/anyclaude-local && cd anyclaude-local && "
         "npm install && npm run install:global",
-        15_000,
+        18_041,
         "Claude Code through a proxy that shortens prompts, in its mode mlx-lm",
         configure_anyclaude,
         prints_version=False,

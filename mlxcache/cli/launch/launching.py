@@ -17,6 +17,7 @@ from mlxcache.cli.launch.chooser import choose_client
 from mlxcache.cli.launch.clients import (
     CLIENTS,
     KEY_VARIABLE,
+    Client,
     ClientName,
     Invocation,
     Service,
@@ -36,6 +37,7 @@ from mlxcache.cli.launch.server import (
     wait_until_ready,
     was_asked,
 )
+from mlxcache.cli.launch.watching import watching
 from mlxcache.cli.listen import PortTaken, is_taken
 from mlxcache.cli.output import console
 from mlxcache.cli.own_command import own_command, own_sources
@@ -85,20 +87,17 @@ class Launch:
         If no server runs, one is started first; with `stop_after`, it is stopped when the client
         ends.
         """
-        invocation = _invocation(name, arguments)
-        check_program(CLIENTS[name], invocation)  # fails before a model is loaded
+        invocation, client = _invocation(name, arguments), CLIENTS[name]
+        check_program(client, invocation)  # fails before a model is loaded
         for path in remove_abandoned_settings():
             _say(f"{path}, left by an earlier launch, cannot be removed; it may hold a key.")
         with deferred_signals() as signals:
             service, started = self._served(signals)
-            if own_sources(invocation.cwd):
-                _say(
-                    f"{CLIENTS[name].title} works on the sources of mlxcache, in {invocation.cwd}. "
-                    f"For another project: cd YOUR-PROJECT, then {own_command()} launch {name}"
-                )
             try:
-                setup = CLIENTS[name].configure(service, invocation)
-                status = run_client(invocation, setup, service, signals)
+                setup = client.configure(service, invocation)
+                self._announce(client, invocation, service, new=started is not None)
+                with watching(service, quiet=client.is_quiet(arguments)):
+                    status = run_client(invocation, setup, service, signals)
             except BaseException:
                 if started is not None:
                     _say("The client was not started: stopping its server.")
@@ -107,6 +106,24 @@ class Launch:
             if started is not None:
                 self._leave(started, service, status, stop_after=stop_after)
             return status
+
+    def _announce(
+        self, client: Client, invocation: Invocation, service: Service, *, new: bool
+    ) -> None:
+        """Tell where the client works, and where to see how its first prompt is read.
+
+        `new`: the server was started here, so that the prompt is the first one.
+        """
+        if own_sources(invocation.cwd):
+            _say(
+                f"{client.title} works on the sources of mlxcache, in {invocation.cwd}. "
+                f"For another project: cd YOUR-PROJECT, then {own_command()} launch {client.name}"
+            )
+        if new and not client.is_quiet(invocation.arguments):
+            _say(
+                f"Its first prompt is read once: {client.about_first_prompt}. "
+                f"How far it is: {service.url}/dashboard"
+            )
 
     def _leave(
         self, started: StartedServer, service: Service, status: int, *, stop_after: bool

@@ -448,8 +448,8 @@ def test_the_menu_describes_each_client_on_this_machine() -> None:
     line = f"{own_command()} {more}"
     assert line in text.splitlines()
     assert "Qwen3-4B" in menu(None, None, memory=16 * gigabytes)
-    text = menu(Service("http://h:1", "org/m", 20_000), None, which=lambda name: name)
-    assert "http://h:1 serves org/m with a context of 20,000 tokens" in text
+    text = menu(Service("http://h:1", "org/m", 30_000), None, which=lambda name: name)
+    assert "http://h:1 serves org/m with a context of 30,000 tokens" in text
     assert text.count("too short") == 2  # of Claude Code and anyclaude
     assert "Not installed" not in text
     assert max(map(len, text.splitlines())) <= 80
