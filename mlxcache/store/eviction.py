@@ -74,7 +74,7 @@ class Space:
         between, some rows have no file; reading and opening the store repair that. Raises DiskFull,
         with nothing removed, if the bytes cannot fit.
         """
-        need = self._missing(connection, coming, 0 if has_row else coming)
+        need = self._missing(self.used(connection), coming, 0 if has_row else coming)
         if need <= 0:
             return []
         quarantined = sum(size for _, size in self.folder.quarantined())
@@ -106,22 +106,21 @@ class Space:
         self.remove(connection, chosen)
         return chosen
 
-    def obstacle(self, connection: sqlite3.Connection) -> str | None:
+    def obstacle(self, connection: sqlite3.Connection, used: int) -> str | None:
         """Return why no file can be written, even if all others were evicted; None if one can.
 
-        Changes nothing.
+        `used`: see the method. Changes nothing.
         """
-        need = self._missing(connection, ROW_BYTES, ROW_BYTES)
+        need = self._missing(used, ROW_BYTES, ROW_BYTES)
         query = "SELECT ifnull(sum(disk), 0) FROM file WHERE owner IS NULL"
         (evictable,) = connection.execute(query).fetchone()
         need -= evictable + sum(size for _, size in self.folder.quarantined())
         return self._message(ROW_BYTES) if need > 0 else None
 
-    def _missing(self, connection: sqlite3.Connection, coming: int, without_row: int) -> int:
+    def _missing(self, used: int, coming: int, without_row: int) -> int:
         missing = self.floor + coming - self.folder.free()
         if self.limit is not None:
-            used = self.used(connection) + without_row
-            missing = max(missing, used + self._reserve(self.limit) - self.limit)
+            missing = max(missing, used + without_row + self._reserve(self.limit) - self.limit)
         return missing
 
     def _reserve(self, limit: int) -> int:

@@ -338,7 +338,7 @@ class Store:
                 "SELECT ifnull(sum(disk), 0) FROM file WHERE id IN (SELECT file FROM pin)"
             ).fetchone()
             quarantined = len(context.folder.quarantined())
-            obstacle = self.obstacle or context.space.obstacle(connection)
+            obstacle = self.obstacle or context.space.obstacle(connection, used)
         runs, run_bytes = kinds.get(RUN, (0, 0))
         checkpoints, checkpoint_bytes = kinds.get(CHECKPOINT, (0, 0))
         return self._with_counts(
