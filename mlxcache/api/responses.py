@@ -142,7 +142,7 @@ async def create_response(deps: Deps, running: RunningResponses, request: Reques
         return json_response(await while_connected(request, _whole(deps, running, request, asked)))
 
     async def begin() -> Reply:
-        return await _start(deps, running, request, asked)
+        return await _start(deps, request, asked)
 
     reply = await while_connected(request, begin())
     return sse.EventStream(
@@ -193,7 +193,7 @@ async def _continued(deps: Deps, body: ResponsesRequest) -> wire.Conversation:
     return wire.Conversation([*before, *items], len(before))
 
 
-async def _start(deps: Deps, running: RunningResponses, request: Request, asked: Asked) -> Reply:
+async def _start(deps: Deps, request: Request, asked: Asked) -> Reply:
     """Render a request, submit it, and wait a limited time for its admission.
 
     Raises the errors of these steps.
@@ -235,9 +235,7 @@ async def _start(deps: Deps, running: RunningResponses, request: Request, asked:
         response, body, asked.tools, whole=form is not None or use.choice.required
     )
     own = asked.talk.items[asked.talk.stored :]
-    reply = Reply(writer, stream, OWNER.get(), list(own))
-    running.add(reply)
-    return reply
+    return Reply(writer, stream, OWNER.get(), list(own))
 
 
 async def _truncate(deps: Deps, chat: Chat, limit: int) -> Chat:
@@ -267,8 +265,9 @@ async def _truncate(deps: Deps, chat: Chat, limit: int) -> Chat:
 
 
 async def _whole(deps: Deps, running: RunningResponses, request: Request, asked: Asked) -> Payload:
-    reply = await _start(deps, running, request, asked)
+    reply = await _start(deps, request, asked)
     writer = reply.writer
+    running.add(reply)
     try:
         async for event in reply.stream:
             if not (reply.cancelled and isinstance(event, Finished)):
@@ -312,6 +311,7 @@ async def _events(deps: Deps, running: RunningResponses, reply: Reply) -> sse.Ev
     """Yield the server-sent events of a response. It is stored before the last event is sent."""
     writer, silence_s = reply.writer, 0.9 * deps.settings.ping_seconds
     sent = time.monotonic()
+    running.add(reply)  # here: a generator that never begins removes nothing
     try:
         for payload in writer.begin():
             yield _event(payload)
