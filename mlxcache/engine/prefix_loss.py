@@ -247,7 +247,7 @@ def _set_cost(record: RequestRecord, spent: float | None) -> None:
     """
     if record.lost is not None and spent is not None:
         share = min(1.0, record.lost["lost_tokens"] / max(1, record.fed_tokens))
-        record.lost = record.lost | {"lost_s": round(share * spent, 3)}
+        record.lost = record.lost | {"lost_s": round(share * spent, 6)}
 
 
 def _count_fed(record: RequestRecord, loss: Loss) -> None:

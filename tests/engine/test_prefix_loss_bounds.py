@@ -104,7 +104,7 @@ class Server:
             return
         told, fed = record.lost["lost_tokens"], record.fed_tokens
         assert told <= fed
-        assert record.lost["lost_s"] <= record.timing["prefill_s"] + 0.001
+        assert record.lost["lost_s"] <= record.timing["prefill_s"] + 1e-6
         new = ids[record.cached_tokens : record.cached_tokens + fed]
         common = [_common(new, one) for one in self.computed]
         assert told <= max(common, default=0)
