@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 ASKED = [{"role": "user", "content": "Hello."}]
@@ -43,6 +43,16 @@ def pi(settings: dict[str, Any]) -> Iterator[Sent]:
             assert model["contextWindow"] > model["maxTokens"] > 0
             options = {"stream_options": {"include_usage": True}, "store": False}
             yield _chat(provider["baseUrl"], model["id"], provider["apiKey"], **options)
+
+
+def zed(settings: dict[str, Any]) -> Iterator[Sent]:
+    """Each model of each provider of settings.json, with the id of a thread as a header."""
+    for provider in settings["language_models"]["openai_compatible"].values():
+        assert provider["custom_headers"] == {"X-Session-Id": {"source": "agent_thread_id"}}
+        for one in provider["available_models"]:
+            assert one["max_tokens"] > one["max_output_tokens"] > 0
+            sent = _chat(provider["api_url"], one["name"], "local")
+            yield replace(sent, headers={"X-Session-Id": "5f2c8e0b-thread"})
 
 
 def llm(settings: list[dict[str, Any]]) -> Iterator[Sent]:
@@ -87,6 +97,7 @@ CLIENTS: dict[str, Callable[[Any], Iterator[Sent]]] = {
     "OpenCode": open_code,
     "llm": llm,
     "pi": pi,
+    "Zed": zed,
     "Continue": continue_dev,
     "Open WebUI": open_webui,
     "Prometheus": prometheus,
