@@ -143,10 +143,15 @@ def test_on_linux_a_slow_blas_is_a_warning(tmp_path: Path) -> None:
     found = machine.examine_blas(linux, maps)
     assert found is not None
     assert (found.status, found.value) == ("ok", "libopenblas.so.0")
-    maps.write_text("7f r-xp 00 fe:00 7 /usr/lib/libblas.so.3\n")
+    numpy = "7f r-xp 00 fe:00 8 /venv/numpy.libs/libscipy_openblas64_-32a4b2a6.so\n"
+    maps.write_text(f"7f r-xp 00 fe:00 7 /usr/lib/libblas.so.3\n{numpy}")
     found = machine.examine_blas(linux, maps)
     assert found is not None
-    assert found.status == "warn"
+    assert found.status == "warn", "MLX cannot use NumPy's own"
+    assert "start with bin/serve" in str(found.remedy)
+    found = machine.examine_blas(linux, maps, clone=tmp_path / "site-packages")
+    assert found is not None
+    assert str(found.remedy).endswith("start with LD_PRELOAD=libopenblas.so.0 mlxcache serve")
     assert machine.examine_blas(MAC, maps) is None
 
 

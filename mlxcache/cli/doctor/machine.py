@@ -22,6 +22,7 @@ from mlxcache.cli.doctor.mac import (
     run_command,
     version_of,
 )
+from mlxcache.cli.own_command import CLONE
 from mlxcache.config import format_size, machine_bytes
 
 FEWEST_FILES = 512
@@ -44,6 +45,8 @@ MOST_WEIGHTS = 0.9
 """Maximum share of the memory for weights; the system and the cache need the rest."""
 
 _FAST_BLAS = ("openblas", "mkl_rt", "blis", "armpl", "nvpl")
+_NUMPY_BLAS = "scipy_openblas"
+"""Part of the name of the library that wheels of NumPy contain; MLX cannot use it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,11 +217,14 @@ def examine_files(limit: int | None = None) -> Finding:
     return Finding("open files", "ok", value, figures={} if unlimited else {"limit": soft})
 
 
-def examine_blas(host: Host, maps: Path = Path("/proc/self/maps")) -> Finding | None:
+def examine_blas(
+    host: Host, maps: Path = Path("/proc/self/maps"), clone: Path = CLONE
+) -> Finding | None:
     """Check that MLX uses a fast BLAS library, on Linux without an accelerator.
 
     Reads the list of libraries that this process has loaded, so MLX must be imported first. Returns
-    None on other machines, where BLAS does not matter.
+    None on other machines, where BLAS does not matter. The remedy names the script of `clone` if it
+    has one.
     """
     if host.system != "Linux" or host.accelerated:
         return None
@@ -226,9 +232,14 @@ def examine_blas(host: Host, maps: Path = Path("/proc/self/maps")) -> Finding | 
         loaded = {Path(line.split()[-1]).name for line in maps.read_text().splitlines() if line}
     except OSError:
         return None
-    fast = sorted(one for one in loaded if any(name in one for name in _FAST_BLAS))
+    fast = sorted(
+        one for one in loaded if _NUMPY_BLAS not in one and any(name in one for name in _FAST_BLAS)
+    )
     if fast:
         return Finding("BLAS", "ok", fast[0])
     value = "the reference library: prompts are computed many times slower than with OpenBLAS"
-    remedy = "apt install libopenblas0-pthread, then start with bin/serve, which preloads it"
+    start = "LD_PRELOAD=libopenblas.so.0 mlxcache serve"
+    if (clone / "bin" / "serve").is_file():
+        start = "bin/serve, which preloads it"
+    remedy = f"apt install libopenblas0-pthread, then start with {start}"
     return Finding("BLAS", "warn", value, remedy)
