@@ -153,7 +153,7 @@ def _described(deps: Deps, record: RequestRecord) -> Mapping[str, Any]:
 def describe_request(record: RequestRecord, left_s: float | None = None) -> Mapping[str, Any]:
     """Return the object of a request. Times are in seconds, counts in tokens.
 
-    `left_s`: estimated seconds of its prefill, if that runs.
+    `left_s` is the estimated time for the rest of its prefill, None if it is not in prefill.
     """
     computed = record.cached_tokens or record.fed_tokens
     return {

@@ -102,10 +102,11 @@ class Client:
     """A coding agent and how to set it up.
 
     `name` is its program and its name on the command line, and `install` a shell line that installs
-    it. `first_prompt`: tokens of its first prompt, measured with the demo model (docs/clients.md).
-    `good_for` is a phrase for the menu. `oldest` is the first version that is known to work; None:
-    any version. `prints_version`: its program takes --version, and then does nothing else.
-    `is_quiet` tells whether it prints nothing until its reply, with these arguments.
+    it. `first_prompt` is the tokens of its first prompt, measured with the demo model
+    (docs/clients.md). `good_for` is a phrase for the menu. `oldest` is the first version that is
+    known to work, or None for any version. `prints_version` is True if its program accepts
+    --version and then does nothing else. `is_quiet` tells whether it prints nothing before its
+    reply, given its arguments.
     """
 
     name: str
@@ -120,7 +121,7 @@ class Client:
 
     @property
     def about_first_prompt(self) -> str:
-        """The size of its first prompt in words, rounded to 500 tokens."""
+        """Size of the client's first prompt as text, rounded to 500 tokens."""
         return f"about {round(self.first_prompt / 500) * 500:,} tokens with the demo model"
 
 
@@ -222,7 +223,7 @@ def _permission_mode(invocation: Invocation, own: Sequence[Mapping[str, Any]]) -
 
 
 def _is_print_mode(arguments: Sequence[str]) -> bool:
-    """Return true if Claude Code prints one reply and ends, and not each event as it comes."""
+    """Return whether Claude Code prints only its final reply, without earlier events."""
     streams = any("stream-json" in argument for argument in arguments)
     return any(one in ("-p", "--print") for one in arguments) and not streams
 

@@ -110,9 +110,9 @@ class Launch:
     def _announce(
         self, client: Client, invocation: Invocation, service: Service, *, new: bool
     ) -> None:
-        """Tell where the client works, and where to see how its first prompt is read.
+        """Print where the client works and how long its first prompt is, where that is useful.
 
-        `new`: the server was started here, so that the prompt is the first one.
+        `new` is True if the server was started here, so that it has not read the prompt yet.
         """
         if own_sources(invocation.cwd):
             _say(

@@ -1,4 +1,4 @@
-"""The progress of a prompt, at the terminal of a client that prints nothing meanwhile."""
+"""Progress of a prompt, shown at the terminal of a client that prints nothing meanwhile."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _ERASE = "\x1b[1A\r\x1b[2K"
 
 
 class LineAbove:
-    """A line that is rewritten in place while the cursor stays at the beginning of the next one.
+    """Line that is rewritten in place while the cursor stays at the start of the next line.
 
-    What another program prints then begins on a line of its own and is never overwritten, unless
-    `show` or `remove` is called after that.
+    Output of another program then begins on a line of its own. It is not overwritten, unless `show`
+    or `remove` is called after that.
     """
 
     def __init__(self, out: TextIO):
@@ -36,29 +36,30 @@ class LineAbove:
         return bool(self._text)
 
     def show(self, text: str) -> None:
-        """Write `text`, in place of the last one."""
+        """Write `text` in place of the previous text."""
         if text != self._text:
             self._out.write(f"{_ERASE if self._text else ''}{text}\n")
             self._out.flush()
             self._text = text
 
     def remove(self) -> None:
-        """Erase the line."""
+        """Erase the line from the terminal."""
         if self._text:
             self._out.write(_ERASE)
             self._out.flush()
         self._text = ""
 
     def leave(self) -> None:
-        """Leave the line where it is; the next `show` writes a new one."""
+        """Keep the line on the terminal; the next `show` writes a new one."""
         self._text = ""
 
 
 @contextmanager
 def watching(service: Service, *, quiet: bool) -> Iterator[None]:
-    """Show on the standard error how far a long prompt of the client is read.
+    """Show the progress of the client's long prompts on standard error while the block runs.
 
-    Does nothing unless that is a terminal and the client prints nothing until it replies (`quiet`).
+    Does nothing if standard error is not a terminal, or unless the client prints nothing before its
+    reply (`quiet`).
     """
     if not (quiet and sys.stderr.isatty()):
         yield
@@ -74,7 +75,7 @@ def watching(service: Service, *, quiet: bool) -> Iterator[None]:
 
 
 def _watch(service: Service, out: TextIO, ended: threading.Event) -> None:
-    """Poll the server until `ended`, or until it does not answer."""
+    """Poll the server and update the line until `ended` is set or the server does not answer."""
     line, long = LineAbove(out), LongReadings()
     remote = Remote(service.url, service.key)
     with suppress(MlxcacheError):
