@@ -380,18 +380,17 @@ class Engine:
         record = self._records.get(id, OWNER.get())
         if record is None or runtime is None:
             return record
-        found = self._with_session(record)
-        if found.session is None and found.status in RECORDED and self.state == "ready":
-            await runtime.book.written()
-            found = self._with_session(record)
-        return found
+        if self._with_session(record).session is None and record.status in RECORDED:
+            if self.state == "ready":
+                await runtime.book.written()
+            self._with_session(record)
+        return record
 
     def _with_session(self, record: RequestRecord) -> RequestRecord:
-        """Return the record, or a copy with the session that a request without a label is in."""
-        if record.session is not None or self._runtime is None:
-            return record
-        session = self._runtime.book.session_of(record.joined or record.id)
-        return record if session is None else replace(record, session=session)
+        """Return the record, with the session of a request without a label as soon as known."""
+        if record.session is None and self._runtime is not None:
+            record.session = self._runtime.book.session_of(record.joined or record.id)
+        return record
 
 
 def _rendered(make: Callable[[], T], what: str = "Rendering the prompt") -> T:

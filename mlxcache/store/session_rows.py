@@ -46,6 +46,7 @@ CREATE TABLE IF NOT EXISTS sessions (
     turns INTEGER NOT NULL, pinned INTEGER NOT NULL,
     created_at REAL NOT NULL, last_used_at REAL NOT NULL, owner TEXT);
 CREATE INDEX IF NOT EXISTS sessions_label ON sessions (namespace, label);
+CREATE INDEX IF NOT EXISTS sessions_title ON sessions (namespace, title);
 CREATE INDEX IF NOT EXISTS sessions_used ON sessions (last_used_at);
 CREATE TABLE IF NOT EXISTS leaves (
     id INTEGER PRIMARY KEY AUTOINCREMENT,
@@ -268,8 +269,8 @@ def _may_continue(
 def _read_titled(db: sqlite3.Connection, turn: Turn) -> Iterator[Leaf]:
     """Yield the main leaves of the last used sessions without a label that have a turn's title."""
     newest = (
-        "kind = 'main' AND session IN (SELECT id FROM sessions WHERE namespace = ? AND label IS"
-        " NULL AND title = ? AND owner IS ? ORDER BY last_used_at DESC LIMIT ?)"
+        "kind = 'main' AND session IN (SELECT id FROM sessions WHERE namespace = ? AND title = ?"
+        " AND label IS NULL AND owner IS ? ORDER BY last_used_at DESC LIMIT ?)"
     )
     values = (turn.namespace, turn.title, turn.owner, MOST_TITLED)
     yield from read_leaves(db, newest, values)
