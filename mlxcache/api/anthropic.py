@@ -7,6 +7,7 @@ Source: https://docs.anthropic.com/en/api/messages
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from sse_starlette.event import ServerSentEvent
@@ -15,24 +16,29 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from mlxcache.api import http, sse
+from mlxcache.api.cache import run_warming
 from mlxcache.api.errors import build_anthropic_error
 from mlxcache.api.headers import read_client_name, read_job_options, read_session_label
+from mlxcache.errors import BadRequest
 from mlxcache.types import Admitted, Finished, Job, Text, Thinking, ToolCall, ToolChoice
 from mlxcache.wire import anthropic_types as types
-from mlxcache.wire.anthropic_output import check_not_continued, read_format, read_tool_choice
+from mlxcache.wire.anthropic_output import (
+    check_not_continued,
+    read_format,
+    read_thinking_budget,
+    read_tool_choice,
+    shows_thinking,
+)
 from mlxcache.wire.anthropic_reply import (
     ContentBlocks,
     StreamEvent,
     begin_message,
+    count_prompt,
     count_usage,
+    edit_fields,
     end_fields,
 )
-from mlxcache.wire.anthropic_request import (
-    read_thinking_budget,
-    shows_thinking,
-    to_chat,
-    to_sampling,
-)
+from mlxcache.wire.anthropic_request import to_chat, to_sampling
 from mlxcache.wire.reply import finished_or_raise
 from mlxcache.wire.titles import title_from_messages
 
@@ -46,17 +52,23 @@ def routes(deps: http.Deps) -> list[Route]:
     async def messages(request: Request) -> Response:
         """Generate a reply to a conversation."""
         body = await http.read_json(request, types.Request, deps)
-        if body.stream:
+        if body.max_tokens == 0:
+            work = _warm(request, body, deps)
+        elif body.stream:
             return await _streamed(request, body, deps)
-        return http.json_response(await http.while_connected(request, _whole(request, body, deps)))
+        else:
+            work = _whole(request, body, deps)
+        return http.json_response(await http.while_connected(request, work))
 
     async def count_tokens(request: Request) -> Response:
         """Count the tokens of a conversation's prompt without generating a reply."""
         body = await http.read_json(request, types.Conversation, deps)
         chat, _ = to_chat(body, strict=False, images=http.accepts_images(deps))
         http.require_model(deps)
-        prompt = await deps.engine.render(chat)  # without a session: a count is not a turn
-        return http.json_response({"input_tokens": len(prompt.ids)})
+        # The label and the stop strings change the prompt of a request, so they change its count.
+        stop = tuple(body.stop_sequences or ())
+        prompt = await deps.engine.render(chat, session=_label(request, body), stop=stop)
+        return http.json_response(count_prompt(prompt, edited=body.context_management is not None))
 
     return [
         Route("/v1/messages", messages, methods=["POST"]),
@@ -81,7 +93,20 @@ async def _whole(request: Request, body: types.Request, deps: http.Deps) -> dict
     blocks.close()
     counts = count_usage(job.prompt, last.cached_tokens, last.generated_tokens)
     reply = begin_message(_message_id(job), body.model, counts)
-    return reply | {"content": blocks.content} | end_fields(last, whole=_must_be_whole(job))
+    ends = end_fields(last, whole=_must_be_whole(job))
+    return reply | {"content": blocks.content} | ends | edit_fields(body)
+
+
+async def _warm(request: Request, body: types.Request, deps: http.Deps) -> dict[str, Any]:
+    """Compute the KV of a prompt without a reply, and return a message without content."""
+    if body.stream:
+        raise BadRequest("stream: there is no reply to stream with max_tokens: 0.", param="stream")
+    asked = await _job(request, body, deps)
+    job = replace(asked, tools=None, tool_choice=ToolChoice(), format=None, thinking_budget=None)
+    last = await run_warming(deps.engine, job)
+    counts = count_usage(job.prompt, last.cached_tokens)
+    reply = begin_message(_message_id(job), body.model, counts)
+    return reply | {"stop_reason": "max_tokens"} | edit_fields(body)
 
 
 async def _streamed(request: Request, body: types.Request, deps: http.Deps) -> Response:
@@ -116,7 +141,7 @@ async def _events(
         yield _event(item)
     counts = count_usage(job.prompt, last.cached_tokens, last.generated_tokens)
     delta = end_fields(last, whole=_must_be_whole(job))
-    yield _event({"type": "message_delta", "delta": delta, "usage": counts})
+    yield _event({"type": "message_delta", "delta": delta, "usage": counts} | edit_fields(body))
     yield _event({"type": "message_stop"})
 
 
@@ -125,7 +150,7 @@ async def _job(request: Request, body: types.Request, deps: http.Deps) -> Job:
     form = read_format(body)
     check_not_continued(chat, form)
     choice = read_tool_choice(body, tools)
-    http.require_model(deps)
+    info = http.require_model(deps)
     session = _label(request, body)
     begun = time.perf_counter()
     stop = tuple(body.stop_sequences or ())
@@ -139,7 +164,7 @@ async def _job(request: Request, body: types.Request, deps: http.Deps) -> Job:
         stop=stop,
         tools=None if choice is None else tools,
         tool_choice=choice or ToolChoice(),
-        thinking_budget=read_thinking_budget(body),
+        thinking_budget=read_thinking_budget(body, takes_effort=info.takes_effort),
         parallel_tools=not single,
         format=form,
         session=session,

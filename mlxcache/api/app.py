@@ -37,7 +37,7 @@ from mlxcache.api.access import (
     check_key,
     check_page,
 )
-from mlxcache.api.errors import HANDLERS, error_response
+from mlxcache.api.errors import HANDLERS, error_response, is_anthropic_client
 from mlxcache.api.http import HEALTH, ApiSettings, Deps, get_request_id, make_request_id
 from mlxcache.api.openapi import PATH, Description
 
@@ -45,6 +45,9 @@ if TYPE_CHECKING:
     from mlxcache.engine.engine import Engine
 
 REQUEST_HEADER = "X-Mlxcache-Request"
+
+ANTHROPIC_REQUEST_HEADER = "request-id"
+"""Header with the same id, in which Anthropic's SDKs look for it."""
 
 SECURITY_HEADERS = {
     "X-Content-Type-Options": "nosniff",
@@ -122,6 +125,8 @@ class RequestMiddleware:
                     self._error_counts[message["status"]] += 1
                 headers = MutableHeaders(scope=message)
                 headers[REQUEST_HEADER] = id
+                if is_anthropic_client(Request(scope)):
+                    headers[ANTHROPIC_REQUEST_HEADER] = id
                 headers.update(SECURITY_HEADERS)
             await send(message)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -84,15 +85,7 @@ async def warm(engine: Engine, body: bytes, id: str | None = None) -> dict[str, 
     began = time.perf_counter()
     prompts = [await engine.render(chat) for chat in chats_to_warm(body)]
     prompt = prompts[0] if len(prompts) == 1 else _common_prefix(*prompts)
-    job = Job(id or make_request_id(), prompt, max_tokens=1, raw=True, api=WARMING)
-    stream = await engine.submit(job)
-    last: Finished | None = None
-    try:
-        async for event in stream:
-            last = event if isinstance(event, Finished) else last
-    finally:
-        await stream.aclose()
-    last = finished_or_raise(last)
+    last = await run_warming(engine, Job(id or make_request_id(), prompt))
     return {
         "object": "cache.warmed",
         "prompt_tokens": last.prompt_tokens,
@@ -101,6 +94,18 @@ async def warm(engine: Engine, body: bytes, id: str | None = None) -> dict[str, 
         "fed_tokens": last.prompt_tokens - last.cached_tokens,
         "seconds": round(time.perf_counter() - began, 3),
     }
+
+
+async def run_warming(engine: Engine, job: Job) -> Finished:
+    """Compute the prompt of `job` and drop its reply. Raises the errors of `Engine.submit`."""
+    stream = await engine.submit(replace(job, max_tokens=1, raw=True, api=WARMING))
+    last: Finished | None = None
+    try:
+        async for event in stream:
+            last = event if isinstance(event, Finished) else last
+    finally:
+        await stream.aclose()
+    return finished_or_raise(last)
 
 
 def _common_prefix(one: Prompt, other: Prompt) -> Prompt:

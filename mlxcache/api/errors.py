@@ -124,9 +124,11 @@ def _message(error: Exception) -> str:
 
 
 def is_anthropic_client(request: Request) -> bool:
-    """Return whether the path or the `anthropic-version` header is of Anthropic's API."""
+    """Return whether the path or a header is of Anthropic's API."""
     path = request.scope["path"]  # not request.url: it needs a valid Host header
-    return path.startswith("/v1/messages") or "anthropic-version" in request.headers
+    if path.startswith("/v1/messages"):
+        return True
+    return "anthropic-version" in request.headers or "anthropic-beta" in request.headers
 
 
 def error_response(request: Request, error: Exception) -> Response:

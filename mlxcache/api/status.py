@@ -11,10 +11,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from mlxcache.api.errors import is_anthropic_client
 from mlxcache.api.http import Deps, json_response, read_number, require_model
 from mlxcache.engine.metrics import reuse_of
-from mlxcache.errors import NotFound
+from mlxcache.errors import BadRequest, NotFound
 from mlxcache.types import ModelInfo, RequestRecord
+from mlxcache.wire import anthropic_models
 
 TIMINGS = ("queue_s", "render_s", "match_s", "restore_s", "prefill_s", "first_token_s", "decode_s")
 """Timings of a request in order, in seconds; null for a stage not reached yet."""
@@ -55,8 +57,10 @@ async def health(deps: Deps, request: Request) -> Response:
 
 
 async def models(deps: Deps, request: Request) -> Response:
-    """List the served model, with the fields that clients of OpenAI and Anthropic expect."""
+    """List the served model: in Anthropic's form for its clients, else in that of all others."""
     info = require_model(deps)
+    if is_anthropic_client(request):
+        return json_response(anthropic_models.list_models(info, empty=_is_other_page(request)))
     return json_response(
         {
             "object": "list",
@@ -70,7 +74,21 @@ async def models(deps: Deps, request: Request) -> Response:
 
 async def model(deps: Deps, request: Request) -> Response:
     """Describe the served model, whatever name the path has."""
-    return json_response(describe_model(require_model(deps), _name(request)))
+    describe = anthropic_models.describe_model if is_anthropic_client(request) else describe_model
+    return json_response(describe(require_model(deps), _name(request)))
+
+
+def _is_other_page(request: Request) -> bool:
+    """Return whether the query string asks for models other than the one served.
+
+    Raises BadRequest for a `limit` that is not from 1 to 1,000.
+    """
+    if not 1 <= read_number(request, "limit", 20) <= 1000:
+        raise BadRequest("`limit` must be from 1 to 1000.", param="limit")
+    query = request.query_params
+    stages = [*query.getlist("lifecycle"), *query.getlist("lifecycle[]")]
+    others = bool(stages) and "active" not in stages
+    return others or any(query.get(cursor) for cursor in ("after_id", "before_id"))
 
 
 async def lm_studio_models(deps: Deps, request: Request) -> Response:

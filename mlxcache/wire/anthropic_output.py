@@ -1,4 +1,4 @@
-"""Output settings in Anthropic's request bodies: the reply's format, and which tools are called.
+"""Output settings in Anthropic's request bodies: format, tools to call, thinking and effort.
 
 Sources: https://docs.anthropic.com/en/docs/build-with-claude/structured-outputs and
 https://docs.anthropic.com/en/docs/agents-and-tools/tool-use/implement-tool-use.
@@ -6,13 +6,15 @@ https://docs.anthropic.com/en/docs/agents-and-tools/tool-use/implement-tool-use.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from mlxcache.errors import BadRequest, Unsupported
 from mlxcache.types import Chat, OutputFormat, ToolChoice
-from mlxcache.wire.anthropic_request import Function
-from mlxcache.wire.anthropic_types import Conversation
+from mlxcache.wire.anthropic_tools import Function
+from mlxcache.wire.anthropic_types import Conversation, Effort, Message, Request, ThinkingConfig
 from mlxcache.wire.formats import format_of_schema
+from mlxcache.wire.openai_request import EFFORT_BUDGETS, effort_args
 
 
 def read_format(body: Conversation) -> OutputFormat | None:
@@ -78,3 +80,65 @@ def read_tool_choice(body: Conversation, tools: Sequence[Function]) -> ToolChoic
         message = f"tool_choice.name: {name[:64]!r} is not one of tools."
         raise BadRequest(message, param="tool_choice.name")
     return ToolChoice(required=True, names=(name,))
+
+
+def template_args(body: Conversation) -> Mapping[str, Any]:
+    """Return the arguments of the chat template for thinking and effort."""
+    args = effort_args(read_effort(body))
+    if body.thinking is not None:
+        args["enable_thinking"] = _may_think(body.thinking)
+    return args
+
+
+def _may_think(config: ThinkingConfig | None) -> bool:
+    return config is None or config.type not in ("disabled", "between_tools")
+
+
+def read_thinking_budget(body: Request, *, takes_effort: bool) -> int | None:
+    """Return the maximum tokens of thinking, or None if there is no limit.
+
+    `takes_effort` tells whether the chat template uses the effort itself. Otherwise an effort below
+    `high`, which is this API's default, becomes a number of tokens.
+    """
+    config = body.thinking
+    if config is not None and config.type == "enabled" and config.budget_tokens is not None:
+        return config.budget_tokens
+    effort = read_effort(body)
+    if takes_effort or effort == "high" or not _may_think(config):
+        return None
+    return EFFORT_BUDGETS.get(effort or "")
+
+
+def read_effort(body: Conversation) -> Effort | None:
+    """Return the effort of the reply: that of the request, or of the last system message with one.
+
+    The effort of a system message holds at once if the message follows new input of the user, which
+    is more than tool results, and otherwise from the next such input on.
+    Source: https://platform.claude.com/docs/en/build-with-claude/effort-per-message.
+    """
+    effort = body.output_config.effort if body.output_config else None
+    later: Effort | None = None
+    after_input = False
+    for message in body.messages:
+        if message.role != "system":
+            after_input = message.role == "user" and _has_input(message)
+            if after_input:
+                effort, later = later or effort, None
+        elif message.output_config is not None and message.output_config.effort is not None:
+            later = message.output_config.effort
+            if after_input:
+                effort, later = later, None
+    return effort
+
+
+def _has_input(message: Message) -> bool:
+    content = message.content or ""
+    return isinstance(content, str) or any(raw.get("type") != "tool_result" for raw in content)
+
+
+def shows_thinking(body: Request) -> bool:
+    """Return whether reasoning is sent to the client, which may ask to omit it.
+
+    With `updates`, only notes between tool calls are shown; models here write those as text.
+    """
+    return body.thinking is None or body.thinking.display not in ("omitted", "updates")

@@ -17,6 +17,7 @@ from mlxcache import typed
 from mlxcache.errors import BadRequest, GenerationFailed
 from mlxcache.types import Finished, FinishReason, Piece, Prompt, Text, Thinking, ToolCall
 from mlxcache.wire.anthropic_request import ID_PREFIX
+from mlxcache.wire.anthropic_types import Request
 from mlxcache.wire.decode import decode
 from mlxcache.wire.signatures import sign_thinking
 
@@ -139,6 +140,20 @@ def count_usage(prompt: Prompt, cached: int, generated: int = 0) -> dict[str, in
         "cache_read_input_tokens": cached,
         "output_tokens": generated,
     }
+
+
+def count_prompt(prompt: Prompt, *, edited: bool = False) -> dict[str, Any]:
+    """Return the body of a token count; `edited` if the request has `context_management`."""
+    count = len(prompt.ids)
+    edits = {"context_management": {"original_input_tokens": count}} if edited else {}
+    return {"input_tokens": count, **edits}
+
+
+def edit_fields(body: Request) -> dict[str, Any]:
+    """Return the field that lists which edits of `context_management` were applied: none."""
+    if body.context_management is None:
+        return {}
+    return {"context_management": {"applied_edits": []}}
 
 
 def begin_message(id: str, model: str, usage: Mapping[str, int]) -> dict[str, Any]:

@@ -8,13 +8,14 @@ joined by a blank line, and empty texts are left out.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 from mlxcache.errors import BadRequest, Unsupported
 from mlxcache.types import DEFAULTED, TEXTS, Chat, Sampling
 from mlxcache.wire import anthropic_types as types
+from mlxcache.wire.anthropic_output import template_args
+from mlxcache.wire.anthropic_tools import Function, Toolbox, to_json
 from mlxcache.wire.images import ImageReader, Item, join_items
 from mlxcache.wire.retention import hints_from_marks
 from mlxcache.wire.signatures import recover_thinking
@@ -30,9 +31,6 @@ NO_THREADS = "thread_unsupported_request"
 
 The SDK's tool runner then sends the whole conversation with each request.
 """
-
-Function = Mapping[str, Any]
-"""A tool in the form that chat templates take."""
 
 
 def to_chat(
@@ -54,8 +52,10 @@ def to_chat(
         tools = Toolbox(body.tools or ())
         writer = _ChatWriter(tools, ImageReader(images))
         writer.begin(body)
+        last_user = max((i for i, m in enumerate(body.messages) if m.role == "user"), default=-1)
         for i, message in enumerate(body.messages):
-            writer.write(message, f"messages[{i}]")
+            cleared = message.clear_at == "next_user_message" and i < last_user
+            writer.write(message, f"messages[{i}]", cleared=cleared)
     except RecursionError as error:
         raise BadRequest("The body is nested too deeply.") from error
     if body.cache_control is not None:
@@ -64,7 +64,7 @@ def to_chat(
     chat = Chat(
         messages=tuple(writer.messages),
         tools=tuple(tools.head),
-        template_args=_template_args(body.thinking),
+        template_args=template_args(body),
         breakpoint=writer.breakpoint,
         continue_final=continues,
         keeps=hints_from_marks(body, writer.breakpoint),
@@ -88,35 +88,34 @@ def to_sampling(body: types.Request) -> Sampling:
     )
 
 
-def read_thinking_budget(body: types.Request) -> int | None:
-    """Return the maximum tokens of thinking, or None if there is no limit."""
-    config = body.thinking
-    return config.budget_tokens if config is not None and config.type == "enabled" else None
+_NOT_APPLIED_EDITS = frozenset({"clear_thinking_20251015", "clear_tool_uses_20250919"})
+"""Edits of `context_management` that are accepted although nothing is cleared.
 
-
-def shows_thinking(body: types.Request) -> bool:
-    """Return whether reasoning is sent to the client, which may ask to omit it."""
-    return body.thinking is None or body.thinking.display != "omitted"
+A cleared prefix would have to be computed again; the reply says that no edit was applied."""
 
 
 def _check_supported(body: types.Conversation) -> None:
+    config, management = body.output_config, body.context_management
     unsupported = {
         "mcp_servers": body.mcp_servers,
+        "container": body.container,
         "compaction": body.compaction,
+        "output_config.task_budget": config and config.task_budget,
     }
     for name, value in unsupported.items():
         if value:
             raise Unsupported(f"{name} is not supported.", param=name)
+    for i, edit in enumerate(management.edits if management else ()):
+        if edit.type not in _NOT_APPLIED_EDITS:
+            where = f"context_management.edits[{i}]"
+            message = f"{where}: edits of type {edit.type[:64]!r} are not supported."
+            raise Unsupported(message, param=where)
     if body.thread:
         raise Unsupported(
             "thread is not supported: send the whole conversation in messages.",
             param="thread",
             code=NO_THREADS,
         )
-
-
-def _template_args(config: types.ThinkingConfig | None) -> Mapping[str, Any]:
-    return {} if config is None else {"enable_thinking": config.type != "disabled"}
 
 
 # -- messages --------------------------------------------------------------------------------
@@ -143,18 +142,29 @@ class _ChatWriter:
         if marked or any(tool.cache_control is not None for tool in body.tools or ()):
             self.breakpoint = 0
 
-    def write(self, message: types.Message, where: str) -> None:
+    def write(self, message: types.Message, where: str, *, cleared: bool = False) -> None:
         """Add one message of the body. Tool results in it become messages of their own.
 
-        `where` is the message's path in the body, for errors.
+        A system message without text, or one that is `cleared`, is not added; tools that it defines
+        can be called all the same. `where` is the message's path in the body, for errors. Raises
+        BadRequest if a message of another role has no content.
         """
-        if message.role == "assistant":
+        if message.role == "system":
+            self._write_system(message.content or "", where, cleared=cleared)
+        elif message.content is None:
+            where += ".content"
+            raise BadRequest(f"{where}: a text or a list of blocks is required.", param=where)
+        elif message.role == "assistant":
             self._write_assistant(message.content, where)
-        elif message.role == "user":
-            self._write_user(message.content, where)
         else:
-            texts, marked = self._blocks.read_texts(message.content, where)
+            self._write_user(message.content, where)
+
+    def _write_system(self, content: types.Content, where: str, *, cleared: bool) -> None:
+        texts, marked = self._blocks.read_texts(content, where)
+        if any(texts) and not cleared:
             self._append({"role": "system", "content": _join(texts)}, marked)
+        elif marked:
+            self.mark()
 
     def mark(self) -> None:
         """Record a cache_control mark after the last message."""
@@ -203,7 +213,7 @@ class _ChatWriter:
                 items, marked = [], False
                 result_images += self._write_tool_result(block, at)
             else:
-                items.append(self._blocks.read_item(block, at))
+                items += self._blocks.read_block(block, at)
                 marked |= _has_mark(block)
         items = result_images + items
         if before == len(self.messages) and not any(items):
@@ -284,19 +294,21 @@ class BlockReader:
         self._tools = tools
         self._images = images
 
-    def read_item(self, block: types.Block, where: str) -> Item:
-        """Return the text or the image that a content block adds to the prompt.
+    def read_block(self, block: types.Block, where: str) -> list[Item]:
+        """Return the texts and images that a content block adds to the prompt.
 
         Raises the errors of `read_text`.
         """
+        if isinstance(block, types.Document):
+            return self._read_document(block, where)
         if isinstance(block, types.Image) and self._images.supported:
-            return self._images.read_source(block.source, where)
-        return self.read_text(block, where)
+            return [self._images.read_source(block.source, where)]
+        return [self.read_text(block, where)]
 
     def read_items(self, content: types.Content, where: str) -> tuple[list[Item], bool]:
-        """Return each block's text or image, and whether any block has a cache_control mark."""
+        """Return the texts and images of blocks, and whether any has a cache_control mark."""
         found = list(_read_blocks(content, where))
-        items = [self.read_item(block, at) for at, block in found]
+        items = [item for at, block in found for item in self.read_block(block, at)]
         return items, any(_has_mark(block) for _, block in found)
 
     def read_texts(self, content: types.Content, where: str) -> tuple[list[str], bool]:
@@ -308,8 +320,8 @@ class BlockReader:
     def read_text(self, block: types.Block, where: str) -> str:
         """Return the text that a content block adds to the prompt.
 
-        Raises Unsupported for an image if the model does not accept images, and BadRequest for a
-        block without text.
+        Raises Unsupported for an image if the model does not accept images, and for citations, and
+        BadRequest for a block without text or with images.
         """
         match block:
             case types.Text(text=text):
@@ -321,11 +333,12 @@ class BlockReader:
             case types.ToolChange():
                 text = self._read_tool_change(block, where)
             case types.Document():
-                text = self._read_document(block, where)
+                text = _join(_only_texts(self._read_document(block, where), where))
             case types.SearchResult(title=title, source=source, content=inner):
+                _check_citations(block.citations, where)
                 text = _join([title, source, *self.read_texts(inner, where)[0]])
             case types.ServerToolUse(name=name):
-                text = f"[{name}] {_to_json(block.input)}"
+                text = f"[{name}] {to_json(block.input)}"
             case types.ServerToolResult():
                 text = self._read_server_result(block)
             case types.Image() if not self._images.supported:
@@ -336,15 +349,16 @@ class BlockReader:
                 raise BadRequest(f"{where}: a block of this type is not allowed here.", param=where)
         return text
 
-    def _read_document(self, block: types.Document, where: str) -> str:
+    def _read_document(self, block: types.Document, where: str) -> list[Item]:
+        _check_citations(block.citations, where)
         source = block.source
         if source.type not in ("text", "content"):
             kind = source.type[:64]
             message = f"{where}: documents with a source of type {kind!r} are not supported."
             raise Unsupported(message, param=where)
         inner = source.data if source.type == "text" else source.content
-        texts, _ = self.read_texts(inner, f"{where}.source")
-        return _join([block.title or "", block.context or "", *texts])
+        items, _ = self.read_items(inner, f"{where}.source")
+        return [block.title or "", block.context or "", *items]
 
     def _read_server_result(self, block: types.ServerToolResult) -> str:
         content = block.content
@@ -352,7 +366,7 @@ class BlockReader:
             names = [r.get("tool_name") for r in content["tool_references"] if isinstance(r, dict)]
             texts = [self._tools.describe_loaded(name) for name in names if isinstance(name, str)]
             return _join(texts)
-        return f"[{block.type}] {_to_json(_without_encrypted(content))}"
+        return f"[{block.type}] {to_json(_without_encrypted(content))}"
 
     def _read_tool_change(self, block: types.ToolChange, where: str) -> str:
         if "definition" in block.tool:
@@ -364,6 +378,19 @@ class BlockReader:
         if block.type == "tool_removal":
             return f"The tool {name} can no longer be called."
         return self._tools.describe_loaded(name)
+
+
+def _check_citations(citations: types.Citations | None, where: str) -> None:
+    if citations is not None and citations.enabled:
+        message = f"{where}.citations: citations are not supported: set `enabled` to false."
+        raise Unsupported(message, param=f"{where}.citations")
+
+
+def _only_texts(items: list[Item], where: str) -> list[str]:
+    texts = [item for item in items if isinstance(item, str)]
+    if len(texts) < len(items):
+        raise BadRequest(f"{where}: a document with images is not allowed here.", param=where)
+    return texts
 
 
 def _read_blocks(content: types.Content, where: str) -> Iterator[tuple[str, types.Block]]:
@@ -384,10 +411,6 @@ def _join(texts: list[str]) -> str:
     return "\n\n".join(text for text in texts if text)
 
 
-def _to_json(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False)
-
-
 def _without_encrypted(value: Any) -> Any:
     if isinstance(value, list):
         return [_without_encrypted(item) for item in value]
@@ -396,142 +419,3 @@ def _without_encrypted(value: Any) -> Any:
             k: _without_encrypted(v) for k, v in value.items() if not k.startswith("encrypted_")
         }
     return value
-
-
-# -- tools -----------------------------------------------------------------------------------
-
-
-class Toolbox:
-    """Tools of one request, in the client's order.
-
-    `head` holds the tools that are described at the start of the prompt. `all` holds all tools that
-    may be called, with `strict`, which is not part of the prompt. A tool with `defer_loading` is
-    not in `head`: it is described where a `tool_reference` in a tool result or a `tool_addition` in
-    a system message loads it, so that the start of the prompt stays the same.
-
-    Raises Unsupported for a tool that runs on Anthropic's servers, and BadRequest for one without a
-    name or a schema.
-    """
-
-    def __init__(self, tools: Iterable[types.Tool]):
-        self.head: list[Function] = []
-        self.all: list[Function] = []
-        self._deferred: dict[str, Function] = {}
-        for i, tool in enumerate(tools):
-            function = self._add(tool, f"tools[{i}]")
-            if not tool.defer_loading:
-                self.head.append(function)
-
-    def describe_loaded(self, name: str) -> str:
-        """Return the text for a reference to the tool `name`. It is the same every time."""
-        if name in self._deferred:
-            return _describe(name, self._deferred[name])
-        if any(function["function"]["name"] == name for function in self.head):
-            return f"The tool {name} can be called from now on."
-        return f"The tool {name} is not available."
-
-    def define(self, tool: types.Tool, where: str) -> str:
-        """Add a tool that a message defines, and return the text that describes the tool."""
-        function = self._add(tool, where)
-        self._deferred[tool.name] = function
-        return _describe(tool.name, function)
-
-    def _add(self, tool: types.Tool, where: str) -> Function:
-        function = _function(tool, where)
-        self.all.append(_with_strict(function) if tool.strict else function)
-        if tool.defer_loading:
-            self._deferred[tool.name] = function
-        return function
-
-
-def _describe(name: str, function: Function) -> str:
-    return f"The tool {name} can be called from now on:\n{_to_json(function)}"
-
-
-def _function(tool: types.Tool, where: str) -> Function:
-    description, schema = tool.description or "", tool.input_schema
-    if tool.type not in (None, "custom"):
-        family = tool.type.rpartition("_")[0]
-        if family not in _CLIENT_TOOLS:
-            raise Unsupported(
-                f"{where}: tools of type {tool.type[:64]!r} are not supported.", param=where
-            )
-        description, schema = _CLIENT_TOOLS[family]
-    if not tool.name:
-        raise BadRequest(f"{where}.name: a name is required.", param=f"{where}.name")
-    if schema is None:
-        raise BadRequest(
-            f"{where}.input_schema: a schema is required.", param=f"{where}.input_schema"
-        )
-    body = {"name": tool.name, "description": description, "parameters": schema}
-    return {"type": "function", "function": body}
-
-
-def _with_strict(function: Function) -> Function:
-    return {**function, "function": {**function["function"], "strict": True}}
-
-
-def _object(required: list[str], **properties: dict[str, Any]) -> dict[str, Any]:
-    return {"type": "object", "properties": properties, "required": required}
-
-
-def _string(description: str) -> dict[str, Any]:
-    return {"type": "string", "description": description}
-
-
-_LINE = {
-    "type": "integer",
-    "description": "For insert: the line after which the text goes; 0 is the start.",
-}
-_RANGE = {
-    "type": "array",
-    "items": {"type": "integer"},
-    "description": "For view, optional: the first and the last line; -1 as the last is the end.",
-}
-
-_CLIENT_TOOLS: Mapping[str, tuple[str, dict[str, Any]]] = {
-    "bash": (
-        "Runs a command in a shell that stays open from call to call.",
-        _object(
-            [],
-            command=_string("The command to run. Required unless restart is true."),
-            restart={"type": "boolean", "description": "True starts a fresh shell instead."},
-        ),
-    ),
-    "text_editor": (
-        "Views, creates and edits text files.",
-        _object(
-            ["command", "path"],
-            command={"type": "string", "enum": ["view", "create", "str_replace", "insert"]},
-            path=_string("The file, or for view also a directory."),
-            view_range=_RANGE,
-            file_text=_string("For create: the file's whole text."),
-            old_str=_string("For str_replace: the text to replace, which must occur exactly once."),
-            new_str=_string("For str_replace and insert: the new text."),
-            insert_line=_LINE,
-        ),
-    ),
-    "memory": (
-        "Keeps notes in files under /memories, which outlast this conversation.",
-        _object(
-            ["command"],
-            command={
-                "type": "string",
-                "enum": ["view", "create", "str_replace", "insert", "delete", "rename"],
-            },
-            path=_string("The file or directory. For every command but rename."),
-            view_range=_RANGE,
-            file_text=_string("For create: the file's whole text."),
-            old_str=_string("For str_replace: the text to replace."),
-            new_str=_string("For str_replace: the new text."),
-            insert_line=_LINE,
-            insert_text=_string("For insert: the text to put in."),
-            old_path=_string("For rename: the present path."),
-            new_path=_string("For rename: the path to be."),
-        ),
-    ),
-}
-"""Tools that a client names without a schema, because Anthropic's models were trained on it.
-
-Source: https://docs.anthropic.com/en/docs/agents-and-tools/tool-use/overview.
-"""

@@ -69,16 +69,22 @@ class Source(Struct):
     content: Content = ""
 
 
+class Citations(Struct):
+    enabled: bool | None = None
+
+
 class Document(Marked):
     source: Source
     title: str | None = None
     context: str | None = None
+    citations: Citations | None = None
 
 
 class SearchResult(Marked):
     content: list[RawBlock]
     source: str = ""
     title: str = ""
+    citations: Citations | None = None
 
 
 class ServerToolUse(Marked):
@@ -124,6 +130,7 @@ BLOCKS: dict[str, type[Block]] = {
     "bash_code_execution_tool_result": ServerToolResult,
     "text_editor_code_execution_tool_result": ServerToolResult,
     "tool_search_tool_result": ServerToolResult,
+    "advisor_tool_result": ServerToolResult,
     "mcp_tool_result": ServerToolResult,
     "compaction": Compaction,
     "tool_addition": ToolChange,
@@ -133,9 +140,25 @@ BLOCKS: dict[str, type[Block]] = {
 """Content blocks by their `type`."""
 
 
+Effort = Literal["low", "medium", "high", "xhigh", "max"]
+
+
+class MessageConfig(Struct):
+    """Output settings from a system message on."""
+
+    effort: Effort | None = None
+
+
 class Message(Struct):
+    """A message. Only one of the role `system` may lack `content` or have the last two fields.
+
+    With `clear_at` "next_user_message" it is shown until a user message follows.
+    """
+
     role: Literal["user", "assistant", "system"]
-    content: Content
+    content: Content | None = None
+    clear_at: Literal["next_user_message", "never"] | None = None
+    output_config: MessageConfig | None = None
 
 
 class Tool(Struct):
@@ -143,6 +166,9 @@ class Tool(Struct):
     type: str | None = None
     description: str | None = None
     input_schema: dict[str, Any] | None = None
+    input_examples: list[dict[str, Any]] | None = None
+    allowed_callers: list[str] | None = None
+    max_characters: int | None = None
     defer_loading: bool | None = None
     strict: bool | None = None
     cache_control: Any = None
@@ -155,8 +181,8 @@ class ToolChoice(Struct):
 
 
 class ThinkingConfig(Struct):
-    type: str
-    display: str | None = None
+    type: Literal["enabled", "disabled", "adaptive", "between_tools"]
+    display: Literal["summarized", "omitted", "updates"] | None = None
     budget_tokens: Annotated[int, Meta(ge=0)] | None = None
 
 
@@ -167,6 +193,18 @@ class Format(Struct):
 
 class OutputConfig(Struct):
     format: Format | None = None
+    effort: Effort | None = None
+    task_budget: Any = None
+
+
+class Edit(Struct):
+    """A way to shorten a conversation that has become long."""
+
+    type: str
+
+
+class ContextManagement(Struct):
+    edits: list[Edit] = []
 
 
 class Conversation(Struct, kw_only=True):
@@ -181,20 +219,22 @@ class Conversation(Struct, kw_only=True):
     output_config: OutputConfig | None = None
     output_format: Format | None = None
     mcp_servers: list[Any] | None = None
+    container: Any = None
+    context_management: ContextManagement | None = None
     compaction: Any = None
     thread: Any = None
     cache_control: Any = None
     metadata: dict[str, Any] | None = None
+    stop_sequences: (
+        Annotated[list[Annotated[str, Meta(min_length=1)]], Meta(max_length=16)] | None
+    ) = None
 
 
 class Request(Conversation, kw_only=True):
     """The body of `POST /v1/messages`."""
 
-    max_tokens: Annotated[int, Meta(ge=1)]
+    max_tokens: Annotated[int, Meta(ge=0)]
     stream: bool | None = None
-    stop_sequences: (
-        Annotated[list[Annotated[str, Meta(min_length=1)]], Meta(max_length=16)] | None
-    ) = None
     temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
     top_p: Annotated[float, Meta(ge=0, le=1)] | None = None
     top_k: Annotated[int, Meta(ge=0)] | None = None

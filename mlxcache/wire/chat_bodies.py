@@ -24,7 +24,7 @@ _RENDERED = frozenset({"messages", "system", "tools", "input", "instructions"})
 _TEMPLATE_ARGS = frozenset(
     {
         *("thinking", "reasoning_effort", "enable_thinking", "chat_template_kwargs"),
-        *("continue_final_message", "add_generation_prompt", "reasoning"),
+        *("continue_final_message", "add_generation_prompt", "reasoning", "output_config"),
     }
 )
 _IMAGES = frozenset({"image", "image_url", "input_image"})

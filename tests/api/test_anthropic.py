@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from typing import Any
 
 import anthropic
@@ -12,8 +13,16 @@ import httpx
 import httpx2
 import pytest
 
-from mlxcache.types import DEFAULTED, OutputFormat, Text, Thinking, ToolCall, ToolChoice
-from tests.api.conftest import FakeEngine, reply
+from mlxcache.types import (
+    DEFAULTED,
+    WARMING,
+    OutputFormat,
+    Text,
+    Thinking,
+    ToolCall,
+    ToolChoice,
+)
+from tests.api.conftest import INFO, FakeEngine, reply
 from tests.api.messages import HELLO, events, post
 from tests.wire.anthropic_bodies import MARK, assistant, result, text, tool, use, user
 
@@ -169,6 +178,74 @@ class TestReplies:
             d["delta"]["type"] for _, d in events(response.text) if "index" in d and "delta" in d
         ]
         assert kinds == ["signature_delta", "text_delta"]
+
+
+class TestSettingsOfTheReply:
+    @pytest.mark.parametrize("stream", [False, True])
+    async def test_edits_of_the_context_are_reported_as_not_applied(
+        self, sdk: anthropic.AsyncAnthropic, client: httpx.AsyncClient, stream: bool
+    ) -> None:
+        edits: Any = {"edits": [{"type": "clear_tool_uses_20250919"}]}
+        asked: Any = {"model": "m", "max_tokens": 9, "messages": HELLO}
+        if stream:
+            async with sdk.beta.messages.stream(**asked, context_management=edits) as found:
+                answer: Any = await found.get_final_message()
+        else:
+            answer = await sdk.beta.messages.create(**asked, context_management=edits)
+        assert answer.context_management.applied_edits == []
+        assert "context_management" not in (await post(client, stream=stream)).text
+        del asked["max_tokens"]
+        count = await sdk.beta.messages.count_tokens(**asked, context_management=edits)
+        assert count.context_management is not None
+        assert count.context_management.original_input_tokens == count.input_tokens
+
+    @pytest.mark.parametrize("display", ["omitted", "updates", "summarized"])
+    async def test_reasoning_is_sent_as_it_was_asked_for(
+        self, client: httpx.AsyncClient, engine: FakeEngine, display: str
+    ) -> None:
+        """Updates are notes between calls, not reasoning."""
+        engine.script = reply(Thinking("Hm"), "Yes")
+        answer = (await post(client, thinking={"type": "adaptive", "display": display})).json()
+        assert answer["content"][0]["thinking"] == ("Hm" if display == "summarized" else "")
+
+    @pytest.mark.parametrize("takes", [False, True])
+    async def test_an_effort_reaches_the_template_or_the_budget(
+        self, client: httpx.AsyncClient, engine: FakeEngine, takes: bool
+    ) -> None:
+        engine.info = replace(INFO, takes_effort=takes)
+        await post(client, output_config={"effort": "medium"})
+        assert engine.jobs[0].thinking_budget == (None if takes else 8192)
+        assert engine.chats[0].template_args == {"reasoning_effort": "medium"}
+
+    async def test_no_token_is_a_prompt_that_is_computed_and_not_answered(
+        self, sdk: anthropic.AsyncAnthropic, engine: FakeEngine
+    ) -> None:
+        """Whatever else the request says about the reply."""
+        engine.cached_tokens = 1
+        form: Any = {"format": {"type": "json_schema", "schema": {"type": "object"}}}
+        answer = await sdk.messages.create(
+            model="m",
+            max_tokens=0,
+            messages=HELLO,
+            tools=[WEATHER],
+            tool_choice={"type": "any"},
+            output_config=form,
+        )
+        assert (answer.content, answer.stop_reason) == ([], "max_tokens")
+        counts = answer.usage
+        assert (counts.input_tokens, counts.cache_read_input_tokens) == (3, 1)
+        assert counts.output_tokens == 0
+        (job,) = engine.jobs
+        assert (job.api, job.raw, job.max_tokens) == (WARMING, True, 1)
+        assert (job.tools, job.format, job.tool_choice) == (None, None, ToolChoice())
+        assert engine.streams[0].closed.is_set()
+
+    async def test_the_sdk_knows_the_requests_id(self, sdk: anthropic.AsyncAnthropic) -> None:
+        answer = await sdk.messages.create(model="m", max_tokens=9, messages=HELLO)
+        assert answer._request_id == "req_" + answer.id.removeprefix("msg_")
+        with pytest.raises(anthropic.BadRequestError) as refused:
+            await sdk.messages.create(model="m", max_tokens=9, messages=[])
+        assert refused.value.request_id == refused.value.body["request_id"]  # type: ignore[index]
 
 
 class TestJobs:

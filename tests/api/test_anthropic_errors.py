@@ -34,7 +34,8 @@ class TestErrors:
         ("change", "named"),
         [
             ({"max_tokens": None}, "max_tokens"),
-            ({"max_tokens": 0}, "max_tokens"),
+            ({"max_tokens": -1}, "max_tokens"),
+            ({"max_tokens": 0, "stream": True}, "stream"),
             ({"messages": []}, "messages"),
             ({"messages": [{"role": "robot", "content": "a"}]}, "role"),
             ({"messages": [user({"type": "image"})]}, "image"),

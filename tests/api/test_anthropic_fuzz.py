@@ -56,17 +56,23 @@ def block_of(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[dict[str, Any]]
             "title": WORDS | JUNK,
             "tool": st.fixed_dictionaries({}, optional={"name": WORDS, "definition": JUNK}),
             "is_error": st.booleans() | JUNK,
+            "citations": st.fixed_dictionaries({}, optional={"enabled": st.booleans()}) | JUNK,
             "cache_control": st.just({"type": "ephemeral"}) | JUNK,
         },
     )
 
 
 BLOCKS = st.recursive(REFERENCE, block_of, max_leaves=4) | block_of(REFERENCE)
+EFFORTS = st.sampled_from(["low", "medium", "high", "xhigh", "max", None])
 MESSAGES = st.fixed_dictionaries(
     {
         "role": st.sampled_from(["user", "assistant", "system"]),
         "content": WORDS | st.lists(BLOCKS, max_size=4),
-    }
+    },
+    optional={
+        "clear_at": st.sampled_from(["next_user_message", "never"]),
+        "output_config": st.fixed_dictionaries({}, optional={"effort": EFFORTS}),
+    },
 )
 TOOLS = st.fixed_dictionaries(
     {},
@@ -74,6 +80,8 @@ TOOLS = st.fixed_dictionaries(
         "name": WORDS,
         "type": st.sampled_from(["custom", "bash_20250124", "memory_20250818", "web_search_1"]),
         "input_schema": st.just({"type": "object"}) | JUNK,
+        "input_examples": st.lists(st.dictionaries(WORDS, JUNK, max_size=2), max_size=2) | JUNK,
+        "allowed_callers": st.lists(st.just("direct") | WORDS, max_size=2),
         "defer_loading": st.booleans(),
         "cache_control": JUNK,
     },
@@ -83,7 +91,14 @@ BODIES = st.fixed_dictionaries(
     optional={
         "system": WORDS | st.lists(BLOCKS, max_size=2),
         "tools": st.lists(TOOLS, max_size=3),
-        "thinking": st.fixed_dictionaries({"type": WORDS}, optional={"display": WORDS}) | JUNK,
+        "thinking": st.fixed_dictionaries(
+            {"type": st.sampled_from(["adaptive", "disabled", "between_tools"]) | WORDS},
+            optional={"display": st.just("omitted") | WORDS},
+        )
+        | JUNK,
+        "output_config": st.fixed_dictionaries({}, optional={"effort": EFFORTS | WORDS}),
+        "context_management": st.fixed_dictionaries({}, optional={"edits": JUNK}) | JUNK,
+        "max_tokens": st.integers(-1, 2),
         "tool_choice": st.fixed_dictionaries(
             {"type": st.sampled_from(["auto", "none", "any", "tool"])}, optional={"name": WORDS}
         ),

@@ -108,6 +108,10 @@ async def test_unknown_paths_and_methods_have_the_shape_of_their_api(
     response = await client.post("/v1/messages/nothing")
     assert response.status_code == 404
     assert anthropic_shaped(response)["type"] == "not_found_error"
+    for path in ("/v1/messages/batches", "/v1/messages/batches/msgbatch_1/cancel"):
+        response = await client.post(path, json={"requests": []})
+        assert response.status_code == 404
+        assert "is not supported: this server has" in anthropic_shaped(response)["message"]
     response = await client.get("/v1/chat/completions")
     assert response.status_code == 405
     assert response.headers["allow"] == "POST"

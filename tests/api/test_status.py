@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import anthropic
@@ -9,6 +10,8 @@ import httpx
 import httpx2
 import openai
 import pytest
+from anthropic.types import ModelInfo
+from pydantic import TypeAdapter
 
 from mlxcache.api.status import describe_request
 from mlxcache.types import RequestRecord
@@ -94,6 +97,68 @@ async def test_both_sdks_read_the_list(app: Any) -> None:
         base_url="http://test", api_key="x", http_client=http_client
     ) as client:
         assert [m.id async for m in client.models.list()] == [INFO.id]
+
+
+@pytest.mark.parametrize("header", ["anthropic-version", "anthropic-beta"])
+async def test_anthropics_clients_get_the_list_in_their_form(
+    client: httpx.AsyncClient, engine: FakeEngine, header: str
+) -> None:
+    engine.info = replace(INFO, has_images=True)
+    client.headers[header] = "2023-06-01"
+    body = (await client.get("/v1/models")).json()
+    (model,) = body.pop("data")
+    assert body == {"has_more": False, "first_id": INFO.id, "last_id": INFO.id}
+    assert model == (await client.get(f"/v1/models/{INFO.id}")).json()
+    assert (model["id"], model["type"], model["lifecycle"]) == (INFO.id, "model", "active")
+    assert model["created_at"] == "2023-11-14T22:13:20Z"
+    assert (model["max_input_tokens"], model["max_tokens"]) == (8192, 8192)
+    assert model["context_length"] == model["loaded_context_length"] == 8192
+    assert not {"object", "created", "owned_by"} & {*model}
+    able = model["capabilities"]
+    named = {name for name, what in able.items() if what["supported"]}
+    assert named == {"effort", "image_input", "structured_outputs", "thinking"}
+
+
+async def test_anthropics_sdk_finds_every_field_of_a_model(app: Any) -> None:
+    http_client = httpx2.AsyncClient(transport=httpx2.ASGITransport(app))
+    async with anthropic.AsyncAnthropic(
+        base_url="http://test", api_key="x", http_client=http_client
+    ) as client:
+        found = await client.models.retrieve("claude-any")
+        assert found.id == "claude-any"
+        TypeAdapter(ModelInfo).validate_python(found.model_dump(), strict=True)
+        (beta,) = [m async for m in client.beta.models.list()]
+        assert beta.capabilities is not None
+        assert not beta.capabilities.context_management.supported
+
+
+@pytest.mark.parametrize(
+    ("query", "models"),
+    [
+        ("limit=1", 1),
+        ("after_id=x", 0),
+        ("before_id=x", 0),
+        ("lifecycle=active&lifecycle=retired", 1),
+        ("lifecycle[]=retired", 0),
+    ],
+)
+async def test_another_page_of_anthropics_list_is_empty(
+    client: httpx.AsyncClient, query: str, models: int
+) -> None:
+    client.headers["anthropic-version"] = "2023-06-01"
+    body = (await client.get(f"/v1/models?{query}")).json()
+    assert len(body["data"]) == models
+    assert body["first_id"] == body["last_id"] == (INFO.id if models else None)
+
+
+@pytest.mark.parametrize("limit", ["0", "1001", "x"])
+async def test_a_page_of_a_wrong_size_is_a_bad_request(
+    client: httpx.AsyncClient, limit: str
+) -> None:
+    headers = {"anthropic-version": "2023-06-01"}
+    response = await client.get(f"/v1/models?limit={limit}", headers=headers)
+    assert response.status_code == 400
+    assert response.json()["error"]["type"] == "invalid_request_error"
 
 
 @pytest.mark.parametrize("path", ["/api/v0/models", "/v1/api/v0/models"])

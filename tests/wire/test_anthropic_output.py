@@ -10,8 +10,13 @@ import pytest
 from mlxcache.errors import BadRequest, Unsupported
 from mlxcache.types import OutputFormat, ToolChoice
 from mlxcache.wire import anthropic_types as wire
-from mlxcache.wire.anthropic_output import read_format, read_tool_choice
-from tests.wire.anthropic_bodies import convert, read, rendered, tool, user
+from mlxcache.wire.anthropic_output import (
+    read_effort,
+    read_format,
+    read_thinking_budget,
+    read_tool_choice,
+)
+from tests.wire.anthropic_bodies import assistant, convert, read, rendered, result, tool, use, user
 
 FORMAT = {"type": "json_schema", "schema": {"type": "object"}}
 EXPECTED = OutputFormat("json_schema", '{"type":"object"}')
@@ -109,3 +114,66 @@ def test_only_what_may_be_called_says_strict_not_what_is_rendered() -> None:
     assert rendered(read(tools=strict)) == rendered(read(tools=plain))
     _, found = convert({"model": "m", "messages": [user("hi")], "tools": [*strict, tool("C")]})
     assert [t["function"].get("strict") for t in found] == [True, True, None]
+
+
+ENABLED = {"type": "enabled", "budget_tokens": 2048}
+
+
+@pytest.mark.parametrize(
+    ("effort", "thinking", "budget"),
+    [
+        ("low", None, 1024),
+        ("medium", {"type": "adaptive"}, 8192),
+        ("high", {"type": "adaptive"}, None),
+        ("max", None, None),
+        ("low", ENABLED, 2048),
+        ("low", {"type": "enabled"}, 1024),
+        ("low", {"type": "disabled"}, None),
+        ("low", {"type": "between_tools"}, None),
+        (None, ENABLED, 2048),
+        (None, None, None),
+    ],
+)
+def test_an_effort_is_a_budget_unless_the_template_takes_it(
+    effort: str | None, thinking: Any, budget: int | None
+) -> None:
+    """High is the API's default; a stated budget comes before any effort."""
+    fields = {"model": "m", "max_tokens": 9, "messages": [user("hi")], "thinking": thinking}
+    asked = msgspec.convert(fields | {"output_config": {"effort": effort}}, wire.Request)
+    assert read_thinking_budget(asked, takes_effort=False) == budget
+    stated = 2048 if thinking == ENABLED else None
+    assert read_thinking_budget(asked, takes_effort=True) == stated
+
+
+@pytest.mark.parametrize(("effort", "argument"), [("low", "low"), ("max", "high"), (None, None)])
+def test_an_effort_is_an_argument_of_the_template(effort: str | None, argument: str | None) -> None:
+    args = read(output_config={"effort": effort}).template_args
+    assert args == ({} if argument is None else {"reasoning_effort": argument})
+
+
+LOW: dict[str, Any] = {"role": "system", "content": [], "output_config": {"effort": "low"}}
+
+
+@pytest.mark.parametrize(
+    ("messages", "expected"),
+    [
+        ([user("a"), LOW], "low"),
+        ([user("a"), {"role": "system", "content": "note"}, LOW], "low"),
+        ([user("a"), assistant("b"), LOW, user("c")], "low"),
+        ([user("a"), assistant(use()), LOW, user(result())], "max"),
+        ([user("a"), assistant(use()), user(result()), LOW], "max"),
+        ([user("a"), assistant(use()), user(result()), LOW, user("c")], "low"),
+        ([user("a"), assistant(use()), LOW, user(result(), "c")], "low"),
+        ([user("a"), LOW, assistant("b"), user("c")], "low"),
+        ([user("a"), LOW, LOW | {"output_config": {"effort": "medium"}}, user("c")], "medium"),
+        ([user("a"), LOW, LOW | {"output_config": {}}, user("c")], "low"),
+    ],
+)
+def test_a_system_message_changes_the_effort_from_the_users_next_input_on(
+    messages: list[dict[str, Any]], expected: str
+) -> None:
+    """Results of tools are none. The message itself is not rendered."""
+    asked = body(messages=messages, output_config={"effort": "max"})
+    assert read_effort(asked) == expected
+    plain = [m for m in messages if not m.get("output_config") and m["content"]]
+    assert read(*messages).messages == read(*plain).messages

@@ -9,7 +9,17 @@ import pytest
 from mlxcache.errors import BadRequest, Unsupported
 from mlxcache.wire import anthropic_types as wire
 from mlxcache.wire.anthropic_request import to_chat
-from tests.wire.anthropic_bodies import assistant, convert, read, result, text, tool, user
+from tests.wire.anthropic_bodies import (
+    MARK,
+    assistant,
+    convert,
+    read,
+    rendered,
+    result,
+    text,
+    tool,
+    user,
+)
 
 
 @pytest.mark.parametrize(
@@ -22,6 +32,27 @@ from tests.wire.anthropic_bodies import assistant, convert, read, result, text, 
 )
 def test_plain_documents_and_search_results_are_inlined(block: dict[str, Any]) -> None:
     assert read(user(block)).messages[0]["content"] == "T\n\nbody"
+
+
+@pytest.mark.parametrize("wrap", [user, lambda block: user(result([block]))])
+@pytest.mark.parametrize("kind", ["document", "search_result"])
+def test_citations_are_refused_by_name(kind: str, wrap: Any) -> None:
+    inner: dict[str, Any] = {"source": {"type": "text", "data": "body"}}
+    if kind == "search_result":
+        inner = {"title": "T", "source": "u", "content": [text("body")]}
+    block = {"type": kind, **inner}
+    plain = read(wrap(block))
+    for off in (None, {}, {"enabled": False}):
+        assert rendered(read(wrap(block | {"citations": off}))) == rendered(plain)
+    with pytest.raises(Unsupported, match=r"content\[0\]\.citations: citations") as raised:
+        read(wrap(block | {"citations": {"enabled": True}}))
+    assert str(raised.value.param).endswith(".citations")
+
+
+def test_citations_of_an_earlier_reply_change_no_prompt() -> None:
+    cited = text("So.", citations=[{"type": "char_location", "cited_text": "x"}])
+    history = (user("a"), assistant(cited), user("b"))
+    assert rendered(read(*history)) == rendered(read(user("a"), assistant("So."), user("b")))
 
 
 def test_what_another_server_searched_is_described_without_what_only_it_can_read() -> None:
@@ -38,6 +69,33 @@ def test_what_another_server_searched_is_described_without_what_only_it_can_read
     assert '"title": "T"' in content
     assert content.endswith("So.")
     assert "secret" not in content
+
+
+def test_what_an_advisor_said_is_in_the_history() -> None:
+    said = {"type": "advisor_result", "text": "Use a lock."}
+    block = {"type": "advisor_tool_result", "tool_use_id": "s", "content": said}
+    content = read(user("a"), assistant(block), user("b")).messages[1]["content"]
+    assert content.startswith("[advisor_tool_result]")
+    assert "Use a lock." in content
+
+
+def test_a_note_that_is_to_be_cleared_is_gone_once_a_user_message_follows() -> None:
+    """Tools that it defines can be called all the same."""
+    change = {
+        "type": "tool_addition",
+        "tool": {"type": "tool_definition", "definition": tool("New")},
+    }
+    note = {"role": "system", "content": [text("brief", **MARK), change]}
+    passing = note | {"clear_at": "next_user_message"}
+    shown = read(user("a"), passing, assistant("b"))
+    assert rendered(shown) == rendered(read(user("a"), note, assistant("b")))
+    messages = [user("a"), passing, assistant("b"), user("c")]
+    chat, tools = convert({"model": "m", "messages": messages})
+    assert rendered(chat) == rendered(read(user("a"), assistant("b"), user("c")))
+    assert chat.breakpoint == 1
+    assert [t["function"]["name"] for t in tools] == ["New"]
+    kept = note | {"clear_at": "never"}
+    assert len(read(user("a"), kept, assistant("b"), user("c")).messages) == 4
 
 
 def test_a_tool_that_a_message_brings_along_is_described_there() -> None:
@@ -84,6 +142,7 @@ def test_content_that_cannot_be_rendered_is_refused_by_name(
         assistant({"type": "tool_use", "id": "1", "name": "A", "input": "{}"}),
         {"role": "system", "content": [result()]},
         user({"type": "tool_addition", "tool": {"type": "tool_reference"}}),
+        user({"type": "document", "source": {"type": "text", "data": ""}, "citations": "yes"}),
     ],
 )
 def test_a_malformed_or_misplaced_block_is_named(message: dict[str, Any]) -> None:
@@ -99,3 +158,10 @@ def test_a_body_nested_beyond_reason_is_a_bad_request() -> None:
     message = wire.Message("assistant", [block])
     with pytest.raises(BadRequest, match="nested"):
         to_chat(wire.Conversation(model="m", messages=[message, wire.Message("user", "a")]))
+
+
+@pytest.mark.parametrize("role", ["user", "assistant"])
+def test_only_a_system_message_may_be_without_content(role: str) -> None:
+    assert read(user("a"), {"role": "system"}).messages == read(user("a")).messages
+    with pytest.raises(BadRequest, match=r"messages\[0\].content"):
+        read({"role": role})

@@ -3,7 +3,7 @@
 import pytest
 
 from mlxcache.errors import BadRequest, Unsupported
-from mlxcache.wire.anthropic_request import Toolbox
+from mlxcache.wire.anthropic_tools import Toolbox
 from mlxcache.wire.anthropic_types import Tool
 
 SCHEMA = {"type": "object", "properties": {"path": {"type": "string"}}}
@@ -72,3 +72,30 @@ def test_a_tool_that_only_anthropic_can_run_is_refused_by_name(type: str) -> Non
 def test_a_tool_without_a_name_or_a_schema_is_a_bad_request(bad: Tool) -> None:
     with pytest.raises(BadRequest, match=r"tools\[0\].*required"):
         Toolbox([bad])
+
+
+def test_examples_of_the_input_are_part_of_the_description() -> None:
+    examples = [{"path": "a"}, {"path": "é"}]
+    plain = Tool("A", description="Does A.", input_schema=SCHEMA)
+    bare = Tool("A", input_schema=SCHEMA, input_examples=examples)
+    both = Tool("A", description="Does A.", input_schema=SCHEMA, input_examples=examples)
+    found = [f["function"]["description"] for f in Toolbox([plain, bare, both]).head]
+    listed = 'Examples of the input:\n{"path": "a"}\n{"path": "é"}'
+    assert found == ["Does A.", listed, f"Does A.\n\n{listed}"]
+
+
+def test_the_longest_view_of_a_file_is_described() -> None:
+    editor = Tool("e", type="text_editor_20250728", max_characters=900)
+    (function,) = Toolbox([editor]).head
+    assert "at most 900 characters" in function["function"]["description"]
+
+
+@pytest.mark.parametrize("callers", [None, [], ["direct"], ["code_execution_20260120", "direct"]])
+def test_a_tool_that_the_model_may_call_itself_is_taken(callers: list[str] | None) -> None:
+    assert Toolbox([Tool("A", input_schema=SCHEMA, allowed_callers=callers)]).head
+
+
+def test_a_tool_that_only_code_may_call_is_refused_by_name() -> None:
+    only_code = Tool("A", input_schema=SCHEMA, allowed_callers=["code_execution_20260120"])
+    with pytest.raises(Unsupported, match=r"tools\[0\].allowed_callers.*'direct'"):
+        Toolbox([only_code])

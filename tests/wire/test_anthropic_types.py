@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 
-from mlxcache.errors import Unsupported
-from tests.wire.anthropic_bodies import read, rendered
+from mlxcache.errors import BadRequest, Unsupported
+from mlxcache.wire import anthropic_types as wire
+from mlxcache.wire.decode import decode
+from tests.wire.anthropic_bodies import read, rendered, user
 
 
 @pytest.mark.parametrize(
@@ -18,6 +21,7 @@ from tests.wire.anthropic_bodies import read, rendered
         ({"type": "adaptive", "display": "omitted"}, {"enable_thinking": True}),
         ({"type": "adaptive", "display": "summarized"}, {"enable_thinking": True}),
         ({"type": "disabled"}, {"enable_thinking": False}),
+        ({"type": "between_tools"}, {"enable_thinking": False}),
     ],
 )
 def test_thinking_is_the_templates_to_switch(thinking: Any, expected: dict[str, Any]) -> None:
@@ -29,6 +33,12 @@ def test_thinking_is_the_templates_to_switch(thinking: Any, expected: dict[str, 
     [
         ("mcp_servers", [{"type": "url", "url": "https://example.org"}]),
         ("thread", {"type": "continue", "previous_message_id": "msg_1"}),
+        ("compaction", {"type": "summarize"}),
+        ("container", "container_1"),
+        ("container", {"skills": [{"type": "anthropic", "skill_id": "xlsx"}]}),
+        ("context_management", {"edits": [{"type": "compact_20260112"}]}),
+        ("context_management", {"edits": [{"type": "an_edit_of_tomorrow"}]}),
+        ("output_config", {"task_budget": {"type": "tokens", "total": 20_000}}),
     ],
 )
 def test_what_would_change_the_answer_is_refused_by_name(field: str, value: Any) -> None:
@@ -44,10 +54,17 @@ def test_what_would_change_the_answer_is_refused_by_name(field: str, value: Any)
         ("tool_choice", {"type": "any"}),
         ("output_format", {"type": "json_schema", "schema": {}}),
         ("output_config", {"format": {"type": "json_schema", "schema": {}}}),
-        ("output_config", {"effort": "high"}),
         ("output_config", {"format": None}),
+        ("stop_sequences", ["END"]),
         ("mcp_servers", []),
         ("context_management", {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}),
+        ("context_management", {"edits": [{"type": "clear_tool_uses_20250919"}]}),
+        ("context_management", {}),
+        ("billing_policy", {"type": "billing_policy"}),
+        ("diagnostics", {"previous_message_id": "msg_1"}),
+        ("fallbacks", [{"model": "another"}]),
+        ("inference_geo", "eu"),
+        ("user_profile_id", "up_1"),
         ("safeguards", {"anything": 1}),
         ("metadata", {"user_id": "x"}),
         ("service_tier", "auto"),
@@ -59,3 +76,19 @@ def test_what_would_change_the_answer_is_refused_by_name(field: str, value: Any)
 )
 def test_what_changes_no_prompt_is_accepted(field: str, value: Any) -> None:
     assert rendered(read(**{field: value})) == rendered(read())
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"thinking": {"type": "sometimes"}},
+        {"thinking": {"type": "adaptive", "display": "loudly"}},
+        {"output_config": {"effort": "some"}},
+        {"messages": [{"role": "system", "output_config": {"effort": "some"}}]},
+        {"messages": [{"role": "system", "content": "a", "clear_at": "noon"}]},
+    ],
+)
+def test_a_setting_that_is_unknown_is_refused(body: dict[str, Any]) -> None:
+    raw = msgspec.json.encode({"model": "m", "messages": [user("hi")], **body})
+    with pytest.raises(BadRequest, match=r"Invalid enum value .*: use one of '"):
+        decode(wire.Conversation, raw)

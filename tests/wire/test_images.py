@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 import pytest
@@ -142,3 +142,26 @@ class TestAnthropic:
         for message in (user("a", BLOCK), user("a", result([BLOCK]))):
             with pytest.raises(Unsupported, match="'image' is not supported"):
                 anthropic(message, images=False)
+
+
+class TestDocuments:
+    SHOWS: ClassVar[dict[str, Any]] = {
+        "type": "document",
+        "title": "T",
+        "source": {"type": "content", "content": [text("a"), text("b"), BLOCK, text("c")]},
+    }
+
+    def test_the_images_of_a_document_are_at_their_place(self) -> None:
+        content = anthropic(user("See", self.SHOWS, "?")).messages[0]["content"]
+        assert content == ["See\n\nT\n\na\n\nb", SHOWN, "c\n\n?"]
+
+    def test_in_a_tools_result_they_follow_the_result(self) -> None:
+        chat = anthropic(user("a"), assistant(use()), user(result([self.SHOWS])))
+        assert chat.messages[2]["content"] == "T\n\na\n\nb\n\nc"
+        assert chat.messages[3]["content"] == [SHOWN]
+
+    def test_where_no_image_can_be_they_are_refused(self) -> None:
+        with pytest.raises(Unsupported, match=r"content\[0\].source.content\[2\]: .*'image'"):
+            anthropic(user(self.SHOWS), images=False)
+        with pytest.raises(BadRequest, match=r"content\[0\]: a document with images"):
+            anthropic(user("a"), assistant(self.SHOWS), user("b"))

@@ -1,0 +1,72 @@
+"""The served model as an object and as a list of Anthropic's API.
+
+Source: https://docs.anthropic.com/en/api/models-list.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from typing import Any
+
+from mlxcache.types import ModelInfo
+
+_EFFORTS = ("low", "medium", "high", "xhigh", "max")
+_THINKING_TYPES = ("adaptive", "between_tools", "disabled", "enabled")
+
+
+def describe_model(info: ModelInfo, name: str | None = None) -> dict[str, Any]:
+    """Return the model object, under any `name`, with the fields of Anthropic's API.
+
+    The lengths of other local servers are in it too, because clients look for them. `max_tokens` is
+    the longest reply, which has what the prompt leaves of the context.
+    """
+    return {
+        "id": name or info.id,
+        "type": "model",
+        "display_name": info.id,
+        "created_at": datetime.fromtimestamp(info.created, UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        "lifecycle": "active",
+        "deprecated_at": None,
+        "retires_at": None,
+        "line": None,
+        "max_input_tokens": info.context_length,
+        "max_tokens": info.context_length,
+        "capabilities": _capabilities(info),
+        "context_length": info.context_length,
+        "max_context_length": info.max_context_length,
+        "loaded_context_length": info.context_length,
+    }
+
+
+def list_models(info: ModelInfo, *, empty: bool) -> dict[str, Any]:
+    """Return the list of the one model, or with `empty` a page before or after it."""
+    id = None if empty else info.id
+    data = [] if empty else [describe_model(info)]
+    return {"data": data, "has_more": False, "first_id": id, "last_id": id}
+
+
+def _capabilities(info: ModelInfo) -> Mapping[str, Any]:
+    thinks = info.has_thinking
+    return {
+        "batch": _is(False),
+        "citations": _is(False),
+        "code_execution": _is(False),
+        "context_management": _is(
+            False,
+            clear_thinking_20251015=_is(False),
+            clear_tool_uses_20250919=_is(False),
+            compact_20260112=_is(False),
+        ),
+        "effort": _is(thinks, **{effort: _is(thinks) for effort in _EFFORTS}),
+        "image_input": _is(info.has_images),
+        "pdf_input": _is(False),
+        "server_tools": _is(False, code_execution=_is(False), web_search=_is(False)),
+        "structured_outputs": _is(True),
+        # Every type is accepted, whatever the model.
+        "thinking": _is(thinks, types={kind: _is(True) for kind in _THINKING_TYPES}),
+    }
+
+
+def _is(supported: bool, **more: Any) -> dict[str, Any]:
+    return {"supported": supported, **more}
