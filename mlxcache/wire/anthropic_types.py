@@ -150,7 +150,7 @@ class MessageConfig(Struct):
 
 
 class Message(Struct):
-    """A message. Only one of the role `system` may lack `content` or have the last two fields.
+    """Message of a conversation; `clear_at` and `output_config` are for those of the role `system`.
 
     With `clear_at` "next_user_message" it is shown until a user message follows.
     """
