@@ -483,9 +483,9 @@ def related(old: Chat, new: Chat) -> bool:
     names = {*_names(old.tools)}, {*_names(new.tools)}
     same_tools = names[0] == names[1]
     alike = was == now or (bool(was and now) and _similarity(was, now) >= 0.5)
-    if _has_messages_of(old, new):
-        return alike or (same_tools and bool(names[1]))
-    return alike and same_tools and bool(now or names[1])
+    if alike and same_tools and (now or names[1]):
+        return True
+    return (alike or (same_tools and bool(names[1]))) and _has_messages_of(old, new)
 
 
 def _has_messages_of(old: Chat, new: Chat) -> bool:

@@ -69,13 +69,19 @@ def wait_at_rest(server: SoakServer, ledger: Ledger) -> bool:
 
 
 def check_counts(server: SoakServer, ledger: Ledger) -> None:
-    """Check each request: cached + fed = prompt, restored <= cached, at least one token fed."""
+    """Check each request: cached + fed = prompt, restored <= cached, at least one token fed.
+
+    No more is lost than was fed, in no more time than that took.
+    """
     found = get_json(server, "/v1/requests?limit=1000", ledger)
     for one in found["data"] if found else ():
         prompt, cached, fed = one["prompt_tokens"], one["cached_tokens"], one["fed_tokens"]
         right = cached + fed == prompt if one["status"] == "done" else cached + fed <= prompt
         if not right or not 0 <= one["restored_tokens"] <= cached or cached >= max(1, prompt):
             ledger.add_violation("counts", f"{server.name}: {one}")
+        lost, took = one["lost"], one["timing"]["prefill_s"]
+        if lost and (lost["lost_tokens"] > fed or lost["lost_s"] > (took or 0.0) + 1e-6):
+            ledger.add_violation("losses", f"{server.name}: {one}")
 
 
 def check_budget(server: SoakServer, ledger: Ledger) -> None:
