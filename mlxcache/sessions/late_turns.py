@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from mlxcache.common_prefix import common_length
@@ -106,15 +106,22 @@ class LateTurns:
 
     def _show(self) -> None:
         try:
-            new = self._copy is None
-            copy = self._sessions.copy() if self._copy is None else self._copy
-            for one in self._turns:
-                if new or one.session is None:
-                    one.show_in(copy)
-            if new:
-                self._set_copy(copy)
+            if self._copy is not None:
+                self._record(self._copy, [one for one in self._turns if one.session is None])
+                return
+            copy = self._sessions.copy()
+            try:
+                self._record(copy, self._turns)
+            except BaseException:
+                copy.close()
+                raise
+            self._set_copy(copy)
         except StoreError as error:
             log.debug("turns not shown before they are written: %s", error)
+
+    def _record(self, copy: Sessions, turns: Sequence[LateTurn]) -> None:
+        for one in turns:
+            one.show_in(copy)
 
     def _set_copy(self, copy: Sessions | None) -> None:
         """Replace the copy; the one before it stays open for its readers until the next one."""

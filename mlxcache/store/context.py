@@ -86,16 +86,20 @@ class StoreContext:
     def note_use(self, rows: Iterable[Row], *, unless_within: float = 0.0) -> None:
         """Note that the files of `rows` are used now.
 
-        Files used within the last `unless_within` seconds are skipped.
+        Files used within the last `unless_within` seconds are skipped, and all of them while the
+        index cannot be written.
         """
+        if self.database.obstacle is not None:
+            return
         now = self.now()
         with self._lock:
             self._uses.update((row.id, now) for row in rows if now - row.used >= unless_within)
 
     def note_reuse(self, ids: Iterable[int]) -> None:
-        """Note that a request reused the files with these ids."""
+        """Note that a request reused the files with these ids, if the index can be written."""
         with self._lock:
-            self._reused += ids
+            if self.database.obstacle is None:
+                self._reused += ids
 
     def write_uses(self, connection: sqlite3.Connection) -> None:
         """Write the uses and reuses noted since the last call to the index.

@@ -149,8 +149,8 @@ def clear(context: StoreContext, pinned: bool) -> int:
 
 
 def _freed(context: StoreContext, before: int) -> int:
-    context.database.empty_log()
     with suppress(DiskFull):  # the pages stay in the index, and are used again
+        context.database.empty_log()
         context.database.shrink()
     with context.database.read() as connection:
         return max(0, before - context.space.used(connection))

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mlxcache.errors import Corrupt, Gone, StoreError
+from mlxcache.errors import Corrupt, DiskFull, Gone, StoreError
 from mlxcache.safetensors import Malformed, Tensor
 from mlxcache.store import index, maintenance
 from mlxcache.store.context import StoreContext
@@ -115,7 +115,8 @@ class Store:
         with self.context.reserve.freeing() as full:
             yield
             if full:
-                self.database.empty_log()
+                with suppress(DiskFull):  # what the block did is done
+                    self.database.empty_log()
 
     def for_namespace(self, namespace: str) -> Store:
         """Return a store of another namespace in the same open folder.
@@ -162,7 +163,12 @@ class Store:
         self.context.note_reuse(ids)
 
     def note_uses(self) -> None:
-        """Write the uses that `find` noted to the index; every other write does this too."""
+        """Write the uses that `find` noted to the index; every other write does this too.
+
+        Does nothing while the index cannot be written.
+        """
+        if self.obstacle is not None:
+            return
         with self.database.write() as connection:
             self.context.write_uses(connection)
 

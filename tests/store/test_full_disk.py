@@ -180,6 +180,7 @@ def test_a_folder_that_cannot_be_written_is_read(folder, monkeypatch):
         assert assert_right(made, ids, row=ROW).length == 2000
         assert len(sessions.all()) == 3
         assert made.check() == []
+        made.note_uses()  # which a server does when it is idle
         for change in (
             lambda: put(made, ids, 1984, row=ROW),
             lambda: sessions.record_turn(_turn(ids, "x0")),
