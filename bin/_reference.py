@@ -39,9 +39,9 @@ def command_line() -> str:
         "# Command line",
         "",
         NOTICE,
-        "From a clone, `mlxcache` is `bin/mlxcache`. Flags of `serve` are variables and keys",
-        "of `config.toml`: [configuration](../configuration.md). Exit status: 0 done, 1 failed,",
-        "2 wrong usage.",
+        "With a clone in `~/mlxcache`, `mlxcache` is `~/mlxcache/bin/mlxcache`. Flags of `serve`",
+        "are variables and keys of `config.toml`: [configuration](../configuration.md). Exit",
+        "status: 0 done, 1 failed, 2 wrong usage.",
         "",
     ]
     for path, command in _commands("mlxcache", load_all(app, COMMANDS)):

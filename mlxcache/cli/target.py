@@ -16,6 +16,7 @@ import typer
 
 from mlxcache.cli.connect import base_url
 from mlxcache.cli.output import reporting
+from mlxcache.cli.own_command import own_command
 from mlxcache.cli.show import Result
 from mlxcache.config import load_settings
 from mlxcache.errors import ConfigError
@@ -80,7 +81,7 @@ def find_server(url: str | None, api_key: str | None, cache_dir: Path | None = N
             f"remove {named}."
         )
     where = f"at {urls[-1]}" if urls else f"from {folder}"
-    raise NoServer(f"No server runs {where}: start one with `mlxcache serve`, or set --url.")
+    raise NoServer(f"No server runs {where}: start one with `{own_command()} serve`, or set --url.")
 
 
 def _named_url(url: str | None, cache_dir: Path | None) -> str | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,8 @@ import pytest
 
 from mlxcache.cli import own_command as module
 from mlxcache.cli.own_command import launch_command, own_command
+from mlxcache.cli.remote import NoServer
+from mlxcache.cli.target import find_server
 from mlxcache.config.folder import default_cache_dir
 
 HERE = "http://127.0.0.1:8081"
@@ -73,3 +76,12 @@ def test_the_former_folder_of_a_mac_is_found_without_an_address(
     """It is used until it is moved."""
     monkeypatch.setattr(module, "former_cache_dir", lambda: tmp_path)
     assert launch_command(HERE, tmp_path).endswith(" launch")
+
+
+def test_a_command_without_a_server_names_the_command_that_starts_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that it can be pasted in any folder."""
+    monkeypatch.setenv("MLXCACHE_PORT", "9")
+    with pytest.raises(NoServer, match=re.escape(f"start one with `{own_command()} serve`")):
+        find_server(None, None, tmp_path)

@@ -8,6 +8,7 @@ import httpx
 
 from mlxcache.cli.doctor.finding import Finding
 from mlxcache.cli.listen import IN_USE, CannotListen, PortTaken, listen
+from mlxcache.cli.own_command import own_command
 from mlxcache.cli.remote import proxied
 from mlxcache.config import Settings
 from mlxcache.store.lock import servers
@@ -39,7 +40,7 @@ def examine_servers(settings: Settings, url: str) -> list[Finding]:
     urls = known if url in known else [*known, url]
     found = [_server(one, named=one in known) for one in urls]
     shown = [one for one in found if one is not None]
-    return shown or [Finding("server", "ok", "none runs: start one with mlxcache serve")]
+    return shown or [Finding("server", "ok", f"none runs: start one with {own_command()} serve")]
 
 
 def _server(url: str, *, named: bool) -> Finding | None:

@@ -122,7 +122,7 @@ class Client:
     @property
     def about_first_prompt(self) -> str:
         """Size of the client's first prompt as text, rounded to 500 tokens."""
-        return f"about {round(self.first_prompt / 500) * 500:,} tokens with the demo model"
+        return f"about {round(self.first_prompt / 500) * 500:,} tokens"
 
 
 # -- the environment of every client -----------------------------------------------------------

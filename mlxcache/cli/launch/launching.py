@@ -121,7 +121,7 @@ class Launch:
             )
         if new and not client.is_quiet(invocation.arguments):
             _say(
-                f"Its first prompt is read once: {client.about_first_prompt}. "
+                f"Its first prompt ({client.about_first_prompt} with the demo model) is read once. "
                 f"How far it is: {service.url}/dashboard"
             )
 
@@ -248,7 +248,7 @@ class Launch:
     def _expected(self) -> Service:
         """Describe the server that would be started, from the settings and the model's files."""
         settings = self.settings
-        _say(f"No server runs at {self.url} yet: `mlxcache serve` starts one.")
+        _say(f"No server runs at {self.url} yet: `{own_command()} serve` starts one.")
         if settings.model is None:
             from mlxcache.model.demo import CONTEXT, DEMO_ID  # noqa: PLC0415 - MLX takes seconds
 
