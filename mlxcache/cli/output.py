@@ -90,7 +90,7 @@ def log_line(record: RequestRecord) -> str:
     restored = f" ({record.restored_tokens} from disk)" if record.restored_tokens else ""
     drafted, accepted = record.drafted_tokens, record.accepted_tokens
     fields = [
-        f"session {(record.session or '-')[-8:]}",
+        name_sender(record.session, record.client),
         f"prompt {record.prompt_tokens}",
         f"cached {record.cached_tokens}" + restored,
         f"fed {record.fed_tokens}",
@@ -105,6 +105,13 @@ def log_line(record: RequestRecord) -> str:
     if record.error:
         fields.append(" ".join(record.error.split()))
     return "  ".join(fields)
+
+
+def name_sender(session: str | None, client: str | None) -> str:
+    """Format the end of a request's session label for the log, or its client without a label."""
+    if session or not client:
+        return f"session {(session or '-')[-8:]}"
+    return f"client {client}"
 
 
 def _lost(lost: dict[str, Any]) -> str:

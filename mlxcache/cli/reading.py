@@ -13,6 +13,8 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
+from mlxcache.cli.output import name_sender
+
 if TYPE_CHECKING:
     from mlxcache.engine.engine import Engine
 
@@ -34,12 +36,12 @@ request_log = logging.getLogger("mlxcache.requests")
 class Reading:
     """Progress of a prompt during prefill.
 
-    `done` of `total` tokens are in the cache. `left_s` is the estimated time for the rest in
-    seconds, or None if it is unknown.
+    `sender`: its session or client, see `name_sender`. `done` of `total` tokens are in the cache.
+    `left_s` is the estimated time for the rest in seconds, or None if it is unknown.
     """
 
     id: str
-    session: str | None
+    sender: str
     done: int
     total: int
     left_s: float | None
@@ -87,7 +89,7 @@ class LongReadings:
 
 def _counted_down(one: Reading, passed: float) -> Reading:
     left = None if one.left_s is None else max(0.0, one.left_s - passed)
-    return Reading(one.id, one.session, one.done, one.total, left)
+    return Reading(one.id, one.sender, one.done, one.total, left)
 
 
 class Reports:
@@ -158,7 +160,7 @@ async def show_readings(engine: Engine, console: Console) -> None:
             if terminal:
                 line.show(describe(shown) if shown else "")
             for one in [] if terminal else reports.due(shown):
-                request_log.info("session %s  %s", (one.session or "-")[-8:], describe([one]))
+                request_log.info("%s  %s", one.sender, describe([one]))
             await asyncio.sleep(POLL_S)
     finally:
         line.remove()
@@ -168,7 +170,7 @@ def _readings(engine: Engine) -> list[Reading]:
     return [
         Reading(
             one.id,
-            one.session,
+            name_sender(one.session, one.client),
             min(one.prompt_tokens, one.cached_tokens + one.fed_tokens),
             one.prompt_tokens,
             engine.prefill_left_s(one),

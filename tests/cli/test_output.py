@@ -54,11 +54,17 @@ def test_a_request_is_one_line_with_every_figure():
 
 def test_a_request_that_never_ran_has_dashes():
     """For figures that were not measured."""
-    line = log_line(record(session=None, status="rejected", error="no\nroom"))
+    line = log_line(record(session=None, client=None, status="rejected", error="no\nroom"))
     assert line == (
         "session -  prompt 0  cached 0  fed 0  first token -  - tok/s  generated 0  "
         "rejected  no room"
     )
+
+
+def test_a_request_without_a_label_has_its_clients_name():
+    """Several such clients can be told apart."""
+    line = log_line(record(session=None, client="OpenAI/Python 2.20.0"))
+    assert line.startswith("client OpenAI/Python 2.20.0  prompt 0  cached 0")
 
 
 def test_one_token_has_no_speed():

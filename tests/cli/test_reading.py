@@ -18,7 +18,7 @@ from mlxcache.types import RequestRecord
 
 
 def one(done: int = 9_929, left_s: float | None = 40.2, id: str = "a") -> Reading:
-    return Reading(id, "my-session-1234abcd", done, 29_863, left_s)
+    return Reading(id, "session 1234abcd", done, 29_863, left_s)
 
 
 class Clock:

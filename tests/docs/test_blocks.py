@@ -43,7 +43,8 @@ TEXT = {
     "the start of a server with little memory",
 }
 LOG = re.compile(
-    r"\d\d:\d\d:\d\d session (-|[\w-]{1,8})  prompt \d+  cached \d+( \(\d+ from disk\))?  fed \d+"
+    r"\d\d:\d\d:\d\d (session (-|[\w-]{1,8})|client \S+)"
+    r"  prompt \d+  cached \d+( \(\d+ from disk\))?  fed \d+"
     r"  first token (-|[\d.]+ s)  (-|[\d.]+) tok/s  generated \d+( \(\d+ of \d+ drafts accepted\))?"
     r"  \w+(  lost \d+ \(\w+: \w+, about [\d.]+ s\))?"
 )
