@@ -422,13 +422,13 @@ def test_only_the_settings_file_is_read(tmp_path: Path, monkeypatch: pytest.Monk
     settings_of(tmp_path, {})
     (tmp_path / ".claude" / "history.jsonl").write_text("{}")
     opened: list[Path] = []
-    read = Path.read_text
+    read = Path.read_bytes
 
-    def noted(path: Path, **_: Any) -> str:
+    def noted(path: Path) -> bytes:
         opened.append(path)
         return read(path)
 
-    monkeypatch.setattr(Path, "read_text", noted)
+    monkeypatch.setattr(Path, "read_bytes", noted)
     assert claude(tmp_path, {})["attribution"].status == "warn"
     opencode = tmp_path / ".config" / "opencode"
     others = {opencode / name for name in ("opencode.json", "opencode.jsonc")}
