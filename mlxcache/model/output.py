@@ -63,6 +63,7 @@ class OutputParser:
         plain: bool = False,
         prime: Sequence[int] = (),
     ):
+        thinking_open = thinking_open and not plain
         framing = grammar(tokenizer, tools=bool(tools), generic=generic_tools)
         self._grammar = PLAIN if plain else framing
         self._finders = {state: Finder(found) for state, found in self._grammar.edges.items()}

@@ -1023,9 +1023,10 @@ def test_gpt_oss_told_of_another_format(oss: TokenizerWrapper) -> None:
     assert call(pieces) == ("look", {"city": "Aix"})
 
 
-def test_a_plain_completion_is_text_and_nothing_else(qwen: TokenizerWrapper) -> None:
-    """Markers of thinking and calls are part of a raw completion's text."""
+@pytest.mark.parametrize("opened", [False, True])
+def test_a_plain_completion_is_text_and_nothing_else(qwen: TokenizerWrapper, opened: bool) -> None:
+    """Markers of thinking and calls are part of a raw completion's text, wherever it begins."""
     text = "<think>so</think> then <tool_call>{}</tool_call>"
-    parser = OutputParser(qwen, tools=({"name": "f"},), plain=True)
+    parser = OutputParser(qwen, tools=({"name": "f"},), plain=True, thinking_open=opened)
     pieces = run_on(parser, qwen, text)
     assert joined([*pieces, *parser.finish("length")]) == [Text(text)]

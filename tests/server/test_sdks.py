@@ -158,6 +158,56 @@ class TestAnthropic:
         assert (again.input_tokens, again.cache_creation_input_tokens) == (1, 0)
         assert again.cache_read_input_tokens == sum(parts) - 1
 
+    @pytest.mark.parametrize("mode", ["adaptive", "disabled"])
+    def test_a_reply_that_comes_back_with_its_thinking_is_counted(
+        self, claude: anthropic.Anthropic, mode: str
+    ) -> None:
+        """With tools, a document, an effort and a text to go on with."""
+        source = {"type": "text", "media_type": "text/plain", "data": words(61, 30)}
+        document = {"type": "document", "title": "T", "source": source}
+        conversation: dict[str, Any] = {
+            "model": "any",
+            "system": [{"type": "text", "text": words(62, 20)}],
+            "messages": [{"role": "user", "content": [document]}],
+            "tools": [{"name": "f", "input_schema": {"type": "object"}, "input_examples": [{}]}],
+            "thinking": {"type": mode},
+            "output_config": {"effort": "low"},
+        }
+        first = claude.messages.create(max_tokens=30, **conversation)
+        conversation["messages"] += [
+            {"role": "assistant", "content": first.content},
+            user("Go on."),
+            {"role": "assistant", "content": "Well:"},
+        ]
+        count = claude.messages.count_tokens(**conversation).input_tokens
+        usage = claude.messages.create(max_tokens=2, **conversation).usage
+        read, made = usage.cache_read_input_tokens, usage.cache_creation_input_tokens
+        assert count == usage.input_tokens + (read or 0) + (made or 0)
+
+    def test_no_token_makes_the_next_request_warm(self, claude: anthropic.Anthropic) -> None:
+        asked: dict[str, Any] = {"model": "any", "messages": [user(words(63, 60))]}
+        warmed = claude.messages.create(max_tokens=0, **asked)
+        assert (warmed.content, warmed.stop_reason) == ([], "max_tokens")
+        assert warmed.usage.output_tokens == 0
+        usage = claude.messages.create(max_tokens=2, **asked).usage
+        length = warmed.usage.input_tokens + (warmed.usage.cache_read_input_tokens or 0)
+        assert (usage.input_tokens, usage.cache_read_input_tokens) == (1, length - 1)
+
+    def test_a_chat_is_warmed_where_the_model_would_think(self, thinking: Api) -> None:
+        system, messages = words(64, 9), [user(words(65, 30))]
+        body = {"model": "any", "system": system, "messages": messages}
+        warmed = thinking.post("/v1/cache/warm", body)
+        assert warmed.status_code == 200, warmed.text
+        answer = thinking.message(messages, system=system)
+        assert answer.cached == answer.prompt - 1 == warmed.json()["prompt_tokens"] - 1
+
+    def test_what_this_server_does_not_have_is_not_found(self, claude: anthropic.Anthropic) -> None:
+        with pytest.raises(anthropic.NotFoundError, match="batches is not supported") as missing:
+            claude.messages.batches.list()
+        assert missing.value.type == "not_found_error"
+        (model,) = claude.models.list()
+        assert model.max_input_tokens == claude.models.retrieve("any").max_input_tokens
+
 
 class TestLabels:
     @pytest.mark.parametrize(
