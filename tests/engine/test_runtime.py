@@ -63,7 +63,7 @@ def test_sessions_that_cannot_be_read_leave_no_store_open(
         stores.append(Store.open(tmp_path / "store", namespace, None))
         raise StoreError("locked")
 
-    monkeypatch.setattr(Sessions, "paces", refuse)
+    monkeypatch.setattr(Sessions, "prefill_times", refuse)
     with pytest.raises(StoreError, match="locked"):
         make(toy_llama, tmp_path)
     (own,) = stores
