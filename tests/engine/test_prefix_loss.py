@@ -301,7 +301,7 @@ async def test_a_checkpoint_that_went_is_told(toy, tmp_path):
 
 async def test_thinking_that_the_template_drops_is_told(toy, tmp_path, monkeypatch):
     """The reply is rendered differently than it was generated; its answer is computed again."""
-    reply = f"I look at it.</think>\n\n{text(20, 'reply')}"
+    reply = f"I look at it.</think>\n\n{text(7, 'reply')}"
     runtime = type("Scripted", (ScriptedRuntime,), {"lines": [("parser", reply)]})
     monkeypatch.setattr("mlxcache.engine.engine.ModelRuntime", runtime)
     async with started(toy("llama", thinking=True), tmp_path, no_anticipate=True) as engine:

@@ -116,7 +116,7 @@ def _common(one: Tokens, other: Tokens) -> int:
     return sum(counts.values())
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(requests)
 def test_a_loss_is_at_most_what_was_shared_and_what_was_fed(served):
     """Whatever was evicted, changed or cut short; its time at most what the prompt took."""
