@@ -69,7 +69,7 @@ def to_chat(
         continue_final=continues,
         keeps=hints_from_marks(body, writer.breakpoint),
     )
-    return chat, tuple(tools.all)
+    return chat, tools.callable()
 
 
 def to_sampling(body: types.Request) -> Sampling:
@@ -376,7 +376,7 @@ class BlockReader:
         if not isinstance(name, str):
             raise BadRequest(f"{where}.tool.name: a string is required.", param=where)
         if block.type == "tool_removal":
-            return f"The tool {name} can no longer be called."
+            return self._tools.remove(name)
         return self._tools.describe_loaded(name)
 
 

@@ -20,7 +20,7 @@ class Toolbox:
     """Tools of one request, in the client's order.
 
     `head` holds the tools that are described at the start of the prompt. `all` holds all tools that
-    may be called, with `strict`, which is not part of the prompt. A tool with `defer_loading` is
+    are known, with `strict`, which is not part of the prompt. A tool with `defer_loading` is
     not in `head`: it is described where a `tool_reference` in a tool result or a `tool_addition` in
     a system message loads it, so that the start of the prompt stays the same.
 
@@ -32,23 +32,38 @@ class Toolbox:
         self.head: list[Function] = []
         self.all: list[Function] = []
         self._deferred: dict[str, Function] = {}
+        self._removed: set[str] = set()
         for i, tool in enumerate(tools):
             function = self._add(tool, f"tools[{i}]")
             if not tool.defer_loading:
                 self.head.append(function)
 
     def describe_loaded(self, name: str) -> str:
-        """Return the text for a reference to the tool `name`. It is the same every time."""
+        """Return the text for a reference to the tool `name`, which can be called from here on.
+
+        It is the same every time.
+        """
+        self._removed.discard(name)
         if name in self._deferred:
             return _describe(name, self._deferred[name])
         if any(function["function"]["name"] == name for function in self.head):
             return f"The tool {name} can be called from now on."
         return f"The tool {name} is not available."
 
+    def remove(self, name: str) -> str:
+        """Remove the tool `name` until a message adds it again, and return the text for that."""
+        self._removed.add(name)
+        return f"The tool {name} can no longer be called."
+
+    def callable(self) -> tuple[Function, ...]:
+        """Return the tools that may be called after the last message."""
+        return tuple(f for f in self.all if f["function"]["name"] not in self._removed)
+
     def define(self, tool: types.Tool, where: str) -> str:
         """Add a tool that a message defines, and return the text that describes the tool."""
         function = self._add(tool, where)
         self._deferred[tool.name] = function
+        self._removed.discard(tool.name)
         return _describe(tool.name, function)
 
     def _add(self, tool: types.Tool, where: str) -> Function:

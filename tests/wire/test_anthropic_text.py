@@ -110,6 +110,14 @@ def test_a_tool_that_a_message_brings_along_is_described_there() -> None:
     assert [t["function"]["name"] for t in tools] == ["New"]
 
 
+def test_a_tool_that_a_message_removes_is_not_called() -> None:
+    removal = {"type": "tool_removal", "tool": {"type": "tool_reference", "name": "Old"}}
+    messages = [user("a"), {"role": "system", "content": [removal]}]
+    chat, tools = convert({"model": "m", "messages": messages, "tools": [tool("Old"), tool("New")]})
+    assert len(chat.tools) == 2
+    assert [t["function"]["name"] for t in tools] == ["New"]
+
+
 IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "eA=="}}
 PDF = {"type": "document", "source": {"type": "base64", "media_type": "application/pdf"}}
 

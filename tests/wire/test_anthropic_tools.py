@@ -45,6 +45,19 @@ def test_a_reference_to_an_unknown_tool_says_so() -> None:
     assert "not available" in Toolbox([]).describe_loaded("Gone")
 
 
+def test_a_removed_tool_may_not_be_called_until_it_is_added_again() -> None:
+    """Also if a choice forces a call; the head stays."""
+    box = Toolbox([tool("A"), tool("B")])
+    assert "A can no longer be called" in box.remove("A")
+    assert [f["function"]["name"] for f in box.callable()] == ["B"]
+    assert [f["function"]["name"] for f in box.head] == ["A", "B"]
+    assert "A can be called" in box.describe_loaded("A")
+    assert [f["function"]["name"] for f in box.callable()] == ["A", "B"]
+    box.remove("B")
+    box.define(tool("B"), "messages[0]")
+    assert "B" in [f["function"]["name"] for f in box.callable()]
+
+
 @pytest.mark.parametrize(
     ("type", "name", "field"),
     [
