@@ -174,7 +174,7 @@ def format_size_or_dash(nbytes: int | None) -> str:
 def format_duration(seconds: float) -> str:
     """Format a duration in seconds with about three significant digits."""
     if seconds < 0.005:
-        return "<0.01 s"
+        return "<0.01 s" if seconds else "0 s"
     if seconds < 60:
         return f"{seconds:.2f} s" if seconds < 10 else f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)

@@ -69,7 +69,8 @@ def test_facts_are_never_cut(capsys, monkeypatch):
 @pytest.mark.parametrize(
     ("seconds", "words"),
     [
-        (0.0, "<0.01 s"),
+        (0.0, "0 s"),
+        (0.0001, "<0.01 s"),
         (0.0049, "<0.01 s"),
         (0.3, "0.30 s"),
         (9.94, "9.94 s"),
@@ -79,7 +80,7 @@ def test_facts_are_never_cut(capsys, monkeypatch):
         (7300.0, "2 h 1 min"),
     ],
 )
-def test_a_duration_is_never_nothing_and_has_no_60th_second(seconds, words):
+def test_a_short_duration_is_not_nothing_and_none_has_a_60th_second(seconds, words):
     assert show.format_duration(seconds) == words
 
 

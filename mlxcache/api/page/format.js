@@ -27,7 +27,7 @@ export function about(s) {
 
 export function seconds(s) {
   if (s === null || s === undefined) return "";
-  if (s < 0.005) return "<0.01 s";
+  if (s < 0.005) return s ? "<0.01 s" : "0 s";
   if (s < 60) return `${s.toFixed(s < 10 ? 2 : 1)} s`;
   const whole = Math.round(s);
   const minutes = Math.floor(whole / 60);
