@@ -16,6 +16,7 @@ from mlxcache.config import parse_size, sizes
 from mlxcache.config.settings import MOST_DRAFTED
 from mlxcache.engine import keep_awake, loop_guard, metrics
 from mlxcache.prompt import explain, marks, replies, template
+from mlxcache.sessions import late_turns
 from mlxcache.store import leaves, reply_rows, session_rows, snapshot_replies, store
 from mlxcache.tree import eviction
 from mlxcache.types import Sampling
@@ -53,21 +54,22 @@ FACTS = (
     ("http-api", r"`low` ([\d,]+),", EFFORTS["low"]),
     ("http-api", r"`medium` ([\d,]+),", EFFORTS["medium"]),
     ("http-api", r"`high` ([\d,]+);", EFFORTS["high"]),
-    ("how-caching-works", r"every ([\d,]+) tokens of a long run", checkpoints.SPACING),
+    ("how-caching-works", r"every ([\d,]+) tokens of a long message", checkpoints.SPACING),
     ("how-caching-works", r"positions less than (\d+) tokens apart", marks.MARK_DISTANCE),
-    ("how-caching-works", r"for (\d+) requests and no longer", main_conversation.MAX_SIDE_REQUESTS),
+    ("how-caching-works", r"conversation, at most (\d+) in a row", main_conversation.MAX_SIDE_REQUESTS),
     ("how-caching-works", r"no more than (\d+) tokens of a prompt", restore.MIN_UNKNOWN),
-    ("how-caching-works", r"the same value, up to (seven) uses\. A side", eviction.MOST_USES),
+    ("how-caching-works", r"the same value, up to (seven) uses\. A \[side", eviction.MOST_USES),
     ("disk-format", r"A run has at most ([\d,]+) tokens or", write_behind.RUN_TOKENS),
     ("disk-format", r"2,048 tokens or (\S+ MiB), so", write_behind.RUN_BYTES),
     ("canonicalisation", r"that comes back is used\. (\S+ MiB)", replies.LIMIT_BYTES),
-    ("snapshots", r"The newest ([\d,]+) with 524,288", reply_rows.MOST_KEYS),
-    ("snapshots", r"2,048 with ([\d,]+) tokens fit", snapshot_replies.MOST_TOKENS),
+    ("snapshots", r"at most ([\d,]+), with at most 524,288", reply_rows.MOST_KEYS),
+    ("snapshots", r"2,048, with at most ([\d,]+) tokens", snapshot_replies.MOST_TOKENS),
     ("security", r"at most once in (\d+) seconds", access.LOG_INTERVAL_S),
     ("security", r"it is stopped after (\d+) seconds", template.RENDER_SECONDS),
     ("explain", r"At most ([\d,]+) files and", record.MAX_FILES),
     ("explain", r"files and (\S+ MB) are kept", record.MAX_BYTES),
     ("troubleshooting", r"writing and reading (\S+ MiB)", disk.TEST_BYTES),
+    ("troubleshooting", r"that time, at most (\d+), are then added", late_turns.MAX_LATE),
     ("troubleshooting", r"4 s and so on, up to every (\d+) s\.", write_behind.RETRY_S),
 )
 """A page, an expression whose group is the figure, and the figure in the code."""

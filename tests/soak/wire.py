@@ -1,4 +1,4 @@
-"""Requests to a server over HTTP, of either API, read to the end or cut off by the client."""
+"""Requests over HTTP, by chat completions or Anthropic's messages, read to the end or cut off."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ class Outcome:
             self._add_reply(json.loads(body))
 
     def add_event(self, event: dict[str, Any]) -> None:
-        """Add one event of a stream, of either API."""
+        """Add one event of a stream of chat completions or of Anthropic's messages."""
         if event.get("error"):
             self.error = json.dumps(event["error"])
             return
