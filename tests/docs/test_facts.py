@@ -56,7 +56,7 @@ FACTS = (
     ("http-api", r"`high` ([\d,]+);", EFFORTS["high"]),
     ("how-caching-works", r"every ([\d,]+) tokens of a long message", checkpoints.SPACING),
     ("how-caching-works", r"positions less than (\d+) tokens apart", marks.MARK_DISTANCE),
-    ("how-caching-works", r"conversation, at most (\d+) in a row", main_conversation.MAX_SIDE_REQUESTS),
+    ("how-caching-works", r"at most (\d+) in a row", main_conversation.MAX_SIDE_REQUESTS),
     ("how-caching-works", r"no more than (\d+) tokens of a prompt", restore.MIN_UNKNOWN),
     ("how-caching-works", r"the same value, up to (seven) uses\. A \[side", eviction.MOST_USES),
     ("disk-format", r"A run has at most ([\d,]+) tokens or", write_behind.RUN_TOKENS),
