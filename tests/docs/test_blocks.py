@@ -21,6 +21,7 @@ NOT_RUN = {
     "it takes minutes": "its flags are parsed; tests/bench and tests/proofs run them small",
     "it takes a long time": "its flags are parsed; tests/bench and tests/proofs run them small",
     "it installs other servers": "its flags are parsed",
+    "it installs mlxcache": "its flags are parsed; tests/test_wheel.py installs a wheel",
     "the suite would run itself": "its scripts are there",
     "it starts a client": "its flags are parsed; test_newcomer and tests/cli launch stand-ins",
     "it needs a shell that goes on": "its flags are parsed",
