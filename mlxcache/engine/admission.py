@@ -61,8 +61,11 @@ class FairQueue:
     """Fair order of waiting tasks: the session that started a task longest ago comes first.
 
     Tasks without a session are grouped by client program; see `asker_of`. The order depends only on
-    when tasks arrived and started. Normally `places` tasks are in progress at once. One more may
-    start, unless `places` is 1, if some session has several of them and the new task's has none.
+    when tasks arrived and started. At most `places` tasks are in progress at once, with one
+    exception:
+    if some session has two or more of them, one task of a session that has none may start too.
+    There
+    is no exception if `places` is 1.
     """
 
     def __init__(self, places: int):

@@ -408,7 +408,9 @@ class PrefillSpeed:
 
     Unlike `Cost`, which plans the next chunk, it counts only chunks of requests, and all of them
     alike: the seconds of a range are divided by its tokens. So reuse of what was computed never
-    counts for more than computing it took. Ranges are those of `range_of`.
+    counts for more than computing it took. Ranges are those of `range_of`. `Measured` is a pair:
+    the
+    tokens fed in a range, and the seconds that they took.
     """
 
     def __init__(self) -> None:
@@ -416,7 +418,7 @@ class PrefillSpeed:
         self._unsaved: dict[int, Measured] = {}
 
     def resume(self, measured: Mapping[int, Measured]) -> None:
-        """Add what earlier runs of the server measured."""
+        """Add the measurements of earlier runs of the server, by range of positions."""
         for where, (tokens, seconds) in measured.items():
             _add(self._measured, where, tokens, seconds)
 
@@ -432,7 +434,11 @@ class PrefillSpeed:
                 _add(held, where, part, seconds * part / tokens)
 
     def take_unsaved(self) -> dict[int, Measured]:
-        """Return what was measured since the last call, for the index."""
+        """Return the measurements since the last call, by range of positions.
+
+        The caller adds them to the totals in the index of the store, which `resume` gets after a
+        restart.
+        """
         unsaved, self._unsaved = self._unsaved, {}
         return unsaved
 
@@ -450,12 +456,17 @@ class PrefillSpeed:
     def known_tokens(self, tokens: int) -> int:
         """Return how many of a prompt's first `tokens` tokens are included in `seconds`.
 
-        These are the tokens from the first range of positions with a measured speed on.
+        Left out are the tokens before the first range of positions that was measured.
         """
         return sum(part for part, _ in self._priced(tokens))
 
     def _priced(self, tokens: int) -> list[tuple[int, float]]:
-        """Return numbers of tokens with their seconds per token."""
+        """Divide a prompt's first `tokens` tokens into ranges of positions with their speeds.
+
+        Returns a pair for each range: its tokens, and seconds per token. Ranges before the first
+        measured
+        one are left out.
+        """
         found, pace = [], None
         for where, part in _by_range(0, tokens):
             if (measured := self._measured.get(where)) is not None:

@@ -50,7 +50,7 @@ class Row:
     the exception raised by its sampler, a processor or its guide; no further token is drawn.
     `drafted` and `accepted`: numbers of tokens that a draft model proposed, and that the model drew
     too. `id`: the request's id, for the log. `guide`: restricts the tokens that may be drawn. It
-    has accepted every token that was handed out and, if `guided`, the pending token too.
+    has accepted every token that was handed out. `guided`: it has accepted the pending token too.
     `steering`: a change of the guide that the decoder has not applied yet.
     """
 
@@ -67,7 +67,10 @@ class Row:
     steering: Steering | None = None
 
     def steer(self, steering: Steering) -> None:
-        """Schedule a change of the guide; it applies before the next undecided token."""
+        """Schedule a change of the guide; it applies to the first token that is not drawn yet.
+
+        `steering(guide, newer)` returns the guide to continue with; for `newer`, see `steered`.
+        """
         self.steering = steering
 
     def steered(self, guide: Guide | None, newer: Sequence[int] = ()) -> Guide | None:
@@ -156,8 +159,10 @@ class Drawn:
 class Decoder:
     """Steps rows together over `caches`: the caches of a single lineage, or merged batch caches.
 
-    `waits`: build each pass only after the one before has ended. Needed on devices where a buffer
-    that a running pass still reads would be copied before it is written to.
+    `pending`: the pending token of each row, drawn but not handed out yet, shape (rows,); None
+    before
+    `start`. `waits`: build each pass only after the one before has ended. Needed on devices where a
+    buffer that a running pass still reads would be copied before it is written to.
     """
 
     def __init__(self, model: Module, rows: list[Row], caches: Caches, *, waits: bool = False):

@@ -57,7 +57,7 @@ class Lane:
 
     @property
     def steady(self) -> bool:
-        """True if a failed step of the lane can be repeated, because its token is still pending."""
+        """True if a failed step of the lane can be repeated: its pending tokens are still held."""
         return self.decoder.pending is not None
 
     def length(self) -> int:

@@ -100,9 +100,9 @@ class Tally:
 
     `outcomes` counts by API and status. `joined`: requests that shared the computation of another.
     `first_token` and `whole`: times from a client's request to its first token and to its end, by
-    whether it was cold, warm or restored. `stages`: total seconds by stage. `losses` counts prefix
-    losses by reason and cause, `lost_tokens` their tokens by reason. `repetitions`: replies ended
-    because they repeated themselves.
+    whether it was cold, warm or restored. `stages`: total seconds by stage; see `STAGES`. `losses`
+    counts prefix losses by reason and cause, `lost_tokens` their tokens by reason. `repetitions`:
+    replies ended because they repeated themselves.
     """
 
     outcomes: Counter[tuple[str, str]] = field(default_factory=Counter)
@@ -270,10 +270,11 @@ class Figures:
 
 
 def with_disk(figures: dict[str, Any], stats: dict[str, Any]) -> dict[str, Any]:
-    """Return `figures` with those of the disk tier added.
+    """Add the figures of the disk tier, `stats`, to `figures`, a body of `GET /v1/cache`.
 
-    `written_per_cached_token` measures wear: bytes written to disk since the start, divided by the
-    prompt tokens that were reused. It is None if none were.
+    Returns a new dictionary. `written_per_cached_token` measures wear: bytes written to disk since
+    the
+    start, divided by the prompt tokens that were reused. It is None if none were.
     """
     if not figures:
         return figures

@@ -50,8 +50,9 @@ class Found:
 class Loss:
     """A prefix loss, before its tokens are counted.
 
-    `described`: the object of the API, still without tokens and cost. `runs`: half-open ranges of
-    tokens that an earlier prompt had computed and that this one has to compute again.
+    `described`: the value of `RequestRecord.lost`, with its tokens and cost still 0. `runs`:
+    half-open
+    ranges of tokens that an earlier prompt had computed and that this one has to compute again.
     """
 
     described: dict[str, Any]
@@ -170,7 +171,10 @@ class PrefixLossReporter:
         return self._gone(reuse, kept, side) if kept - reuse.cached >= parted else changed
 
     def _changed(self, earlier: EarlierPrompt, side: Side, reuse: Found) -> Loss | None:
-        """Return the loss caused by a difference from an earlier prompt; None if there is none."""
+        """Return the loss caused by a difference from an earlier prompt; None if there is none.
+
+        `side`: the request's own prompt. `reuse`: how much of it was reused.
+        """
         found = self._explainer.explain(earlier.side, side, earlier.computed)
         if (first := found.first) is None:
             return None
@@ -186,7 +190,8 @@ class PrefixLossReporter:
     def _unknown(self, job: Job, side: Side, reuse: Found) -> Loss:
         """Explain the loss of a prompt that resembles no earlier one since the server started.
 
-        It is compared with the sessions on disk.
+        `side`: the prompt, which is compared with the sessions on disk. `reuse`: how much of it was
+        reused.
         """
         cached, label = reuse.cached, job.session
         known = self._shared_with_sessions(label, side.ids) if label else []
@@ -199,7 +204,11 @@ class PrefixLossReporter:
         return _loss(("namespace", "other_model"), cached, ((cached, most),), around)
 
     def _gone(self, reuse: Found, kept: int, side: Side) -> Loss:
-        """Return the loss of a prefix of `kept` tokens that was computed from the same text."""
+        """Return the loss of a prefix of `kept` tokens that was computed from the same text.
+
+        `side`: the request's prompt, for an excerpt of its text. `reuse`: how much of it was
+        reused.
+        """
         around = self._around(side, reuse.cached)
         return _loss(_missing(reuse, kept), reuse.cached, ((reuse.cached, kept),), around)
 
@@ -210,7 +219,7 @@ class PrefixLossReporter:
 
 
 def _loss(what: Cause, at: int, runs: Runs = (), texts: Texts = ("", "")) -> Loss:
-    """Return a loss that begins at token `at`.
+    """Return a loss that begins at token `at`, with its reason and cause `what`.
 
     `runs`: half-open ranges of the lost tokens. `texts`: excerpts of the earlier and the later
     text.

@@ -141,7 +141,7 @@ class Stream:
         self.put(error)
 
     def expires(self, timer: asyncio.TimerHandle) -> None:
-        """Register the timer of the request's time limit; it is cancelled at the reply's end."""
+        """Take over the timer of the request's time limit: cancel it when the reply ends."""
         self._timer = timer
         if self._over:
             timer.cancel()

@@ -64,7 +64,7 @@ class Parser(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """Sampling row, parser and log-probabilities of an admitted task's reply.
+    """Decoder row, parser and log-probabilities of an admitted task's reply.
 
     `logprob`: computes the log-probabilities that the client requested, or None. `loop`: detects a
     reply that repeats itself, or None. `budget`: limits the tokens of thinking blocks, or None.
@@ -120,12 +120,15 @@ class Task:
     """One request, from its submission to its end. Use on the MLX thread.
 
     `push` passes an event to the request's readers, on any thread. `ids`: the prompt's token ids as
-    the cache stores them, shape (n,). `fed`: the ids as the model is fed them, shape (n,). `out`:
-    the token ids drawn so far. `limit`: the most tokens of the reply. `stops`: positions at which
-    the prefill takes a checkpoint. `skipped`: number of chunks of other prompts that came first.
-    `deferred`: the task waited for a prefix that another request computes. `matched`: prompt tokens
-    in RAM at its admission, reusable or not. `guide`: restricts the reply; each row gets a copy of
-    its first state.
+    the cache stores them, shape (n,). `fed`: the ids as the model is fed them, shape (n,). The two
+    differ for images and if the server has several keys; see `Prompt` and `own_ids`. `out`: the
+    token
+    ids drawn so far. `limit`: the most tokens of the reply. `stops`: positions at which the prefill
+    takes a checkpoint. `skipped`: number of chunks of other prompts that came first. `deferred`:
+    the
+    task waited for a prefix that another request computes. `matched`: prompt tokens in RAM at its
+    admission, reusable or not. `guide`: restricts the reply; each row gets a copy of its first
+    state.
 
     Pieces of the reply are staged until `deliver`, because on a GPU, which reports errors late, the
     pass that drew them may have failed. After such an error, `begin_again` drops the tokens that
@@ -482,9 +485,9 @@ def as_failure(error: Exception) -> MlxcacheError:
 
 
 def for_owner(job: Job, owner: str | None) -> Job:
-    """Return a copy of `job` for an owner, with the prompt's ids converted by `own_ids`.
+    """Return a copy of `job` for an owner, under whose own token ids its prompt is cached.
 
-    Returns `job` itself if `owner` is None.
+    The model is still fed the original ids; see `own_ids`. Returns `job` itself if `owner` is None.
     """
     prompt = job.prompt
     if owner is None:

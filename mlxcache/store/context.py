@@ -28,8 +28,11 @@ CLOSE_S = 0.5
 class StoreContext:
     """One open store folder: its database, process lock, disk space, figures and noted uses.
 
-    Times of use are kept in memory and written to the index with the next write, so that looking up
-    a prefix writes nothing. Thread-safe.
+    A use of a file sets the time by which it is evicted; a reuse by a request is counted as well.
+    Both
+    are kept in memory and written to the index with the next write, so that looking up a prefix
+    writes
+    nothing. `lock` shows other processes that the folder is open; see `ProcessLock`. Thread-safe.
     """
 
     def __init__(
@@ -59,12 +62,12 @@ class StoreContext:
         self.lock = ProcessLock(self.folder)
 
     def count(self, figure: str, by: int = 1) -> None:
-        """Add `by` to the counter named `figure` of this process."""
+        """Add `by` to a counter of this process, named as in `StoreStats`."""
         with self._lock:
             self._figures[figure] += by
 
     def counted(self, figure: str) -> int:
-        """Return the value of the counter named `figure` of this process."""
+        """Return the value of a counter of this process; see `count`."""
         with self._lock:
             return self._figures[figure]
 
@@ -84,7 +87,7 @@ class StoreContext:
             self._latest = max(self._latest, latest)
 
     def note_use(self, rows: Iterable[Row], *, unless_within: float = 0.0) -> None:
-        """Note that the files of `rows` are used now.
+        """Note that the files of `rows` are used now; `write_uses` writes the time to the index.
 
         Files used within the last `unless_within` seconds are skipped, and all of them while the
         index cannot be written.
@@ -96,15 +99,18 @@ class StoreContext:
             self._uses.update((row.id, now) for row in rows if now - row.used >= unless_within)
 
     def note_reuse(self, ids: Iterable[int]) -> None:
-        """Note that a request reused the files with these ids, if the index can be written."""
+        """Note that a request reused the files with these ids; `write_uses` counts it in the index.
+
+        Does nothing while the index cannot be written.
+        """
         with self._lock:
             if self.database.obstacle is None:
                 self._reused += ids
 
     def write_uses(self, connection: sqlite3.Connection) -> None:
-        """Write the uses and reuses noted since the last call to the index.
+        """Write the noted uses of files, and reuses by requests, to their index rows.
 
-        This is part of the transaction of `connection`.
+        This is part of the transaction of `connection`. Those written before are not written again.
         """
         with self._lock:
             uses, self._uses = self._uses, {}
@@ -115,8 +121,9 @@ class StoreContext:
     def make_room(self, connection: sqlite3.Connection, coming: int, *, has_row: bool) -> None:
         """Write the noted uses, then evict files until `coming` more bytes fit.
 
-        `has_row`: the index already counts these bytes. Part of the transaction of `connection`.
-        Raises DiskFull if they cannot fit.
+        `has_row`: the index already counts these bytes, because it has the row of the file to be
+        written.
+        Part of the transaction of `connection`. Raises DiskFull if they cannot fit.
         """
         self.write_uses(connection)
         self.count("evicted", len(self.space.make_room(connection, coming, has_row=has_row)))

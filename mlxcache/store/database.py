@@ -63,9 +63,9 @@ def connect(path: Path) -> sqlite3.Connection:
 
 
 def connect_read_only(path: Path, wait_s: float = BUSY_S) -> sqlite3.Connection:
-    """Connect to a file that cannot be written, with its log. Writes nothing.
+    """Connect to a database file that cannot be written, and read its write-ahead log too.
 
-    Waits `wait_s` seconds for other processes. Raises sqlite3.Error and OSError.
+    Writes nothing. Waits `wait_s` seconds for other processes. Raises sqlite3.Error and OSError.
     """
     if path.with_name(f"{path.name}-shm").exists():
         with suppress(sqlite3.OperationalError):
@@ -315,7 +315,12 @@ class Database:
 
     @contextmanager
     def _transaction(self, *, changes: bool = False) -> Iterator[sqlite3.Connection]:
-        """See `write`; without `changes` also of a database that cannot be written."""
+        """Yield a connection in a transaction that keeps other writers out; see `write`.
+
+        `changes`: raise Unwritable for a database that was read into memory. Without it, the block
+        may
+        only read.
+        """
         current = self._current()
         if current is not None:
             yield current

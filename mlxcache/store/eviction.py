@@ -109,7 +109,7 @@ class Space:
     def obstacle(self, connection: sqlite3.Connection, used: int) -> str | None:
         """Return why no file can be written, even if all others were evicted; None if one can.
 
-        `used`: see the method. Changes nothing.
+        `used`: bytes of the folder, as the method `used` returns them. Changes nothing.
         """
         need = self._missing(used, ROW_BYTES, ROW_BYTES)
         query = "SELECT ifnull(sum(disk), 0) FROM file WHERE owner IS NULL"

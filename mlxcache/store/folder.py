@@ -95,7 +95,7 @@ class Folder:
     def overhead(self) -> int:
         """Return the bytes on disk of everything except runs and checkpoints.
 
-        That is the index, the reserve, folders, quarantine and locks.
+        That is the index, the file that `Reserve` keeps, folders, quarantine and locks.
         """
         total = blocks(self.path) + sum(blocks(entry) for entry in _entries(self.path))
         for top in self.kinds.values():

@@ -115,7 +115,10 @@ class Match:
 
 
 def shapes() -> set[tuple[str, str, str | None]]:
-    """Return the result of the query `SHAPES` for an undamaged index."""
+    """Return the tables and indexes of an undamaged index, as rows of the query `SHAPES`.
+
+    A row is the name, the name of the table, and the SQL statement that creates it.
+    """
     connection = sqlite3.connect(":memory:")
     connection.executescript(SCHEMA)
     found = set(connection.execute(SHAPES))

@@ -210,10 +210,12 @@ def _expect(header: Header, kind: str) -> None:
 
 
 def block_checksums(buffers: Sequence[memoryview], tokens: int) -> list[bytes]:
-    """Compute the xxh3-64 checksum of each block of `tokens` tokens.
+    """Compute the xxh3-64 checksum of each block of 64 tokens; the last block may be partial.
 
-    The first axis of each buffer is the tokens. xxhash does not release the interpreter's lock for
-    inputs as small as a block, so this function pauses after every MiB. Without pauses the MLX
+    `tokens`: number of tokens, the first axis of each buffer. xxhash does not release the
+    interpreter's
+    lock for inputs as small as a block, so this function pauses after every MiB. Without pauses the
+    MLX
     thread would wait 5 ms each time it needs the lock.
     """
     found, hashed = [], 0
@@ -242,10 +244,11 @@ def checksum_of(buffers: Sequence[memoryview]) -> bytes:
 def file_block_checksums(
     fd: int, places: Iterable[Place], tokens: int, blocks: range
 ) -> list[bytes]:
-    """Compute the checksums of a range of blocks of an open file with `tokens` tokens.
+    """Compute the checksums of the blocks with indices `blocks` of an open run file.
 
-    Each is the xxh3-64 over the tensors `places`, whose first axis is the tokens. Raises Malformed
-    if the file ends early or a tensor has another first axis, and OSError.
+    `tokens`: number of tokens of the run. Each checksum is the xxh3-64 over the tensors `places`,
+    whose first axis is the tokens. Raises Malformed if the file ends early or a tensor has another
+    first axis, and OSError.
     """
     states = [xxh3_64() for _ in blocks]
     for place, ahead in _with_ends(list(places)):

@@ -122,7 +122,7 @@ def find_obstacle(folder: Folder) -> str | None:
 
 
 def free_least(folder: Folder) -> None:
-    """Remove files, those evicted first first, until the index can be opened on a full disk.
+    """Remove files, in the order of eviction, until the index can be opened on a full disk.
 
     Their rows are removed by `recover`. Without an index, or if it is damaged, none are removed.
     Raises OSError.

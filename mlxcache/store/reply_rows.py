@@ -82,7 +82,10 @@ def unpack_keys(raw: bytes | None) -> tuple[bytes, ...] | None:
 
 
 def insert_reply(db: sqlite3.Connection, session: str, namespace: str, reply: ReplyRow) -> None:
-    """Insert a reply of a session, and remove the oldest replies beyond `MOST_REPLIES`."""
+    """Insert a reply of a session.
+
+    Of more than `MOST_REPLIES` replies of all sessions together, the oldest are removed.
+    """
     row = (reply.digest, reply.length, reply.tail, reply.history, _raw(reply.ids))
     how = (reply.calls, reply.thinking_open, reply.generic_tools, reply.stopped)
     made = db.execute(

@@ -1,4 +1,4 @@
-"""The reserve: a file whose bytes are given up when the disk is full.
+"""The reserve: a file that is removed while the disk is full, so that the index can be changed.
 
 SQLite needs space to delete a row: for its log, and for the index of the log. On a full disk the
 reserve is removed for that, and written again afterwards.
@@ -31,8 +31,9 @@ def reserve_bytes(limit: int) -> int:
 class Reserve:
     """The reserve of one folder. Thread-safe.
 
-    `limit`: the cap on the folder's bytes; None for commands, which make a reserve on a full disk
-    alone, of what they freed.
+    `limit`: bytes that the folder may take, which decide the size of the reserve. With None, as in
+    commands without a server, a reserve is written only after the disk was full, from the bytes
+    freed.
     """
 
     def __init__(self, folder: Folder, limit: int | None):
@@ -44,9 +45,11 @@ class Reserve:
 
     @contextmanager
     def freeing(self) -> Iterator[bool]:
-        """Lend the reserve's bytes to a block that frees space, if the disk is full.
+        """Remove the reserve while the block frees space, if the disk is full.
 
-        Yields whether it is.
+        Yields True if the disk is full. The reserve is written again after the last of several
+        blocks
+        that run at once.
         """
         with self._lock:
             self._freeing += 1
@@ -74,7 +77,7 @@ class Reserve:
         return path.stat().st_size if path.exists() else 0
 
     def _make(self) -> None:
-        """Write what the reserve lacks, as far as there is space; it is no error if it fails."""
+        """Extend the reserve to its full size, or as far as there is space. Ignores errors."""
         with suppress(OSError):
             lacking = self._size - self._held()
             if lacking < 0 and self._limited:  # of a higher limit

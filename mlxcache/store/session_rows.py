@@ -218,9 +218,10 @@ def find_labelled(db: sqlite3.Connection, turn: Turn) -> str | None:
 
 
 def read_candidates(db: sqlite3.Connection, turn: Turn, session: str | None) -> Iterator[Leaf]:
-    """Yield the leaves whose conversation key the token ids of `turn` begin with.
+    """Yield the leaves that `turn` may continue: its token ids begin with their conversation key.
 
-    `session`: id of the session to search, or None for all sessions of the turn's namespace.
+    Of the leaves with the same key, only the `MOST_LEAVES` last used are read. `session`: id of the
+    session to search, or None for all sessions of the turn's namespace.
     """
     column, value = ("session", session) if session else ("namespace", turn.namespace)
     keys = db.execute(f"SELECT DISTINCT anchor FROM leaves WHERE {column} = ?", (value,))
@@ -236,8 +237,12 @@ def find_leaf(db: sqlite3.Connection, turn: Turn, session: str | None) -> Leaf |
     """Find the leaf that a turn continues, or None if it begins a conversation.
 
     `session`: id of the session to search. If it is None, all sessions are searched, and their
-    titles count too: behind a first message that its client wrote, two conversations of the same
-    beginning may differ; and a client may change what it puts before typed text.
+    titles,
+    the first words that the user typed, count too. A main leaf of a session with another title does
+    not match: if the client wrote the first message itself, two conversations can begin alike. If
+    no
+    leaf matches, those with the turn's title are tried, because a client may change what it puts
+    before the typed text; see `find_reworded`.
     """
     candidates = read_candidates(db, turn, session)
     if session is not None:
@@ -253,9 +258,10 @@ def find_leaf(db: sqlite3.Connection, turn: Turn, session: str | None) -> Leaf |
 def _may_continue(
     db: sqlite3.Connection, leaf: Leaf, turn: Turn, titles: dict[str, str | None]
 ) -> bool:
-    """Return False if the main conversation of the leaf's session has another title.
+    """Return False if `leaf` is the main one of a session whose title differs from the turn's.
 
-    `titles`: titles that were read already, by session. The title of a text that grows may grow.
+    `titles`: titles by session that were read already; it is extended. Without tools and system
+    prompt, the turn's title may also be the other title with more text after it.
     """
     if leaf.session not in titles:
         query = "SELECT title FROM sessions WHERE id = ?"
@@ -368,10 +374,11 @@ def count_shared(db: sqlite3.Connection, leaf: int, ids: Tokens) -> int:
 
 
 def shared_lengths(db: sqlite3.Connection, namespace: str, ids: Tokens) -> list[int]:
-    """Return the numbers of leading tokens that leaves share with `ids`.
+    """Return, for each leaf of a namespace, how many leading tokens it shares with `ids`.
 
-    Only leaves of the namespace whose conversation key `ids` begin with are considered. Empty if
-    there are no tables of sessions.
+    Only leaves whose conversation key `ids` begin with are included. Empty if there are no tables
+    of
+    sessions.
     """
     if not db.execute("SELECT 1 FROM sqlite_master WHERE name = 'leaves'").fetchone():
         return []
@@ -394,7 +401,7 @@ def _trim_leaves(db: sqlite3.Connection, session: str) -> None:
 
 
 def trim_sessions(db: sqlite3.Connection) -> None:
-    """Remove the least recently used unpinned sessions beyond `MOST_SESSIONS`."""
+    """Remove the least recently used unpinned sessions beyond `MOST_SESSIONS` of all owners."""
     db.execute(
         "DELETE FROM sessions WHERE id IN (SELECT id FROM sessions WHERE NOT pinned"
         " ORDER BY last_used_at DESC LIMIT -1 OFFSET ?)",
@@ -436,9 +443,10 @@ class SessionFigures:
     saved_s: float = 0.0
 
     def as_object(self) -> dict[str, Any]:
-        """Return the object of the API, with the average seconds to the first token.
+        """Return the figures as a JSON object of the API.
 
-        Unknown figures are None.
+        It has the average seconds to the first token instead of their sum. Unknown figures are
+        None.
         """
         average = self.first_token_s / self.first_tokens if self.first_tokens else None
         known = bool(self.saved_tokens) or not self.cached_tokens
@@ -461,9 +469,9 @@ Measured = tuple[int, float]
 
 @dataclass(frozen=True, slots=True)
 class Gain:
-    """Figures of one request to add to its session, and the prefill measured since the last one.
+    """Figures of one request to add to its session, and what prefill took since the last request.
 
-    `measured`: by range of positions.
+    `measured`: tokens fed and their seconds, by the index of a range of positions.
     """
 
     figures: SessionFigures
@@ -480,7 +488,7 @@ _ADD_FIGURES = (
 
 
 def add_gain(db: sqlite3.Connection, session: str, namespace: str, gain: Gain) -> None:
-    """Add one request's figures to those of its session, and the prefill measured to the totals."""
+    """Add one request's figures to those of its session, and its `measured` to the namespace's."""
     db.execute(_ADD_FIGURES, {"session": session, **asdict(gain.figures)})
     db.executemany(
         "INSERT INTO prefill_times (namespace, range, tokens, seconds) VALUES (?, ?, ?, ?)"
@@ -498,7 +506,7 @@ def read_figures(db: sqlite3.Connection, session: str) -> SessionFigures:
 
 
 def read_prefill_times(db: sqlite3.Connection, namespace: str) -> dict[int, Measured]:
-    """Return the prefill measured in a namespace, by range of positions."""
+    """Return the prefill measured in a namespace: tokens and seconds, by range of positions."""
     query = "SELECT range, tokens, seconds FROM prefill_times WHERE namespace = ?"
     rows = db.execute(query, (namespace,)).fetchall()
     return {where: (tokens, seconds) for where, tokens, seconds in rows}

@@ -62,7 +62,10 @@ class Sessions:
         database.create(rows.FIGURES_SCHEMA)
 
     def copy(self) -> Sessions:
-        """Copy the table to one in memory, to be closed. Blocks. Raises StoreError."""
+        """Copy the table to a database in memory, which the caller must close.
+
+        Blocks. Raises StoreError.
+        """
         return Sessions(self._database.copy())
 
     def close(self) -> None:

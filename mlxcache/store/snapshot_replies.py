@@ -71,9 +71,9 @@ class _Version(msgspec.Struct, frozen=True):
 
 
 def describe_replies(replies: Sequence[ReplyRow], leaves: Sequence[LeafInfo]) -> dict[str, str]:
-    """Return the metadata entries for the newest replies that fit, and the leaves with them.
+    """Return the metadata entries for the newest replies that fit into a snapshot's header.
 
-    Empty without replies.
+    They include, for each of `leaves`, which of these replies it contains. Empty without replies.
     """
     kept = _newest(replies)
     if not kept:

@@ -74,7 +74,7 @@ class LeafPart:
     def tokens(self, owner: str | None) -> Tokens:
         """Return the token ids of the part, little-endian, as the model is fed them.
 
-        `owner`: owner of the session, whose ids in the cache differ from those.
+        `owner`: owner of the session, whose ids in the cache are converted back; see `own_ids`.
         """
         return np.ascontiguousarray(plain_ids(self.info.ids, owner)[self.start :], "<i4")
 

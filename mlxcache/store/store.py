@@ -108,7 +108,7 @@ class Store:
 
     @contextmanager
     def freeing(self) -> Iterator[None]:
-        """Lend the reserve's bytes to a block that frees space on a full disk."""
+        """Remove the reserve while the block frees space, if the disk is full; see `Reserve`."""
         if self.obstacle is not None:
             yield
             return
@@ -239,9 +239,9 @@ class Store:
         save_checkpoint(self.context, self._chains.of(ids), tensors)
 
     def make_room(self, nbytes: int) -> None:
-        """Evict files until `nbytes` more bytes in other tables fit.
+        """Evict files until `nbytes` more bytes fit into the database's other tables.
 
-        Raises DiskFull and StoreError.
+        Those are, for example, the tables of sessions. Raises DiskFull and StoreError.
         """
         with self.database.write() as connection:
             self.context.check_present()
@@ -484,5 +484,8 @@ def _end(file: Piece | Saved) -> int:
 
 
 def _needed_beyond(file: Piece | Saved) -> int:
-    """Return the number of shared tokens above which a session needs `file`."""
+    """Return the number of tokens beyond which a prefix includes some of `file`.
+
+    A session that shares more leading tokens than that with the path needs the file.
+    """
     return file.position - 1 if isinstance(file, Saved) else file.first

@@ -58,9 +58,10 @@ def surplus_checkpoints(
 
 
 def _beside(connection: sqlite3.Connection, path: Sequence[Row]) -> list[Row]:
-    """Return checkpoints shortly beside a path that none follows, least recently used first.
+    """Return the checkpoints of short side branches of `path`, least recently used first.
 
-    Such a checkpoint follows one of the path within `SIDE_TOKENS` tokens.
+    Each comes within `SIDE_TOKENS` tokens after a checkpoint of `path`, and is the last of its
+    branch.
     """
     own = {row.id: row.start for row in path}
     found: list[Row] = []
