@@ -83,7 +83,10 @@ def foreign_origin(
 
 
 def is_local(name: str | None) -> bool:
-    """Return whether `name` is an IP address, or a name that is only resolved locally."""
+    """Return whether `name` is an IP address or a local host name, such as `mac.local`.
+
+    Names without a dot, with one of `LOCAL_SUFFIXES`, and of this machine are local; None is not.
+    """
     if name is None:
         return False
     name = name.rstrip(".").lower()
@@ -220,9 +223,10 @@ class Keyring:
 
 
 def check_key(keys: Keyring, request: Request) -> None:
-    """Set `OWNER` to the owner of the request's key.
+    """Set the context variable `OWNER` to the owner of the request's key.
 
-    Raises Unauthorized if a key is required and the request has no valid one.
+    It is None where no key is required. Raises Unauthorized if one is required and the request has
+    no valid one.
     """
     needs_key = keys and request.scope["path"] not in KEYLESS_PATHS
     OWNER.set(keys.find_owner(request.headers) if needs_key else None)
@@ -265,7 +269,7 @@ class RefusalLog:
     def log_refusal(self, request: Request, error: Exception) -> None:
         """Log a refused request, or only count it within `LOG_INTERVAL_S` of the last line.
 
-        The path is quoted and cut to 100 characters.
+        The URL path is quoted and cut to 100 characters.
         """
         now = self._clock()
         if now < self._silent_until:

@@ -98,7 +98,10 @@ async def _whole(request: Request, body: types.Request, deps: http.Deps) -> dict
 
 
 async def _warm(request: Request, body: types.Request, deps: http.Deps) -> dict[str, Any]:
-    """Compute the KV of a prompt without a reply, and return a message without content."""
+    """Answer a request with `max_tokens` 0: compute its prompt's KV and return an empty message.
+
+    Raises BadRequest if the request asks for a stream.
+    """
     if body.stream:
         raise BadRequest("stream: there is no reply to stream with max_tokens: 0.", param="stream")
     asked = await _job(request, body, deps)

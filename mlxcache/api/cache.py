@@ -75,12 +75,13 @@ async def warm_prefix(deps: Deps, request: Request) -> Response:
 
 
 async def warm(engine: Engine, body: bytes, id: str | None = None) -> dict[str, Any]:
-    """Compute the prefix that `body` describes, and return its token counts and seconds.
+    """Compute the prefix that `body` describes, and return the answer of `POST /v1/cache/warm`.
 
-    The prefix of a chat request ends where the reply would begin. Without a user message, it ends
-    where the first user message would begin. A body that does not begin with `{` is a system
-    prompt. `id` is the request id; None makes a new one. Raises BadRequest for other bodies, and
-    the errors of `Engine.submit`.
+    It has the prefix's tokens (prompt, cached, restored, fed) and the seconds taken. The prefix of
+    a chat request ends where the reply would begin. Without a user message, it ends where the first
+    user message would begin. A body that does not begin with `{` is a system prompt. `id` is the
+    request id; None makes a new one. Raises BadRequest for other bodies, and the errors of
+    `Engine.submit`.
     """
     began = time.perf_counter()
     prompts = [await engine.render(chat) for chat in chats_to_warm(body)]
@@ -182,9 +183,10 @@ async def tree(deps: Deps, request: Request) -> Response:
 async def build_tree(
     sessions: SessionBook, listed: Sequence[Listed], nodes: int = DEFAULT_NODES
 ) -> dict[str, Any]:
-    """Build the object of the prefix tree for the sessions in `listed` and the current owner.
+    """Build the answer of `GET /v1/cache/tree`: a prefix tree of at most `nodes` nodes.
 
-    Runs in a thread. Sessions of other namespaces are left out.
+    `listed` are its sessions, all of the current owner. Those of other namespaces are left out. The
+    tree is built in a thread.
     """
     own = [one for one in listed if one.session.namespace == sessions.namespace]
     owner = OWNER.get()

@@ -1,4 +1,4 @@
-"""The choices of one request: several engine streams that are read and closed as one."""
+"""Choices of one request, the `n` replies that it asks for, read and closed as one stream."""
 
 from __future__ import annotations
 
@@ -91,10 +91,11 @@ async def _forward(
 
 
 async def start_choices(deps: Deps, jobs: Sequence[Job]) -> Choices:
-    """Submit `jobs` and wait until the first is admitted, at most `queue_grace` seconds.
+    """Submit `jobs` and wait until the first leaves the queue, at most `queue_grace` seconds.
 
-    The caller must close the choices. If this function raises or is cancelled, they are already
-    closed. Raises the errors of `Engine.submit`.
+    It leaves the queue when memory is reserved and its cached prefix is known (`Admitted`). The
+    caller must close the choices. If this function raises or is cancelled, they are already closed.
+    Raises the errors of `Engine.submit`.
     """
     streams: list[Stream] = []
     choices = Choices(streams)

@@ -26,7 +26,11 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """HTTP status of an error, its type in OpenAI's and in Anthropic's API, and OpenAI's code."""
+    """HTTP status of an error, and its names in the two APIs.
+
+    `openai` and `anthropic` are the values of the error's `type`, and `code` that of OpenAI's
+    `code`.
+    """
 
     status: int
     openai: str
@@ -102,8 +106,9 @@ def build_anthropic_error(error: Exception, request_id: str | None = None) -> di
     """Return the body of an error in Anthropic's API.
 
     Its form is `{"type": "error", "error": {"type", "message"}, "request_id"}`. The message for a
-    prompt beyond the context contains `prompt is too long`, which clients search for. The refusal
-    of a thread has the code in `error.details` that makes the SDK continue without one.
+    prompt beyond the context contains `prompt is too long`, which clients search for. A request
+    with the unsupported field `thread` gets a code in `error.details`, after which Anthropic's SDK
+    sends the whole conversation instead.
     """
     message = _message(error)
     if isinstance(error, errors.ContextLengthExceeded) and "prompt is too long" not in message:
@@ -124,7 +129,7 @@ def _message(error: Exception) -> str:
 
 
 def is_anthropic_client(request: Request) -> bool:
-    """Return whether the path or a header is of Anthropic's API."""
+    """Return whether the URL path or a header of `request` is one of Anthropic's API."""
     path = request.scope["path"]  # not request.url: it needs a valid Host header
     if path.startswith("/v1/messages"):
         return True

@@ -1,7 +1,7 @@
 """`GET /v1/live`: the server's state as server-sent events.
 
-One `Feed` per owner polls the engine while that owner has readers, and sends each of them the parts
-that changed.
+The state has the parts `PARTS`: server, cache, requests, sessions and tree. One `Feed` per owner
+polls the engine while that owner has readers, and sends each of them the parts that changed.
 """
 
 from __future__ import annotations
@@ -84,10 +84,11 @@ class Feed:
         self._sessions_due = self._figures_due = 0.0
 
     async def watch(self, parts: Sequence[str]) -> AsyncGenerator[tuple[str, Any], None]:
-        """Yield (part, body) for each of `parts` in its current state, then after each change.
+        """Yield (name, body) for each of `parts` in its current state, then after each change.
 
-        The body of `requests` holds only the requests that changed. The last item is `("end",
-        {"reason": ...})`.
+        `parts` are names from `PARTS`. The body of `requests` holds only the requests that changed.
+        The
+        last item is `("end", {"reason": ...})`.
         """
         self._wanted.update(parts)
         self._readers += 1
@@ -172,9 +173,10 @@ class Feed:
             await asyncio.sleep(BUSY_S if runs else IDLE_S)
 
     def _poll(self) -> bool:
-        """Read the parts that are available at once, and start reading the others that are due.
+        """Read the parts `server` and `requests`, and start reading the others that are due.
 
-        Returns whether any request is running.
+        They are due at intervals: see `FIGURES_S` and `SESSIONS_S`. Returns whether any request is
+        running.
         """
         engine, now = self._engine, asyncio.get_running_loop().time()
         info = engine.info
@@ -244,7 +246,11 @@ class Feed:
         self._sessions_due = loop.time() + min(MAX_SESSIONS_S, max(SESSIONS_S, cost))
 
     def _held_bytes(self) -> Any:
-        """Return figures of RAM and disk that change whenever their content changes."""
+        """Return figures that change when the content of RAM or disk changes. Waits for the disk.
+
+        They are the used bytes of RAM and disk, the pending bytes and the number of segments, as a
+        tuple.
+        """
         figures = self._engine.figures()
         tiers = [figures.get(tier, {}).get("used_bytes") for tier in ("ram", "disk")]
         return (*tiers, figures.get("pending_bytes"), figures.get("segments"))
@@ -292,8 +298,10 @@ class LiveReaders:
 async def live(deps: Deps, readers: LiveReaders, request: Request) -> Response:
     """Stream the current state, then each change, as server-sent events.
 
-    `?parts=` selects parts, separated by commas. Available even while the model loads. The status
-    is 429 if too many streams are open.
+    `?parts=` selects parts of the state, separated by commas: `server`, `cache`, `requests`,
+    `sessions`, `tree`; the default is all. Available even while the model loads. The status is 429
+    if
+    too many streams are open.
     """
     parts = request.query_params.get("parts", ",".join(PARTS)).split(",")
     if not set(parts) <= set(PARTS):
@@ -305,7 +313,10 @@ async def live(deps: Deps, readers: LiveReaders, request: Request) -> Response:
 
 
 class LiveStream(EventSourceResponse):
-    """Response that streams live updates. When it ends, it always calls `leave`."""
+    """Response that streams live updates of `GET /v1/live`.
+
+    However it ends, it calls `leave`, the function that `LiveReaders.enter` returned.
+    """
 
     def __init__(
         self, events: AsyncGenerator[Any, None], settings: ApiSettings, leave: Callable[[], None]

@@ -45,7 +45,8 @@ class Family:
     """Description of a metric that is taken from the engine's figures.
 
     `name` lacks the prefix and the `_total` of a counter. `labels` are the names of labels. `path`
-    is the dotted path of keys to a number, or to a mapping from label values to numbers.
+    is the keys, joined by dots, that lead to a number in the figures, or to a mapping from label
+    values to numbers.
     """
 
     kind: Kind
@@ -167,9 +168,10 @@ FAMILIES = (*_REQUESTS, *_MEMORY, *_DISK, *_SERVER)
 
 
 def arrange_figures(figures: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `figures` with the mappings that `FAMILIES` need.
+    """Return the engine's `figures` with further mappings, in the form that `FAMILIES` need.
 
-    States become 0 or 1, and totals are removed from tables.
+    Texts that name a state, such as the memory pressure's level, become a 0 or 1 for each possible
+    state. Counts that lie among others of their kind, such as `total`, are left out.
     """
     tiers = {tier: figures.get(tier, {}) for tier in ("ram", "disk")}
     disk, queue = tiers["disk"], figures.get("queue", {})

@@ -155,7 +155,11 @@ async def completions(deps: Deps, request: Request) -> Response:
 
 
 def _jobs(jobs: Sequence[Job], body: Generation) -> list[Job]:
-    """Return a job for each choice of each of `jobs`, in the order of `jobs`."""
+    """Return a job for each of the `n` choices of each prompt, from one job for each prompt.
+
+    They are ordered by prompt. Each choice has a seed and, except the first of all, an id of its
+    own.
+    """
     n = wire.read_choices(body)
     made = [
         replace(job, sampling=wire.of_choice(job.sampling, i)) for job in jobs for i in range(n)

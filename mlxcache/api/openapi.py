@@ -260,9 +260,10 @@ def _body_schemas() -> tuple[dict[type, Schema], dict[str, Schema]]:
 
 
 def _mark_unsupported(schema: Schema, own: Mapping[str, Any]) -> None:
-    """Mark the fields of a schema that are refused, and move them to its end.
+    """Mark the fields of a body's schema that the server refuses, and move them to its end.
 
-    Fields in `own`, which the type itself defines, are supported.
+    These are the fields of `UnsupportedFields` without those in `own`: the type of the body defines
+    these itself, because it supports them.
     """
     properties: dict[str, Schema] = schema["properties"]
     for name in openai_types.UnsupportedFields.__struct_fields__:

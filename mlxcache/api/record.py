@@ -52,7 +52,10 @@ class Recorder:
         self._failing = False
 
     def record(self, id: str, path: str, body: bytes) -> None:
-        """Queue a body to be written if `path` is a recorded endpoint. Does not block."""
+        """Queue a body to be written if it was sent to a recorded endpoint. Does not block.
+
+        `id` is the id of the request, `path` its URL path.
+        """
         kind = RECORDED.get(path)
         if kind is not None:
             self._pool.submit(self._save, id, kind, body, time.time_ns())

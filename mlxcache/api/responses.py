@@ -194,9 +194,9 @@ async def _continued(deps: Deps, body: ResponsesRequest) -> wire.Conversation:
 
 
 async def _start(deps: Deps, request: Request, asked: Asked) -> Reply:
-    """Render a request, submit it, and wait a limited time for its admission.
+    """Render a request, submit it, and wait until it leaves the queue.
 
-    Raises the errors of these steps.
+    Waits at most `queue_grace` seconds. Raises the errors of these steps.
     """
     body, info = asked.body, require_model(deps)
     chat = wire.to_chat(body, asked.talk, asked.tools, images=accepts_images(deps))
@@ -451,7 +451,11 @@ def _input_items(chain: Sequence[StoredResponse]) -> list[RawItem]:
 
 
 def _with_parts(item: RawItem) -> RawItem:
-    """Return a message item with its type, status and text as a part; other items are unchanged."""
+    """Return an input item with omitted members added, if it is a message.
+
+    These are `type` and `status`; a `content` that is a string becomes a list with one text part.
+    Other items are returned unchanged.
+    """
     if item.get("type", "message") != "message":
         return item
     content = item.get("content")

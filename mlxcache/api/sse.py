@@ -83,11 +83,11 @@ async def close_stream(stream: Closable) -> None:
 
 
 async def start_stream(deps: Deps, job: Job) -> tuple[Stream, Admitted | None]:
-    """Submit `job` and wait until it is admitted, at most `queue_grace` seconds.
+    """Submit `job` and wait until it leaves the queue, at most `queue_grace` seconds.
 
-    The second value is None if the job is still queued after that. The caller must close the
-    stream. If this function raises or is cancelled, the stream is already closed. Raises the errors
-    of `Engine.submit`.
+    The second value is the event that reports its cached prefix, or None if the job is still queued
+    after that. The caller must close the stream. If this function raises or is cancelled, the
+    stream is already closed. Raises the errors of `Engine.submit`.
     """
     stream = await deps.engine.submit(job)
     try:

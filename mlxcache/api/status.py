@@ -73,15 +73,15 @@ async def models(deps: Deps, request: Request) -> Response:
 
 
 async def model(deps: Deps, request: Request) -> Response:
-    """Describe the served model, whatever name the path has."""
+    """Describe the served model, whatever name is in the URL."""
     describe = anthropic_models.describe_model if is_anthropic_client(request) else describe_model
     return json_response(describe(require_model(deps), _name(request)))
 
 
 def _is_other_page(request: Request) -> bool:
-    """Return whether the query string asks for models other than the one served.
+    """Return whether the query string asks for a page of the list of models that has no model.
 
-    Raises BadRequest for a `limit` that is not from 1 to 1,000.
+    The list has one page. Raises BadRequest for a `limit` that is not from 1 to 1,000.
     """
     if not 1 <= read_number(request, "limit", 20) <= 1000:
         raise BadRequest("`limit` must be from 1 to 1000.", param="limit")
@@ -100,7 +100,7 @@ async def lm_studio_models(deps: Deps, request: Request) -> Response:
 
 
 async def lm_studio_model(deps: Deps, request: Request) -> Response:
-    """Describe the served model in the format of LM Studio, whatever name the path has."""
+    """Describe the served model in the format of LM Studio, whatever name is in the URL."""
     return json_response(_lm_studio_object(require_model(deps), _name(request)))
 
 
@@ -114,9 +114,9 @@ def _name(request: Request) -> str:
 def describe_model(info: ModelInfo, name: str | None = None) -> dict[str, Any]:
     """Return a model object with the fields of OpenAI, Anthropic and other local servers.
 
-    Lengths are in tokens: `max_context_length` is the model's own limit, the other two are this
-    server's. `sampling_defaults` apply if a request omits the field. `created` is in seconds since
-    1970.
+    Lengths are in tokens: `max_context_length` is the model's own limit, `context_length` and
+    `loaded_context_length` are both this server's. `sampling_defaults` apply if a request omits the
+    field. `created` is in seconds since 1970. `name` replaces the model's id.
     """
     return {
         "id": name or info.id,
@@ -169,9 +169,10 @@ def _described(deps: Deps, record: RequestRecord) -> Mapping[str, Any]:
 
 
 def describe_request(record: RequestRecord, left_s: float | None = None) -> Mapping[str, Any]:
-    """Return the object of a request. Times are in seconds, counts in tokens.
+    """Return the object with which `GET /v1/requests` describes a request.
 
-    `left_s` is the estimated time for the rest of its prefill, None if it is not in prefill.
+    Times are in seconds, counts in tokens. `left_s` is the estimated time for the rest of its
+    prefill, None if it is not in prefill.
     """
     computed = record.cached_tokens or record.fed_tokens
     return {
@@ -203,12 +204,13 @@ def describe_request(record: RequestRecord, left_s: float | None = None) -> Mapp
 def measure_progress(
     record: RequestRecord, left_s: float | None = None, now: float | None = None
 ) -> dict[str, Any] | None:
-    """Return the phase of a request and its progress in tokens, or None if it has ended.
+    """Return the phase of a request and its progress, or None if it has ended.
 
-    During prefill, `done_tokens` of `total_tokens` counts prompt tokens in the cache. In `decode`,
-    `done_tokens` counts tokens of the reply, and the total is None because it is unknown.
-    `tokens_per_s` is the reply's average so far, None before its second token. `now` is in seconds
-    since 1970.
+    The keys are `phase`, `done_tokens`, `total_tokens`, `tokens_per_s` and `left_s`. In prefill,
+    `done_tokens` counts the cached and the computed tokens of the prompt, and `total_tokens` all of
+    it. In `decode`, `done_tokens` counts tokens of the reply, and the total is None because it is
+    unknown. `tokens_per_s` is the reply's average so far, None before its second token. `left_s` is
+    the estimated rest of the prefill in seconds. `now` is in seconds since 1970.
     """
     if record.status not in ("queued", "prefill", "decode"):
         return None

@@ -18,8 +18,11 @@ _THINKING_TYPES = ("adaptive", "between_tools", "disabled", "enabled")
 def describe_model(info: ModelInfo, name: str | None = None) -> dict[str, Any]:
     """Return the model object, under any `name`, with the fields of Anthropic's API.
 
-    The lengths of other local servers are in it too, because clients look for them. `max_tokens` is
-    the longest reply, which has what the prompt leaves of the context.
+    Lengths are in tokens. `max_tokens`, the longest reply, is the whole context: it does not take
+    off
+    the prompt. `context_length`, `max_context_length` and `loaded_context_length` are fields of
+    other
+    local servers, which clients look for.
     """
     return {
         "id": name or info.id,
@@ -40,7 +43,7 @@ def describe_model(info: ModelInfo, name: str | None = None) -> dict[str, Any]:
 
 
 def list_models(info: ModelInfo, *, empty: bool) -> dict[str, Any]:
-    """Return the list of the one model, or with `empty` a page before or after it."""
+    """Return the list of the one served model; with `empty`, a page of the list without any."""
     id = None if empty else info.id
     data = [] if empty else [describe_model(info)]
     return {"data": data, "has_more": False, "first_id": id, "last_id": id}

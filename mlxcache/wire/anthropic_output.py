@@ -40,9 +40,9 @@ def read_format(body: Conversation) -> OutputFormat | None:
 
 
 def check_not_continued(chat: Chat, form: OutputFormat | None) -> None:
-    """Raise BadRequest if the last message shall be continued although a format is required.
+    """Raise BadRequest if a format is required and the assistant's last message is to be continued.
 
-    Anthropic's API does so too.
+    Anthropic's API refuses this too.
     """
     if form is not None and chat.continue_final:
         raise BadRequest(
@@ -83,7 +83,7 @@ def read_tool_choice(body: Conversation, tools: Sequence[Function]) -> ToolChoic
 
 
 def template_args(body: Conversation) -> Mapping[str, Any]:
-    """Return the arguments of the chat template for thinking and effort."""
+    """Return the chat template's arguments for thinking and effort, by name."""
     args = effort_args(read_effort(body))
     if body.thinking is not None:
         args["enable_thinking"] = _may_think(body.thinking)
@@ -112,8 +112,8 @@ def read_thinking_budget(body: Request, *, takes_effort: bool) -> int | None:
 def read_effort(body: Conversation) -> Effort | None:
     """Return the effort of the reply: that of the request, or of the last system message with one.
 
-    The effort of a system message holds at once if the message follows new input of the user, which
-    is more than tool results, and otherwise from the next such input on.
+    An effort in a system message applies at once if the message follows new input of the user (more
+    than tool results), otherwise from the next such input on.
     Source: https://platform.claude.com/docs/en/build-with-claude/effort-per-message.
     """
     effort = body.output_config.effort if body.output_config else None
@@ -137,8 +137,9 @@ def _has_input(message: Message) -> bool:
 
 
 def shows_thinking(body: Request) -> bool:
-    """Return whether reasoning is sent to the client, which may ask to omit it.
+    """Return whether reasoning is sent to the client.
 
-    With `updates`, only notes between tool calls are shown; models here write those as text.
+    It is not if `thinking.display` is `omitted`, or `updates`, with which Anthropic's models show
+    only short notes between tool calls. The models served here write such notes as text.
     """
     return body.thinking is None or body.thinking.display not in ("omitted", "updates")

@@ -130,8 +130,8 @@ def count_usage(prompt: Prompt, cached: int, generated: int = 0) -> dict[str, in
     """Return the `usage` object of a message, in tokens.
 
     Three counts add up to the prompt: `cache_read_input_tokens` were cached,
-    `cache_creation_input_tokens` were fed up to the last cache_control mark, and `input_tokens`
-    were fed after that. `output_tokens` counts the reply.
+    `cache_creation_input_tokens` were fed up to the last `cache_control` breakpoint, and
+    `input_tokens` were fed after that. `output_tokens` counts the reply.
     """
     creation = max(0, (prompt.breakpoint or 0) - cached)
     return {
@@ -178,12 +178,13 @@ REPETITION = {
 
 
 def end_fields(finished: Finished, *, whole: bool = False) -> dict[str, Any]:
-    """Return the fields `stop_reason` and `stop_sequence` of a reply that was not cut off.
+    """Return the fields `stop_reason` and `stop_sequence` of a reply that ended by itself.
 
-    A reply stopped for repeating itself has `end_turn` and `stop_details`, because agents would
-    request more after `max_tokens`. With `whole`, a format or a tool call was required, and a part
-    of it is useless: then the reason is `max_tokens`, because clients parse a reply that has
-    `end_turn`.
+    A reply stopped for repeating itself also has `stop_details`. Its reason is `end_turn`, because
+    agents would request more after `max_tokens`. But if `whole` (a format or a tool call was
+    required, so that a part of the reply is useless), it is `max_tokens`, because clients parse a
+    reply
+    that has `end_turn`.
     """
     cut = whole and finished.reason == "repetition"
     fields: dict[str, Any] = {

@@ -124,8 +124,9 @@ def _check_supported(body: types.Conversation) -> None:
 class _ChatWriter:
     """Builder of a chat's messages from those of a request body.
 
-    `breakpoint` is the number of messages before the last cache_control mark, or None without a
-    mark.
+    `breakpoint` is the number of messages before the last `cache_control` breakpoint of the body,
+    or
+    None if it has none.
     """
 
     def __init__(self, tools: Toolbox, images: ImageReader):
@@ -135,7 +136,10 @@ class _ChatWriter:
         self._tool_names: dict[str, str] = {}
 
     def begin(self, body: types.Conversation) -> None:
-        """Add the system prompt, if there is one."""
+        """Add the system prompt, if there is one.
+
+        Sets `breakpoint` to 0 if the system prompt or a tool has `cache_control`.
+        """
         texts, marked = self._blocks.read_texts(body.system or "", "system")
         if any(texts):
             self.messages.append({"role": "system", "content": _join(texts)})
@@ -145,9 +149,13 @@ class _ChatWriter:
     def write(self, message: types.Message, where: str, *, cleared: bool = False) -> None:
         """Add one message of the body. Tool results in it become messages of their own.
 
-        A system message without text, or one that is `cleared`, is not added; tools that it defines
-        can be called all the same. `where` is the message's path in the body, for errors. Raises
-        BadRequest if a message of another role has no content.
+        A system message without text is not added, nor is one that is `cleared`: it was to be shown
+        only
+        until the next user message, which has come. Tools that such a message defines can be called
+        all
+        the same. `where` is the message's place in the body, for errors. Raises BadRequest if a
+        message
+        of another role has no content.
         """
         if message.role == "system":
             self._write_system(message.content or "", where, cleared=cleared)
@@ -167,7 +175,7 @@ class _ChatWriter:
             self.mark()
 
     def mark(self) -> None:
-        """Record a cache_control mark after the last message."""
+        """Note a `cache_control` breakpoint after the messages added so far."""
         self.breakpoint = len(self.messages)
 
     def continue_last(self, *, strict: bool) -> bool:
@@ -306,22 +314,23 @@ class BlockReader:
         return [self.read_text(block, where)]
 
     def read_items(self, content: types.Content, where: str) -> tuple[list[Item], bool]:
-        """Return the texts and images of blocks, and whether any has a cache_control mark."""
+        """Return the texts and images of blocks, and whether any block has `cache_control`."""
         found = list(_read_blocks(content, where))
         items = [item for at, block in found for item in self.read_block(block, at)]
         return items, any(_has_mark(block) for _, block in found)
 
     def read_texts(self, content: types.Content, where: str) -> tuple[list[str], bool]:
-        """Return each block's text, and whether any block has a cache_control mark."""
+        """Return each block's text, and whether any block has `cache_control`."""
         found = list(_read_blocks(content, where))
         texts = [self.read_text(block, at) for at, block in found]
         return texts, any(_has_mark(block) for _, block in found)
 
     def read_text(self, block: types.Block, where: str) -> str:
-        """Return the text that a content block adds to the prompt.
+        """Return the text that a content block adds to a prompt, where only text is allowed.
 
-        Raises Unsupported for an image if the model does not accept images, and for citations, and
-        BadRequest for a block without text or with images.
+        Raises Unsupported for citations, and for an image if the model accepts none; BadRequest for
+        an
+        image otherwise, and for other blocks that are not allowed there.
         """
         match block:
             case types.Text(text=text):
@@ -394,7 +403,7 @@ def _only_texts(items: list[Item], where: str) -> list[str]:
 
 
 def _read_blocks(content: types.Content, where: str) -> Iterator[tuple[str, types.Block]]:
-    """Yield each block with its path in the body. A string is yielded as one text block."""
+    """Yield each block with its place in the body. A string is yielded as one text block."""
     if isinstance(content, str):
         yield where, types.Text(content)
         return

@@ -17,10 +17,10 @@ Function = Mapping[str, Any]
 
 
 class Toolbox:
-    """Tools of one request, in the client's order.
+    """Tools of one request, in the client's order, as functions for the chat template.
 
-    `head` holds the tools that are described at the start of the prompt. `all` holds all tools that
-    are known, with `strict`, which is not part of the prompt. A tool with `defer_loading` is
+    `head` holds those that are described at the start of the prompt, `all` those and all others. In
+    `all`, a function may also have `strict`, which is not rendered. A tool with `defer_loading` is
     not in `head`: it is described where a `tool_reference` in a tool result or a `tool_addition` in
     a system message loads it, so that the start of the prompt stays the same.
 
@@ -56,11 +56,14 @@ class Toolbox:
         return f"The tool {name} can no longer be called."
 
     def callable(self) -> tuple[Function, ...]:
-        """Return the tools that may be called after the last message."""
+        """Return the tools that may be called after the messages read so far."""
         return tuple(f for f in self.all if f["function"]["name"] not in self._removed)
 
     def define(self, tool: types.Tool, where: str) -> str:
-        """Add a tool that a message defines, and return the text that describes the tool."""
+        """Add a tool that a message defines, and return the text that describes the tool.
+
+        `where` is the definition's place in the body, for errors. Raises the errors of the class.
+        """
         function = self._add(tool, where)
         self._deferred[tool.name] = function
         self._removed.discard(tool.name)

@@ -25,7 +25,7 @@ class Block(Struct):
 
 
 class Marked(Block, kw_only=True):
-    """Base class of content blocks that may have a `cache_control` mark."""
+    """Base class of content blocks that may have the field `cache_control`."""
 
     cache_control: Any = None
 
@@ -102,7 +102,10 @@ class Compaction(Marked):
 
 
 class ToolChange(Marked):
-    """Addition or removal of a tool. `tool` has its name, or its definition under `definition`."""
+    """Block of a system message that adds or removes a tool.
+
+    `tool` has its name, or its definition under `definition`.
+    """
 
     type: str
     tool: dict[str, Any]
@@ -144,7 +147,7 @@ Effort = Literal["low", "medium", "high", "xhigh", "max"]
 
 
 class MessageConfig(Struct):
-    """Output settings from a system message on."""
+    """Output settings in a system message, for the replies after it."""
 
     effort: Effort | None = None
 
@@ -152,7 +155,9 @@ class MessageConfig(Struct):
 class Message(Struct):
     """Message of a conversation; `clear_at` and `output_config` are for those of the role `system`.
 
-    With `clear_at` "next_user_message" it is shown until a user message follows.
+    A system message with `clear_at` `next_user_message` is left out of the prompt once a user
+    message
+    follows it.
     """
 
     role: Literal["user", "assistant", "system"]
@@ -198,7 +203,7 @@ class OutputConfig(Struct):
 
 
 class Edit(Struct):
-    """A way to shorten a conversation that has become long."""
+    """Entry of `context_management.edits`: a way to shorten a long conversation."""
 
     type: str
 
@@ -243,7 +248,7 @@ class Request(Conversation, kw_only=True):
 def read_block(raw: RawBlock, where: str) -> Block:
     """Convert a content block to the type that its `type` names.
 
-    `where` is the block's path in the body, for errors.
+    `where` is the block's place in the body, for errors.
 
     Raises:
         Unsupported: blocks of this type are not supported.
@@ -259,7 +264,7 @@ def read_block(raw: RawBlock, where: str) -> Block:
 
 
 def read_tool(raw: Any, where: str) -> Tool:
-    """Convert an entry of `tools`; `where` is its path in the body. Raises BadRequest."""
+    """Convert an entry of `tools`; `where` is its place in the body. Raises BadRequest."""
     return _convert(raw, Tool, where)
 
 

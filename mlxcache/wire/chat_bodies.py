@@ -1,6 +1,6 @@
 """Chat requests read outside of an endpoint: detect which API they are of, convert, compare.
 
-Recorded requests and prompts to warm are JSON without the path to which they were sent.
+Recorded requests and prompts to warm are JSON without the URL path to which they were sent.
 """
 
 from __future__ import annotations
@@ -35,7 +35,11 @@ _OPENINGS = ("0", "x")
 
 
 def parse_chat_request(body: bytes) -> dict[str, Any]:
-    """Parse a chat request. Raises BadRequest if it is not a JSON object with messages."""
+    """Parse a chat request of any API.
+
+    Raises BadRequest if it is not a JSON object with messages, or with `input` in the Responses
+    API.
+    """
     request = decode(dict[str, Any], body)
     if is_responses(request):
         return request
@@ -108,7 +112,11 @@ def chats_to_warm(body: bytes) -> list[Chat]:
 
 
 def _to_chat(request: dict[str, Any], *, check: bool) -> Chat:
-    """Convert a request to a chat; `check` refuses unsupported fields of OpenAI's API."""
+    """Convert a request of any API to a chat.
+
+    With `check`, a field that OpenAI's endpoints would refuse raises Unsupported, else it is
+    ignored.
+    """
     if is_responses(request):
         return _responses_to_chat(request, check=check)
     if is_anthropic(request):
@@ -140,14 +148,22 @@ def _without_images(value: Any) -> Any:
 
 
 def differences_without_effect(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
-    """Return the names of differences between two requests that do not change their prompts."""
+    """Return the names of differences between two requests that do not change their prompts.
+
+    These are fields that are not rendered, such as `temperature`, then the results of
+    `_differences_in_form`.
+    """
     keys = sorted({*one, *other} - _RENDERED - _TEMPLATE_ARGS)
     found = [key for key in keys if one.get(key) != other.get(key)]
     return found + _differences_in_form(one, other)
 
 
 def _differences_in_form(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
-    """Return names for cache marks that differ, and for different spellings of the same message."""
+    """Return `cache_control` and `the form of messages`, each if two requests differ in it.
+
+    The form differs if a message of the same meaning is spelled in two ways, such as a string and a
+    list with one text.
+    """
     pairs = [(_head(one), _head(other))]
     pairs += list(zip(_messages(one), _messages(other), strict=False))
     found: list[str] = []
@@ -178,9 +194,10 @@ def _has_mark(value: Any) -> bool:
 
 
 def _plain(value: Any, *, marks_only: bool = False) -> Any:
-    """Return `value` without cache_control and, unless `marks_only`, with unified spellings.
+    """Return a part of a request without `cache_control`, spelled in one way for comparison.
 
-    A list with one text becomes a string, and arguments in JSON text become objects.
+    A list with one text becomes a string, and tool arguments in JSON text become objects, unless
+    `marks_only`: then only `cache_control` is removed.
     """
     if isinstance(value, list):
         items = [_plain(item, marks_only=marks_only) for item in value]

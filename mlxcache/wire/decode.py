@@ -23,8 +23,9 @@ def decode(type: type[T], body: bytes) -> T:
     """Decode the JSON `body` as a value of `type`.
 
     Half of a surrogate pair, which JavaScript clients send if they cut a string inside an emoji,
-    becomes U+FFFD. Raises BadRequest, whose `param` is the path of the wrong field, if there is
-    one.
+    becomes U+FFFD. Raises BadRequest. Its `param` is the wrong field, such as `messages[0].role`,
+    or
+    None if the whole body is wrong.
     """
     try:
         try:
@@ -63,7 +64,10 @@ def _describe_wrong(body: bytes, error: Exception) -> str:
 
 
 def _values(type: type[Any], path: str) -> list[bool | str | int | None]:
-    """Return the values allowed for the field at `path`, such as `messages[0].role`."""
+    """Return the literal values allowed for a field of `type`; empty if it has none.
+
+    `path` is the field's place in the body, such as `messages[0].role`.
+    """
     found = _options([inspect.type_info(type)])
     for name, item in re.findall(r"([^.\[\]]+)|(\[[^\]]*\])", path):
         below: list[inspect.Type] = []

@@ -1,4 +1,4 @@
-"""Reply formats that requests can require."""
+"""Formats that requests can require of the reply, made from JSON schemas."""
 
 from __future__ import annotations
 

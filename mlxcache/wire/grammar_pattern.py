@@ -60,7 +60,7 @@ _TOKEN = re.compile(
 def pattern_of_regex(definition: str, where: str) -> str:
     """Return the regular expression `definition`, anchored so that it matches only a whole text.
 
-    `where` is the definition's path in the body, for errors. Raises BadRequest if it is invalid.
+    `where` is the definition's place in the body, for errors. Raises BadRequest if it is invalid.
     """
     try:
         re.compile(definition)
@@ -73,7 +73,7 @@ def pattern_of_regex(definition: str, where: str) -> str:
 def pattern_of_lark(definition: str, where: str) -> str:
     """Return a regular expression for the texts that the rule `start` of a Lark grammar matches.
 
-    `where` is the definition's path in the body, for errors.
+    `where` is the definition's place in the body, for errors.
 
     Raises:
         Unsupported: a rule refers to itself, or the grammar uses templates, `%ignore`, look-around,
@@ -260,7 +260,10 @@ class _Parser:
 
 
 class _Expander:
-    """Expansion of the rule names in regular expressions."""
+    """Replacement of the references to rules in regular expressions by the rules' own expressions.
+
+    `rules` maps names to expressions. `where` is the grammar's place in the body, for errors.
+    """
 
     def __init__(self, rules: dict[str, str], where: str):
         self._rules = rules

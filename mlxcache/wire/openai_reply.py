@@ -70,10 +70,11 @@ class Wish:
 
 
 def count_usage(lasts: Sequence[Finished], n: int = 1) -> Payload:
-    """Return the `usage` object of all choices, in tokens.
+    """Return the `usage` object of all choices, in tokens. `prompt_tokens` includes cached tokens.
 
-    `n` is the number of choices of each prompt. A prompt is counted once, with the cached tokens
-    that the choice which computed it found. `prompt_tokens` includes cached tokens.
+    `lasts` holds the final event of each choice, `n` for each prompt. A prompt is counted once,
+    with
+    the smallest count of cached tokens of its choices: the others reuse what the first computed.
     """
     prompt = sum(last.prompt_tokens for last in lasts[::n])
     generated = sum(last.generated_tokens for last in lasts)
@@ -104,7 +105,7 @@ def _end_fields(last: Finished, wish: Wish, *, called: bool) -> dict[str, str | 
 
 
 def _finish_reason(last: Finished, wish: Wish, *, called: bool) -> str:
-    """Return `stop`, `length` or, if tools were called, `Wish.called`."""
+    """Return `length` if the reply was cut off, `Wish.called` if it calls tools, else `stop`."""
     if last.reason == "length" or (wish.whole and last.reason == "repetition"):
         return "length"
     return wish.called if called or last.reason == "tool_calls" else "stop"

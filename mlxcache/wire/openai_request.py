@@ -53,9 +53,10 @@ MAX_CHOICES, MAX_REPLIES = 16, 128
 
 
 def check_supported(body: Generation) -> None:
-    """Raise Unsupported for the first unsupported field that would change the answer.
+    """Raise Unsupported for the first unsupported field of a completion request.
 
-    Raises BadRequest if fields contradict each other.
+    Only fields that would change the answer are checked: those of `check_generation`, then those of
+    chat or text completions. Raises BadRequest if fields contradict each other.
     """
     check_generation(body)
     if isinstance(body, ChatRequest):
@@ -66,7 +67,11 @@ def check_supported(body: Generation) -> None:
 
 
 def check_generation(body: Generation) -> None:
-    """Raise Unsupported for a field that no endpoint supports and that would change the answer."""
+    """Raise Unsupported for the first field of `UnsupportedFields` that a request uses.
+
+    No endpoint supports these, except `echo` in text completions. A value without effect, such as
+    null, is accepted.
+    """
     echoes = isinstance(body, TextRequest)
     for field in UnsupportedFields.__struct_fields__:
         value = None if echoes and field == "echo" else getattr(body, field)

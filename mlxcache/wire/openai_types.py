@@ -118,7 +118,12 @@ class Format(Struct):
 
 
 class StructuredOutputs(Struct):
-    """The format of a reply in vLLM's form: exactly one of the first five fields, and no others."""
+    """The format of a reply in vLLM's form.
+
+    Exactly one of `json`, `regex`, `choice`, `grammar` and `json_object` must be set. The other
+    fields
+    are not supported.
+    """
 
     json: str | dict[str, Any] | None = None
     regex: str | None = None

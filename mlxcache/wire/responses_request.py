@@ -133,7 +133,7 @@ class Conversation:
     stored: int = 0
 
     def path(self, index: int) -> str:
-        """Return the path in the request's body of the item at `index`, for errors."""
+        """Return the place in the body of the item at `index`, such as `input[0]`, for errors."""
         at = index - self.stored
         return f"input[{at}]" if at >= 0 else f"previous_response_id (item {index})"
 
@@ -211,7 +211,7 @@ class MessageWriter:
             self._result_images = []
 
     def write(self, raw: types.RawItem, where: str) -> None:
-        """Add one item. `where` is its path in the body, for errors.
+        """Add one item. `where` is its place in the body, for errors.
 
         Raises Unsupported and BadRequest.
         """

@@ -1,7 +1,7 @@
 """Tools of the Responses API as functions, and calls of functions as output items.
 
 Chat templates support only functions. A custom tool becomes a function with one string argument,
-`input`. The tools of a namespace become separate functions.
+`input`. A tool of the type `namespace` is a named group of tools, which become separate functions.
 
 Sources: https://platform.openai.com/docs/guides/function-calling and
 https://platform.openai.com/docs/api-reference/responses/create#responses-create-tools.
@@ -37,10 +37,12 @@ LOCAL_SHELL = "local_shell"
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One callable tool: its name in the prompt, its name for the client, and its kind.
+    """One callable tool: a function or, if `custom`, a custom tool.
 
-    `rendered` is the name in the prompt. `pattern` is the regular expression that a custom tool's
-    input must match, or None for any text.
+    `rendered` is its name in the prompt, `name` its name for the client, and `namespace` the name
+    of
+    its group of tools, if any. `pattern` is the regular expression that a custom tool's input must
+    match, or None for any text.
     """
 
     rendered: str
@@ -54,9 +56,11 @@ class Entry:
 class Toolbox:
     """Tools of one request, in the client's order.
 
-    `functions` holds the tools in the form of `Chat.tools`, and `left_out` the types of tools that
-    were left out. Raises Unsupported for a tool that runs only on OpenAI's servers, and BadRequest
-    for a malformed one.
+    `functions` holds the tools in the form of `Chat.tools`. `left_out` holds the types of tools
+    that
+    run only on OpenAI's servers but that Codex sends by default (`LEFT_OUT`). Raises Unsupported
+    for
+    other tools that run only there, and BadRequest for a malformed one.
     """
 
     def __init__(self, tools: Sequence[types.Tool]):
@@ -97,7 +101,9 @@ class Toolbox:
     def rendered_name(self, name: str, namespace: str | None) -> str:
         """Return the name in the prompt of the tool that the client calls `name`.
 
-        An unknown name is returned unchanged.
+        `namespace` is the name of its group of tools; None matches any group. An unknown name is
+        returned
+        unchanged.
         """
         for entry in self._entries:
             if entry.name == name and (namespace is None or entry.namespace == namespace):
@@ -185,7 +191,11 @@ class Toolbox:
 
 
 def _flatten(tools: Sequence[types.Tool]) -> Iterator[tuple[str, types.Tool, str | None]]:
-    """Yield each tool with its path in the body and its namespace, or None without one."""
+    """Yield each tool with its place in the body, such as `tools[0]`, and the name of its group.
+
+    The third value is None for a tool outside of groups (tools of the type `namespace`). Raises
+    BadRequest for a group without a name.
+    """
     for i, tool in enumerate(tools):
         if tool.type != "namespace":
             yield f"tools[{i}]", tool, None

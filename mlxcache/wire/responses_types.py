@@ -109,7 +109,7 @@ IGNORED_ITEMS = frozenset({"web_search_call", "image_generation_call"})
 def read_item(raw: RawItem, where: str) -> Item | None:
     """Convert an input item to the type that its `type` names.
 
-    Returns None if the item has no text for the model. `where` is the item's path in the body, for
+    Returns None if the item has no text for the model. `where` is the item's place in the body, for
     errors.
 
     Raises:
@@ -135,7 +135,7 @@ def read_item(raw: RawItem, where: str) -> Item | None:
 def convert(raw: Any, shape: type[T], where: str) -> T:
     """Convert decoded JSON to a value of `shape`.
 
-    Raises BadRequest with the path of the wrong field, which begins with `where`.
+    Raises BadRequest that names the wrong field. `where` is the place of `raw` in the body.
     """
     try:
         return typed.convert(shape, raw)
@@ -156,7 +156,10 @@ class CustomFormat(Struct):
 
 
 class Tool(Struct):
-    """A tool. `tools` are those of a namespace, and `format` is for custom tools."""
+    """A tool, or a group of tools. `tools` are those of a group, whose type is `namespace`.
+
+    `format` is for custom tools.
+    """
 
     type: str
     name: str | None = None

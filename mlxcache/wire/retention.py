@@ -20,9 +20,9 @@ RetentionHints = tuple[tuple[int, float], ...]
 
 
 def hints_from_marks(body: types.Conversation, breakpoint: int | None) -> RetentionHints:
-    """Return retention hints from the `cache_control` marks of `body`.
+    """Return retention hints from the fields `cache_control` in `body`.
 
-    `breakpoint` is the number of messages before the last mark, or None.
+    `breakpoint` is the number of messages before the last of these fields, or None without one.
     """
     head = [tool.cache_control for tool in body.tools or ()]
     head += _marks(body.system)
@@ -50,9 +50,9 @@ def _marks(content: types.Content | None) -> list[Any]:
 
 
 def _longest(marks: Iterable[Any]) -> float:
-    """Return the longest time of `marks` in seconds, or 0 without a mark.
+    """Return the longest time that any of `marks` asks for in seconds, or 0 if none does.
 
-    An unknown `ttl` counts as the shorter time.
+    `marks` are values of `cache_control`, or None. An unknown or missing `ttl` counts as 5 minutes.
     """
     given = [mark for mark in marks if isinstance(mark, dict)]
     return max((HOUR if mark.get("ttl") == "1h" else MINUTES_5 for mark in given), default=0.0)
