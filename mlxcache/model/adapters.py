@@ -3,9 +3,9 @@
 The cache of a model is a list with one object per layer. A composite cache is replaced by its
 members. These objects are called *slots*. A slot is one of
 
-- sliced: arrays with a row for every position, token axis -2; any range can be sliced out;
+- sliced (linear): arrays with a row for every position, token axis -2; any range can be sliced out;
 - a window: sliced too, but continuing at a position needs only the positions shortly before it;
-- checkpointed: its state stands for exactly one position.
+- checkpointed (opaque): its state stands for exactly one position.
 
 Only this module, `rows` and `quantise` name the classes. A class that is not named here is unknown,
 and its content is never reused. MLX thread only.
@@ -32,9 +32,10 @@ from mlx_lm.models.cache import (
 class Sliced:
     """Adapter of a class whose slots hold a row for every position.
 
-    `name`: mlx-lm's name of the class. `places`: the keys of a slot's arrays in its `state`.
-    `verb`: the kind of reuse. `batchable`: mlx-lm has a batch version of the class, for several
-    sequences.
+    `name`: mlx-lm's name of the class. `places`: the keys that its arrays have if mlx-lm's `state`
+    of a slot is flattened, such as "0" and "1". `verb`: "slice", "window" or "checkpoint", by the
+    kinds of slots that this module distinguishes. `batchable`: mlx-lm has a batch version of the
+    class, for several sequences.
     """
 
     verb = "slice"
@@ -72,9 +73,11 @@ class Sliced:
         return None
 
     def numbers(self, slot: Any) -> dict[str, int]:
-        """Return the integers that the model fixes in a slot's state, by their keys in the state.
+        """Return the integers in a slot's state that are the same at every position.
 
-        The size of a sliding window is one, for example.
+        The size of a sliding window is one, for example. Their keys are those of the flattened
+        `state`
+        of mlx-lm, such as "4".
         """
         return {}
 
@@ -96,7 +99,10 @@ class Sliced:
         return type(slot)()
 
     def comparable(self, slot: Any, arrays: Sequence[mx.array]) -> list[mx.array]:
-        """Convert arrays of a slot to a form in which similar KV has similar numbers."""
+        """Convert arrays of a slot so that they can be compared number by number.
+
+        Quantised arrays become plain ones; others are returned unchanged.
+        """
         return list(arrays)
 
 
@@ -185,14 +191,19 @@ class WindowCache(RotatingKVCache):  # type: ignore[misc]
             setattr(self, name, kept)
 
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
-        """Return the keys and values that the newest positions attend to, in temporal order."""
+        """Return the window that the positions of the last `update_and_fetch` attend to.
+
+        These are its keys and its values in temporal order, shape (1, heads, n, dim) each.
+        """
         view = (..., slice(self._start, self.offset), slice(None))
         return self.keys[view], self.values[view]
 
     def make_mask(self, N: int, window_size: int | None = None, return_array: bool = False) -> Any:
-        """Return the mask of `RotatingKVCache.make_mask`, for keys in temporal order.
+        """Return the attention mask of `RotatingKVCache.make_mask`, for keys in temporal order.
 
-        `N`: number of new positions.
+        `N`: number of new positions. The other arguments and the result are those of mlx-lm: an
+        array,
+        "causal", or None if every key is attended to.
         """
         if N > 1:
             return super().make_mask(N, window_size=window_size, return_array=return_array)
@@ -227,8 +238,9 @@ class WindowCache(RotatingKVCache):  # type: ignore[misc]
 class Checkpointed:
     """Adapter of a class whose slots hold a state that stands for exactly one position.
 
-    `name`: mlx-lm's name of the class. `batchable`: mlx-lm has a batch version of the class.
-    `growing`: the axis of its arrays that may have any size, or None if all sizes are fixed.
+    `name`: mlx-lm's name of the class. `verb`: as in `Sliced`. `batchable`: mlx-lm has a batch
+    version of the class. `growing`: the axis of its arrays that may have any size, or None if all
+    sizes are fixed.
     """
 
     verb = "checkpoint"
@@ -268,17 +280,20 @@ class Checkpointed:
         return None
 
     def agrees(self, state: Any, like: Any) -> bool:
-        """Return whether the numbers in `state` are consistent.
+        """Return whether the integers in `state`, such as its offset, are consistent.
 
-        They must fit the arrays of `state`, and equal those numbers in `like` that the model fixes.
+        They must fit the shapes of its arrays. Those that are the same at every position, such as
+        the
+        size of a window, must equal the ones in `like`, any state of the same slot.
         """
         return True
 
     def adopted(self, state: Any, like: Any) -> Any:
         """Convert a state saved by mlx-lm to the form that the method `state` returns.
 
-        `like`: a state of the model, whose fixed numbers it must have. Raises ValueError if its
-        numbers contradict each other.
+        `like`: any state of the same slot of the served model. Raises ValueError if the integers in
+        `state` contradict each other, or if one that is the same at every position differs in
+        `like`.
         """
         return state
 

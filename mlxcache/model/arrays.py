@@ -64,7 +64,10 @@ class ArraySpec:
 
 
 def spec_tree(value: Any, free: int | None) -> Any:
-    """Replace each array in `value` by its ArraySpec, in which axis `free` may have any size."""
+    """Replace each array in the nested tuples and lists of `value` by its ArraySpec.
+
+    Axis `free` may have any size; with None, every size is fixed. Numbers and None stay.
+    """
     if isinstance(value, mx.array):
         shape = tuple(None if axis == free else n for axis, n in enumerate(value.shape))
         return ArraySpec(shape, value.dtype)
@@ -74,9 +77,11 @@ def spec_tree(value: Any, free: int | None) -> Any:
 
 
 def either(early: Any, late: Any) -> Any:
-    """Merge the ArraySpecs of a state at two positions.
+    """Merge the ArraySpecs of one state after few tokens (`early`) and after more (`late`).
 
-    Sizes that differ become None, which stands for any size.
+    Both are nested tuples of the same structure. Sizes that differ become None, which stands for
+    any
+    size.
     """
     if isinstance(early, ArraySpec) and isinstance(late, ArraySpec):
         sizes = zip(early.shape, late.shape, strict=True)
@@ -87,9 +92,9 @@ def either(early: Any, late: Any) -> Any:
 
 
 def varies(states: Any) -> bool:
-    """Return whether any ArraySpec in `states` allows any size along some axis.
+    """Return whether an ArraySpec in the nested tuples `states` allows any size along some axis.
 
-    Rows of one batch could then have different sizes.
+    The states of a batch's sequences could then have different sizes.
     """
     if isinstance(states, ArraySpec):
         return None in states.shape

@@ -37,6 +37,7 @@ GENERIC_START, GENERIC_END = "<tool_call>", "</tool_call>"
 class Grammar:
     """Markers of a model family, as a state machine over its output.
 
+    The states are NORMAL (visible text), REASONING, TOOL (a tool block) and HEADER (of a message).
     `edges`: for each state, the markers that end it and the next state of each. `tokens`: the
     markers that are one token of the vocabulary. `initial`: the state in which every reply begins,
     or None if that depends on the prompt. `syntax`: the reader of tool calls in the text of a tool
@@ -89,7 +90,11 @@ def grammar(tokenizer: Any, *, tools: bool, generic: bool) -> Grammar:
 
 
 def is_harmony(tokenizer: Any) -> bool:
-    """Return whether the model writes gpt-oss's format, which mlx-lm does not describe."""
+    """Return whether the parser must use gpt-oss's format (harmony), as described here.
+
+    True if the vocabulary has its control tokens and mlx-lm itself describes no thinking for the
+    model.
+    """
     return not tokenizer.has_thinking and _speaks_harmony(tokenizer)
 
 
@@ -157,13 +162,16 @@ _RECIPIENT = re.compile(r"to=([^\s<]+)")
 
 
 def _speaks_harmony(tokenizer: Any) -> bool:
-    """Return whether the vocabulary has the control tokens of gpt-oss's format."""
+    """Return whether the vocabulary has the control tokens of gpt-oss's format (harmony)."""
     ids = [tokenizer.convert_tokens_to_ids(token) for token in _HARMONY_TOKENS]
     return None not in ids and tokenizer.unk_token_id not in ids
 
 
 def _harmony_edges(to: str) -> dict[str, dict[str, str]]:
-    """Return the parser's transitions for gpt-oss's format, in which headers lead to `to`."""
+    """Return the edges of a `Grammar` for gpt-oss's format.
+
+    `to`: the state after a message header, or ROUTED if the header decides.
+    """
     return {
         HEADER: {MESSAGE: to},
         "normal": {"<|end|>": HEADER, "<|start|>": HEADER},
@@ -173,9 +181,11 @@ def _harmony_edges(to: str) -> dict[str, dict[str, str]]:
 
 
 def harmony_route(header: str) -> str:
-    """Return the parser state for the text of a gpt-oss message with this header.
+    """Return the state of the parser for the text after this message header of gpt-oss.
 
-    A recipient in the header makes the message a tool call.
+    This is "tool" if the header names a recipient, "reasoning" for the analysis channel, and
+    "normal"
+    otherwise.
     """
     if _RECIPIENT.search(header):
         return "tool"

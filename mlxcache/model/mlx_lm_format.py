@@ -379,7 +379,10 @@ def _first_layer_agrees(
 
 
 def _computed(model: Any, layout: Layout, ids: Tokens) -> list[list[mx.array]]:
-    """Feed only `ids`, and return lazy arrays of each linear slot that can be compared."""
+    """Feed only `ids` to `model`, and return lazy arrays of each linear slot.
+
+    Quantised KV becomes plain KV, so that the arrays can be compared number by number.
+    """
     caches = layout.make()
     model(mx.array(ids[None]), cache=caches)
     slots = kv.flatten(caches)
@@ -389,7 +392,10 @@ def _computed(model: Any, layout: Layout, ids: Tokens) -> list[list[mx.array]]:
 def _comparable(
     layout: Layout, arrays: Sequence[Sequence[mx.array]], rows: slice
 ) -> list[list[mx.array]]:
-    """Convert some rows of each linear slot's arrays so that similar KV has similar numbers."""
+    """Convert positions `rows` of each linear slot's arrays to be compared number by number.
+
+    `arrays`: those of each slot, shape (1, heads, n, dim). Quantised KV becomes plain KV.
+    """
     slots = kv.flatten(layout.make())
     return [
         kv.sliced(slots[i]).comparable(slots[i], [array[..., rows, :] for array in held])

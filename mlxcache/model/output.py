@@ -34,13 +34,16 @@ _REREAD = -2
 class OutputParser:
     """Parser of one reply: turns tokens into pieces, and decides when the reply ends.
 
+    A piece is a `Text`, a `Thinking` or a `ToolCall` of `mlxcache.types`.
+
     `tokenizer`: mlx-lm's TokenizerWrapper. `tools`: definitions of the tools; if None or empty,
     tool calls are returned as text. `parallel_tools` False: the first call ends the reply. `stop`:
     strings that end the visible text. `thinking_open`: the prompt ends inside a think block.
     `continued`: the prompt ends inside the visible text of a message. `generic_tools`: calls are
     written as `<tool_call>{json}</tool_call>` instead of the model family's own syntax.
     `stop_at_eos` False: ignore tokens that end the turn. `plain`: all output is text. `prime`: the
-    last tokens of the prompt, if the leading space of the first token counts.
+    last tokens of the prompt, for a reply that continues its text: without them, a detokenizer
+    removes the space before the reply's first word.
 
     A marker (a string that opens or closes thinking or a tool call) is recognised in one token or
     in many, with two exceptions for text about markers: if the vocabulary has the marker as one

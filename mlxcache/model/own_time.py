@@ -1,12 +1,16 @@
-"""Measurement of a model by mlx-lm without a server: a program for `mlxcache bench`.
+"""Program that measures how fast mlx-lm alone, without a server, runs a model.
 
-`python -m mlxcache.model.own_time MODEL` reads one question per line from standard input, and
-prints one answer per line. Both are JSON objects; lengths are in tokens. If the model cannot be
-measured, it prints `{"error"}` and ends. Questions and their answers:
+`mlxcache bench` compares the server with these times. It starts `python -m
+mlxcache.model.own_time MODEL`, which prints `{"ready": true}` once the model is loaded, or
+`{"error": TEXT}` if it cannot be measured. Each line of standard input then describes one
+measurement, and the program prints one line with its result. Both are JSON objects:
 
     {"prefix", "fed"}     {"seconds", "kv_bytes_per_token"}: a warm turn
     {"prefix", "reply"}   {"tokens_s", "peak_bytes"}: mlx_lm.generate after a prefix
     {"prompt", "step"}    {"tokens_s"}: a prompt in passes of `step` tokens
+
+`prefix`: tokens in the cache before. `fed`: tokens fed after them. `reply`: tokens to generate.
+`prompt`: tokens fed to an empty cache. `tokens_s`: tokens per second.
 """
 
 from __future__ import annotations
@@ -36,10 +40,12 @@ TOKEN_IDS = 256
 
 
 class OwnTime:
-    """A loaded model with one cache, which is truncated to a prefix before each measurement.
+    """A model loaded by mlx-lm, with methods that measure how fast mlx-lm alone runs it.
 
-    Raises ValueError if the model's cache cannot be truncated: its state at the prefix would have
-    to be copied, and the copy would be measured too.
+    `path`: the model's folder. Its one cache is truncated to a prefix before each measurement.
+    Raises ValueError if that is impossible: the state at the prefix would have to be copied, and
+    the
+    copy would be measured too.
     """
 
     def __init__(self, path: Path):
@@ -181,9 +187,10 @@ def rounding(model: Any, tokens: Tokens, split: int) -> float:
 
 
 def answer(own: OwnTime, line: str) -> dict[str, float]:
-    """Make the measurement that a line of input describes, and return its results.
+    """Make the measurement that a line of input describes, and return its result.
 
-    Raises ValueError or KeyError if `line` is not a valid question.
+    `own`: the model to measure. `line`: a JSON object as the module describes it. Raises ValueError
+    or KeyError for any other text.
     """
     question = json.loads(line)
     if "reply" in question:
@@ -196,9 +203,12 @@ def answer(own: OwnTime, line: str) -> dict[str, float]:
 
 
 def main() -> None:
-    """Load the model of the first argument, and answer questions on standard input.
+    """Run the program: load the model in the folder of the first argument, and measure it.
 
-    Ends with the input. A question is a line with a JSON object.
+    Each line of standard input is a JSON object that describes one measurement; its result is
+    printed
+    as a line of JSON. Ends with the input, or with an error as JSON if the model cannot be
+    measured.
     """
     try:
         own = OwnTime(Path(sys.argv[1]))

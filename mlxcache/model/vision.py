@@ -1,6 +1,7 @@
-"""Images for models that take them: mlx-lm's processor makes pixels, the model makes rows.
+"""Images for models that take them: mlx-lm's processor makes pixels, the model makes embeddings.
 
-A row is a vector that is fed to the model at one position, in place of a token's embedding.
+An image becomes several vectors, each fed to the model at one position in place of a token's
+embedding. They are called the *rows* of the image.
 """
 
 from __future__ import annotations
@@ -41,8 +42,9 @@ class Vision:
     """Image processor and vision tower of a model.
 
     `image_token`: the text of the token that a chat template writes for an image; the processor
-    repeats it once for each row (a vector fed in place of an embedding). `token_id`: its id.
-    `most_tokens`: maximum number of rows per image.
+    repeats it once for each position that the image takes. `token_id`: its id. `most_tokens`:
+    maximum
+    number of positions per image.
     """
 
     def __init__(self, model: Any, processor: Any, token_id: int):
@@ -77,7 +79,10 @@ class Vision:
             return self._process(image)[1] if pixels is None else pixels
 
     def rows(self, image: Image) -> mx.array:
-        """Compute the rows of an image, shape (tokens, hidden), evaluated. MLX thread only."""
+        """Compute the embeddings that are fed for an image, shape (tokens, hidden), evaluated.
+
+        MLX thread only.
+        """
         pixels = mx.array(self.pixels(image))
         count = self.text(image).count(self.image_token)
         tokens = mx.full((count,), self.token_id, mx.int32)
@@ -91,7 +96,10 @@ class Vision:
         return rows
 
     def sees(self, image: Image) -> bool:
-        """Return whether the rows that the model computes depend on the image. MLX thread only."""
+        """Return whether the embeddings that the model computes for an image depend on its pixels.
+
+        MLX thread only.
+        """
         rows = self.rows(image)
         blind = self.embed(np.full(len(rows), self.token_id, np.int32))
         return not bool(mx.array_equal(rows, blind))

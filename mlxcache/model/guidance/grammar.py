@@ -23,7 +23,10 @@ _USER = "user"
 
 
 def is_constrained(job: Job) -> bool:
-    """Return whether the reply to `job` has to follow a grammar."""
+    """Return whether the reply to `job` has to follow a grammar.
+
+    True for an output format, and for tools of which some are forced, excluded or strict.
+    """
     if job.format is not None:
         return True
     return bool(job.tools) and (

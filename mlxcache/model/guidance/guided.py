@@ -24,7 +24,10 @@ class Guides:
         self._thinking: list[ThinkFormat | None] = []
 
     def needed(self, job: Job) -> bool:
-        """Return whether the reply to `job` needs a guide."""
+        """Return whether the reply to `job` needs a guide for its format or its tool calls.
+
+        Guides for a thinking budget are not counted: `ThinkingBudget` makes them later.
+        """
         return is_constrained(job)
 
     def make(self, job: Job) -> Guide | None:

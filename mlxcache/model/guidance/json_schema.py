@@ -234,7 +234,11 @@ class _Check:
         return [self._const(one, f"{pointer}/{i}") for i, one in enumerate(value)]
 
     def _ref(self, value: Any, pointer: str) -> str:
-        """Return a new name for the schema that a reference leads to, and queue it for reading."""
+        """Return a new local reference, `#/$defs/NAME`, for the reference `value`.
+
+        The schema to which it leads is queued to be checked. `pointer`: the JSON Pointer of the
+        reference, for errors. Raises BadRequest for a reference that is not local or leads nowhere.
+        """
         if not isinstance(value, str):
             raise self._refuse(pointer, f"expected a string, got {_short(value)}")
         if not value.startswith("#"):
@@ -276,7 +280,10 @@ class _Check:
             raise self._refuse(f"{pointer}/format", reason)
 
     def _numbers(self, node: dict[str, Any], pointer: str) -> None:
-        """Rewrite numeric bounds so that no float outside of the original ones is allowed."""
+        """Rewrite the numeric bounds of `node` in place, for floats.
+
+        No float outside of the original bounds satisfies the new ones.
+        """
         for keyword in _BOUNDS:
             value = node.get(keyword)
             if value is None or isinstance(value, bool):

@@ -73,7 +73,11 @@ class Lark:
         return self.rule(f"%json {schema.text()}")
 
     def marker(self, text: str) -> str:
-        """Return a grammar expression for a text of the template, with special tokens as tokens."""
+        """Return a grammar expression for exactly `text`, with the added tokens in it as tokens.
+
+        Unlike `literal`, it matches a text that the model writes with control tokens, such as a
+        marker.
+        """
         return " ".join(
             f"<[{self.added[part]}]>" if part in self.added else literal(part)
             for part in self.parts(text)

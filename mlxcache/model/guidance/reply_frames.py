@@ -25,9 +25,9 @@ class Frame:
         self.lark = lark
 
     def text(self, body: str, kind: str = "") -> str:
-        """Return a grammar expression for a reply whose visible text is `body`.
+        """Return a grammar expression for a reply whose visible text matches the expression `body`.
 
-        `kind`: the kind of output format, such as "json_schema", or "".
+        `kind`: the kind of output format, such as "json_schema", or ""; a header may name it.
         """
         return body
 
@@ -39,16 +39,19 @@ class Frame:
         return calls
 
     def calls(self, tools: Sequence[Tool], *, several: bool) -> str:
-        """Return a grammar expression for tool calls, in formats whose headers name the tool.
+        """Return a grammar expression for calls of `tools`, each a message with its own header.
 
-        With `several`, more than one call may be made.
+        With `several`, more than one call may be made. Only families whose headers name the tool
+        have
+        it; raises NotImplementedError for the others, whose calls are written by a `Syntax`.
         """
         raise NotImplementedError
 
     def free_calls(self, tools: Sequence[Tool], *, several: bool) -> str:
         """Return a grammar expression for any messages, in which each call is one of `tools`.
 
-        Only for formats whose headers name the tool.
+        Only families whose headers name the tool have it; raises NotImplementedError for the
+        others.
         """
         raise NotImplementedError
 
@@ -130,7 +133,9 @@ def frame_of(lark: Lark, tokenizer: Any) -> Frame:
 def anything_but(lark: Lark, opening: str, rest: str) -> str:
     """Return a grammar expression for any text in which `rest` follows each `opening`.
 
-    The text may contain control tokens.
+    `opening`: a text, such as the marker of a tool call. `rest`: the expression that must match
+    after
+    it. The text may contain control tokens.
     """
     first, *later = lark.parts(opening)
     controls = sorted(token for text, token in lark.added.items() if text != first)

@@ -185,7 +185,10 @@ class Comparison:
         self._known: dict[tuple[int, int], bool] = {}
 
     def are_disjoint(self, first: Node, second: Node, depth: int = 0) -> bool:
-        """Return True if it is certain that no value satisfies both nodes."""
+        """Return True if it is certain that no value satisfies both nodes.
+
+        `depth`: number of comparisons around this one, which bounds the recursion.
+        """
         pair = (id(first), id(second))
         if pair not in self._known:
             self._known[pair] = self._compare(first, second, depth)
@@ -217,7 +220,10 @@ class Comparison:
     def _excludes(
         self, one: Mapping[str, Any], other: Mapping[str, Any], name: str, depth: int
     ) -> bool:
-        """Return whether `other` forbids each value of the property `name` that `one` requires."""
+        """Return whether `other` forbids each value of the property `name` that `one` requires.
+
+        `depth`: number of comparisons around this one.
+        """
         mine, its = one.get("properties", {}).get(name), other.get("properties", {}).get(name)
         if its is None:
             return other.get("additionalProperties") is False and not other.get("patternProperties")

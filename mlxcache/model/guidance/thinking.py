@@ -108,7 +108,10 @@ def _words(tokenizer: Any) -> tuple[str, str, str] | None:
 
 
 def _beyond(rest: bytes, tokens: Iterable[int], pieces: list[bytes]) -> tuple[int, ...]:
-    """Return the tokens that begin with `rest` and continue with more than line ends."""
+    """Return those of `tokens` that begin with `rest` and continue with more than line ends.
+
+    `pieces`: the bytes of each token of the vocabulary, by id.
+    """
     return tuple(
         i for i in tokens if pieces[i].startswith(rest) and pieces[i][len(rest) :].strip(b"\n")
     )

@@ -50,9 +50,10 @@ Call = Callable[[Lark, Tool], str]
 class Syntax:
     """Syntax of a model family's tool calls, for writing a grammar.
 
-    `opening` and `closing`: the texts around a tool block. `call`: writes one call. `between`: the
-    text between calls in one block; if None, a block has one call, and `apart` is the text between
-    blocks. `names`: a pattern for the tool names that the syntax can write.
+    `opening` and `closing`: the texts around a tool block. `call(lark, tool)` returns the grammar
+    expression of one call. `between`: the text between calls in one block; if None, a block has one
+    call, and `apart` is the text between blocks. `names`: a pattern for the tool names that the
+    syntax can write.
     """
 
     opening: str
@@ -432,9 +433,11 @@ def _shapes(schema: Schema) -> list[Plain]:
 
 
 def _members(schema: Schema, shape: Plain, write: Callable[[str, Node], str]) -> Written:
-    """Return the named members of an object in the schema's order, written by `write`.
+    """Write the named members of a JSON object by `write(name, node)`, in the schema's order.
 
-    Members that no value satisfies are left out; raises Unwritable if one of them is required.
+    Returns pairs of a member's grammar expression and whether it is required. `shape`: the object's
+    schema. Members that no value satisfies are left out; raises Unwritable if one of them is
+    required.
     """
     named: dict[str, Node] = dict(shape.get("properties", {}))
     required = shape.get("required", ())
@@ -450,7 +453,10 @@ def _members(schema: Schema, shape: Plain, write: Callable[[str, Node], str]) ->
 
 
 def _separated(lark: Lark, members: Written, comma: str) -> str:
-    """Return a grammar expression for members with `comma` between those that are present."""
+    """Return a grammar expression for an object's members, with `comma` between those present.
+
+    `members`: the result of `_members`. Those that are not required may be absent.
+    """
     rest, first = _EMPTY, _EMPTY  # what may follow a member, and what may come where none is yet
     for member, needed in reversed(members):
         after = f"{literal(comma)} {member} {rest}"

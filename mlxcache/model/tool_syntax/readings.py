@@ -220,8 +220,10 @@ class Block:
     def _wide(self, tools: Tools, plain: _Walk, found: list[Path]) -> Path | None:
         """Return the reading in which unknown names begin parameters, or None if it is unlikely.
 
-        A model that invents a parameter writes matching tags, so the reading is likely only if it
-        leaves no unpaired tag inside a value, while the reading `found[0]` does.
+        `plain`: the walk that accepted known names only. `found`: the readings so far. A model that
+        invents a parameter writes matching tags, so the reading is likely only if it leaves no
+        unpaired
+        tag inside a value, while the reading `found[0]` does.
         """
         if not plain.refused or self._balanced(found[0]):
             return None
