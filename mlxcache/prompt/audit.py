@@ -54,7 +54,7 @@ def audit(
 ) -> list[Finding]:
     """Return the texts that are likely to change in the next request, by position.
 
-    `tokens`: length of the prompt. Examines tools, system messages, and text between marks such as
+    `tokens`: length of the prompt. Examines tools, system messages, and text between tags such as
     `<system-reminder>` in user messages; other text of users and models does not change.
     `position(source, char)` returns the number of tokens before a character of the rendered text.
     `order_kept`: the rule `tool_order` is on.

@@ -33,8 +33,8 @@ from mlxcache.prompt.tokenizer import (
     added_tokens,
     backend_of,
     control_tokens,
-    thinking_marks,
-    tool_marks,
+    thinking_markers,
+    tool_markers,
 )
 from mlxcache.prompt.traits import U, probe
 from mlxcache.types import Chat, Prompt
@@ -79,8 +79,8 @@ class PromptBuilder:
         template = Template(tokenizer)
         check_arguments(template, args)
         self._think = (tokenizer.think_start, tokenizer.think_end)
-        thinking, added = thinking_marks(tokenizer), added_tokens(tokenizer)
-        controls = control_tokens(added, template.source, [*thinking, *tool_marks(tokenizer)])
+        thinking, added = thinking_markers(tokenizer), added_tokens(tokenizer)
+        controls = control_tokens(added, template.source, [*thinking, *tool_markers(tokenizer)])
         escape = _escape(tokenizer, controls, thinking)
         self.traits = probe(template, args)
         self._images = ImageTemplate(template, processor, args)
@@ -260,9 +260,9 @@ class PromptBuilder:
             )
 
     def _breakpoint(self, chat: Chat, prompt: Tokenised, generation: int) -> int | None:
-        """Return the token position of a conversation's cache breakpoint, or None.
+        """Return the token position at which a conversation's cache breakpoint ends, or None.
 
-        `generation`: token position of the reply.
+        None is returned if the client marked no message. `generation`: token position of the reply.
         """
         leading = chat.breakpoint
         if leading is None:

@@ -246,7 +246,7 @@ def _text_moved(was: Message, now: Sequence[Message]) -> bool:
     """Return whether a user message only lost text that a later user message has.
 
     `now`: the message as it was sent again, and those after it. Unlike in `_reminder_moved`, the
-    text is equal and has no marks.
+    text is equal and not between tags.
     """
     old, new = _text_of(was), _text_of(now[0])
     if was.get("role") != "user" or now[0].get("role") != "user" or len(new) >= len(old):

@@ -107,7 +107,8 @@ def keep_positions(
     """Convert a client's keep hints, (leading messages, seconds), to (token position, seconds).
 
     0 leading messages stand for tools and system prompt, which end at the first of the marks
-    `placed`. Any other number ends at `breakpoint`, or at the last mark if that is None.
+    `placed`. Any other hint ends at `breakpoint`, the token position of the cache breakpoint, or at
+    the last mark if that is None.
     """
     head = placed[0] if len(placed) > 1 else 0
     rest = breakpoint if breakpoint is not None else next(iter(placed[-1:]), 0)

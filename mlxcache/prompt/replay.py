@@ -30,12 +30,12 @@ from mlxcache.prompt.replies import (
     TAIL_CHARACTERS,
     DecodedReply,
     GeneratedReply,
+    RenderedReply,
     Replies,
     ReplyContent,
     ReplyReader,
     Tools,
 )
-from mlxcache.types import Tokens
 
 _LEAST_REACH = 4096
 _REACH = 4
@@ -63,24 +63,6 @@ class ReplayedText:
     changed: bool = False
     tail: str = ""
     replies: tuple[bytes, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class _Fit:
-    """The place of a reply in a rendered text.
-
-    `shown`: the text that the reply replaces. `guard`: `shown` and the text that must follow it.
-    `ids`, `raw`: token ids of the reply and their text. `closing`: text of the control token at
-    their end, or empty. `changes`: the ids differ from the encoding of `shown`.
-    """
-
-    shown: str
-    guard: str
-    ids: Tokens
-    raw: str
-    closing: str
-    changes: bool
-    key: bytes
 
 
 class Replay:
@@ -143,43 +125,45 @@ class Replay:
                 continue
             walk.update(steady[hashed:at].encode("utf-8", "surrogatepass"))
             hashed = at
-            fit = self._find_fit(text, at, self.replies.find(walk.digest()), tools)
-            if fit is None:
+            found = self._find_rendered(text, at, self.replies.find(walk.digest()), tools)
+            if found is None:
                 continue
-            parts += [text[done:at], fit.raw]
+            parts += [text[done:at], found.raw]
             length += at - done
-            end = length + len(fit.raw)
-            splices.append(Splice(length, end, fit.shown, fit.ids, fit.closing))
-            keys.append(fit.key)
-            length, done, changed = end, at + len(fit.shown), changed or fit.changes
+            end = length + len(found.raw)
+            splices.append(Splice(length, end, found.shown, found.ids, found.closing))
+            keys.append(found.key)
+            length, done, changed = end, at + len(found.shown), changed or found.changes
         walk.update(steady[hashed:].encode("utf-8", "surrogatepass"))
         parts.append(text[done:])
         spliced = "".join(parts) if splices else text
         tail = steady[-TAIL_CHARACTERS:]
         return ReplayedText(spliced, tuple(splices), walk.digest(), changed, tail, tuple(keys))
 
-    def _find_fit(
+    def _find_rendered(
         self, text: str, at: int, replies: Sequence[GeneratedReply], tools: Tools
-    ) -> _Fit | None:
-        """Return the place of the newest of `replies` with which the text continues, or None.
+    ) -> RenderedReply | None:
+        """Find the newest of `replies` that the text contains at character `at`, or None.
 
-        `at`: character of the text at which a reply would begin.
+        `text`: a rendered conversation, of which the first `at` characters are the prompt of
+        `replies`.
         """
         for reply in reversed(replies):
-            known = reply.fit
+            known = reply.rendered
             if known is not None and text.startswith(known.guard, at):
-                assert isinstance(known, _Fit)
                 return known
-            fit = self._fit(text, at, reply, tools)
-            if fit is not None:
-                reply.set_fit(fit)
-                return fit
+            found = self._match(text, at, reply, tools)
+            if found is not None:
+                reply.set_rendered(found)
+                return found
         return None
 
-    def _fit(self, text: str, at: int, reply: GeneratedReply, tools: Tools) -> _Fit | None:
-        """Return the place of one reply that begins at character `at`.
+    def _match(
+        self, text: str, at: int, reply: GeneratedReply, tools: Tools
+    ) -> RenderedReply | None:
+        """Return the form in which the text contains one reply at character `at`.
 
-        Returns None if the text there has another content.
+        Returns None if the text there has another content than the reply.
         """
         decoded = self._reader.decode(reply, tools)
         if decoded is None:
@@ -189,23 +173,25 @@ class Replay:
             known = hash(shown)
             if reply.is_rejected(known):
                 continue
-            if self._has_marks(shown, decoded):
+            if self._has_same_markers(shown, decoded):
                 ids = self._codec.encode(shown).tolist()
                 content = self._reader.read_content(ids, reply, tools)
                 if content is not None and content.same(decoded.content):
-                    return self._make_fit(text, at, match.start(), match.group(), decoded)
+                    return self._make_rendered(text, at, match.start(), match.group(), decoded)
             reply.reject(known)
         return None
 
-    def _has_marks(self, shown: str, decoded: DecodedReply) -> bool:
-        """Return whether a rendered reply has the same marks of thinking as the generated one.
+    def _has_same_markers(self, shown: str, decoded: DecodedReply) -> bool:
+        """Return whether a rendered reply has the same markers of thinking as the generated one.
 
-        False, for example, if the template leaves out the marks of empty thinking; its rendering is
-        then used. If the reply has several thoughts, which a template may join, any mark suffices.
+        False, for example, if the template leaves out the markers of empty thinking; its rendering
+        is
+        then used. If the reply has several thoughts, which a template may join, any marker
+        suffices.
         """
-        marks = self._reader.find_thinking_marks(shown)
-        several = len(decoded.content.thoughts) > 1
-        return bool(marks) if several else marks == self._reader.find_thinking_marks(decoded.raw)
+        find, several = self._reader.find_thinking_markers, len(decoded.content.thoughts) > 1
+        markers = find(shown)
+        return bool(markers) if several else markers == find(decoded.raw)
 
     def _find_ends(self, text: str, at: int, decoded: DecodedReply) -> list[re.Match[str]]:
         """Return the possible ends of a reply that starts at `at`.
@@ -218,7 +204,9 @@ class Replay:
         within = sum(decoded.raw.count(end) for end in ends) + (not decoded.closing)
         return found[: min(within, _MOST_ENDS)]
 
-    def _make_fit(self, text: str, at: int, end: int, ended: str, decoded: DecodedReply) -> _Fit:
+    def _make_rendered(
+        self, text: str, at: int, end: int, ended: str, decoded: DecodedReply
+    ) -> RenderedReply:
         ids, raw, closing = decoded.ids, decoded.raw, decoded.closing
         if closing and closing == ended:
             end += len(closing)
@@ -231,4 +219,4 @@ class Replay:
         before = self._codec.encode(text[start:at])
         canonical = self._codec.encode(text[start:end])
         changes = not np.array_equal(canonical, np.concatenate((before, ids)))
-        return _Fit(shown, guard, ids, raw, closing, changes, decoded.key)
+        return RenderedReply(shown, guard, ids, raw, closing, changes, decoded.key)

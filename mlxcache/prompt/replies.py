@@ -18,7 +18,7 @@ from mlxcache.lru import LRU
 from mlxcache.prompt.blanks import equal_blocks, join_blocks, message_blocks
 from mlxcache.prompt.canonical.argument_order import equal_values
 from mlxcache.prompt.incremental import ControlTokenFinder
-from mlxcache.prompt.tokenizer import ChatTokenizer, thinking_marks, tool_marks
+from mlxcache.prompt.tokenizer import ChatTokenizer, thinking_markers, tool_markers
 from mlxcache.store.reply_rows import ReplyRow
 from mlxcache.types import Piece, Prompt, Text, Tokens, ToolCall
 
@@ -168,6 +168,26 @@ class DecodedReply:
         return self.content.calls
 
 
+@dataclass(frozen=True, slots=True)
+class RenderedReply:
+    """A generated reply as a template rendered it, and what replaces that text in a prompt.
+
+    `shown`: the rendered text, which `ids` and their text `raw` replace. `guard`: `shown` and the
+    text
+    that must follow it. `closing`: text of the control token that `ids` end with, or empty.
+    `changes`:
+    `ids` differ from the encoding of `shown`. `key`: key of the reply's row.
+    """
+
+    shown: str
+    guard: str
+    ids: Tokens
+    raw: str
+    closing: str
+    changes: bool
+    key: bytes
+
+
 _COMPARED = tuple(one.name for one in fields(ReplyRow) if one.name != "ids")
 
 
@@ -177,7 +197,7 @@ class GeneratedReply:
     def __init__(self, row: ReplyRow):
         self.row = row
         self._decoded: tuple[DecodedReply | None] | None = None
-        self._fit: Any = None
+        self._rendered: RenderedReply | None = None
         self._rejected: deque[int] = deque(maxlen=_MOST_REJECTED)
 
     @property
@@ -197,20 +217,20 @@ class GeneratedReply:
         return self._decoded[0]
 
     @property
-    def fit(self) -> Any:
-        """Place of the reply in a rendered text, as given to `set_fit`; None before."""
-        return self._fit
+    def rendered(self) -> RenderedReply | None:
+        """Form in which a template last rendered the reply; None until `set_rendered`."""
+        return self._rendered
 
-    def set_fit(self, fit: Any) -> None:
-        """Remember the place of the reply in a rendered text."""
-        self._fit = fit
+    def set_rendered(self, rendered: RenderedReply) -> None:
+        """Remember the form in which a template rendered the reply, to find it faster."""
+        self._rendered = rendered
 
     def is_rejected(self, text: int) -> bool:
-        """Return whether the text with this hash was rejected recently."""
+        """Return whether the rendered text with this hash was passed to `reject` recently."""
         return text in self._rejected
 
     def reject(self, text: int) -> None:
-        """Remember the hash of a text whose content differs from the reply's."""
+        """Remember, by its hash, a rendered text that was compared and differs from the reply."""
         self._rejected.append(text)
 
 
@@ -231,11 +251,11 @@ class ReplyReader:
         self.finder = finder
         self._read, self._image_token = read, image_token
         self._decode, self._encode = tokenizer._tokenizer.decode, tokenizer.encode
-        self._thinking = frozenset(thinking_marks(tokenizer))
-        self._inner = self._thinking.union(tool_marks(tokenizer))
+        self._thinking = frozenset(thinking_markers(tokenizer))
+        self._inner = self._thinking.union(tool_markers(tokenizer))
 
-    def find_thinking_marks(self, text: str) -> list[str]:
-        """Return the marks in a text that open or close thinking, in order."""
+    def find_thinking_markers(self, text: str) -> list[str]:
+        """Return the markers in a text that open or close thinking, in order."""
         return [m.group() for m in self.finder.find_all(text) if m.group() in self._thinking]
 
     def decode(self, reply: GeneratedReply, tools: Tools) -> DecodedReply | None:

@@ -1,4 +1,4 @@
-"""Search for runs of tokens that two prompts have in common after they differ."""
+"""Search for token sequences that two prompts have in common after they differ."""
 
 from __future__ import annotations
 
@@ -26,10 +26,12 @@ Runs = tuple[tuple[int, int], ...]
 
 
 def shared_runs(old: Tokens, new: Tokens) -> Runs:
-    """Return the runs of `new` that `old` has too; each token of `old` is used once at most.
+    """Return the ranges of `new` whose tokens `old` has too, in sequence.
 
-    Shapes (n,) and (m,). Runs of fewer than `LEAST_RUN` tokens are left out. The order of the runs
-    in `old` may be another one. Takes about O(n + m): only blocks with equal hashes are compared.
+    Shapes (n,) and (m,). Each token of `old` is used at most once, and the order of the sequences
+    in
+    `old` may be another one. Ranges of fewer than `LEAST_RUN` tokens are left out. Takes about
+    O(n + m): only blocks with equal hashes are compared.
     """
     if min(len(old), len(new)) < LEAST_RUN:
         return ()
@@ -76,10 +78,13 @@ def _hashes(ids: Tokens) -> NDArray[np.uint64]:
 def _longest(
     old: Tokens, new: Tokens, used: NDArray[np.bool_], at: tuple[int, int], places: Sequence[int]
 ) -> tuple[int, int, int]:
-    """Return the longest common run around a token: its starts in `new` and `old`, and its length.
+    """Return the longest sequence that both prompts have around a token.
 
-    `at`: position of the token in `new`, and the first position at which the run may begin. `used`:
-    tokens of `old` that earlier runs contain. `places`: positions in `old` to compare.
+    The result is its starts in `new` and `old`, and its length. `at`: position of the token in
+    `new`,
+    and the first position at which the sequence may begin. `used`: tokens of `old` in sequences
+    found
+    before. `places`: positions in `old` to compare.
     """
     best = at[0], 0, 0
     for place in places:

@@ -34,10 +34,13 @@ class _Watch:
         self._thread: threading.Thread | None = None
 
     def begin(self, seconds: float) -> object:
-        """Interrupt the calling thread after `seconds`, unless `end` is called with the result."""
-        mark, deadline = object(), time.monotonic() + seconds
+        """Interrupt the calling thread after `seconds`, unless `end` is called before.
+
+        Returns the handle to pass to `end`.
+        """
+        handle, deadline = object(), time.monotonic() + seconds
         with self._lock:
-            self._due[mark] = deadline, threading.get_ident()
+            self._due[handle] = deadline, threading.get_ident()
             if self._thread is None:
                 self._thread = threading.Thread(
                     target=self._run, name="mlxcache-time-limit", daemon=True
@@ -45,20 +48,23 @@ class _Watch:
                 self._thread.start()
             elif deadline < self._wakes:
                 self._changed.notify()
-        return mark
+        return handle
 
-    def end(self, mark: object) -> None:
-        """Cancel an interruption. It may still happen during this call, but not after it."""
+    def end(self, handle: object) -> None:
+        """Cancel an interruption; `handle` is what `begin` returned for it.
+
+        It may still happen during this call, but not after it.
+        """
         with self._lock:
-            self._due.pop(mark, None)
+            self._due.pop(handle, None)
 
     def _run(self) -> None:
         with self._lock:
             while True:
                 now = time.monotonic()
-                for mark, (deadline, thread) in list(self._due.items()):
+                for handle, (deadline, thread) in list(self._due.items()):
                     if deadline <= now:
-                        del self._due[mark]
+                        del self._due[handle]
                         _interrupt(thread)
                 self._wakes = min((due for due, _ in self._due.values()), default=math.inf)
                 self._changed.wait(None if self._wakes == math.inf else self._wakes - now)
@@ -78,10 +84,10 @@ def run_limited(work: Callable[[], T], seconds: float) -> T:
     Only Python code is interrupted, not a single long call into C.
     """
     try:
-        mark = _watch.begin(seconds)
+        handle = _watch.begin(seconds)
         try:
             return work()
         finally:
-            _watch.end(mark)
+            _watch.end(handle)
     except _Overdue:
         raise TimeoutError(f"not done after {seconds:g} s") from None

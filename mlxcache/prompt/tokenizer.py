@@ -103,15 +103,15 @@ def control_tokens(
     return tuple(token for token in added if steers(token))
 
 
-def thinking_marks(tokenizer: ChatTokenizer) -> list[str]:
-    """Return the texts that open and close thinking; empty if the model has none."""
-    return [mark for mark in (tokenizer.think_start, tokenizer.think_end) if mark]
+def thinking_markers(tokenizer: ChatTokenizer) -> list[str]:
+    """Return the markers that open and close thinking; empty if the model has none."""
+    return [text for text in (tokenizer.think_start, tokenizer.think_end) if text]
 
 
-def tool_marks(tokenizer: ChatTokenizer) -> list[str]:
-    """Return the texts that open and close tool calls; empty if the model has none."""
+def tool_markers(tokenizer: ChatTokenizer) -> list[str]:
+    """Return the markers that open and close tool calls; empty if the model has none."""
     names = ("tool_call_start", "tool_call_end")
-    return [mark for name in names if isinstance(mark := getattr(tokenizer, name, None), str)]
+    return [text for name in names if isinstance(text := getattr(tokenizer, name, None), str)]
 
 
 def any_of(texts: Iterable[str]) -> re.Pattern[str]:

@@ -18,7 +18,10 @@ MAX_LATE = 64
 
 @dataclass(slots=True, eq=False)
 class LateTurn:
-    """A turn and the id of its request. `session`: the id of its session, once it is shown."""
+    """A turn and the id of its request.
+
+    `session`: the id of its session, once the turn is in the copy `LateTurns.table`, else None.
+    """
 
     request: str
     turn: Turn
@@ -70,7 +73,7 @@ class LateTurns:
     def write(self, record: Callable[[LateTurn], None]) -> None:
         """Call `record` with each turn, in order, until it raises StoreError, which is raised.
 
-        Turns for which it did not raise are dropped; the others are shown by `table`.
+        Turns for which it did not raise are dropped; the others are added to the copy `table`.
         """
         try:
             while self._turns:
@@ -82,11 +85,11 @@ class LateTurns:
         self._set_copy(None)
 
     def shown(self) -> list[tuple[str, str]]:
-        """Ids of the requests of turns that `table` shows, each with the id of its session."""
+        """Pairs of request id and session id of those turns that are in the copy `table`."""
         return [(one.request, one.session) for one in self._turns if one.session is not None]
 
     def sessions(self) -> set[str]:
-        """Ids of the sessions that these turns belong to, as far as they are shown."""
+        """Ids of the sessions of those turns that are in the copy `table`."""
         return {one.session for one in self._turns if one.session is not None}
 
     def forget(self, sessions: set[str]) -> None:
@@ -94,7 +97,11 @@ class LateTurns:
         self._turns = [one for one in self._turns if one.session not in sessions]
 
     def refresh(self) -> None:
-        """Show the turns beside what is on disk now, which this process has changed."""
+        """Copy the table again and add the turns to the copy.
+
+        Call after this process has changed the table on disk. Does nothing while `table` is that
+        one.
+        """
         if self._copy is not None:
             self._set_copy(None)
             self._show()

@@ -26,9 +26,11 @@ WAIT_S = 0.05
 
 
 class ReplyFeed:
-    """Passes the stored replies of one namespace to the callable `learn`.
+    """Passes the stored replies of one namespace to `learn(replies)`, which gets them by owner.
 
-    All stored replies are passed first, and later only the new ones.
+    All stored replies are passed first, and later only the new ones, oldest first. `learn` is
+    called
+    on a worker thread.
     """
 
     def __init__(self, sessions: Sessions, store: Store, learn: Learn):

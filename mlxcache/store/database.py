@@ -122,7 +122,7 @@ def _nothing(_: sqlite3.Connection) -> None:
 
 
 class _Memory:
-    """A database in memory: one connection, for the thread that holds `lock`."""
+    """A database in memory: one connection, used only by the thread that holds `lock`."""
 
     def __init__(self) -> None:
         self.lock = threading.RLock()

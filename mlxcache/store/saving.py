@@ -50,7 +50,7 @@ class _Taken(_Changed):
 
 
 @dataclass(frozen=True, slots=True)
-class _Draft:
+class _NewFile:
     """A file to write: its index row, still without sizes, and the content of the file.
 
     `tokens`: token ids of a run; None for a checkpoint.
@@ -84,14 +84,14 @@ def save_run(
             )
     ordered = sorted(tensors, key=lambda tensor: tensor.name in late)
 
-    def compose(match: Match) -> _Draft | None:
+    def compose(match: Match) -> _NewFile | None:
         if match.length < start:
             raise PrefixNotStored(
                 f"only {match.length} of the {start} tokens before the run are on disk"
             )
         if match.length >= length:
             return None
-        return _draft_run(
+        return _new_run(
             context, chain, match, _skip_rows(ordered, match.length // BLOCK * BLOCK - start), late
         )
 
@@ -103,11 +103,11 @@ def save_checkpoint(context: StoreContext, chain: Chain, tensors: Sequence[Tenso
     if not len(chain.ids):
         raise ValueError("a checkpoint needs at least one token before it")
 
-    def compose(match: Match) -> _Draft | None:
+    def compose(match: Match) -> _NewFile | None:
         if match.checkpoints and match.checkpoints[-1].start == len(chain.ids):
             return None
         _evict_checkpoints(context, match, sum(tensor.nbytes for tensor in tensors))
-        return _draft_checkpoint(context, chain, match, tensors)
+        return _new_checkpoint(context, chain, match, tensors)
 
     _save(context, chain, compose)
 
@@ -135,9 +135,9 @@ def _skip_rows(tensors: Sequence[Tensor], skipped: int) -> list[Tensor]:
     return found
 
 
-def _draft_run(
+def _new_run(
     context: StoreContext, chain: Chain, match: Match, tensors: list[Tensor], late: frozenset[str]
-) -> _Draft:
+) -> _NewFile:
     stop = len(chain.ids)
     start = match.length // BLOCK * BLOCK
     base = chain.whole[start // BLOCK]
@@ -160,12 +160,12 @@ def _draft_run(
     header = compose_run(words, tensors)
     row = _row(context, RUN, chain.at(stop), base, match.run_before(start))
     row = replace(row, key=chain.at(min(start + BLOCK, stop)), start=start, stop=stop)
-    return _Draft(row, [header, *buffers], tokens)
+    return _NewFile(row, [header, *buffers], tokens)
 
 
-def _draft_checkpoint(
+def _new_checkpoint(
     context: StoreContext, chain: Chain, match: Match, tensors: Sequence[Tensor]
-) -> _Draft:
+) -> _NewFile:
     position = len(chain.ids)
     base = chain.whole[position // BLOCK]
     digest = chain.at(position)
@@ -183,7 +183,7 @@ def _draft_checkpoint(
     header = compose_checkpoint(words, tensors)
     row = _row(context, CHECKPOINT, digest, base, match.run_before(position))
     row = replace(row, start=position, stop=position, previous=previous.id if previous else None)
-    return _Draft(row, [header, *buffers])
+    return _NewFile(row, [header, *buffers])
 
 
 def _row(context: StoreContext, kind: str, digest: bytes, base: bytes, parent: Row | None) -> Row:
@@ -204,7 +204,7 @@ def _row(context: StoreContext, kind: str, digest: bytes, base: bytes, parent: R
     )
 
 
-def _save(context: StoreContext, chain: Chain, compose: Callable[[Match], _Draft | None]) -> None:
+def _save(context: StoreContext, chain: Chain, compose: Callable[[Match], _NewFile | None]) -> None:
     """Write the file that `compose` makes from what is already on disk.
 
     `compose` returns None if nothing needs to be written. It is called again if the index changes
@@ -217,11 +217,11 @@ def _save(context: StoreContext, chain: Chain, compose: Callable[[Match], _Draft
                 version = index.version(connection)
                 match = index.lookup(connection, chain)
             context.note_use(_rows_of(match), unless_within=_USE_S)
-            draft = compose(match)
-            if draft is None:
+            new = compose(match)
+            if new is None:
                 return
             try:
-                id = _reserve(context, chain, match, draft, version)
+                id = _reserve(context, chain, match, new, version)
             except _Taken:
                 if time.monotonic() > deadline:
                     raise StoreError(
@@ -231,19 +231,19 @@ def _save(context: StoreContext, chain: Chain, compose: Callable[[Match], _Draft
             except _Changed:
                 continue
             else:
-                _put(context, chain, match, draft, id)
+                _put(context, chain, match, new, id)
                 return
 
 
 def _reserve(
-    context: StoreContext, chain: Chain, match: Match, draft: _Draft, version: tuple[int, int, int]
+    context: StoreContext, chain: Chain, match: Match, new: _NewFile, version: tuple[int, int, int]
 ) -> int:
     """Insert the row of a file to be written, make room for the file, and return the row's id.
 
     `version`: version of the index at which `match` was found. Raises _Changed if `match` is out of
     date, _Taken if another process is writing the file, and DiskFull.
     """
-    row = draft.row
+    row = new.row
     with context.database.write() as connection:
         context.check_present()
         for stale in index.rows(connection, "owner = ?", context.lock.name):
@@ -257,7 +257,7 @@ def _reserve(
         if same is not None and same.owner is not None:
             context.space.remove(connection, [same])
             same = None
-        nbytes = sum(len(buffer) for buffer in draft.buffers)
+        nbytes = sum(len(buffer) for buffer in new.buffers)
         size = context.space.estimate(nbytes, row.stop - row.start)
         if same is None:
             id = index.insert(connection, replace(row, nbytes=nbytes, disk=size))
@@ -268,17 +268,17 @@ def _reserve(
     raise _Changed
 
 
-def _put(context: StoreContext, chain: Chain, match: Match, draft: _Draft, id: int) -> None:
+def _put(context: StoreContext, chain: Chain, match: Match, new: _NewFile, id: int) -> None:
     """Write the file and mark its row as durable; remove both after an error."""
-    row = draft.row
+    row = new.row
     final = context.folder.file(row.kind, row.digest)
     temp = context.folder.temp(row.kind, row.digest, context.lock.name, id)
     try:
         with store_errors(final):
-            size = write(temp, final, draft.buffers)
+            size = write(temp, final, new.buffers)
         with context.database.write() as connection:
-            _make_durable(context, connection, draft, id, size)
-            if draft.tokens is None:
+            _make_durable(context, connection, new, id, size)
+            if new.tokens is None:
                 path = index.lookup(connection, chain)
                 limit = context.space.limit or 0
                 gone = surplus_checkpoints(connection, chain.namespace, chain.ids, path, limit)
@@ -294,20 +294,20 @@ def _put(context: StoreContext, chain: Chain, match: Match, draft: _Draft, id: i
         with suppress(OSError):
             remove(final)
         raise
-    context.count("written_bytes", sum(len(buffer) for buffer in draft.buffers))
+    context.count("written_bytes", sum(len(buffer) for buffer in new.buffers))
     context.count("written_tokens", row.stop - row.start)
 
 
 def _make_durable(
-    context: StoreContext, connection: sqlite3.Connection, draft: _Draft, id: int, size: int
+    context: StoreContext, connection: sqlite3.Connection, new: _NewFile, id: int, size: int
 ) -> None:
     changed = connection.execute(
         "UPDATE file SET owner = NULL, disk = ?, used = ? WHERE id = ?", (size, context.now(), id)
     )
     if not changed.rowcount:
         raise PrefixNotStored("a run before this one was removed as damaged in the meantime")
-    if draft.tokens is not None:
-        index.put_tokens(connection, id, draft.tokens)
+    if new.tokens is not None:
+        index.put_tokens(connection, id, new.tokens)
 
 
 def _rows_of(match: Match) -> list[Row]:

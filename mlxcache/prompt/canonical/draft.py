@@ -67,7 +67,7 @@ class Draft:
         self._origins.insert(at, self._origins[at - 1] if at else -1)
 
     def move(self, at: int, to: int) -> None:
-        """Move a message to an earlier index, without moving the cache breakpoint."""
+        """Move a message to an earlier index; the cache breakpoint keeps its index."""
         self.messages.insert(to, self.messages.pop(at))
 
     def end(self) -> int:
