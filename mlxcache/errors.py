@@ -10,7 +10,7 @@
     ├── TooLarge                the body exceeds the size limit
     ├── Busy                    try again in `retry_after` seconds
     │   ├── QueueFull           the queue is full
-    │   ├── TooMany             too many requests of one session are waiting
+    │   ├── TooMany             too many requests of a session, or streams of a client
     │   └── NotReady            the model is still loading, or the server is stopping
     ├── DeadlineExceeded        the time limit of the request, or of the server, has passed
     ├── GenerationFailed        the model, its tokenizer or its template failed
@@ -94,7 +94,7 @@ class QueueFull(Busy):
 
 
 class TooMany(Busy):
-    """Error raised if one session or client has too many requests or streams at once."""
+    """Error raised if one session has too many waiting requests, or one client too many streams."""
 
 
 class NotReady(Busy):

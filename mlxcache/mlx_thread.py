@@ -51,8 +51,9 @@ class MlxThread:
 
     If a posted action raises, the thread ends, because its state may be inconsistent, and calls
     `on_death(error)` first. An error of an action given to `call` or `ask` is raised in the caller
-    instead. If `is_ours(error)` is True, `run_posted` raises it too, because it concerns more than
-    that action.
+    instead, and the thread goes on. Only if `is_ours(error)` returns True, the error is raised on
+    the thread too, as that of a posted action: it concerns more than this action, such as a device
+    error.
     """
 
     def __init__(

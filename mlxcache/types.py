@@ -55,12 +55,12 @@ class Chat:
     - `messages` are in OpenAI's form, with `role` (system, developer, user, assistant, tool) and
       `content`, a string; a user's content with images is a list of strings and Images. Optional
       keys are `reasoning_content`, `tool_calls` (each `{"id", "type": "function", "function":
-      {"name", "arguments": dict}}`), `tool_call_id`, `name`, and `TEXTS`, which is not passed to
-      templates.
+      {"name", "arguments": dict}}`), `tool_call_id` and `name`. An assistant's message may have the
+      key `TEXTS`, a list of the text blocks that `content` joins; it is not passed to templates.
     - `tools` are `{"type": "function", "function": {"name", "description", "parameters"}}`.
     - `template_args` are keyword arguments of the template, such as `enable_thinking`.
     - `breakpoint` is the number of leading messages up to and including the last one with a
-      cache_control mark. 0 marks only tools or system; None means that there is no mark.
+      `cache_control` field. It is 0 if only tools or system have one, None if nothing has.
     - `continue_final`: the last message is the assistant's, and the reply continues it.
     - `keeps` are requests of the client to keep the prompt cached. Each is a number of leading
       messages (0: tools and system) and the seconds after each use.

@@ -108,7 +108,7 @@ class Talk:
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """Bytes and checkpoints of one conversation in RAM and on disk, and how many of it fit.
+    """Bytes and checkpoints of one conversation in RAM and on disk.
 
     `tokens`: its length. `fit_ram` and `fit_disk`: how many such conversations fit in each tier.
     """

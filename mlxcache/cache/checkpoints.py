@@ -67,9 +67,9 @@ class Trail:
         """Choose nodes whose checkpoints to drop, so that at most `most` are left on the path.
 
         `end`: the length of the path in tokens. `coming`: positions of checkpoints that are about
-        to be added. `worth`: only checkpoints worth less than this are dropped, where the worth is
-        the gap that a removal would leave, divided by the tokens from there to the end. Returns the
-        nodes in the order in which to drop their checkpoints.
+        to be added. `worth`: drop a checkpoint only if the gap that it leaves is less than this
+        share of the tokens from the gap to the end. Returns the nodes in the order in which to drop
+        their checkpoints.
         """
         at = {node.end: node for node in self.nodes}
         positions = sorted({*at, *coming})

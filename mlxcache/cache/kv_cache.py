@@ -182,10 +182,10 @@ class KVCache:
         Reserves room for all of `ids` and for the first tokens of a reply of `reply` tokens.
         Returns None if there is no room. `planned`: position up to which KV and state will be
         restored from disk; all KV in RAM below it is then used, even without a state to continue
-        from. `evict`: how to make room; "wait" blocks for writes to disk, after which more can be
-        evicted. `hints` tell how the use of the prefix is counted. Mutates the tree (uses, splits,
-        evictions) and lineages. Raises MLX's error if a copy fails, after releasing what was
-        reserved.
+        from. `evict`: how to make room: "no" uses free bytes only, "idle" evicts what no request
+        uses, and "wait" also blocks for writes to disk, after which more can be evicted. `hints`
+        tell how the use of the prefix is counted. Mutates the tree (uses, splits, evictions) and
+        lineages. Raises MLX's error if a copy fails, after releasing what was reserved.
         """
         match, main = self.tree.match(ids), self._mains.main_beside(ids, hints)
         self.tree.uses.renew(main)

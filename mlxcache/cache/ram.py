@@ -167,9 +167,10 @@ class RamTier:
     def reserve(self, kind: str, size: int, passing: int = 0, *, evict: Evict = "idle") -> bool:
         """Charge `size` bytes to `kind` of the budget, after making room for them.
 
-        A negative `size` releases bytes. `passing`: bytes needed only during the operation, which
-        may use what is set aside for forward passes. `evict`: the mode of making room; "wait" may
-        block for writes to disk. Returns False, and charges nothing, if there is no room.
+        `kind`: what the bytes are for: "kv", "checkpoints", "states" or "batch", for example. A
+        negative `size` releases bytes. `passing`: bytes needed only during the operation, which may
+        use what is set aside for forward passes. `evict`: the mode of making room; "wait" may block
+        for writes to disk. Returns False, and charges nothing, if there is no room.
         """
         needed = max(0, size) + max(0, passing - self._bytes_of("transient"))
         if not self.make_room(needed, evict=evict):
@@ -184,9 +185,9 @@ class RamTier:
     def make_room(self, size: int, *, evict: Evict = "idle") -> bool:
         """Free budget until `size` bytes fit, and return whether they do.
 
-        First compacts idle lineages with unused positions, then evicts by score, lowest first.
-        Evicts nothing if all idle entries together would not suffice. `evict`: the mode of making
-        room; "wait" may block for writes to disk.
+        First compacts idle lineages with unused positions, then evicts entries, those with the
+        lowest worth first. Evicts nothing if all idle entries together would not suffice. `evict`:
+        the mode of making room; "wait" may block for writes to disk.
         """
         if evict == "no":
             return self.budget.free >= size
@@ -218,12 +219,12 @@ class RamTier:
     # -- evicting ----------------------------------------------------------------------------------
 
     def _evict(self, needed: int, worth: float = CHECKPOINT_WORTH) -> bool:
-        """Evict once from the end of the leaf with the lowest score.
+        """Evict once from the end of the tree's leaf node with the lowest worth.
 
-        Returns False if every leaf is in use. `needed`: bytes to free, if the leaf has as many.
-        Checkpoints on its path that save less than `worth`, a share of the tokens after them, are
-        dropped before tokens of the leaf. They are not if the leaf's conversation has continued on
-        another branch, which then uses them.
+        Returns False if every leaf node is in use. `needed`: bytes to free, if the node has as
+        many. Drops close checkpoints on its path before its tokens: those that leave a gap of less
+        than the share `worth` of the tokens from the gap to the end. They stay if the node's
+        conversation has continued on another branch, which then uses them.
         """
         leaf = self.tree.least_leaf()
         if leaf is None:
@@ -244,10 +245,10 @@ class RamTier:
         return True
 
     def _thin(self, leaf: Node, needed: int, worth: float) -> int:
-        """Drop checkpoints on the path to `leaf` until `needed` bytes are free.
+        """Drop checkpoints on the path to the node `leaf` until `needed` bytes are free.
 
-        Only checkpoints that save less than `worth`, a share of the tokens after them, are dropped.
-        Returns the number of bytes freed.
+        Only those are dropped that leave a gap of less than the share `worth` of the tokens from
+        the gap to the end. Returns the number of bytes freed.
         """
         freed = 0
         for node in Trail.to(leaf).checkpoints_to_drop(leaf.end, 0, worth=worth):
@@ -276,7 +277,7 @@ class RamTier:
             self._cut(above, above.start)
 
     def evict(self, size: int) -> None:
-        """Evict about `size` bytes with the lowest scores, but nothing that a request uses."""
+        """Evict about `size` bytes with the lowest worth, but nothing that a request uses."""
         goal = self.budget.used - size
         while self.budget.used > goal and self._evict(self.budget.used - goal):
             pass

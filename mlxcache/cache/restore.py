@@ -196,9 +196,11 @@ class Restorer:
     def _slots(
         self, arrays: list[list[mx.array]], first: int, last: int, late: bool
     ) -> Iterator[list[mx.array]]:
-        """Yield rows [first, last) of each layer's arrays in turn, and release them after use.
+        """Yield each linear slot's arrays of positions [first, last) in turn, for `Lineage.append`.
 
-        `late`: sliding windows are needed too; without it, their arrays are zeros and are not read.
+        `arrays`: those of a run, shape (tokens, heads, dim), which are released after use; `first`
+        and `last` count from the run's start. `late`: sliding windows are needed too; without it,
+        their arrays are zeros and are not read.
         """
         for window in self._layout.windows:
             rows = serialise.row_major([arrays.pop(0)], first, last)[0]

@@ -217,7 +217,11 @@ class PathWrite:
         self.asked = True
 
     def next_checkpoint(self, layout: Layout) -> Job | None:
-        """Return a job for the next checkpoint, or None if it is beyond the end of the path."""
+        """Take the next checkpoint from `states`, and return a job that writes it.
+
+        Returns None if the path is shorter than the checkpoint's position, so that it cannot be
+        written. `states` must not be empty.
+        """
         at, state = self.states.pop(0)
         ids = self.ids[:at]
         if len(ids) < at:

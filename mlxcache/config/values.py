@@ -153,9 +153,10 @@ def check_size(value: object) -> str | int:
 
 
 def check_ram(value: object) -> str | int:
-    """Return a size unchanged, after checking that it is valid.
+    """Return the size of `--ram` unchanged, after checking it as `check_size` does.
 
-    The error names the least: a model that needs more says so when it is loaded.
+    Its error message also says that `LEAST_RAM` is the least that any model needs. A size that is
+    too small for the model is not refused here, but when the model is loaded.
     """
     try:
         return check_size(value)
@@ -164,7 +165,7 @@ def check_ram(value: object) -> str | int:
 
 
 def check_size_or_off(value: object) -> str | int:
-    """Return a size unchanged, or "off", after checking that it is valid.
+    """Return the size of `--disk` unchanged, or "off", after checking it as `check_size` does.
 
     TOML's `false` means "off" too.
     """

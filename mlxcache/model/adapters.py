@@ -76,8 +76,7 @@ class Sliced:
         """Return the integers in a slot's state that are the same at every position.
 
         The size of a sliding window is one, for example. Their keys are those of the flattened
-        `state`
-        of mlx-lm, such as "4".
+        `state` of mlx-lm, such as "4".
         """
         return {}
 
@@ -202,8 +201,7 @@ class WindowCache(RotatingKVCache):  # type: ignore[misc]
         """Return the attention mask of `RotatingKVCache.make_mask`, for keys in temporal order.
 
         `N`: number of new positions. The other arguments and the result are those of mlx-lm: an
-        array,
-        "causal", or None if every key is attended to.
+        array, "causal", or None if every key is attended to.
         """
         if N > 1:
             return super().make_mask(N, window_size=window_size, return_array=return_array)
@@ -269,9 +267,9 @@ class Checkpointed:
         return None
 
     def running_bytes(self, slot: Any) -> int | None:
-        """Return an upper bound of the bytes that a slot holds during a step.
+        """Return an upper bound of the bytes that a slot itself holds while the model is fed.
 
-        Returns None if it is the same as for the state.
+        It may hold more than its state, for example capacity to grow. Returns None if it does not.
         """
         return None
 
@@ -283,8 +281,7 @@ class Checkpointed:
         """Return whether the integers in `state`, such as its offset, are consistent.
 
         They must fit the shapes of its arrays. Those that are the same at every position, such as
-        the
-        size of a window, must equal the ones in `like`, any state of the same slot.
+        the size of a window, must equal the ones in `like`, any state of the same slot.
         """
         return True
 

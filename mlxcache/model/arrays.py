@@ -80,8 +80,7 @@ def either(early: Any, late: Any) -> Any:
     """Merge the ArraySpecs of one state after few tokens (`early`) and after more (`late`).
 
     Both are nested tuples of the same structure. Sizes that differ become None, which stands for
-    any
-    size.
+    any size.
     """
     if isinstance(early, ArraySpec) and isinstance(late, ArraySpec):
         sizes = zip(early.shape, late.shape, strict=True)

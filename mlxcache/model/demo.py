@@ -80,10 +80,11 @@ def _fingerprint() -> str:
 
 
 def read_weights(path: Path) -> dict[str, mx.array]:
-    """Return shipped weights by name, as float32.
+    """Read the weights of the demo model from the package's file `path`; return them by name.
 
-    A matrix is shipped as integers with a factor per row, which makes a wheel small. Their products
-    are exact in float32, so the weights and the namespace are the same on every machine.
+    They are float32. A matrix is shipped as integers with a factor per row, which makes a wheel
+    small. Their products are exact in float32, so the weights and the namespace are the same on
+    every machine.
     """
     shipped = cast(dict[str, mx.array], mx.load(str(path)))
     weights = {}

@@ -19,9 +19,8 @@ def ends_finite(lineage: Lineage) -> bool:
     """Return whether the last layer's KV at the newest position, and its state, are finite.
 
     These are the KV of the last linear slot and the state of the last opaque one. A NaN at an
-    earlier
-    position or in an earlier layer has spread there by then, unless it is outside of every sliding
-    window. The cost does not depend on the length. Evaluates the arrays.
+    earlier position or in an earlier layer has spread there by then, unless it is outside of every
+    sliding window. The cost does not depend on the length. Evaluates the arrays.
     """
     at = lineage.length - lineage.base - 1
     arrays = [a[..., at, :] for slot in lineage.linear[-1:] for a in kv.arrays_of(slot)]

@@ -212,7 +212,10 @@ def most_bytes(slot: Any, adapter: Checkpointed) -> int:
 
 
 def running_bytes(slot: Any, adapter: Checkpointed) -> int:
-    """Return an upper bound of the bytes that an opaque slot holds during a step."""
+    """Return an upper bound of the bytes that an opaque slot holds while the model is fed.
+
+    It may be more than the state that a checkpoint copies, for which see `most_bytes`.
+    """
     most = adapter.running_bytes(slot)
     return most_bytes(slot, adapter) if most is None else most
 

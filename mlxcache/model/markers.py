@@ -184,8 +184,7 @@ def harmony_route(header: str) -> str:
     """Return the state of the parser for the text after this message header of gpt-oss.
 
     This is "tool" if the header names a recipient, "reasoning" for the analysis channel, and
-    "normal"
-    otherwise.
+    "normal" otherwise.
     """
     if _RECIPIENT.search(header):
         return "tool"

@@ -363,10 +363,11 @@ def agrees(model: Any, layout: Layout, found: PromptCache, ids: Tokens) -> bool:
 def _first_layer_agrees(
     model: Any, layout: Layout, arrays: Sequence[Sequence[mx.array]], ids: Tokens
 ) -> bool:
-    """Compare the array of the first layer that depends on the tokens alone.
+    """Return whether the KV of the first layer in `arrays` belongs to the tokens `ids`.
 
-    That array is the values, or the latents of multi-head latent attention. The other array depends
-    on the position too, and positions here differ from those in the file.
+    It is computed again in parts that are each fed from position 0. An array that depends on the
+    tokens alone (the values, or the latents of multi-head latent attention) must agree at every
+    token. The other array depends on the position too, and may differ.
     """
     same: list[bool] = []
     for at in range(0, len(ids), _CHUNK):

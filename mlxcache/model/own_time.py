@@ -1,9 +1,9 @@
 """Program that measures how fast mlx-lm alone, without a server, runs a model.
 
-`mlxcache bench` compares the server with these times. It starts `python -m
-mlxcache.model.own_time MODEL`, which prints `{"ready": true}` once the model is loaded, or
-`{"error": TEXT}` if it cannot be measured. Each line of standard input then describes one
-measurement, and the program prints one line with its result. Both are JSON objects:
+`mlxcache bench` compares the server with these times. It starts `python -m mlxcache.model.own_time
+MODEL`, which prints `{"ready": true}` once the model is loaded, or `{"error": TEXT}` if it cannot
+be measured. Each line of standard input then describes one measurement, and the program prints one
+line with its result. Both are JSON objects:
 
     {"prefix", "fed"}     {"seconds", "kv_bytes_per_token"}: a warm turn
     {"prefix", "reply"}   {"tokens_s", "peak_bytes"}: mlx_lm.generate after a prefix
@@ -44,8 +44,7 @@ class OwnTime:
 
     `path`: the model's folder. Its one cache is truncated to a prefix before each measurement.
     Raises ValueError if that is impossible: the state at the prefix would have to be copied, and
-    the
-    copy would be measured too.
+    the copy would be measured too.
     """
 
     def __init__(self, path: Path):
@@ -206,8 +205,7 @@ def main() -> None:
     """Run the program: load the model in the folder of the first argument, and measure it.
 
     Each line of standard input is a JSON object that describes one measurement; its result is
-    printed
-    as a line of JSON. Ends with the input, or with an error as JSON if the model cannot be
+    printed as a line of JSON. Ends with the input, or with an error as JSON if the model cannot be
     measured.
     """
     try:

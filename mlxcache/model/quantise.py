@@ -154,10 +154,8 @@ def _check_products(plain: Sequence[Any], groups: Sequence[int | None], bits: in
 
     Checked are the head sizes of `plain`, the plain cache of each layer, with `groups`, the numbers
     that share a scale in each layer (None: not quantised). A few tokens do not show the error:
-    beyond
-    1,024 tokens, a GPU may leave part of each head unwritten if the head's size is no multiple of
-    64.
-    Source: https://github.com/ml-explore/mlx/issues/4250
+    beyond 1,024 tokens, a GPU may leave part of each head unwritten if the head's size is no
+    multiple of 64. Source: https://github.com/ml-explore/mlx/issues/4250
     """
     sizes = {
         (found.values.shape[-1], group)

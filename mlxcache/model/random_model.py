@@ -75,9 +75,8 @@ def make_random(folder: Path, size: str, weights: Weights = "bfloat16", seed: in
 
     `size`: a key of SIZES; raises KeyError for any other. `weights`: their dtype, or "4bit" for
     quantised ones. `seed`: the same one draws the same weights. One layer at a time is held in
-    memory.
-    Replies consist of characters that encode to exactly the generated tokens, as those of a trained
-    model mostly do, and never end by themselves. Blocks; MLX thread only.
+    memory. Replies consist of characters that encode to exactly the generated tokens, as those of a
+    trained model mostly do, and never end by themselves. Blocks; MLX thread only.
     """
     shape = SIZES[size]
     folder.mkdir(parents=True, exist_ok=True)

@@ -43,8 +43,7 @@ class Vision:
 
     `image_token`: the text of the token that a chat template writes for an image; the processor
     repeats it once for each position that the image takes. `token_id`: its id. `most_tokens`:
-    maximum
-    number of positions per image.
+    maximum number of positions per image.
     """
 
     def __init__(self, model: Any, processor: Any, token_id: int):

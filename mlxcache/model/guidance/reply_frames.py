@@ -42,8 +42,7 @@ class Frame:
         """Return a grammar expression for calls of `tools`, each a message with its own header.
 
         With `several`, more than one call may be made. Only families whose headers name the tool
-        have
-        it; raises NotImplementedError for the others, whose calls are written by a `Syntax`.
+        have it; raises NotImplementedError for the others, whose calls are written by a `Syntax`.
         """
         raise NotImplementedError
 
@@ -134,8 +133,7 @@ def anything_but(lark: Lark, opening: str, rest: str) -> str:
     """Return a grammar expression for any text in which `rest` follows each `opening`.
 
     `opening`: a text, such as the marker of a tool call. `rest`: the expression that must match
-    after
-    it. The text may contain control tokens.
+    after it. The text may contain control tokens.
     """
     first, *later = lark.parts(opening)
     controls = sorted(token for text, token in lark.added.items() if text != first)

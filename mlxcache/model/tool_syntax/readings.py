@@ -222,8 +222,7 @@ class Block:
 
         `plain`: the walk that accepted known names only. `found`: the readings so far. A model that
         invents a parameter writes matching tags, so the reading is likely only if it leaves no
-        unpaired
-        tag inside a value, while the reading `found[0]` does.
+        unpaired tag inside a value, while the reading `found[0]` does.
         """
         if not plain.refused or self._balanced(found[0]):
             return None
