@@ -48,7 +48,8 @@ class Measured:
 def speed(results: Results, others: Sequence[str]) -> list[Check]:
     """Return the bounds on speed for which `results` has figures.
 
-    `others` names the servers that were measured as well.
+    `others` names the other servers that were measured. Bounds relative to one of them need its
+    figures.
     """
     return [*_beside(results, others), *_by_itself(results)]
 

@@ -138,7 +138,7 @@ class Client:
             raise Refused(0, f"{type(error).__name__}: {error}") from error
 
     def get(self, path: str) -> Any:
-        """Fetch the JSON value at `path`, or its text if it is not JSON. Raises Refused."""
+        """Fetch the JSON value at a URL path, or its text if it is not JSON. Raises Refused."""
         try:
             with self._send("GET", path, None) as response:
                 text = response.read().decode("utf-8", "replace")

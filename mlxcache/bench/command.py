@@ -1,4 +1,4 @@
-"""The command `mlxcache bench`."""
+"""The command `mlxcache bench`: measure this server and others on the same model."""
 
 from __future__ import annotations
 

@@ -155,7 +155,7 @@ class FailingDevice:
                 self._overwrite(array, part, copied=not self._in_place)
 
     def _overwrite(self, array: mx.array, part: Any, *, copied: bool) -> None:
-        """Write wrong numbers to part of an evaluated array.
+        """Write wrong numbers to the elements of an evaluated array that the index `part` selects.
 
         With `copied`, they go to a new buffer, as when another array shares the old one. Otherwise
         the buffer is changed in place.
@@ -192,7 +192,7 @@ def _is_lazy(array: mx.array) -> bool:
 
 
 def _linear(caches: Caches) -> list[Any]:
-    """Return the cache slots with a buffer of positions, which can be damaged in part."""
+    """Return the linear slots of `caches`, whose KV buffers can be damaged in part."""
     slots = kv.flatten(caches)
     opaque = {id(slot) for slot in kv.opaque_slots(slots)}
     return [slot for slot in slots if id(slot) not in opaque and isinstance(slot.offset, int)]

@@ -115,10 +115,14 @@ def _mean(counts: Sequence[int | None]) -> float | None:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Scenarios to run, number of repetitions, and a function that makes each one's `Visit`.
+    """Scenarios to run, by name, and how often: `runs` repetitions at each server.
 
-    With `keep`, all repetitions share one visit: conversations continue, and scenarios that begin
-    one are run only once. This saves most of the time if prompts are long.
+    `visit` makes the conversations of one repetition, from the server and the repetition's number.
+    `on_step` is called with a text before each scenario. With `keep`, all repetitions share one
+    visit:
+    conversations continue, and scenarios that begin one are run only once. This saves most of the
+    time
+    if prompts are long.
     """
 
     scenarios: Sequence[str]
@@ -183,6 +187,9 @@ def _play_one(
 
 
 def timing(server: Server, reply: Reply) -> Mapping[str, float | None]:
-    """Fetch this server's own timing of a reply, in seconds. Raises Refused."""
+    """Fetch the times that this server recorded for a reply: seconds by name of the part.
+
+    They are `timing` of `GET /v1/requests/ID`. Raises Refused.
+    """
     record: dict[str, Any] = server.client.get(f"/v1/requests/{reply.request}")
     return dict(record["timing"])

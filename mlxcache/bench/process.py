@@ -88,7 +88,9 @@ def free_port() -> int:
 class Server:
     """A running server and its memory use.
 
-    Memory, in bytes, includes child processes and is measured by `read_footprint`.
+    Memory, in bytes, includes child processes. It is the footprint on a Mac, and the resident
+    memory
+    elsewhere (`read_footprint`).
     """
 
     def __init__(

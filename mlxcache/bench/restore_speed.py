@@ -61,7 +61,12 @@ async def _play(
 
 
 async def _restore(inside: Inside, ids: Tokens, files: Sequence[Path], run: int) -> float:
-    """Return the seconds until a request that continues `ids` is admitted, its prefix restored."""
+    """Return the seconds from submitting a request that continues `ids` until it is restored.
+
+    Its prefix is read from `files`, which are dropped from the page cache before. `run` is the
+    number
+    of the repetition.
+    """
     await inside.forget()
     await inside.written()
     more = np.random.default_rng(1000 + run).integers(0, inside.vocabulary, 8, np.int32)

@@ -71,7 +71,10 @@ class Bench:
         self._hold(results)
 
     def family(self, model: Path, names: Sequence[str], family: str) -> None:
-        """Run the scenarios `names` at every server; store the figures under `family`."""
+        """Run the scenarios `names` at every server with a model of one architecture.
+
+        The figures are stored under `family`, the name of that architecture, such as `gemma3`.
+        """
         results, servers = self._played(model, family, names, None)
         report.show(self.console, results, servers, family)
         self.found.setdefault("families", {})[family] = report.as_json(results, servers)

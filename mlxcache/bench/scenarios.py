@@ -59,9 +59,15 @@ class Visit:
     """One repetition of the scenarios at one server, with its conversations.
 
     All text is generated from `seed`; different seeds share no text. A conversation begins when a
-    scenario first needs it, and later scenarios continue it. `main` has a long first prompt,
-    `other` and `draft` have the same system prompt as `main`, the first line of `billed` changes
-    each turn, and `grown` reaches its length over several turns.
+    scenario first needs it, and later scenarios continue it. Their names:
+
+    - `main` has a long first prompt.
+    - `other` and `draft` have the same system prompt as `main`. In `draft`, the last user message
+    is
+      replaced by another one, as if it had been a first draft.
+    - `billed` has a system prompt whose first line changes each turn.
+    - `grown` reaches the length of the others over six turns.
+    - Eight conversations whose names begin with `crowd` run at once, each an eighth as long.
     """
 
     client: Client
@@ -198,7 +204,10 @@ def in_turn(visit: Visit) -> Outcome:
 
 
 def attribution(visit: Visit) -> Outcome:
-    """Measure a next turn in which the first line of the system prompt has changed."""
+    """Measure the next turn after the first line of the system prompt has changed.
+
+    The line is that of `Visit.attribution`.
+    """
     talk = visit.talk("billed")
     system = talk.messages[0]["content"]
     body = system.partition("\n")[2]
@@ -222,7 +231,10 @@ def concurrent_warm(visit: Visit) -> Outcome:
 
 
 def grown(visit: Visit) -> Outcome:
-    """Measure a conversation of six turns; the figures are averages over all of them."""
+    """Measure all turns of a conversation that grows over six of them.
+
+    The figures are averages over the turns.
+    """
     replies = [visit.open("grown")]
     talk = visit.talks["grown"]
     replies += [talk.ask(visit.words(visit.grown_turn_tokens)) for _ in range(GROWN_TURNS - 1)]
@@ -230,24 +242,33 @@ def grown(visit: Visit) -> Outcome:
 
 
 def last_edited(visit: Visit) -> Outcome:
-    """Measure a turn of the conversation `grown` whose last user message was replaced."""
+    """Measure another last turn of the conversation `grown`: its last user message is replaced."""
     before = visit.grown().messages[:-2]
     said = {"role": "user", "content": visit.words(visit.grown_turn_tokens)}
     return _one(visit.client.chat([*before, said], visit.reply_tokens))
 
 
 def regenerated(visit: Visit) -> Outcome:
-    """Measure the last prompt of the conversation `grown`, sent once more."""
+    """Measure a second reply to the last prompt of the conversation `grown`.
+
+    The same messages are sent once more, as when a user asks for another reply.
+    """
     return _one(visit.client.chat(visit.grown().messages[:-1], visit.reply_tokens))
 
 
 def branched(visit: Visit) -> Outcome:
-    """Measure a branch of the conversation `grown` in the middle of its third user message."""
+    """Measure a turn that leaves the conversation `grown` in the middle of its third user message.
+
+    The prompt is that of `grown` up to there, then new text.
+    """
     return _branch(visit)
 
 
 def branched_again(visit: Visit) -> Outcome:
-    """Measure a second branch of the conversation `grown` at the same place as the first."""
+    """Measure a second turn that leaves the conversation `grown` at the same place as `branched`.
+
+    Its new text is another one.
+    """
     if "branched" not in visit.played:
         _branch(visit)
     return _branch(visit)
@@ -265,7 +286,7 @@ def _branch(visit: Visit) -> Outcome:
 
 
 def returned(visit: Visit) -> Outcome:
-    """Measure the next turn of the conversation `grown` after the branches."""
+    """Measure the next turn of the conversation `grown`, after other turns have left it."""
     return _one(visit.grown().ask(visit.words()))
 
 

@@ -1,4 +1,4 @@
-"""The commands `mlxcache cache`: print its figures, verify its files, prune and clear it."""
+"""Commands of the group `mlxcache cache`: print its figures, verify, prune and clear it."""
 
 from __future__ import annotations
 
@@ -102,7 +102,10 @@ def clear(
 
 
 def _describe_clearing(where: Where, *, pinned: bool) -> str:
-    """Return the confirmation question for clearing the cache."""
+    """Return the question that asks to confirm clearing the cache.
+
+    It says what will be removed from `where`; `pinned` tells whether pinned sessions are included.
+    """
     sessions = where.sessions()
     kept = 0 if pinned else sum(one["pinned"] for one in sessions)
     what = show.format_count(len(sessions) - kept, "session")

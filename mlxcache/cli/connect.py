@@ -40,8 +40,9 @@ Variables = Mapping[str, str | None]
 def claude_code_variables(url: str, model: str, context: int) -> Variables:
     """Return the environment variables that point Claude Code at the server at `url`.
 
-    `context` is its context length in tokens. The attribution header is switched off, because it
-    changes the first tokens of each prompt. Source: https://code.claude.com/docs/en/llm-gateway.
+    `context` is its context length in tokens. None in place of a value stands for the API key. The
+    attribution header is switched off, because it changes the first tokens of each prompt.
+    Source: https://code.claude.com/docs/en/llm-gateway.
     """
     return {
         "ANTHROPIC_BASE_URL": url,
@@ -57,8 +58,10 @@ def claude_code_variables(url: str, model: str, context: int) -> Variables:
 def anyclaude_variables(url: str, context: int) -> Variables:
     """Return the environment variables that point any version of anyclaude at the server at `url`.
 
-    `context` is its context length in tokens. Older versions read MLX_LM_*, newer ones LOCAL_*.
-    anyclaude starts Claude Code, sets its address and passes on the other variables for it.
+    `context` is its context length in tokens. None in place of a value stands for the API key.
+    Older
+    versions read MLX_LM_*, newer ones LOCAL_*. anyclaude starts Claude Code, sets its address and
+    passes on the other variables for it.
     """
     for_claude = claude_code_variables(url, ANY_MODEL, context)
     return {
@@ -101,6 +104,9 @@ def quote_value(value: str | None, *, has_key: bool) -> str:
 
 
 def _line(command: str, variables: Variables, *, has_key: bool) -> str:
-    """Return the line `NAME=value ... command` for a POSIX shell."""
+    """Return the line `NAME=value ... command` for a POSIX shell.
+
+    `has_key` tells whether the server requires an API key; see `quote_value`.
+    """
     words = (f"{name}={quote_value(value, has_key=has_key)}" for name, value in variables.items())
     return " ".join([*words, command])

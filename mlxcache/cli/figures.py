@@ -154,9 +154,11 @@ def _flatten(figures: Mapping[str, Any], above: str = "") -> Iterator[tuple[str,
 
 
 def _find_place(path: str) -> tuple[str, int]:
-    """Return the heading for the figure at `path`, and its position among the heading's keys.
+    """Return the heading under which a figure is printed, and its position there.
 
-    If several keys match, the longest is used.
+    `path` is its dotted path, such as `ram.used_bytes`. A heading has keys, which are the
+    beginnings
+    of such paths; if several match, the longest is used.
     """
     found = [
         (len(key), heading, number)
@@ -169,10 +171,12 @@ def _find_place(path: str) -> tuple[str, int]:
 
 
 def _line(path: str, flat: Mapping[str, Any]) -> Iterator[Line]:
-    """Yield the line for the figure at `path` in `flat`, the figures by dotted path.
+    """Yield the line for one figure, or nothing if another line has it.
 
-    Nothing is yielded for a limit that is printed beside the used bytes, and for the reason of a
-    state that has a line.
+    `flat` maps the dotted paths of all figures to their values, and `path` is that of this figure.
+    A
+    limit is printed beside the used bytes, and the reason for the disk tier's state beside the
+    state.
     """
     above, _, key = path.rpartition(".")
     reason = flat.get("disk.reason")

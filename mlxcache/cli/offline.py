@@ -135,6 +135,8 @@ class Offline:
         """Remove damaged files, then evict files until at most `limit` bytes are on disk.
 
         With `limit` None, nothing is evicted. `progress` receives the files read and their total.
+        Returns
+        an object with `freed_bytes`.
         """
         if not self._exists():
             return {"freed_bytes": 0}
@@ -142,7 +144,10 @@ class Offline:
             return {"freed_bytes": store.prune(limit, progress)}
 
     def clear(self, *, pinned: bool) -> dict[str, Any]:
-        """Remove all sessions and files; pinned sessions and their files only if `pinned`."""
+        """Remove all sessions and files; pinned sessions and their files only if `pinned`.
+
+        Returns an object with the number of removed `sessions`, and `freed_bytes`.
+        """
         if not self._exists():
             return {"sessions": 0, "freed_bytes": 0}
         with (

@@ -108,14 +108,17 @@ def log_line(record: RequestRecord) -> str:
 
 
 def name_sender(session: str | None, client: str | None) -> str:
-    """Format the end of a request's session label for the log, or its client without a label."""
+    """Name the origin of a request for the log: the end of its session label, or its client.
+
+    The client is used if the request has no label.
+    """
     if session or not client:
         return f"session {(session or '-')[-8:]}"
     return f"client {client}"
 
 
 def _lost(lost: dict[str, Any]) -> str:
-    """Format the size and cause of a lost prefix.
+    """Format the size and cause of a prefix loss, given as in `GET /v1/requests`.
 
     Text of the prompt is left out, because it must not be logged.
     """

@@ -22,9 +22,10 @@ def own_command(
 ) -> str:
     """Return the path of the running `mlxcache` command, quoted for a POSIX shell.
 
-    In a clone's virtual environment it is the clone's script, which also sets up OpenBLAS. If no
-    such file exists, Python with `-m mlxcache.cli.main` is returned. `called` defaults to
-    `sys.argv[0]`. `prefix` and `executable` are those of the running Python.
+    In the virtual environment of the git clone `clone` it is the clone's script, which also sets up
+    OpenBLAS. If no such file exists, Python with `-m mlxcache.cli.main` is returned. `called`
+    defaults
+    to `sys.argv[0]`. `prefix` and `executable` are those of the running Python.
     """
     path = Path(sys.argv[0] if called is None else called)
     candidates = [path] if path.name == "mlxcache" else []
@@ -50,5 +51,5 @@ def launch_command(url: str, folder: Path) -> str:
 
 
 def own_sources(folder: Path, clone: Path = CLONE) -> bool:
-    """Return whether `folder` is inside the clone that contains this package."""
+    """Return whether `folder` is inside the git clone of mlxcache from which this program runs."""
     return (clone / "pyproject.toml").is_file() and folder.resolve().is_relative_to(clone)

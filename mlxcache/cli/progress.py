@@ -41,7 +41,8 @@ class _Speed(ProgressColumn):
 def byte_bar(what: str) -> Iterator[Step]:
     """Show a bar of bytes done, with the speed, on standard error; yield a function to update it.
 
-    Without a terminal, nothing is shown.
+    The function takes the bytes done and their total, which is 0 while unknown. Without a terminal,
+    nothing is shown.
     """
     with _bar(what, format_size, _Speed()) as step:
         yield step
@@ -51,7 +52,8 @@ def byte_bar(what: str) -> Iterator[Step]:
 def count_bar(what: str) -> Iterator[Step]:
     """Show a bar of a count and the time passed on standard error; yield a function to update it.
 
-    Without a terminal, nothing is shown.
+    The function takes the count so far and the total, which is 0 while unknown. Without a terminal,
+    nothing is shown.
     """
     with _bar(what, "{:,}".format, TimeElapsedColumn()) as step:
         yield step

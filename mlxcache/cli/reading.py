@@ -48,7 +48,10 @@ class Reading:
 
 
 def describe(readings: Sequence[Reading]) -> str:
-    """Format the progress of prompts, added up, as text."""
+    """Format the progress of prompts as one line of text.
+
+    Tokens of several prompts are added up.
+    """
     done, total = (sum(getattr(one, name) for one in readings) for name in ("done", "total"))
     what = "the prompt" if len(readings) == 1 else f"{len(readings)} prompts"
     left = max((one.left_s for one in readings if one.left_s is not None), default=None)

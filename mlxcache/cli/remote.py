@@ -105,7 +105,7 @@ class Remote:
         return self._json("GET", _path(id))
 
     def patch(self, id: str, **changes: Any) -> dict[str, Any]:
-        """Change the members `name` or `pinned` of a session, and return it."""
+        """Change the `name` or `pinned` of a session, and return the session. Raises NotFound."""
         return self._json("PATCH", _path(id), json=changes)
 
     def delete(self, id: str) -> None:
@@ -176,10 +176,10 @@ class Remote:
     # -- the cache ---------------------------------------------------------------------------
 
     def warm(self, body: bytes, progress: Step) -> dict[str, Any]:
-        """Have the server compute a prefix ahead of its first use, and return the result.
+        """Have the server compute a prefix ahead of its first use, and return the server's answer.
 
-        `body` is a chat request or a system prompt. `progress` receives tokens, polled from `GET
-        /v1/requests` every half second.
+        It has the tokens of the prefix and the seconds taken. `body` is a chat request or a system
+        prompt. `progress` receives tokens, polled from `GET /v1/requests` every half second.
         """
         before = {one["id"] for one in self._warmed()}
         with ThreadPoolExecutor(1) as pool:
@@ -201,7 +201,9 @@ class Remote:
     def check(self, _: Step) -> list[dict[str, str]]:
         """Have the server read all its files, and return the problems found.
 
-        The server reports no progress, so the callback is not used.
+        They are objects with `path` and `what`. The server reports no progress, so the callback is
+        not
+        used.
         """
         found: list[dict[str, str]] = self._json("GET", "/v1/cache/check")["data"]
         return found
@@ -209,13 +211,18 @@ class Remote:
     def prune(self, limit: int | None, _: Step) -> dict[str, Any]:
         """Have the server remove damaged files, then evict until at most `limit` bytes are on disk.
 
-        With `limit` None, nothing is evicted. The progress callback is not used.
+        With `limit` None, nothing is evicted. Returns an object with `freed_bytes`. The progress
+        callback
+        is not used.
         """
         params = {} if limit is None else {"limit_bytes": str(limit)}
         return self._json("POST", "/v1/cache/prune", params=params)
 
     def clear(self, *, pinned: bool) -> dict[str, Any]:
-        """Remove all sessions and cached tokens; pinned sessions only if `pinned`."""
+        """Remove all sessions and cached tokens; pinned sessions only if `pinned`.
+
+        Returns an object with the number of removed `sessions`, and `freed_bytes`.
+        """
         return self._json("DELETE", "/v1/cache", params={"pinned": "true" if pinned else "false"})
 
     # -- live updates ------------------------------------------------------------------------

@@ -103,10 +103,11 @@ def print_facts(pairs: Iterable[tuple[str, str]]) -> None:
 
 
 def print_run_summary(console: Console, figures: Mapping[str, Any], tally: Tally) -> None:
-    """Print the requests of a server's run, mean times to the first token, reuse and time saved.
+    """Print what a server did since it started: its requests, their times, and reuse.
 
-    `figures` is the body of `GET /v1/cache`, which must count at least one request. `tally` holds
-    the times by kind of request.
+    The times are the mean times to the first token, and the time saved. `figures` is the body of
+    `GET /v1/cache`, which must count at least one request. `tally` holds the times by kind of
+    request: cold, warm, restored.
     """
     requests, saved = figures["requests"], figures["saved"]
     tokens = {f"{name}_tokens": count for name, count in figures["tokens"].items()}
@@ -142,8 +143,9 @@ def format_saved(cached_tokens: int, saved: Mapping[str, Any]) -> str:
 def no_sessions_text(computing: int, where: str = "") -> str:
     """Return the sentence to print in place of an empty list of sessions.
 
-    `computing` counts the requests that run or wait and may become sessions. `where` names the
-    server or the folder.
+    `computing` counts the running and waiting requests, which may still become sessions. `where`
+    names
+    the server or the folder.
     """
     place = f" ({where})" if where else ""
     if not computing:

@@ -116,8 +116,9 @@ def located(
 ) -> Callable[..., None]:
     """Decorate a command: replace its `where` by --json, --url, --api-key and --cache-dir.
 
-    The wrapper calls `command` with the target that `find` returns, and prints the result. Options
-    of the command override those of its group. A MlxcacheError is printed and ends the command.
+    The wrapper passes the target that `find` returns as `where`, and prints the command's result.
+    Options of the command override those of its group. A MlxcacheError is printed and ends the
+    command.
     """
     signature = inspect.signature(command)
     hints = get_type_hints(command, include_extras=True)

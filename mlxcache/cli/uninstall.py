@@ -82,7 +82,10 @@ def uninstall(*, yes: Yes = False, cache_dir: CacheDir = None, as_json: Json = F
 
 
 def _cache_folders(given: Path) -> list[Path]:
-    """Return the cache folders: `given` and, if it is the default, on a Mac also the former one."""
+    """Return the cache folders: `given`, and if it is the default, the one of earlier versions.
+
+    Only Macs had another default.
+    """
     folders = [locate_cache_dir(given)]
     if given == default_cache_dir():
         folders += [given, *filter(None, (former_cache_dir(),))]

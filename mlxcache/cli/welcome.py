@@ -27,9 +27,10 @@ def print_welcome(
 ) -> None:
     """Print the server's address, model, context and budgets, and lines that connect clients.
 
-    `figures` is the body of `GET /v1/cache`, `launch` the command of the menu of clients. The lines
-    for clients are not wrapped and stand outside the frame, so that they can be copied. `has_key`
-    tells whether the server requires an API key.
+    `figures` is the body of `GET /v1/cache`, and `launch` the shell line of `mlxcache launch` for
+    this
+    server. The lines for clients are not wrapped and stand outside the frame, so that they can be
+    copied. `has_key` tells whether the server requires an API key.
     """
     facts = _facts(url, info, figures)
     if console.is_terminal:

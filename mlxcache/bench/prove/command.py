@@ -1,4 +1,4 @@
-"""The command `mlxcache prove`."""
+"""The command `mlxcache prove`: measure mlxcache and mlx-lm and write one report."""
 
 from __future__ import annotations
 
@@ -174,9 +174,11 @@ def why_failed(proof: Proof, *, strict: bool) -> str | None:
 
 @contextmanager
 def steps(console: Console, errors: Console) -> Iterator[tuple[OnText, OnText]]:
-    """Yield two functions that show progress: one for each step, one for each scenario begun.
+    """Yield two functions that show progress as text: `on_step` and `on_begin` of `Proof`.
 
-    On a terminal the steps are shown. Elsewhere one line per scenario is printed to standard error.
+    `on_begin` is called when a scenario begins, `on_step` at each step within one. On a terminal
+    the
+    steps are shown. Elsewhere one line per scenario is printed to standard error.
     """
     if not console.is_terminal:
 

@@ -90,8 +90,9 @@ def _noise(ids: Tokens, runtime: ModelRuntime) -> float:
 async def _after(inside: Inside, ids: Tokens, way: str) -> Heard:
     """Compute all but the end of `ids`, then return the reply to all of it.
 
-    `way` says whether that prefix is in RAM or on disk, and whether other requests run at the same
-    time.
+    `way` is one of the constants: with `RESTORED`, that prefix is read from disk, otherwise from
+    RAM;
+    with `BESIDE`, other requests run at the same time.
     """
     await inside.clear()
     await drained(await inside.ask(ids[:-TAIL], 1))

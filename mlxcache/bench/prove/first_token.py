@@ -111,8 +111,10 @@ def _own_beside(context: Context, tokens: int, stack: ExitStack) -> OwnTime | No
 def _own_after(context: Context, row: str, fed: Sequence[tuple[int, int]]) -> list[float | None]:
     """Time mlx-lm alone after the server has ended.
 
-    `fed` holds pairs of cached and new tokens. Returns the server's warm first-token times divided
-    by those of mlx-lm; empty if the model cannot be measured that way.
+    `row` is the table row of this prompt length, which gets the times. `fed` holds pairs of cached
+    and
+    new tokens. Returns the server's warm first-token times divided by those of mlx-lm; empty if the
+    model cannot be measured that way.
     """
     try:
         with context.own_time() as own:

@@ -1,4 +1,4 @@
-"""Report of a run: Markdown for people, JSON for programs."""
+"""Report of `mlxcache prove`: Markdown for people, JSON for programs."""
 
 from __future__ import annotations
 
@@ -17,9 +17,11 @@ CLOSING = (
 
 
 def as_json(machine: Mapping[str, Any], run: Mapping[str, Any], all: Sequence[Findings]) -> str:
-    """Return the JSON text of all figures with every sample.
+    """Return the JSON text of the report, with every sample of each figure.
 
-    Times are in seconds, and sizes in bytes.
+    `machine` is the result of `describe_machine`, `run` has the options and times of the command by
+    name, and `all` the findings of each scenario and model. Times are in seconds, and sizes in
+    bytes.
     """
     value = {
         "format": FORMAT,
@@ -31,7 +33,10 @@ def as_json(machine: Mapping[str, Any], run: Mapping[str, Any], all: Sequence[Fi
 
 
 def as_markdown(machine: Mapping[str, Any], run: Mapping[str, Any], all: Sequence[Findings]) -> str:
-    """Return the report as a Markdown page."""
+    """Return the report as a Markdown page, with the median of each figure.
+
+    The parameters are those of `as_json`.
+    """
     lines = ["# mlxcache prove", "", *_machine(machine, run), *_bounds(all), *_left_out(all)]
     for found in all:
         if found.tables or found.notes:

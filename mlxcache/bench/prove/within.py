@@ -185,7 +185,10 @@ RESTORE = 0.70
 
 
 def disk(name: str, measured: Measured, scale: Scale, found: Findings) -> None:
-    """Add the figures of the disk scenario `name` to `found`. Lists become several samples."""
+    """Add the figures of the disk scenario `name` to `found`, with their bounds.
+
+    A figure that is a list becomes several samples. Bounds of a quick run are added as unchecked.
+    """
     for figure, value in measured.figures.items():
         end = next((end for end in UNITS if figure.endswith(end)), "")
         column = figure.removesuffix(end).replace("_", " ") or "size"

@@ -41,6 +41,7 @@ def examine_clients(
     """Check the settings of the coding agents installed on this machine.
 
     `url` is the server's address. `rules` maps each canonicalisation rule to whether it is on.
+    `which` finds a program on the PATH. `cwd` is the project's folder, by default the current one.
     """
     found = []
     settings = claude_folder(environ, home) / "settings.json"

@@ -222,9 +222,10 @@ def examine_blas(
 ) -> Finding | None:
     """Check that MLX uses a fast BLAS library, on Linux without an accelerator.
 
-    Reads the list of libraries that this process has loaded, so MLX must be imported first. Returns
-    None on other machines, where BLAS does not matter. The remedy names the script of `clone` if it
-    has one.
+    `maps` is the list of libraries that this process has loaded, so MLX must be imported first. The
+    remedy names the script bin/serve of the git clone in `clone`, if it exists. Returns None on
+    other
+    machines, where BLAS does not matter.
     """
     if host.system != "Linux" or host.accelerated:
         return None

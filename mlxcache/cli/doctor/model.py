@@ -37,7 +37,10 @@ _REUSED: Mapping[Kind, str] = {
 
 
 def kind(group: Group) -> str:
-    """Describe a group of layers in one line: the kind, and where cached KV can be reused."""
+    """Describe a group of layers in one line: the kind, and where their KV can be cut for reuse.
+
+    That is at any token, or at checkpoints only.
+    """
     size = f"{group.size:,}" if group.size else ""
     words = (_KINDS[one].format(size=size, cls=group.cls) for one in reversed(group.kinds))
     return f"{' and '.join(words)}: {_REUSED.get(group.kinds[-1], 'by checkpoints')}"
@@ -46,8 +49,9 @@ def kind(group: Group) -> str:
 def examine_fit(found: Examined, fit: Fit) -> list[Finding]:
     """Check that the model can be cached and that `--ram` holds a context for agents.
 
-    Warns if fewer than `LEAST_CONTEXT` tokens fit. A model with a shorter context must fit
-    completely.
+    `fit` is the model's capacity within the budgets. Warns if fewer than `LEAST_CONTEXT` tokens
+    fit.
+    A model with a shorter context must fit completely.
     """
     info = found.info
     value = f"{info.id} ({info.architecture}), {format_size(info.weights_bytes)} of weights"
@@ -101,7 +105,7 @@ def layers(found: Examined) -> Iterator[Sequence[str]]:
 
 
 def sessions(fit: Fit, *, checkpoints: bool) -> Iterator[Sequence[str]]:
-    """Yield a table row per length of conversation.
+    """Yield a table row per length of conversation, from the capacities in `fit`.
 
     A row holds the length in tokens, then for RAM and for disk the size and how many such
     conversations fit. With `checkpoints`, the number of checkpoints in RAM and on disk is added.
@@ -132,7 +136,7 @@ def options(found: Examined) -> Iterator[tuple[str, str]]:
 
 
 def as_object(found: Examined, fit: Fit) -> dict[str, Any]:
-    """Return the model's part of `doctor --json`. Sizes are in bytes."""
+    """Return the model's part of `doctor --json`, with its capacity `fit`. Sizes are in bytes."""
     info, layout = found.info, found.layout
     return {
         "id": info.id,

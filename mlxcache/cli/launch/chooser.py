@@ -66,8 +66,9 @@ def print_menu(
     """Print the machine's memory, the model, and one entry for each client.
 
     `found` is the running server, if any; otherwise `model` and `context` (tokens) describe the
-    server to be started. A suggested command stands on a line of its own, unwrapped, so that it can
-    be copied.
+    server to be started. `which` finds a program on the PATH. `memory` in bytes replaces the
+    machine's own. A suggested command stands on a line of its own, unwrapped, so that it can be
+    copied.
     """
     memory = machine_bytes() if memory is None else memory
     length = found.context if found is not None else context

@@ -71,9 +71,11 @@ class Invocation:
 class Setup:
     """Variables, arguments and settings that point a client at a server.
 
-    `variables` are set in the environment, and those named in `unset` are removed because they
-    would select another server. `arguments` come before the user's own. `settings` are written to a
-    temporary file whose path is passed after `settings_flag`; if that is None, no file is written.
+    `variables` are set in the environment; None stands for the server's key. Those named in `unset`
+    are removed because they would select another server. `arguments` come before the user's own.
+    `settings` are written to a temporary file whose path is passed after `settings_flag`; if that
+    is
+    None, no file is written.
     """
 
     variables: Variables
@@ -150,9 +152,9 @@ _ADDED = (("LD_PRELOAD", "libopenblas.so.0"), ("GLIBC_TUNABLES", "glibc.malloc.h
 
 
 def _without_script_settings(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return `environ` without the entries of `_ADDED`.
+    """Return `environ` without what the scripts in bin/ add to it on Linux (`_ADDED`).
 
-    They are meant for the server and must not affect the programs that an agent runs.
+    That is meant for the server and must not affect the programs that an agent runs.
     """
     found = dict(environ)
     for name, added in _ADDED:

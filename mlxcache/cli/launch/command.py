@@ -1,4 +1,4 @@
-"""The command `mlxcache launch`."""
+"""The command `mlxcache launch`: start a coding agent on a server."""
 
 from __future__ import annotations
 

@@ -110,9 +110,12 @@ class Launch:
     def _announce(
         self, client: Client, invocation: Invocation, service: Service, *, new: bool
     ) -> None:
-        """Print where the client works and how long its first prompt is, where that is useful.
+        """Print hints to standard error before the client starts, where they apply.
 
-        `new` is True if the server was started here, so that it has not read the prompt yet.
+        One says that the client would work on the sources of mlxcache, one how long its first
+        prompt is.
+        The latter is printed only if the server is `new`, started here, and has not read the prompt
+        yet.
         """
         if own_sources(invocation.cwd):
             _say(
@@ -179,7 +182,7 @@ class Launch:
                     break
 
     def _served(self, signals: Sequence[int]) -> tuple[Service, StartedServer | None]:
-        """Return a ready server, and its process if it was started here.
+        """Return a ready server, and its process if it was started here, else None.
 
         A server is started if none is running. `signals` collects signals received meanwhile; one
         of them ends the wait. Blocks.

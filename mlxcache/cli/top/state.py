@@ -30,9 +30,10 @@ class _Prefill:
 
 @dataclass(slots=True)
 class LiveState:
-    """Latest state of a server: for each part the body last received, None before that.
+    """Latest state of a server, in the parts of `GET /v1/live`.
 
-    Not thread-safe.
+    An attribute holds what was last received of its part, None before that. `requests` maps ids to
+    requests. Not thread-safe.
     """
 
     server: Mapping[str, Any] | None = None
@@ -113,7 +114,9 @@ class LiveState:
 def watch(remote: Remote) -> queue.SimpleQueue[Update]:
     """Start a daemon thread that reads live updates into the returned queue.
 
-    When the updates end, the last item is the error.
+    An update is the name of a part of the state and its body. When the updates end, the last item
+    is
+    the error.
     """
     updates: queue.SimpleQueue[Update] = queue.SimpleQueue()
 

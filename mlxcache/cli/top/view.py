@@ -98,7 +98,10 @@ def _head(live: LiveState, url: str) -> Text:
 
 
 def _budgets(cache: Mapping[str, Any] | None) -> list[RenderableType]:
-    """Return the bars of RAM and disk and the totals of all requests."""
+    """Return the bars of RAM and disk and the totals of all requests.
+
+    `cache` is the body of `GET /v1/cache`, None if not received yet.
+    """
     if not cache:
         return []
     disk = cache["disk"]
@@ -128,7 +131,10 @@ _PARTS = (("cached", "cyan", "█"), ("in use", "blue", "▓"), ("reserved", "br
 
 
 def _ram(cache: Mapping[str, Any]) -> list[RenderableType]:
-    """Return the bar and the sum of the memory budget, and below them a line with its parts."""
+    """Return the bar and the sum of the memory budget, and below them a line with its parts.
+
+    `cache` is the body of `GET /v1/cache`. A further line reports memory pressure, if there is any.
+    """
     ram, grid, indent = cache["ram"], _tier_grid(), " " * 5
     withheld = ram.get("withheld_bytes", 0)
     charged, used, active = sum(ram["kinds"].values()), ram["used_bytes"], cache["active_bytes"]
@@ -277,7 +283,8 @@ def _count(tokens: int) -> str:
 def _session_of(row: Mapping[str, Any], names: Mapping[str, str]) -> Text:
     """Return the name of a request's session, else its client, its session's label, or a dash.
 
-    `names` maps ids and labels of sessions to display names; a new session is not among them yet.
+    `row` describes the request as in `GET /v1/requests`. `names` maps ids and labels of sessions to
+    display names; a new session is not among them yet.
     """
     session = row["session"]
     return Text(visible(names.get(session) or row["client"] or session or "-"))
