@@ -34,18 +34,18 @@ class LiteralReader:
         self.at = 0
         """Position of the next character."""
 
-    def has(self, mark: str) -> bool:
-        """Read `mark` if it comes next, after white space; return whether it did."""
+    def has(self, symbol: str) -> bool:
+        """Read `symbol` if it comes next, after white space; return whether it did."""
         self._blank()
-        if not self._text.startswith(mark, self.at):
+        if not self._text.startswith(symbol, self.at):
             return False
-        self.at += len(mark)
+        self.at += len(symbol)
         return True
 
-    def take(self, mark: str) -> None:
-        """Read `mark`, which must come next, after white space."""
-        if not self.has(mark):
-            raise ValueError(f"{mark!r} expected at {self._text[self.at : self.at + 40]!r}")
+    def take(self, symbol: str) -> None:
+        """Read `symbol`, which must come next, after white space."""
+        if not self.has(symbol):
+            raise ValueError(f"{symbol!r} expected at {self._text[self.at : self.at + 40]!r}")
 
     def value(self, depth: int = 0) -> Any:
         """Read a string, number, constant, list or object, and return its value.

@@ -49,7 +49,7 @@ class Tag:
     opens: bool
 
 
-Path = tuple[Cut, ...]
+Reading = tuple[Cut, ...]
 """The cuts that a reading takes, in order. The last one ends the tool block."""
 
 Convert = Callable[[Tool, Cut, str], Parsed]
@@ -78,11 +78,11 @@ class _Place:
 class _Walk:
     """A reading of a tool block, and why some cuts were not taken.
 
-    `path` is None if there is no reading. `clash`: a parameter began a second time. `refused`: a
+    `reading` is None if there is no reading. `clash`: a parameter began a second time. `refused`: a
     name was unknown.
     """
 
-    path: Path | None
+    reading: Reading | None
     clash: bool
     refused: bool
 
@@ -116,16 +116,16 @@ class Block:
         if two remain.
         """
         plain = self._walk(tools)
-        if plain.path is None:
+        if plain.reading is None:
             if not plain.refused:
                 raise Malformed("a value has no end")
             plain = self._walk(tools, any_name=True)
-            if plain.path is None:
+            if plain.reading is None:
                 raise Malformed("a value has no end")
-        found, nested = [plain.path], None
+        found, nested = [plain.reading], None
         if plain.clash:
-            found += self._moved(plain.path)
-        if sum(tag.opens for tag in self._tags) > len(plain.path):
+            found += self._moved(plain.reading)
+        if sum(tag.opens for tag in self._tags) > len(plain.reading):
             nested = self._nested(tools)
         if nested is not None and nested not in found:
             found.append(nested)
@@ -134,9 +134,9 @@ class Block:
 
     def _choose(
         self,
-        found: list[Path],
-        preferred: Path | None,
-        wide: Path | None,
+        found: list[Reading],
+        preferred: Reading | None,
+        wide: Reading | None,
         tools: Tools,
         convert: Convert,
     ) -> list[Call]:
@@ -144,20 +144,20 @@ class Block:
             calls, fits = self._calls(wide, tools, convert)
             if fits or (len(found) == 1 and not self._calls(found[0], tools, convert)[1]):
                 return calls
-        readings = [(path, *self._calls(path, tools, convert)) for path in found]
-        valid = [(path, calls) for path, calls, fits in readings if fits]
-        for path, calls in valid:
-            if len(valid) == 1 or path == preferred:
+        readings = [(reading, *self._calls(reading, tools, convert)) for reading in found]
+        valid = [(reading, calls) for reading, calls, fits in readings if fits]
+        for reading, calls in valid:
+            if len(valid) == 1 or reading == preferred:
                 return calls
         if len(found) > 1:
             raise Malformed("the block can be read in two ways")
         return readings[0][1]
 
-    def _calls(self, path: Path, tools: Tools, convert: Convert) -> tuple[list[Call], bool]:
+    def _calls(self, reading: Reading, tools: Tools, convert: Convert) -> tuple[list[Call], bool]:
         """Return the calls of a reading, and whether they fit the schemas."""
         calls: list[Call] = []
         fits = True
-        for opening, closing in zip((self._head, *path), (*path, None), strict=True):
+        for opening, closing in zip((self._head, *reading), (*reading, None), strict=True):
             calls += [{"name": name, "arguments": {}} for name in opening.calls]
             if closing is None or opening.name is None:
                 continue
@@ -192,7 +192,7 @@ class Block:
     def _can_end(self, at: _Place, cut: Cut) -> bool:
         return self._whole is None or self._whole(at.position, cut.end)
 
-    def _nested(self, tools: Tools) -> Path | None:
+    def _nested(self, tools: Tools) -> Reading | None:
         """Return the reading in which tags inside values come in pairs, as in a quoted example.
 
         Returns None if there is none.
@@ -217,7 +217,7 @@ class Block:
                 at = _advance(at, cut)
         return None
 
-    def _wide(self, tools: Tools, plain: _Walk, found: list[Path]) -> Path | None:
+    def _wide(self, tools: Tools, plain: _Walk, found: list[Reading]) -> Reading | None:
         """Return the reading in which unknown names begin parameters, or None if it is unlikely.
 
         `plain`: the walk that accepted known names only. `found`: the readings so far. A model that
@@ -226,12 +226,12 @@ class Block:
         """
         if not plain.refused or self._balanced(found[0]):
             return None
-        wide = self._walk(tools, any_name=True).path
+        wide = self._walk(tools, any_name=True).reading
         return wide if wide and wide not in found and self._balanced(wide) else None
 
-    def _balanced(self, path: Path) -> bool:
+    def _balanced(self, reading: Reading) -> bool:
         """Return whether the tags inside the values of a reading come in pairs."""
-        values = self._values(path)
+        values = self._values(reading)
         start, end = next(values)
         depth = 0
         for tag in self._tags:
@@ -248,11 +248,11 @@ class Block:
                     return False
         return depth == 0
 
-    def _values(self, path: Path) -> Iterator[tuple[int, int]]:
-        for opening, closing in zip((self._head, *path), path, strict=False):
+    def _values(self, reading: Reading) -> Iterator[tuple[int, int]]:
+        for opening, closing in zip((self._head, *reading), reading, strict=False):
             yield opening.start, closing.end
 
-    def _moved(self, plain: Path) -> list[Path]:
+    def _moved(self, plain: Reading) -> list[Reading]:
         """Return the readings in which parameters begin at other places than in `plain`.
 
         Raises Malformed for a block with several calls, or with more than `MOST_READINGS` readings.
@@ -268,12 +268,12 @@ class Block:
             count *= len(found)
             if count > MOST_READINGS:
                 raise Malformed("parameters begin at too many places")
-        paths = [tuple(sorted(p, key=lambda cut: cut.end)) for p in product(*places.values())]
-        return [path for path in paths if path != plain and self._values_whole(path)]
+        readings = [tuple(sorted(p, key=lambda cut: cut.end)) for p in product(*places.values())]
+        return [reading for reading in readings if reading != plain and self._values_whole(reading)]
 
-    def _values_whole(self, path: Path) -> bool:
+    def _values_whole(self, reading: Reading) -> bool:
         whole = self._whole
-        return whole is None or all(whole(start, end) for start, end in self._values(path))
+        return whole is None or all(whole(start, end) for start, end in self._values(reading))
 
 
 def _known(cut: Cut, tool: str, tools: Tools) -> bool:
