@@ -418,7 +418,7 @@ class PrefillSpeed:
         self._unsaved: dict[int, Measured] = {}
 
     def resume(self, measured: Mapping[int, Measured]) -> None:
-        """Add the measurements of earlier runs of the server, by range of positions."""
+        """Add what the server measured before its restart, by range of positions."""
         for where, (tokens, seconds) in measured.items():
             _add(self._measured, where, tokens, seconds)
 

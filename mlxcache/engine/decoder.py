@@ -242,7 +242,7 @@ class Decoder:
 
     @property
     def writes(self) -> int:
-        """Maximum number of times that the next step writes to one buffer."""
+        """Maximum number of times that the next step writes to one KV buffer."""
         return 1
 
     def _drawn(self, tokens: mx.array, logprobs: mx.array, finite: mx.array) -> list[list[Drawn]]:

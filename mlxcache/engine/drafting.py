@@ -163,7 +163,7 @@ class DraftingDecoder(Decoder):
 
     @property
     def writes(self) -> int:
-        """Maximum number of times that the next step writes to one buffer.
+        """Maximum number of times that the next step writes to one KV buffer.
 
         The draft model is fed token by token, so this is the number of tokens to draft, at least 1.
         """

@@ -275,7 +275,10 @@ class Engine:
         return live.shared
 
     def _receive(self, live: LiveRequest, event: Event | BaseException) -> None:
-        """Process one event of a request: account for its end, then pass it to the readers."""
+        """Process one event of a request and pass it to the readers.
+
+        If it is the last event, the request is removed and its record completed first.
+        """
         try:
             if isinstance(event, Finished | BaseException):
                 self._end(live)

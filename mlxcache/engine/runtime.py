@@ -131,7 +131,7 @@ class PromptBuilders:
 
     A builder remembers replies, tool results and the order of tools, to restore them in later
     prompts, and texts, to tokenise them faster. A builder shared between owners would leak data of
-    one owner to another.
+    one owner to another. `make(replies)` returns a new builder over the known replies of its owner.
     """
 
     def __init__(self, make: Callable[[Replies], PromptBuilder]):
@@ -148,7 +148,7 @@ class PromptBuilders:
             return self._made[owner]
 
     def learn(self, rows: Mapping[str | None, Sequence[ReplyRow]]) -> None:
-        """Remember replies that other servers or earlier runs stored, by owner."""
+        """Remember replies that other servers stored, or this one before a restart, by owner."""
         for owner, replies in rows.items():
             with self._lock:
                 known = self._replies[owner]
@@ -259,7 +259,7 @@ def _transient(
 def open_store(
     loaded: Loaded, layout: Layout, settings: Settings
 ) -> tuple[Store | None, str | None]:
-    """Open the store of this model's namespace; return it, and why it is None if it is.
+    """Open the store of this model's namespace; return it and None, or None and the reason.
 
     Logs a warning if it cannot be opened, or is only read. Blocks.
     """
@@ -564,9 +564,9 @@ class ModelRuntime:
         )
 
     def _end_request(self, task: Task) -> None:
-        """Account for a request that is over, before its client is told. MLX thread only.
+        """Count a request that is over, before its client is told. MLX thread only.
 
-        The reply is remembered for later prompts and added to its session.
+        Its reply is remembered for later prompts and added to its session.
         """
         if task.admitted:
             figures = self._totals.add(task.record, self.scheduler.prefill.speed)

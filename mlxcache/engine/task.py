@@ -44,7 +44,10 @@ Outcome = FinishReason | MlxcacheError
 class Parser(Protocol):
     """Interface of the parser that turns token ids into pieces of a reply.
 
-    Implemented by `model.output.OutputParser`.
+    `done`: why the parser ended the reply, or None. `stop_sequence`: the stop string that ended it,
+    or
+    None. `reasoning_tokens`: number of tokens in thinking blocks. Implemented by
+    `model.output.OutputParser`.
     """
 
     done: FinishReason | None
@@ -424,7 +427,7 @@ class Task:
         self._close_record(reason)
 
     def end(self) -> None:
-        """Send the last event; the request must be accounted for by then."""
+        """Send the last event; the request must be counted and its record complete by then."""
         self.over = True
         parser, record = self.output.parser if self.output else None, self.record
         self.push(

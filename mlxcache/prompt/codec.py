@@ -148,11 +148,12 @@ def _unicode_only(text: str, param: str) -> Iterator[None]:
 
 
 class _Plain:
-    """A second tokenizer over the same model, in which control tokens have private names.
+    """A second Rust tokenizer with the same vocabulary, in which control tokens have private names.
 
     A text gets the same ids as from the first tokenizer if its real control tokens are renamed. The
-    original name of a control token is then ordinary text. The model is shared; it is copied only
-    if its vocabulary itself converts the text of a control token to the token's id.
+    original name of a control token is then ordinary text. Both share one `tokenizers` model, such
+    as
+    BPE; it is copied only if its vocabulary itself converts the text of a control token to its id.
     """
 
     def __init__(self, tokenizer: Any, table: Tokens, names: dict[str, str]):
@@ -167,8 +168,11 @@ class _Plain:
     ) -> _Plain | None:
         """Make the second tokenizer, or return None if that is impossible.
 
-        It must give the same ids for `texts` as the first one, and never the id of a control token
-        for the token's text.
+        It must give the same ids for `texts` as the first one, the Rust tokenizer `backend`, and
+        never the
+        id of a control token for the token's text. `added`: added tokens of `backend`. `controls`:
+        those
+        that are control tokens.
         """
         nonce = f"{secrets.randbelow(10**20):020d}"
         names = {token.text: f"<{nonce}{i}>" for i, token in enumerate(controls)}
@@ -206,16 +210,21 @@ class _Plain:
 
 
 def _share_model(backend: Any, model: Any) -> Any:
-    """Return a tokenizer over the same model object, without added tokens."""
+    """Return a Rust tokenizer over `model` itself, without added tokens.
+
+    `model`: the `tokenizers` model of the Rust tokenizer `backend`.
+    """
     base = Tokenizer(model)
     _copy_stages(base, backend)
     return base
 
 
 def _copy_model(backend: Any, names: dict[str, str]) -> Any:
-    """Return a tokenizer over a copy of the model with the entries of control tokens renamed.
+    """Return a copy of the Rust tokenizer `backend` in whose vocabulary control tokens are renamed.
 
-    Returns None if a merge of the model contains a control token.
+    `names` maps the texts of control tokens to the new ones. The copy has no added tokens. Returns
+    None
+    if a merge of its BPE model contains a control token.
     """
     spec = json.loads(backend.to_str())
     spec["added_tokens"] = []
@@ -239,7 +248,7 @@ def _copy_stages(base: Any, backend: Any) -> None:
 
 
 def _add_tokens(base: Any, backend: Any, added: Sequence[Added], names: dict[str, str]) -> Tokens:
-    """Add the added tokens to `base` under their new names.
+    """Add the tokens `added` to tokenizer `base`, control tokens under their new `names`.
 
     Returns an array that maps the ids of `base` to those of `backend`.
     """

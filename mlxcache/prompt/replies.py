@@ -359,7 +359,10 @@ class Replies:
             self._keys = None
 
     def learn(self, rows: Iterable[ReplyRow]) -> None:
-        """Add replies that an earlier run or another server stored, oldest first."""
+        """Add replies that were stored in the database, oldest first.
+
+        Other servers stored them, or this one before a restart.
+        """
         for row in rows:
             self.add(GeneratedReply(row))
 

@@ -33,7 +33,10 @@ class ChatTokenizer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Added:
-    """An added token: its text is matched before the rest of a text is tokenised."""
+    """An added token: its text is matched before the rest of a text is tokenised.
+
+    The fields are those of `tokenizers.AddedToken`, and its id.
+    """
 
     id: int
     text: str

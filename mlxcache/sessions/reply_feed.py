@@ -1,7 +1,8 @@
-"""The reply feed: makes replies that other servers and earlier runs stored available for replay.
+"""The reply feed: makes replies from the table of replies available for replay.
 
-Rendering uses only replies in memory. A thread of this module reads the table of replies when a
-prompt is about to be rendered; the prompt waits for it only briefly.
+They were stored by other servers, or by this one before a restart. Rendering uses only replies in
+memory. A thread of this module reads the table when a prompt is about to be rendered; the prompt
+waits for it only briefly.
 """
 
 from __future__ import annotations

@@ -40,7 +40,13 @@ _FIELDS = "digest, length, tail, history, ids, calls, thinking_open, generic_too
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ReplyRow:
-    """A reply as the model generated it: token ids, shape (n,), and the keys to find it by."""
+    """A reply as the model generated it, and the prompt that it was generated for.
+
+    `ids`: its token ids, shape (n,). `digest`, `length`, `tail`, `history`: see `PromptKey`, by
+    which it
+    is found. `calls`: it was parsed for tool calls. `thinking_open`, `generic_tools`: see `Prompt`.
+    `stopped`: the stop string that ended it, or None.
+    """
 
     digest: bytes
     length: int

@@ -56,7 +56,9 @@ The position is None for a checkpoint.
 class Snapshot:
     """A snapshot file whose header, description and tokens were checked.
 
-    `import_snapshot` checks the rest. `nbytes`: bytes of its KV and checkpoints.
+    `import_snapshot` checks the rest. `nbytes`: bytes of its KV and checkpoints. `kv`, `states`:
+    places
+    in the file of the tensors of the KV, and of those of each checkpoint.
     """
 
     path: Path

@@ -294,9 +294,11 @@ class Uses:
             each.usage.keep(tuple(wish for wish in wishes if wish[0] > each.start))
 
     def wished(self, leaf: Node) -> int:
-        """Return the position up to which clients want `leaf` kept; its start without a keep hint.
+        """Return the last position inside `leaf` up to which a client's keep hint is valid.
 
-        Changes nothing.
+        Returns the start of the leaf if there is none; a hint for its end is not considered.
+        Changes
+        nothing.
         """
         return self._edges.leaves.wished(leaf)
 
@@ -316,11 +318,16 @@ __all__ = ["Cut", "Match", "Node", "PrefixTree", "Worth"]
 class PrefixTree:
     """Index of cached values by token prefix, a compressed radix tree.
 
-    Each edge is a segment, and each shared prefix is held once. A value is addressed by absolute
-    position, so all segments of one value lie on one path and never overlap. Where another value
-    already held some tokens, a value has a gap. Values are compared by identity. Token ids are
-    int32 of shape (n,), and edges own copies of them. Not thread-safe: only one thread may call it.
-    Counts are kept up to date with each change, and reading them takes O(1).
+    A value is any object that holds KV by position, such as a lineage. Each edge is a segment, and
+    each
+    shared prefix is held once. A value is addressed by absolute position, so all segments of one
+    value
+    lie on one path and never overlap. Where another value already held some tokens, a value has a
+    gap.
+    Values are compared by identity. Token ids are int32 of shape (n,), and edges own copies of
+    them.
+    Not thread-safe: only one thread may call it. Counts are kept up to date with each change, and
+    reading them takes O(1).
 
     `bytes_per_token`: bytes of KV. `worth`: scores segments for eviction. `now`: returns seconds.
     `uses` counts the uses of segments.

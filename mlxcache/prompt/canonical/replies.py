@@ -100,7 +100,7 @@ def _restored(
 
 
 def _as_written(call: Mapping[str, Any], said: tuple[str, Any]) -> Mapping[str, Any]:
-    """Return a call with the arguments that the model wrote.
+    """Return a call with the arguments of `said`, (name, arguments), as the model wrote them.
 
     They are equal in value, but the order of keys and the form of numbers may differ.
     """
