@@ -29,7 +29,7 @@ END = "<!-- end of the table -->"
 
 REMARKS = {
     "olmo": "mlx-lm cannot feed it",
-    "phi3small": "in mlx-lm, tokens attend to later ones of their block: replies depend on the chunks",
+    "phi3small": "in mlx-lm, tokens attend to later ones of a block: replies depend on the chunks",
     "plamo3": "in mlx-lm, windows are longer within a chunk: replies depend on the chunks",
 }
 """Remarks on mlx-lm's own behaviour that affects replies, by module."""
