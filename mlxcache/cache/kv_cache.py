@@ -55,11 +55,11 @@ class Lease:
 
     `cached`: prompt tokens that are reused. `restored`: how many of them were read from disk.
     `matched`: prompt tokens shared with earlier prompts in RAM, whether they can be reused or not.
-    `node`: the node of the tree that the lease has locked, or None before the first commit of a new
-    lineage. `awaiting_state`: KV is present, but the state of layers that cannot be sliced must
-    still be restored from disk. `written`: tokens handed to the disk tier. `evict`: how its later
-    reservations make room. `state_bytes`: bytes reserved for the states of layers that cannot be
-    sliced.
+    `node`: the node of the tree that the lease has locked against eviction, or None before the
+    first commit of a new lineage. `awaiting_state`: KV is present, but the state of layers that
+    cannot be sliced must still be restored from disk. `written`: tokens handed to the disk tier.
+    `evict`: the mode of making room for its later reservations, "no" or "wait".
+    `state_bytes`: bytes reserved for the states of layers that cannot be sliced.
     """
 
     lineage: Lineage

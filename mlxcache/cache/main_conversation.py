@@ -143,7 +143,10 @@ class MainConversations:
     def _after(
         self, main: MainConversation | None, ids: Tokens, hints: CacheHints, node: Node
     ) -> MainConversation:
-        """Return the session's main conversation after a request, given the one before, or None."""
+        """Return the session's main conversation after a request that ends at `node` of the tree.
+
+        `main`: the main conversation before it, or None. `ids`: the tokens of the request.
+        """
         if main is None:
             return MainConversation(ConversationId.of(ids, hints), node.end, node.path()[1:])
         for one in (main, main.former):

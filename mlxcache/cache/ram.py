@@ -418,7 +418,10 @@ class RamTier:
         return self.reserve("checkpoints", size, evict=evict)
 
     def _locked_once(self, node: Node) -> bool:
-        """Return whether at most one request locks `node`, not counting pending writes."""
+        """Return whether at most one request locks `node` against eviction.
+
+        Locks of pending writes do not count.
+        """
         if node.locks <= 1:
             return True
         writing = self._write_behind.count_locks(node) if self._write_behind is not None else 0

@@ -30,7 +30,7 @@ from mlx_lm.models.cache import (
 
 
 class Sliced:
-    """Adapter of a class whose slots hold a row for every position.
+    """Adapter of a cache class of mlx-lm that holds a row for every position.
 
     `name`: mlx-lm's name of the class. `places`: the keys that its arrays have if mlx-lm's `state`
     of a slot is flattened, such as "0" and "1". `verb`: "slice", "window" or "checkpoint", by the
@@ -125,7 +125,7 @@ class Windowed(Sliced):
 
 
 class Quantised(Sliced):
-    """Adapter of quantised KV: packed numbers, scales and biases of both keys and values."""
+    """Adapter of `QuantizedKVCache`: packed numbers, scales and biases of both keys and values."""
 
     quantised = True
 
@@ -234,7 +234,7 @@ class WindowCache(RotatingKVCache):  # type: ignore[misc]
 
 
 class Checkpointed:
-    """Adapter of a class whose slots hold a state that stands for exactly one position.
+    """Adapter of a cache class of mlx-lm whose state stands for exactly one position.
 
     `name`: mlx-lm's name of the class. `verb`: as in `Sliced`. `batchable`: mlx-lm has a batch
     version of the class. `growing`: the axis of its arrays that may have any size, or None if all

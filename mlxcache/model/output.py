@@ -429,7 +429,7 @@ class Finder:
         return text[:cut], None, ""
 
     def _cut(self, text: str) -> int:
-        """Return the start of the longest end of `text` that may begin one of the strings."""
+        """Return the start of the longest suffix of `text` that may begin one of the strings."""
         for at in range(max(0, len(text) - self._reach), len(text)):
             if text[at] in self._starts and self._begins(text[at:]):
                 return at

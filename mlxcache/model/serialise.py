@@ -118,9 +118,10 @@ def copied_run(layout: Layout, spans: Sequence[Span], out: memoryview) -> list[T
 
 
 def _all_readable(spans: Sequence[Span]) -> dict[int, list[list[mx.array]]]:
-    """Return views of all arrays of the lineages in `spans`, by the `id` of each lineage.
+    """Return the arrays of all lineages in `spans`, as views that NumPy can read.
 
-    Waits once for all of them. The caller must drop the views before the next write to a lineage.
+    They are keyed by the `id` of the lineage, then by slot. Waits once for all of them. The caller
+    must drop the views before the next write to a lineage.
     """
     owners = {id(owner): owner for owner, _, _ in spans}
     views = {
@@ -214,9 +215,10 @@ def row_major(arrays: Arrays, first: int, last: int) -> list[list[mx.array]]:
 
 
 def state_tensors(state: State) -> list[Tensor]:
-    """Convert an evaluated state to tensors, with the skeleton first.
+    """Convert an evaluated state to tensors: first its skeleton, then its arrays.
 
-    Raises ValueError for a state that holds anything but arrays, numbers and None.
+    The skeleton is JSON with the state's nested structure and its numbers, as bytes. Raises
+    ValueError for a state that holds anything but arrays, numbers and None.
     """
     arrays: list[mx.array] = []
     text = json.dumps(_fold(state, arrays), separators=(",", ":"), allow_nan=False).encode()
@@ -265,10 +267,11 @@ def _skeleton(path: Path, array: mx.array | None) -> Any:
 
 
 def _unfold(value: Any, like: Any, found: dict[str, mx.array], path: Path) -> Any:
-    """Replace each {"array": index} in `value` by an array of `found`.
+    """Replace each {"array": index} in the JSON `value` by an array of `found`, keyed by name.
 
-    The arrays taken are removed from `found`. Raises Corrupt, with the name `path`, if structure,
-    shapes or dtypes differ from `like`.
+    `like`: the structure that the result must have, with an ArraySpec for each array. The arrays
+    taken are removed from `found`. Raises Corrupt, with the name `path`, if structure, shapes or
+    dtypes differ.
     """
     wrong = Corrupt(f"{path} holds a state that is not of this model's shape.")
     if isinstance(like, tuple):

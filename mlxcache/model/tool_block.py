@@ -103,9 +103,10 @@ class ToolBlock:
         return self._scanner.closing()
 
     def close(self, marker: str, target: str, verdict: Closing) -> None:
-        """Append a closing marker, which is a possible end unless `verdict` is INSIDE.
+        """Append a closing marker to the tool block, as one of its possible ends.
 
-        `target`: the parser's state after the marker.
+        With the `verdict` INSIDE the marker belongs to a value, and is no end. `target`: the
+        parser's state after the marker.
         """
         clean = self._count_markers()
         body = self._size
@@ -117,9 +118,10 @@ class ToolBlock:
             self._next, self._beyond, self._judged = "", 0, False
 
     def _count_markers(self) -> bool:
-        """Count opening markers in the newest text, and pair one with the next closing marker.
+        """Pair the closing marker that comes next with an unclosed opening marker inside the block.
 
-        Returns True if no other block is open, so that the next closing marker closes this block.
+        Returns True if there is none, so that the closing marker closes the block itself. Text
+        about tool calls, for example, has both markers.
         """
         self._depth += "".join(self._run).count(self._marker) if self._marker else 0
         if not self._depth:
@@ -159,9 +161,10 @@ class ToolBlock:
     ) -> tuple[End, list[ToolCall]] | None:
         """Return the end of the tool block in which the reply ends, with the calls before it.
 
-        Returns None if the block is no call. `complete`: the model ended its reply, so the block
-        may end there. If the reply was cut off inside text after a possible end, no call is read,
-        because that text may belong to an argument.
+        Returns None if the block is no call. `read` reads the calls in a text. `target`: the
+        parser's state if the end of the reply ends the block. `complete`: the model ended its
+        reply, so the block may end there. If the reply was cut off inside text after a possible
+        end, no call is read, because that text may belong to an argument.
         """
         ended = bool(self._ends) and self.follow() is not Follow.TEXT
         if not complete:

@@ -79,8 +79,9 @@ def _parts(
 ) -> list[str] | None:
     """Return grammar expressions that a string must all satisfy, or None if no string can.
 
-    `within`: references that are being followed. `left`: an iterator with one item for each node
-    that may still be visited.
+    The string must be one that `node` allows, and contain none of `without`. `within`: references
+    that are being followed. `left`: an iterator with one item for each node that may still be
+    visited.
     """
     if next(left, None) is None:
         raise Unwritable("anyOf")
@@ -111,7 +112,11 @@ def _parts(
 
 
 def _own_parts(node: dict[str, object], without: Sequence[str]) -> Iterator[str]:
-    """Yield grammar expressions that a string must satisfy by the keywords of the node itself."""
+    """Yield the grammar expressions for a string that a node's own keywords demand.
+
+    A string must satisfy all of them. `without`: texts that the tool-call syntax forbids in a
+    string. Raises Unwritable if a keyword cannot be expressed.
+    """
     if (listed := listed_values(node)) is not None:
         texts = [text for text in listed if isinstance(text, str)]
         texts = [text for text in texts if not any(part in text for part in without)]

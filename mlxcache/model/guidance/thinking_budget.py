@@ -49,10 +49,11 @@ _PROBE = "zqthink7", "zqtext7"
 class Closing:
     """Token ids that end a think block of one model family.
 
-    `words`: with closing words. `plain`: without them. `after`: how many ids at the end of both
-    come after the block's closing marker. `header`: how many of those, at their end, are the header
-    of a message with visible text; they are left out if the reply may call tools or follows a
-    grammar, and one of `options` must follow then. `vocab_size`: the width of the logits.
+    `words`: a sentence with which the model stops thinking, then the end of the block. `plain`: the
+    end only. `after`: how many ids at the end of both come after the block's closing marker.
+    `header`: how many of those, at their end, are the header of a message with visible text; they
+    are left out if the reply may call tools or follows a grammar, and one of `options` must follow
+    then. `vocab_size`: the width of the logits.
     """
 
     vocab_size: int

@@ -62,7 +62,7 @@ Whole = Callable[[int, int], bool]
 
 @dataclass(slots=True)
 class _Place:
-    """Progress of a reading through a tool block.
+    """Position in a tool block up to which calls and parameters have been read.
 
     `tool`: the tool of the current call. `first`: its first parameter. `seen`: its parameters so
     far. `position`: the start of the current value.
@@ -76,10 +76,10 @@ class _Place:
 
 @dataclass(frozen=True, slots=True)
 class _Walk:
-    """A reading of a tool block, and why some cuts were not taken.
+    """One reading of a tool block, and why it did not use some cuts.
 
-    `reading` is None if there is no reading. `clash`: a parameter began a second time. `refused`: a
-    name was unknown.
+    `reading` is None if there is none. A cut is a place where a value may end. `clash`: a parameter
+    began a second time there. `refused`: a name there was unknown.
     """
 
     reading: Reading | None
@@ -88,10 +88,11 @@ class _Walk:
 
 
 class Block:
-    """One tool block as its first cut (`head`), further cuts in order, and tags of parameters.
+    """A tool block with its *cuts*: places where one value may end and the next may begin.
 
-    The head opens the first call; its `end` is not used. `whole(start, end)` returns whether the
-    text between two positions can be a value.
+    `head`: the first cut, which opens the first call; its `end` is not used. `cuts`: the others, in
+    order. `tags`: all tags of parameters. `whole(start, end)` returns whether the text between two
+    positions can be a value.
     """
 
     def __init__(
@@ -168,9 +169,10 @@ class Block:
         return calls, fits and all(tools[c["name"]].valid(c["arguments"]) for c in calls)
 
     def _walk(self, tools: Tools, *, any_name: bool = False) -> _Walk:
-        """Return the reading that takes each cut at the first place where it counts.
+        """Read the tool block from the left, and end each value at the first cut that can end it.
 
-        With `any_name`, parameters may have names that no schema has.
+        That is a cut with which a known parameter begins that the call does not have yet. With
+        `any_name`, parameters may have names that no schema has.
         """
         taken: list[Cut] = []
         clash = refused = False
@@ -253,7 +255,7 @@ class Block:
             yield opening.start, closing.end
 
     def _moved(self, plain: Reading) -> list[Reading]:
-        """Return the readings in which parameters begin at other places than in `plain`.
+        """Return the other readings that have the parameters of `plain`, beginning at other cuts.
 
         Raises Malformed for a block with several calls, or with more than `MOST_READINGS` readings.
         """

@@ -125,7 +125,7 @@ def _complete(tool: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class _Walk:
-    """Limits of one pass over a value or a schema.
+    """Limits of one traversal of a value or a schema.
 
     `root`: the schema in which references are resolved. At most `_MOST_NODES` nodes are visited.
     """
@@ -135,7 +135,10 @@ class _Walk:
         self._left = _MOST_NODES
 
     def ends(self, schema: Any, depth: int) -> bool:
-        """Count a visited node; return True if nothing below it must be visited."""
+        """Count a visited node; return True if nothing below it must be visited.
+
+        `depth`: number of nodes around it.
+        """
         self._left -= 1
         return not isinstance(schema, Mapping) or depth > _DEEPEST or self._left < 0
 
@@ -273,7 +276,7 @@ def _equal(value: Any, item: Any) -> bool:
 
 
 def _literal(raw: str, kinds: Kinds) -> tuple[Any, bool]:
-    """Parse JSON or, if `kinds` has no "string", a Python literal.
+    """Parse `raw` as JSON or, if `kinds` has no "string", as a Python literal.
 
     Returns the value and True, or None and False if `raw` is neither.
     """
