@@ -203,7 +203,10 @@ class IdlePrefill:
     # -- requests ----------------------------------------------------------------------------------
 
     def pause(self) -> None:
-        """Release the memory in use because a request has arrived; keep the computed tokens."""
+        """Release the leases of all turns, because a request has arrived and needs their memory.
+
+        The tokens computed so far are committed, and the turns stay queued.
+        """
         for turn in self._turns:
             if turn.task.lease is not None:
                 self._release(turn.task)

@@ -107,13 +107,13 @@ class Scheduler:
     def tick(self) -> None:
         """Process new requests, then feed one chunk of prefill and run some steps of decoding.
 
-        Blocks while there is nothing to do. After a device error, all active work begins again; the
+        Blocks while there is nothing to do. After a device error, all active tasks begin again; the
         third such error in a row is raised, with everything committed still in the cache.
         """
         self._attempt(self._tick)
 
     def _attempt(self, action: Callable[[], None]) -> None:
-        """Run `action`; after a device error in it, begin all active work again."""
+        """Run `action`; after a device error in it, let all active tasks begin again."""
         try:
             action()
         except RuntimeError as error:
@@ -345,7 +345,7 @@ class Scheduler:
     # -- errors of the device ----------------------------------------------------------------------
 
     def _recover(self, error: RuntimeError) -> None:
-        """Begin all active work again from what was confirmed before a device error.
+        """Let all active tasks begin again from what was confirmed before a device error.
 
         It is not known which pass failed. So no pending token is used again, and no lineage that
         was written to since its last confirmation. A device error during recovery begins it again.
@@ -361,7 +361,7 @@ class Scheduler:
             raise error
 
     def _begin_all_again(self) -> RuntimeError | None:
-        """Begin all active work again; return the device error that prevented it, or None.
+        """Let all active tasks begin again; return the device error that prevented it, or None.
 
         Raises that error instead if it is the last one allowed in a row.
         """
@@ -386,7 +386,7 @@ class Scheduler:
         return None
 
     def _begin_again(self, task: Task, outcome: Outcome | None) -> None:
-        """Release what a task holds, and put it at the front of the queue.
+        """Release the lease of a task and put the task at the front of the queue.
 
         The task fails after `MOST_RESTARTS` restarts. A task that was about to end with `outcome`
         ends instead, unless tokens of its reply were lost.
