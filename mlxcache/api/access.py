@@ -34,10 +34,10 @@ LOCAL_SUFFIXES = (".localhost", ".local", ".internal", ".lan", ".home.arpa")
 """Suffixes of local names, which do not exist in the public DNS."""
 
 LINKABLE_PATHS = frozenset({ROOT, PAGE, DOCS})
-"""Paths that a link on another page may open: they change nothing and are shown in no frame."""
+"""URL paths that a link on another page may open: they change nothing and are shown in no frame."""
 
 KEYLESS_PATHS = frozenset({HEALTH, ROOT, OPENAPI, *FILES})
-"""Paths that need no key, because they hold no data."""
+"""URL paths that need no key, because they hold no data."""
 
 MAX_HEADERS, MAX_HEADER_BYTES = 128, 32 << 10
 

@@ -80,7 +80,10 @@ class Choices:
 async def _forward(
     index: int, stream: Stream, ready: asyncio.Queue[Indexed | Exception | None]
 ) -> None:
-    """Put the events of a stream into `ready`, then None or the error that ended the stream."""
+    """Put the events of a stream into `ready`, then None or the error that ended the stream.
+
+    Each event is put with `index`, that of its choice.
+    """
     end: Exception | None = None
     try:
         async for event in stream:

@@ -166,7 +166,7 @@ _NOT_SERVED = re.compile(
     r"|fine_tuning|images|messages/batches|moderations|organizations|realtime|rerank|responses/compact"
     r"|skills|threads|uploads|vector_stores|videos)(?:/|$)"
 )
-"""Paths of OpenAI's and Anthropic's APIs, and of rerankers, that this server does not have.
+"""URL paths of OpenAI's and Anthropic's APIs, and of rerankers, that this server lacks.
 
 Source: https://platform.openai.com/docs/api-reference and https://docs.anthropic.com/en/api."""
 

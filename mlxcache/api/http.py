@@ -42,7 +42,8 @@ class ApiSettings:
     - `api_key`: key that requests must carry, or None.
     - `owned_keys`: further keys, each with its own sessions.
     - `origins`: origins of web pages that may use the API.
-    - `default_max_tokens`: limit for requests without one, or None.
+    - `max_body_bytes`: largest request body that is held in memory.
+    - `default_max_tokens`: limit of a reply for requests without one, or None.
     - `ping_seconds`: longest silence in a stream.
     - `stalled_seconds`: duration of a step of the MLX thread after which /health answers 503.
     - `send_timeout`: longest time that a client may stop reading a stream.

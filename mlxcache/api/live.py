@@ -87,8 +87,7 @@ class Feed:
         """Yield (name, body) for each of `parts` in its current state, then after each change.
 
         `parts` are names from `PARTS`. The body of `requests` holds only the requests that changed.
-        The
-        last item is `("end", {"reason": ...})`.
+        The last item is `("end", {"reason": ...})`.
         """
         self._wanted.update(parts)
         self._readers += 1
@@ -300,8 +299,7 @@ async def live(deps: Deps, readers: LiveReaders, request: Request) -> Response:
 
     `?parts=` selects parts of the state, separated by commas: `server`, `cache`, `requests`,
     `sessions`, `tree`; the default is all. Available even while the model loads. The status is 429
-    if
-    too many streams are open.
+    if too many streams are open.
     """
     parts = request.query_params.get("parts", ",".join(PARTS)).split(",")
     if not set(parts) <= set(PARTS):

@@ -61,9 +61,11 @@ Whole = Callable[[Sequence[WholeReply], Envelope, Wish], dict[str, Any]]
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """Reply format of one endpoint: prefix of ids, object names, and builders of the bodies.
+    """Reply format of one endpoint.
 
-    `called` is the `finish_reason` of a reply that calls tools.
+    `id_prefix` begins the ids of replies. `whole` builds a whole reply, with `object` as its
+    `object`, and `chunks` a streamed one, with `chunk_object`. `called` is the `finish_reason` of a
+    reply that calls tools.
     """
 
     id_prefix: str

@@ -165,7 +165,7 @@ _REASONS = {
 }
 
 UNSUPPORTED = "x-unsupported"
-"""Marks a field that is refused."""
+"""Key in the schema of a field that the server refuses."""
 
 _REFUSED = "Not supported: using it is a 400, unless its value has no effect."
 _MODULE = re.compile(r"mlxcache\.wire\.([a-z]+)_types\.")

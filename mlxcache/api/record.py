@@ -23,7 +23,7 @@ RECORDED = {
     "/v1/chat/completions": "chat",
     "/v1/responses": "responses",
 }
-"""Paths of recorded endpoints, each with the name used in file names."""
+"""URL paths of recorded endpoints, each with the name used in file names."""
 
 MAX_FILES = 1000
 MAX_BYTES = 500_000_000

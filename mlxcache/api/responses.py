@@ -81,8 +81,8 @@ def routes(deps: Deps) -> list[Route]:
 class Reply:
     """A response that is being computed, with its engine stream and its owner.
 
-    `items` are the input items of the request itself. `cancelled` is True after a client cancelled
-    it.
+    `writer` builds the `response` object and its events. `items` are the input items of the request
+    itself. `cancelled` is True after a client cancelled it.
     """
 
     writer: ResponseWriter
@@ -127,7 +127,7 @@ class RunningResponses:
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """A checked request: its body, the conversation that it continues, and its tools."""
+    """A checked request: its body, the conversation that it continues (`talk`), and its tools."""
 
     body: ResponsesRequest
     talk: wire.Conversation

@@ -47,7 +47,7 @@ Handler = Callable[[Deps, Request], Awaitable[Response]]
 
 
 class Patch(msgspec.Struct, forbid_unknown_fields=True):
-    """Changes to a session. A `name` of null removes the name."""
+    """Changes to a session; omitted fields stay unchanged. A `name` of null removes the name."""
 
     name: Name | msgspec.UnsetType | None = msgspec.UNSET
     pinned: bool | msgspec.UnsetType = msgspec.UNSET

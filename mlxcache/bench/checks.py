@@ -17,9 +17,10 @@ THROUGHPUT = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """A bound on a measured figure.
+    """A bound on a measured figure, and what was measured.
 
-    `measured` must be at most `bound`, or at least `bound` if `least` is True.
+    `measured` must be at most `bound`, or at least `bound` if `least` is True. Both are in `unit`,
+    which is empty for ratios and counts. `name` is the text to print.
     """
 
     name: str
@@ -36,9 +37,9 @@ class Check:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Figures of one measurement and the bounds on them.
+    """Figures of one measurement by name, and the bounds on them (`checks`).
 
-    The name of each figure ends in its unit.
+    The name of each figure ends in its unit. A figure is a number, a list of samples, or a text.
     """
 
     figures: dict[str, Any]

@@ -18,7 +18,8 @@ from mlxcache.model.hub import resolve
 class MeasurementSet(NamedTuple):
     """Set of measurements with one name for --only.
 
-    `minutes` is the time of a run with the defaults on a Linux machine with 2 CPU cores.
+    `names` are its measurements, `title` describes them in the help. `minutes` is the time of a run
+    with the defaults on a Linux machine with 2 CPU cores.
     """
 
     title: str

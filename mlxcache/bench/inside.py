@@ -104,10 +104,10 @@ class Inside:
     async def ask(
         self, ids: Tokens, max_tokens: int, *, endless: bool = False, top: int | None = None
     ) -> Stream:
-        """Submit a request and return its stream of events. Raises MlxcacheError.
+        """Submit a request for a prompt and return its stream of events. Raises MlxcacheError.
 
-        With `endless`, tokens that end a turn are never sampled. `top` is the number of likeliest
-        tokens whose log-probabilities are reported, None for none.
+        `ids` is the prompt. With `endless`, tokens that end a turn are never sampled. `top` is the
+        number of likeliest tokens whose log-probabilities are reported, None for none.
         """
         self._asked += 1
         ends = self.core.loaded.tokenizer.eos_token_ids if endless else ()

@@ -19,12 +19,12 @@ SETTLE_S = 0.05
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """Figures of one run of a scenario; times are in seconds.
+    """Figures of one run of a scenario at one server; times are in seconds.
 
     `first_s` is the time to the first text, the mean of all replies, and `wall_s` the time of the
-    scenario. `rate` is the tokens per second of a reply after its first token, `throughput` those
-    of all replies together. `fed_tokens` counts prompt tokens that were not cached. Counts are
-    means too, and None if the server reported none.
+    scenario. `rate` is the median tokens per second of a reply after its first token, `throughput`
+    those of all replies together. `generated_tokens` is the sum of all replies. The counts of a
+    prompt are means, and None if the server reported none; `fed_tokens` were not cached.
     """
 
     first_s: float
@@ -41,7 +41,8 @@ class Sample:
 class Pair:
     """Seconds to the first token of a warm turn, here and with mlx-lm alone for the same tokens.
 
-    `server_s` is this server's time and `own_s` that of mlx-lm without a server.
+    `server_s` is this server's time and `own_s` that of mlx-lm without a server. `fed_tokens` of
+    the `prompt_tokens` were not cached.
     """
 
     server_s: float
@@ -52,10 +53,11 @@ class Pair:
 
 @dataclass(slots=True)
 class Results:
-    """Samples by scenario and server, failures, and details of warm turns.
+    """Samples by scenario and server, failures as text, and details of warm turns.
 
-    `pairs` compares warm turns of this server with mlx-lm alone. `timings` holds this server's own
-    timing, in seconds, of each warm turn.
+    `pairs` compares warm turns of this server with mlx-lm alone, which also measured
+    `kv_bytes_per_token`. `timings` holds this server's own times of each warm turn, in seconds by
+    name of the part.
     """
 
     samples: dict[str, dict[str, list[Sample]]] = field(default_factory=dict)
@@ -132,7 +134,7 @@ class Plan:
     keep: bool = False
 
     def visits(self, servers: Sequence[Server], run: int) -> dict[str, Visit]:
-        """Return a new visit to each server, by the server's name."""
+        """Return a new visit to each server for repetition `run`, by the server's name."""
         return {server.name: self.visit(server, run) for server in servers}
 
     def due(self, run: int) -> Sequence[str]:

@@ -63,7 +63,7 @@ class OwnTime:
         return True
 
     def read(self) -> dict[str, float]:
-        """Read the process's next answer. Blocks. Raises NoOwnTime."""
+        """Read the process's next answer: figures by name. Blocks. Raises NoOwnTime."""
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         answer = json.loads(line) if line else {"error": "the measuring process ended"}

@@ -35,10 +35,10 @@ class NotStarted(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """Command that starts a server. {model} and {port} in it are placeholders.
+    """Command that starts a server, and the server's `name`.
 
-    A `foreign` program has a Python environment of its own: it does not inherit PYTHONPATH and
-    VIRTUAL_ENV. LD_PRELOAD is always inherited.
+    {model} and {port} in the command are placeholders. A `foreign` program has a Python environment
+    of its own: it does not inherit PYTHONPATH and VIRTUAL_ENV. LD_PRELOAD is always inherited.
     """
 
     name: str
@@ -89,8 +89,7 @@ class Server:
     """A running server and its memory use.
 
     Memory, in bytes, includes child processes. It is the footprint on a Mac, and the resident
-    memory
-    elsewhere (`read_footprint`).
+    memory elsewhere (`read_footprint`).
     """
 
     def __init__(
@@ -241,7 +240,8 @@ def program(
 ) -> Iterator[subprocess.Popen[str]]:
     """Run a program while the block runs, then kill its process group.
 
-    Its standard output is a pipe of text, and its standard error goes to the file `log`.
+    Its standard output is a pipe of text, and its standard error goes to the file `log`. `stdin` is
+    as for `subprocess.Popen`.
     """
     with log.open("wb") as errors:
         process = subprocess.Popen(

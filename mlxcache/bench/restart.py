@@ -26,9 +26,10 @@ Checked if the cold one takes at least LONG_S seconds."""
 class Round:
     """Figures of three turns: cold, warm, and one after kill -9 and a new start.
 
-    Times are seconds until the first text. Counts are those of the third turn, None if the server
-    reports none: `restored_tokens` came from disk, and `lost_tokens` are tokens of the first turn
-    and its reply that were no longer cached, 0 or less if all were.
+    The times `cold_s`, `warm_s` and, of the third turn, `again_s` are seconds until the first text.
+    Counts are those of the third turn, None if the server reports none: `restored_tokens` came from
+    disk, and `lost_tokens` are tokens of the first turn and its reply that were no longer cached, 0
+    or less if all were.
     """
 
     cold_s: float

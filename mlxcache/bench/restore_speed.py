@@ -33,7 +33,8 @@ def restore_speed(
     """Restore `total` bytes of KV `runs` times, each time paired with plain reading of the files.
 
     Restoring is timed from a request's submission until its prefix has been looked up, verified and
-    copied into a lineage. Blocks. Raises ValueError, MlxcacheError, OSError.
+    copied into a lineage. `on_step` is called with a text at each step. Blocks. Raises ValueError,
+    MlxcacheError, OSError.
     """
     return asyncio.run(_play(model, folder, runs, on_step, total))
 
@@ -64,8 +65,7 @@ async def _restore(inside: Inside, ids: Tokens, files: Sequence[Path], run: int)
     """Return the seconds from submitting a request that continues `ids` until it is restored.
 
     Its prefix is read from `files`, which are dropped from the page cache before. `run` is the
-    number
-    of the repetition.
+    number of the repetition.
     """
     await inside.forget()
     await inside.written()

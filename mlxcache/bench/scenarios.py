@@ -56,15 +56,15 @@ class Outcome:
 
 @dataclass(slots=True)
 class Visit:
-    """One repetition of the scenarios at one server, with its conversations.
+    """One repetition of the scenarios at one server, with its conversations (`talks`, by name).
 
     All text is generated from `seed`; different seeds share no text. A conversation begins when a
-    scenario first needs it, and later scenarios continue it. Their names:
+    scenario first needs it, and later scenarios continue it. Unless said otherwise, its first
+    prompt has `tokens` tokens, three quarters of them in the system prompt. Replies have at most
+    `reply_tokens`.
 
-    - `main` has a long first prompt.
-    - `other` and `draft` have the same system prompt as `main`. In `draft`, the last user message
-    is
-      replaced by another one, as if it had been a first draft.
+    - `main` is the conversation of most scenarios.
+    - `other` and `revised` have the same system prompt as `main`, then a short message.
     - `billed` has a system prompt whose first line changes each turn.
     - `grown` reaches the length of the others over six turns.
     - Eight conversations whose names begin with `crowd` run at once, each an eighth as long.
@@ -120,7 +120,7 @@ class Visit:
         """Return the system prompt and the first message of the conversation `name`."""
         system = round(self.tokens * SYSTEM_SHARE)
         first = self.tokens - system
-        if name in ("other", "draft"):
+        if name in ("other", "revised"):
             return self._text("main system", system), self._text(f"{name} first", TURN_TOKENS)
         if name == "billed":
             body = self._text("billed system", system)
@@ -183,7 +183,7 @@ def warm(visit: Visit) -> Outcome:
 
 def edited(visit: Visit) -> Outcome:
     """Measure a turn whose last user message was replaced by another one."""
-    talk = visit.talk("draft")
+    talk = visit.talk("revised")
     if len(talk.messages) < 5:
         talk.ask(visit.words())
     before = [*talk.messages[:-2], {"role": "user", "content": visit.words()}]

@@ -49,7 +49,8 @@ def write_beside(
     """Measure a reply while `total` bytes are written by the disk tier, and by a plain thread.
 
     Repeats that `runs` times. The plain thread writes files of the same sizes in the same way: it
-    syncs each and then renames it. Blocks. Raises ValueError, MlxcacheError, OSError.
+    syncs each and then renames it. `on_step` is called with a text at each step. Blocks. Raises
+    ValueError, MlxcacheError, OSError.
     """
     return asyncio.run(_play(model, folder, runs, on_step, total))
 

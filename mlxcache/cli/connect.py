@@ -59,9 +59,8 @@ def anyclaude_variables(url: str, context: int) -> Variables:
     """Return the environment variables that point any version of anyclaude at the server at `url`.
 
     `context` is its context length in tokens. None in place of a value stands for the API key.
-    Older
-    versions read MLX_LM_*, newer ones LOCAL_*. anyclaude starts Claude Code, sets its address and
-    passes on the other variables for it.
+    Older versions read MLX_LM_*, newer ones LOCAL_*. anyclaude starts Claude Code, sets its address
+    and passes on the other variables for it.
     """
     for_claude = claude_code_variables(url, ANY_MODEL, context)
     return {

@@ -97,7 +97,9 @@ _LEGEND = {
     "evictions.spilled": ("spilled", "entries that stay on disk"),
     "evictions.dropped": ("dropped", "entries that were in RAM alone"),
 }
-"""Label and meaning of figures by dotted path in `GET /v1/cache`; rules have none."""
+"""Label and meaning of figures by dotted path in `GET /v1/cache`.
+
+The counts of canonicalisation rules, whose names are keys, have none."""
 
 
 class Line(NamedTuple):
@@ -157,8 +159,7 @@ def _find_place(path: str) -> tuple[str, int]:
     """Return the heading under which a figure is printed, and its position there.
 
     `path` is its dotted path, such as `ram.used_bytes`. A heading has keys, which are the
-    beginnings
-    of such paths; if several match, the longest is used.
+    beginnings of such paths; if several match, the longest is used.
     """
     found = [
         (len(key), heading, number)
@@ -174,8 +175,7 @@ def _line(path: str, flat: Mapping[str, Any]) -> Iterator[Line]:
     """Yield the line for one figure, or nothing if another line has it.
 
     `flat` maps the dotted paths of all figures to their values, and `path` is that of this figure.
-    A
-    limit is printed beside the used bytes, and the reason for the disk tier's state beside the
+    A limit is printed beside the used bytes, and the reason for the disk tier's state beside the
     state.
     """
     above, _, key = path.rpartition(".")

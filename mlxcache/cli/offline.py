@@ -106,7 +106,10 @@ class Offline:
     # -- the cache ---------------------------------------------------------------------------
 
     def stats(self) -> dict[str, Any]:
-        """Return figures of the disk tier and the number of sessions."""
+        """Return figures of the disk tier and the number of sessions.
+
+        They have the keys `disk` and `sessions`, as in `GET /v1/cache`.
+        """
         if not self._exists():
             return {"disk": {"used_bytes": 0, "limit_bytes": None, "files": 0}, "sessions": 0}
         with self._open(reading=True) as (store, sessions):
@@ -135,8 +138,7 @@ class Offline:
         """Remove damaged files, then evict files until at most `limit` bytes are on disk.
 
         With `limit` None, nothing is evicted. `progress` receives the files read and their total.
-        Returns
-        an object with `freed_bytes`.
+        Returns an object with `freed_bytes`.
         """
         if not self._exists():
             return {"freed_bytes": 0}

@@ -34,7 +34,7 @@ request_log = logging.getLogger("mlxcache.requests")
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """Progress of a prompt during prefill.
+    """Progress of the prompt of request `id` during prefill.
 
     `sender`: its session or client, see `name_sender`. `done` of `total` tokens are in the cache.
     `left_s` is the estimated time for the rest in seconds, or None if it is unknown.

@@ -202,8 +202,7 @@ class Remote:
         """Have the server read all its files, and return the problems found.
 
         They are objects with `path` and `what`. The server reports no progress, so the callback is
-        not
-        used.
+        not used.
         """
         found: list[dict[str, str]] = self._json("GET", "/v1/cache/check")["data"]
         return found
@@ -212,8 +211,7 @@ class Remote:
         """Have the server remove damaged files, then evict until at most `limit` bytes are on disk.
 
         With `limit` None, nothing is evicted. Returns an object with `freed_bytes`. The progress
-        callback
-        is not used.
+        callback is not used.
         """
         params = {} if limit is None else {"limit_bytes": str(limit)}
         return self._json("POST", "/v1/cache/prune", params=params)

@@ -144,8 +144,7 @@ def no_sessions_text(computing: int, where: str = "") -> str:
     """Return the sentence to print in place of an empty list of sessions.
 
     `computing` counts the running and waiting requests, which may still become sessions. `where`
-    names
-    the server or the folder.
+    names the server or the folder.
     """
     place = f" ({where})" if where else ""
     if not computing:

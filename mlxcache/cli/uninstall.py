@@ -38,7 +38,7 @@ _SERVICES = (
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """File or folder of mlxcache, with its size in bytes.
+    """File or folder of mlxcache, with its size in bytes. `what` describes its content.
 
     `command` tells the user how to remove it, if this command does not remove it, else None.
     """

@@ -28,9 +28,8 @@ def print_welcome(
     """Print the server's address, model, context and budgets, and lines that connect clients.
 
     `figures` is the body of `GET /v1/cache`, and `launch` the shell line of `mlxcache launch` for
-    this
-    server. The lines for clients are not wrapped and stand outside the frame, so that they can be
-    copied. `has_key` tells whether the server requires an API key.
+    this server. The lines for clients are not wrapped and stand outside the frame, so that they can
+    be copied. `has_key` tells whether the server requires an API key.
     """
     facts = _facts(url, info, figures)
     if console.is_terminal:

@@ -409,8 +409,7 @@ class PrefillSpeed:
     Unlike `Cost`, which plans the next chunk, it counts only chunks of requests, and all of them
     alike: the seconds of a range are divided by its tokens. So reuse of what was computed never
     counts for more than computing it took. Ranges are those of `range_of`. `Measured` is a pair:
-    the
-    tokens fed in a range, and the seconds that they took.
+    the tokens fed in a range, and the seconds that they took.
     """
 
     def __init__(self) -> None:
@@ -464,8 +463,7 @@ class PrefillSpeed:
         """Divide a prompt's first `tokens` tokens into ranges of positions with their speeds.
 
         Returns a pair for each range: its tokens, and seconds per token. Ranges before the first
-        measured
-        one are left out.
+        measured one are left out.
         """
         found, pace = [], None
         for where, part in _by_range(0, tokens):

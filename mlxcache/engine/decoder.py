@@ -160,9 +160,8 @@ class Decoder:
     """Steps rows together over `caches`: the caches of a single lineage, or merged batch caches.
 
     `pending`: the pending token of each row, drawn but not handed out yet, shape (rows,); None
-    before
-    `start`. `waits`: build each pass only after the one before has ended. Needed on devices where a
-    buffer that a running pass still reads would be copied before it is written to.
+    before `start`. `waits`: build each pass only after the one before has ended. Needed on devices
+    where a buffer that a running pass still reads would be copied before it is written to.
     """
 
     def __init__(self, model: Module, rows: list[Row], caches: Caches, *, waits: bool = False):

@@ -273,8 +273,7 @@ def with_disk(figures: dict[str, Any], stats: dict[str, Any]) -> dict[str, Any]:
     """Add the figures of the disk tier, `stats`, to `figures`, a body of `GET /v1/cache`.
 
     Returns a new dictionary. `written_per_cached_token` measures wear: bytes written to disk since
-    the
-    start, divided by the prompt tokens that were reused. It is None if none were.
+    the start, divided by the prompt tokens that were reused. It is None if none were.
     """
     if not figures:
         return figures

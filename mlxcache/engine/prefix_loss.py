@@ -51,8 +51,8 @@ class Loss:
     """A prefix loss, before its tokens are counted.
 
     `described`: the value of `RequestRecord.lost`, with its tokens and cost still 0. `runs`:
-    half-open
-    ranges of tokens that an earlier prompt had computed and that this one has to compute again.
+    half-open ranges of tokens that an earlier prompt had computed and that this one has to compute
+    again.
     """
 
     described: dict[str, Any]

@@ -125,13 +125,11 @@ class Task:
     `push` passes an event to the request's readers, on any thread. `ids`: the prompt's token ids as
     the cache stores them, shape (n,). `fed`: the ids as the model is fed them, shape (n,). The two
     differ for images and if the server has several keys; see `Prompt` and `own_ids`. `out`: the
-    token
-    ids drawn so far. `limit`: the most tokens of the reply. `stops`: positions at which the prefill
-    takes a checkpoint. `skipped`: number of chunks of other prompts that came first. `deferred`:
-    the
-    task waited for a prefix that another request computes. `matched`: prompt tokens in RAM at its
-    admission, reusable or not. `guide`: restricts the reply; each row gets a copy of its first
-    state.
+    token ids drawn so far. `limit`: the most tokens of the reply. `stops`: positions at which the
+    prefill takes a checkpoint. `skipped`: number of chunks of other prompts that came first.
+    `deferred`: the task waited for a prefix that another request computes. `matched`: prompt tokens
+    in RAM at its admission, reusable or not. `guide`: restricts the reply; each row gets a copy of
+    its first state.
 
     Pieces of the reply are staged until `deliver`, because on a GPU, which reports errors late, the
     pass that drew them may have failed. After such an error, `begin_again` drops the tokens that

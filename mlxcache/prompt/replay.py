@@ -185,8 +185,7 @@ class Replay:
         """Return whether a rendered reply has the same markers of thinking as the generated one.
 
         False, for example, if the template leaves out the markers of empty thinking; its rendering
-        is
-        then used. If the reply has several thoughts, which a template may join, any marker
+        is then used. If the reply has several thoughts, which a template may join, any marker
         suffices.
         """
         find, several = self._reader.find_thinking_markers, len(decoded.content.thoughts) > 1

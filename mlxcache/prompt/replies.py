@@ -173,8 +173,7 @@ class RenderedReply:
     """A generated reply as a template rendered it, and what replaces that text in a prompt.
 
     `shown`: the rendered text, which `ids` and their text `raw` replace. `guard`: `shown` and the
-    text
-    that must follow it. `closing`: text of the control token that `ids` end with, or empty.
+    text that must follow it. `closing`: text of the control token that `ids` end with, or empty.
     `changes`:
     `ids` differ from the encoding of `shown`. `key`: key of the reply's row.
     """

@@ -29,8 +29,7 @@ def shared_runs(old: Tokens, new: Tokens) -> Runs:
     """Return the ranges of `new` whose tokens `old` has too, in sequence.
 
     Shapes (n,) and (m,). Each token of `old` is used at most once, and the order of the sequences
-    in
-    `old` may be another one. Ranges of fewer than `LEAST_RUN` tokens are left out. Takes about
+    in `old` may be another one. Ranges of fewer than `LEAST_RUN` tokens are left out. Takes about
     O(n + m): only blocks with equal hashes are compared.
     """
     if min(len(old), len(new)) < LEAST_RUN:
@@ -81,10 +80,8 @@ def _longest(
     """Return the longest sequence that both prompts have around a token.
 
     The result is its starts in `new` and `old`, and its length. `at`: position of the token in
-    `new`,
-    and the first position at which the sequence may begin. `used`: tokens of `old` in sequences
-    found
-    before. `places`: positions in `old` to compare.
+    `new`, and the first position at which the sequence may begin. `used`: tokens of `old` in
+    sequences found before. `places`: positions in `old` to compare.
     """
     best = at[0], 0, 0
     for place in places:

@@ -30,8 +30,7 @@ class ReplyFeed:
     """Passes the stored replies of one namespace to `learn(replies)`, which gets them by owner.
 
     All stored replies are passed first, and later only the new ones, oldest first. `learn` is
-    called
-    on a worker thread.
+    called on a worker thread.
     """
 
     def __init__(self, sessions: Sessions, store: Store, learn: Learn):

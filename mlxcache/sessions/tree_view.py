@@ -26,8 +26,7 @@ class Branch:
     `text`: beginning of their text. `ram` and `disk`: number of tokens, from the first of the node,
     that a turn would reuse from that tier. `ends`: leaves that end here, each with its session's
     id. `below`: child nodes. `merged`: number of nodes below that are not shown, and the sum of
-    their
-    tokens.
+    their tokens.
     """
 
     parent: Branch | None

@@ -29,10 +29,9 @@ class StoreContext:
     """One open store folder: its database, process lock, disk space, figures and noted uses.
 
     A use of a file sets the time by which it is evicted; a reuse by a request is counted as well.
-    Both
-    are kept in memory and written to the index with the next write, so that looking up a prefix
-    writes
-    nothing. `lock` shows other processes that the folder is open; see `ProcessLock`. Thread-safe.
+    Both are kept in memory and written to the index with the next write, so that looking up a
+    prefix writes nothing. `lock` shows other processes that the folder is open; see `ProcessLock`.
+    Thread-safe.
     """
 
     def __init__(
@@ -122,8 +121,7 @@ class StoreContext:
         """Write the noted uses, then evict files until `coming` more bytes fit.
 
         `has_row`: the index already counts these bytes, because it has the row of the file to be
-        written.
-        Part of the transaction of `connection`. Raises DiskFull if they cannot fit.
+        written. Part of the transaction of `connection`. Raises DiskFull if they cannot fit.
         """
         self.write_uses(connection)
         self.count("evicted", len(self.space.make_room(connection, coming, has_row=has_row)))

@@ -318,8 +318,7 @@ class Database:
         """Yield a connection in a transaction that keeps other writers out; see `write`.
 
         `changes`: raise Unwritable for a database that was read into memory. Without it, the block
-        may
-        only read.
+        may only read.
         """
         current = self._current()
         if current is not None:

@@ -213,10 +213,8 @@ def block_checksums(buffers: Sequence[memoryview], tokens: int) -> list[bytes]:
     """Compute the xxh3-64 checksum of each block of 64 tokens; the last block may be partial.
 
     `tokens`: number of tokens, the first axis of each buffer. xxhash does not release the
-    interpreter's
-    lock for inputs as small as a block, so this function pauses after every MiB. Without pauses the
-    MLX
-    thread would wait 5 ms each time it needs the lock.
+    interpreter's lock for inputs as small as a block, so this function pauses after every MiB.
+    Without pauses the MLX thread would wait 5 ms each time it needs the lock.
     """
     found, hashed = [], 0
     for first in range(0, tokens, BLOCK):

@@ -48,8 +48,7 @@ class Reserve:
         """Remove the reserve while the block frees space, if the disk is full.
 
         Yields True if the disk is full. The reserve is written again after the last of several
-        blocks
-        that run at once.
+        blocks that run at once.
         """
         with self._lock:
             self._freeing += 1

@@ -49,8 +49,7 @@ def insert_response(db: sqlite3.Connection, response: StoredResponse) -> None:
     """Insert a response, or replace the one with its id.
 
     Of more than `MOST_RESPONSES` responses of all owners, or `MOST_BYTES` compressed bytes, the
-    oldest
-    are removed.
+    oldest are removed.
     """
     body, items = zlib.compress(response.body, 6), zlib.compress(response.items, 6)
     db.execute(

@@ -237,12 +237,10 @@ def find_leaf(db: sqlite3.Connection, turn: Turn, session: str | None) -> Leaf |
     """Find the leaf that a turn continues, or None if it begins a conversation.
 
     `session`: id of the session to search. If it is None, all sessions are searched, and their
-    titles,
-    the first words that the user typed, count too. A main leaf of a session with another title does
-    not match: if the client wrote the first message itself, two conversations can begin alike. If
-    no
-    leaf matches, those with the turn's title are tried, because a client may change what it puts
-    before the typed text; see `find_reworded`.
+    titles, the first words that the user typed, count too. A main leaf of a session with another
+    title does not match: if the client wrote the first message itself, two conversations can begin
+    alike. If no leaf matches, those with the turn's title are tried, because a client may change
+    what it puts before the typed text; see `find_reworded`.
     """
     candidates = read_candidates(db, turn, session)
     if session is not None:
@@ -377,8 +375,7 @@ def shared_lengths(db: sqlite3.Connection, namespace: str, ids: Tokens) -> list[
     """Return, for each leaf of a namespace, how many leading tokens it shares with `ids`.
 
     Only leaves whose conversation key `ids` begin with are included. Empty if there are no tables
-    of
-    sessions.
+    of sessions.
     """
     if not db.execute("SELECT 1 FROM sqlite_master WHERE name = 'leaves'").fetchone():
         return []

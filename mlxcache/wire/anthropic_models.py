@@ -19,10 +19,8 @@ def describe_model(info: ModelInfo, name: str | None = None) -> dict[str, Any]:
     """Return the model object, under any `name`, with the fields of Anthropic's API.
 
     Lengths are in tokens. `max_tokens`, the longest reply, is the whole context: it does not take
-    off
-    the prompt. `context_length`, `max_context_length` and `loaded_context_length` are fields of
-    other
-    local servers, which clients look for.
+    off the prompt. `context_length`, `max_context_length` and `loaded_context_length` are fields of
+    other local servers, which clients look for.
     """
     return {
         "id": name or info.id,

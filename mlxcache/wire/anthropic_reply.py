@@ -174,7 +174,7 @@ REPETITION = {
     "type": "repetition",
     "explanation": "The model repeated the same text again and again, so the reply was ended.",
 }
-"""`stop_details` of a reply that the loop guard ended."""
+"""`stop_details` of a reply that was stopped because it repeated itself."""
 
 
 def end_fields(finished: Finished, *, whole: bool = False) -> dict[str, Any]:
@@ -183,8 +183,7 @@ def end_fields(finished: Finished, *, whole: bool = False) -> dict[str, Any]:
     A reply stopped for repeating itself also has `stop_details`. Its reason is `end_turn`, because
     agents would request more after `max_tokens`. But if `whole` (a format or a tool call was
     required, so that a part of the reply is useless), it is `max_tokens`, because clients parse a
-    reply
-    that has `end_turn`.
+    reply that has `end_turn`.
     """
     cut = whole and finished.reason == "repetition"
     fields: dict[str, Any] = {

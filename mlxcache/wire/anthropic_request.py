@@ -125,8 +125,7 @@ class _ChatWriter:
     """Builder of a chat's messages from those of a request body.
 
     `breakpoint` is the number of messages before the last `cache_control` breakpoint of the body,
-    or
-    None if it has none.
+    or None if it has none.
     """
 
     def __init__(self, tools: Toolbox, images: ImageReader):
@@ -150,12 +149,9 @@ class _ChatWriter:
         """Add one message of the body. Tool results in it become messages of their own.
 
         A system message without text is not added, nor is one that is `cleared`: it was to be shown
-        only
-        until the next user message, which has come. Tools that such a message defines can be called
-        all
-        the same. `where` is the message's place in the body, for errors. Raises BadRequest if a
-        message
-        of another role has no content.
+        only until the next user message, which has come. Tools that such a message defines can be
+        called all the same. `where` is the message's place in the body, for errors. Raises
+        BadRequest if a message of another role has no content.
         """
         if message.role == "system":
             self._write_system(message.content or "", where, cleared=cleared)
@@ -329,8 +325,7 @@ class BlockReader:
         """Return the text that a content block adds to a prompt, where only text is allowed.
 
         Raises Unsupported for citations, and for an image if the model accepts none; BadRequest for
-        an
-        image otherwise, and for other blocks that are not allowed there.
+        an image otherwise, and for other blocks that are not allowed there.
         """
         match block:
             case types.Text(text=text):

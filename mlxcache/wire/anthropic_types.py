@@ -156,8 +156,7 @@ class Message(Struct):
     """Message of a conversation; `clear_at` and `output_config` are for those of the role `system`.
 
     A system message with `clear_at` `next_user_message` is left out of the prompt once a user
-    message
-    follows it.
+    message follows it.
     """
 
     role: Literal["user", "assistant", "system"]

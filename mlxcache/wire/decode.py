@@ -24,8 +24,7 @@ def decode(type: type[T], body: bytes) -> T:
 
     Half of a surrogate pair, which JavaScript clients send if they cut a string inside an emoji,
     becomes U+FFFD. Raises BadRequest. Its `param` is the wrong field, such as `messages[0].role`,
-    or
-    None if the whole body is wrong.
+    or None if the whole body is wrong.
     """
     try:
         try:

@@ -184,7 +184,8 @@ class _Parser:
     def _next_alternative(self, *, top: bool) -> bool:
         """Advance past the `|` of the next alternative, which may be on a later line.
 
-        Returns False if there is no further alternative.
+        Returns False if there is no further alternative. At the `top` of a rule, the line ends that
+        were passed then belong to what follows, and are not skipped.
         """
         begin = self._at
         while self._peek().kind == "line":

@@ -21,10 +21,8 @@ class ImageReader:
     """Converter of one request's image parts to `Image`.
 
     `supported` tells whether the model accepts images. Methods take `where`, the part's place in
-    the
-    body, for errors. They raise Unsupported for an image given by a URL to fetch, and BadRequest
-    for
-    a malformed image or more than `MAX_IMAGES` images.
+    the body, for errors. They raise Unsupported for an image given by a URL to fetch, and
+    BadRequest for a malformed image or more than `MAX_IMAGES` images.
     """
 
     def __init__(self, supported: bool):

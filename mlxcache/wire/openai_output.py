@@ -141,8 +141,9 @@ def _encode_choices(choices: Sequence[str], field: str) -> str:
 class ToolUse:
     """Tools that a reply may or must call, as in `Job`.
 
-    If `tools` is None, calls are returned as text. `parallel` allows several calls in one reply.
-    `named` is True if the client forced one function by name, which is then called exactly once.
+    If `tools` is None, calls are returned as text. `choice` says whether one must be called.
+    `parallel` allows several calls in one reply. `named` is True if the client forced one function
+    by name, which is then called exactly once.
     """
 
     tools: tuple[Mapping[str, Any], ...] | None = None

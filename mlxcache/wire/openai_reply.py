@@ -73,8 +73,8 @@ def count_usage(lasts: Sequence[Finished], n: int = 1) -> Payload:
     """Return the `usage` object of all choices, in tokens. `prompt_tokens` includes cached tokens.
 
     `lasts` holds the final event of each choice, `n` for each prompt. A prompt is counted once,
-    with
-    the smallest count of cached tokens of its choices: the others reuse what the first computed.
+    with the smallest count of cached tokens of its choices: the others reuse what the first
+    computed.
     """
     prompt = sum(last.prompt_tokens for last in lasts[::n])
     generated = sum(last.generated_tokens for last in lasts)
@@ -93,9 +93,9 @@ def count_usage(lasts: Sequence[Finished], n: int = 1) -> Payload:
 def _end_fields(last: Finished, wish: Wish, *, called: bool) -> dict[str, str | None]:
     """Return `finish_reason` and vLLM's `stop_reason`, the stop string that ended the reply.
 
-    A reply stopped for repeating itself has the reasons `stop` and `repetition`, because agents
-    would request more after `length`. If the reply had to be whole, it has `length`, because
-    clients parse a reply that has `stop`.
+    `called` tells whether the reply has tool calls. A reply stopped for repeating itself has the
+    reasons `stop` and `repetition`, because agents would request more after `length`. If the reply
+    had to be whole, it has `length`, because clients parse a reply that has `stop`.
     """
     looped = "repetition" if last.reason == "repetition" else None
     return {
@@ -298,14 +298,18 @@ def _raw(token: str) -> bytes:
 
 
 class TextLogprobs:
-    """Builder of the `logprobs` lists of a text completion. `text_offset` counts characters."""
+    """Builder of the object `logprobs` of a text completion, piece by piece.
+
+    It has four lists with an element for each token: `tokens`, `token_logprobs`, `top_logprobs` and
+    `text_offset`, the character in which the token begins.
+    """
 
     def __init__(self) -> None:
         self._characters = 0
         self._decoder = getincrementaldecoder("utf-8")(errors="replace")
 
     def write(self, tokens: Sequence[TokenLogprob]) -> dict[str, Any]:
-        """Return the lists for the next tokens.
+        """Return the object `logprobs` for the next tokens.
 
         `top_logprobs` always includes the sampled token.
         """

@@ -121,8 +121,7 @@ class StructuredOutputs(Struct):
     """The format of a reply in vLLM's form.
 
     Exactly one of `json`, `regex`, `choice`, `grammar` and `json_object` must be set. The other
-    fields
-    are not supported.
+    fields are not supported.
     """
 
     json: str | dict[str, Any] | None = None

@@ -12,7 +12,10 @@ from mlxcache.types import Event, Finished, Piece, Text, Thinking, TokenLogprob,
 
 @dataclass(slots=True)
 class WholeReply:
-    """Text, reasoning, tool calls and log-probabilities of a finished reply."""
+    """Text, reasoning, tool calls and log-probabilities of a finished reply.
+
+    `last` is the event that ended it.
+    """
 
     last: Finished
     text: str = ""

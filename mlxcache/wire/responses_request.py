@@ -260,9 +260,10 @@ class MessageWriter:
     def _reply(self, *, begins: str) -> dict[str, Any]:
         """Return the assistant message to which an item belongs; it is added if necessary.
 
-        A reply has reasoning, then text, then calls. `begins` is the part that the item adds. A new
-        message is started if the last one is not the assistant's, or already has this part or a
-        later one; calls are added to those it has.
+        A reply has reasoning, then text, then calls. `begins` is the part that the item adds, as a
+        key of the message: `reasoning_content`, `content` or `tool_calls`. A new message is started
+        if the last one is not the assistant's, or already has this part or a later one; calls are
+        added to those it has.
         """
         order = ("reasoning_content", "content", "tool_calls")
         last = self.messages[-1] if self.messages else {}

@@ -40,9 +40,8 @@ class Entry:
     """One callable tool: a function or, if `custom`, a custom tool.
 
     `rendered` is its name in the prompt, `name` its name for the client, and `namespace` the name
-    of
-    its group of tools, if any. `pattern` is the regular expression that a custom tool's input must
-    match, or None for any text.
+    of its group of tools, if any. With `strict`, calls always fit the function's schema. `pattern`
+    is the regular expression that a custom tool's input must match, or None for any text.
     """
 
     rendered: str
@@ -57,10 +56,8 @@ class Toolbox:
     """Tools of one request, in the client's order.
 
     `functions` holds the tools in the form of `Chat.tools`. `left_out` holds the types of tools
-    that
-    run only on OpenAI's servers but that Codex sends by default (`LEFT_OUT`). Raises Unsupported
-    for
-    other tools that run only there, and BadRequest for a malformed one.
+    that run only on OpenAI's servers but that Codex sends by default (`LEFT_OUT`). Raises
+    Unsupported for other tools that run only there, and BadRequest for a malformed one.
     """
 
     def __init__(self, tools: Sequence[types.Tool]):
@@ -102,8 +99,7 @@ class Toolbox:
         """Return the name in the prompt of the tool that the client calls `name`.
 
         `namespace` is the name of its group of tools; None matches any group. An unknown name is
-        returned
-        unchanged.
+        returned unchanged.
         """
         for entry in self._entries:
             if entry.name == name and (namespace is None or entry.namespace == namespace):

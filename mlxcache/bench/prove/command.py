@@ -96,10 +96,8 @@ def prove(
     """Measure mlxcache and mlx-lm on this machine, and write one report that can be published.
 
     Exit status 1: a scenario failed, the run was interrupted, or nothing was measured; with
-    --assert
-    also if a bound failed or none was checked. Exit status 2: wrong usage, or a model that cannot
-    be
-    loaded.
+    --assert also if a bound failed or none was checked. Exit status 2: wrong usage, or a model that
+    cannot be loaded.
     """
     names = check_names(only or (), list(SCENARIOS)) or list(SCENARIOS)
     size = size or (QUICK_SIZE if quick else DEFAULT_SIZE)
@@ -177,8 +175,7 @@ def steps(console: Console, errors: Console) -> Iterator[tuple[OnText, OnText]]:
     """Yield two functions that show progress as text: `on_step` and `on_begin` of `Proof`.
 
     `on_begin` is called when a scenario begins, `on_step` at each step within one. On a terminal
-    the
-    steps are shown. Elsewhere one line per scenario is printed to standard error.
+    the steps are shown. Elsewhere one line per scenario is printed to standard error.
     """
     if not console.is_terminal:
 

@@ -129,7 +129,8 @@ def settle(client: Client) -> None:
 class Context:
     """Everything that a scenario is given. The scenario writes its figures into `found`.
 
-    `wait_s` is the time in seconds that a server has to start.
+    `folder` is for files, and `usable_bytes` is the memory that models may use. `on_step` is called
+    with a text at each step. `wait_s` is the time in seconds that a server has to start.
     """
 
     subject: Subject

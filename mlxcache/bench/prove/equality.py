@@ -91,8 +91,7 @@ async def _after(inside: Inside, ids: Tokens, way: str) -> Heard:
     """Compute all but the end of `ids`, then return the reply to all of it.
 
     `way` is one of the constants: with `RESTORED`, that prefix is read from disk, otherwise from
-    RAM;
-    with `BESIDE`, other requests run at the same time.
+    RAM; with `BESIDE`, other requests run at the same time.
     """
     await inside.clear()
     await drained(await inside.ask(ids[:-TAIL], 1))

@@ -49,11 +49,12 @@ class Unchecked:
 
 @dataclass(slots=True)
 class Findings:
-    """Result of one scenario on one model.
+    """Result of one scenario, called `name`, on one model.
 
-    `tables` holds figures by title, row and column. `notes` are sentences about them, and `not_run`
-    lists measurements that were left out, with reasons. `unchecked` holds bounds that these figures
-    cannot show. `error` says why the scenario failed or was not run at all.
+    `tables` holds figures by title, row and column. `checks` are bounds on them, and `unchecked`
+    those that these figures cannot show. `notes` are sentences about them, and `not_run` lists
+    measurements that were left out, with reasons. `error` says why the scenario failed or was not
+    run at all. `seconds` is the time that it took.
     """
 
     name: str

@@ -112,9 +112,8 @@ def _own_after(context: Context, row: str, fed: Sequence[tuple[int, int]]) -> li
     """Time mlx-lm alone after the server has ended.
 
     `row` is the table row of this prompt length, which gets the times. `fed` holds pairs of cached
-    and
-    new tokens. Returns the server's warm first-token times divided by those of mlx-lm; empty if the
-    model cannot be measured that way.
+    and new tokens. Returns the server's warm first-token times divided by those of mlx-lm; empty if
+    the model cannot be measured that way.
     """
     try:
         with context.own_time() as own:

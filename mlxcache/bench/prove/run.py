@@ -66,8 +66,8 @@ class Options:
     """Options of one run of `mlxcache prove`.
 
     If `model` is None, models with random weights are made: one of `size` for each of `weights`.
-    `names` are the scenarios. `out` is the report's path, whose folder is not mentioned in the
-    report.
+    `names` are the scenarios, and `minutes` is the time limit of all. `out` is the report's path,
+    whose folder is not mentioned in the report.
     """
 
     model: str | None
@@ -79,7 +79,7 @@ class Options:
     out: Path | None = None
 
 
-class Draft:
+class LazySubject:
     """A model that is made or loaded when it is first needed."""
 
     def __init__(self, label: str, make: Callable[[], Subject]):
@@ -110,10 +110,10 @@ class Draft:
 
 @dataclass(slots=True)
 class Proof:
-    """Scenarios of one run and their findings so far.
+    """Scenarios of one run, and their findings so far (`found`).
 
-    `folder` receives all files. `on_step` is called with each step, and `on_begin` with each
-    scenario begun. `interrupted` is the reason why the run was cut short, or None.
+    `folder` receives all files. `on_step` is called with a text at each step, and `on_begin` with
+    one for each scenario begun. `interrupted` is the reason why the run was cut short, or None.
     """
 
     options: Options
@@ -132,35 +132,35 @@ class Proof:
         """
         options = self.options
         clock = Clock(60 * options.minutes)
-        drafts = self._drafts(clock)
+        subjects = self._subjects(clock)
         began = time.monotonic()
-        plan = list(planned(options.names, drafts, QUANTISED))
-        for number, (name, draft) in enumerate(plan, 1):
-            found = Findings(name, draft.label)
+        plan = list(planned(options.names, subjects, QUANTISED))
+        for number, (name, lazy) in enumerate(plan, 1):
+            found = Findings(name, lazy.label)
             self.found.append(found)
-            if options.scale.quick and draft is not drafts[0] and name not in QUICKLY:
+            if options.scale.quick and lazy is not subjects[0] and name not in QUICKLY:
                 found.status = "not run"
                 found.error = f"on a second model, a quick run has only {', '.join(QUICKLY)}"
                 continue
             if self.interrupted is None and clock.left_s:
                 minutes = (time.monotonic() - began) / 60
                 self.on_begin(f"{number} of {len(plan)} {name}, {minutes:.0f} min so far")
-            self._play_one(SCENARIOS[name], found, draft, clock)
+            self._play_one(SCENARIOS[name], found, lazy, clock)
             _scrub(found, private_strings(options.model, self.folder, options.out))
 
-    def _drafts(self, clock: Clock) -> list[Draft]:
+    def _subjects(self, clock: Clock) -> list[LazySubject]:
         options = self.options
         if options.model is not None:
             return [self._given(options.model, clock)]
         return [
-            Draft(
+            LazySubject(
                 f"{options.size} with random weights, {weights}",
                 partial(self._made, weights, clock),
             )
             for weights in options.weights
         ]
 
-    def _given(self, model: str, clock: Clock) -> Draft:
+    def _given(self, model: str, clock: Clock) -> LazySubject:
         """Load the user's model. Raises ModelError.
 
         Time limit and Ctrl-C are recorded, not raised.
@@ -172,15 +172,15 @@ class Proof:
             return Subject(folder, describe_config(config), config)
 
         self.on_step("loading the model, which may be downloaded first")
-        draft = Draft("the model given", look)
+        lazy = LazySubject("the model given", look)
         try:
-            subject = draft.subject(clock)
+            subject = lazy.subject(clock)
         except TimeUp:
-            return draft
+            return lazy
         except KeyboardInterrupt:
             self.interrupted = INTERRUPTED
-            return draft
-        return Draft(subject.label, lambda: subject)
+            return lazy
+        return LazySubject(subject.label, lambda: subject)
 
     def _made(self, weights: Weights, clock: Clock) -> Subject:
         """Make a model with random weights.
@@ -198,14 +198,16 @@ class Proof:
         self._making_s = time.monotonic() - began
         return Subject(folder, label, read_config(folder))
 
-    def _play_one(self, scenario: Scenario, found: Findings, draft: Draft, clock: Clock) -> None:
+    def _play_one(
+        self, scenario: Scenario, found: Findings, lazy: LazySubject, clock: Clock
+    ) -> None:
         if self.interrupted is not None:
             found.status, found.error = "not run", self.interrupted
             return
         before = children()
         began = time.monotonic()
         try:
-            subject = draft.subject(clock)
+            subject = lazy.subject(clock)
             began = time.monotonic()
             context = Context(
                 subject, self.options.scale, clock, self.folder, usable_bytes(device_info()), found,

@@ -13,7 +13,7 @@ class Scale:
     decoding scenario, with replies of `reply` tokens and `crowds` of simultaneous replies. `prompt`
     is fed in passes of each of `passes` tokens. `deep` is the prefix of the memory scenarios, and
     `equal` are those of the equality scenario. `disk_bytes` is the size of sessions in the disk
-    scenarios.
+    scenarios. `quick` is True for the shorter lengths of --quick.
     """
 
     short: tuple[int, ...] = (4_000, 20_000)

@@ -82,9 +82,10 @@ async def growth(inside: Inside, scale: Scale, found: Findings) -> None:
 
 
 async def _intervals(inside: Inside, stream: Any) -> tuple[list[float], list[int]]:
-    """Measure the seconds between tokens, until `AFTER_GROWTH` intervals after a buffer first grew.
+    """Measure the seconds between tokens of a reply, until some time after a buffer first grew.
 
-    Returns the intervals, and the indices of those in which a buffer grew.
+    That is `AFTER_GROWTH` intervals later. `stream` is the reply's stream of events. Returns the
+    intervals, and the indices of those in which a buffer grew.
     """
     intervals: list[float] = []
     grown: list[int] = []
@@ -142,15 +143,15 @@ def _continued(inside: Inside, ids: Tokens, run: int) -> Tokens:
 
 
 async def _ended(inside: Inside, stream: Any) -> None:
-    """Wait until a cancelled reply has ended."""
+    """Wait until a cancelled reply, whose stream of events is `stream`, has ended."""
     await inside.until(lambda: stream.over)
 
 
 async def _generated(stream: Any, count: int) -> None:
-    """Read a reply until it has `count` tokens. Raises ValueError if it ends earlier.
+    """Read a reply's stream of events until it has `count` tokens.
 
     Tokens are counted by the request's record, since pieces of text that are read late may be
-    joined.
+    joined. Raises ValueError if the reply ends earlier.
     """
     async for _ in stream:
         if stream.record.generated_tokens >= count:

@@ -144,7 +144,10 @@ def _anyclaude(environ: Mapping[str, str], url: str) -> Finding:
 
 
 def _opencode(path: Path, url: str, rules: Mapping[str, bool]) -> list[Finding]:
-    """Check one settings file of OpenCode: the pruning of old results, and providers at `url`."""
+    """Check one settings file of OpenCode: the pruning of old tool results, and providers at `url`.
+
+    `rules` is that of `examine_clients`.
+    """
     try:
         own = read_object(path)
     except ValueError as error:

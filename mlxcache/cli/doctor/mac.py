@@ -78,7 +78,8 @@ class Power:
     """State of the power supply. A field is None if its value is unknown.
 
     `battery` tells whether the Mac runs on battery, and `charge` is the battery's percentage.
-    `sleep_minutes` is the idle time before sleep, 0 if the Mac never sleeps.
+    `low_power` tells whether Low Power Mode is on. `sleep_minutes` is the idle time before sleep, 0
+    if the Mac never sleeps.
     """
 
     battery: bool | None
@@ -117,7 +118,8 @@ def examine_mac(
     """Check a Mac's power, sleep and GPU.
 
     `chip` is its name, such as "Apple M4". `macos` is the version; if it is empty, the machine is
-    not a Mac, and the result is empty.
+    not a Mac, and the result is empty. `keep_awake` is the server's setting of that name, for which
+    the program `caffeinate` is needed.
     """
     if not macos:
         return []

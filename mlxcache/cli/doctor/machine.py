@@ -55,7 +55,8 @@ class Host:
 
     `total` and `available` are memory in bytes. `macos` is its version, empty on other systems.
     `working_set` is Metal's recommended maximum in bytes. `wired_mb` is the user's limit in MB that
-    replaces it, 0 for the default. Optional fields are None if the machine reports no value.
+    replaces it, 0 for the default. `accelerated` is True if MLX computes on a GPU. Optional fields
+    are None if the machine reports no value.
     """
 
     system: str
@@ -224,8 +225,7 @@ def examine_blas(
 
     `maps` is the list of libraries that this process has loaded, so MLX must be imported first. The
     remedy names the script bin/serve of the git clone in `clone`, if it exists. Returns None on
-    other
-    machines, where BLAS does not matter.
+    other machines, where BLAS does not matter.
     """
     if host.system != "Linux" or host.accelerated:
         return None

@@ -50,8 +50,7 @@ def examine_fit(found: Examined, fit: Fit) -> list[Finding]:
     """Check that the model can be cached and that `--ram` holds a context for agents.
 
     `fit` is the model's capacity within the budgets. Warns if fewer than `LEAST_CONTEXT` tokens
-    fit.
-    A model with a shorter context must fit completely.
+    fit. A model with a shorter context must fit completely.
     """
     info = found.info
     value = f"{info.id} ({info.architecture}), {format_size(info.weights_bytes)} of weights"

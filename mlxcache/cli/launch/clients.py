@@ -74,8 +74,7 @@ class Setup:
     `variables` are set in the environment; None stands for the server's key. Those named in `unset`
     are removed because they would select another server. `arguments` come before the user's own.
     `settings` are written to a temporary file whose path is passed after `settings_flag`; if that
-    is
-    None, no file is written.
+    is None, no file is written.
     """
 
     variables: Variables
@@ -103,12 +102,12 @@ class Setup:
 class Client:
     """A coding agent and how to set it up.
 
-    `name` is its program and its name on the command line, and `install` a shell line that installs
-    it. `first_prompt` is the tokens of its first prompt, measured with the demo model
-    (docs/clients.md). `good_for` is a phrase for the menu. `oldest` is the first version that is
-    known to work, or None for any version. `prints_version` is True if its program accepts
-    --version and then does nothing else. `is_quiet` tells whether it prints nothing before its
-    reply, given its arguments.
+    `name` is its program and its name on the command line, `title` its name in texts, and `install`
+    a shell line that installs it. `first_prompt` is the tokens of its first prompt, measured with
+    the demo model (docs/clients.md). `good_for` is a phrase for the menu. `configure` returns its
+    setup for a server. `oldest` is the first version that is known to work, or None for any
+    version. `prints_version` is True if its program accepts --version and then does nothing else.
+    `is_quiet` tells whether it prints nothing before its reply, given its arguments.
     """
 
     name: str

@@ -112,10 +112,9 @@ class Launch:
     ) -> None:
         """Print hints to standard error before the client starts, where they apply.
 
-        One says that the client would work on the sources of mlxcache, one how long its first
-        prompt is.
-        The latter is printed only if the server is `new`, started here, and has not read the prompt
-        yet.
+        One says that the client would work on the sources of mlxcache, the other how long its first
+        prompt is. The latter is printed only if the server was started here (`new`), so that it has
+        not read the prompt yet.
         """
         if own_sources(invocation.cwd):
             _say(

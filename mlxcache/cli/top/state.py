@@ -92,7 +92,8 @@ class LiveState:
     def speed(self, row: Mapping[str, Any]) -> float | None:
         """Return the tokens per second of a running request, or None if unknown.
 
-        While decoding, this is the server's figure. During prefill it is measured from the updates.
+        `row` describes the request as in `GET /v1/requests`. While decoding, this is the server's
+        figure. During prefill it is measured from the updates.
         """
         reported: float | None = row["progress"]["tokens_per_s"]
         prefill = self._prefills.get(row["id"])
@@ -115,8 +116,7 @@ def watch(remote: Remote) -> queue.SimpleQueue[Update]:
     """Start a daemon thread that reads live updates into the returned queue.
 
     An update is the name of a part of the state and its body. When the updates end, the last item
-    is
-    the error.
+    is the error.
     """
     updates: queue.SimpleQueue[Update] = queue.SimpleQueue()
 

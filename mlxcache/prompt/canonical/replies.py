@@ -56,10 +56,9 @@ def apply(
     """Restore missing `thinking`, and (`blanks`) white space and the form of calls.
 
     `known_reply(history, message, tools)` returns the reply that the model wrote, or None. Returns
-    the
-    digest of all messages, and the keys of the known replies among them. If the request continues
-    the
-    last reply, the end of that reply is not changed, because the client appends the rest to it.
+    the digest of all messages, and the keys of the known replies among them. If the request
+    continues the last reply, the end of that reply is not changed, because the client appends the
+    rest to it.
     """
     history = History("replies")
     keys: list[bytes] = []
