@@ -121,10 +121,8 @@ class Plan:
 
     `visit` makes the conversations of one repetition, from the server and the repetition's number.
     `on_step` is called with a text before each scenario. With `keep`, all repetitions share one
-    visit:
-    conversations continue, and scenarios that begin one are run only once. This saves most of the
-    time
-    if prompts are long.
+    visit: conversations continue, and scenarios that begin one are run only once. This saves most
+    of the time if prompts are long.
     """
 
     scenarios: Sequence[str]

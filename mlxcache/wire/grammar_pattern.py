@@ -76,9 +76,8 @@ def pattern_of_lark(definition: str, where: str) -> str:
     `where` is the definition's place in the body, for errors.
 
     Raises:
-        Unsupported: a rule refers to itself, or the grammar uses templates, `%ignore`, look-around,
-        or
-            imports from libraries other than `common`.
+        Unsupported: a rule refers to itself, or the grammar uses templates, `%ignore`,
+            look-around, or imports from libraries other than `common`.
         BadRequest: the text is not a Lark grammar, or a rule is missing.
     """
     pattern = _Expander(_Parser(definition, where).rules(), where).expand("start")
