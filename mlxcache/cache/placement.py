@@ -98,9 +98,10 @@ class Placement:
         return max(0, held[1] - end) if held else 0
 
     def _split_tail(self, match: Match, owner: Lineage, end: int, evict: Evict) -> bool:
-        """Move the positions of `owner` from `end` on into a new lineage.
+        """Move the positions of the lineage `owner` from `end` on into a new lineage.
 
-        Returns False if there is no room for it.
+        `match`: the match of the prompt, whose node is split at `end`. Returns False if there is no
+        room for the new lineage.
         """
         reserved = self._tail(owner, end)
         if not self._ram.reserve_kv(reserved, evict=evict):
@@ -195,9 +196,10 @@ class Placement:
             self._ram.set_idle(lineage)
 
     def _copy(self, spans: list[Span], cached: int, least: int, evict: Evict) -> Placed | None:
-        """Create a lineage with copies of `spans`, ranges of other lineages.
+        """Create a lineage for `least` positions, with copies of the first `cached` tokens.
 
-        Returns None if there is no room.
+        `spans`: the ranges of other lineages that hold these tokens. Returns None if there is no
+        room.
         """
         capacity = self._ram.reserve_buffer(0, least, evict)
         if capacity is None:

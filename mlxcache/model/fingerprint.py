@@ -211,10 +211,11 @@ def _load_memo(memo: Path) -> dict[str, Any]:
 def _save_memo(
     memo: Path, known: Mapping[str, Any], fresh: Mapping[str, tuple[_Seen, str]]
 ) -> None:
-    """Write the memo file with `fresh` digests added, and without files that no longer exist.
+    """Write the memo file: the digests in `known`, and the `fresh` ones by file.
 
-    A file that changed within the last two seconds is left out, because another change within the
-    same tick of the file system's clock would not show.
+    Files that no longer exist are left out, and so is a file that changed within the last two
+    seconds, because another change within the same tick of the file system's clock would not show.
+    Logs a warning if the file cannot be written.
     """
     files = {name: entry for name, entry in known.items() if Path(name).exists()}
     settled = time.time_ns() - _SETTLED_NS

@@ -264,9 +264,9 @@ def survey(model: Any, *, kv_bits: int | None = None, evaluate: bool = True) -> 
 
 
 def _feed(model: Any, caches: Caches, tokens: int, evaluate: bool) -> tuple[mx.array, State]:
-    """Feed the model `tokens` zeros.
+    """Feed the model `tokens` zeros; with `evaluate`, evaluate its caches afterwards.
 
-    Returns the logits, and the specs of the opaque slots' states afterwards.
+    Returns the logits, and the specs of the opaque slots' states.
     """
     logits = model(mx.zeros((1, tokens), mx.int32), cache=caches)
     if evaluate:

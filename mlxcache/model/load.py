@@ -90,9 +90,10 @@ class Loaded:
 def load(spec: ModelSpec, progress: Progress | None = None, *, lazy: bool = False) -> Loaded:
     """Load the model that `spec` names. Blocks; MLX thread only.
 
-    With `lazy`, each weight is read when it is first used. A model on the Hub is downloaded first;
-    to keep the MLX thread free, call `fetch` in another thread before. Raises ModelError, which
-    names the file at fault or says what to do.
+    With `lazy`, each weight is read when it is first used. A model on the Hub is downloaded first,
+    and `progress` is called with the bytes on disk and the bytes needed; to keep the MLX thread
+    free, call `fetch` in another thread before. Raises ModelError, which names the file at fault or
+    says what to do.
     """
     path = resolve(spec.model, spec.revision, progress)
     config = own = checked_config(path)

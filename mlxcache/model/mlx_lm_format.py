@@ -214,7 +214,9 @@ class _Reader:
     def _length(self, linear: Sequence[tuple[Any, str]], state: State, ids: Tokens | None) -> int:
         """Return the number of tokens that the file covers.
 
-        Raises SnapshotRefused if the parts of the file do not agree on it.
+        `linear`: the linear slots, each with the key of its state in the file. `state`: the states
+        of the opaque slots. `ids`: the tokens in the file, or None. Raises SnapshotRefused if these
+        do not agree on the number.
         """
         lengths = {self._number(f"{key}.2") for _, key in linear}
         positions = [a.position(s) for a, s in zip(self._layout.checkpointed, state, strict=True)]
@@ -257,9 +259,11 @@ class _Reader:
     def _linear(
         self, slot: Any, key: str, length: int, spec: Sequence[tuple[int, int, Any]]
     ) -> list[mx.array] | None:
-        """Return the arrays of a linear slot, or None if the file lacks positions.
+        """Return a linear slot's arrays of the first `length` positions.
 
-        `spec`: (heads, dim, dtype) of each array.
+        Returns None if the file lacks positions, as that of a sliding window does. `key`: that of
+        the slot's state in the file. `spec`: (heads, dim, dtype) of each array. Raises
+        SnapshotRefused if the arrays are not those of this model.
         """
         adapter = kv.sliced(slot)
         window = adapter.window(slot)
@@ -278,7 +282,11 @@ class _Reader:
         return found
 
     def _state(self, adapter: Checkpointed, key: str, like: Any) -> Any:
-        """Return the state of an opaque slot in the form of the result of `kv.capture`."""
+        """Return the state of an opaque slot in the form of the result of `kv.capture`.
+
+        `key`: that of the state in the file. `like`: the state's structure in `Layout.states`.
+        Raises SnapshotRefused if the file's state is not of this structure.
+        """
         try:
             return adapter.adopted(self._tree(key, like), like)
         except ValueError as error:

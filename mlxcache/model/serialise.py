@@ -62,7 +62,7 @@ def dtype_name(dtype: mx.Dtype) -> str:
 
 
 def to_tensors(named: Iterable[tuple[str, mx.array]]) -> list[Tensor]:
-    """Wrap arrays as tensors without a copy.
+    """Wrap arrays, given as pairs of name and array, as tensors without a copy.
 
     The arrays must not be written to afterwards. Raises ValueError for an array that is not
     row-contiguous or whose dtype has no name in safetensors.

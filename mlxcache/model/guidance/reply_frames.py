@@ -49,8 +49,8 @@ class Frame:
     def free_calls(self, tools: Sequence[Tool], *, several: bool) -> str:
         """Return a grammar expression for any messages, in which each call is one of `tools`.
 
-        Only families whose headers name the tool have it; raises NotImplementedError for the
-        others.
+        With `several`, more than one call may be made. Only families whose headers name the tool
+        have it; raises NotImplementedError for the others.
         """
         raise NotImplementedError
 

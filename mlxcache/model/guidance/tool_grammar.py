@@ -286,9 +286,10 @@ _EMPTY = '""'
 
 
 def _value(lark: Lark, schema: Schema, node: Node, closing: str, ends: Sequence[str]) -> str:
-    """Return a grammar expression for a value and the tag that closes it.
+    """Return a grammar expression for a value that `node` allows, and the tag that closes it.
 
-    A string is written without quotes and cannot contain any of `ends`; other values are JSON.
+    `closing`: the text of that tag. A string is written without quotes and cannot contain any of
+    `ends`; other values are JSON. Raises Unwritable if a keyword cannot be expressed.
     """
     kinds = schema.types(node)
     options = []

@@ -279,7 +279,10 @@ class Block:
 
 
 def _known(cut: Cut, tool: str, tools: Tools) -> bool:
-    """Return whether the parameter or the tools that begin at a cut exist."""
+    """Return whether the parameter that begins at a cut exists in the current call's `tool`.
+
+    If calls begin there, returns whether their tools exist.
+    """
     if cut.calls or cut.name is None:
         return all(name in tools for name in cut.calls)
     return tools[tool].open or tools[tool].has(cut.name)

@@ -61,7 +61,7 @@ class Tool:
         return name in self._properties
 
     def parse(self, name: str, raw: str, hint: str = "") -> Parsed:
-        """Convert the text of a parameter to the type that its schema has.
+        """Convert `raw`, the text of the parameter `name`, to the type that its schema has.
 
         `hint`: the type that the model wrote, if the syntax has one. Text that fits no type stays a
         string.
@@ -96,7 +96,7 @@ class Tool:
         return fits(value, schema, self._root)
 
     def _listed(self, raw: str, schema: Any) -> bool:
-        """Return whether the text is one of the values in the schema's `enum`."""
+        """Return whether the text `raw` is one of the values in the schema's `enum`."""
         found = _resolve(schema, self._root).get("enum")
         return isinstance(found, Sequence) and raw in found
 
