@@ -145,9 +145,12 @@ class IdlePrefill:
         return False
 
     def _start(self, turn: NextTurn) -> bool:
-        """Acquire a lease for a turn; return False if too few tokens are missing or memory is full.
+        """Acquire a lease for a turn; return False if that is not worthwhile or memory is full.
 
-        May drop the KV of the reply as the model generated it, if no other conversation shares it.
+        It is not worthwhile if RAM lacks few tokens of the turn, or no longer holds the
+        conversation before
+        it. May drop the KV of the reply as the model generated it, if no other conversation shares
+        it.
         """
         task, kv = turn.task, self._kv
         was_blocked = turn.unblock()

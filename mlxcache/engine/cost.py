@@ -166,7 +166,8 @@ class Cost:
         return max(STOPS, int(seconds / self.per_pass)) if self.per_pass else tokens
 
     def pace(self, cached: int) -> float:
-        """Return the expected seconds per prompt token after `cached` tokens.
+        """Return the expected seconds per prompt token after `cached` tokens; too high where
+        unmeasured.
 
         Without measurements in that range of positions, the time is estimated from the nearest
         measured range before it, doubled for each range between, as if all layers were attention.
@@ -180,7 +181,8 @@ class Cost:
     def seconds(self, start: int, stop: int) -> float:
         """Estimate the seconds for feeding the prompt tokens from `start` to `stop`. Any thread.
 
-        A range without measurements is estimated from the nearest measured one and `growth`.
+        Unlike `pace`, it estimates a range without measurements by `growth`, from the nearest
+        measured one.
         """
         paces, total = dict(self.paces), 0.0
         while start < stop:

@@ -94,7 +94,10 @@ class Row:
         self.context = context
 
     def set_draws(self, sampler: Sampler, context: mx.array | None) -> None:
-        """Restore an earlier sampler and context."""
+        """Restore the sampler and context of before a failed pass.
+
+        A second try then draws the same tokens.
+        """
         self.sampler, self.context = sampler, context
 
     def allowed_after(self, token: int | None) -> Bitmask | None:
@@ -340,7 +343,7 @@ def processed(row: Row, context: mx.array, logits: mx.array) -> mx.array:
 
 
 def _joined(mine: mx.array | None, theirs: mx.array | None) -> mx.array:
-    """Concatenate arrays of two decoders.
+    """Concatenate pending tokens, or log-probabilities or masks of these, of two decoders.
 
     Raises ValueError if one of the decoders was not started, so that its array is None.
     """

@@ -555,7 +555,10 @@ def _tools(was: Sequence[Mapping[str, Any]], now: Sequence[Mapping[str, Any]]) -
 
 
 def _seen_of(tools: Sequence[Mapping[str, Any]]) -> str:
-    """Return the text that identifies tools in a prompt; empty without tools."""
+    """Return the descriptions of tools, or names if they have none, in one string.
+
+    They are how a difference between tools is found in a rendered prompt.
+    """
     functions = [_function_of(tool) for tool in tools]
     return "".join(str(one.get("description") or one.get("name")) for one in functions)
 

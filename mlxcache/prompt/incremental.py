@@ -307,7 +307,10 @@ Such a turn replaces the recent text.
 
 
 def _count_outside(chars: Sequence[int], splices: Sequence[Splice]) -> int:
-    """Return the number of leading offsets up to the last one that is inside no splice."""
+    """Return how many of `chars` there are up to the last one that is inside no splice.
+
+    `chars`: character offsets in a spliced text, ascending.
+    """
     n = len(chars)
     while n and any(splice.covers(chars[n - 1]) for splice in splices):
         n -= 1

@@ -26,7 +26,11 @@ Tools = Sequence[Mapping[str, Any]]
 
 
 class ReadReply(Protocol):
-    """Interface of the parser of a whole reply's token ids, such as `model.output.reader`."""
+    """Interface of a callable that parses the token ids of a whole reply into pieces.
+
+    The options are those with which the reply was parsed when it was generated. Implemented by
+    `model.output.reader`.
+    """
 
     def __call__(
         self,

@@ -33,8 +33,11 @@ class Folder:
     """Paths inside one store folder, which only the user can read.
 
     Files are runs/ab/DIGEST.safetensors and checkpoints/ab/DIGEST.safetensors, where ab is the
-    start of the digest. While being written they are called .OWNER-ID.tmp, in the same folder.
-    There are also quarantine/, locks/OWNER, and index.sqlite with its write-ahead log.
+    start of the digest. While being written they are called .OWNER-ID.tmp, in the same folder,
+    where
+    OWNER is the name of the process lock of the store that writes, and ID that of the index row.
+    There
+    are also quarantine/, locks/OWNER, the file reserve, and index.sqlite with its write-ahead log.
     """
 
     def __init__(self, path: Path):

@@ -159,7 +159,12 @@ A process that has ended may hold its lock for a moment longer.
 
 
 class ProcessLock:
-    """Lock file of one open store, released when the process ends for any reason."""
+    """Lock file of one open store: while it is locked, the store is open.
+
+    Its `name` marks the files that the store is writing. It is released when the process ends for
+    any
+    reason.
+    """
 
     def __init__(self, folder: Folder):
         """Create the lock file and lock it. Raises OSError.

@@ -154,7 +154,7 @@ def recover(context: StoreContext) -> None:
             _drop_lost(context, connection, sizes)
             if strays:
                 _adopt_all(context, connection, strays)
-                _fit(context, connection, strays)
+                _free_rows(context, connection, strays)
 
 
 def _newer(folder: Folder) -> StoreError:
@@ -272,7 +272,7 @@ def _adopt_all(
         _adopt(connection, holders, stray)
 
 
-def _fit(
+def _free_rows(
     context: StoreContext, connection: sqlite3.Connection, strays: list[tuple[str, Path]]
 ) -> None:
     """Evict files to make room for the index rows of `strays`, as the folder may be full."""

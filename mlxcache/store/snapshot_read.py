@@ -141,7 +141,12 @@ def import_snapshot(
 
 
 def _pieces(fd: int, snapshot: Snapshot) -> Iterator[_Piece]:
-    """Yield the runs of a snapshot, then its checkpoints, each checked. Raises SnapshotRefused."""
+    """Yield the KV of a snapshot in parts to write as runs, then its checkpoints, each checked.
+
+    A part is (token ids from 0, position of its first token, tensors); the position of a checkpoint
+    is
+    None. Raises SnapshotRefused.
+    """
     per_token = sum(p.nbytes // p.shape[0] for p in snapshot.kv)
     step = max(BLOCK, PIECE_BYTES // max(1, per_token) // BLOCK * BLOCK)
     row = block = 0

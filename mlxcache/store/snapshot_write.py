@@ -116,7 +116,10 @@ def within_limits(leaves: tuple[LeafInfo, ...]) -> list[LeafInfo]:
 
 
 def find_parts(store: Store, leaves: list[LeafInfo]) -> list[LeafPart]:
-    """Find and verify on disk what each leaf adds to those before it. Raises StoreError."""
+    """Find the files of the tokens that each leaf adds to the leaves before it, and verify them.
+
+    Returns a part for each leaf. Raises StoreError.
+    """
     found = _all_verified(store, leaves)
     parts: list[LeafPart] = []
     for leaf, on_disk in zip(leaves, found, strict=True):

@@ -1,6 +1,6 @@
 """Conversion of names in a reply back to the client's, for the rule `uuid`.
 
-The client's own UUIDs replace the stable ones that the model saw.
+A name is a stable UUID that replaced one of the client's before the model saw it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from mlxcache.types import Event, Finished, Text, Thinking, ToolCall
 
 
 class NameRestorer:
-    """Replaces names in a text that arrives in pieces.
+    """Replaces names, such as stable UUIDs, in a text that arrives in pieces.
 
     `names` maps each name to its replacement. At most the start of a name is held back until the
     next piece. The end of a name must not be the start of a name, not even of the same one.
@@ -47,7 +47,7 @@ class NameRestorer:
 
 
 class ReplyRestorer:
-    """Replaces names in the events of one reply.
+    """Replaces names, such as stable UUIDs, in the events of one reply.
 
     `names` maps each name to its replacement. `on_call` is called with each call as the model wrote
     it.
