@@ -96,10 +96,17 @@ class Reply:
         """Id of the response, as in its `response` object."""
         return str(self.writer.response["id"])
 
-    async def cancel(self) -> None:
-        """Stop generating. The task that reads the stream then stores the response as cancelled."""
+    async def cancel(self) -> Payload:
+        """Stop generating, and return the response as cancelled; one that has ended is unchanged.
+
+        The task that reads the stream then stores it.
+        """
+        response = self.writer.response
+        if response["status"] != "in_progress":
+            return response
         self.cancelled = True
         await sse.close_stream(self.stream)
+        return {**response, "status": "cancelled"}
 
 
 class RunningResponses:
@@ -272,10 +279,10 @@ async def _whole(deps: Deps, running: RunningResponses, request: Request, asked:
         async for event in reply.stream:
             if not (reply.cancelled and isinstance(event, Finished)):
                 writer.feed(event)
+        await _end(deps, reply)
     finally:
         running.remove(reply)
         await sse.close_stream(reply.stream)
-    await _end(deps, reply)
     return writer.response
 
 
@@ -404,8 +411,7 @@ async def cancel_response(deps: Deps, running: RunningResponses, request: Reques
         return Response(
             (await deps.engine.sessions.response(id)).body, media_type="application/json"
         )
-    await reply.cancel()
-    return json_response({**reply.writer.response, "status": "cancelled"})
+    return json_response(await reply.cancel())
 
 
 async def list_input_items(deps: Deps, request: Request) -> Response:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from mlxcache.errors import BadRequest, Unsupported
 
 MAX_PATTERN = 100_000
-"""Maximum characters of the regular expression made from a grammar."""
+"""Maximum characters of a grammar, and of the regular expression made from it."""
 
 _COMMON = {
     "CR": r"\r",
@@ -60,8 +60,10 @@ _TOKEN = re.compile(
 def pattern_of_regex(definition: str, where: str) -> str:
     """Return the regular expression `definition`, anchored so that it matches only a whole text.
 
-    `where` is the definition's place in the body, for errors. Raises BadRequest if it is invalid.
+    `where` is the definition's place in the body, for errors. Raises BadRequest if it is invalid or
+    too long.
     """
+    _check_length(definition, where)
     try:
         re.compile(definition)
     except (re.error, RecursionError, OverflowError) as error:
@@ -76,12 +78,24 @@ def pattern_of_lark(definition: str, where: str) -> str:
     `where` is the definition's place in the body, for errors.
 
     Raises:
-        Unsupported: a rule refers to itself, or the grammar uses templates, `%ignore`,
-            look-around, or imports from libraries other than `common`.
-        BadRequest: the text is not a Lark grammar, or a rule is missing.
+        Unsupported: a rule refers to itself, or the grammar uses templates, `%ignore`, look-around,
+            the flag `x`, or imports from libraries other than `common`.
+        BadRequest: the text is not a Lark grammar, a rule is missing, or it is too large.
     """
-    pattern = _Expander(_Parser(definition, where).rules(), where).expand("start")
+    _check_length(definition, where)
+    try:
+        pattern = _Expander(_Parser(definition, where).rules(), where).expand("start")
+    except RecursionError as error:
+        message = f"{where}: the grammar is nested too deeply: simplify it."
+        raise BadRequest(message, param=where) from error
     return pattern_of_regex(pattern, where)
+
+
+def _check_length(text: str, where: str) -> None:
+    """Raise BadRequest if `text` is longer than `MAX_PATTERN`, of which parsing takes long."""
+    if len(text) > MAX_PATTERN:
+        message = f"{where}: the grammar is too large: simplify it."
+        raise BadRequest(message, param=where)
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,6 +258,8 @@ class _Parser:
         body = body.replace("\\/", "/")
         if re.search(r"\(\?[=!<]", body):
             raise self._unsupported(f"the expression {text[:80]!r} looks around")
+        if "x" in flags:
+            raise self._unsupported(f"the expression {text[:80]!r} has the flag x")
         flags = "".join(flag for flag in dict.fromkeys(flags) if flag in "is")
         return f"(?{flags}:{body})" if flags else f"(?:{body})"
 
@@ -288,9 +304,7 @@ class _Expander:
         found = first
         for i, part in enumerate(rest):
             found += part if i % 2 else f"(?:{self.expand(part)})"
-        if len(found) > MAX_PATTERN:
-            message = f"{self._where}: the grammar is too large: simplify it."
-            raise BadRequest(message, param=self._where)
+            _check_length(found, self._where)
         self._open.pop()
         self._done[name] = found
         return found

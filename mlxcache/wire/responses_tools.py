@@ -63,7 +63,8 @@ class Toolbox:
     def __init__(self, tools: Sequence[types.Tool]):
         self.functions: list[Function] = []
         self.left_out: list[str] = []
-        self._entries: list[Entry] = []
+        self._entries: dict[str, Entry] = {}
+        self._rendered: dict[tuple[str, str | None], str] = {}
         for at, tool, namespace in _flatten(tools):
             if tool.type in LEFT_OUT:
                 self.left_out.append(tool.type)
@@ -79,11 +80,10 @@ class Toolbox:
             )
         if not tool.name:
             raise BadRequest(f"{at}.name: a name is required.", param=f"{at}.name")
-        taken = {entry.rendered for entry in self._entries}
         rendered = tool.name
-        if rendered in taken and namespace:
+        if rendered in self._entries and namespace:
             rendered = f"{namespace}__{tool.name}"
-        if rendered in taken:
+        if rendered in self._entries:
             raise BadRequest(f"{at}: two tools are named {rendered[:64]!r}.", param=f"{at}.name")
         if tool.type == "custom":
             entry, function = _custom(tool, rendered, namespace, at)
@@ -92,7 +92,9 @@ class Toolbox:
             empty = {"type": "object", "properties": {}}
             parameters = empty if tool.parameters is None else tool.parameters
             function = _function(rendered, tool.description, parameters)
-        self._entries.append(entry)
+        self._entries[rendered] = entry
+        self._rendered.setdefault((tool.name, namespace), rendered)
+        self._rendered.setdefault((tool.name, None), rendered)
         self.functions.append(function)
 
     def rendered_name(self, name: str, namespace: str | None) -> str:
@@ -101,15 +103,11 @@ class Toolbox:
         `namespace` is the name of its group of tools; None matches any group. An unknown name is
         returned unchanged.
         """
-        for entry in self._entries:
-            if entry.name == name and (namespace is None or entry.namespace == namespace):
-                return entry.rendered
-        return name
+        return self._rendered.get((name, namespace), name)
 
     def find(self, rendered: str) -> Entry:
         """Return the tool with the name `rendered` in the prompt; a function if it is unknown."""
-        found = (entry for entry in self._entries if entry.rendered == rendered)
-        return next(found, Entry(rendered, rendered))
+        return self._entries.get(rendered) or Entry(rendered, rendered)
 
     def read_use(self, body: types.ResponsesRequest) -> ToolUse:
         """Return which tools may be called, and how.
@@ -163,7 +161,7 @@ class Toolbox:
         if not name:
             raise BadRequest(f"`{at}` needs the tool's name.", param=at)
         rendered = self.rendered_name(name, namespace)
-        if all(entry.rendered != rendered for entry in self._entries):
+        if rendered not in self._entries:
             message = f"`{at}` names {name[:64]!r}, which is not one of `tools`."
             raise BadRequest(message, param="tool_choice")
         return rendered
@@ -173,7 +171,7 @@ class Toolbox:
 
         They restrict the calls that the model can generate.
         """
-        for entry, function in zip(self._entries, self.functions, strict=True):
+        for entry, function in zip(self._entries.values(), self.functions, strict=True):
             inner = function["function"]
             if entry.pattern is not None:
                 parameters = _input_schema() | {

@@ -36,8 +36,12 @@ class FakeBook(list[Any]):
         super().__init__()
         self._rows = Sessions(TemporaryDatabase())
         self.full = False
+        self.saving, self.go_on = asyncio.Event(), asyncio.Event()
+        self.go_on.set()
 
     async def save_response(self, response: StoredResponse) -> None:
+        self.saving.set()
+        await self.go_on.wait()
         if self.full:
             raise DiskFull("The disk is full.")
         self._rows.save_response(response)
@@ -372,6 +376,21 @@ class TestStored:
         assert engine.streams[0].cancelled
         assert (await client.get(f"/v1/responses/{id}")).json()["status"] == "cancelled"
         assert (await client.post(f"/v1/responses/{id}/cancel")).json()["status"] == "cancelled"
+
+    @pytest.mark.parametrize("streamed", [False, True])
+    async def test_a_reply_that_has_ended_cannot_be_cancelled_while_it_is_stored(
+        self, client: httpx.AsyncClient, engine: FakeEngine, book: FakeBook, streamed: bool
+    ) -> None:
+        """What the client of `cancel` is told is what is stored."""
+        book.go_on.clear()
+        running = asyncio.ensure_future(create(client, stream=streamed))
+        await asyncio.wait_for(book.saving.wait(), 5)
+        id = engine.jobs[0].response
+        told = (await client.post(f"/v1/responses/{id}/cancel")).json()
+        book.go_on.set()
+        await running
+        assert told["status"] == "completed"
+        assert (await client.get(f"/v1/responses/{id}")).json()["status"] == "completed"
 
     async def test_tokens_are_counted_without_a_reply(
         self, openai_sdk: openai.AsyncOpenAI, engine: FakeEngine

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import tracemalloc
 
 import pytest
 
@@ -66,6 +67,7 @@ def test_every_part_of_the_notation_is_read(grammar: str, good: list[str], bad: 
         ('start: "a"\n%ignore " "', Unsupported, "%ignore"),
         ('start: "a" B\n%import python.B', Unsupported, "imports"),
         ("start: /(?=a)b/", Unsupported, "looks around"),
+        ("start: /a b/x", Unsupported, "the flag x"),
         ("start{x}: x", Unsupported, "template"),
         ('start: "a', BadRequest, "unexpected"),
         ('first: "a"', BadRequest, "no rule 'start'"),
@@ -95,3 +97,32 @@ def test_a_regular_expression_matches_the_whole_text() -> None:
     assert not re.search(pattern, "ab")
     with pytest.raises(BadRequest, match="not a regular expression"):
         pattern_of_regex("(", "at")
+
+
+CHAIN = "\n".join(f"r{i}: r{i + 1}" for i in range(3000))
+HUGE = MAX_PATTERN - 1000
+
+
+@pytest.mark.parametrize(
+    "grammar",
+    [
+        "start: " + "(" * 5000 + '"a"' + ")" * 5000,
+        f'start: r0\n{CHAIN}\nr3000: "a"',
+        f'r: "{"x" * (HUGE // 2)}"\nstart: {"r " * (HUGE // 4)}',
+    ],
+    ids=["parentheses", "chain of rules", "large rule used often"],
+)
+def test_a_grammar_made_to_be_large_is_refused_at_once(grammar: str) -> None:
+    """In less time and memory than the text of its expression would take."""
+    tracemalloc.start()
+    try:
+        with pytest.raises(BadRequest, match="simplify it"):
+            pattern_of_lark(grammar, "at")
+        assert tracemalloc.get_traced_memory()[1] < 64 << 20
+    finally:
+        tracemalloc.stop()
+
+
+def test_a_long_expression_is_not_compiled() -> None:
+    with pytest.raises(BadRequest, match="too large"):
+        pattern_of_regex("(ab|cd)" * MAX_PATTERN, "at")

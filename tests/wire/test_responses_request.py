@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import msgspec
@@ -276,6 +277,19 @@ class TestTools:
         chat = chat_of(call("1", "spawn", namespace="agents"), tools=[spawn, SPACE])
         assert [tool["function"]["name"] for tool in chat.tools] == ["spawn", "agents__spawn"]
         assert chat.messages[0]["tool_calls"][0]["function"]["name"] == "agents__spawn"
+
+    def test_the_last_of_many_tools_is_found_as_fast_as_the_first(self) -> None:
+        """The event loop waits for it, once for each call in the history."""
+        tools = [{"type": "function", "name": f"tool_{i}"} for i in range(2000)]
+        box = Toolbox(body_of(input="x", tools=tools).tools or ())
+
+        def seconds(name: str) -> float:
+            began = time.process_time()
+            for _ in range(2000):
+                assert box.rendered_name(name, None) == box.find(name).name == name
+            return time.process_time() - began
+
+        assert seconds("tool_1999") < 20 * seconds("tool_0")
 
     def test_tools_that_only_openai_runs_are_refused_by_name(self) -> None:
         for kind in ("file_search", "code_interpreter", "mcp", "computer_use_preview", "shell"):

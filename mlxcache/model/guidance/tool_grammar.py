@@ -89,7 +89,9 @@ class Syntax:
         return f"{call}{closing} ({apart}{lark.marker(self.opening)} {call}{closing})*"
 
     def _call(self, lark: Lark, tool: Tool) -> str:
-        if not self.names.fullmatch(tool.name):
+        marked = any(part in lark.added for part in lark.parts(tool.name))
+        names = _NAME if marked else self.names  # the text of a marker would be read as one
+        if not names.fullmatch(tool.name):
             name = json.dumps(tool.name)
             reason = f"the tool name {name} cannot be written in this model's calls"
             raise BadRequest(reason, param=PARAM, code=CODE)

@@ -362,6 +362,13 @@ def test_only_the_named_tools_are_called() -> None:
     assert caught.value.param == "tool_choice"
 
 
+@pytest.mark.parametrize("name", ["<tool_call>", "a</tool_call>b"])
+def test_a_tool_named_like_a_marker_is_refused(name: str) -> None:
+    """The model would write the marker, which ends or begins a call."""
+    with pytest.raises(BadRequest, match="cannot be written in this model's calls"):
+        compiled("json_tools", (tool(name, LOOK),))
+
+
 QWEN = "<tool_call>\n<function={}>\n{}</function>\n</tool_call>"
 CITY = "<parameter=city>\nAix\n</parameter>\n"
 SEVEN = "<parameter=days>\nseven\n</parameter>\n"
