@@ -247,8 +247,9 @@ class Feed:
     def _held_bytes(self) -> Any:
         """Return figures that change when the content of RAM or disk changes. Waits for the disk.
 
-        They are the used bytes of RAM and disk, the pending bytes and the number of segments, as a
-        tuple.
+        They are a tuple: the used bytes of RAM and of disk, the bytes not yet written to disk, and
+        the
+        number of segments.
         """
         figures = self._engine.figures()
         tiers = [figures.get(tier, {}).get("used_bytes") for tier in ("ram", "disk")]

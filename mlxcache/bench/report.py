@@ -159,7 +159,10 @@ def _value(value: float, unit: str) -> str:
 
 
 def as_json(results: Results, servers: Sequence[Server]) -> dict[str, Any]:
-    """Return all results with every sample. Times are in seconds, sizes in bytes."""
+    """Return all results with every sample, and the memory figures of `servers`.
+
+    Times are in seconds, sizes in bytes.
+    """
     names = [server.name for server in servers]
     return {
         "servers": {
@@ -199,7 +202,7 @@ def checks_json(checks: Sequence[Check]) -> list[dict[str, Any]]:
 
 
 def machine() -> dict[str, Any]:
-    """Return a description of this machine and of the installed versions."""
+    """Return a description of this machine and of the installed versions, for the JSON file."""
     return {
         "platform": platform.platform(),
         "processor": platform.processor() or platform.machine(),

@@ -161,9 +161,9 @@ class Proof:
         ]
 
     def _given(self, model: str, clock: Clock) -> LazySubject:
-        """Load the user's model. Raises ModelError.
+        """Load the model that the user named. Raises ModelError.
 
-        Time limit and Ctrl-C are recorded, not raised.
+        If the time limit passes or Ctrl-C is pressed, this is recorded, not raised.
         """
 
         def look() -> Subject:

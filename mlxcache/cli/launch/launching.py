@@ -1,4 +1,4 @@
-"""Run of `mlxcache launch`: find or start the server, then run the client or print its setup."""
+"""Steps of `mlxcache launch`: find or start the server, then run the client or print its setup."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ _USED = ("host", "port", "cache_dir", "api_key", "api_keys_file", "model")
 
 
 class Launch:
-    """One run of the command `launch`.
+    """One call of the command `launch`.
 
     `settings` are those of the server to start if none runs. `url` is the server's address, and
     `running` tells whether an mlxcache server answers there. Starting a server changes both.
