@@ -146,12 +146,12 @@ class Layout:
     `make`: returns empty caches for one sequence. `vocab_size`: number of logits.
     `bytes_per_token`: KV bytes of one position in all linear slots. `checkpoint_bytes`: maximum
     bytes of the states of all opaque slots at one position. `running_bytes`: maximum bytes that the
-    opaque slots hold while the model is fed. `linear`: indices of the linear slots that the model
-    fills. `specs`: for each of those, (heads, dim, dtype) of its arrays. `windows`: for each of
-    those, its sliding window in tokens, or None. `checkpointed`: adapters of the opaque slots.
-    `batchable`: several sequences can be fed as a batch. `states`: the structure of the result of
-    `capture`, with an ArraySpec for each array, and the numbers in it. `unknown`: names of cache
-    classes without an adapter; such a model is not cached.
+    opaque slots hold while the model is fed. `linear`: indices, in the order of `flatten`, of the
+    linear slots that the model fills. `specs`: for each of those, (heads, dim, dtype) of its
+    arrays. `windows`: for each of those, its sliding window in tokens, or None. `checkpointed`:
+    adapters of the opaque slots. `batchable`: several sequences can be fed as a batch. `states`:
+    the structure of the result of `capture`, with an ArraySpec for each array, and the numbers in
+    it. `unknown`: names of cache classes without an adapter; such a model is not cached.
     """
 
     make: Callable[[], Caches]

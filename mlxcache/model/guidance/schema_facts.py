@@ -1,4 +1,8 @@
-"""Checked JSON Schemas and their properties: types of values, finite values, exclusion."""
+"""Checked JSON Schemas, and what follows from them about the values that they allow.
+
+Functions here find the types of these values, whether one of them is finite, and whether two
+schemas exclude each other.
+"""
 
 from __future__ import annotations
 

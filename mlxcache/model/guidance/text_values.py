@@ -1,4 +1,7 @@
-"""Strings that a tool-call syntax writes without quotes: terminals for those a schema allows."""
+"""Grammar terminals for the strings that a schema allows, as a tool call writes them.
+
+They are for syntaxes in which strings have no quotes, such as those with a tag for each parameter.
+"""
 
 from __future__ import annotations
 

@@ -103,8 +103,9 @@ class Syntax:
 
 
 def read_tool(tool: Mapping[str, Any], *, checked: bool) -> Tool:
-    """Read a tool from a request, with its schema only if `checked`.
+    """Read a tool from its definition in a request.
 
+    With `checked`, its schema is checked and enforced in calls; without, any object is allowed.
     Raises BadRequest if the schema cannot be enforced or does not allow an object.
     """
     function = tool["function"]

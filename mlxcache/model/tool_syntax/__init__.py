@@ -1,4 +1,4 @@
-"""The syntaxes in which model families write tool calls, and readers that lose nothing of them.
+"""The syntaxes in which model families write tool calls, and exact readers of these calls.
 
 Each group of syntaxes has one module: `tags` (parameters between tags; `families` lists them),
 `gemma`, `pythonic`, `json_calls`. Modules that they share: `readings` chooses between the readings

@@ -119,7 +119,7 @@ class GemmaSyntax:
 
 
 class _Reader:
-    """Reader of an object or a list in Gemma's notation, in one pass.
+    """Reader of an object or a list in Gemma's notation, from left to right.
 
     A string ends at the first delimiter after which the brackets that are open can be closed, and
     the text around them can continue.

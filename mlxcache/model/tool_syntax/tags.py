@@ -86,7 +86,11 @@ class TagSyntax:
         return head is not None and head.name is not None
 
     def _head(self, text: str) -> Cut | None:
-        """Return the calls and the parameter with which a tool block begins, or None."""
+        """Return the first cut of a tool block: its first calls and its first parameter.
+
+        Returns None if the block does not begin with a call. A cut is a place where one value may
+        end and the next may begin.
+        """
         return self._opened(text, 0, self._skip(text, 0), ())
 
     def ends(self, tail: str) -> bool:
