@@ -62,10 +62,8 @@ class FairQueue:
 
     Tasks without a session are grouped by client program; see `asker_of`. The order depends only on
     when tasks arrived and started. At most `places` tasks are in progress at once, with one
-    exception:
-    if some session has two or more of them, one task of a session that has none may start too.
-    There
-    is no exception if `places` is 1.
+    exception: if some session has two or more of them, one task of a session that has none may
+    start too. There is no exception if `places` is 1.
     """
 
     def __init__(self, places: int):
@@ -89,7 +87,7 @@ class FairQueue:
         return [task for _, task in sorted(keyed, key=lambda pair: pair[0])]
 
     def note_start(self, task: Task) -> None:
-        """Move the session or client program of `task` to the end of the rotation."""
+        """Move the session or client program of `task` to the end of the order."""
         self._count += 1
         self._started.put(asker_of(task.job), self._count)
 

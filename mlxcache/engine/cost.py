@@ -166,11 +166,11 @@ class Cost:
         return max(STOPS, int(seconds / self.per_pass)) if self.per_pass else tokens
 
     def pace(self, cached: int) -> float:
-        """Return the expected seconds per prompt token after `cached` tokens; too high where
-        unmeasured.
+        """Return the expected seconds per prompt token after `cached` tokens.
 
         Without measurements in that range of positions, the time is estimated from the nearest
         measured range before it, doubled for each range between, as if all layers were attention.
+        That is usually more than `seconds` estimates.
         """
         wanted = range_of(cached)
         known = max((one for one in self.paces if one <= wanted), default=None)

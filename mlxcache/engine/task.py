@@ -45,8 +45,7 @@ class Parser(Protocol):
     """Interface of the parser that turns token ids into pieces of a reply.
 
     `done`: why the parser ended the reply, or None. `stop_sequence`: the stop string that ended it,
-    or
-    None. `reasoning_tokens`: number of tokens in thinking blocks. Implemented by
+    or None. `reasoning_tokens`: number of tokens in thinking blocks. Implemented by
     `model.output.OutputParser`.
     """
 

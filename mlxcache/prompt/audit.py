@@ -25,12 +25,10 @@ class Finding:
     """A text in a request that is likely to change in the next one.
 
     `cause`: kind of the text, such as a date. `where`: the part of the conversation. `line`: line
-    in
-    that part's text, from 1. `text`: the text itself. `excerpt`: the text around it. `at_token`:
-    its
-    token position, or None if it is not rendered. `tokens_behind`: number of tokens that must be
-    computed again when it changes. `rule`: canonicalisation rule that removes it, so that no tokens
-    are computed again.
+    in that part's text, from 1. `text`: the text itself. `excerpt`: the text around it. `at_token`:
+    its token position, or None if it is not rendered. `tokens_behind`: number of tokens that must
+    be computed again when it changes. `rule`: canonicalisation rule that removes it, so that no
+    tokens are computed again.
     """
 
     cause: str

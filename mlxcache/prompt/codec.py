@@ -152,8 +152,8 @@ class _Plain:
 
     A text gets the same ids as from the first tokenizer if its real control tokens are renamed. The
     original name of a control token is then ordinary text. Both share one `tokenizers` model, such
-    as
-    BPE; it is copied only if its vocabulary itself converts the text of a control token to its id.
+    as BPE; it is copied only if its vocabulary itself converts the text of a control token to its
+    id.
     """
 
     def __init__(self, tokenizer: Any, table: Tokens, names: dict[str, str]):
@@ -169,10 +169,8 @@ class _Plain:
         """Make the second tokenizer, or return None if that is impossible.
 
         It must give the same ids for `texts` as the first one, the Rust tokenizer `backend`, and
-        never the
-        id of a control token for the token's text. `added`: added tokens of `backend`. `controls`:
-        those
-        that are control tokens.
+        never the id of a control token for the token's text. `added`: added tokens of `backend`.
+        `controls`: those that are control tokens.
         """
         nonce = f"{secrets.randbelow(10**20):020d}"
         names = {token.text: f"<{nonce}{i}>" for i, token in enumerate(controls)}
@@ -223,8 +221,7 @@ def _copy_model(backend: Any, names: dict[str, str]) -> Any:
     """Return a copy of the Rust tokenizer `backend` in whose vocabulary control tokens are renamed.
 
     `names` maps the texts of control tokens to the new ones. The copy has no added tokens. Returns
-    None
-    if a merge of its BPE model contains a control token.
+    None if a merge of its BPE model contains a control token.
     """
     spec = json.loads(backend.to_str())
     spec["added_tokens"] = []

@@ -178,8 +178,7 @@ class RenderedReply:
 
     `shown`: the rendered text, which `ids` and their text `raw` replace. `guard`: `shown` and the
     text that must follow it. `closing`: text of the control token that `ids` end with, or empty.
-    `changes`:
-    `ids` differ from the encoding of `shown`. `key`: key of the reply's row.
+    `changes`: `ids` differ from the encoding of `shown`. `key`: key of the reply's row.
     """
 
     shown: str

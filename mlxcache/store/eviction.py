@@ -127,8 +127,7 @@ class Space:
         """Return the bytes to keep free below the limit, for growth of the index.
 
         The content of the write-ahead log moves into the index later, so its size is included. The
-        file
-        that `Reserve` keeps counts as free, because it is removed when the disk is full.
+        file that `Reserve` keeps counts as free, because it is removed when the disk is full.
         """
         margin = min(MARGIN, limit // 16) - blocks(self.folder.reserve)
         return max(0, margin) + self.folder.log_bytes()

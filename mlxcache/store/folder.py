@@ -34,10 +34,9 @@ class Folder:
 
     Files are runs/ab/DIGEST.safetensors and checkpoints/ab/DIGEST.safetensors, where ab is the
     start of the digest. While being written they are called .OWNER-ID.tmp, in the same folder,
-    where
-    OWNER is the name of the process lock of the store that writes, and ID that of the index row.
-    There
-    are also quarantine/, locks/OWNER, the file reserve, and index.sqlite with its write-ahead log.
+    where OWNER is the name of the process lock of the store that writes, and ID that of the index
+    row. There are also quarantine/, locks/OWNER, the file reserve, and index.sqlite with its
+    write-ahead log.
     """
 
     def __init__(self, path: Path):

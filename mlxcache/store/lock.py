@@ -162,8 +162,7 @@ class ProcessLock:
     """Lock file of one open store: while it is locked, the store is open.
 
     Its `name` marks the files that the store is writing. It is released when the process ends for
-    any
-    reason.
+    any reason.
     """
 
     def __init__(self, folder: Folder):

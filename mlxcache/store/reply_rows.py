@@ -43,9 +43,8 @@ class ReplyRow:
     """A reply as the model generated it, and the prompt that it was generated for.
 
     `ids`: its token ids, shape (n,). `digest`, `length`, `tail`, `history`: see `PromptKey`, by
-    which it
-    is found. `calls`: it was parsed for tool calls. `thinking_open`, `generic_tools`: see `Prompt`.
-    `stopped`: the stop string that ended it, or None.
+    which it is found. `calls`: it was parsed for tool calls. `thinking_open`, `generic_tools`: see
+    `Prompt`. `stopped`: the stop string that ended it, or None.
     """
 
     digest: bytes

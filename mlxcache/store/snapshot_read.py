@@ -57,8 +57,7 @@ class Snapshot:
     """A snapshot file whose header, description and tokens were checked.
 
     `import_snapshot` checks the rest. `nbytes`: bytes of its KV and checkpoints. `kv`, `states`:
-    places
-    in the file of the tensors of the KV, and of those of each checkpoint.
+    places in the file of the tensors of the KV, and of those of each checkpoint.
     """
 
     path: Path
@@ -144,8 +143,7 @@ def _pieces(fd: int, snapshot: Snapshot) -> Iterator[_Piece]:
     """Yield the KV of a snapshot in parts to write as runs, then its checkpoints, each checked.
 
     A part is (token ids from 0, position of its first token, tensors); the position of a checkpoint
-    is
-    None. Raises SnapshotRefused.
+    is None. Raises SnapshotRefused.
     """
     per_token = sum(p.nbytes // p.shape[0] for p in snapshot.kv)
     step = max(BLOCK, PIECE_BYTES // max(1, per_token) // BLOCK * BLOCK)

@@ -297,8 +297,7 @@ class Uses:
         """Return the last position inside `leaf` up to which a client's keep hint is valid.
 
         Returns the start of the leaf if there is none; a hint for its end is not considered.
-        Changes
-        nothing.
+        Changes nothing.
         """
         return self._edges.leaves.wished(leaf)
 
@@ -319,15 +318,11 @@ class PrefixTree:
     """Index of cached values by token prefix, a compressed radix tree.
 
     A value is any object that holds KV by position, such as a lineage. Each edge is a segment, and
-    each
-    shared prefix is held once. A value is addressed by absolute position, so all segments of one
-    value
-    lie on one path and never overlap. Where another value already held some tokens, a value has a
-    gap.
-    Values are compared by identity. Token ids are int32 of shape (n,), and edges own copies of
-    them.
-    Not thread-safe: only one thread may call it. Counts are kept up to date with each change, and
-    reading them takes O(1).
+    each shared prefix is held once. A value is addressed by absolute position, so all segments of
+    one value lie on one path and never overlap. Where another value already held some tokens, a
+    value has a gap. Values are compared by identity. Token ids are int32 of shape (n,), and edges
+    own copies of them. Not thread-safe: only one thread may call it. Counts are kept up to date
+    with each change, and reading them takes O(1).
 
     `bytes_per_token`: bytes of KV. `worth`: scores segments for eviction. `now`: returns seconds.
     `uses` counts the uses of segments.
