@@ -101,11 +101,11 @@ class PromptCacheReader:
     def read(self, path: Path, prompt: str | None, owner: str | None = None) -> Tokens:
         """Read the file at `path`, insert its KV, and return its token ids, shape (n,).
 
-        The KV is inserted into the prefix tree of `owner`. It is left out if it differs from what
-        the model computes, or if there is no memory for it. `prompt`: the text, or a JSON list of
-        token ids, of which the file was made; needed only if the file has no tokens. Call on the
-        MLX thread. Raises SnapshotRefused if the file is no prompt cache of such a model, and
-        BadRequest if tokens are missing or unknown.
+        The KV is inserted into the prefix tree, under the ids of `owner`; see `own_ids`. It is left
+        out if it differs from what the model computes, or if there is no memory for it. `prompt`:
+        the text, or a JSON list of token ids, of which the file was made; needed only if the file
+        has no tokens. Call on the MLX thread. Raises SnapshotRefused if the file is no prompt cache
+        of such a model, and BadRequest if tokens are missing or unknown.
         """
         kv = self._kv
         vocabulary = kv.layout.vocab_size

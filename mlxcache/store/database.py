@@ -356,9 +356,10 @@ class Database:
             connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
 
     def empty_log(self) -> None:
-        """Move the log into the file, which gives the log's bytes back to the file system.
+        """Move the content of the write-ahead log into the file, and truncate the log.
 
-        Does nothing while another connection reads the log. Raises StoreError.
+        That gives the log's bytes back to the file system. Does nothing while another connection
+        reads the log. Raises StoreError.
         """
         if self._memory is not None:
             return

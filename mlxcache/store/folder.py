@@ -109,8 +109,8 @@ class Folder:
     def set_aside(self, path: Path, limit: int | None) -> None:
         """Move a damaged file to quarantine, then trim the quarantine.
 
-        The quarantine may take a fixed share of `limit` bytes (None: no limit). Nothing is moved if
-        the file is missing. Raises OSError.
+        `limit`: bytes that the whole folder may take, or None. The quarantine may take
+        1/`QUARANTINE_PART` of them. Nothing is moved if the file is missing. Raises OSError.
         """
         with suppress(FileNotFoundError):
             os.rename(path, self.quarantine / f"{time.time_ns()}-{path.name}")

@@ -73,7 +73,7 @@ def _beside(connection: sqlite3.Connection, path: Sequence[Row]) -> list[Row]:
 
 
 def _last(path: Sequence[Row], ends: Sequence[int]) -> set[int]:
-    """Return the ids of the last checkpoints at or before each position of `ends`."""
+    """Return, for each position of `ends`, the id of the last checkpoint of `path` up to there."""
     before = [
         max((row for row in path if row.start <= end), key=_start, default=None) for end in ends
     ]
