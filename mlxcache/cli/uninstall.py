@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
-import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -20,11 +19,32 @@ from mlxcache.config import format_size, load_settings
 from mlxcache.config.folder import default_cache_dir, former_cache_dir
 from mlxcache.config.sources import default_config_path
 from mlxcache.errors import MlxcacheError
+from mlxcache.store.folder import KINDS
 from mlxcache.store.lock import NAME, NOTES, exclusive_lock, servers
 from mlxcache.store.mac_folder import STORE, locate_cache_dir
 
-OWN = (STORE, "incoming", "demo", "fingerprints.json", "log", NOTES, NAME)
-"""Names of mlxcache's files in a cache folder. Other files there are not removed."""
+OWN: Mapping[str, tuple[str, ...]] = {
+    STORE: (
+        *("index.sqlite", "index.sqlite-*", "open.lock", "reserve", "locks/[0-9]*-????????"),
+        *("quarantine/[0-9]*-*.safetensors", "quarantine/[0-9]*-index.sqlite*"),
+        *(
+            f"{kind}s/{name}"
+            for kind in KINDS
+            for name in ("*.safetensors", "??/*.safetensors", "??/.*.tmp")
+        ),
+    ),
+    "incoming": ("restore-*.safetensors",),
+    "demo": ("mlxcache-demo-*/*", ".demo-*/*"),
+    "log": ("serve-*.log",),
+    NOTES: ("[0-9]*.json",),
+}
+"""Folders of mlxcache in a cache folder, with patterns of its files in each.
+
+Only these files are removed: a cache folder may be named by mistake, and `log` is nobody's name.
+"""
+
+_OWN_FILES = ("fingerprints.json", NAME)
+"""Names of mlxcache's files in a cache folder itself."""
 
 _COMPLETIONS = (".zfunc/_mlxcache", ".config/fish/completions/mlxcache.fish")
 _BASH = ".bash_completions/mlxcache.sh"
@@ -105,13 +125,12 @@ def _refuse_while_served(folders: Sequence[Path]) -> None:
 def _places(folders: Sequence[Path]) -> Iterator[Place]:
     """Yield the existing files and folders that this command removes."""
     for folder in folders:
-        store = folder / STORE
-        rest = [folder / name for name in OWN if name != STORE]
-        if store.exists():
-            yield Place("sessions and their KV", store, _size(store))
-        if any(path.exists() for path in rest):
-            size = sum(map(_size, rest))
-            yield Place("the demo model, logs, locks", folder, size)
+        if store := _own_files(folder, STORE):
+            yield Place("sessions and their KV", folder / STORE, sum(map(_size, store)))
+        others = [path for name in OWN if name != STORE for path in _own_files(folder, name)]
+        others += [path for name in _OWN_FILES if (path := folder / name).is_file()]
+        if others:
+            yield Place("the demo model, logs, locks", folder, sum(map(_size, others)))
     if (config := default_config_path()).is_file():
         yield Place("settings", config, _size(config))
     for name in _COMPLETIONS:
@@ -152,7 +171,9 @@ def _remove(places: Sequence[Place], folders: Sequence[Path]) -> None:
             if folder.is_dir():
                 with exclusive_lock(folder):
                     for name in OWN:
-                        _remove_path(folder / name)
+                        _remove_own(folder, name)
+                    for name in _OWN_FILES:
+                        (folder / name).unlink(missing_ok=True)
         for one in places:
             if one.path.is_file():
                 one.path.unlink()
@@ -163,12 +184,25 @@ def _remove(places: Sequence[Place], folders: Sequence[Path]) -> None:
         raise MlxcacheError(f"{error.filename} cannot be removed: {error.strerror}.") from error
 
 
-def _remove_path(path: Path) -> None:
-    """Remove a file or a folder. If it is a symbolic link, its target is removed too."""
-    if path.is_dir():
-        shutil.rmtree(path.resolve())
-    if path.is_symlink() or path.is_file():
+def _own_files(folder: Path, name: str) -> list[Path]:
+    """Return mlxcache's files in the folder `name` of a cache folder, which may be a link."""
+    top = folder / name
+    return [path for pattern in OWN[name] for path in top.glob(pattern) if path.is_file()]
+
+
+def _remove_own(folder: Path, name: str) -> None:
+    """Remove mlxcache's files in the folder `name`, and then the folders that are empty.
+
+    Of a symbolic link the target is treated in this way, and the link is removed with it.
+    """
+    top = folder / name
+    for path in _own_files(folder, name):
         path.unlink()
+    for below, _, _ in os.walk(top.resolve(), topdown=False):
+        with suppress(OSError):  # it has files of others
+            os.rmdir(below)
+    if top.is_symlink() and not top.exists():
+        top.unlink()
 
 
 def _size(path: Path) -> int:

@@ -18,6 +18,9 @@ MOST_RESPONSES, MOST_BYTES = 4096, 64 << 20
 MAX_CHAIN = 1024
 """Responses that one conversation may continue, one after the other."""
 
+MAX_CHAIN_BYTES = 256 << 20
+"""Bytes of the texts of one conversation, which are in memory at once."""
+
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS responses (
     id TEXT PRIMARY KEY, owner TEXT, session TEXT, previous TEXT, created_at REAL NOT NULL,
@@ -96,14 +99,19 @@ def read_response(db: sqlite3.Connection, id: str, owner: str | None) -> StoredR
 def read_chain(db: sqlite3.Connection, id: str, owner: str | None) -> list[StoredResponse]:
     """Read a response and those that it continues, oldest first.
 
-    Raises NotFound if one of them is missing, or if there are more than `MAX_CHAIN`.
+    Raises NotFound if one of them is missing, or if there are more than `MAX_CHAIN`
+    or `MAX_CHAIN_BYTES`.
     """
     found: list[StoredResponse] = []
+    size = 0
     at: str | None = id
     while at is not None:
         if len(found) == MAX_CHAIN:
             raise NotFound(f"Response '{id[:80]}' continues more than {MAX_CHAIN} responses.")
         found.append(read_response(db, at, owner))
+        size += len(found[-1].body) + len(found[-1].items)
+        if size > MAX_CHAIN_BYTES:
+            raise NotFound(f"Response '{id[:80]}' continues more than {MAX_CHAIN_BYTES:,} bytes.")
         at = found[-1].previous
     return found[::-1]
 

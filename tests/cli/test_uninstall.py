@@ -86,9 +86,34 @@ def test_what_others_put_into_the_folder_stays(home: Path) -> None:
     furnished(home)
     (home / "diary.txt").write_text("mine")
     (home / "logbook").mkdir()
+    theirs = ["demo/song.mid", "incoming/mail", "log/diary.log", "serving/menu.json"]
+    theirs += ["store/books.db", "store/checkpoints/net.pt", "store/runs/marathon.csv"]
+    for name in theirs:
+        (home / name).parent.mkdir(parents=True, exist_ok=True)
+        (home / name).write_text("mine")
+    (home / "log" / "serve-8081.log").write_text("ready")
     run("--yes", "--cache-dir", str(home))
-    assert files(home) == ["diary.txt"]
+    assert files(home) == sorted(["diary.txt", *theirs])
     assert (home / "logbook").is_dir()
+
+
+def test_folders_that_are_only_named_alike_are_not_listed(home: Path) -> None:
+    (home / "log").mkdir()
+    (home / "log" / "diary.log").write_text("mine")
+    (home / "store").mkdir()
+    removed = json.loads(run("--yes", "--json", "--cache-dir", str(home)).output)["removed"]
+    assert removed == []
+    assert (home / "store").is_dir()
+
+
+def test_what_others_keep_behind_a_link_stays(home: Path) -> None:
+    cache, other = home / "cache", home / "other"
+    furnished(other)
+    (other / "store" / "photo.jpg").write_bytes(b"x")
+    cache.mkdir()
+    (cache / "store").symlink_to(other / "store")
+    run("--yes")
+    assert files(home) == ["other/store/photo.jpg"]
 
 
 def test_what_is_left_is_named_with_its_command(home: Path) -> None:

@@ -43,6 +43,18 @@ def test_a_chain_with_a_hole_is_not_found(sessions: Sessions) -> None:
         sessions.response_chain("b", None)
 
 
+def test_a_chain_that_would_fill_the_memory_is_not_read(
+    sessions: Sessions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Packed on disk it may be small."""
+    monkeypatch.setattr(response_rows, "MAX_CHAIN_BYTES", 1000)
+    for id, previous in (("a", None), ("b", "a"), ("c", "b")):
+        sessions.save_response(replace(stored(id, previous), items=b"[" + b" " * 400 + b"]"))
+    assert len(sessions.response_chain("b", None)) == 2
+    with pytest.raises(NotFound, match="1,000 bytes"):
+        sessions.response_chain("c", None)
+
+
 def test_owners_do_not_see_each_others_responses(sessions: Sessions) -> None:
     sessions.save_response(replace(stored("a"), owner="me"))
     assert sessions.response("a", "me").owner == "me"
