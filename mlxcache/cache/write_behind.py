@@ -100,7 +100,11 @@ class StagingBuffers:
             self.put_back(tensors[0].bytes)
 
     def put_back(self, part: memoryview) -> None:
-        """Return the staging buffer that begins at the address of `part` to the pool."""
+        """Return the staging buffer that begins at the address of `part` to the pool.
+
+        `part`: a result of `take`, or the beginning of one. Does nothing if it has memory of its
+        own.
+        """
         if (whole := self._taken.pop(_address(part), None)) is not None:
             self._free.append(whole)
 

@@ -106,9 +106,10 @@ def make_random(folder: Path, size: str, weights: Weights = "bfloat16", seed: in
 
 
 def lonely_letters(vocabulary: Mapping[str, int]) -> list[str]:
-    """Choose characters so that no two of them, or one doubled, form a token together.
+    """Choose characters that a tokenizer never merges with each other into one token.
 
-    `vocabulary`: token ids by token.
+    `vocabulary`: token ids by token. No two of the characters, nor one of them doubled, form a
+    token.
     """
     chosen: list[str] = []
     for letter in LETTERS:
