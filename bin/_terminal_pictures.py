@@ -99,7 +99,7 @@ def menu() -> str:
         out.file.getvalue(),
         "The menu of mlxcache launch",
         "The machine's memory and the model, then a line for each client: what it is good for, how "
-        "long its first prompt is, and that two of the four are not installed.",
+        "long its first prompt is, and that all but two are not installed.",
     )
 
 

@@ -11,7 +11,8 @@ from rich.prompt import Prompt
 from rich.table import Table
 from rich.text import Text
 
-from mlxcache.cli.launch.clients import CLIENTS, Client, ClientName, Service
+from mlxcache.cli.launch.clients import CLIENTS, Client, ClientName
+from mlxcache.cli.launch.setup import Service
 from mlxcache.cli.own_command import own_command
 from mlxcache.config import format_size, machine_bytes
 from mlxcache.errors import ConfigError

@@ -10,92 +10,34 @@ import re
 import shutil
 import subprocess
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 from packaging.version import Version
 
 from mlxcache.cli.agent_settings import claude_env, claude_folder, read_object
-from mlxcache.cli.connect import (
-    ANY_MODEL,
-    DUMMY_KEY,
-    Variables,
-    anyclaude_variables,
-    claude_code_variables,
+from mlxcache.cli.connect import ANY_MODEL, anyclaude_variables, claude_code_variables
+from mlxcache.cli.launch.providers import (
+    OLDEST_CLINE,
+    OLDEST_COPILOT,
+    OLDEST_PI,
+    OLDEST_QWEN,
+    configure_cline,
+    configure_copilot,
+    configure_pi,
+    configure_qwen,
+    has_flag,
 )
-from mlxcache.config.settings import is_loopback
+from mlxcache.cli.launch.setup import (
+    KEY_VARIABLE,
+    Invocation,
+    Service,
+    Setup,
+    without_script_settings,
+)
 from mlxcache.errors import MlxcacheError
-
-KEY_VARIABLE = "MLXCACHE_API_KEY"
-"""The variable from which OpenCode and Codex read the key."""
-
-
-@dataclass(frozen=True, slots=True)
-class Service:
-    """Server to which a client is pointed.
-
-    `url` is its address without /v1, `model` the model's id, `context` the context length in
-    tokens. `key` is the API key that it requires, or None.
-    """
-
-    url: str
-    model: str
-    context: int
-    key: str | None = field(default=None, repr=False)
-
-    @property
-    def credential(self) -> str:
-        """Key that clients send: the server's, or a placeholder if it requires none."""
-        return self.key or DUMMY_KEY
-
-
-@dataclass(frozen=True, slots=True)
-class Invocation:
-    """Client program with the user's own arguments, environment and folders.
-
-    `installed` is False if `program` was not found on the PATH.
-    """
-
-    program: Path
-    arguments: Sequence[str]
-    environ: Mapping[str, str]
-    home: Path
-    cwd: Path
-    installed: bool = True
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Setup:
-    """Variables, arguments and settings that point a client at a server.
-
-    `variables` are set in the environment; None stands for the server's key. Those named in `unset`
-    are removed because they would select another server. `arguments` come before the user's own.
-    `settings` are written to a temporary file whose path is passed after `settings_flag`; if that
-    is None, no file is written.
-    """
-
-    variables: Variables
-    unset: tuple[str, ...] = ()
-    arguments: tuple[str, ...] = ()
-    settings_flag: str | None = None
-    settings: Mapping[str, Any] = field(default_factory=dict)
-
-    def environment(self, service: Service, environ: Mapping[str, str]) -> dict[str, str]:
-        """Return the client's complete environment, based on the user's `environ`."""
-        kept = _without_script_settings(environ)
-        for name in self.unset:
-            kept.pop(name, None)
-        return kept | proxy_bypass(service, environ) | self.values(service)
-
-    def values(self, service: Service) -> dict[str, str]:
-        """Return the variables, with the server's key in place of None."""
-        return {
-            name: service.credential if value is None else value
-            for name, value in self.variables.items()
-        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,45 +68,6 @@ class Client:
         return f"about {round(self.first_prompt / 500) * 500:,} tokens"
 
 
-# -- the environment of every client -----------------------------------------------------------
-
-_PROXIES = ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY")
-_NO_PROXY = ("NO_PROXY", "no_proxy")
-
-
-def proxy_bypass(service: Service, environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that exclude a server on this machine from a configured proxy.
-
-    Otherwise the prompts and the key would be sent to the proxy, which cannot reach the server.
-    Returns {} without a proxy, or for a server on another machine.
-    """
-    host = urlsplit(service.url).hostname or ""
-    has_proxy = any(environ.get(name) or environ.get(name.lower()) for name in _PROXIES)
-    if not has_proxy or not is_loopback(host):
-        return {}
-    given = next((environ[name] for name in _NO_PROXY if environ.get(name)), "")
-    return dict.fromkeys(_NO_PROXY, ",".join(filter(None, (given, host))))
-
-
-_ADDED = (("LD_PRELOAD", "libopenblas.so.0"), ("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1"))
-"""Variables that hold lists, each with the entry that the scripts in bin/ add on Linux."""
-
-
-def _without_script_settings(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return `environ` without what the scripts in bin/ add to it on Linux (`_ADDED`).
-
-    That is meant for the server and must not affect the programs that an agent runs.
-    """
-    found = dict(environ)
-    for name, added in _ADDED:
-        if name in found:
-            words = [word for word in found[name].split(":") if not word.endswith(added)]
-            found[name] = ":".join(words)
-            if not words:
-                del found[name]
-    return found
-
-
 # -- Claude Code and anyclaude -----------------------------------------------------------------
 
 _OTHER_PROVIDERS = (
@@ -193,7 +96,7 @@ def configure_claude(service: Service, invocation: Invocation) -> Setup:
         name: service.credential if value is None else value for name, value in variables.items()
     } | dict.fromkeys(_OTHER_PROVIDERS, "")
     overridden = {name: value for name, value in env.items() if name in set_there}
-    needs_file = bool(overridden) and not _has_flag(invocation, _SETTINGS_FLAG)
+    needs_file = bool(overridden) and not has_flag(invocation.arguments, _SETTINGS_FLAG)
     return Setup(
         variables=variables,
         unset=_OTHER_PROVIDERS,
@@ -218,7 +121,7 @@ def _permission_mode(invocation: Invocation, own: Sequence[Mapping[str, Any]]) -
     `own` holds the contents of the user's settings files.
     """
     chosen = any(_permissions(settings).get("defaultMode") for settings in own)
-    if chosen or _has_flag(invocation, *_MODE_FLAGS):
+    if chosen or has_flag(invocation.arguments, *_MODE_FLAGS):
         return ()
     return ("--permission-mode", "default")
 
@@ -227,10 +130,6 @@ def _is_print_mode(arguments: Sequence[str]) -> bool:
     """Return whether Claude Code prints only its final reply, without earlier events."""
     streams = any("stream-json" in argument for argument in arguments)
     return any(one in ("-p", "--print") for one in arguments) and not streams
-
-
-def _has_flag(invocation: Invocation, *flags: str) -> bool:
-    return any(argument.startswith(flags) for argument in invocation.arguments)
 
 
 def _permissions(settings: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -264,7 +163,6 @@ _OPENCODE_VARIABLE = "OPENCODE_CONFIG_CONTENT"
 """Variable with settings that override those in files. Source: https://opencode.ai/docs/config."""
 
 _OPENCODE_PROVIDER = "mlxcache"
-_MOST_OUTPUT = 16_384
 
 
 def configure_opencode(service: Service, invocation: Invocation) -> Setup:
@@ -284,8 +182,7 @@ def configure_opencode(service: Service, invocation: Invocation) -> Setup:
 
 
 def _opencode_provider(service: Service) -> dict[str, Any]:
-    # at most a quarter of a short context, so that most of it is left for the conversation
-    limit = {"context": service.context, "output": min(_MOST_OUTPUT, service.context // 4)}
+    limit = {"context": service.context, "output": service.output}
     return {
         "npm": "@ai-sdk/openai-compatible",
         "name": "mlxcache",
@@ -345,6 +242,10 @@ class ClientName(StrEnum):
     CLAUDE = "claude"
     OPENCODE = "opencode"
     CODEX = "codex"
+    QWEN = "qwen"
+    PI = "pi"
+    CLINE = "cline"
+    COPILOT = "copilot"
     ANYCLAUDE = "anyclaude"
 
 
@@ -376,6 +277,52 @@ CLIENTS = {
         configure_codex,
         OLDEST_CODEX,
         is_quiet=lambda arguments: "exec" in arguments[:1] and "--json" not in arguments,
+    ),
+    ClientName.QWEN: Client(
+        "qwen",
+        "Qwen Code",
+        "npm install -g @qwen-code/qwen-code",
+        15_548,
+        "made for Qwen's models; sub-agents, a memory of its own",
+        configure_qwen,
+        OLDEST_QWEN,
+        is_quiet=lambda arguments: (
+            has_flag(arguments, "-p", "--prompt")
+            and not has_flag(arguments, "-i", "--prompt-interactive", "-o", "--output-format")
+        ),
+    ),
+    ClientName.PI: Client(
+        "pi",
+        "pi",
+        "npm install -g @earendil-works/pi-coding-agent",
+        2_062,
+        "four tools and the shortest prompt: quick on any machine",
+        configure_pi,
+        OLDEST_PI,
+        is_quiet=lambda arguments: (
+            any(one in ("-p", "--print") for one in arguments) and not has_flag(arguments, "--mode")
+        ),
+    ),
+    ClientName.CLINE: Client(
+        "cline",
+        "Cline",
+        "npm install -g cline",
+        8_221,
+        "plans and acts; it asks for nothing unless told to",
+        configure_cline,
+        OLDEST_CLINE,
+    ),
+    ClientName.COPILOT: Client(
+        "copilot",
+        "Copilot CLI",
+        "npm install -g @github/copilot",
+        17_830,
+        "GitHub's agent, here without an account",
+        configure_copilot,
+        OLDEST_COPILOT,
+        is_quiet=lambda arguments: (
+            has_flag(arguments, "-p", "--prompt") and not has_flag(arguments, "--output-format")
+        ),
     ),
     ClientName.ANYCLAUDE: Client(
         "anyclaude",
@@ -427,7 +374,7 @@ def check_program(client: Client, invocation: Invocation) -> None:
 
 def _version_output(client: Client, invocation: Invocation) -> str:
     """Return the output of the client's `--version`. Raises MlxcacheError if the program fails."""
-    environ = _without_script_settings(invocation.environ)
+    environ = without_script_settings(invocation.environ)
     words = [str(invocation.program), "--version"]
     try:
         done = subprocess.run(

@@ -14,7 +14,10 @@ from mlxcache.errors import ConfigError
 
 Client = Annotated[
     ClientName | None,
-    typer.Argument(metavar="CLIENT", help="claude, opencode, codex or anyclaude."),
+    typer.Argument(
+        metavar="CLIENT",
+        help="claude, opencode, codex, qwen, pi, cline, copilot or anyclaude.",
+    ),
 ]
 Arguments = Annotated[
     list[str] | None,

@@ -16,15 +16,10 @@ from mlxcache.cli.connect import base_url, quote_value
 from mlxcache.cli.launch.chooser import choose_client
 from mlxcache.cli.launch.clients import (
     CLIENTS,
-    KEY_VARIABLE,
     Client,
     ClientName,
-    Invocation,
-    Service,
-    Setup,
     check_program,
     find_program,
-    proxy_bypass,
 )
 from mlxcache.cli.launch.process import deferred_signals, remove_abandoned_settings, run_client
 from mlxcache.cli.launch.server import (
@@ -36,6 +31,13 @@ from mlxcache.cli.launch.server import (
     start_server,
     wait_until_ready,
     was_asked,
+)
+from mlxcache.cli.launch.setup import (
+    KEY_VARIABLE,
+    Invocation,
+    Service,
+    Setup,
+    proxy_bypass,
 )
 from mlxcache.cli.launch.watching import watching
 from mlxcache.cli.listen import PortTaken, is_taken
@@ -154,6 +156,8 @@ class Launch:
         if CLIENTS[name].oldest is not None:
             check_program(CLIENTS[name], invocation)
         setup = CLIENTS[name].configure(service, invocation)
+        if setup.by_hand is not None:
+            _say(setup.by_hand)
         if as_json:
             print_json(setup_object(setup, service, invocation))
             return

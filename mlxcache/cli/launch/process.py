@@ -15,7 +15,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from mlxcache.cli.launch.clients import Invocation, Service, Setup
+from mlxcache.cli.launch.setup import Invocation, Service, Setup
 from mlxcache.errors import MlxcacheError
 from mlxcache.private import create
 
@@ -55,11 +55,15 @@ def run_client(
     """
     environment = setup.environment(service, invocation.environ)
     arguments = (*setup.arguments, *invocation.arguments)
-    if setup.settings_flag is None:
-        return run_process([str(invocation.program), *arguments], environment, early)
+    words = [str(invocation.program)]
+    if setup.settings_flag is None and setup.settings_variable is None:
+        return run_process([*words, *arguments], environment, early)
     with _settings_file(setup.settings) as (path, lock):
-        words = [str(invocation.program), setup.settings_flag, str(path), *arguments]
-        return run_process(words, environment, early, (lock,))
+        if setup.settings_variable is not None:
+            environment[setup.settings_variable] = str(path)
+        if setup.settings_flag is not None:
+            words += [setup.settings_flag, str(path)]
+        return run_process([*words, *arguments], environment, early, (lock,))
 
 
 def run_process(
@@ -103,7 +107,7 @@ def run_process(
 
 # -- settings files ----------------------------------------------------------------------------
 
-_PREFIX, _NAME = "mlxcache-launch-", "settings.json"
+_PREFIX, _NAME, _LOCK = "mlxcache-launch-", "settings.json", "lock"
 
 
 @contextmanager
@@ -115,12 +119,15 @@ def _settings_file(settings: Mapping[str, Any]) -> Iterator[tuple[Path, int]]:
     """
     with tempfile.TemporaryDirectory(prefix=_PREFIX) as folder:
         path = Path(folder) / _NAME
-        with create(path) as file:
-            # before the content: `remove_abandoned_settings` keeps empty files
-            fcntl.flock(file, fcntl.LOCK_EX)
-            file.write(json.dumps(settings).encode())
-            file.flush()
-            yield path, file.fileno()
+        # a file of its own: Cline puts another file in the place of its settings
+        with create(Path(folder) / _LOCK) as lock:
+            # before the content: `remove_abandoned_settings` keeps empty locks
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            lock.write(b"held while the client runs\n")
+            lock.flush()
+            with create(path) as file:
+                file.write(json.dumps(settings).encode())
+            yield path, lock.fileno()
 
 
 def remove_abandoned_settings() -> list[Path]:
@@ -132,7 +139,8 @@ def remove_abandoned_settings() -> list[Path]:
     for folder in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
         try:
             if _is_abandoned(folder):
-                (folder / _NAME).unlink(missing_ok=True)
+                for name in (_NAME, _LOCK):
+                    (folder / name).unlink(missing_ok=True)
                 with suppress(FileNotFoundError):  # another command removed it
                     folder.rmdir()
         except OSError:
@@ -141,15 +149,18 @@ def remove_abandoned_settings() -> list[Path]:
 
 
 def _is_abandoned(folder: Path) -> bool:
-    """Return whether `folder` belongs to this user and its settings file is no longer locked.
+    """Return whether `folder` belongs to this user and its lock is no longer held.
 
-    Raises OSError if the file cannot be examined.
+    Without a file for the lock, the settings file is the lock. Raises OSError if it cannot be
+    examined.
     """
     try:
         found = folder.lstat()
         if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
             return False
-        fd = os.open(folder / _NAME, os.O_RDONLY | os.O_NOFOLLOW)
+        held = folder / _LOCK
+        held = held if held.exists() else folder / _NAME
+        fd = os.open(held, os.O_RDONLY | os.O_NOFOLLOW)
     except FileNotFoundError:
         return False
     try:

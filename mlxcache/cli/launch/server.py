@@ -21,7 +21,7 @@ import httpx
 import psutil
 
 from mlxcache.cli.connect import base_url
-from mlxcache.cli.launch.clients import Service
+from mlxcache.cli.launch.setup import Service
 from mlxcache.cli.listen import IN_USE
 from mlxcache.cli.output import console
 from mlxcache.cli.progress import loading_bar

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, TextIO
 
-from mlxcache.cli.launch.clients import Service
+from mlxcache.cli.launch.setup import Service
 from mlxcache.cli.reading import LongReadings, Reading, describe
 from mlxcache.cli.remote import Remote
 from mlxcache.errors import MlxcacheError

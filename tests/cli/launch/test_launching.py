@@ -21,7 +21,8 @@ from rich.console import Console
 from typer.testing import CliRunner, Result
 
 from mlxcache.cli.launch import chooser
-from mlxcache.cli.launch.clients import CLIENTS, ClientName, Service
+from mlxcache.cli.launch.clients import CLIENTS, ClientName
+from mlxcache.cli.launch.setup import Service
 from mlxcache.cli.main import app
 from mlxcache.cli.own_command import CLONE, own_command
 from mlxcache.errors import ConfigError
@@ -31,6 +32,9 @@ from tests.served import Served, served
 FAKE = """#!/bin/sh
 if [ "$1" = --version ]; then echo "codex-cli ${FAKE_VERSION:-9.9.9}"; exit; fi
 { for word in "$@"; do printf 'ARG %s\\n' "$word"; done; env; } > "$FAKE_OUTPUT"
+for path in "$QWEN_CODE_SYSTEM_SETTINGS_PATH" "$CLINE_PROVIDER_SETTINGS_PATH"; do
+  [ -f "$path" ] && cp -p "$path" "$FAKE_OUTPUT.settings"
+done
 while [ $# -gt 1 ]; do [ "$1" = --settings ] && cp "$2" "$FAKE_OUTPUT.settings"; shift; done
 exit ${FAKE_STATUS:-7}
 """
@@ -71,8 +75,9 @@ class Here:
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Here:
     made = Here(tmp_path)
-    agents = ("ANTHROPIC_", "CLAUDE", "OPENCODE", "MLX_", "LOCAL_")
-    for name in [n for n in os.environ if n.startswith(("MLXCACHE_", *agents))]:
+    agents = ("ANTHROPIC_", "CLAUDE", "OPENCODE", "MLX_", "LOCAL_", "OPENAI_", "QWEN_", "PI_")
+    others = ("CLINE_", "COPILOT_", "MLXCACHE_")
+    for name in [n for n in os.environ if n.startswith((*agents, *others))]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("HOME", str(made.home))
     monkeypatch.setenv("PATH", f"{made.programs}:/bin:/usr/bin")
@@ -430,7 +435,7 @@ def test_without_a_terminal_the_client_must_be_named(here: Here) -> None:
     """The error names the clients."""
     result = here.launch(status=2)
     assert "mlxcache launch CLIENT" in result.stderr
-    assert "claude or opencode or codex or anyclaude" in result.stderr
+    assert " or ".join(ClientName) in result.stderr
 
 
 def menu(found: Service | None, model: str | None, width: int = 80, **more: Any) -> str:
@@ -450,7 +455,9 @@ def test_the_menu_describes_each_client_on_this_machine() -> None:
     assert "Qwen3-4B" in menu(None, None, memory=16 * gigabytes)
     text = menu(Service("http://h:1", "org/m", 30_000), None, which=lambda name: name)
     assert "http://h:1 serves org/m with a context of 30,000 tokens" in text
-    assert text.count("too short") == 2  # of Claude Code and anyclaude
+    long = [one.name for one in CLIENTS.values() if one.first_prompt > 15_000]
+    assert long == ["claude", "qwen", "copilot", "anyclaude"]
+    assert " ".join(text.split()).count("too short") == len(long)
     assert "Not installed" not in text
     assert max(map(len, text.splitlines())) <= 80
 

@@ -67,7 +67,8 @@ def _environment(folder: Path) -> dict[str, str]:
 
 
 def _speaks_chat(folder: Path) -> bool:
-    from mlxcache.cli.launch.clients import CLIENTS, ClientName, Invocation, check_program
+    from mlxcache.cli.launch.clients import CLIENTS, ClientName, check_program
+    from mlxcache.cli.launch.setup import Invocation
     from mlxcache.errors import MlxcacheError
 
     invocation = Invocation(Path("codex"), (), _environment(folder), folder, folder)

@@ -15,8 +15,9 @@ import pytest
 
 from mlxcache.cli import reading
 from mlxcache.cli.launch import watching as module
-from mlxcache.cli.launch.clients import CLIENTS, ClientName, Invocation, Service, Setup
+from mlxcache.cli.launch.clients import CLIENTS, ClientName
 from mlxcache.cli.launch.process import run_client
+from mlxcache.cli.launch.setup import Invocation, Service, Setup
 from mlxcache.cli.launch.watching import LineAbove, watching
 from mlxcache.cli.remote import NoServer
 from tests.cli.test_reading import Screen
