@@ -61,10 +61,10 @@ class Setup:
     """Variables, arguments and settings that point a client at a server.
 
     `variables` are set in the environment; None stands for the server's key. Those named in `unset`
-    are removed because they would select another server. `arguments` come before the user's own. `settings` are written to a
-    temporary file whose path is passed after `settings_flag`, or in the variable
-    `settings_variable`; if both are None, no file is written. `by_hand` says what to do for that
-    file if `launch` does not run the client.
+    are removed because they would select another server. `arguments` come before the user's own.
+    `settings` are written to a temporary file whose path is passed after `settings_flag`, or in the
+    variable `settings_variable`; if both are None, no file is written. `by_hand` says what to do
+    for that file if `launch` does not run the client.
     """
 
     variables: Variables
