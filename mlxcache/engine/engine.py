@@ -364,9 +364,9 @@ class Engine:
     def prefill_left_s(self, record: RequestRecord) -> float | None:
         """Estimate the seconds until a prompt is computed; None if it is not being fed.
 
-        Before the first chunk it is None too, because a prefix may be restored.
+        Before the first chunk it is None too: a prefix may be restored, and the speed is not known.
         """
-        fed = record.status == "prefill" and (record.cached_tokens or record.fed_tokens)
+        fed = record.status == "prefill" and record.fed_tokens
         if self._runtime is None or not fed:
             return None
         cost = self._runtime.scheduler.prefill.cost

@@ -80,13 +80,18 @@ function field(schemas, name, schema, required, depth) {
   return h("li", {}, details);
 }
 
+// Text in which `words` between backticks are code.
+function prose(text) {
+  return text.split("`").map((part, i) => (i % 2 ? h("code", {}, part) : part));
+}
+
 function part(title, ...children) {
   return h("section", {}, h("h3", {}, title), ...children);
 }
 
 function operation(schemas, path, method, found) {
   const parts = [];
-  if (found.description) parts.push(h("p", { class: "text" }, found.description));
+  if (found.description) parts.push(h("p", { class: "text" }, ...prose(found.description)));
   const given = found.parameters ?? [];
   if (given.length) {
     const properties = Object.fromEntries(given.map((one) => [one.name, one.schema]));
@@ -110,7 +115,7 @@ function operation(schemas, path, method, found) {
       {},
       h("span", { class: "method", "data-method": method }, method.toUpperCase()),
       h("span", { class: "path" }, path),
-      h("span", { class: "summary" }, found.summary),
+      h("span", { class: "summary" }, ...prose(found.summary)),
     ),
     h("div", {}, ...parts),
   );
