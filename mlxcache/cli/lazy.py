@@ -6,7 +6,9 @@ completion must not wait.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping
+from difflib import get_close_matches
 from importlib import import_module
 from typing import Any, NamedTuple
 
@@ -36,6 +38,18 @@ class LazyGroup(TyperGroup):
     def get_params(self, ctx: typer.Context) -> list[Any]:  # type: ignore[override]
         """Return the group's parameters. The help shows no types for flags."""
         return _hide_flag_types(super().get_params(ctx))
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command. The error for a wrong value names the nearest value that is allowed."""
+        try:
+            return super().invoke(ctx)
+        except typer.BadParameter as error:
+            better = _improve(error.message)
+            if better == error.message:
+                raise
+            raise typer.BadParameter(
+                better, ctx=error.ctx, param=error.param, param_hint=error.param_hint
+            ) from None
 
     def resolve_command(self, ctx: typer.Context, args: list[str]) -> Any:  # type: ignore[override]
         """Import the command named first in `args`, in place of its placeholder.
@@ -90,6 +104,16 @@ def _commands(command: Any) -> Iterator[Any]:
         yield command
         for below in getattr(command, "commands", {}).values():
             yield from _commands(below)
+
+
+def _improve(message: str) -> str:
+    """Return a message about a wrong value without pydantic's words, and with the likely value."""
+    message = message.removeprefix("Value error, ")
+    wrong = re.fullmatch(r"'(.+)' is not one of ('.+')\.", message)
+    if wrong is None:
+        return message
+    like = get_close_matches(wrong[1], re.findall(r"'([^']+)'", wrong[2]), 1)
+    return f"{message[:-1]}: did you mean {like[0]}?" if like else message
 
 
 def _hide_flag_types(parameters: list[Any]) -> list[Any]:

@@ -24,7 +24,7 @@ COMMANDS = {
         "Serve a model to coding agents, over the OpenAI and the Anthropic API.",
     ),
     "launch": Lazy(
-        "mlxcache.cli.launch.command:launch",
+        "mlxcache.cli.launch.command:app",
         "Start a coding agent on this server, and the server first if none runs.",
     ),
     "sessions": Lazy(

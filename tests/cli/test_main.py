@@ -79,6 +79,46 @@ def test_wrong_usage_exits_with_2_and_an_error_message(arguments):
     assert "Traceback" not in result.output
 
 
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["claude", "-p", "hello"], "launch claude -- -p hello"),
+        (["claude", "--continue"], "launch claude -- --continue"),
+        (["--ram", "5GB", "claude", "-ra b", "c"], "launch --ram 5GB claude -- '-ra b' c"),
+        (["claude", "--concurency", "4"], "Did you mean --concurrency? Arguments"),
+    ],
+)
+def test_launch_says_where_arguments_for_the_client_go(arguments, words):
+    """With the words that were typed, and without options that are named a little alike."""
+    result = RUN.invoke(app, ["launch", *arguments], env=WIDE)
+    assert result.exit_code == 2
+    assert "Arguments for Claude Code go after `--`: " in result.output
+    assert words in result.output
+    assert "Possible options" not in result.output
+
+
+def test_launch_without_a_client_before_an_unknown_option_has_no_such_advice():
+    output = RUN.invoke(app, ["launch", "-p", "claude"], env=WIDE).output
+    assert "No such option: -p" in output
+    assert "go after" not in output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "like"),
+    [
+        (["launch", "cluade"], "did you mean claude?"),
+        (["snapshot", "x", "-o", "y", "--format", "mlx-lmm"], "did you mean mlx-lm?"),
+        (["launch", "zzzz"], "'anyclaude'."),
+    ],
+)
+def test_a_wrong_word_is_answered_with_the_nearest(arguments, like):
+    """Without the words of the library that checks it."""
+    output = RUN.invoke(app, arguments, env=WIDE).output
+    assert "Value error" not in output
+    assert f"'{arguments[-1]}' is not one of '" in output
+    assert like in output
+
+
 SLOW = ("numpy", "httpx", "psutil", "asyncio", "mlx", "mlx_lm", "transformers")
 """Modules that take from 10 ms to seconds to import."""
 

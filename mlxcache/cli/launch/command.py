@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+import shlex
+from collections.abc import Sequence
+from difflib import get_close_matches
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
-from mlxcache.cli.launch.clients import ClientName
+from mlxcache.cli.launch.clients import CLIENTS, ClientName
 from mlxcache.cli.options import Config, Flags, with_settings
 from mlxcache.cli.output import reporting
+from mlxcache.cli.own_command import own_command
 from mlxcache.cli.target import Json, Url
 from mlxcache.errors import ConfigError
 
@@ -37,6 +42,63 @@ StopAfter = Annotated[
 ]
 
 
+_MISSPELT = 0.85
+"""Least similarity (of 1) of an unknown option to one of this command's, to suggest that one."""
+
+
+class LaunchCommand(TyperCommand):
+    """Command whose error for an unknown option says where arguments for the client go."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse `args` as click does. The message for an unknown option names the `--`."""
+        given = list(args)
+        try:
+            return super().parse_args(ctx, args)
+        except typer.BadParameter:
+            raise
+        except Exception as error:
+            unknown: str | None = getattr(error, "option_name", None)
+            possible = getattr(error, "possibilities", ...)
+            if unknown is None or possible is ...:  # not click's NoSuchOption
+                raise
+            hint = _dashes_hint(given, unknown, possible or ())
+            if hint is None:
+                raise
+            known: Any = type(error)
+            raise known(unknown, f"No such option: {unknown}. {hint}", ctx=ctx) from None
+
+
+def _dashes_hint(given: Sequence[str], unknown: str, possible: Sequence[str]) -> str | None:
+    """Return the command to type instead of the words `given`, in which `unknown` is no option.
+
+    None if no client is named before it, or `--` is there. An option of `possible` that is spelt
+    almost alike is suggested too.
+    """
+    is_short = not unknown.startswith("--")
+    at = next(
+        (
+            at
+            for at, word in enumerate(given)
+            if word.partition("=")[0] == unknown
+            or (is_short and word.startswith(unknown[:2]) and not word.startswith("--"))
+        ),
+        0,
+    )
+    named = next((word for word in given[:at] if word in list(ClientName)), None)
+    if named is None or "--" in given[:at]:
+        return None
+    words = [*given[:at], "--", *given[at:]]
+    like = get_close_matches(unknown, possible, 1, _MISSPELT)
+    return (f"Did you mean {like[0]}? " if like else "") + (
+        f"Arguments for {CLIENTS[ClientName(named)].title} go after `--`: "
+        f"{own_command()} launch {shlex.join(words)}"
+    )
+
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+
+@app.command("launch", cls=LaunchCommand)
 @with_settings()
 def launch(
     client: Client = None,
