@@ -224,7 +224,7 @@ def concurrent(visit: Visit) -> Outcome:
 
 
 def concurrent_warm(visit: Visit) -> Outcome:
-    """Measure the next turns of the eight conversations, at once."""
+    """Measure the next turns of the eight conversations of `concurrent`, sent at once."""
     for name in CROWD:
         visit.talk(name)
     return visit.together({name: visit.words() for name in CROWD})

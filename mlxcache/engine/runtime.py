@@ -608,4 +608,9 @@ class ModelRuntime:
         self.pressure.stop()
         left = self.kv.close(FLUSH_S)
         if left:
-            log.warning("disk tier: up to %d tokens not written before the deadline", left)
+            log.warning(
+                "shutdown: KV of up to %d tokens was not written to disk within %g s, and will be"
+                " computed again",
+                left,
+                FLUSH_S,
+            )

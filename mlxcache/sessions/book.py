@@ -351,7 +351,9 @@ class SessionBook:
         if self._replies is not None:
             self._replies.close()
         if left := self._writer.close():
-            log.warning("sessions: %d turns not written before the deadline", left)
+            log.warning(
+                "shutdown: %d turns were not written to the table of sessions in time", left
+            )
 
     # -- on the MLX thread -------------------------------------------------------------------------
 

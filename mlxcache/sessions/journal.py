@@ -313,7 +313,7 @@ class SessionWriter:
         try:
             self.count = self.table.count()
         except StoreError as error:  # what was asked for is done all the same
-            log.debug("sessions not counted: %s", error)
+            log.debug("cannot refresh the number of sessions: %s", error)
 
     async def read(self, action: Callable[[], T]) -> T:
         """Run `action`, which only reads, in a worker thread; return its result.

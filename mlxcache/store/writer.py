@@ -161,6 +161,6 @@ def _run_logged(what: str, action: Callable[[], None]) -> None:
     try:
         action()
     except StoreError as error:
-        log.warning("%s failed: %s", what, error)
+        log.warning("disk writer: %s failed: %s", what, error)
     except Exception:
-        log.exception("%s failed", what)
+        log.exception("disk writer: %s failed", what)

@@ -124,8 +124,8 @@ def _check_supported(body: types.Conversation) -> None:
 class _ChatWriter:
     """Builder of a chat's messages from those of a request body.
 
-    `breakpoint` is the number of messages before the last `cache_control` breakpoint of the body,
-    or None if it has none.
+    `breakpoint` is the number of leading messages up to and including the last one with a field
+    `cache_control`: 0 if only tools or the system prompt have one, None if there is none.
     """
 
     def __init__(self, tools: Toolbox, images: ImageReader):

@@ -20,9 +20,10 @@ RetentionHints = tuple[tuple[int, float], ...]
 
 
 def hints_from_marks(body: types.Conversation, breakpoint: int | None) -> RetentionHints:
-    """Return retention hints from the fields `cache_control` in `body`.
+    """Return the keep hints that the fields `cache_control` in `body` ask for.
 
-    `breakpoint` is the number of messages before the last of these fields, or None without one.
+    `breakpoint` is the number of leading messages up to and including the last one with such a
+    field: 0 if only tools or the system prompt have one, None if there is none.
     """
     head = [tool.cache_control for tool in body.tools or ()]
     head += _marks(body.system)

@@ -47,7 +47,7 @@ LOG = re.compile(
     r"\d\d:\d\d:\d\d (session (-|[\w-]{1,8})|client \S+)"
     r"  prompt \d+  cached \d+( \(\d+ from disk\))?  fed \d+"
     r"  first token (-|[\d.]+ s)  (-|[\d.]+) tok/s  generated \d+( \(\d+ of \d+ drafts accepted\))?"
-    r"  \w+(  lost \d+ \(\w+: \w+, about [\d.]+ s\))?"
+    r"  \w+(  first_seen|  lost \d+ \(\w+: \w+, about [\d.]+ s\))?"
 )
 
 
