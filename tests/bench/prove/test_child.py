@@ -30,7 +30,7 @@ def test_a_failing_process_tells_the_end_of_its_output(tmp_path: Path) -> None:
 def test_random_kv_does_not_stand_for_a_model_with_states(tmp_path: Path) -> None:
     """The disk scenarios need it; growth computes its prefix instead."""
     one = context(make_toy(tmp_path / "model", "qwen3_5"), tmp_path)
-    with pytest.raises(NotApplicable, match="KV alone"):
+    with pytest.raises(NotApplicable, match="more than KV"):
         in_child("restore_speed")(one)
     in_child("peak_memory")(one)
     assert one.found.tables
