@@ -1,4 +1,4 @@
-"""Access checks: web pages of other origins, CORS, API keys, and a rate-limited log of refusals.
+"""Access checks: web pages of other origins, CORS, API keys, wrong URLs, and a log of refusals.
 
 A web page can make its visitor's browser send requests to 127.0.0.1 and, by pointing its own host
 name there (DNS rebinding), also read the answers. Such requests carry the page's host name in Host
@@ -24,7 +24,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from mlxcache.api.dashboard import DOCS, FILES, PAGE, ROOT
-from mlxcache.api.errors import error_response
+from mlxcache.api.errors import HANDLERS, error_response
 from mlxcache.api.http import HEALTH, ApiSettings
 from mlxcache.api.openapi import PATH as OPENAPI
 from mlxcache.errors import Unauthorized
@@ -271,15 +271,71 @@ class RefusalLog:
 
         The URL path is quoted and cut to 100 characters.
         """
-        now = self._clock()
-        if now < self._silent_until:
-            self._unlogged += 1
+        more = self._begin_line()
+        if more is None:
             return
         status = error.status_code if isinstance(error, HTTPException) else 401
         reason = error.detail if isinstance(error, HTTPException) else error
         client = request.client.host if request.client else "unknown address"
-        more = f" (and {self._unlogged} others not logged)" if self._unlogged else ""
         path = request.scope["path"][:100]
         method = request.method
         log.warning("refused with %d: %s, %s %r: %s%s", status, client, method, path, reason, more)
+
+    def log_wrong_base_url(self, request: Request, cause: str) -> None:
+        """Log a request to a path that does not exist, with its cause; limited like refusals.
+
+        The caller has checked that the URL path is one of a fixed set.
+        """
+        more = self._begin_line()
+        if more is not None:
+            log.warning("404 %s %s: %s%s", request.method, request.scope["path"], cause, more)
+
+    def _begin_line(self) -> str | None:
+        """Return words for the end of a line about to be logged; None if it must only be counted.
+
+        The words name the number of requests that were counted since the last line.
+        """
+        now = self._clock()
+        if now < self._silent_until:
+            self._unlogged += 1
+            return None
+        more = f" (and {self._unlogged} others not logged)" if self._unlogged else ""
         self._silent_until, self._unlogged = now + LOG_INTERVAL_S, 0
+        return more
+
+
+# -- wrong base URLs ---------------------------------------------------------------------------
+
+_CLIENT_PATHS = frozenset(
+    {
+        *("/chat/completions", "/completions", "/responses", "/models"),
+        *("/messages", "/messages/count_tokens"),
+    }
+)
+"""URL paths that clients append to their base URL, after the `/v1`."""
+
+
+def explain_wrong_base_url(path: str) -> str | None:
+    """Return what is wrong with the base URL of a client that asks for `path`; None if unknown."""
+    if path in _CLIENT_PATHS:
+        return "the client's base URL lacks /v1"
+    if path.removeprefix("/v1/v1") in _CLIENT_PATHS:
+        return "the client's base URL has one /v1 too many"
+    return None
+
+
+class UnknownPaths:
+    """Handler of requests to paths that do not exist; logs those of a wrong base URL.
+
+    Clients hide the message of the response, which names the same cause.
+    """
+
+    def __init__(self, refusals: RefusalLog):
+        self._refusals = refusals
+
+    async def __call__(self, request: Request, error: Exception) -> Response:
+        """Answer 404 with a message about the path."""
+        cause = explain_wrong_base_url(request.scope["path"])
+        if cause is not None:
+            self._refusals.log_wrong_base_url(request, cause)
+        return await HANDLERS[404](request, error)

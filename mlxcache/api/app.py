@@ -34,6 +34,7 @@ from mlxcache.api.access import (
     Keyring,
     OriginMiddleware,
     RefusalLog,
+    UnknownPaths,
     check_key,
     check_page,
 )
@@ -82,7 +83,8 @@ def create_app(engine: Engine, settings: ApiSettings | None = None) -> Starlette
     return Starlette(
         routes=routes,
         middleware=_middleware(deps),
-        exception_handlers=dict(HANDLERS),
+        # A log of its own: keys that are refused meanwhile do not hide a wrong base URL.
+        exception_handlers={**HANDLERS, 404: UnknownPaths(RefusalLog())},
     )
 
 

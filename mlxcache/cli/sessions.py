@@ -50,10 +50,13 @@ Id = Annotated[
     str,
     typer.Argument(
         metavar="ID",
-        help="A session's id, the start of its id, its name or its title.",
+        help="A session's id or its start, name, title, or the end of its label, as in logs.",
         autocompletion=complete_id,
     ),
 ]
+
+_LEAST_END = 8
+"""Minimum characters of the end of a label or id that names a session; the log shows as many."""
 
 _HINT = 60
 """Maximum characters of a session's name shown beside a completed id."""
@@ -178,14 +181,20 @@ def rm(where: Where, id: Id, *, yes: Yes = False) -> Result:
 def find_session(sessions: list[dict[str, Any]], text: str) -> str:
     """Return the id of the session that `text` names.
 
-    Tries an id, then a name, the start of an id, and a title or label. Raises NotFound if nothing
-    matches, or if the first of these to match finds several sessions.
+    Tries an id, then a name, the start of an id, a title or label, and the end of a label or id,
+    as the log shows it. Raises NotFound if nothing matches, or if the first of these to match finds
+    several sessions.
     """
     ways: tuple[Callable[[dict[str, Any]], bool], ...] = (
         lambda one: one["id"] == text,
         lambda one: one["name"] == text,
         lambda one: one["id"].startswith((text, f"ses_{text}")),
         lambda one: text in (one["title"], one["label"]),
+        # A client may send a session's id as the label.
+        lambda one: (
+            len(text) >= _LEAST_END
+            and any(end.endswith(text) for end in (one["label"] or "", one["id"]))
+        ),
     )
     for way in ways if text else ():
         found = [str(one["id"]) for one in sessions if way(one)]

@@ -153,7 +153,8 @@ def _left() -> Iterator[Place]:
         what = "models of the Hub, also of other programs"
         yield Place(what, hub, _size(hub), "hf cache rm, or rm -r of a model's folder there")
     if (CLONE / "pyproject.toml").is_file():
-        command = f"rm -r {shlex.quote(str(CLONE))}"
+        # git's objects are write-protected: without -f, rm asks about each.
+        command = f"rm -rf {shlex.quote(str(CLONE))}"
         yield Place("the program, a clone", CLONE, _size(CLONE), command)
     else:
         package = CLONE / "mlxcache"

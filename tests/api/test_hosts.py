@@ -11,6 +11,7 @@ from starlette.datastructures import Headers
 from mlxcache.api.access import foreign_origin
 from mlxcache.api.http import ApiSettings
 
+LOGGER = "mlxcache.api.access"
 CHAT = {"messages": [{"role": "user", "content": "Hi"}]}
 
 
@@ -158,6 +159,33 @@ class TestAPathThatIsNone:
         message = response.json()["error"]["message"]
         assert path in message
         assert "base URL ends in /v1" in message
+
+    @pytest.mark.parametrize(
+        ("path", "cause"),
+        [
+            ("/v1/v1/messages", "has one /v1 too many"),
+            ("/v1/v1/chat/completions", "has one /v1 too many"),
+            ("/messages", "lacks /v1"),
+            ("/chat/completions", "lacks /v1"),
+            ("/responses", "lacks /v1"),
+        ],
+    )
+    async def test_is_logged_once_with_its_cause(
+        self, client: httpx.AsyncClient, caplog: pytest.LogCaptureFixture, path: str, cause: str
+    ) -> None:
+        """Clients hide the message of the response, and send the request again and again."""
+        for _ in range(3):
+            assert (await client.post(path, json=CHAT)).status_code == 404
+        assert [one.getMessage() for one in caplog.records if one.name == LOGGER] == [
+            f"404 POST {path}: the client's base URL {cause}"
+        ]
+
+    async def test_that_nobody_meant_is_not_logged(
+        self, client: httpx.AsyncClient, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        for path in ("/v1/v1/messages%0Afake", "/favicon.png", "/v1/embeddings"):
+            assert (await client.get(path)).status_code == 404
+        assert [one for one in caplog.records if one.name == LOGGER] == []
 
     @pytest.mark.parametrize(
         "path", ["/v1/messages/batches", "/v1/embeddings", "/v1/audio/speech", "/api/chat"]

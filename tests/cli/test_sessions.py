@@ -22,8 +22,9 @@ from typer.testing import CliRunner, Result
 from mlxcache.cli import confirm
 from mlxcache.cli.main import app
 from mlxcache.cli.remote import NoServer, Remote
+from mlxcache.cli.sessions import find_session
 from mlxcache.cli.target import find_server
-from mlxcache.errors import ConfigError
+from mlxcache.errors import ConfigError, NotFound
 from mlxcache.store.lock import serving
 from tests.served import Served, served
 
@@ -145,7 +146,7 @@ def test_a_session_is_named_pinned_forked_and_removed(where: tuple[str, ...]) ->
 def test_a_session_is_found_by_title_label_and_id(where: tuple[str, ...]) -> None:
     """A name wins over a title; a title of two sessions is an error that lists both."""
     one = next(one for one in listing(*where) if one["label"] == "one")
-    for text in (one["title"], "one", one["id"], one["id"][4:14]):
+    for text in (one["title"], "one", one["id"], one["id"][4:14], one["id"][-8:]):
         found = json.loads(call("sessions", "show", text, "--json", *where).output)
         assert found["id"] == one["id"]
     made = json.loads(call("sessions", "fork", one["id"], "--json", *where).output)["id"]
@@ -154,6 +155,24 @@ def test_a_session_is_found_by_title_label_and_id(where: tuple[str, ...]) -> Non
     call("sessions", "rename", made, one["title"], *where)
     call("sessions", "rm", one["title"], "--yes", *where)
     assert made not in {one["id"] for one in listing(*where)}
+
+
+def test_a_session_is_found_by_the_end_of_its_label() -> None:
+    """As the log shows it: at least 8 characters, of one session only; whole names come first."""
+    labels = ("a1b2c3d4-50242adf", "other-50242adf", "other-1234567z", None)
+    sessions = [
+        {"id": f"ses_{at}", "name": "1234567z" if label is None else None, "title": None,
+         "label": label} for at, label in enumerate(labels)
+    ]  # fmt: skip
+    assert find_session(sessions, "4-50242adf") == "ses_0"
+    assert find_session(sessions[:1], "50242adf") == "ses_0"
+    assert find_session(sessions, "1234567z") == "ses_3"
+    forked = {**sessions[3], "id": "ses_0123456789abc"}
+    assert find_session([*sessions, forked], "56789abc") == forked["id"]
+    with pytest.raises(NotFound, match="several sessions: ses_0, ses_1"):
+        find_session(sessions, "50242adf")
+    with pytest.raises(NotFound, match="No session has"):
+        find_session(sessions, "0242adf")
 
 
 def test_a_snapshot_is_written_and_imported(where: tuple[str, ...], tmp_path: Path) -> None:

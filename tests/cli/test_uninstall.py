@@ -129,6 +129,7 @@ def test_what_is_left_is_named_with_its_command(home: Path) -> None:
     assert "systemctl --user disable --now mlxcache; rm " in shown
     assert "~/.bashrc" in shown
     assert "the program" in shown
+    assert "rm -rf " in shown
     assert unit.exists()
 
 
