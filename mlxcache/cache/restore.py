@@ -73,7 +73,7 @@ class DiskLookup:
 class Restorer:
     """Reader of the disk tier: looks prompts up, verifies files and loads them.
 
-    `wake()` is called from the threads of lookups as they proceed.
+    The callback `wake` is called on a lookup's thread when the lookup has a result or has ended.
     """
 
     def __init__(self, store: Store, layout: Layout, wake: Callable[[], None]):

@@ -322,9 +322,8 @@ class Task:
     # -- its course --------------------------------------------------------------------------------
 
     def pass_over(self, chosen: Task) -> None:
-        """Count that the chunk of another task, `chosen`, was fed first.
-
-        The count starts again at 0 if `chosen` is this task.
+        """Count that the chunk of `chosen` was fed before this task's; reset if `chosen` is this
+        task.
         """
         self.skipped = 0 if self is chosen else self.skipped + 1
 

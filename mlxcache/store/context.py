@@ -107,9 +107,10 @@ class StoreContext:
                 self._reused += ids
 
     def write_uses(self, connection: sqlite3.Connection) -> None:
-        """Write the noted uses of files, and reuses by requests, to their index rows.
+        """Write to the index when files were last used, and how often requests reused them.
 
-        This is part of the transaction of `connection`. Those written before are not written again.
+        Writes what `note_use` and `note_reuse` collected since the last call, within the open
+        transaction of `connection`.
         """
         with self._lock:
             uses, self._uses = self._uses, {}

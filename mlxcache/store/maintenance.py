@@ -114,9 +114,9 @@ def _row_problem(context: StoreContext, path: Path, row: Row, ids: Collection[in
 
 
 def prune(context: StoreContext, limit: int | None, progress: Progress) -> int:
-    """Remove problems and evict files down to `limit` bytes; see `Store.prune`.
+    """Remove damaged files and the quarantine, then evict files down to `limit` bytes.
 
-    Returns the number of bytes freed.
+    If `limit` is None, nothing is evicted. Returns the number of bytes freed. See `Store.prune`.
     """
     _remove_problems(context, progress)
     with store_errors(context.folder.path):

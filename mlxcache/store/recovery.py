@@ -241,7 +241,7 @@ def _drop_lost(
 ) -> None:
     """Remove rows whose file is missing or has another size, and all files that continue it.
 
-    `sizes`: bytes of the files with a row, by (kind, file name).
+    `sizes`: size on disk in bytes of each file that has a row, by (kind, file name).
     """
     gone: set[int] = set()
     for row in index.rows(connection, "owner IS NULL"):
