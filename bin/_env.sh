@@ -27,6 +27,21 @@ find_python() {
     return 1
 }
 
+interrupted() {
+    trap - INT
+    echo "Interrupted. Start it again to continue." >&2
+    exit 130
+}
+
+# Run a command of the installation; some shells run the trap first, others see the status first.
+step() {
+    "$@" || {
+        status=$?
+        [ "$status" -ne 130 ] || interrupted
+        exit "$status"
+    }
+}
+
 environment() {
     extra=${1:-}
     wanted=$(cat "$ROOT/pyproject.toml" "$ROOT/constraints.txt" | cksum)
@@ -35,15 +50,21 @@ environment() {
     if [ -x "$VENV/bin/python" ] && grep -qsxF "$wanted" "$stamp"*; then
         return
     fi
+    trap interrupted INT
     if ! usable "$VENV/bin/python" || ! "$VENV/bin/python" -m pip --version >/dev/null 2>&1; then
         python=$(find_python)
         echo "Making $VENV with $("$python" --version), once ..." >&2
-        "$python" -m venv --clear "$VENV"
+        # With the default action, Ctrl-C ends Python without a traceback.
+        step "$python" -c 'import runpy, signal
+signal.signal(signal.SIGINT, signal.SIG_DFL)
+runpy.run_module("venv", run_name="__main__", alter_sys=True)
+' --clear "$VENV"
     fi
     echo "Installing what mlxcache${extra:+[$extra]} needs, which takes a minute or two ..." >&2
-    "$VENV/bin/python" "$ROOT/bin/_install.py" \
+    step "$VENV/bin/python" "$ROOT/bin/_install.py" \
         --constraint "$ROOT/constraints.txt" --editable "$ROOT${extra:+[$extra]}"
     echo "$wanted" >"$stamp"
+    trap - INT
     echo "Installed." >&2
 }
 

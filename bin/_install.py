@@ -49,16 +49,21 @@ def main(arguments: list[str]) -> int:
     said: list[str] = []
     shown = Shown()
     step, part = "asking the package index", ""
-    for line in lines(process):
-        done = PROGRESS.fullmatch(line)
-        if done:
-            part = f", {int(done[1]) * 100 // max(1, int(done[2]))}%" if int(done[2]) else ""
-        elif line:
-            said.append(line)
-            found = describe(line)
-            step, part = (found, "") if found else (step, part)
-        shown.show(f"{step}{part}, {time.monotonic() - began:.0f} s")
-    shown.end()
+    try:
+        for line in lines(process):
+            done = PROGRESS.fullmatch(line)
+            if done:
+                part = f", {int(done[1]) * 100 // max(1, int(done[2]))}%" if int(done[2]) else ""
+            elif line:
+                said.append(line)
+                found = describe(line)
+                step, part = (found, "") if found else (step, part)
+            shown.show(f"{step}{part}, {time.monotonic() - began:.0f} s")
+    except KeyboardInterrupt:
+        process.terminate()
+        raise
+    finally:
+        shown.end()
     status = process.wait()
     if status:
         print("\n".join(said[-TAIL_LINES:]), file=sys.stderr)
@@ -128,5 +133,4 @@ if __name__ == "__main__":
     try:
         sys.exit(main(sys.argv[1:]))
     except KeyboardInterrupt:
-        print(file=sys.stderr)
-        sys.exit(130)
+        sys.exit(130)  # bin/_env.sh says what to do

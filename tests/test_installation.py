@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import pty
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -87,3 +89,64 @@ def test_a_failure_shows_the_end_of_the_output_and_keeps_the_status(command: lis
     assert done.returncode == 3
     assert "ERROR: No matching distribution found for mlx" in done.stderr
     assert "pip ended with status 3" in done.stderr
+
+
+VENV = """
+import pathlib, sys, time
+assert sys.argv[1] == "--clear", sys.argv
+if {slow}:
+    pathlib.Path({begun!r}).touch()
+    time.sleep(30)
+made = pathlib.Path(sys.argv[2], "bin", "python")
+made.parent.mkdir(parents=True)
+made.write_text("#!/bin/sh\\nexec " + sys.executable + ' "$@"')
+made.chmod(0o755)
+"""
+SLOW_PIP = """
+import pathlib, sys, time
+if sys.argv[1] == "install":
+    print("Collecting mlx", flush=True)
+    pathlib.Path({begun!r}).touch()
+    time.sleep(30)
+"""
+
+
+@pytest.mark.parametrize("during", ["venv", "pip"])
+def test_ctrl_c_ends_in_one_line_that_says_what_to_do(tmp_path: Path, during: str) -> None:
+    """Whatever runs at that moment: making the environment, or pip. No traceback."""
+    modules, begun = tmp_path / "modules", tmp_path / "begun"
+    for name, code in (("venv", VENV), ("pip", SLOW_PIP)):
+        (modules / name).mkdir(parents=True)
+        (modules / name / "__init__.py").write_text('__version__ = "26.1"')
+        text = code.format(begun=str(begun), slow=during == "venv")
+        (modules / name / "__main__.py").write_text(text)
+    clone = tmp_path / "clone"
+    (clone / "bin").mkdir(parents=True)
+    for name in ("_env.sh", "_install.py"):
+        (clone / "bin" / name).write_text((BIN / name).read_text())
+    for name in ("pyproject.toml", "constraints.txt"):
+        (clone / name).write_text("")
+    script = clone / "bin" / "start"
+    script.write_text('. "$(dirname "$0")/_env.sh"; environment; echo started')
+    process = subprocess.Popen(
+        ["/bin/sh", str(script)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        env=os.environ | {"PYTHON": sys.executable, "PYTHONPATH": str(modules)},
+    )
+    end = time.monotonic() + 20
+    while not begun.exists():
+        assert time.monotonic() < end
+        assert process.poll() is None
+        time.sleep(0.02)
+    time.sleep(0.1)
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does
+    out, errors = process.communicate(timeout=20)
+    assert process.returncode == 130
+    assert out == ""
+    assert "Traceback" not in errors
+    assert errors.splitlines()[-1] == "Interrupted. Start it again to continue."
+    assert errors.count("Interrupted") == 1
+    assert errors.count("\n") == (2 if during == "venv" else 3)
