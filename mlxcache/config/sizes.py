@@ -19,8 +19,8 @@ MIN_RAM = 64_000_000
 MOST_DISK = 200 * 10**9
 """Maximum of `auto` for the disk tier, in bytes."""
 
-LEAST_RAM = "5MB"
-"""The least memory in which the built-in demo model runs, to be named in errors."""
+LEAST_RAM = "8MB"
+"""Memory in which the built-in demo model runs on every machine, to be named in errors."""
 
 LEAST_DISK = 4_000_000
 """Minimum of an explicit disk limit in bytes; an index alone takes about as much."""

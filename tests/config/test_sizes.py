@@ -70,7 +70,7 @@ def test_a_number_whose_unit_was_forgotten_is_refused():
     with pytest.raises(ConfigError, match="'5' is a size of 5 bytes: did you mean 5GB"):
         read_size("5")
     assert read_size("1000000") == 10**6
-    with pytest.raises(ConfigError, match=r"--ram: '5' .* did you mean 5GB\? \(at least 5MB"):
+    with pytest.raises(ConfigError, match=r"--ram: '5' .* did you mean 5GB\? \(at least 8MB"):
         load_settings({"ram": "5"}, {})
 
 

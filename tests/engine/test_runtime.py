@@ -8,7 +8,8 @@ import mlx.core as mx
 import pytest
 
 from mlxcache.config import Settings
-from mlxcache.engine.runtime import MIN_CONTEXT, ModelRuntime
+from mlxcache.config.sizes import LEAST_RAM
+from mlxcache.engine.runtime import MIN_CONTEXT, ModelRuntime, demo_spec
 from mlxcache.errors import ModelError, StoreError
 from mlxcache.mlx_thread import MlxThread
 from mlxcache.model.load import ModelSpec, load
@@ -39,6 +40,15 @@ def test_too_little_memory_is_found_before_the_disk_is_touched(
     context = served.info.context_length
     served.close(died=False)
     assert MIN_CONTEXT <= context < 6 * MIN_CONTEXT
+
+
+def test_the_least_memory_that_settings_name_is_enough_for_the_demo_model(tmp_path: Path) -> None:
+    """So that following the advice of one error does not lead to the next."""
+    settings = Settings(cache_dir=tmp_path, ram=4_000_000, disk=1_000_000_000)
+    with pytest.raises(ModelError, match=r"set at least \d+MB$") as raised:
+        ModelRuntime(load(demo_spec(settings)), settings, MlxThread(), unasked)
+    named = str(raised.value).rpartition(" ")[2]
+    assert int(named.removesuffix("MB")) <= int(LEAST_RAM.removesuffix("MB"))
 
 
 def test_a_context_does_not_depend_on_whether_the_disk_can_be_used(
