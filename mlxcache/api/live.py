@@ -134,7 +134,7 @@ class Feed:
 
     def _end_on_failure(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:
-            log.error("live feed failed", exc_info=error)
+            log.error("live updates of the dashboard failed", exc_info=error)
             self._end_reason = "failed"
             self._notify()
 
@@ -238,7 +238,7 @@ class Feed:
             if self._wanted["tree"]:
                 self._set_part("tree", await build_tree(book, listed))
         except MlxcacheError as error:
-            log.debug("live feed: sessions not read: %s", error)
+            log.debug("live updates of the dashboard: sessions not read: %s", error)
             return
         self._sessions_seen = seen
         cost = SESSIONS_COST * (loop.time() - began)
@@ -334,7 +334,7 @@ class LiveStream(EventSourceResponse):
         try:
             await super().__call__(scope, receive, send)
         except SendTimeoutError:
-            log.debug("live stream closed: the client stopped reading")
+            log.debug("live updates of the dashboard ended: the client stopped reading")
         finally:
             self._leave()
             await self._events.aclose()

@@ -70,7 +70,7 @@ class Recorder:
             self._failing = False
         except OSError as error:
             if not self._failing:
-                log.warning("request not recorded: %s", error)
+                log.warning("request body not written to the folder of --record: %s", error)
             self._failing = True
 
     def _write(self, path: Path, body: bytes) -> None:

@@ -354,7 +354,9 @@ class RamTier:
                 self.discard(lineage)
                 if device.is_device_error(error):
                     raise
-                log.exception("compacting a buffer failed; buffer released: %s", error)
+                log.exception(
+                    "copying KV to a smaller buffer failed; this KV is no longer in RAM: %s", error
+                )
                 return before
         freed = before - lineage.nbytes
         self.budget.release("kv", freed)

@@ -254,7 +254,7 @@ async def warm_files(engine: Engine, files: Sequence[Path], keys: Sequence[str] 
             log.warning("%s not warmed: cannot be read: %s", file, error.strerror)
         else:
             log.info(
-                "%s is warm: %d tokens, %d of them computed in %.1f s",
+                "%s warmed: %d tokens, %d of them computed in %.1f s",
                 *(file, done["prompt_tokens"], done["fed_tokens"], done["seconds"]),
             )
 

@@ -103,8 +103,8 @@ class PromptBuilder:
         self.canonicaliser = Canonicaliser(rules, known_reply)
         if not self.incremental:
             log.warning(
-                "incremental tokenisation disabled: this tokenizer's ids depend on text before a "
-                "special token"
+                "incremental tokenisation disabled, prompts are tokenised as a whole and replies "
+                "are not replayed: this tokenizer's ids depend on text before a special token"
             )
 
     def text(self, text: str) -> Prompt:

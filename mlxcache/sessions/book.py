@@ -16,7 +16,7 @@ from mlxcache.errors import StoreError
 from mlxcache.mlx_thread import MlxThread
 from mlxcache.owner import OWNER
 from mlxcache.sessions.files import SessionFiles
-from mlxcache.sessions.journal import ROW_BYTES, Served, SessionWriter
+from mlxcache.sessions.journal import CLOSE_S, ROW_BYTES, Served, SessionWriter
 from mlxcache.sessions.mlx_lm_files import PromptCacheReader, Submit
 from mlxcache.sessions.reply_feed import Learn, ReplyFeed
 from mlxcache.store.found import Problem
@@ -352,7 +352,9 @@ class SessionBook:
             self._replies.close()
         if left := self._writer.close():
             log.warning(
-                "shutdown: %d turns were not written to the table of sessions in time", left
+                "shutdown: %d turns were not written to the table of sessions within %g s",
+                left,
+                CLOSE_S,
             )
 
     # -- on the MLX thread -------------------------------------------------------------------------

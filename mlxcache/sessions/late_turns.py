@@ -124,7 +124,7 @@ class LateTurns:
                 raise
             self._set_copy(copy)
         except StoreError as error:
-            log.debug("turns not shown before they are written: %s", error)
+            log.debug("turns that are not on disk yet cannot be listed: %s", error)
 
     def _record(self, copy: Sessions, turns: Sequence[LateTurn]) -> None:
         for one in turns:

@@ -135,8 +135,8 @@ class Writer:
                     return None
                 if self._queue:
                     return self._queue.popleft()
-            _run_logged("writing of uses", self._store.note_uses)
-            _run_logged("idle callback", self._idle)
+            _run_logged("noting uses in the index", self._store.note_uses)
+            _run_logged("work while idle", self._idle)
 
     def _write(self, job: Job) -> None:
         error: StoreError | None = None
@@ -148,9 +148,9 @@ class Writer:
         except StoreError as raised:
             error = raised
         except Exception as raised:
-            log.exception("save failed")
-            error = StoreError(f"A save failed: {raised!r}.")
-        _run_logged("save callback", lambda: self._done(job, error))
+            log.exception("writing KV to disk failed")
+            error = StoreError(f"Writing KV to disk failed: {raised!r}.")
+        _run_logged("completing a write", lambda: self._done(job, error))
 
 
 def _run_logged(what: str, action: Callable[[], None]) -> None:

@@ -97,7 +97,10 @@ def test_a_buffer_that_cannot_be_compacted_leaves_the_budget_with_its_bytes(
     with monkeypatch.context() as patch:
         patch.setattr(Lineage, "_refill", fail)
         dense.kv.ram.evict(600 * dense.kv.layout.bytes_per_token)
-    assert f"compacting a buffer failed; buffer released: {NO_MEMORY}" in caplog.messages
+    assert (
+        f"copying KV to a smaller buffer failed; this KV is no longer in RAM: {NO_MEMORY}"
+        in caplog.messages
+    )
     dense.check()
     assert dense.kv.budget.by_kind()["kv"] == 0
     assert dense.ask(ids).out == dense.cold(ids)

@@ -186,7 +186,7 @@ async def test_each_file_to_warm_is_computed_and_an_invalid_one_skipped(tmp_path
     assert len(engine.jobs) == 1
     lines = [record.getMessage() for record in caplog.records]
     assert [line.split(" ")[0] for line in lines] == [str(bad), str(gone), str(good)]
-    for line, expected in zip(lines, ("not warmed", "cannot be read", "is warm"), strict=True):
+    for line, expected in zip(lines, ("not warmed", "cannot be read", " warmed: "), strict=True):
         assert expected in line
     assert [record.levelname for record in caplog.records] == ["WARNING", "WARNING", "INFO"]
     engine.submit_error = ContextLengthExceeded("prompt is too long")

@@ -53,7 +53,7 @@ def test_a_locked_index_holds_up_no_list_and_no_stop(toy: ToyMaker, tmp_path: Pa
             assert refused.status_code == 503
             assert int(refused.headers["Retry-After"]) > 0
             server.stop(seconds=LESS_THAN_A_LOCK_IS_WAITED_FOR)
-        assert "turns were not written to the table of sessions in time" in server.output
+        assert "turns were not written to the table of sessions within 1 s" in server.output
         assert "tokens was not written to disk within" in server.output
     with sqlite3.connect(cache / "store" / "index.sqlite") as connection:
         assert connection.execute("SELECT name FROM sessions").fetchall() == [(None,)]

@@ -42,7 +42,7 @@ def server(toy: ToyMaker, home: Path) -> Iterator[Served]:
     )
     flags += ("--api-keys-file", str(file), "--warm", str(warm), "--log-level", "debug")
     with served("--model", str(toy("llama")), *flags, home=home) as found:
-        until(lambda: found.output.count("is warm: ") == 2, 120, lambda: found.output)
+        until(lambda: found.output.count(" warmed: ") == 2, 120, lambda: found.output)
         yield found
 
 

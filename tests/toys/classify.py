@@ -29,7 +29,8 @@ END = "<!-- end of the table -->"
 
 REMARKS = {
     "olmo": "mlx-lm cannot feed it",
-    "phi3small": "in mlx-lm, tokens attend to later ones of a block: replies depend on the chunks",
+    "phi3small": "in mlx-lm, a token attends to later ones of its group of 32 or 64: "
+    "replies depend on the chunks",
     "plamo3": "in mlx-lm, windows are longer within a chunk: replies depend on the chunks",
 }
 """Remarks on mlx-lm's own behaviour that affects replies, by module."""
@@ -121,7 +122,7 @@ def reuse(family: Family) -> str:
         return "nothing: the class is unknown"
     if "checkpoint" in family.verbs:
         return "from checkpoints"
-    return "any token; windows are restored" if "window" in family.verbs else "any token"
+    return "any token; windows are refilled" if "window" in family.verbs else "any token"
 
 
 def table(found: Iterable[Family]) -> str:
