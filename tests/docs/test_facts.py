@@ -69,7 +69,7 @@ FACTS = (
     ("explain", r"At most ([\d,]+) files and", record.MAX_FILES),
     ("explain", r"files and (\S+ MB) are kept", record.MAX_BYTES),
     ("troubleshooting", r"writing and reading (\S+ MiB)", disk.TEST_BYTES),
-    ("troubleshooting", r"that time, at most (\d+), are then added", late_turns.MAX_LATE),
+    ("troubleshooting", r"it was missing, at most (\d+), are then added", late_turns.MAX_LATE),
     ("troubleshooting", r"4 s and so on, up to every (\d+) s\.", write_behind.RETRY_S),
 )
 """A page, an expression whose group is the figure, and the figure in the code."""
