@@ -356,7 +356,10 @@ class WriteBehind:
         return sum(node in path.node.path() for path in [*self._queue, *self._handed])
 
     def forget(self, nodes: Sequence[Node]) -> None:
-        """Stop writing every path through one of `nodes`. Jobs in flight are still written."""
+        """Remove from the queue every path through one of `nodes`.
+
+        Runs and checkpoints that the disk writer already has are still written.
+        """
         held = [*self._queue, *self._handed]
         self._drop([path for path in held if any(node in nodes for node in path.node.path())])
 

@@ -95,6 +95,7 @@ def test_a_short_prompt_is_answered_within_three_chunks(bench: Bench) -> None:
             bench.scheduler.cancel(reply)
 
 
+@pytest.mark.slow
 def test_short_prompts_without_end_do_not_starve_a_long_one(bench: Bench) -> None:
     """It is passed over, and each time gains on them."""
     long = bench.put(ids(8, LONG), tokens=2)

@@ -290,6 +290,7 @@ return [document.querySelector('.toast button') !== null, there];
 """
 
 
+@pytest.mark.slow
 def test_a_removal_is_undone_carried_out_or_left_behind(api: Api, opened: Page) -> None:
     """Nothing is gone before the time is over, or the page is left."""
     source = session_of(api, "first")["id"]

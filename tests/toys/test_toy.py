@@ -122,6 +122,7 @@ def test_the_same_seed_gives_the_same_weights(tmp_path: Path, family: str) -> No
     assert not all(mx.array_equal(first[name], other[name]) for name in first)
 
 
+@pytest.mark.slow
 def test_control_tokens_are_never_the_likeliest_unless_asked_for(
     toy: Callable[..., Path], toy_llama: Path
 ) -> None:

@@ -110,6 +110,7 @@ def test_a_deep_path_is_looked_up_fast():
     assert float(np.median(seconds)) < 0.002
 
 
+@pytest.mark.slow
 def test_evicting_ten_thousand_leaves_is_fast():
     """The leaf that is missed least is found by a heap, not by a walk of the tree."""
     tree = fill([60] * 10_000, tokens(10**9, 40))

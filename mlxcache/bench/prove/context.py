@@ -115,9 +115,10 @@ def usable_bytes(device: Mapping[str, Any]) -> int:
 
 
 def settle(client: Client) -> None:
-    """Wait until the server has written everything it computed, then `SETTLED_S` seconds more.
+    """Wait until the server has nothing left to write to disk, then `SETTLED_S` seconds more.
 
-    Gives up after `PATIENCE_S` seconds. Raises Refused.
+    After `PATIENCE_S` seconds it stops waiting and returns normally. Raises Refused if the server
+    answers a request with an error or cannot be reached.
     """
     deadline = time.monotonic() + PATIENCE_S
     while client.get("/v1/cache")["pending_bytes"] and time.monotonic() < deadline:

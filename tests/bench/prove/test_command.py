@@ -64,6 +64,7 @@ def test_a_quick_run_measures_everything_and_tells_nothing_private(tmp_path: Pat
         assert private not in page
 
 
+@pytest.mark.slow
 def test_one_scenario_on_a_model_of_the_users(tmp_path: Path) -> None:
     """Described by its sizes; the report says nothing of its folder."""
     model = make_toy(tmp_path / "secret-model")

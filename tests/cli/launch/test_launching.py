@@ -408,6 +408,7 @@ def test_a_server_that_cannot_start_is_reported_with_the_end_of_its_log(here: He
     assert not here.output.exists()
 
 
+@pytest.mark.slow
 def test_a_port_used_by_another_program_is_an_error(here: Here) -> None:
     """So is an address of another machine without a server."""
     here.install("claude")
