@@ -104,6 +104,8 @@ made.chmod(0o755)
 """
 SLOW_PIP = """
 import pathlib, sys, time
+
+from tests.served import default_signals
 if sys.argv[1] == "install":
     print("Collecting mlx", flush=True)
     pathlib.Path({begun!r}).touch()
@@ -134,6 +136,7 @@ def test_ctrl_c_ends_in_one_line_that_says_what_to_do(tmp_path: Path, during: st
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
+        preexec_fn=default_signals,  # noqa: PLW1509 - it takes no lock
         env=os.environ | {"PYTHON": sys.executable, "PYTHONPATH": str(modules)},
     )
     end = time.monotonic() + 20

@@ -85,7 +85,7 @@ def test_a_folder_that_goes_fails_no_request(tmp_path, caplog):
     for i in range(3):
         recorder.record(f"req_{i}", "/v1/messages", b"{}")
     recorder.close()
-    assert caplog.text.count("not recorded") == 1
+    assert caplog.text.count("request body not written") == 1
 
 
 def test_a_folder_that_cannot_be_is_wrong_usage(tmp_path):
