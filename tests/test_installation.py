@@ -105,7 +105,6 @@ made.chmod(0o755)
 SLOW_PIP = """
 import pathlib, sys, time
 
-from tests.served import default_signals
 if sys.argv[1] == "install":
     print("Collecting mlx", flush=True)
     pathlib.Path({begun!r}).touch()
