@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.served import default_signals
+
 BIN = Path(__file__).parents[1] / "bin"
 PIP = """
 import os, sys, time
