@@ -204,7 +204,10 @@ def _header_length(fd: int, most: int) -> int:
 
 
 def is_foreign_size(text: bytes) -> bool:
-    """Return whether `read_foreign_header` accepts a header of this size and number of entries."""
+    """Return whether the header `text` is small enough for `read_foreign_header`.
+
+    Both its bytes and the number of its entries are limited.
+    """
     return len(text) <= MOST_FOREIGN and text.count(b",") + text.count(b":") <= _MOST_VALUES
 
 

@@ -124,7 +124,10 @@ def _round(lives: Lives, visit: Visit) -> Round:
 
 
 def _restored(client: Client, reply: Reply) -> int | None:
-    """Return the restored tokens of a request, or None: only this server reports them."""
+    """Fetch the number of restored tokens of the request of `reply`.
+
+    Returns None for other servers, which do not report it.
+    """
     if reply.request is None:
         return None
     with contextlib.suppress(Refused):

@@ -182,7 +182,7 @@ def warm(visit: Visit) -> Outcome:
 
 
 def edited(visit: Visit) -> Outcome:
-    """Measure a turn whose last user message was replaced by another one."""
+    """Measure the last turn of the conversation `revised`, sent again with another user message."""
     talk = visit.talk("revised")
     if len(talk.messages) < 5:
         talk.ask(visit.words())
@@ -286,7 +286,7 @@ def _branch(visit: Visit) -> Outcome:
 
 
 def returned(visit: Visit) -> Outcome:
-    """Measure the next turn of the conversation `grown`, after other turns have left it."""
+    """Measure the next turn of the conversation `grown`, after turns that branched off from it."""
     return _one(visit.grown().ask(visit.words()))
 
 

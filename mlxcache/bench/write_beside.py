@@ -108,7 +108,11 @@ def _plainly(folder: Path, sizes: Sequence[int], data: bytes) -> None:
 
 @asynccontextmanager
 async def _decoding(inside: Inside, run: int) -> AsyncIterator[None]:
-    """Generate replies to one prompt, one after another, while the block runs."""
+    """Generate replies to one prompt, one after another, while the block runs.
+
+    The block begins once replies are being generated. `run` is the number of the repetition, which
+    selects the prompt. Waits at the end until the last reply has ended and is written to disk.
+    """
     prompt = inside.tokens(32 * inside.core.layout.bytes_per_token, 500 + run)
     over = asyncio.Event()
 

@@ -104,7 +104,8 @@ def clear(
 def _describe_clearing(where: Where, *, pinned: bool) -> str:
     """Return the question that asks to confirm clearing the cache.
 
-    It says what will be removed from `where`; `pinned` tells whether pinned sessions are included.
+    It says what will be removed from `where`, a server or a cache folder. `pinned` tells whether
+    pinned sessions are included.
     """
     sessions = where.sessions()
     kept = 0 if pinned else sum(one["pinned"] for one in sessions)

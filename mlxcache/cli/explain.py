@@ -387,7 +387,10 @@ def _row(out: Console, name: str, text: Text) -> None:
 
 
 def _marked(text: str, start: int, end: int, style: str) -> Text:
-    """Style all but the first `start` and last `end` characters, and shorten the text."""
+    """Return `text` cut to `_EXCERPT` * 2 characters, with its middle in `style`.
+
+    The middle is all but the first `start` and the last `end` characters of the uncut text.
+    """
     shown = Text(text)
     shown.stylize(style, start, len(text) - end)
     return shown[: _EXCERPT * 2]

@@ -172,7 +172,7 @@ def _find_place(path: str) -> tuple[str, int]:
 
 
 def _line(path: str, flat: Mapping[str, Any]) -> Iterator[Line]:
-    """Yield the line for one figure, or nothing if another line has it.
+    """Yield the line for one figure, or nothing if the line of another figure shows it too.
 
     `flat` maps the dotted paths of all figures to their values, and `path` is that of this figure.
     A limit is printed beside the used bytes, and the reason for the disk tier's state beside the

@@ -36,7 +36,7 @@ class LazyGroup(TyperGroup):
     lazy: Mapping[str, Lazy] = {}
 
     def get_params(self, ctx: typer.Context) -> list[Any]:  # type: ignore[override]
-        """Return the group's parameters. The help shows no types for flags."""
+        """Return the group's parameters, changed so that the help shows no type beside a flag."""
         return _hide_flag_types(super().get_params(ctx))
 
     def invoke(self, ctx: Any) -> Any:
@@ -54,7 +54,7 @@ class LazyGroup(TyperGroup):
     def resolve_command(self, ctx: typer.Context, args: list[str]) -> Any:  # type: ignore[override]
         """Import the command named first in `args`, in place of its placeholder.
 
-        Returns the result of click's own method for that command.
+        Returns the name, the command and the remaining arguments, as click's own method does.
         """
         name = args[0] if args else ""
         if name in self.lazy:

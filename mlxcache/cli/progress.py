@@ -39,10 +39,10 @@ class _Speed(ProgressColumn):
 
 @contextmanager
 def byte_bar(what: str) -> Iterator[Step]:
-    """Show a bar of bytes done, with the speed, on standard error; yield a function to update it.
+    """Show a bar labelled `what` on standard error, with the bytes done and the speed.
 
-    The function takes the bytes done and their total, which is 0 while unknown. Without a terminal,
-    nothing is shown.
+    Yields a function to update it, which takes the bytes done and their total, or 0 while the total
+    is unknown. Without a terminal, nothing is shown.
     """
     with _bar(what, format_size, _Speed()) as step:
         yield step
@@ -50,10 +50,10 @@ def byte_bar(what: str) -> Iterator[Step]:
 
 @contextmanager
 def count_bar(what: str) -> Iterator[Step]:
-    """Show a bar of a count and the time passed on standard error; yield a function to update it.
+    """Show a bar labelled `what` on standard error, with a count and the time passed.
 
-    The function takes the count so far and the total, which is 0 while unknown. Without a terminal,
-    nothing is shown.
+    Yields a function to update it, which takes the count so far and the total, or 0 while the total
+    is unknown. Without a terminal, nothing is shown.
     """
     with _bar(what, "{:,}".format, TimeElapsedColumn()) as step:
         yield step

@@ -114,11 +114,11 @@ Where = Any
 def located(
     command: Callable[..., Result], find: Callable[..., Remote | Offline] = find_target
 ) -> Callable[..., None]:
-    """Decorate a command: replace its `where` by --json, --url, --api-key and --cache-dir.
+    """Decorate a command: replace its parameter `where` by options that name the server or folder.
 
-    The wrapper passes the target that `find` returns as `where`, and prints the command's result.
-    Options of the command override those of its group. A MlxcacheError is printed and ends the
-    command.
+    They are --json, --url, --api-key and --cache-dir. The wrapper passes the target that `find`
+    returns as `where`, and prints the command's result. Options of the command override those of
+    its group. A MlxcacheError is printed and ends the command.
     """
     signature = inspect.signature(command)
     hints = get_type_hints(command, include_extras=True)

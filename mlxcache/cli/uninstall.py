@@ -192,9 +192,10 @@ def _own_files(folder: Path, name: str) -> list[Path]:
 
 
 def _remove_own(folder: Path, name: str) -> None:
-    """Remove mlxcache's files in the folder `name`, and then the folders that are empty.
+    """Remove mlxcache's files in `folder` / `name`, and then each folder that is empty.
 
-    Of a symbolic link the target is treated in this way, and the link is removed with it.
+    If that path is a symbolic link, the files are removed from its target, and the link is removed
+    if the target is.
     """
     top = folder / name
     for path in _own_files(folder, name):

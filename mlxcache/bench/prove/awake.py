@@ -70,7 +70,10 @@ def _await_end(held: set[int]) -> None:
 
 
 def asserting() -> set[int]:
-    """Return the ids of `caffeinate` processes that prevent sleep. Raises OSError, NotHeld."""
+    """Return the ids of `caffeinate` processes that prevent sleep now, as pmset lists them.
+
+    Raises OSError if pmset cannot be run, and NotHeld if it fails.
+    """
     done = subprocess.run(
         ["pmset", "-g", "assertions"], capture_output=True, text=True, check=False, timeout=30
     )

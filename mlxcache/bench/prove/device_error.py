@@ -89,9 +89,9 @@ async def _cold(inside: Inside, ids: Tokens) -> Heard:
 
 
 async def _ask(inside: Inside, ids: Tokens, right: Heard, outcomes: Outcomes, what: str) -> None:
-    """Request one reply, compare it with `right`, and count it in `outcomes`.
+    """Request one reply to `ids`, compare it with the correct reply `right`, and count the outcome.
 
-    `what` describes the request if the reply is wrong.
+    `what` describes the request, for the text recorded if the reply is wrong.
     """
     try:
         heard = await equality.hear(inside, ids)

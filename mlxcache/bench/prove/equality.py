@@ -88,10 +88,10 @@ def _noise(ids: Tokens, runtime: ModelRuntime) -> float:
 
 
 async def _after(inside: Inside, ids: Tokens, way: str) -> Heard:
-    """Compute all but the end of `ids`, then return the reply to all of it.
+    """Cache the KV of all but the last `TAIL` tokens of `ids`, then reply to all of `ids`.
 
-    `way` is one of the constants: with `RESTORED`, that prefix is read from disk, otherwise from
-    RAM; with `BESIDE`, other requests run at the same time.
+    With `way` `RESTORED`, that KV is read from disk, otherwise from RAM. With `BESIDE`, other
+    requests run at the same time as the reply.
     """
     await inside.clear()
     await drained(await inside.ask(ids[:-TAIL], 1))

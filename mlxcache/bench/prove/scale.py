@@ -9,11 +9,12 @@ from dataclasses import dataclass
 class Scale:
     """Lengths in tokens, and number of repetitions (`runs`).
 
-    `short` and `long` are prompts of the first-token scenarios. `decode` are prompts of the
-    decoding scenario, with replies of `reply` tokens and `crowds` of simultaneous replies. `prompt`
-    is fed in passes of each of `passes` tokens. `deep` is the prefix of the memory scenarios, and
-    `equal` are those of the equality scenario. `disk_bytes` is the size of sessions in the disk
-    scenarios. `quick` is True for the shorter lengths of --quick.
+    `short` and `long` are prompt lengths of the first-token scenarios. `decode` are prompt lengths
+    of the decoding scenario; its replies have `reply` tokens, and `crowds` are the numbers of
+    replies generated at once. `prompt` is the prompt length of the prefill scenario, and `passes`
+    are the lengths of the passes in which it is fed. `deep` is the prefix length of the memory
+    scenarios, and `equal` are the prompt lengths of the equality scenario. `disk_bytes` is the size
+    of a session in the disk scenarios. `quick` is True for the shorter lengths of --quick.
     """
 
     short: tuple[int, ...] = (4_000, 20_000)

@@ -62,9 +62,10 @@ def _beside_generate(context: Context, tokens: int) -> None:
 
 
 def _play(context: Context, tokens: int, lives: Lives, own: OwnTime | None) -> list[Pair]:
-    """Measure decoding at one server.
+    """Measure decoding after prompts of `tokens` tokens at the server of `lives`.
 
-    Returns pairs of its tokens per second and those of mlx_lm.generate; empty if `own` is None.
+    The figures are written to the findings of `context`. Returns, per repetition, the server's
+    tokens per second and those of mlx_lm.generate, which `own` measures; empty if `own` is None.
     """
     found, scale = context.found, context.scale
     row = f"{tokens:,} tokens, {lives.name}"
@@ -107,7 +108,10 @@ def endless_prompts(context: Context, tokens: int) -> Iterator[Messages]:
 
 
 def _checked(reply: Reply, asked: int) -> Reply:
-    """Return `reply`. Raises ValueError if it is too short to measure its speed."""
+    """Return `reply` if it has at least half of the `asked` tokens, and 2; else raise ValueError.
+
+    A shorter reply does not suffice to measure the speed.
+    """
     if reply.generated_tokens < max(2, asked // 2):
         raise ValueError(f"a reply ended after {reply.generated_tokens} of {asked} tokens")
     return reply

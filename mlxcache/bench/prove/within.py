@@ -125,9 +125,9 @@ def _capacity(inside: Inside) -> int:
 
 
 async def _prefix(inside: Inside, tokens: int) -> Tokens:
-    """Put KV of `tokens` random tokens into RAM and return the tokens.
+    """Put KV of `tokens` random tokens into RAM and return the token ids.
 
-    The KV is random if the model caches nothing else, and computed otherwise.
+    The KV is random if the model caches nothing but KV. Otherwise a request computes it.
     """
     ids = np.random.default_rng(7).integers(0, equality.TOKEN_IDS, tokens, np.int32)
     if inside.plain:
@@ -160,7 +160,10 @@ async def _generated(stream: Any, count: int) -> None:
 
 
 def _resident(_: object) -> int:
-    """Return the bytes that MLX holds while nothing is being computed."""
+    """Return the bytes of MLX's arrays in memory after all submitted work has ended.
+
+    The argument, which `Engine.call` passes to every action, is not used.
+    """
     mx.synchronize()
     return int(mx.get_active_memory())
 

@@ -119,7 +119,9 @@ def examine_mac(
 
     `chip` is its name, such as "Apple M4". `macos` is the version; if it is empty, the machine is
     not a Mac, and the result is empty. `keep_awake` is the server's setting of that name, for which
-    the program `caffeinate` is needed.
+    the program `caffeinate` is needed. `run` runs commands of macOS. `environ` may hold variables
+    of
+    MLX and Metal that affect precision and the watchdog.
     """
     if not macos:
         return []
@@ -166,9 +168,10 @@ def _sleep(power: Power, *, keep_awake: bool, missing: bool) -> Finding:
 
 
 def _float32(chip: str, macos: str, environ: Mapping[str, str]) -> Finding | None:
-    """Report whether this Mac multiplies float32 in TF32, with a shorter mantissa.
+    """Report whether MLX multiplies float32 as TF32 (10 bits of mantissa) on this Mac.
 
-    Returns None for chips and versions of macOS that do not.
+    The variable MLX_ENABLE_TF32 in `environ` can prevent that. Returns None for chips and versions
+    of macOS on which MLX never uses TF32.
     """
     found = re.search(r"\bM(\d+)", chip)
     if found is None or int(found[1]) < TF32_CHIP or version_of(macos) < TF32_MACOS:

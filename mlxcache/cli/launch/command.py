@@ -69,10 +69,11 @@ class LaunchCommand(TyperCommand):
 
 
 def _dashes_hint(given: Sequence[str], unknown: str, possible: Sequence[str]) -> str | None:
-    """Return the command to type instead of the words `given`, in which `unknown` is no option.
+    """Return a message with a command line in which `--` precedes an unknown option.
 
-    None if no client is named before it, or `--` is there. An option of `possible` that is spelt
-    almost alike is suggested too.
+    `given` holds the words after `mlxcache launch`. `unknown` is the one that is no option of
+    `launch`, probably meant for the client. The option of `possible` that is spelt most like it is
+    suggested too. Returns None if no client is named before `unknown`, or `--` is already there.
     """
     is_short = not unknown.startswith("--")
     at = next(

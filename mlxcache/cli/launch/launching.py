@@ -288,7 +288,8 @@ def _local_address(url: str) -> dict[str, str] | None:
 def _invocation(name: ClientName, arguments: list[str], *, needed: bool = True) -> Invocation:
     """Describe the client program with the user's arguments and environment.
 
-    If it is not installed, raises MlxcacheError, or prints a line if not `needed`.
+    If the client is not installed, raises MlxcacheError; without `needed`, prints the error to
+    standard error instead and returns an Invocation whose `installed` is False.
     """
     client = CLIENTS[name]
     path: Path | None

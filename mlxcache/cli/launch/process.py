@@ -149,10 +149,10 @@ def remove_abandoned_settings() -> list[Path]:
 
 
 def _is_abandoned(folder: Path) -> bool:
-    """Return whether `folder` belongs to this user and its lock is no longer held.
+    """Return whether a folder of `_settings_file` is this user's and no process holds its lock.
 
-    Without a file for the lock, the settings file is the lock. Raises OSError if it cannot be
-    examined.
+    The lock is held on a file of its own, or on the settings file if `folder` has no lock file.
+    Raises OSError if that file cannot be examined.
     """
     try:
         found = folder.lstat()

@@ -38,8 +38,9 @@ def configure_qwen(
 ) -> Setup:
     """Return the setup of Qwen Code for `service`.
 
-    No variable and no flag sets the context length. It is in a settings file that takes the place
-    of the machine's, so there is none if the machine has settings, in a folder of `machine`.
+    The context length can only be set in a settings file, which then replaces the settings for the
+    whole machine. No such file is written if the user's environment names one, or if one of the
+    paths in `machine`, where machine-wide settings are kept, exists.
     """
     chosen = (("--auth-type", "openai"), ("--model", ANY_MODEL))
     given = invocation.arguments

@@ -37,7 +37,10 @@ class Service:
 
     @property
     def output(self) -> int:
-        """Longest reply in tokens: at most a quarter of a short context, to leave room."""
+        """Maximum tokens of a reply for clients to request.
+
+        It is at most a quarter of the context, so that the prompt has room.
+        """
         return min(_MOST_OUTPUT, self.context // 4)
 
 
@@ -115,9 +118,10 @@ _ADDED = (("LD_PRELOAD", "libopenblas.so.0"), ("GLIBC_TUNABLES", "glibc.malloc.h
 
 
 def without_script_settings(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return `environ` without what the scripts in bin/ add to it on Linux (`_ADDED`).
+    """Return `environ` without the entries that the scripts in bin/ add on Linux (`_ADDED`).
 
-    That is meant for the server and must not affect the programs that an agent runs.
+    They load OpenBLAS and set up malloc for the server, and must not affect the programs that an
+    agent runs.
     """
     found = dict(environ)
     for name, added in _ADDED:
