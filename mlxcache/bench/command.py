@@ -102,7 +102,7 @@ def bench(
     json_file: JsonFile = None,
     strict: Strict = False,
 ) -> None:
-    """Measure this server and others, in interleaved pairs on the same model."""
+    """Measure latency, speed and memory of this server and others on the same model, in turn."""
     names = chosen_names(only or ()) or DEFAULT
     options = Options(tokens, runs, reply, launches(against or (), mlx_lm), wait, keep)
 

@@ -81,9 +81,9 @@ class Bench:
         self._hold(results, f"{family}: ")
 
     def restart(self, model: Path, name: str = "restart") -> None:
-        """Measure the turn after every server was killed and started again, as `restart.play` does.
+        """Measure the time to the first token after every server was killed and started again.
 
-        The figures are stored under `name`.
+        Runs `restart.play`. The figures are stored under `name`.
         """
         options, filler = self.options, Filler(model)
         launches = [self.ours(name), *options.launches]

@@ -267,7 +267,7 @@ def branched(visit: Visit) -> Outcome:
 def branched_again(visit: Visit) -> Outcome:
     """Measure a second turn that leaves the conversation `grown` at the same place as `branched`.
 
-    Its new text is another one.
+    From there on its text differs from that of both.
     """
     if "branched" not in visit.played:
         _branch(visit)

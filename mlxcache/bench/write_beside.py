@@ -46,9 +46,9 @@ class Paces:
 def write_beside(
     model: Path, folder: Path, runs: int, on_step: Callable[[str], None], total: int = TOTAL_BYTES
 ) -> Measured:
-    """Measure a reply while `total` bytes are written by the disk tier, and by a plain thread.
+    """Measure the speed of a reply while the disk tier, or a plain thread, writes `total` bytes.
 
-    Repeats that `runs` times. The plain thread writes files of the same sizes in the same way: it
+    Repeats both `runs` times. The plain thread writes files of the same sizes in the same way: it
     syncs each and then renames it. `on_step` is called with a text at each step. Blocks. Raises
     ValueError, MlxcacheError, OSError.
     """

@@ -64,7 +64,7 @@ COMMANDS = {
     ),
     "bench": Lazy(
         "mlxcache.bench.command:bench",
-        "Measure this server and others, in interleaved pairs on the same model.",
+        "Measure latency, speed and memory of this server and others on the same model, in turn.",
     ),
     "prove": Lazy(
         "mlxcache.bench.prove.command:prove",

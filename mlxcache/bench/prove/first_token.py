@@ -28,12 +28,12 @@ GROWTH_POWER = 1.6
 
 
 def short(context: Context) -> None:
-    """Measure first tokens at the shorter prompt lengths of the scale."""
+    """Measure times to the first token at the shorter prompt lengths of the scale."""
     _lengths(context, context.scale.short)
 
 
 def long(context: Context) -> None:
-    """Measure first tokens at the longer prompt lengths of the scale."""
+    """Measure times to the first token at the longer prompt lengths of the scale."""
     _lengths(context, context.scale.long)
 
 
@@ -63,7 +63,11 @@ def _forecast(known: tuple[int, float] | None, tokens: int) -> float:
 
 
 def _ours(context: Context, tokens: int) -> float:
-    """Measure this server at one prompt length and return the seconds of its cold first token."""
+    """Measure this server's times to the first token for a conversation of `tokens` tokens.
+
+    Its first turn is cold, later ones are warm or follow a restart. Returns the seconds of the cold
+    one.
+    """
     found, runs = context.found, context.scale.runs
     row = f"{tokens:,} tokens, {OURS}"
     with ExitStack() as stack:
@@ -95,9 +99,10 @@ def _ours(context: Context, tokens: int) -> float:
 
 
 def _own_beside(context: Context, tokens: int, stack: ExitStack) -> OwnTime | None:
-    """Return a process that times mlx-lm alone while the server is running.
+    """Return a process that can time mlx-lm alone, run beside the server under measurement.
 
-    Returns None if memory is short for both, or if the model cannot be measured that way.
+    It ends with `stack`. Returns None if memory is short for both, or if the model cannot be
+    measured that way.
     """
     if context.subject.needed_bytes(tokens, processes=2) > context.usable_bytes:
         return None
@@ -109,11 +114,11 @@ def _own_beside(context: Context, tokens: int, stack: ExitStack) -> OwnTime | No
 
 
 def _own_after(context: Context, row: str, fed: Sequence[tuple[int, int]]) -> list[float | None]:
-    """Time mlx-lm alone after the server has ended.
+    """Time mlx-lm alone on the warm turns that a server, which has ended by now, was measured with.
 
-    `row` is the table row of this prompt length, which gets the times. `fed` holds pairs of cached
-    and new tokens. Returns the server's warm first-token times divided by those of mlx-lm; empty if
-    the model cannot be measured that way.
+    `row` is the table row of this prompt length, which gets the times. `fed` holds, for each turn,
+    its cached and its new tokens. Returns the server's times to the first token divided by those of
+    mlx-lm; empty if the model cannot be measured that way.
     """
     try:
         with context.own_time() as own:
@@ -144,7 +149,7 @@ def _restarts(context: Context, row: str, lives: Lives, talk: Conversation, visi
 
 
 def _theirs(context: Context, tokens: int) -> None:
-    """Measure mlx_lm.server at one prompt length."""
+    """Measure mlx_lm.server's times to the first token, cold and warm, at `tokens` tokens."""
     row = f"{tokens:,} tokens, {THEIRS}"
     with context.theirs() as lives:
         visit = _visit(context, lives, tokens)

@@ -29,7 +29,10 @@ Pair = tuple[float, float]
 
 
 def decode(context: Context) -> None:
-    """Measure one reply and several at once, at this server, mlx_lm.generate and mlx_lm.server."""
+    """Measure the speed of decoding at this server, mlx_lm.generate and mlx_lm.server.
+
+    The servers are also measured with several replies at once.
+    """
     for tokens in context.scale.decode:
         what = f"decoding at {tokens:,} tokens"
         if not context.fits(what, tokens):
@@ -98,7 +101,10 @@ def _play(context: Context, tokens: int, lives: Lives, own: OwnTime | None) -> l
 
 
 def endless_prompts(context: Context, tokens: int) -> Iterator[Messages]:
-    """Yield prompts of about `tokens` tokens without end. Only their last messages differ."""
+    """Yield an endless sequence of prompts of about `tokens` tokens.
+
+    They differ only in their last messages.
+    """
     system = context.filler.text(max(16, tokens - LAST_TOKENS), f"decode/{tokens}")
     number = 0
     while True:
@@ -108,9 +114,9 @@ def endless_prompts(context: Context, tokens: int) -> Iterator[Messages]:
 
 
 def _checked(reply: Reply, asked: int) -> Reply:
-    """Return `reply` if it has at least half of the `asked` tokens, and 2; else raise ValueError.
+    """Return `reply` if it is long enough to measure its speed.
 
-    A shorter reply does not suffice to measure the speed.
+    Raises ValueError if it has less than half of the `asked` tokens, or fewer than 2.
     """
     if reply.generated_tokens < max(2, asked // 2):
         raise ValueError(f"a reply ended after {reply.generated_tokens} of {asked} tokens")
@@ -143,7 +149,7 @@ def rate_together(client: Client, prompts: Sequence[Messages], reply: int) -> fl
 
 
 def prefill(context: Context) -> None:
-    """Measure prefill: mlx-lm's in passes of several lengths, and this server's as served."""
+    """Measure the speed of prefill: mlx-lm's in passes of several lengths, and this server's."""
     scale, found = context.scale, context.found
     row = f"{scale.prompt:,} tokens"
     if not context.fits("prefill", scale.prompt):
