@@ -59,12 +59,13 @@ def foreign_origin(
     any_host: bool = False,
     linkable: bool = False,
 ) -> str | None:
-    """Return the name of the web page of another site that made a request, or None if none did.
+    """Return the web page that a request must be refused for, or None if it is allowed.
 
-    Requests are allowed from pages of this server, from the origins `allowed`, and from origins
-    with other schemes, such as an editor's `vscode-webview://...`. The hidden origin `null` is
-    refused. With `any_host`, every name in Host is accepted. `linkable` allows links on other pages
-    to open the path.
+    The page is named by its origin or by the Host header. Requests are allowed from pages of this
+    server, from the origins `allowed`, and from origins with other schemes, such as an editor's
+    `vscode-webview://...`. The hidden origin `null` is refused. With `any_host`, every name in Host
+    is
+    accepted. `linkable` allows links on other pages to open the path.
     """
     host, origin = headers.get("host", ""), headers.get("origin", "").lower()
     if not any_host and not is_local(_host_name(f"//{host}")):
@@ -130,8 +131,9 @@ def _address(url: str, like: str = "") -> tuple[str, int] | None:
 def check_page(settings: ApiSettings, request: Request) -> None:
     """Raise HTTPException for a request of another site's page (403) or too many headers (431).
 
-    If keys are required, or with `any_host`, every host name is accepted: a page does not have a
-    key.
+    If keys are required, or with `any_host`, every host name is accepted: another site's page
+    cannot
+    have a key.
     """
     raw = request.scope["headers"]
     if len(raw) > MAX_HEADERS or sum(len(k) + len(v) for k, v in raw) > MAX_HEADER_BYTES:
@@ -225,8 +227,9 @@ class Keyring:
 def check_key(keys: Keyring, request: Request) -> None:
     """Set the context variable `OWNER` to the owner of the request's key.
 
-    It is None where no key is required. Raises Unauthorized if one is required and the request has
-    no valid one.
+    It is set to None if no key is required. Raises Unauthorized if a key is required and the
+    request
+    has no valid one.
     """
     needs_key = keys and request.scope["path"] not in KEYLESS_PATHS
     OWNER.set(keys.find_owner(request.headers) if needs_key else None)
@@ -242,7 +245,10 @@ class CheckMiddleware:
         self._app, self._check, self._refusals = app, check, refusals
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Check one request, then pass it on or answer with an error. Checks only HTTP."""
+        """Check one HTTP request, then pass it on or answer with an error.
+
+        Connections other than HTTP are passed on unchecked.
+        """
         if scope["type"] == "http":
             request = Request(scope)
             try:
@@ -291,9 +297,11 @@ class RefusalLog:
             log.warning("404 %s %s: %s%s", request.method, request.scope["path"], cause, more)
 
     def _begin_line(self) -> str | None:
-        """Return words for the end of a line about to be logged; None if it must only be counted.
+        """Return the text to append to the next log line, or None if no line may be logged now.
 
-        The words name the number of requests that were counted since the last line.
+        The text tells how many requests were counted, but not logged, since the last line. With
+        None, this
+        request is counted.
         """
         now = self._clock()
         if now < self._silent_until:
@@ -316,7 +324,7 @@ _CLIENT_PATHS = frozenset(
 
 
 def explain_wrong_base_url(path: str) -> str | None:
-    """Return what is wrong with the base URL of a client that asks for `path`; None if unknown."""
+    """Return what is wrong with a client's base URL if it requests `path`; None if unknown."""
     if path in _CLIENT_PATHS:
         return "the client's base URL lacks /v1"
     if path.removeprefix("/v1/v1") in _CLIENT_PATHS:
@@ -327,7 +335,7 @@ def explain_wrong_base_url(path: str) -> str | None:
 class UnknownPaths:
     """Handler of requests to paths that do not exist; logs those of a wrong base URL.
 
-    Clients hide the message of the response, which names the same cause.
+    The response says the same, but most clients do not show its message.
     """
 
     def __init__(self, refusals: RefusalLog):

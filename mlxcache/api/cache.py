@@ -98,7 +98,10 @@ async def warm(engine: Engine, body: bytes, id: str | None = None) -> dict[str, 
 
 
 async def run_warming(engine: Engine, job: Job) -> Finished:
-    """Compute the prompt of `job` and drop its reply. Raises the errors of `Engine.submit`."""
+    """Compute the prompt of `job` without a reply, and return the final event.
+
+    Raises the errors of `Engine.submit` and `finished_or_raise`.
+    """
     stream = await engine.submit(replace(job, max_tokens=1, raw=True, api=WARMING))
     last: Finished | None = None
     try:
@@ -185,8 +188,9 @@ async def build_tree(
 ) -> dict[str, Any]:
     """Build the answer of `GET /v1/cache/tree`: a prefix tree of at most `nodes` nodes.
 
-    `listed` are its sessions, all of the current owner. Those of other namespaces are left out. The
-    tree is built in a thread.
+    `listed`: the sessions to show, all of the current owner; those of other namespaces are left
+    out.
+    The tree is built in a thread.
     """
     own = [one for one in listed if one.session.namespace == sessions.namespace]
     owner = OWNER.get()

@@ -96,7 +96,8 @@ async def _forward(
 async def start_choices(deps: Deps, jobs: Sequence[Job]) -> Choices:
     """Submit `jobs` and wait until the first leaves the queue, at most `queue_grace` seconds.
 
-    It leaves the queue when memory is reserved and its cached prefix is known (`Admitted`). The
+    A job leaves the queue when its memory is reserved and its cached prefix is known (`Admitted`).
+    The
     caller must close the choices. If this function raises or is cancelled, they are already closed.
     Raises the errors of `Engine.submit`.
     """

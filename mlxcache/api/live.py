@@ -65,7 +65,7 @@ class Feed:
 
     Nothing is queued: a slow reader receives the current state and misses intermediate ones.
     Sessions are read only if they may have changed, because that uses the MLX thread. Figures are
-    read in a thread, because they wait for the disk.
+    read in another thread, because they wait for the disk.
     """
 
     def __init__(self, engine: Engine, owner: str | None):
@@ -172,10 +172,11 @@ class Feed:
             await asyncio.sleep(BUSY_S if runs else IDLE_S)
 
     def _poll(self) -> bool:
-        """Read the parts `server` and `requests`, and start reading the others that are due.
+        """Read the parts `server` and `requests`, and start reading the other parts that are due.
 
-        They are due at intervals: see `FIGURES_S` and `SESSIONS_S`. Returns whether any request is
-        running.
+        The cache's figures are due every `FIGURES_S` seconds, sessions at most as often, and the
+        tree with
+        them. Returns whether any request is running.
         """
         engine, now = self._engine, asyncio.get_running_loop().time()
         info = engine.info
@@ -265,7 +266,7 @@ def routes(deps: Deps) -> list[Route]:
 
 
 class LiveReaders:
-    """Number of readers of each owner, and one feed per owner."""
+    """Open live streams, counted for each owner, and one feed per owner."""
 
     def __init__(self, deps: Deps):
         self._deps = deps
@@ -273,9 +274,9 @@ class LiveReaders:
         self._readers: Counter[str | None] = Counter()
 
     def enter(self) -> Callable[[], None]:
-        """Count one more reader of the current owner; return a function that removes it.
+        """Count one more live stream of the current owner; return a function that removes it.
 
-        Raises TooMany if the owner already has `MAX_READERS`.
+        Raises TooMany if the owner already has `MAX_READERS` streams.
         """
         owner = OWNER.get()
         if self._readers[owner] >= MAX_READERS:

@@ -168,10 +168,12 @@ FAMILIES = (*_REQUESTS, *_MEMORY, *_DISK, *_SERVER)
 
 
 def arrange_figures(figures: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the engine's `figures` with further mappings, in the form that `FAMILIES` need.
+    """Return the engine's `figures`, with mappings added for the metrics of `FAMILIES`.
 
-    Texts that name a state, such as the memory pressure's level, become a 0 or 1 for each possible
-    state. Counts that lie among others of their kind, such as `total`, are left out.
+    A text that names a state, such as the level of memory pressure, becomes a mapping from each
+    possible state to 0 or 1. Totals, such as `total` beside the counts of requests by kind, are
+    left
+    out of the mappings.
     """
     tiers = {tier: figures.get(tier, {}) for tier in ("ram", "disk")}
     disk, queue = tiers["disk"], figures.get("queue", {})
@@ -226,7 +228,10 @@ class EngineCollector(Collector):
         self._figures = await run_sync(self._engine.figures)
 
     def describe(self) -> list[Metric]:
-        """Return no metrics, because there are no values before a model is loaded."""
+        """Return no metrics: `prometheus_client` then does not read them at registration.
+
+        There are no values before a model is loaded.
+        """
         return []
 
     def collect(self) -> Iterator[Metric]:

@@ -97,9 +97,10 @@ class Reply:
         return str(self.writer.response["id"])
 
     async def cancel(self) -> Payload:
-        """Stop generating, and return the response as cancelled; one that has ended is unchanged.
+        """Stop generating, and return the response with the status `cancelled`.
 
-        The task that reads the stream then stores it.
+        A response that has ended is returned unchanged. The coroutine that reads the stream then
+        stores it.
         """
         response = self.writer.response
         if response["status"] != "in_progress":
@@ -134,7 +135,10 @@ class RunningResponses:
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """A checked request: its body, the conversation that it continues (`talk`), and its tools."""
+    """A checked request: its body, its conversation (`talk`), and its tools.
+
+    The conversation includes the stored responses that the request continues.
+    """
 
     body: ResponsesRequest
     talk: wire.Conversation

@@ -56,7 +56,7 @@ def make_comment(text: str) -> ServerSentEvent:
 
 
 class ReplyProgress:
-    """Phase of one reply, sent as a comment if no event was sent for a while."""
+    """Phase of one reply, sent as a comment if no event was sent for `ping_seconds`."""
 
     def __init__(self) -> None:
         self._text = "queued"
@@ -98,7 +98,7 @@ async def start_stream(deps: Deps, job: Job) -> tuple[Stream, Admitted | None]:
 
 
 class Closable(Protocol):
-    """An engine stream, or several that are read as one."""
+    """Interface of an engine stream, or of several that are read as one."""
 
     @property
     def record(self) -> RequestRecord: ...

@@ -57,7 +57,10 @@ async def health(deps: Deps, request: Request) -> Response:
 
 
 async def models(deps: Deps, request: Request) -> Response:
-    """List the served model: in Anthropic's form for its clients, else in that of all others."""
+    """List the served model: in Anthropic's format for its clients, otherwise in OpenAI's.
+
+    Both formats have additional fields of other local servers.
+    """
     info = require_model(deps)
     if is_anthropic_client(request):
         return json_response(anthropic_models.list_models(info, empty=_is_other_page(request)))
@@ -79,9 +82,11 @@ async def model(deps: Deps, request: Request) -> Response:
 
 
 def _is_other_page(request: Request) -> bool:
-    """Return whether the query string asks for a page of the list of models that has no model.
+    """Return whether a request for Anthropic's list of models asks for a page without models.
 
-    The list has one page. Raises BadRequest for a `limit` that is not from 1 to 1,000.
+    The one served model is on the first page, among the active ones. Raises BadRequest for a
+    `limit`
+    that is not from 1 to 1,000.
     """
     if not 1 <= read_number(request, "limit", 20) <= 1000:
         raise BadRequest("`limit` must be from 1 to 1000.", param="limit")
@@ -133,7 +138,10 @@ def describe_model(info: ModelInfo, name: str | None = None) -> dict[str, Any]:
 
 
 def _lm_studio_object(info: ModelInfo, name: str | None = None) -> dict[str, Any]:
-    """Return a model object in the format of LM Studio. Unknown fields are null."""
+    """Return a model object in the format of LM Studio. Fields that are not known are null.
+
+    `name` replaces the model's id.
+    """
     publisher, slash, _ = info.id.partition("/")
     return {
         "id": name or info.id,

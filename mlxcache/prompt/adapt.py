@@ -43,7 +43,7 @@ For several calls, write one after the other. Each result comes back in the next
 def adapt(
     messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], traits: Traits
 ) -> list[Message]:
-    """Return the messages adapted to a template with the given traits.
+    """Return messages in OpenAI's form, adapted to a template with the given traits.
 
     If the template does not support tools, `tools` are described in the system text. No user text
     is dropped: a message that the template refuses in its place is joined to the one before it, or
@@ -63,7 +63,10 @@ def adapt(
 
 
 def leading_systems(messages: Sequence[Mapping[str, Any]]) -> int:
-    """Return the number of messages that form the leading system text."""
+    """Return the number of system and developer messages at the start of a conversation.
+
+    A message with the key `SEPARATE`, which is rendered on its own, ends them.
+    """
     for i, message in enumerate(messages):
         if message.get("role") not in ("system", "developer") or message.get(SEPARATE):
             return i
@@ -71,7 +74,7 @@ def leading_systems(messages: Sequence[Mapping[str, Any]]) -> int:
 
 
 class _Adapter:
-    """The adapted messages so far; `add` places the next one."""
+    """Builder of the adapted messages: `add` appends one message of the conversation."""
 
     def __init__(self, traits: Traits):
         self.messages: list[Message] = []
@@ -101,7 +104,7 @@ class _Adapter:
         return self.messages[-1]["role"] if self.messages else None
 
     def _append(self, text: Content) -> None:
-        """Append a text to the last message."""
+        """Append a text to the content of the last adapted message."""
         last = self.messages[-1]
         self.messages[-1] = {**last, "content": _joined(last.get("content"), text)}
 
@@ -145,7 +148,7 @@ class _Adapter:
             self._reply({**part, "tool_calls": group} if group else part)
 
     def _callable(self, calls: list[Message]) -> bool:
-        """Return whether the template can render these calls as tool calls."""
+        """Return whether the template can render all these calls as tool calls."""
         traits = self._traits
         single = traits.calls_at_once or not traits.alternates or len(calls) == 1
         return traits.tool_calls and single
@@ -220,7 +223,10 @@ def _listed(content: Content) -> list[str | Image]:
 
 
 def _object(arguments: Any) -> Any:
-    """Parse the arguments of a call into an object; text that is no JSON object is kept."""
+    """Parse the JSON arguments of a call into an object.
+
+    None and empty text become {}. Text that is not a JSON object is returned unchanged.
+    """
     if isinstance(arguments, str):
         try:
             parsed = json.loads(arguments or "{}")
@@ -231,14 +237,17 @@ def _object(arguments: Any) -> Any:
 
 
 def _written(call: Message) -> str:
-    """Write a call as text, in the form that the prompt `GENERIC_TOOLS` asks for."""
+    """Return a tool call as text, in the form that the system text `GENERIC_TOOLS` asks for."""
     function = call["function"]
     body = {"name": function["name"], "arguments": _object(function["arguments"])}
     return f"<tool_call>{json.dumps(body, ensure_ascii=False)}</tool_call>"
 
 
 def _short(call_id: str) -> str:
-    """Derive nine letters or digits from a call id; equal ids give equal results."""
+    """Derive a call id of nine letters or digits, which some templates require, from any call id.
+
+    Equal ids give equal results.
+    """
     if len(call_id) == 9 and call_id.isascii() and call_id.isalnum():
         return call_id
     number = int.from_bytes(hashlib.sha256(call_id.encode("utf-8", "replace")).digest()[:8])

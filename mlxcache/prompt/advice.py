@@ -1,4 +1,4 @@
-"""Advice to the user on prefixes that were not reused, by cause."""
+"""Advice to the user on prefixes that were not reused, for each cause of a prefix loss."""
 
 from __future__ import annotations
 
@@ -61,5 +61,8 @@ ADVICE: dict[str, str] = {
 
 
 def advice_for(cause: str) -> str:
-    """Return the advice to show if a prefix was not reused because of `cause`."""
+    """Return the advice to show for a prefix loss with the given cause, a key of `ADVICE`.
+
+    An unknown cause gets general advice.
+    """
     return ADVICE.get(cause, _RENDERED)

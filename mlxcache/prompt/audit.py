@@ -24,11 +24,13 @@ _KEY = 120
 class Finding:
     """A text in a request that is likely to change in the next one.
 
-    `cause`: kind of the text, such as a date. `where`: the part of the conversation. `line`: line
-    in that part's text, from 1. `text`: the text itself. `excerpt`: the text around it. `at_token`:
-    its token position, or None if it is not rendered. `tokens_behind`: number of tokens that must
-    be computed again when it changes. `rule`: canonicalisation rule that removes it, so that no
-    tokens are computed again.
+    `cause`: kind of the text, such as `date`. `where`: the part of the conversation that contains
+    it,
+    such as `tools[2] Read`. `line`: line in that part's text, from 1. `text`: the text itself.
+    `excerpt`: the text around it. `at_token`: its token position in the prompt, or None if it is
+    not
+    rendered. `tokens_behind`: number of tokens that must be computed again when it changes. `rule`:
+    canonicalisation rule that removes it, so that no tokens are computed again, or None.
     """
 
     cause: str
@@ -42,7 +44,7 @@ class Finding:
 
     @property
     def advice(self) -> str:
-        """Advice on the cause of the change."""
+        """Advice to the user on how to avoid the change, chosen by `cause`."""
         return advice_for(self.cause)
 
 
@@ -156,7 +158,10 @@ def _place(rendered: str, part: str, at: int, *, as_json: bool) -> int | None:
 def _order(
     source: Source, position: Callable[[Source, int], int], tokens: int
 ) -> Iterator[Finding]:
-    """Yield a finding if tools are not sorted by name, because their order may change."""
+    """Yield a finding if the tools are not sorted by name, because their order may change.
+
+    The parameters are those of `audit`.
+    """
     names = [str((tool.get("function") or tool).get("name")) for tool in source.chat.tools]
     i = next((i for i in range(1, len(names)) if names[i] < names[i - 1]), None)
     if i is None:

@@ -15,7 +15,7 @@ _RUNS = re.compile(r"(\s+)|\S+")
 
 
 def join_blocks(blocks: Iterable[str]) -> str:
-    """Join text blocks with the white space at their edges, or else with a blank line.
+    """Join text blocks, with a blank line between two that have no white space where they meet.
 
     Blocks that consist only of white space are left out.
     """
@@ -29,9 +29,9 @@ def join_blocks(blocks: Iterable[str]) -> str:
 
 
 def equal_blocks(a: Sequence[str], b: Sequence[str]) -> bool:
-    """Return whether two texts differ only in white space at the edges of blocks.
+    """Return whether two texts, given as blocks, differ only in white space at the edges of blocks.
 
-    White space inside a block must be equal, unless the other text has an edge there.
+    White space inside a block must be equal, unless the other text has an edge at that place.
     """
     mine, theirs = _stripped(a), _stripped(b)
     if mine == theirs:
@@ -48,7 +48,10 @@ def equal_blocks(a: Sequence[str], b: Sequence[str]) -> bool:
 
 
 def message_blocks(message: Mapping[str, Any]) -> tuple[str, ...] | None:
-    """Return the text blocks of an assistant message; None if its content is not text."""
+    """Return the text blocks of an assistant message as the client sent them.
+
+    Returns None if the content is not text.
+    """
     content = message.get("content") or ""
     if not isinstance(content, str):
         return None
@@ -61,10 +64,12 @@ def _stripped(blocks: Iterable[str]) -> list[str]:
 
 
 def _split_blanks(blocks: Sequence[str]) -> tuple[str, dict[int, str], set[int]]:
-    """Split stripped blocks into their characters without white space, and the white space.
+    """Separate the white space of blocks from their other characters.
 
-    Returns those characters, the runs of white space inside blocks, and the edges of blocks. Runs
-    and edges are identified by the number of characters before them.
+    Returns the other characters, the white space inside blocks, and the edges of blocks. White
+    space
+    and edges are identified by the number of other characters before them. `blocks` have no white
+    space at their ends.
     """
     words: list[str] = []
     gaps: dict[int, str] = {}

@@ -176,9 +176,11 @@ class PromptBuilder:
     def _prompt_if_short(
         self, sent: Chat, canonical: Canonical, session: str | None
     ) -> Prompt | None:
-        """Return the prompt of a conversation that canonicalisation has lengthened, or None.
+        """Return the prompt of a conversation if it takes at most three quarters of the context.
 
-        None is returned if the prompt takes more than three quarters of the context.
+        Returns None otherwise. Used for a conversation that canonicalisation has lengthened.
+        `sent`: the
+        conversation as the client sent it.
         """
         try:
             prompt = self._prompt(sent, canonical, session)
@@ -225,10 +227,10 @@ class PromptBuilder:
             self._replay.replies.add(reply)
 
     def message_position(self, source: Source, leading: int) -> int:
-        """Return the token position at which message number `leading` of a prompt begins.
+        """Return the token position at which the message with index `leading` begins in a prompt.
 
-        If `leading` is the number of messages, this is the position of the reply. Returns 0 if the
-        messages cannot be rendered.
+        `leading` counts from 0. If it is the number of messages, the result is the position of the
+        reply. Returns 0 if the messages cannot be rendered.
         """
         chat, made = source.chat, source.tokenised
         if leading >= len(chat.messages):
@@ -276,7 +278,11 @@ class PromptBuilder:
         return self._tokeniser.position(prompt, shared)
 
     def _opens_thinking(self, generation: int, prompt: Tokenised, marks: tuple[int, ...]) -> bool:
-        """Return whether the text after the last mark opens a thinking block without closing it."""
+        """Return whether the end of a prompt opens a thinking block without closing it.
+
+        Examines the text after the last of `marks`, which are token positions, or after character
+        `generation`, where the generation prompt starts, whichever comes first.
+        """
         start, end = self._think
         if not start or not end:
             return False
@@ -291,7 +297,10 @@ class PromptBuilder:
 
 
 def _with_replay(rules: tuple[str, ...], replayed: object) -> tuple[str, ...]:
-    """Return the names of the rules that changed a prompt, with `replay` added if `replayed`."""
+    """Return the names of the rules that changed a prompt.
+
+    `replay` is added to `rules` if `replayed` is true.
+    """
     return (*rules, "replay") if replayed and "replay" not in rules else rules
 
 

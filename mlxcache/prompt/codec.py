@@ -126,10 +126,9 @@ class Codec:
 
 
 def _ids(tokenizer: Any, text: str) -> list[int]:
-    """Encode a text as a batch of one.
+    """Encode a text to token ids with a Rust tokenizer, as a batch of one.
 
-    The method `encode` of tokenizers would hold the interpreter's lock and block all other
-    requests.
+    The tokenizer's method `encode` would hold the interpreter's lock and block all other requests.
     """
     ids: list[int] = tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
     return ids

@@ -107,7 +107,10 @@ def _number_at(line: str, start: int, end: int) -> bool:
 
 
 def _in_git(text: str, at: int, line: str) -> bool:
-    """Return whether a line belongs to a git status in the text."""
+    """Return whether a line is part of a git status in the text.
+
+    `line`: the line that contains character `at` of `text`.
+    """
     if not _GIT_LINE.match(line):
         return False
     near = text[max(0, at - _GIT_REACH) : at + _LINE]
@@ -115,7 +118,7 @@ def _in_git(text: str, at: int, line: str) -> bool:
 
 
 def _form(old: str, new: str) -> str | None:
-    """Return the name of a difference that a reader cannot see, such as white space.
+    """Return the name of a difference between two texts that is invisible, such as `whitespace`.
 
     Returns None if the texts are equal or differ visibly.
     """
@@ -217,9 +220,10 @@ def _in_place(
 def _moved(
     was: Sequence[Message], now: Sequence[Message], seen: tuple[list[str], list[str]], i: int
 ) -> str | None:
-    """Return why the list of messages changed at index `i`; None if message `i` was edited.
+    """Return why the lists of messages differ at index `i`, such as `compaction`.
 
-    `seen`: all messages of both conversations as JSON.
+    Returns None if message `i` was edited in place. `seen`: all messages of both conversations as
+    JSON.
     """
     old, new = seen
     tail = bool({*old[i:]} & {*new[i:]})
@@ -243,10 +247,10 @@ def _moved(
 
 
 def _text_moved(was: Message, now: Sequence[Message]) -> bool:
-    """Return whether a user message only lost text that a later user message has.
+    """Return whether a user message lost only a text that a later user message now has.
 
-    `now`: the message as it was sent again, and those after it. Unlike in `_reminder_moved`, the
-    text is equal and not between tags.
+    `now`: the message as the client sent it again, and all messages after it. Unlike in
+    `_reminder_moved`, the text is equal and not between tags.
     """
     old, new = _text_of(was), _text_of(now[0])
     if was.get("role") != "user" or now[0].get("role") != "user" or len(new) >= len(old):
@@ -260,10 +264,10 @@ def _text_moved(was: Message, now: Sequence[Message]) -> bool:
 
 
 def _history_inserted(was: Sequence[Message], now: Sequence[Message], i: int) -> bool:
-    """Return whether replies were inserted at `i`, before a message that is sent again at the end.
+    """Return whether replies were inserted before message `i`, which is now near the end.
 
-    Clients that send a text after the history do so: a sub-agent its instruction, other clients the
-    content of files.
+    This happens with clients that send a text after the history: a sub-agent its instruction, other
+    clients the content of files.
     """
     most = min(len(was) - i, _SHIFTS)
     for end in range(max(i + 1, len(now) - most), len(now)):
@@ -274,10 +278,11 @@ def _history_inserted(was: Sequence[Message], now: Sequence[Message], i: int) ->
 
 
 def _reminder_moved(was: Message, now: Sequence[Message]) -> bool:
-    """Return whether a user message only lost reminders that a later user message has.
+    """Return whether a user message lost only reminders that a later user message now has.
 
-    `now`: the message as it was sent again, and those after it. Clients do so that write a reminder
-    into the newest message alone.
+    `now`: the message as the client sent it again, and all messages after it. This happens with
+    clients
+    that put a reminder only into the newest message.
     """
     if was.get("role") != "user" or now[0].get("role") != "user":
         return False
@@ -334,7 +339,10 @@ def _nearly(was: Message, now: Message) -> bool:
 
 
 def _edited(was: Message, now: Message, where: str) -> Iterator[Difference]:
-    """Yield the differences of an edited message; none for changes that are not rendered."""
+    """Yield the differences between two versions of a message; none for parts not rendered.
+
+    `where`: the message's place in the conversation, such as `messages[5] user`.
+    """
     role = str(now.get("role"))
     reason = "system_changed" if role in SYSTEM else "edited"
     if (was.get("reasoning_content") or "") != (now.get("reasoning_content") or ""):
@@ -353,9 +361,11 @@ def _edited(was: Message, now: Message, where: str) -> Iterator[Difference]:
 
 
 def _argument(was: Sequence[Mapping[str, Any]], now: Sequence[Mapping[str, Any]]) -> Shows | None:
-    """Return the visible parts of the first call argument that differs, or None.
+    """Return the old and new text around the first difference between the arguments of calls.
 
-    None is also returned if the names of the calls differ.
+    `was`, `now`: function objects of the calls of a message. Returns None if their names differ, or
+    no
+    argument that both have differs.
     """
     for old, new in zip(was, now, strict=False):
         before, after = _texts(old.get("arguments")), _texts(new.get("arguments"))
@@ -452,9 +462,9 @@ def differences(old: Chat, new: Chat) -> list[Difference]:
 
 
 def first_new(old: Chat, new: Chat) -> int:
-    """Return how many leading messages of `new` the conversation `old` contains too.
+    """Return how many messages at the start of `new` belong to the conversation `old`.
 
-    Edited messages and the reply to `old` are counted.
+    Messages edited since then, and the reply to `old`, are counted.
     """
     was, now = old.messages, new.messages
     begin = _heads(now)
@@ -555,9 +565,9 @@ def _tools(was: Sequence[Mapping[str, Any]], now: Sequence[Mapping[str, Any]]) -
 
 
 def _seen_of(tools: Sequence[Mapping[str, Any]]) -> str:
-    """Return the descriptions of tools, or names if they have none, in one string.
+    """Return the descriptions of tools, or names if they have none, joined into one string.
 
-    They are how a difference between tools is found in a rendered prompt.
+    This string is compared to find where a difference between tools is in a rendered prompt.
     """
     functions = [_function_of(tool) for tool in tools]
     return "".join(str(one.get("description") or one.get("name")) for one in functions)

@@ -69,7 +69,9 @@ class Source:
 class Side:
     """One of two compared prompts.
 
-    `ids`: token ids of the prompt and, if it was served, of its reply, shape (n,).
+    `source`: the conversation from which it was rendered. `ids`: token ids of the prompt and, if it
+    was
+    served, of its reply, shape (n,).
     """
 
     source: Source
@@ -178,9 +180,11 @@ class Explainer:
         return next((one for one in found if one.cause == "template_args"), None)
 
     def _drift(self, old: Side, new: Side, shared: int) -> Difference:
-        """Return the difference for a conversation that was rendered or generated differently.
+        """Return the difference between prompts that differ although no message explains it.
 
-        `shared`: number of shared leading tokens.
+        The template rendered the messages in another way, or a reply was not replayed. `shared`:
+        number of
+        shared leading tokens.
         """
         start = max(0, shared - _BACK)
         before, after = (self._text(side, start, shared + _AHEAD) for side in (old, new))
@@ -216,7 +220,7 @@ def _reasons(chat: Chat) -> list[Any]:
 
 
 def _squeezed(text: str) -> str:
-    """Return a text without the characters that templates and JSON may change."""
+    """Return a text for comparison, without the characters that templates and JSON may change."""
     return re.sub(r"\\[nrtbf\"\\]|[\W_]", "", text)
 
 
@@ -224,7 +228,9 @@ def _squeezed(text: str) -> str:
 class EarlierPrompt:
     """A prompt that was served.
 
-    `computed`: number of its tokens, with the reply, that were cached when it ended.
+    `session`: label of its session. `computed`: number of tokens of the prompt and its reply that
+    were
+    cached when the request ended.
     """
 
     session: str | None
@@ -250,7 +256,7 @@ class EarlierPrompts:
         )
 
     def add(self, new: EarlierPrompt) -> None:
-        """Add a prompt; it replaces prompts of its session that it continues."""
+        """Add a prompt, and drop the prompts of its session that it continues."""
         ids, group = new.side.ids, (new.session, new.owner)
         continued = [
             one
@@ -267,16 +273,20 @@ class EarlierPrompts:
     def ranked(
         held: list[EarlierPrompt], session: str | None, ids: Tokens
     ) -> list[tuple[EarlierPrompt, int]]:
-        """Return prompts with the number of tokens that each shares with `ids`, best first.
+        """Return the prompts `held`, each with the number of leading tokens it shares with `ids`.
 
-        Prompts of the session come first, then those that share more tokens, then the newest.
+        The best are first: prompts of the session, then those that share more tokens, then the
+        newest.
         """
         found = [(one, common_length(one.side.ids, ids)) for one in reversed(held)]
         return sorted(found, key=lambda pair: (pair[0].session != session, -pair[1]))
 
 
 def first_related(found: list[tuple[EarlierPrompt, int]], side: Side) -> EarlierPrompt | None:
-    """Return the first prompt of `found` to which `side` is related, or None."""
+    """Return the first prompt of a result of `EarlierPrompts.ranked` that is related to `side`.
+
+    Returns None if none is. See `differences.related`.
+    """
     for candidate, _ in found:
         if related(candidate.side.source.chat, side.source.chat):
             return candidate

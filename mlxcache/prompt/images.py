@@ -167,7 +167,10 @@ def add_images(prompt: Prompt, template: ImageTemplate, images: Sequence[Image])
 
 
 def _find_part(template: Template, token: str, args: Mapping[str, Any]) -> Message | None:
-    """Return the form of an image part that the template renders as `token`, or None."""
+    """Return the kind of image part in a message that the template renders as `token`.
+
+    The result is one of `PARTS`, or None.
+    """
     for part in PARTS:
         content = [{"type": "text", "text": U}, part, {"type": "text", "text": U2}]
         try:

@@ -388,8 +388,11 @@ _AWKWARD_TEXTS = (
 def check_incremental(tokeniser: Tokeniser, controls: Sequence[Added], rendered: str) -> bool:
     """Return whether incremental encoding gives the same ids as encoding whole texts.
 
-    `rendered`: a conversation as the template renders it. The test texts consist of unusual pieces
-    around control tokens; those in `rendered` are tried first.
+    `rendered`: a conversation as the template renders it. It is extended step by step by unusual
+    texts
+    and control tokens, and each step is encoded in both ways. Control tokens in `rendered` are
+    tried
+    first.
     """
     inside = [token.text for token in controls if token.text in rendered]
     others = [token.text for token in controls if token.text not in rendered]

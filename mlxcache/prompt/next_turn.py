@@ -60,7 +60,10 @@ def next_turns(chat: Chat) -> list[tuple[Chat, list[Mapping[str, Any]]]]:
 
 
 def _sends_thoughts(chat: Chat, *, otherwise: bool) -> bool:
-    """Return whether the client's earlier replies contain thinking; `otherwise` without replies."""
+    """Return whether the client sent thinking back with any earlier reply.
+
+    Returns `otherwise` if the conversation has no replies.
+    """
     replies = [message for message in chat.messages if message.get("role") == "assistant"]
     if not replies:
         return otherwise

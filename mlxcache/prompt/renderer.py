@@ -154,8 +154,9 @@ class Renderer:
     def _open(self, messages: list[Message], tools: Any, args: Mapping[str, Any]) -> str:
         """Render messages up to the end of the last message's content, so that it can be continued.
 
-        Raises BadRequest if that is no assistant message without calls, or the template cannot do
-        it.
+        Raises BadRequest if the last message is not an assistant message, has tool calls, or cannot
+        be
+        continued with this template.
         """
         last = messages[-1]
         if last["role"] != "assistant" or last.get("tool_calls"):

@@ -193,9 +193,11 @@ class Replay:
         return bool(markers) if several else markers == find(decoded.raw)
 
     def _find_ends(self, text: str, at: int, decoded: DecodedReply) -> list[re.Match[str]]:
-        """Return the possible ends of a reply that starts at `at`.
+        """Return matches of the control tokens that may end a reply.
 
-        There may be several, because its content may contain end tokens too.
+        `at`: character at which the reply starts. There may be several ends, because the reply's
+        content
+        may contain end tokens too.
         """
         ends = {decoded.closing, self._closer} - {""}
         far = at + max(_LEAST_REACH, _REACH * len(decoded.raw))

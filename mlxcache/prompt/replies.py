@@ -147,7 +147,7 @@ class DecodedReply:
     """A reply as token ids, text and content.
 
     `raw`: text of `ids` with control tokens. `closing`: text of the control token that ended the
-    reply, or empty. `key`: key of its row.
+    reply, or empty. `key`: 16-byte digest that identifies the reply.
     """
 
     ids: Tokens
@@ -174,11 +174,12 @@ class DecodedReply:
 
 @dataclass(frozen=True, slots=True)
 class RenderedReply:
-    """A generated reply as a template rendered it, and what replaces that text in a prompt.
+    """A generated reply as a template rendered it, and the ids that replace that text in a prompt.
 
     `shown`: the rendered text, which `ids` and their text `raw` replace. `guard`: `shown` and the
     text that must follow it. `closing`: text of the control token that `ids` end with, or empty.
-    `changes`: `ids` differ from the encoding of `shown`. `key`: key of the reply's row.
+    `changes`: `ids` differ from the encoding of `shown`. `key`: 16-byte digest that identifies the
+    reply.
     """
 
     shown: str
@@ -325,7 +326,7 @@ class ReplyReader:
         return ids if self._text(ids) == text else None
 
     def _text(self, ids: Tokens) -> str:
-        """Return the text of ids, with special tokens and all white space."""
+        """Return the text of token ids, including special tokens and all white space."""
         options = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
         return str(self._decode(ids.tolist(), **options))
 

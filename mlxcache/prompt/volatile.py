@@ -163,7 +163,10 @@ def find_announced(text: str) -> Iterator[Found]:
 
 
 def causes_touching(shapes: tuple[Shape, ...], text: str, start: int, end: int) -> list[str]:
-    """Return the causes of the patterns with a match that touches characters [start, end)."""
+    """Return the causes of those patterns in `shapes` that match text in or next to a range.
+
+    The range is characters [start, end) of `text`.
+    """
     return [
         one.cause
         for one in _all(shapes, text)

@@ -1,6 +1,7 @@
-"""Bodies of the OpenAI and Anthropic APIs, converted to `Chat` and from engine events.
+"""Request and response bodies of the OpenAI and Anthropic APIs.
 
-Field names of the APIs are used only here; the layers below use the types of `mlxcache.types`. The
-package uses neither HTTP (statuses, headers, routes, streams) nor the engine, so that `embed` and
-the command line can use it without a server.
+Requests are converted to `Chat` and other types of `mlxcache.types`, replies from the events of the
+engine. Field names of the APIs are used only here. The package uses neither HTTP (statuses,
+headers, routes, streams) nor the engine, so that `embed` and the command line can use it without a
+server.
 """

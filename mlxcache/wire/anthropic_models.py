@@ -1,4 +1,4 @@
-"""The served model as an object and as a list of Anthropic's API.
+"""The served model in Anthropic's API: the model object, and the list of models.
 
 Source: https://docs.anthropic.com/en/api/models-list.
 """
@@ -16,11 +16,13 @@ _THINKING_TYPES = ("adaptive", "between_tools", "disabled", "enabled")
 
 
 def describe_model(info: ModelInfo, name: str | None = None) -> dict[str, Any]:
-    """Return the model object, under any `name`, with the fields of Anthropic's API.
+    """Return the model object of Anthropic's API, with `name` as its id if given.
 
-    Lengths are in tokens. `max_tokens`, the longest reply, is the whole context: it does not take
-    off the prompt. `context_length`, `max_context_length` and `loaded_context_length` are fields of
-    other local servers, which clients look for.
+    Lengths are in tokens. `max_tokens`, the longest reply, is the whole context length; the length
+    of
+    the prompt is not subtracted. `context_length`, `max_context_length` and `loaded_context_length`
+    are
+    fields of other local servers, which clients look for.
     """
     return {
         "id": name or info.id,
@@ -41,7 +43,10 @@ def describe_model(info: ModelInfo, name: str | None = None) -> dict[str, Any]:
 
 
 def list_models(info: ModelInfo, *, empty: bool) -> dict[str, Any]:
-    """Return the list of the one served model; with `empty`, a page of the list without any."""
+    """Return the list of models in Anthropic's API, which contains only the served model.
+
+    With `empty`, returns a page of the list that contains no model.
+    """
     id = None if empty else info.id
     data = [] if empty else [describe_model(info)]
     return {"data": data, "has_more": False, "first_id": id, "last_id": id}

@@ -38,7 +38,9 @@ class ContentBlocks:
 
     White space at the start of a text or thinking block is held back until other text follows. A
     block of white space alone is therefore never sent: clients drop it, or are refused when they
-    send it back. If `show_thinking` is False, reasoning is sent only inside its signature.
+    send it back. If `show_thinking` is False, a thinking block has no text, and the reasoning is
+    only
+    in its signature (see `signatures`).
     """
 
     def __init__(self, *, show_thinking: bool = True):
@@ -143,21 +145,27 @@ def count_usage(prompt: Prompt, cached: int, generated: int = 0) -> dict[str, in
 
 
 def count_prompt(prompt: Prompt, *, edited: bool = False) -> dict[str, Any]:
-    """Return the body of a token count; `edited` if the request has `context_management`."""
+    """Return the response body of `POST /v1/messages/count_tokens`.
+
+    `edited`: the request has `context_management`, so the body needs a count for it too.
+    """
     count = len(prompt.ids)
     edits = {"context_management": {"original_input_tokens": count}} if edited else {}
     return {"input_tokens": count, **edits}
 
 
 def edit_fields(body: Request) -> dict[str, Any]:
-    """Return the field that lists which edits of `context_management` were applied: none."""
+    """Return the reply's field `context_management`, which says that no edit was applied.
+
+    Returns {} if the request does not have that field.
+    """
     if body.context_management is None:
         return {}
     return {"context_management": {"applied_edits": []}}
 
 
 def begin_message(id: str, model: str, usage: Mapping[str, int]) -> dict[str, Any]:
-    """Return a message object without content and stop reason."""
+    """Return a message object for a reply that begins, without content and stop reason."""
     return {
         "id": id,
         "type": "message",

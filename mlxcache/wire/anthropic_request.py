@@ -148,10 +148,13 @@ class _ChatWriter:
     def write(self, message: types.Message, where: str, *, cleared: bool = False) -> None:
         """Add one message of the body. Tool results in it become messages of their own.
 
-        A system message without text is not added, nor is one that is `cleared`: it was to be shown
-        only until the next user message, which has come. Tools that such a message defines can be
-        called all the same. `where` is the message's place in the body, for errors. Raises
-        BadRequest if a message of another role has no content.
+        A system message without text is not added. Nor is a `cleared` one: the client limited it
+        with
+        `clear_at` to the time before the next user message. Tools defined in such messages can be
+        called
+        nevertheless. `where` is the message's place in the body, for errors. Raises BadRequest if a
+        message
+        of another role has no content.
         """
         if message.role == "system":
             self._write_system(message.content or "", where, cleared=cleared)
@@ -171,7 +174,7 @@ class _ChatWriter:
             self.mark()
 
     def mark(self) -> None:
-        """Note a `cache_control` breakpoint after the messages added so far."""
+        """Set `breakpoint` to the number of messages added so far, for a `cache_control` field."""
         self.breakpoint = len(self.messages)
 
     def continue_last(self, *, strict: bool) -> bool:

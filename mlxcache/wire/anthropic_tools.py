@@ -39,9 +39,9 @@ class Toolbox:
                 self.head.append(function)
 
     def describe_loaded(self, name: str) -> str:
-        """Return the text for a reference to the tool `name`, which can be called from here on.
+        """Return the text that replaces a reference to the tool `name` in the prompt.
 
-        It is the same every time.
+        The tool can be called from there on. Each reference to a tool gets the same text.
         """
         self._removed.discard(name)
         if name in self._deferred:
@@ -51,7 +51,10 @@ class Toolbox:
         return f"The tool {name} is not available."
 
     def remove(self, name: str) -> str:
-        """Remove the tool `name` until a message adds it again, and return the text for that."""
+        """Remove the tool `name` until a message adds it again.
+
+        Returns the text that says so in the prompt.
+        """
         self._removed.add(name)
         return f"The tool {name} can no longer be called."
 

@@ -104,7 +104,7 @@ class Compaction(Marked):
 class ToolChange(Marked):
     """Block of a system message that adds or removes a tool.
 
-    `tool` has its name, or its definition under `definition`.
+    `tool` is an object with the tool's `name`, or with its whole `definition`.
     """
 
     type: str
@@ -263,7 +263,10 @@ def read_block(raw: RawBlock, where: str) -> Block:
 
 
 def read_tool(raw: Any, where: str) -> Tool:
-    """Convert an entry of `tools`; `where` is its place in the body. Raises BadRequest."""
+    """Convert an entry of `tools`; `where` is its place in the body.
+
+    Raises BadRequest if a field is missing or has the wrong type.
+    """
     return _convert(raw, Tool, where)
 
 

@@ -83,7 +83,9 @@ def chats_to_warm(body: bytes) -> list[Chat]:
     """Convert the body of `POST /v1/cache/warm`: a chat request, or a system prompt as plain text.
 
     A request without a user message gives two chats with different user messages; the common
-    beginning of their prompts is the prefix to warm. Raises BadRequest.
+    beginning of their prompts is the prefix to warm. Raises BadRequest if the body is malformed, or
+    has
+    neither messages, a system prompt nor tools.
     """
     if not body.lstrip().startswith(b"{"):
         try:

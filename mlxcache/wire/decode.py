@@ -23,8 +23,10 @@ def decode(type: type[T], body: bytes) -> T:
     """Decode the JSON `body` as a value of `type`.
 
     Half of a surrogate pair, which JavaScript clients send if they cut a string inside an emoji,
-    becomes U+FFFD. Raises BadRequest. Its `param` is the wrong field, such as `messages[0].role`,
-    or None if the whole body is wrong.
+    becomes U+FFFD. Raises BadRequest if the body is not JSON, does not match `type`, or is nested
+    too
+    deeply. The error's `param` is the wrong field, such as `messages[0].role`, or None if the whole
+    body is wrong.
     """
     try:
         try:
@@ -92,7 +94,10 @@ def _options(types: Iterable[inspect.Type]) -> list[inspect.Type]:
 
 
 def _is_deep(value: object) -> bool:
-    """Return whether `value` is nested too deeply for later recursion, such as in a template."""
+    """Return whether `value` is nested more than `MAX_DEPTH` levels deep.
+
+    Deeper values could exceed Python's recursion limit later, such as in a chat template.
+    """
     level = [value]
     for _ in range(MAX_DEPTH):
         below: list[object] = []

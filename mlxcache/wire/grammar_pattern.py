@@ -92,7 +92,10 @@ def pattern_of_lark(definition: str, where: str) -> str:
 
 
 def _check_length(text: str, where: str) -> None:
-    """Raise BadRequest if `text` is longer than `MAX_PATTERN`, of which parsing takes long."""
+    """Raise BadRequest if `text` has more than `MAX_PATTERN` characters.
+
+    Longer expressions would take too long to parse. `where` is the grammar's place in the body.
+    """
     if len(text) > MAX_PATTERN:
         message = f"{where}: the grammar is too large: simplify it."
         raise BadRequest(message, param=where)
@@ -195,10 +198,11 @@ class _Parser:
         return choices[0] if len(choices) == 1 else f"(?:{'|'.join(choices)})"
 
     def _next_alternative(self, *, top: bool) -> bool:
-        """Advance past the `|` of the next alternative, which may be on a later line.
+        """Advance past the `|` of a rule's next alternative, which may be on a later line.
 
-        Returns False if there is no further alternative. At the `top` of a rule, the line ends that
-        were passed then belong to what follows, and are not skipped.
+        Returns False if there is no further alternative. Line ends before it are skipped, except at
+        the
+        `top` of a rule without a further alternative, where they end the rule.
         """
         begin = self._at
         while self._peek().kind == "line":

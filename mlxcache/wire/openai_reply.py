@@ -65,7 +65,7 @@ class Wish:
     whole: bool = False
 
     def echo(self, index: int) -> str:
-        """Return the text with which the choice number `index` begins; often empty."""
+        """Return the prompt text with which choice `index` must begin; empty without `echo`."""
         return self.echoes[index // self.n] if self.echoes else ""
 
 

@@ -163,7 +163,7 @@ def read_choices(body: Generation) -> int:
 
 
 def wants_logprobs(body: Generation) -> bool:
-    """Return whether the request asks for log-probabilities."""
+    """Return whether the request asks for the log-probabilities of the reply's tokens."""
     if isinstance(body, ChatRequest):
         return bool(body.logprobs)
     return isinstance(body, TextRequest) and body.logprobs is not None
@@ -327,7 +327,7 @@ def _content(message: Message, index: int, images: ImageReader) -> str | list[It
 
 
 def _texts(message: Message) -> tuple[str, ...]:
-    """Return the non-empty text parts of a message; empty if its content is a string."""
+    """Return the non-empty text parts of a message; none if its content is one string."""
     parts = message.content if isinstance(message.content, list) else []
     return tuple(text for part in parts if (text := part.text or part.refusal))
 

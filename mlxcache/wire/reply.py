@@ -36,9 +36,9 @@ class HeldLogprobs:
         self._begun = False
 
     def take(self, piece: Piece) -> Sequence[TokenLogprob]:
-        """Hold the log-probabilities of `piece`; return those of text that is now sent.
+        """Hold the log-probabilities of `piece`; return those whose text is sent now.
 
-        The held ones are dropped if `piece` is not text.
+        If `piece` is not text, all held ones are dropped.
         """
         if not isinstance(piece, Text):
             self._held, self._begun = [], False

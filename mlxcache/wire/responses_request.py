@@ -57,7 +57,7 @@ def check_supported(body: types.ResponsesRequest) -> None:
 
 
 def wants_logprobs(body: types.ResponsesRequest) -> bool:
-    """Return whether the request includes log-probabilities in the reply."""
+    """Return whether the request asks for the log-probabilities of the reply's tokens."""
     return LOGPROBS in (body.include or ())
 
 
@@ -133,7 +133,7 @@ class Conversation:
     stored: int = 0
 
     def path(self, index: int) -> str:
-        """Return the place in the body of the item at `index`, such as `input[0]`, for errors."""
+        """Return the place of the item at `index`, such as `input[0]`, for errors."""
         at = index - self.stored
         return f"input[{at}]" if at >= 0 else f"previous_response_id (item {index})"
 

@@ -106,7 +106,10 @@ class Toolbox:
         return self._rendered.get((name, namespace), name)
 
     def find(self, rendered: str) -> Entry:
-        """Return the tool with the name `rendered` in the prompt; a function if it is unknown."""
+        """Return the tool that has the name `rendered` in the prompt.
+
+        For an unknown name, returns an entry for a function with this name.
+        """
         return self._entries.get(rendered) or Entry(rendered, rendered)
 
     def read_use(self, body: types.ResponsesRequest) -> ToolUse:

@@ -133,7 +133,7 @@ def read_item(raw: RawItem, where: str) -> Item | None:
 
 
 def convert(raw: Any, shape: type[T], where: str) -> T:
-    """Convert decoded JSON to a value of `shape`.
+    """Convert decoded JSON to a value of the type `shape`.
 
     Raises BadRequest that names the wrong field. `where` is the place of `raw` in the body.
     """

@@ -1,4 +1,4 @@
-"""Times for which clients want prompts kept: hints for eviction, without effect on replies.
+"""Keep hints from the fields with which clients ask to keep prompts. They do not change replies.
 
 Sources: https://docs.anthropic.com/en/docs/build-with-claude/prompt-caching (`cache_control`), and
 https://platform.openai.com/docs/guides/prompt-caching (`prompt_cache_retention`).
@@ -22,8 +22,11 @@ RetentionHints = tuple[tuple[int, float], ...]
 def hints_from_marks(body: types.Conversation, breakpoint: int | None) -> RetentionHints:
     """Return the keep hints that the fields `cache_control` in `body` ask for.
 
-    `breakpoint` is the number of leading messages up to and including the last one with such a
-    field: 0 if only tools or the system prompt have one, None if there is none.
+    Each is a pair of a number of leading messages and seconds. `breakpoint` is the number of
+    leading
+    messages up to and including the last one with such a field: 0 if only tools or the system
+    prompt
+    have one, None if there is none.
     """
     head = [tool.cache_control for tool in body.tools or ()]
     head += _marks(body.system)
@@ -35,9 +38,11 @@ def hints_from_marks(body: types.Conversation, breakpoint: int | None) -> Retent
 
 
 def hints_from_retention(retention: Any, messages: int) -> RetentionHints:
-    """Return a retention hint for all `messages` from `prompt_cache_retention`.
+    """Return the keep hint that a value of `prompt_cache_retention` asks for.
 
-    Returns an empty tuple if the value is unknown.
+    It is a pair of `messages`, the number of all messages, and seconds. Returns an empty tuple if
+    the
+    value is unknown.
     """
     known = {"in_memory": MINUTES_5, "in-memory": MINUTES_5, "24h": DAY}
     seconds = known.get(retention) if isinstance(retention, str) else None
@@ -51,7 +56,7 @@ def _marks(content: types.Content | None) -> list[Any]:
 
 
 def _longest(marks: Iterable[Any]) -> float:
-    """Return the longest time that any of `marks` asks for in seconds, or 0 if none does.
+    """Return the longest time, in seconds, that any of `marks` asks for; 0 if none does.
 
     `marks` are values of `cache_control`, or None. An unknown or missing `ttl` counts as 5 minutes.
     """

@@ -1,4 +1,4 @@
-"""Titles of conversations, from the first text that a user typed, and names that users give."""
+"""Titles of conversations from the first text that a user typed, and names of sessions."""
 
 from __future__ import annotations
 
@@ -82,7 +82,10 @@ def _text(content: Any) -> str:
 
 
 def title_from_text(text: str) -> str | None:
-    """Return the beginning of `text` on one line, or None if the user typed none of it."""
+    """Return the beginning of what the user typed in `text`, on one line, as a title.
+
+    It has at most `MAX_TITLE` characters. Returns None if a client wrote the whole text.
+    """
     title = to_one_line(_typed(text[:_MAX_READ]).lstrip()[: 100 * MAX_TITLE])
     quoted = _QUOTED.fullmatch(title)
     title = quoted[1] if quoted else title
@@ -99,7 +102,7 @@ def to_one_line(text: str) -> str:
 def clean_name(text: str) -> str:
     """Return the name that a user gave to a session, on one line without control characters.
 
-    Raises BadRequest if it is longer than `MAX_NAME`.
+    Raises BadRequest if it is longer than `MAX_NAME` characters.
     """
     if len(text) > MAX_NAME:
         raise BadRequest(

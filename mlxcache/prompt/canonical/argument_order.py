@@ -1,4 +1,8 @@
-"""Rule `argument_order`: render a call's arguments in the form that the server saw first."""
+"""Rule `argument_order`: render a call's arguments with the key order that the model wrote.
+
+Clients may send a call back with other key order or number formats. The server remembers the
+arguments when the model writes them, or when it sees a call of a client for the first time.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +19,7 @@ Calls = LRU[Hashable, tuple[Mapping[str, Any], int]]
 
 
 def remember_call(call: ToolCall, calls: Calls) -> None:
-    """Remember a call as the model wrote it, if its arguments are a JSON object."""
+    """Add a call to `calls` as the model wrote it, if its arguments are a JSON object."""
     try:
         arguments = json.loads(call.arguments)
     except ValueError:
@@ -25,9 +29,9 @@ def remember_call(call: ToolCall, calls: Calls) -> None:
 
 
 def apply(draft: Draft, calls: Calls) -> bool:
-    """Replace the arguments of calls by the remembered ones if their values are equal.
+    """Replace the arguments of calls by those remembered in `calls`, if their values are equal.
 
-    Returns whether any call was changed.
+    A call that is not in `calls` is added. Returns whether any call was changed.
     """
     found = False
     for at, message in enumerate(draft.messages):

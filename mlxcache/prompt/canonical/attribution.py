@@ -1,4 +1,4 @@
-"""Rule `attribution`: remove the line that Claude Code puts before its system prompt."""
+"""Rule `attribution`: remove the billing header line of Claude Code's system prompt."""
 
 from __future__ import annotations
 

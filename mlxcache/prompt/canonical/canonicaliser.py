@@ -79,8 +79,9 @@ class Canonicaliser:
     ) -> Canonical:
         """Return the conversation to render. Never raises; `chat` itself is not changed.
 
-        `session`: label under which rules may remember something. `stop`: strings that will end the
-        reply. `without`: names of rules to leave out in this call.
+        `session`: label of the session for which rules remember texts between requests, or None.
+        `stop`:
+        strings that will end the reply. `without`: names of rules to leave out in this call.
         """
         draft = Draft(chat)
         on = {name: state and name not in without for name, state in self._on.items()}
@@ -113,7 +114,10 @@ class Canonicaliser:
         return Canonical(draft.chat(), rules, draft.names, history, keys)
 
     def _apply_with_memory(self, draft: Draft, on: Mapping[str, bool]) -> None:
-        """Apply those enabled rules that use what was remembered from earlier requests."""
+        """Apply the enabled rules that use texts remembered from earlier requests.
+
+        `on` maps the name of each rule to whether it is enabled.
+        """
         if on["tool_order"] and tool_order.apply(draft, self._orders):
             draft.hits.add("tool_order")
         if on["argument_order"] and argument_order.apply(draft, self._calls):

@@ -21,9 +21,11 @@ Results = LRU[Hashable, str]
 
 
 def apply(draft: Draft, results: Results) -> bool:
-    """Restore results that were seen at the same place of the same conversation.
+    """Restore cleared tool results, if an earlier request had them at the same place.
 
-    Returns whether any result was restored. New results are added to `results`.
+    The place is the tool call's id after the same messages. Returns whether any result was
+    restored.
+    Adds results that are not cleared to `results`.
     """
     if not any(message.get("role") == "tool" for message in draft.messages):
         return False

@@ -11,10 +11,10 @@ COUNTER = re.compile(r"<total_tokens>[0-9][0-9,]{0,30} tokens left</total_tokens
 
 
 def apply(draft: Draft, *, keep: bool = False) -> bool:
-    """Remove the counters of system messages; return whether there were any.
+    """Remove the counters from system messages; return whether there were any.
 
-    `keep`: move the newest counter to the end of the conversation, after everything that the next
-    request has in common with this one.
+    `keep`: append the newest counter as a system message at the end of the conversation, after
+    everything that the next request has in common with this one.
     """
     newest = ""
     leading = draft.leading()
@@ -31,9 +31,10 @@ def apply(draft: Draft, *, keep: bool = False) -> bool:
 
 
 def without(text: str) -> tuple[str, list[str]]:
-    """Return a text without counters that are whole paragraphs or at its end, and the counters.
+    """Remove counters from a system message between turns: any paragraph, or lines at the end.
 
-    Use for system messages between turns, of which the client wrote all paragraphs.
+    Returns the remaining text and the counters. Unlike `split`, it removes paragraphs in the middle
+    too, because the client wrote the whole message.
     """
     paragraphs = text.split("\n\n")
     counters = [part.strip() for part in paragraphs if COUNTER.fullmatch(part.strip())]
@@ -45,9 +46,11 @@ def without(text: str) -> tuple[str, list[str]]:
 
 
 def split(text: str) -> tuple[str, list[str]]:
-    """Return a text without counters at its start and end, and the counters.
+    """Remove counters from the start and end of a system prompt, whose middle may be a user's text.
 
-    A counter at the start must be a whole paragraph, one at the end a line of its own.
+    Returns the remaining text and the counters. A counter at the start must be a whole paragraph,
+    one
+    at the end a line of its own.
     """
     leading: list[str] = []
     first, blank, rest = text.partition("\n\n")

@@ -1,4 +1,4 @@
-"""A conversation that canonicalisation rules rewrite, and digests of its beginnings."""
+"""A conversation that canonicalisation rules rewrite, and digests of its leading messages."""
 
 from __future__ import annotations
 
@@ -71,9 +71,9 @@ class Draft:
         self.messages.insert(to, self.messages.pop(at))
 
     def end(self) -> int:
-        """Return the index for a new last message.
+        """Return the index at which to insert a new last message.
 
-        If the request continues a reply, that reply stays last.
+        If the request continues a reply, the index is that of this reply, which must stay last.
         """
         return len(self.messages) - self.continues
 
@@ -88,9 +88,9 @@ class Draft:
 
 
 def map_strings(value: Any, change: Callable[[str], str]) -> Any:
-    """Return a copy of a JSON value with `change` applied to every string and key.
+    """Return a copy of a JSON value with `change` applied to every string and object key.
 
-    Images in it are kept.
+    Images in the value are kept.
     """
     if isinstance(value, str):
         return change(value)
@@ -102,7 +102,7 @@ def map_strings(value: Any, change: Callable[[str], str]) -> Any:
 
 
 def strings(value: Any) -> Iterator[str]:
-    """Yield every string and key in a JSON value."""
+    """Yield every string and object key in a JSON value."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):
@@ -115,7 +115,10 @@ def strings(value: Any) -> Iterator[str]:
 
 
 class History:
-    """A running digest of messages; a different `seed` gives different digests."""
+    """A running digest of a conversation's messages, in order.
+
+    A different `seed` gives different digests.
+    """
 
     def __init__(self, seed: str):
         self._hash = hashlib.blake2b(seed.encode("utf-8", "surrogatepass"), digest_size=16)

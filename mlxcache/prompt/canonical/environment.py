@@ -65,9 +65,10 @@ def apply(draft: Draft) -> bool:
 
 
 def _find_message(draft: Draft, at: int) -> int | None:
-    """Return the index of the system message that follows the first message, or None.
+    """Return the index of the system message directly after the user's first message, or None.
 
-    `at`: index of the first message. Whole messages of reminders before the user's own are skipped.
+    `at`: index of the first user message. User messages that consist only of a reminder from the
+    client are skipped.
     """
     end = len(draft.messages) - 1
     while at < end and draft.role(at) == "user":

@@ -6,8 +6,8 @@ thinking, it also drops the thinking restored here.
 
 Other clients strip white space from the ends of a text, join two of its blocks, sometimes only in a
 later turn, or format the JSON of calls differently. The message gets the form that the model wrote.
-So it renders the same in each turn, after a restart, and when it was rendered before the client
-sent it.
+So it renders the same in each turn, after a restart, and in a prompt that was computed by
+anticipation before the client sent the message.
 """
 
 from __future__ import annotations
@@ -78,7 +78,10 @@ def apply(
 def _restored(
     draft: Draft, message: Message, said: Said, *, thinking: bool, blanks: bool
 ) -> dict[str, Any]:
-    """Return a copy of a message with the form of `said`; note the rules that changed it."""
+    """Return a copy of an assistant message in the form of `said`, the reply as the model wrote it.
+
+    Adds the names of the rules that changed it to `draft.hits`.
+    """
     restored = dict(message)
     thought = message.get("reasoning_content")
     if not thought and thinking and said.thinking:

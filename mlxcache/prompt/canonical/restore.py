@@ -15,8 +15,11 @@ from mlxcache.types import Event, Finished, Text, Thinking, ToolCall
 class NameRestorer:
     """Replaces names, such as stable UUIDs, in a text that arrives in pieces.
 
-    `names` maps each name to its replacement. At most the start of a name is held back until the
-    next piece. The end of a name must not be the start of a name, not even of the same one.
+    `names` maps each name to its replacement. Only characters at the end of a piece that may begin
+    a
+    name are held back until the next piece. Names must not overlap: none may end with the beginning
+    of
+    a name.
     """
 
     def __init__(self, names: Mapping[str, str]):
@@ -27,7 +30,10 @@ class NameRestorer:
         self._held = ""
 
     def feed(self, text: str) -> str:
-        """Add the next piece; return the text so far up to where a name may have begun."""
+        """Add the next piece; return the text that can be sent now, with names replaced.
+
+        Characters at the end that may begin a name are held back until the next call.
+        """
         text = self._held + text
         keep = len(text)
         for n in range(1, min(self._longest, len(text)) + 1):
@@ -37,7 +43,7 @@ class NameRestorer:
         return self.map_text(text[:keep])
 
     def flush(self) -> str:
-        """Return the text that was held back, and clear it."""
+        """Return and clear the characters that were held back because they may begin a name."""
         held, self._held = self._held, ""
         return held
 
@@ -59,7 +65,7 @@ class ReplyRestorer:
         self._kind: type[Text | Thinking] = Text
 
     def events(self, event: Event) -> Iterator[Event]:
-        """Yield the events for the client that follow from one event of the model."""
+        """Yield the events to send to the client for one event of the model."""
         if isinstance(event, ToolCall) and self._on_call is not None:
             self._on_call(event)
         if self._restored is None:

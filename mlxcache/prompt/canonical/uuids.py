@@ -33,11 +33,12 @@ _SHORTEST = 4
 
 
 def apply(draft: Draft, stop: Sequence[str] = ()) -> bool:
-    """Replace the UUIDs of the system messages in all messages except those of users.
+    """Replace the UUIDs that are in temporary paths of system messages by stable ones.
 
-    The replacements are added to `draft.names`. Nothing is replaced if a stop string could match
-    part of a UUID, or if a reply to be continued ends inside one. Returns whether anything was
-    replaced.
+    They are replaced in all messages except those of users. The replacements are added to
+    `draft.names`. Nothing is replaced if a stop string could match part of a UUID, or if a reply to
+    be
+    continued ends inside one. Returns whether anything was replaced.
     """
     own = _session_uuids(draft)
     if not own:
@@ -73,7 +74,7 @@ def _session_uuids(draft: Draft) -> list[str]:
 
 
 def _stable(draft: Draft, count: int) -> list[str]:
-    """Return `count` UUIDs that the conversation does not contain, otherwise always the same."""
+    """Return the first `count` UUIDs of a fixed sequence that the conversation does not contain."""
     texts = [*strings(draft.messages), *strings(draft.tools)]
     found: list[str] = []
     attempt = 0
@@ -86,7 +87,10 @@ def _stable(draft: Draft, count: int) -> list[str]:
 
 
 def _candidate(number: int) -> str:
-    """Return a UUID whose only `d` is at its start, so that no two can overlap in a text."""
+    """Return the UUID with index `number` of a fixed sequence of stable UUIDs.
+
+    Its only `d` is at its start, so that no two UUIDs can overlap in a text.
+    """
     digits = hashlib.blake2b(f"stable {number}".encode(), digest_size=16).hexdigest()
     digits = digits.replace("d", "e")
     return f"d{digits[1:8]}-{digits[8:12]}-4{digits[13:16]}-a{digits[17:20]}-{digits[20:]}"
@@ -104,7 +108,7 @@ def _meets(stop: Sequence[str], uuids: Sequence[str]) -> bool:
 
 
 def _cut_short(draft: Draft, own: Sequence[str]) -> bool:
-    """Return whether the reply to be continued ends inside a UUID."""
+    """Return whether the reply to be continued ends inside one of the UUIDs `own`."""
     if not draft.continues:
         return False
     text = draft.text(len(draft.messages) - 1)
