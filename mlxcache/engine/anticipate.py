@@ -59,8 +59,10 @@ MAX_ENDED = 64
 class NextTurn:
     """A turn that the client may send next, to be computed in advance.
 
-    `before`: token ids of the conversation so far, including the reply, shape (n,). `blocked`:
-    memory is full, and waiting for writes to disk may free some.
+    `task`: the turn as a task, which no client reads. `before`: token ids of the conversation so
+    far,
+    including the reply, shape (n,). `blocked`: memory is full, and waiting for writes to disk may
+    free some.
     """
 
     task: Task
@@ -214,7 +216,7 @@ class IdlePrefill:
                 self._release(turn.task)
 
     def note_use(self, task: Task) -> None:
-        """Add the tokens computed in advance that the request of `task` reuses to `used`."""
+        """Add to `used` the tokens computed in advance that the request of `task` reuses."""
         for _ in range(len(self._computed)):
             ids, start = self._computed.popleft()
             shared = min(common_length(ids, task.ids), task.held.cached)

@@ -201,7 +201,9 @@ class Cost:
     def observe(self, tokens: int, seconds: float, cached: int) -> None:
         """Add a measured chunk of `tokens` tokens, fed after `cached` ones, to the moving averages.
 
-        Seconds are averaged, not rates, so that one slow chunk has an effect at once.
+        Seconds are averaged, not rates, so that one slow chunk has an effect at once. Chunks of
+        fewer than
+        `FEWEST` tokens are ignored.
         """
         if tokens < FEWEST or seconds <= 0:
             return
@@ -424,9 +426,11 @@ class PrefillSpeed:
             _add(self._measured, where, tokens, seconds)
 
     def observe(self, tokens: int, seconds: float, cached: int) -> None:
-        """Add a chunk of `tokens` tokens, fed after `cached` ones.
+        """Add a chunk of `tokens` tokens, fed after `cached` ones in `seconds`.
 
-        A chunk over several ranges is divided among them by its tokens.
+        A chunk over several ranges is divided among them by its tokens. Chunks of fewer than
+        `LEAST`
+        tokens are ignored.
         """
         if tokens < LEAST or seconds <= 0:
             return

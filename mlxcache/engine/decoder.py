@@ -44,14 +44,17 @@ class NonFiniteOutput(GenerationFailed):
 
 @dataclass(slots=True)
 class Row:
-    """One sequence in a decoder: its sampler and processors, and the task that owns it.
+    """One sequence in a decoder: its sampler, logits processors and guide.
 
-    `context`: all of its token ids so far, shape (n,), kept only if there are processors. `error`:
-    the exception raised by its sampler, a processor or its guide; no further token is drawn.
-    `drafted` and `accepted`: numbers of tokens that a draft model proposed, and that the model drew
-    too. `id`: the request's id, for the log. `guide`: restricts the tokens that may be drawn. It
-    has accepted every token that was handed out. `guided`: it has accepted the pending token too.
-    `steering`: a change of the guide that the decoder has not applied yet.
+    `owner`: the task that it belongs to. `context`: all of its token ids so far, shape (n,), kept
+    only
+    if there are processors. `error`: the exception raised by its sampler, a processor or its guide;
+    no
+    further token is drawn. `drafted` and `accepted`: numbers of tokens that a draft model proposed,
+    and that the model drew too. `id`: the request's id, for the log. `guide`: restricts the tokens
+    that may be drawn. It has accepted every token that was handed out. `guided`: it has accepted
+    the
+    pending token too. `steering`: a change of the guide that the decoder has not applied yet.
     """
 
     owner: Any
@@ -94,7 +97,7 @@ class Row:
         self.context = context
 
     def set_draws(self, sampler: Sampler, context: mx.array | None) -> None:
-        """Restore the sampler and context of before a failed pass.
+        """Set the sampler and context back to those before a failed pass.
 
         A second try then draws the same tokens.
         """
@@ -235,8 +238,10 @@ class Decoder:
     def _set_pending(self, pending: mx.array, logprobs: mx.array, finite: mx.array) -> None:
         """Set the pending tokens; on a GPU, which reports errors late, evaluate them at once.
 
-        Otherwise they would be evaluated with the next pass, and fail with it. Raises without
-        changing anything if MLX fails.
+        Otherwise they would be evaluated with the next pass, and fail with it. `logprobs`: the
+        log-probabilities that they were drawn from, shape (rows, vocabulary). `finite`: rows with
+        finite
+        logits, shape (rows,). Raises without changing anything if MLX fails.
         """
         if device.defers_errors():
             mx.async_eval(pending, logprobs, finite)  # type: ignore[no-untyped-call]
@@ -296,7 +301,10 @@ class Decoder:
         return masked(logits, masks) if any(mask is not None for mask in masks) else logits
 
     def _draw(self, i: int, logprobs: mx.array) -> mx.array:
-        """Draw the token of row `i`, shape (1,). An exception in its sampler fails the row."""
+        """Draw the token of row `i`, shape (1,). An exception in its sampler fails the row.
+
+        `logprobs`: log-probabilities of all rows, shape (rows, vocabulary).
+        """
         row = self.rows[i]
         try:
             return row.sampler(logprobs[i : i + 1])
@@ -331,7 +339,7 @@ def normalised(logits: mx.array) -> tuple[mx.array, mx.array]:
 def processed(row: Row, context: mx.array, logits: mx.array) -> mx.array:
     """Apply the row's processors to `logits` and return the result.
 
-    An exception in a processor fails the row.
+    `context`: the row's token ids so far, shape (n,). An exception in a processor fails the row.
     """
     try:
         for process in row.processors:

@@ -42,7 +42,9 @@ class _Draws:
     """State of sampler, context and guide before the next draw.
 
     Each state has its own copy of the sampler, which every draw changes, and of the guide, which
-    every token changes.
+    every token changes. `row`: records exceptions of these. `context`: see `Row`. `mask`: tokens
+    that
+    `guide` allows next; None if it allows all or was not asked yet.
     """
 
     row: Row
@@ -118,7 +120,10 @@ class DraftingDecoder(Decoder):
         self._unseen: list[int] = []  # drawn, and not fed to the draft yet
 
     def start(self, inputs: Sequence[int]) -> None:
-        """Feed the newest token, which is not in the KV yet, and start drawing the next one."""
+        """Feed the newest token, which is not in the KV yet, and start drawing the next one.
+
+        `inputs`: the id of that token.
+        """
         (newest,) = inputs
         self._launch(newest, 0, drawn=False)
 
@@ -150,7 +155,7 @@ class DraftingDecoder(Decoder):
         return right
 
     def propose(self, drafts: int) -> None:
-        """Set the number of tokens to draft for the next pass.
+        """Set the number of tokens to draft for the next pass to `drafts`.
 
         The caches must have room for them.
         """
@@ -170,7 +175,10 @@ class DraftingDecoder(Decoder):
         return max(1, self._drafts)
 
     def step(self) -> list[list[Drawn]]:
-        """Return the ready tokens; start a pass over the last of them and new drafts."""
+        """Return the tokens that are ready; start a pass over the last of them and new drafts.
+
+        The result has one list, because the decoder has one row.
+        """
         ready, self._ready = self._ready, []
         self._launch(ready[-1].token, self._drafts)
         return [ready]

@@ -57,7 +57,10 @@ class Lane:
 
     @property
     def steady(self) -> bool:
-        """True if a failed step of the lane can be repeated: its pending tokens are still held."""
+        """True if a failed step of the lane can be repeated.
+
+        That is so while its decoder still has the pending tokens that the step was to feed.
+        """
         return self.decoder.pending is not None
 
     def length(self) -> int:

@@ -101,8 +101,9 @@ class Tally:
     `outcomes` counts by API and status. `joined`: requests that shared the computation of another.
     `first_token` and `whole`: times from a client's request to its first token and to its end, by
     whether it was cold, warm or restored. `stages`: total seconds by stage; see `STAGES`. `losses`
-    counts prefix losses by reason and cause, `lost_tokens` their tokens by reason. `repetitions`:
-    replies ended because they repeated themselves.
+    counts prefix losses by reason and cause as in `RequestRecord.lost`, `lost_tokens` their tokens
+    by
+    reason. `repetitions`: replies ended because they repeated themselves.
     """
 
     outcomes: Counter[tuple[str, str]] = field(default_factory=Counter)
@@ -198,9 +199,13 @@ class Records:
 class Totals:
     """Sums over all requests that were admitted. MLX thread only.
 
-    `requests`: counts by reuse. `tokens`: tokens by kind. `canonicalised`: number of requests that
-    each rule changed. `sessions`: labels of the requests' sessions. `saved`: tokens and seconds
-    that reuse saved clients.
+    `requests`: number of all requests, and of those that were warm, restored and cold. `tokens`:
+    their
+    prompt, cached, restored, fed, generated, drafted and accepted tokens. `canonicalised`: number
+    of
+    requests that each rule changed. `sessions`: labels of the requests' sessions. `saved`: tokens
+    and
+    seconds that reuse saved clients.
     """
 
     requests: dict[str, int] = field(

@@ -58,7 +58,8 @@ class PrefillDecodeBalance:
     Decoding gets a little more time than prefill, except during a burst: prefill that will end soon
     goes first, so that its replies can be decoded together. `owed`: seconds of decoding due to
     replies, limited to about the longest burst plus one chunk. `round_s`: seconds of one round of
-    decoding, that is one step of every lane; a moving average.
+    decoding, that is one step of every lane; a moving average. `clock()` returns the time in
+    seconds.
     """
 
     def __init__(self, clock: Callable[[], float]):

@@ -221,8 +221,8 @@ class PrefixLossReporter:
 def _loss(what: Cause, at: int, runs: Runs = (), texts: Texts = ("", "")) -> Loss:
     """Return a loss that begins at token `at`, with its reason and cause `what`.
 
-    `runs`: half-open ranges of the lost tokens. `texts`: excerpts of the earlier and the later
-    text.
+    Reasons and causes are those of docs/explain.md. `runs`: half-open ranges of the lost tokens.
+    `texts`: excerpts of the earlier and the later text.
     """
     reason, cause = what
     described = {
@@ -273,7 +273,8 @@ def _count_fed(record: RequestRecord, loss: Loss) -> None:
 def _missing(reuse: Found, kept: int) -> Cause:
     """Return the reason and cause for a missing prefix that was computed from the same text.
 
-    `kept`: tokens of the prefix that were computed earlier.
+    Reasons and causes are those of docs/explain.md. `kept`: tokens of the prefix that were computed
+    earlier.
     """
     if reuse.damaged:
         return "corrupt", "checksum"

@@ -206,7 +206,12 @@ def plan_memory(loaded: Loaded, layout: Layout, settings: Settings) -> MemoryPla
 def _divide(
     limit: int, loaded: Loaded, layout: Layout, measured: cost.Cost, settings: Settings
 ) -> dict[str, int]:
-    """Return the bytes of a budget of `limit` bytes that are set aside, by kind."""
+    """Return the bytes to set aside from a budget of `limit` bytes, by purpose.
+
+    The keys are `pool` for free buffers that MLX keeps, `transient` for forward passes, and
+    `pending`
+    for copies waiting to be written to disk.
+    """
     context = loaded.info.context_length
     return {
         "pool": pool_bytes(limit),

@@ -454,7 +454,7 @@ class Scheduler:
     def _guard(self, task: Task, action: Callable[[], bool]) -> bool:
         """Run `action` and return its result; an exception in it fails `task` alone.
 
-        Returns True after an exception. Device errors are raised.
+        Returns True after an exception, because the task is over then. Device errors are raised.
         """
         try:
             return action()

@@ -200,7 +200,7 @@ class Task:
 
     @property
     def behind(self) -> int:
-        """Number of tokens whose positions the task's lineage does not hold yet."""
+        """Number of tokens of prompt and reply whose KV the task's lineage does not hold yet."""
         return self.length - self.held.length
 
     @property
@@ -336,7 +336,9 @@ class Task:
     def note_phase(self, name: str, now: float | None = None) -> None:
         """Record the seconds from the end of the last phase to `now` under `name`.
 
-        `now` is a time of `time.perf_counter`, by default the current time.
+        `name`: key of `RequestRecord.timing`, such as `queue_s`. `now` is a time of
+        `time.perf_counter`,
+        by default the current time.
         """
         now = time.perf_counter() if now is None else now
         self.record.timing[name] = round(now - self.phase_began, 6)

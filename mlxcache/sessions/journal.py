@@ -1,6 +1,6 @@
 """The session writer: writes finished requests as turns to the table of sessions, in order.
 
-A single thread does all the writing; the documentation calls it the writer's thread.
+A single thread does all the writing; docstrings call it the writer's thread.
 """
 
 from __future__ import annotations

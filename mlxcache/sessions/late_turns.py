@@ -61,7 +61,10 @@ class LateTurns:
         self._turns.append(LateTurn(request, turn))
 
     def _superseded(self) -> int:
-        """Index of the oldest turn whose conversation has a later one, else of the oldest."""
+        """Index of the oldest turn that a later turn continues.
+
+        It is 0, the index of the oldest turn, if there is none.
+        """
         for index, one in enumerate(self._turns):
             ids = one.turn.ids
             for later in self._turns[index + 1 :]:

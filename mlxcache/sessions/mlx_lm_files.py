@@ -44,8 +44,11 @@ class PromptCacheExport:
     ):
         """Lease the lineage that holds `ids`. Call on the MLX thread.
 
-        `ids`: token ids as the model is fed them, shape (n,). `model`: path or name of the model,
-        for the file. Raises Busy if there is no memory, or if RAM does not hold all of the tokens.
+        `ids`: token ids as the model is fed them, shape (n,). `owner`: owner of the session, under
+        whose
+        ids they are cached; see `own_ids`. `model`: path or name of the model, for the file. Raises
+        Busy
+        if there is no memory, or if RAM does not hold all of the tokens.
         """
         lease = kv.acquire(own_ids(np.append(ids, ids[-1:]), owner), 1)
         if lease is None:
@@ -105,7 +108,7 @@ class PromptCacheReader:
         out if it differs from what the model computes, or if there is no memory for it. `prompt`:
         the text, or a JSON list of token ids, of which the file was made; needed only if the file
         has no tokens. Call on the MLX thread. Raises SnapshotRefused if the file is no prompt cache
-        of such a model, and BadRequest if tokens are missing or unknown.
+        for the served model, and BadRequest if tokens are missing or unknown.
         """
         kv = self._kv
         vocabulary = kv.layout.vocab_size

@@ -70,7 +70,10 @@ def tree_view(
 def _branches(
     listed: Sequence[Listed], decode: Callable[[Sequence[int]], str], owner: str | None
 ) -> Branch:
-    """Build the tree with all leaves of the sessions, and return its root."""
+    """Build the tree with all leaves of the sessions, and return its root.
+
+    `decode` converts token ids to text. `owner`: owner of the sessions, or None.
+    """
     tree = PrefixTree(1)
     leaves = [
         (one.session.id, leaf, ram, disk)

@@ -26,12 +26,12 @@ CLOSE_S = 0.5
 
 
 class StoreContext:
-    """One open store folder: its database, process lock, disk space, figures and noted uses.
+    """One open store folder: its database, process lock, disk space, counters and noted uses.
 
-    A use of a file sets the time by which it is evicted; a reuse by a request is counted as well.
-    Both are kept in memory and written to the index with the next write, so that looking up a
-    prefix writes nothing. `lock` shows other processes that the folder is open; see `ProcessLock`.
-    Thread-safe.
+    A use of a file delays its eviction; a reuse by a request is counted as well. Both are noted in
+    memory and written to the index with the next write, so that looking up a prefix writes nothing.
+    `lock` shows other processes that the folder is open; see `ProcessLock`. `space` evicts files.
+    `reserve`: the file that is removed while the disk is full. Thread-safe.
     """
 
     def __init__(
@@ -109,8 +109,9 @@ class StoreContext:
     def write_uses(self, connection: sqlite3.Connection) -> None:
         """Write to the index when files were last used, and how often requests reused them.
 
-        Writes what `note_use` and `note_reuse` collected since the last call, within the open
-        transaction of `connection`.
+        Writes what `note_use` and `note_reuse` noted since the last call, within the open
+        transaction of
+        `connection`.
         """
         with self._lock:
             uses, self._uses = self._uses, {}

@@ -118,7 +118,7 @@ class Locked(StoreError):
 
 
 def _nothing(_: sqlite3.Connection) -> None:
-    """Migrate nothing."""
+    """Do nothing: the default of `migrate` in `Database.create`."""
 
 
 class _Memory:
@@ -140,7 +140,9 @@ class Database:
 
     Threads of one process take turns at writing, and wait for other processes that write. The
     `with` blocks convert errors of SQLite to StoreError, and those of a full disk to DiskFull.
-    `obstacle`: why the file cannot be written, None if it can. It was read into memory then.
+    `obstacle`: why the file cannot be written, None if it can. If it cannot, all reads use a copy
+    of
+    it in memory.
     """
 
     def __init__(self, path: Path):
@@ -218,7 +220,11 @@ class Database:
             migrate(connection)
 
     def check_before(self, check: Callable[[], None] | None) -> None:
-        """Call `check` before each outermost transaction from now on; None stops that."""
+        """Call `check` before each transaction from now on; None stops that.
+
+        An exception in `check` is raised instead of beginning the transaction. Blocks inside a
+        transaction of the same thread join it and are not checked again.
+        """
         self._check = check
 
     def is_there(self) -> bool:

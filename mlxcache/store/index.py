@@ -152,7 +152,10 @@ def lookup(connection: sqlite3.Connection, chain: Chain) -> Match:
 
 
 def version(connection: sqlite3.Connection) -> tuple[int, int, int]:
-    """Return a value that changes whenever a file is added, removed or made durable."""
+    """Return figures of the index that change when a file is added, removed or made durable.
+
+    The result is only compared with an earlier one.
+    """
     query = "SELECT count(*), ifnull(max(id), 0), ifnull(sum(owner IS NULL), 0) FROM file"
     count, newest, durable = connection.execute(query).fetchone()
     return count, newest, durable
@@ -287,9 +290,10 @@ def _cover(reaches: list[tuple[int, int, Row]]) -> tuple[list[tuple[Row, int, in
 
 
 def _sibling(connection: sqlite3.Connection, chain: Chain, cursor: int) -> tuple[Row, int] | None:
-    """Find a run that shares tokens of the block around position `cursor`, beyond `cursor`.
+    """Find the run that begins with the block of `cursor` and shares the most tokens beyond it.
 
-    Returns its row and the end of the shared tokens, or None.
+    `cursor`: position up to which the prefix of the chain was found. Returns the row of the run and
+    the end of the shared tokens, or None if no run shares tokens beyond `cursor`.
     """
     block = cursor // BLOCK
     start = block * BLOCK

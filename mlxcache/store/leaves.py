@@ -28,10 +28,13 @@ Examples are a request for a title, and a probe.
 class Leaf:
     """One conversation of a session.
 
-    `ids`: newest prompt with its reply, int32, shape (n,); the first `prompt_tokens` are the
-    prompt. `key_tokens`: length of its conversation key, the leading tokens that a prompt must
-    share to continue it. `turns`: number of finished requests. `last_used_at`: seconds since 1970.
-    `replies`: keys of the replies in it, in order; None if an earlier version of mlxcache wrote it.
+    `id`: id of its row. `session`: id of the session. `kind`: main, or agent for a sub-agent.
+    `ids`:
+    newest prompt with its reply, int32, shape (n,); the first `prompt_tokens` are the prompt.
+    `key_tokens`: length of its conversation key, the leading tokens that a prompt must share to
+    continue it. `turns`: number of finished requests. `last_used_at`: seconds since 1970.
+    `replies`:
+    keys of the replies in it, in order; None if an earlier version of mlxcache wrote it.
     """
 
     id: int
@@ -51,7 +54,7 @@ def conversation_key_tokens(marks: Sequence[int], prompt_tokens: int) -> int:
     The key is the leading part of a prompt that distinguishes its conversation from all others. The
     head (tools and system prompt, up to the first mark) can be the same in many conversations, but
     not the first message, which ends at the second mark. A prompt with a single mark has no head.
-    `marks`: positions of the ends of messages.
+    `marks`: positions of the ends of messages. Without marks, all `prompt_tokens` are the key.
     """
     return next(iter(marks[1:2] or marks[:1]), prompt_tokens)
 
@@ -98,9 +101,11 @@ def find_reworded(
 ) -> Leaf | None:
     """Find the leaf that a request continues after its client changed the first message, or None.
 
-    `leaves`: those of sessions whose user typed the same first words. The request must share the
-    first `head` token ids (tools and system prompt) and have a longer prompt than the leaf. Among
-    such leaves, the one with the longest common prefix is chosen.
+    `ids`: token ids of the request, of which the first `prompt_tokens` are the prompt. `leaves`:
+    those
+    of sessions whose user typed the same first words. The request must share the first `head` token
+    ids (tools and system prompt) and have a longer prompt than the leaf. Among such leaves, the one
+    with the longest common prefix is chosen.
     """
     found = [
         (shared, leaf.id, leaf)
@@ -116,10 +121,13 @@ def becomes_main(
 ) -> bool:
     """Return whether a conversation of `tokens` tokens becomes its session's main one.
 
-    Both the table of sessions and eviction in RAM use this rule. If the present main conversation
-    has one turn and far fewer tokens, it was a side request, such as a title, and is replaced.
-    Otherwise the other one must share its head (tools and system prompt), as after an agent has
-    compacted its history, and have enough turns (`settled`).
+    The present main conversation has `main_turns` turns and `main_tokens` tokens. If it has one
+    turn
+    and far fewer tokens than the other, it was a side request, such as one for a title, and is
+    replaced. Otherwise it is replaced only by a conversation with the same tools and system prompt
+    (`same_head`) and enough turns (`settled`), as after an agent has compacted its history. Both
+    the
+    table of sessions and eviction in RAM use this rule.
     """
     if main_turns <= 1 and main_tokens * TINY_SHARE < tokens:
         return True

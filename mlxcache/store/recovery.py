@@ -254,7 +254,10 @@ def _drop_lost(
 def _adopt_all(
     context: StoreContext, connection: sqlite3.Connection, strays: list[tuple[str, Path]]
 ) -> None:
-    """Add rows for complete files that have none; move any other file to quarantine."""
+    """Add rows for complete files that have none; move any other file to quarantine.
+
+    `strays`: kind and path of each file without a row.
+    """
     found = []
     for kind, path in strays:
         try:
@@ -275,7 +278,10 @@ def _adopt_all(
 def _free_rows(
     context: StoreContext, connection: sqlite3.Connection, strays: list[tuple[str, Path]]
 ) -> None:
-    """Evict files to make room for the index rows of `strays`, as the folder may be full."""
+    """Evict files to make room for the index rows of `strays`, as the folder may be full.
+
+    `strays`: kind and path of each file without a row.
+    """
     if context.space.limit is not None:
         (tokens,) = connection.execute("SELECT ifnull(sum(stop - start), 0) FROM file").fetchone()
         growth = TOKEN_BYTES * tokens + _ROW_BYTES * len(strays)

@@ -42,9 +42,12 @@ _FIELDS = "digest, length, tail, history, ids, calls, thinking_open, generic_too
 class ReplyRow:
     """A reply as the model generated it, and the prompt that it was generated for.
 
-    `ids`: its token ids, shape (n,). `digest`, `length`, `tail`, `history`: see `PromptKey`, by
-    which it is found. `calls`: it was parsed for tool calls. `thinking_open`, `generic_tools`: see
-    `Prompt`. `stopped`: the stop string that ended it, or None.
+    `ids`: its token ids, shape (n,). `digest`, `length`, `tail`, `history`: the key of the prompt,
+    by
+    which the reply is found; see `PromptKey`. `calls`: the reply was parsed for tool calls.
+    `thinking_open`: the prompt ended inside a thinking block. `generic_tools`: the template does
+    not
+    support tools; see `Prompt`. `stopped`: the stop string that ended it, or None.
     """
 
     digest: bytes
@@ -106,7 +109,7 @@ def read_replies(
 ) -> tuple[dict[str | None, list[ReplyRow]], int]:
     """Return the replies of a namespace with a row id above `after`, and the highest row id.
 
-    The replies are grouped by the owner of their session, oldest first.
+    The replies are in a dictionary by the owner of their session, oldest first.
     """
     last = int(db.execute("SELECT coalesce(max(id), 0) FROM replies").fetchone()[0])
     found: dict[str | None, list[ReplyRow]] = {}

@@ -74,7 +74,10 @@ def insert_response(db: sqlite3.Connection, response: StoredResponse) -> None:
 
 
 def link_response(db: sqlite3.Connection, id: str, session: str, at: float) -> None:
-    """Note that the response `id`, which may be inserted later, is a turn of `session`."""
+    """Note that the response `id`, which may be inserted later, is a turn of `session`.
+
+    `at`: time of the turn in seconds since 1970.
+    """
     db.execute(
         "INSERT INTO responses (id, session, created_at, size) VALUES (?1,?2,?3,0)"
         " ON CONFLICT (id) DO UPDATE SET session = ?2",
@@ -99,8 +102,8 @@ def read_response(db: sqlite3.Connection, id: str, owner: str | None) -> StoredR
 def read_chain(db: sqlite3.Connection, id: str, owner: str | None) -> list[StoredResponse]:
     """Read a response and those that it continues, oldest first.
 
-    Raises NotFound if one of them is missing, or if there are more than `MAX_CHAIN`
-    or `MAX_CHAIN_BYTES`.
+    Raises NotFound if one of them is missing, or if there are more than `MAX_CHAIN` responses or
+    `MAX_CHAIN_BYTES` bytes.
     """
     found: list[StoredResponse] = []
     size = 0

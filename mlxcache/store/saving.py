@@ -113,7 +113,11 @@ def save_checkpoint(context: StoreContext, chain: Chain, tensors: Sequence[Tenso
 
 
 def _evict_checkpoints(context: StoreContext, match: Match, nbytes: int) -> None:
-    """Evict checkpoints until one more of `nbytes` bytes fits into their share of the limit."""
+    """Evict checkpoints until one more of `nbytes` bytes fits into their share of the limit.
+
+    Does nothing if the folder has no limit, or if there are no runs in `match`, the part on disk of
+    the path that the new checkpoint belongs to.
+    """
     limit = context.space.limit
     if limit is None or not match.cover:
         return

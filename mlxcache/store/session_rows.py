@@ -75,8 +75,10 @@ class Session:
     """A session's row.
 
     `label` is given by clients, `name` by the user. `title` is taken from the first user message.
-    Times are in seconds since 1970. `owner`: see `mlxcache.owner`; None for a session made by a
-    server without API keys.
+    `client`: name of the client program. `model`: name of the model, for display. `turns`: number
+    of
+    finished requests. Times are in seconds since 1970. `owner`: see `mlxcache.owner`; None for a
+    session made by a server without API keys.
     """
 
     id: str
@@ -99,8 +101,10 @@ class Turn:
 
     `ids`: token ids of its prompt and reply, shape (n,); the first `prompt_tokens` are the prompt.
     `key_tokens`: see `leaves.conversation_key_tokens`. `head`: number of tokens of tools and system
-    prompt. `at`: seconds since 1970. `gain`: its figures. `known`: keys of earlier replies in its
-    prompt. `response`: id of the stored response of OpenAI's Responses API that the request made.
+    prompt. `at`: seconds since 1970. `label`, `client`, `title`, `owner`: see `Session`. `reply`:
+    its
+    reply for replay, or None. `gain`: its figures. `known`: keys of earlier replies in its prompt.
+    `response`: id of the stored response of OpenAI's Responses API that the request made.
     """
 
     namespace: str
@@ -466,9 +470,10 @@ Measured = tuple[int, float]
 
 @dataclass(frozen=True, slots=True)
 class Gain:
-    """Figures of one request to add to its session, and what prefill took since the last request.
+    """Figures of one request to add to its session, and prefill times not stored yet.
 
-    `measured`: tokens fed and their seconds, by the index of a range of positions.
+    `measured`: tokens fed and the seconds that they took, by range of positions. The ranges divide
+    the positions of a prompt and are numbered from 0 on.
     """
 
     figures: SessionFigures
@@ -485,7 +490,7 @@ _ADD_FIGURES = (
 
 
 def add_gain(db: sqlite3.Connection, session: str, namespace: str, gain: Gain) -> None:
-    """Add one request's figures to those of its session, and its `measured` to the namespace's."""
+    """Add a request's figures to those of its session, and its prefill times to the namespace's."""
     db.execute(_ADD_FIGURES, {"session": session, **asdict(gain.figures)})
     db.executemany(
         "INSERT INTO prefill_times (namespace, range, tokens, seconds) VALUES (?, ?, ?, ?)"
@@ -503,7 +508,10 @@ def read_figures(db: sqlite3.Connection, session: str) -> SessionFigures:
 
 
 def read_prefill_times(db: sqlite3.Connection, namespace: str) -> dict[int, Measured]:
-    """Return the prefill measured in a namespace: tokens and seconds, by range of positions."""
+    """Return the tokens fed in a namespace and their seconds, by range of positions.
+
+    The keys are the numbers of the ranges; see `Gain`.
+    """
     query = "SELECT range, tokens, seconds FROM prefill_times WHERE namespace = ?"
     rows = db.execute(query, (namespace,)).fetchall()
     return {where: (tokens, seconds) for where, tokens, seconds in rows}

@@ -51,7 +51,8 @@ class Sessions:
     """Table of sessions in `database`.
 
     Every method is one transaction, may be called on any thread, and may raise StoreError. Several
-    servers may share the file.
+    servers may share the file. An `owner` of None stands for sessions made by servers without API
+    keys, and `ANY_OWNER` for those of all owners.
     """
 
     def __init__(self, database: Database):
@@ -79,7 +80,10 @@ class Sessions:
     # -- reading -----------------------------------------------------------------------------
 
     def all(self, limit: int | None = None, owner: str | None = ANY_OWNER) -> list[Session]:
-        """Return at most `limit` sessions of an owner, most recently used first."""
+        """Return at most `limit` sessions of an owner, most recently used first.
+
+        A `limit` of None returns all of them.
+        """
         query = (
             f"SELECT {rows.SESSION_FIELDS} FROM sessions WHERE ?2 = '' OR owner IS ?2"
             " ORDER BY last_used_at DESC, id LIMIT ?1"
@@ -112,7 +116,10 @@ class Sessions:
             return rows.read_figures(db, id)
 
     def prefill_times(self, namespace: str) -> dict[int, rows.Measured]:
-        """Return the tokens and seconds of prefill measured in a namespace, by position range."""
+        """Return the tokens fed in a namespace and their seconds, by range of positions.
+
+        The keys are the numbers of the ranges; see `Gain`.
+        """
         with self._database.read() as db:
             return rows.read_prefill_times(db, namespace)
 
@@ -142,7 +149,7 @@ class Sessions:
     ) -> tuple[dict[str | None, list[ReplyRow]], int]:
         """Return the replies of a namespace with a row id above `after`, and the highest row id.
 
-        The replies are grouped by owner, oldest first.
+        The replies are in a dictionary by owner, oldest first.
         """
         with self._database.read() as db:
             return reply_rows.read_replies(db, namespace, after)

@@ -107,7 +107,10 @@ def read_snapshot(
 
 
 def with_owner(snapshot: Snapshot, owner: str | None) -> Snapshot:
-    """Return a copy of `snapshot` with the token ids under which the cache stores `owner`'s KV."""
+    """Return a copy of `snapshot` with the token ids under which the cache stores `owner`'s KV.
+
+    The cache stores the tokens of each owner under ids of their own; see `own_ids`.
+    """
     session = snapshot.session
     ids = [own_ids(leaf.ids, owner) for leaf in session.leaves]
     return replace(snapshot, session=with_tokens(session, ids))

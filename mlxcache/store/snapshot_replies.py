@@ -121,8 +121,10 @@ def with_replies(
 ) -> SessionInfo:
     """Return a copy of `session` with the replies in a snapshot's metadata.
 
-    `session` is returned unchanged if there are none, or if a later version wrote them. Raises
-    SnapshotRefused if they are damaged or have token ids that the model does not have.
+    `session` is returned unchanged if there are none, or if a later version wrote them.
+    `vocab_size`:
+    number of token ids of the model; None if it is not known. Raises SnapshotRefused if the replies
+    are damaged or have token ids that the model does not have.
     """
     if REPLIES not in metadata:
         return session

@@ -74,7 +74,8 @@ class LeafPart:
     def tokens(self, owner: str | None) -> Tokens:
         """Return the token ids of the part, little-endian, as the model is fed them.
 
-        `owner`: owner of the session, whose ids in the cache are converted back; see `own_ids`.
+        `owner`: owner of the session. The cache stores an owner's tokens under other ids, which are
+        converted back; see `own_ids`.
         """
         return np.ascontiguousarray(plain_ids(self.info.ids, owner)[self.start :], "<i4")
 
@@ -190,7 +191,9 @@ def describe_session(
 ) -> Description:
     """Make the description of a session for the snapshot's header.
 
-    `states`: its checkpoints, each with the index of its leaf.
+    `parts`: the parts of its leaves; see `find_parts`. `states`: its checkpoints, each with the
+    index
+    of its leaf.
     """
     own = {name: getattr(session, name) for name in CARRIED}
     own |= {name: _bounded(own[name]) for name in ("label", "name", "title", "client")}
@@ -210,9 +213,9 @@ class SnapshotExport:
     Its replies are included as far as the header has room. Construction reads and verifies the
     files, and iteration reads them again; both block. Damaged or evicted KV is left out, and the
     importing server computes it again; the token ids are always complete. `owner`: owner of the
-    session, whose token ids in the cache are converted back. Raises StoreError, also during
-    iteration if a file is evicted before it was read. An incomplete snapshot is recognised by its
-    length and cannot be imported.
+    session. The cache stores an owner's tokens under other ids, which are converted back; see
+    `own_ids`. Raises StoreError, also during iteration if a file is evicted before it was read. An
+    incomplete snapshot is recognised by its length and cannot be imported.
     """
 
     def __init__(self, store: Store, session: SessionInfo, owner: str | None = None):
@@ -348,7 +351,10 @@ def _place(name: str, dtype: str, shape: tuple[int, ...]) -> Place:
 
 
 def _exportable(states: list[tuple[int, Saved, Header]]) -> list[tuple[int, Saved, Header]]:
-    """Return the checkpoints that fit into a snapshot, by their bytes and number of tensors."""
+    """Return those checkpoints that a snapshot may contain, by their bytes and number of tensors.
+
+    Each is given as the index of its leaf, the checkpoint, and the header of its file.
+    """
     kept, tensors = [], 0
     for state in states:
         tensors += len(state[2].places)

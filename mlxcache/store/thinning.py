@@ -60,8 +60,9 @@ def surplus_checkpoints(
 def _beside(connection: sqlite3.Connection, path: Sequence[Row]) -> list[Row]:
     """Return the checkpoints of short side branches of `path`, least recently used first.
 
-    Each comes within `SIDE_TOKENS` tokens after a checkpoint of `path`, and is the last of its
-    branch.
+    A side branch leaves `path` after one of its checkpoints. Its own checkpoint is returned if it
+    is
+    the only one of the branch and comes within `SIDE_TOKENS` tokens after that one.
     """
     own = {row.id: row.start for row in path}
     found: list[Row] = []
@@ -73,7 +74,10 @@ def _beside(connection: sqlite3.Connection, path: Sequence[Row]) -> list[Row]:
 
 
 def _last(path: Sequence[Row], ends: Sequence[int]) -> set[int]:
-    """Return, for each position of `ends`, the id of the last checkpoint of `path` up to there."""
+    """Return the ids of the last checkpoint of `path` at or before each position of `ends`.
+
+    Positions without an earlier checkpoint are left out.
+    """
     before = [
         max((row for row in path if row.start <= end), key=_start, default=None) for end in ends
     ]
@@ -121,9 +125,9 @@ def _followers(connection: sqlite3.Connection, id: int) -> list[int]:
 
 
 def _is_newest(connection: sqlite3.Connection, id: int, away: Collection[int]) -> bool:
-    """Return whether a checkpoint is one of the newest of any path.
+    """Return whether a checkpoint is one of the last `NEWEST` of any path that contains it.
 
-    Checkpoints with an id in `away` are about to be removed and do not count.
+    `id`: id of its row. Checkpoints with an id in `away` are about to be removed and do not count.
     """
     level = [id]
     for _ in range(NEWEST):
