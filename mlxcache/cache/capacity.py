@@ -1,8 +1,8 @@
 """Estimate of the RAM and disk that conversations of a model take, and of how many fit.
 
 A conversation is simulated turn by turn. The rules by which a server places, thins and writes
-checkpoints give their positions, and the cache layout of the model gives their sizes. Weights are
-not needed.
+checkpoints give their positions, and the `Layout` of the model's caches gives the sizes of KV and
+checkpoints. Weights are not needed.
 """
 
 from __future__ import annotations
@@ -61,12 +61,12 @@ copy.
 
 
 def copy_bytes(transient: int, kind: DeviceKind) -> int:
-    """Return the bytes of KV that are copied in one evaluation, or 0 for one array at a time.
+    """Return how many bytes of KV to copy in one `mx.eval`, or 0 for one array at a time.
 
-    `transient`: the bytes set aside for forward passes, which such a copy uses. On a GPU each
-    evaluation waits for the device, so several arrays are copied at once. A CPU is faster with one
-    array at a time: the next copy reuses the memory that the replaced array has freed, while new
-    memory costs page faults.
+    `transient`: the bytes set aside for forward passes, which copies of KV between buffers use too.
+    On a GPU each evaluation waits for the device, so several arrays are copied at once. A CPU is
+    faster with one array at a time: the next copy reuses the memory that the replaced array has
+    freed, while new memory costs page faults.
     """
     return min(MOST_COPIED, transient // 2) if kind == "gpu" else 0
 
@@ -93,8 +93,8 @@ class Talk:
     def turns(self, tokens: int) -> Iterator[tuple[tuple[int, ...], int, int, int]]:
         """Yield the turns of a conversation that grows to `tokens` tokens.
 
-        Each item is a tuple of the positions of marks, the cached tokens, the length of the prompt,
-        and the length with the reply.
+        Each item is a tuple: the positions of all marks so far, the number of tokens that the turn
+        finds cached, the length of its prompt, and the length with the reply.
         """
         marks: list[int] = []
         begin, end = min(self.head, tokens // 2), 0
@@ -108,9 +108,9 @@ class Talk:
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """Bytes and checkpoints of one conversation in RAM and on disk.
+    """Bytes and checkpoints that one conversation of `tokens` tokens takes in RAM and on disk.
 
-    `tokens`: its length. `fit_ram` and `fit_disk`: how many such conversations fit in each tier.
+    `fit_ram` and `fit_disk`: how many such conversations fit in each tier.
     """
 
     tokens: int
@@ -128,7 +128,7 @@ class Fit:
 
     `disk` is 0 without a disk tier. `room`: bytes of `ram` that remain for conversations.
     `longest`: tokens of the longest prompt that fits, unless forward passes need more memory than
-    is set aside. `held`: the result for each length that was asked for.
+    is set aside. `held`: the estimate for each length of conversation that was asked for.
     """
 
     ram: int

@@ -49,7 +49,8 @@ class DiskTier:
     def pump(self, *, decoding: bool) -> None:
         """Collect finished writes, and give the writer's thread at most one more job.
 
-        With `decoding`, copies for the disk take at most `COPY_SHARE` of the MLX thread's time.
+        With `decoding` (replies are being generated), copies for the disk take at most the part
+        `COPY_SHARE` of the MLX thread's time.
         """
         began = time.monotonic()
         if decoding and began < self._next_copy_at:

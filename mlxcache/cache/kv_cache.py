@@ -358,10 +358,11 @@ class KVCache:
                 self.ram.shrink(other, force=True)
 
     def persist(self, lease: Lease, ids: Tokens, *, whole: bool = False) -> None:
-        """Queue committed tokens for writing to disk, if at least `PERSIST_TOKENS` are new.
+        """Queue committed tokens for writing to disk.
 
-        Queues whole blocks only; with `whole`, any number of tokens to the last one. Does not
-        block. The path stays locked in RAM until it is on disk.
+        During a request, queues the tokens up to the last whole block, if at least `PERSIST_TOKENS`
+        of them are not queued yet. With `whole`, at its end, queues all tokens, also an incomplete
+        block. Does not block. The path stays locked in RAM until it is on disk.
         """
         if self.disk is None or lease.node is None:
             return
@@ -426,9 +427,9 @@ class KVCache:
     def drop_damaged(self) -> None:
         """Release the buffers of every lineage that a device error may have damaged.
 
-        The tree keeps referring to such lineages, as it does to evicted ones. In the other lineages
-        only committed positions may be used: call `abandon` for their leases. See `model.device`
-        for these errors.
+        The tree may still refer to these lineages: `Lineage.lost` is then true. Of the other
+        lineages, only committed positions are intact: call `abandon` for each of their leases. See
+        `model.device` for device errors.
         """
         for lineage in [*self.ram.idle.values(), *self.ram.busy.values()]:
             if lineage.survives_failure():
@@ -526,7 +527,10 @@ class KVCache:
         return lease.lineage.sound()
 
     def end_pressure(self) -> None:
-        """Use the withheld part of the budget again, because a request needs it."""
+        """Make the whole budget available again, because a request needs it.
+
+        A part of it may have been withheld while the machine was short of memory.
+        """
         self.ram.withhold(0)
 
     # -- the disk tier's part in the loop ----------------------------------------------------------
@@ -542,7 +546,7 @@ class KVCache:
         return self.disk is not None and self.disk.write_behind.ready
 
     def pump(self, *, decoding: bool) -> None:
-        """Collect finished writes, and give the writer's thread at most one more job.
+        """Collect finished writes, and give the disk tier's writer thread at most one more job.
 
         Must be called on each tick of the scheduler. `decoding`: replies wait meanwhile, so copies
         for the disk take only a small share of the time.

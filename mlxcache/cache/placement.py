@@ -93,12 +93,12 @@ class Placement:
         return self._copy(spans, cached, least, evict)
 
     def _tail(self, owner: Lineage, end: int) -> int:
-        """Return how many positions of the lineage `owner` from `end` on the tree uses."""
+        """Count the positions of the lineage `owner` from `end` on that the tree uses."""
         held = self._tree.live_range(owner)
         return max(0, held[1] - end) if held else 0
 
     def _split_tail(self, match: Match, owner: Lineage, end: int, evict: Evict) -> bool:
-        """Move the positions of the lineage `owner` from `end` on into a new lineage.
+        """Move all positions of the lineage `owner` that are at `end` or later into a new lineage.
 
         `match`: the match of the prompt, whose node is split at `end`. Returns False if there is no
         room for the new lineage.

@@ -84,9 +84,9 @@ class Observation:
 class Pressure:
     """Monitor of the machine's memory, in a thread of its own; withholds budget under pressure.
 
-    `post` runs an action on the MLX thread. `base`: bytes of the process besides all that MLX
-    holds. `weights`: bytes of the weights. The other arguments replace the operating system in
-    tests.
+    `ram`: the tier whose budget is withheld. `post` runs an action on the MLX thread. `base`: bytes
+    of the process besides all that MLX holds. `weights`: bytes of the weights. The other arguments
+    replace the operating system in tests.
     """
 
     def __init__(

@@ -86,7 +86,7 @@ class BufferCount:
 
 
 def _count_specs(value: Any) -> int:
-    """Count the array specs in nested tuples and lists."""
+    """Count the ArraySpecs in nested tuples and lists, one for each array of a checkpoint."""
     if isinstance(value, list | tuple):
         return sum(map(_count_specs, value))
     return int(isinstance(value, ArraySpec))
@@ -149,7 +149,7 @@ class RamTier:
         """Reserve a buffer of at least `least` positions, which replaces one of `held` positions.
 
         Adds room for growth if that fits. Returns the capacity in positions. Returns None, and
-        reserves nothing, if not even `least` positions fit.
+        reserves nothing, if not even `least` positions fit. `evict`: the mode of making room.
         """
         for capacity in (with_slack(least), least):
             if self.reserve_kv(capacity - held, held, evict=evict):
@@ -159,7 +159,9 @@ class RamTier:
     def reserve_kv(self, tokens: int, held: int = 0, *, evict: Evict) -> bool:
         """Reserve KV for `tokens` more positions; return False if there is no room.
 
-        `held`: positions of the buffer that is copied, for which one array is needed temporarily.
+        `held`: positions of the buffers that are copied to larger ones. The old and the new array
+        exist together for a while, so the bytes of one old array must be available too. `evict`:
+        the mode of making room.
         """
         size = tokens * self.layout.bytes_per_token
         return self.reserve("kv", size, held * self.layout.widest, evict=evict)
@@ -385,12 +387,12 @@ class RamTier:
 
     @property
     def checkpoint_limit(self) -> int:
-        """Maximum bytes of all checkpoints together."""
+        """Maximum bytes of all checkpoints in RAM together."""
         limit = self.budget.limit
         return int(limit * BUDGET_SHARE) if self.layout.specs else limit
 
     def max_checkpoints(self, tokens: int) -> int:
-        """Return how many checkpoints a path of `tokens` tokens may have."""
+        """Return how many checkpoints a path of `tokens` tokens may have in RAM."""
         size = self.layout.checkpoint_bytes
         kv_bytes = tokens * self.layout.bytes_per_token
         return allowed(kv_bytes, size, self.budget.limit) // max(1, size)

@@ -183,10 +183,10 @@ class PathWrite:
     """The write of one path of the tree, from its queueing to its last durable file.
 
     `wanted`: the checkpoints on the path. `asked`: the store was searched for the path. After that,
-    `at` is the next token to hand to the writer, and `states` are the checkpoints to write after
-    the runs. `in_flight`: number of jobs that the writer has. `lost`: files that this path
-    continues were evicted in the meantime. `reused`: prompt tokens that the request reused, to be
-    counted as a use of their files. `tries`: number of restarts.
+    `at` is the position of the next token to hand to the writer, and `states` are the checkpoints
+    to write after the runs. `in_flight`: number of jobs that the writer has. `lost`: files that
+    this path continues were evicted in the meantime. `reused`: prompt tokens that the request
+    reused, to be counted as a use of their files. `tries`: number of restarts.
     """
 
     node: Node
@@ -489,7 +489,7 @@ class WriteBehind:
         self._answer(lambda: self._written(job, error))
 
     def _on_idle(self) -> None:
-        """Have the MLX thread release unused buffers. Runs on the writer's thread."""
+        """Have the MLX thread release unused staging buffers. Runs on the writer's thread."""
         self._answer(self.buffers.release_free)
 
     def _answer(self, action: Callable[[], None]) -> None:

@@ -21,9 +21,9 @@ MOST_BYTES = 1 << 20
 class Keys:
     """API keys of a server.
 
-    `values`: the keys. `names`: the names that the file gives to some of them. `owned`: each key
-    has sessions of its own. It is false for a single key that is not from a file: then all clients
-    share all sessions.
+    `values`: the keys. `names`: the names in the file of keys, without the keys to which they
+    belong. `owned`: each key has sessions of its own. It is false for a single key that is not from
+    a file: then all clients share all sessions.
     """
 
     values: tuple[str, ...] = field(default=(), repr=False)

@@ -36,7 +36,7 @@ _MAC_LEVEL = "kern.memorystatus_vm_pressure_level"
 
 
 class PressureLevel(IntEnum):
-    """Level of memory pressure, one of the three that macOS distinguishes."""
+    """Level of memory pressure: normal, warning or critical, as macOS distinguishes them."""
 
     NORMAL = 0
     WARNING = 1
@@ -80,11 +80,12 @@ def read_linux_pressure(
     stalls: Path = Path("/proc/pressure/memory"),
     free: Callable[[], float] | None = None,
 ) -> MemoryPressure:
-    """Derive the memory pressure on Linux from stalled time and from memory in use.
+    """Derive the memory pressure on Linux from memory stalls and from memory in use.
 
-    Returns the highest level that any of the two gives. `root` and `own` are those of
-    `memory_groups`. `stalls`: the PSI (pressure stall information) file of the machine. `free`
-    returns the available part of the machine's memory, from 0 to 1.
+    Returns the highest level found. Stalls are the times in which tasks wait for memory, as PSI
+    (pressure stall information) reports them: `stalls` is its file for the machine, and each
+    control group has one too. `root` and `own` are those of `memory_groups`. `free` returns the
+    available part of the machine's memory, from 0 to 1.
     """
     found = [NO_PRESSURE]
     files = [stalls, *(folder / "memory.pressure" for folder in memory_groups(root, own))]
@@ -106,9 +107,10 @@ def read_linux_pressure(
 
 
 def _averages(path: Path) -> tuple[float, float]:
-    """Read `some avg10` and `full avg10` of a PSI file, in percent.
+    """Read `some avg10` and `full avg10` of a PSI (pressure stall information) file, in percent.
 
-    Returns zeros if the file cannot be read.
+    These are the parts of the last 10 s in which some, or all, tasks waited for memory. Returns
+    zeros if the file cannot be read.
     """
     found = {"some": 0.0, "full": 0.0}
     try:

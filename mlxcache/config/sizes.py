@@ -44,8 +44,8 @@ def read_size(text: str | int) -> Size:
 
     Decimal units are powers of 1000 (`KB`, `MB`, `GB`, `TB`, also without the B), binary ones
     powers of 1024 (`KiB`, `MiB`, `GiB`, `TiB`). Case does not matter, and a number without a unit
-    is bytes. Raises ConfigError for anything else, for 0, for more than 100%, and for a text
-    without a unit below `LEAST_BARE`; the message then names the unit that was probably meant.
+    is bytes. Raises ConfigError for anything else, for 0, for more than 100%, and for a text with a
+    number below `LEAST_BARE` and no unit; the message then names the unit that was probably meant.
     """
     if isinstance(text, int) and not isinstance(text, bool):
         return _positive(text, text)
@@ -124,7 +124,7 @@ def disk_limit(setting: str | int, folder: Path) -> int:
 
     `folder` need not exist. A percentage is of the whole disk that holds `folder`. `auto` is a
     quarter of the free space, in which the files already in `folder` count as free, and at most 200
-    GB. Raises ConfigError if `setting` is not a size or is below `LEAST_DISK`.
+    GB. Raises ConfigError if `setting` is not a size or is below `LEAST_DISK` bytes.
     """
     if setting == "off":
         return 0

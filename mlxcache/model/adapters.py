@@ -236,9 +236,9 @@ class WindowCache(RotatingKVCache):  # type: ignore[misc]
 class Checkpointed:
     """Adapter of a cache class of mlx-lm whose state stands for exactly one position.
 
-    `name`: mlx-lm's name of the class. `verb`: as in `Sliced`. `batchable`: mlx-lm has a batch
-    version of the class. `growing`: the axis of its arrays that may have any size, or None if all
-    sizes are fixed.
+    `name`: mlx-lm's name of the class. `verb`: always "checkpoint"; other adapters have "slice" or
+    "window". `batchable`: mlx-lm has a batch version of the class, for several sequences.
+    `growing`: the axis of its arrays that may have any size, or None if all sizes are fixed.
     """
 
     verb = "checkpoint"

@@ -29,7 +29,7 @@ MOST_PARKED = 8
 
 
 def kind() -> DeviceKind:
-    """Return whether MLX's default device is a CPU or a GPU."""
+    """Return the kind of MLX's default device, "cpu" or "gpu"."""
     return "cpu" if mx.default_device() == mx.cpu else "gpu"
 
 
@@ -54,7 +54,7 @@ def buffer_limit() -> int | None:
 def prepare(pool_bytes: int) -> None:
     """Wire as much memory as Metal recommends, and limit MLX's pool of freed buffers.
 
-    `pool_bytes`: the limit of the pool.
+    `pool_bytes`: the limit of the pool in bytes.
     """
     # imported here: it takes seconds, and the other functions do not need it
     from mlx_lm.utils import maybe_set_recommended_wired_limit  # noqa: PLC0415

@@ -33,9 +33,10 @@ Kind = Literal["sliceable", "latent", "window", "recurrent", "chunked", "ring", 
 class Group:
     """Layers of a model that cache in the same way.
 
-    `layers`: number of layers. `kinds`: kinds of caches in one layer, the hardest to reuse last.
-    `size`: tokens of a window or chunk, None if there is none. `cls`: names of mlx-lm's cache
-    classes. `bytes_per_token` and `checkpoint_bytes` are those of one layer.
+    `layers`: number of layers. `kinds`: kinds of the slots in one layer, ordered by how hard reuse
+    is; a "sliceable" slot is the easiest. `size`: tokens of a window or chunk, None if there is
+    none. `cls`: names of mlx-lm's cache classes. `bytes_per_token` and `checkpoint_bytes` are those
+    of one layer.
     """
 
     layers: int
@@ -155,7 +156,11 @@ def _holds(slot: Any) -> bool:
 
 
 def _group(slots: Sequence[Any]) -> tuple[tuple[Kind, ...], int | None, str, int, int]:
-    """Return the fields of `Group`, except the number of layers, for a layer with these slots."""
+    """Return the fields of `Group`, except the number of layers, for a layer with these slots.
+
+    The fields are the kinds, the window's or chunk's tokens, the class names, the bytes per token
+    and the bytes of a checkpoint.
+    """
     found = dict(map(_kind, slots))
     linear = [slot for slot in slots if isinstance(adapter_of(slot), Sliced)]
     rows = (array for slot in linear for array in kv.arrays_of(slot))

@@ -264,9 +264,10 @@ def survey(model: Any, *, kv_bits: int | None = None, evaluate: bool = True) -> 
 
 
 def _feed(model: Any, caches: Caches, tokens: int, evaluate: bool) -> tuple[mx.array, State]:
-    """Feed the model `tokens` zeros; with `evaluate`, evaluate its caches afterwards.
+    """Feed `model` a prompt of `tokens` tokens with id 0, and return the logits and specs.
 
-    Returns the logits, and the specs of the opaque slots' states.
+    With `evaluate`, its caches are evaluated afterwards. The specs are the opaque slots' states,
+    with an ArraySpec for each array.
     """
     logits = model(mx.zeros((1, tokens), mx.int32), cache=caches)
     if evaluate:

@@ -233,9 +233,9 @@ class Lineage:
 
         Each array has shape (1, heads, count, dim). `tail` may be an iterator that computes the
         arrays of each slot when they are asked for: it is advanced by as many slots at a time as
-        take `copy_bytes` bytes, at least one. `held`: positions whose bytes count for that, if
-        computing an array takes more than its `count` positions. With `windows` False, the arrays
-        of sliding windows hold no values.
+        take `copy_bytes` bytes, at least one. `held`: the number of positions as whose bytes an
+        array counts for that, by default `count`; more if computing an array takes more memory than
+        the array itself. With `windows` False, the arrays of sliding windows hold no values.
         """
         end, held = self.length + count, count if held is None else held
         self.note_pass()

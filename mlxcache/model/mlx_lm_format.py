@@ -94,7 +94,8 @@ def _as_mlx_lm(cache: Any) -> Any:
 def _as_array(key: str, value: Any, kinds: list[tuple[str, str]]) -> mx.array:
     """Convert `value` to the array that the file holds for `key`.
 
-    If `value` is a text, a number or None, appends (key, kind) to `kinds`.
+    If `value` is a text, None or a number, appends `key` and "string", "none" or "scalar" to
+    `kinds`, as a pair.
     """
     if isinstance(value, mx.array):
         return value

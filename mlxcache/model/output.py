@@ -293,7 +293,7 @@ class OutputParser:
             self._return_block(block, target)
 
     def _end_in_block(self, block: ToolBlock, reason: FinishReason, *, again: bool) -> None:
-        """End the reply inside a tool block.
+        """End the reply inside a tool block, whose calls count if it can be read.
 
         With `again`, text after the block is left to be parsed again. `reason`: the reason why the
         reply ends.
@@ -335,10 +335,11 @@ class OutputParser:
         return text
 
     def _return_block(self, block: ToolBlock, target: str, *, whole: bool = False) -> None:
-        """Return a tool block that holds no call as text.
+        """Emit a tool block that holds no call as text: thinking if it began there, else visible
+        text.
 
-        The block ends at its first closing marker, or with `whole` at its end. `target`: the next
-        state.
+        The block ends at its first closing marker, or with `whole` at its end. `target`: the
+        parser's next state.
         """
         text = self._read_again(block, None if whole else block.first)
         if self._grammar.syntax is not None:

@@ -133,8 +133,9 @@ def _try(
 ) -> None:
     """Raise ModelError unless the model works with quantised KV.
 
-    It is fed `tokens` with 8-bit `caches`, and its logits must be about `expected`, unless that is
-    None.
+    It is fed `tokens` with `caches`, which are quantised to 8 bits whatever `bits` is, and its
+    logits must be about `expected`, unless that is None. `bits`: the value of --kv-bits, for the
+    error message.
     """
     try:
         made = model(tokens, cache=caches)

@@ -85,8 +85,9 @@ def row_tail(
 ) -> tuple[list[list[mx.array]], Caches]:
     """Slice the newest `count` positions of one row of a batch.
 
-    Returns the arrays of each linear slot, and the opaque slots. `count` must not exceed the
-    smallest sliding window. The result is lazy, and must be evaluated before the next step.
+    Returns the arrays of each linear slot, and a copy of each opaque slot with this row only.
+    `count` must not exceed the smallest sliding window. The result is lazy, and must be evaluated
+    before the next step.
     """
     slots = kv.flatten(batch)
     linear: list[list[mx.array]] = []

@@ -6,9 +6,9 @@ from __future__ import annotations
 class Budget:
     """Bytes in use, counted by kind, under one limit.
 
-    A kind is any string ("kv", "checkpoints", "transient", "pool"). `limit`: the total above which
-    `reserve` refuses. `used`: the bytes of all kinds, above `limit` only after `charge`.
-    `high_water`: the highest value that `used` has had. Not thread-safe.
+    A kind is any string that names a use of memory, such as "kv" or "checkpoints". `limit`: the
+    total above which `reserve` refuses. `used`: the bytes of all kinds, above `limit` only after
+    `charge`. `high_water`: the highest value that `used` has had. Not thread-safe.
     """
 
     def __init__(self, limit_bytes: int):

@@ -44,8 +44,9 @@ class Worth:
     """Scorer of segments for eviction: the logarithm of frequency x cost / size.
 
     The formula is that of GreedyDual-Size-Frequency. The logarithm keeps frequent use in the past
-    from outweighing current use. Cost / size is limited to a factor of two, and one use weighs more
-    than that factor: at the same clock, a segment that was reused outlasts one that was not.
+    from outweighing current use. Cost / size counts as at least half and at most twice the usual,
+    and one use weighs more than that: at the same clock, a segment that was reused outlasts one
+    that was not.
 
     `bytes_per_token`: bytes of KV. `checkpoint_bytes`: bytes of one checkpoint. `growth`: measured
     relative increase of a token's compute time for each token before it.
@@ -81,11 +82,12 @@ class Worth:
 class EvictionOrder:
     """Leaves ordered by score, lowest first; the least recently used first among equal scores.
 
-    Using a node needs no update of the heap: the key stored for a node is a lower bound of its true
-    key, and is corrected when the node reaches the top. A change that lowers a key must be followed
-    by `renew`; the expiry of keep hints is handled here. A node that reaches the top while
-    `eligible` returns False for it is dropped, and must be added again once it is eligible. `now`
-    returns seconds, and is used for keep hints only.
+    Leaves whose conversation has continued on another branch come before all others. Using a node
+    needs no update of the heap: the key stored for a node is a lower bound of its true key, and is
+    corrected when the node reaches the top. A change that lowers a key must be followed by `renew`;
+    the expiry of keep hints is handled here. A node that reaches the top while `eligible` returns
+    False for it is dropped, and must be added again once it is eligible. `now` returns seconds, and
+    is used for keep hints only.
     """
 
     def __init__(
@@ -146,7 +148,11 @@ class EvictionOrder:
         return None
 
     def key(self, node: Node) -> Key:
-        """Compute the current sort key of `node`; the node with the lowest key is evicted first."""
+        """Compute the current sort key of `node`; the node with the lowest key is evicted first.
+
+        The key has the score, then the last use. A leaf that its conversation no longer uses,
+        because it continued on another branch, has a lower key than any other.
+        """
         return (not node.usage.replaced, self.value(node), node.used_at, node.end)
 
     def value(self, node: Node) -> float:
@@ -160,9 +166,10 @@ class EvictionOrder:
     def advance(self, node: Node, share: float) -> None:
         """Advance the eviction clock before `node` is evicted.
 
-        `share`: the part of all bytes that the node holds, from 0 to 1. If the node was reused, the
-        clock advances to its score; otherwise it advances by `share` only. Prompts that are used
-        once can then pass through a small budget without lowering the rank of other entries much.
+        `share`: the part of all bytes in the tree that the node holds, from 0 to 1. If the node was
+        reused, the clock advances to its score; otherwise it advances by `share` only. Prompts that
+        are used once can then pass through a small budget without lowering the rank of other
+        entries much.
         """
         if node.usage.count and not node.usage.replaced:
             self.clock = max(self.clock, self.value(node))
@@ -170,7 +177,7 @@ class EvictionOrder:
             self.clock += share
 
     def wished(self, node: Node) -> int:
-        """Return the last position inside `node` up to which a keep hint is valid.
+        """Return the highest position inside `node` up to which a client's keep hint is valid.
 
         A hint for the end of the node is not considered. Returns the start of the node if there is
         no such hint.

@@ -22,7 +22,7 @@ class Usage:
     the highest position up to which a request reused it. `replaced`: the segment was never reused,
     and a later request of its conversation diverged before it. `keeps`: clients' keep hints, as
     pairs of a position up to which to keep the tokens and the seconds to keep them after each use.
-    `seen`: time of the last use, in seconds.
+    `seen`: time of the last use, in seconds of a monotonic clock.
     """
 
     clock: float = 0.0
@@ -57,9 +57,9 @@ class Usage:
             self.keeps = tuple((position, seconds) for seconds, position in furthest.items())
 
     def until(self, position: int) -> float:
-        """Return the time, in seconds, until which clients want the tokens before `position` kept.
+        """Return the time until which clients want the tokens before `position` kept.
 
-        Returns 0 without a keep hint.
+        This is in seconds of the same clock as `seen`, or 0 without a keep hint.
         """
         longest = max((long for at, long in self.keeps if at >= position), default=None)
         return 0.0 if longest is None else self.seen + longest

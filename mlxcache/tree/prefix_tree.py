@@ -97,7 +97,7 @@ class Edges:
             node.usage.replaced = False
 
     def pass_by(self, node: Node) -> None:
-        """Mark the segments below `node` as replaced.
+        """Mark the segments below `node` as replaced: evicted before all others.
 
         Called when their conversation continues in another branch. Segments that were reused are
         not marked, nor is anything below them. Takes O(1), amortised over insertions.
@@ -294,7 +294,7 @@ class Uses:
             each.usage.keep(tuple(wish for wish in wishes if wish[0] > each.start))
 
     def wished(self, leaf: Node) -> int:
-        """Return the last position inside `leaf` up to which a client's keep hint is valid.
+        """Return the highest position inside `leaf` up to which a client's keep hint is valid.
 
         Returns the start of the leaf if there is none; a hint for its end is not considered.
         Changes nothing.

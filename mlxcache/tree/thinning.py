@@ -2,9 +2,9 @@
 
 An edit far back in a prompt makes the model compute everything after it again, so starting a little
 earlier costs relatively little more; near the end every message matters. The worth of a checkpoint
-here is the gap that its removal would leave, divided by the tokens that a restart there computes
-anyway. Removing the checkpoint with the lowest worth repeatedly leaves gaps that grow with the
-distance from the end.
+here is the gap that its removal would leave, divided by the distance from the end of that gap to
+the end of the path: tokens that have to be computed anyway. Removing the checkpoint with the lowest
+worth repeatedly leaves gaps that grow with the distance from the end.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ PATH_SHARE = 1 / 64
 def allowed(kv_bytes: int, checkpoint_bytes: int, limit: int) -> int:
     """Return the bytes that the checkpoints of one path may take in a tier of `limit` bytes.
 
-    `kv_bytes`: bytes of the path's KV. `checkpoint_bytes`: bytes of one checkpoint. The result is a
-    few checkpoints plus `kv_bytes` plus a small share of `limit`, so it grows with the tokens of
-    the path.
+    `kv_bytes`: bytes of the path's KV. `checkpoint_bytes`: bytes of one checkpoint. The result is
+    `FEWEST` checkpoints plus `kv_bytes` plus the share `PATH_SHARE` of `limit`, so it grows with
+    the tokens of the path.
     """
     return FEWEST * checkpoint_bytes + kv_bytes + int(limit * PATH_SHARE)
 
@@ -54,7 +54,8 @@ def checkpoints_to_drop(
     `positions`: those of the checkpoints, in tokens, ascending. `end`: the length of the path in
     tokens. `kept`: positions that must stay. `parted`: positions where other paths branch, which
     count as worth more. `worth`: only checkpoints worth less than this are dropped, even if more
-    than `most` are then left. The first position and the newest 4 always stay.
+    than `most` are then left; the module describes the worth. The first position and the newest 4
+    always stay.
 
     Returns the positions to drop, in the order in which to drop them.
     """

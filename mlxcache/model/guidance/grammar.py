@@ -73,7 +73,7 @@ def _is_strict(tool: Mapping[str, Any]) -> bool:
 
 
 class _Calls:
-    """Tool calls that the reply to a job may make, as grammar expressions."""
+    """Writer of grammar expressions for the tool calls that the reply to a job may make."""
 
     def __init__(self, lark: Lark, tokenizer: Any, job: Job, frame: Frame):
         self._lark = lark
@@ -134,7 +134,11 @@ def _lark(form: OutputFormat) -> str:
 
 
 class _Format:
-    """One output format of a request; `expression` adds its rules to a grammar."""
+    """Writer of the grammar for one output format of a request.
+
+    `expression(lark)` adds the rules that it needs to `lark` and returns the expression for the
+    reply.
+    """
 
     def __init__(self, form: OutputFormat):
         self._form = form

@@ -49,7 +49,10 @@ class Guide(Protocol):
         """Advance the guide by a token. Raises ValueError if the token was not allowed."""
 
     def mask(self) -> Bitmask | None:
-        """Return the mask of tokens that may come next in the reply, or None if all may."""
+        """Return the mask of tokens that may come next in the reply, or None if all may.
+
+        It has one bit per token of the vocabulary, as `Bitmask` describes.
+        """
 
     def copy(self) -> Guide:
         """Return an independent guide in the same state."""

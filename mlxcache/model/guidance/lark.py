@@ -38,7 +38,8 @@ class Lark:
     def terminal(self, body: str) -> str:
         """Add a grammar terminal with this body unless there is one, and return its name.
 
-        A terminal is matched as one regular expression.
+        A terminal is matched as one regular expression, a rule as a sequence of terminals and
+        tokens.
         """
         return self._name("T", body)
 
@@ -115,7 +116,7 @@ def repeated(item: str, between: str) -> str:
 
 
 def regex(pattern: str) -> str:
-    """Return a Lark regular expression that matches `pattern` as a whole."""
+    """Return a Lark regular expression for the texts that `pattern` matches as a whole."""
     text = re.sub(r"\\(.)|(/)", _escaped, pattern, flags=re.DOTALL)
     for char, name in (("\n", "n"), ("\r", "r"), ("\t", "t")):
         text = text.replace(char, f"\\{name}")

@@ -64,7 +64,7 @@ class Schema:
         within: frozenset[str] = frozenset(),
         known: dict[str, frozenset[str]] | None = None,
     ) -> frozenset[str]:
-        """Return the types of values that `node` allows, and possibly more.
+        """Return the types of values that `node` allows, and possibly some that it does not.
 
         The types are those of ALL_TYPES. `within`: references that are being followed. `known`:
         types of references that were followed before; it is filled here.
@@ -137,9 +137,10 @@ def has_finite_value(schema: Schema, node: Node) -> bool:
 
 
 def _ends(schema: Schema, node: Node, ending: Collection[str]) -> bool:
-    """Return whether a value of finite size can satisfy `node`.
+    """Return whether `has_finite_value` is already certain for `node`.
 
-    `ending`: names of definitions that such values are known to satisfy.
+    It follows references only to definitions whose names are in `ending`: those known to have a
+    value of finite size.
     """
     if isinstance(node, bool):
         return node

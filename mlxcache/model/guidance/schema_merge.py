@@ -29,10 +29,11 @@ def alternatives(schema: Schema, node: Node) -> list[Plain]:
 
 
 def _expand(schema: Schema, node: Node, within: frozenset[str], left: Iterator[int]) -> list[Plain]:
-    """Return nodes without combinators that together allow the values of `node`.
+    """Return the result of `alternatives` for `node`, by recursion over its parts.
 
     `within`: references that are being followed. `left`: an iterator with one item for each node
-    that may still be visited.
+    that may still be visited. Raises Unwritable as `alternatives` does, also for a schema that
+    refers to itself.
     """
     if next(left, None) is None:
         raise Unwritable("anyOf")
@@ -57,9 +58,9 @@ def _expand(schema: Schema, node: Node, within: frozenset[str], left: Iterator[i
 
 
 def merge(first: Plain, second: Plain) -> Plain | None:
-    """Return a node for values that satisfy both nodes, or None if there are none.
+    """Merge two nodes without combinators into one for the values that satisfy both.
 
-    Raises Unwritable if the keywords cannot be merged.
+    Returns None if there are no such values. Raises Unwritable if the keywords cannot be merged.
     """
     out = {**first, **{key: value for key, value in second.items() if key not in first}}
     for key in first.keys() & second.keys() - set(_OBJECT):
@@ -91,7 +92,10 @@ def _common_types(first: Mapping[str, Any], second: Mapping[str, Any]) -> list[s
 
 
 def names_of(kinds: frozenset[str]) -> list[str]:
-    """Return the names that JSON Schema's `type` has for these types of values."""
+    """Return the names that JSON Schema's `type` has for `kinds`, types of ALL_TYPES.
+
+    "fraction" becomes "number", which then includes "integer".
+    """
     if "fraction" in kinds:
         kinds = kinds - {"fraction", "integer"} | {"number"}
     return sorted(kinds)
@@ -109,7 +113,10 @@ def _merged_objects(first: Plain, second: Plain) -> Plain:
 
 
 def both(first: Node, second: Node) -> Node:
-    """Return a node for values that satisfy both nodes, as `allOf` if there is no simpler one."""
+    """Return a node for values that satisfy both nodes, which may have combinators.
+
+    This is `allOf` of both, if there is no simpler one.
+    """
     if first is False or second is False:
         return False
     if first in (True, {}) or first == second:

@@ -91,9 +91,10 @@ def read_format(tokenizer: Any, vocabulary: LLTokenizer) -> ThinkFormat | None:
 
 
 def _words(tokenizer: Any) -> tuple[str, str, str] | None:
-    """Return the opening and closing of a think block, and the text before the next message.
+    """Return the texts around a think block, as a model family writes them.
 
-    Returns None if the model family does not think.
+    These are its opening, its closing marker, and the beginning of the next message's header, which
+    is empty if messages have no headers. Returns None if the family does not think.
     """
     if markers.is_harmony(tokenizer):
         return HARMONY
@@ -108,9 +109,10 @@ def _words(tokenizer: Any) -> tuple[str, str, str] | None:
 
 
 def _beyond(rest: bytes, tokens: Iterable[int], pieces: list[bytes]) -> tuple[int, ...]:
-    """Return those of `tokens` that begin with `rest` and continue with more than line ends.
+    """Return those of `tokens` that complete a marker together with the beginning of the answer.
 
-    `pieces`: the bytes of each token of the vocabulary, by id.
+    `rest`: the bytes of the marker that are not written yet. `pieces`: the bytes of each token of
+    the vocabulary, by id. A token that adds only line ends after `rest` is not returned.
     """
     return tuple(
         i for i in tokens if pieces[i].startswith(rest) and pieces[i][len(rest) :].strip(b"\n")

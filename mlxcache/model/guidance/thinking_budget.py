@@ -309,7 +309,7 @@ class CloseThinking:
 
 
 def _bitmask(tokens: Sequence[int], vocab_size: int) -> Bitmask:
-    """Return a mask with one bit per token of the vocabulary, which allows only `tokens`."""
+    """Return a mask, one bit per token of the vocabulary, that allows only a few `tokens`."""
     bits = np.zeros((vocab_size + 31) // 32, np.uint32)
     for token in tokens:
         bits[token // 32] |= np.uint32(1 << token % 32)

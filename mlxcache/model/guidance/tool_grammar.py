@@ -289,7 +289,7 @@ _EMPTY = '""'
 
 
 def _value(lark: Lark, schema: Schema, node: Node, closing: str, ends: Sequence[str]) -> str:
-    """Return a grammar expression for a value that `node` allows, and the tag that closes it.
+    """Return a grammar expression for a value that `node` allows, followed by its closing tag.
 
     `closing`: the text of that tag. A string is written without quotes and cannot contain any of
     `ends`; other values are JSON. Raises Unwritable if a keyword cannot be expressed.

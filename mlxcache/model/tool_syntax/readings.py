@@ -64,8 +64,8 @@ Whole = Callable[[int, int], bool]
 class _Place:
     """Position in a tool block up to which calls and parameters have been read.
 
-    `tool`: the tool of the current call. `first`: its first parameter. `seen`: its parameters so
-    far. `position`: the start of the current value.
+    `tool`: the name of the tool that is called. `first`: the call's first parameter, or None.
+    `seen`: its parameters so far. `position`: the start of the current value.
     """
 
     tool: str
@@ -76,10 +76,10 @@ class _Place:
 
 @dataclass(frozen=True, slots=True)
 class _Walk:
-    """One reading of a tool block, and why it did not use some cuts.
+    """One reading of a tool block, and why some cuts (places where a value may end) were not used.
 
-    `reading` is None if there is none. A cut is a place where a value may end. `clash`: a parameter
-    began a second time there. `refused`: a name there was unknown.
+    `reading` is None if there is none. `clash`: at an unused cut began a parameter that the call
+    already had. `refused`: at an unused cut began a parameter or a call with an unknown name.
     """
 
     reading: Reading | None
@@ -113,8 +113,8 @@ class Block:
         """Read the calls by the only reading, or by the only one that fits the schemas.
 
         A block whose only reading fits no schema is read too, because the client reports it to the
-        model. `convert` converts the text of a value. Raises Malformed if there is no reading, or
-        if two remain.
+        model. `convert(tool, cut, text)` converts the text of the value that begins at `cut`.
+        Raises Malformed if there is no reading, or if two remain.
         """
         plain = self._walk(tools)
         if plain.reading is None:
