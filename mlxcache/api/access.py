@@ -294,7 +294,8 @@ class RefusalLog:
         """
         more = self._begin_line()
         if more is not None:
-            log.warning("404 %s %s: %s%s", request.method, request.scope["path"], cause, more)
+            path = request.scope["path"]
+            log.warning("refused with 404: %s %s: %s%s", request.method, path, cause, more)
 
     def _begin_line(self) -> str | None:
         """Return the text to append to the next log line, or None if no line may be logged now.

@@ -194,7 +194,8 @@ async def _no_route(request: Request, error: Exception) -> Response:
 
 async def _disconnected(request: Request, _: Exception) -> Response:
     # Sent to a closed connection: Starlette needs a response to end the exchange.
-    log.info("%s: client disconnected", request.scope.get("state", {}).get("request_id"))
+    id = request.scope.get("state", {}).get("request_id")
+    log.info("%s: request cancelled: the client disconnected", id)
     return Response(status_code=499)
 
 

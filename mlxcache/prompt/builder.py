@@ -103,8 +103,8 @@ class PromptBuilder:
         self.canonicaliser = Canonicaliser(rules, known_reply)
         if not self.incremental:
             log.warning(
-                "incremental tokenisation disabled, prompts are tokenised as a whole and replies "
-                "are not replayed: this tokenizer's ids depend on text before a special token"
+                "incremental tokenisation and replay of replies disabled: the tokenizer's ids "
+                "after a control token depend on the text before it"
             )
 
     def text(self, text: str) -> Prompt:

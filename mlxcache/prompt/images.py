@@ -55,7 +55,7 @@ class ImageTemplate:
         self._processor = processor
         self._part = _find_part(template, processor.image_token, args) if processor else None
         if processor is not None and self._part is None:
-            log.warning("images disabled: the model's chat template does not write them")
+            log.warning("images disabled: the model's chat template does not render them")
 
     @property
     def supported(self) -> bool:

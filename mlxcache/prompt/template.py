@@ -104,7 +104,7 @@ class Template:
 def check_arguments(template: Template, args: Mapping[str, Any]) -> None:
     """Raise ConfigError for template arguments that make the template fail."""
     if not template.exists:
-        log.warning("the model has no chat template: conversations are rendered as plain text")
+        log.warning("conversations are rendered as plain text: the model has no chat template")
     own = RESERVED & args.keys()
     if own:
         raise ConfigError(f"--chat-template-args: {min(own)!r} is set by the server; remove it")
