@@ -514,7 +514,7 @@ class WriteBehind:
             self.buffers.give_back(job.tensors)
         if error is None:
             if self.backoff.failing:
-                log.warning("disk tier resumed")
+                log.warning("disk tier resumed: a write succeeded")
             self.backoff.note_success()
         elif isinstance(error, PrefixNotStored):
             path.stop(lost=True)

@@ -36,7 +36,8 @@ def sampling_defaults(path: Path) -> dict[str, float]:
             continue
         value = _checked(name, config[name])
         if value is None:
-            log.warning("%s: %s %r ignored: out of range", path / FILE, name, config[name])
+            wrong = config[name]
+            log.warning("%s: %s %r ignored: not a number in its range", path / FILE, name, wrong)
         else:
             found[name] = value
     sampled = config.get("do_sample")
