@@ -211,7 +211,7 @@ class OutputParser:
                 self._state = NORMAL
 
     def _reread(self) -> str:
-        """Return the text that must be parsed again, and clear it."""
+        """Return the text of a tool block that must be parsed again, and clear it."""
         text, self._framing = self._framing, ""
         return text
 
@@ -328,15 +328,17 @@ class OutputParser:
             self.done = "tool_calls"
 
     def _read_again(self, block: ToolBlock, after: int | None) -> str:
-        """Have a block's text from position `after` on parsed again; return the text before it."""
+        """Have a block's text from position `after` on parsed again; return the text before it.
+
+        With None, returns all text of the block, and nothing is parsed again.
+        """
         text, rest = block.split(after)
         if rest:
             self._framing, self._token = rest, _REREAD
         return text
 
     def _return_block(self, block: ToolBlock, target: str, *, whole: bool = False) -> None:
-        """Emit a tool block that holds no call as text: thinking if it began there, else visible
-        text.
+        """Emit a tool block without a call as text: thinking if it began there, else visible.
 
         The block ends at its first closing marker, or with `whole` at its end. `target`: the
         parser's next state.
@@ -449,9 +451,9 @@ class Visible:
     """Visible text of a reply: cut at a stop string, and without the template's own newlines.
 
     Chat templates put newlines between thinking, text and tool calls, and add them again when they
-    render the message. So newlines after a think block, one newline before a tool call, and blank
-    text before either are not part of the text. `begun`: the message already has visible text
-    before this one.
+    render the message. So the text has no newlines directly after a think block and no newline
+    directly before a tool call. Text of white space only, before a think block or a tool call, is
+    left out. `begun`: the message already has visible text before this one.
     """
 
     def __init__(self, stop: Iterable[str], *, begun: bool = False):
@@ -484,7 +486,10 @@ class Visible:
         return self._out(text)
 
     def before_thinking(self) -> str:
-        """Return the visible text held back when a think block begins; empty if it is blank."""
+        """Return the visible text held back when a think block begins.
+
+        Returns "" if the reply has no visible text but white space so far.
+        """
         text = self.flush()
         return text if self._said else ""
 
@@ -509,8 +514,8 @@ class Visible:
 class Thought:
     """Text of one think block, without the newlines next to its markers.
 
-    Chat templates write those newlines themselves. All other text is kept. A block of white space
-    only counts as none.
+    Chat templates write those newlines themselves. All other text is kept. If the block has only
+    white space, its text is empty.
     """
 
     def __init__(self) -> None:

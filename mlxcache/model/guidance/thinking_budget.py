@@ -113,9 +113,9 @@ def _blanks(tokenizer: Any) -> tuple[str, str]:
 class ThinkingBudget:
     """Limit of the thinking in one reply, which requests a guide that ends it.
 
-    `limit`: maximum number of tokens in all think blocks together, exceeded by `MOST_WAITING` at
-    most, or None for no limit. `ahead`: maximum number of tokens that are drawn before a new guide
-    takes effect. `tools`: tool calls are parsed.
+    `closing`: the tokens that end a think block. `limit`: maximum number of tokens in all think
+    blocks together, exceeded by `MOST_WAITING` at most, or None for no limit. `ahead`: maximum
+    number of tokens that are drawn before a new guide takes effect. `tools`: tool calls are parsed.
     """
 
     def __init__(
@@ -152,8 +152,8 @@ class ThinkingBudget:
     def begin(self, guide: Guide | None) -> Guide | None:
         """Return the guide of a reply that begins inside a think block.
 
-        `guide` is the guide that the reply has, or None. If the limit is tiny, the result ends the
-        block at once.
+        This is `guide`, which the reply has so far or None, unless the limit is so small that the
+        block must be closed at once.
         """
         if self._limit is None or self._limit > self._within + self._ahead:
             return guide
@@ -176,7 +176,7 @@ class ThinkingBudget:
 
     @property
     def _within(self) -> int:
-        """Number of closing tokens that count as part of the think block."""
+        """Number of closing tokens that count as thinking: those up to the closing marker."""
         return len(self._ids) - self._closing.after
 
     def _start(self, guide: Guide | None, newer: Sequence[int]) -> Guide:
@@ -209,7 +209,7 @@ class ThinkingBudget:
         return guide
 
     def _leaves(self) -> Sequence[str]:
-        """Return the markers by which the model itself ends a think block."""
+        """Return the markers by which the model may end a think block by itself."""
         framing = markers.grammar(self._tokenizer, tools=self._tools, generic=False)
         return tuple(framing.edges.get(markers.REASONING, ()))
 
@@ -220,9 +220,10 @@ class ThinkingBudget:
 class CloseThinking:
     """Guide that ends a think block with the tokens `ids`, then follows only `inner`.
 
-    `within`: how many of `ids` belong to the block. `options`: tokens, one of which follows `ids`;
-    may be empty. `leaves`: markers by which the model may end the block itself before. `tail`: the
-    newest tokens of the block so far. `decode`: returns the text of tokens.
+    `inner`: the guide that the reply had before, which also restricts `ids`; None allows
+    everything. `within`: how many of `ids` belong to the block. `options`: tokens, one of which
+    follows `ids`; may be empty. `leaves`: markers by which the model may end the block itself
+    before. `tail`: the newest tokens of the block so far. `decode`: returns the text of tokens.
     """
 
     def __init__(
@@ -257,7 +258,10 @@ class CloseThinking:
         self.follow(token)
 
     def follow(self, token: int) -> None:
-        """Advance the guide by a token that the inner guide has already accepted."""
+        """Advance this guide, but not its `inner` guide, which has accepted `token` already.
+
+        No token is refused, because some were drawn before this guide was in use.
+        """
         if self.done:
             return
         if token in self._wanted():
@@ -286,7 +290,10 @@ class CloseThinking:
         return other
 
     def _wanted(self) -> tuple[int, ...]:
-        """Return the closing tokens, one of which must come next."""
+        """Return the tokens that may come next to close the think block.
+
+        This is the next one of `ids`, or after all of them any of `options`.
+        """
         return self._ids[self._at : self._at + 1] or self._options
 
     def _has_left(self) -> bool:
@@ -296,9 +303,10 @@ class CloseThinking:
         return any(text.find(m, max(0, len(before) - len(m) + 1)) >= 0 for m in self._leaves)
 
     def _waits(self) -> bool:
-        """Return whether to wait because a character or a marker is only partly written.
+        """Return whether to wait with the closing tokens because text is only partly written.
 
-        True for at most `MOST_WAITING` tokens.
+        That is a character or a marker at the end of the text so far. Waits for at most
+        `MOST_WAITING` tokens.
         """
         if len(self._tail) - self._begun >= MOST_WAITING:
             return False

@@ -84,9 +84,10 @@ class GemmaSyntax:
         return self._opened(text, end, at, calls)
 
     def _end_of_container(self, text: str, start: int) -> int:
-        """Return the end of the object or list that begins at `start`.
+        """Return the end position of the object or list that begins at `start`.
 
-        Returns -1 if neither begins there, and 0 if it cannot be read.
+        White space may come before it. Returns -1 if no object or list begins there, and 0 if one
+        does but is malformed or incomplete.
         """
         if not text[start : start + 400].lstrip().startswith(("{", "[")):
             return -1
@@ -121,8 +122,8 @@ class GemmaSyntax:
 class _Reader:
     """Reader of an object or a list in Gemma's notation, from left to right.
 
-    A string ends at the first delimiter after which the brackets that are open can be closed, and
-    the text around them can continue.
+    A string may contain its own delimiter. It ends at the first delimiter that valid text follows:
+    brackets that close open objects and lists, then a comma and another item, or the end.
     """
 
     def __init__(self, text: str, delimiter: str):

@@ -30,8 +30,9 @@ class Cut:
     """A place in a tool block where one value may end and the next may begin.
 
     `end`: the position where the value ends. `start`: the position where the next one begins.
-    `name`: the next parameter, or None if the block is complete. `calls`: names of the tools whose
-    calls begin between the two values. `hint`: the type that the model wrote for the next value.
+    `name`: the parameter of the next value, or None if the block is complete. `calls`: names of the
+    tools whose calls begin between the two values. `hint`: the type that the model wrote for the
+    next value, or "".
     """
 
     end: int
@@ -155,7 +156,10 @@ class Block:
         return readings[0][1]
 
     def _calls(self, reading: Reading, tools: Tools, convert: Convert) -> tuple[list[Call], bool]:
-        """Return the calls of a reading, and whether they fit the schemas."""
+        """Return the calls that a reading gives, and whether they all fit the tools' schemas.
+
+        A reading is a choice of cuts. `convert(tool, cut, text)` converts the text of a value.
+        """
         calls: list[Call] = []
         fits = True
         for opening, closing in zip((self._head, *reading), (*reading, None), strict=True):
@@ -171,8 +175,8 @@ class Block:
     def _walk(self, tools: Tools, *, any_name: bool = False) -> _Walk:
         """Read the tool block from the left, and end each value at the first cut that can end it.
 
-        That is a cut with which a known parameter begins that the call does not have yet. With
-        `any_name`, parameters may have names that no schema has.
+        At such a cut, a parameter begins that the schema has and the call does not have yet, or the
+        call ends. With `any_name`, parameters may have names that no schema has.
         """
         taken: list[Cut] = []
         clash = refused = False
@@ -195,9 +199,9 @@ class Block:
         return self._whole is None or self._whole(at.position, cut.end)
 
     def _nested(self, tools: Tools) -> Reading | None:
-        """Return the reading in which tags inside values come in pairs, as in a quoted example.
+        """Return the cuts by which tags inside values come in pairs, as in a quoted example.
 
-        Returns None if there is none.
+        Returns None if no choice of cuts does so.
         """
         cuts = {cut.end: cut for cut in self._cuts}
         taken: list[Cut] = []
@@ -222,9 +226,9 @@ class Block:
     def _wide(self, tools: Tools, plain: _Walk, found: list[Reading]) -> Reading | None:
         """Return the reading in which unknown names begin parameters, or None if it is unlikely.
 
-        `plain`: the walk that accepted known names only. `found`: the readings so far. A model that
-        invents a parameter writes matching tags, so the reading is likely only if it leaves no
-        unpaired tag inside a value, while the reading `found[0]` does.
+        `plain`: the walk that accepted known names only. `found`: the readings so far, choices of
+        cuts. A model that invents a parameter writes matching tags, so the reading is likely only
+        if it leaves no unpaired tag inside a value, while the reading `found[0]` does.
         """
         if not plain.refused or self._balanced(found[0]):
             return None
@@ -232,7 +236,10 @@ class Block:
         return wide if wide and wide not in found and self._balanced(wide) else None
 
     def _balanced(self, reading: Reading) -> bool:
-        """Return whether the tags inside the values of a reading come in pairs."""
+        """Return whether tags that lie inside values come in pairs, by the cuts of this reading.
+
+        A pair is a tag that opens a parameter and one that closes it.
+        """
         values = self._values(reading)
         start, end = next(values)
         depth = 0
@@ -255,9 +262,10 @@ class Block:
             yield opening.start, closing.end
 
     def _moved(self, plain: Reading) -> list[Reading]:
-        """Return the other readings that have the parameters of `plain`, beginning at other cuts.
+        """Return all other readings with the same parameters as `plain`, but with other cuts.
 
-        Raises Malformed for a block with several calls, or with more than `MOST_READINGS` readings.
+        A cut is the place where a parameter begins. Raises Malformed for a block with several
+        calls, or with more than `MOST_READINGS` readings.
         """
         if any(cut.calls for cut in plain):
             raise Malformed("a parameter of one of several calls begins at several places")

@@ -86,10 +86,10 @@ class TagSyntax:
         return head is not None and head.name is not None
 
     def _head(self, text: str) -> Cut | None:
-        """Return the first cut of a tool block: its first calls and its first parameter.
+        """Return the cut at the beginning of a tool block, or None if no call begins there.
 
-        Returns None if the block does not begin with a call. A cut is a place where one value may
-        end and the next may begin.
+        A cut is a place where one value may end and the next may begin; this one has no value
+        before. It tells the names of the first calls and the first parameter.
         """
         return self._opened(text, 0, self._skip(text, 0), ())
 
@@ -110,9 +110,10 @@ class TagSyntax:
         return self._closed(text, end, at, ())
 
     def _closed(self, text: str, end: int, at: int, calls: tuple[str, ...]) -> Cut | None:
-        """Return the cut at the end of a call, or None if no call ends at `at`.
+        """Return the cut at the end of a call, or None if no call ends at position `at`.
 
-        `end`: the end of the value before it. `calls`: calls without parameters since then.
+        A cut is a place where one value may end and the next may begin. `end`: the end of the
+        call's last value. `calls`: names of calls without parameters that came after it.
         """
         found = self._end.match(text, at)
         if found is None:
@@ -123,9 +124,10 @@ class TagSyntax:
         return self._opened(text, end, at, calls) if self._several else None
 
     def _opened(self, text: str, end: int, at: int, calls: tuple[str, ...]) -> Cut | None:
-        """Return the cut that opens one or more calls at `at`, or None if there is none.
+        """Return the cut at the beginning of one or more calls, or None if none begins at `at`.
 
-        `end`: the end of the value before it. `calls`: calls without parameters since then.
+        A cut is a place where one value may end and the next may begin. `end`: the end of the last
+        value before. `calls`: names of calls without parameters that came after it.
         """
         while found := self._call.match(text, at):
             calls = (*calls, self._unescape(found["call"]).strip())
@@ -154,14 +156,14 @@ class TagSyntax:
         return tool.parse(str(cut.name), self._clean(text), cut.hint)
 
     def _clean(self, text: str) -> str:
-        """Return a value without the text that the template adds around it."""
+        """Return a value without the text or CDATA marks that the template puts around it."""
         if self._cdata and text.startswith(CDATA) and text.endswith(CDATA_END):
             return text[len(CDATA) : -len(CDATA_END)]
         return text.removeprefix(self._wrap).removesuffix(self._wrap)
 
 
 class NamedCalls(TagSyntax):
-    """Syntax with the bare name of the tool before the tags.
+    """Syntax in which the bare name of the tool comes before the tags of its parameters.
 
     The name may also be alone, or be followed by JSON.
     """
