@@ -128,7 +128,7 @@ class IdlePrefill:
         except Exception as error:  # no client waits; the next turn computes what is missing
             if device.is_device_error(error):
                 raise
-            log.exception("anticipation failed")
+            log.exception("computing the next turn in advance failed")
             self._turns.pop()
             if turn.task.lease is not None:
                 self._kv.abandon(turn.task.give_up_lease())

@@ -189,7 +189,7 @@ class Lanes:
             self.kv.budget.release("batch", size)
             if device.is_device_error(error):
                 raise
-            log.exception("joining rows into a batch failed")
+            log.exception("joining requests into a batch failed, decoding them separately")
             return False
         self.kv.budget.release("batch", lane.bytes)
         lane.decoder = decoder
@@ -300,7 +300,7 @@ class Lanes:
         except Exception as error:
             if device.is_device_error(error):
                 raise
-            log.exception("removing rows from a batch failed; batch split")
+            log.exception("removing requests from a batch failed, decoding the rest separately")
         if isinstance(lane.decoder, DraftingDecoder):
             for task in lane.tasks:  # drafted tokens that were fed and not drawn
                 task.held.lineage.truncate(task.length)

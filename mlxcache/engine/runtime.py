@@ -477,7 +477,10 @@ class ModelRuntime:
                 f"{_least_ram(self.loaded, self.layout, self.cost, self.settings)}"
             )
         if longest < context:
-            log.warning("--ram %s has room for %d of the model's %d tokens", ram, longest, context)
+            log.warning(
+                "context limited to %d of the model's %d tokens: --ram %s has no room for more",
+                *(longest, context, ram),
+            )
         for line in warnings(
             self.layout, context=context, weights=self.loaded.info.weights_bytes,
             ram=self._plan.budget.limit, machine=self._plan.machine,

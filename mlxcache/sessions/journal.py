@@ -148,7 +148,7 @@ class SessionWriter:
             self._failing = False
         except StoreError as error:
             if not self._failing:
-                log.warning("sessions not written, retrying: %s", error)
+                log.warning("sessions not written, retrying every %g s: %s", RETRY_S, error)
             self._failing = True
         except Exception:
             log.exception("writing a session failed")

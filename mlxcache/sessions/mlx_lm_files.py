@@ -118,7 +118,9 @@ class PromptCacheReader:
             raise BadRequest(f"Token ids must be from 0 to {vocabulary - 1}.", param="prompt")
         size = path.stat().st_size  # comparing an array reads all of it
         if not kv.ram.reserve("import", size):
-            log.warning("imported KV not used, its prompt is computed: no room for %d bytes", size)
+            log.warning(
+                "imported KV not used, its prompt is computed: no room in RAM for %d bytes", size
+            )
             return ids
         try:
             if self._agrees(found, ids):

@@ -68,11 +68,11 @@ def prepare_cache_dir(cache_dir: Path) -> Path:
         make_folder(cache_dir)
         cache_dir.chmod(0o700)  # the user may have made it, for config.toml
     except OSError as error:
-        log.warning("%s not made private: %s", cache_dir, error)
+        log.warning("cache folder %s not made private to its user: %s", cache_dir, error)
     try:
         exclude_from_backups(cache_dir)
     except OSError as error:
-        log.warning("%s not excluded from Time Machine: %s", cache_dir, error)
+        log.warning("cache folder %s not excluded from Time Machine: %s", cache_dir, error)
     return cache_dir
 
 

@@ -320,6 +320,6 @@ def test_one_that_fails_is_given_up(bench: Bench, rng: np.random.Generator, capl
     bench.scheduler.prefill.feed_chunk = fails  # type: ignore[method-assign]
     ahead(bench, first, head + ids_of(rng, 60))
     work(bench)
-    assert "anticipation failed" in caplog.text
+    assert "computing the next turn in advance failed" in caplog.text
     bench.scheduler.prefill.feed_chunk = chunk  # type: ignore[method-assign]
     assert admitted(bench.ask(head + ids_of(rng, 30))).cached_tokens >= 190

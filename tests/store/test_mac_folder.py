@@ -82,7 +82,7 @@ def test_an_exclusion_that_fails_is_a_warning(mac, caplog):
     mac.library.fails = errno.ENOTSUP
     assert prepare_cache_dir(mac.new) == mac.new
     (message,) = caplog.messages
-    assert message.startswith(f"{mac.new} not excluded from Time Machine: ")
+    assert message.startswith(f"cache folder {mac.new} not excluded from Time Machine: ")
 
 
 def test_a_folder_that_cannot_be_made_private_is_a_warning(mac, caplog, monkeypatch):
@@ -94,7 +94,7 @@ def test_a_folder_that_cannot_be_made_private_is_a_warning(mac, caplog, monkeypa
     monkeypatch.setattr(Path, "chmod", refuse)
     assert prepare_cache_dir(mac.new) == mac.new
     (message,) = caplog.messages
-    assert message.startswith(f"{mac.new} not made private: ")
+    assert message.startswith(f"cache folder {mac.new} not made private to its user: ")
     assert str(mac.new) in mac.library.set
 
 
