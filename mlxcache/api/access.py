@@ -64,8 +64,7 @@ def foreign_origin(
     The page is named by its origin or by the Host header. Requests are allowed from pages of this
     server, from the origins `allowed`, and from origins with other schemes, such as an editor's
     `vscode-webview://...`. The hidden origin `null` is refused. With `any_host`, every name in Host
-    is
-    accepted. `linkable` allows links on other pages to open the path.
+    is accepted. `linkable` allows links on other pages to open the path.
     """
     host, origin = headers.get("host", ""), headers.get("origin", "").lower()
     if not any_host and not is_local(_host_name(f"//{host}")):
@@ -132,8 +131,7 @@ def check_page(settings: ApiSettings, request: Request) -> None:
     """Raise HTTPException for a request of another site's page (403) or too many headers (431).
 
     If keys are required, or with `any_host`, every host name is accepted: another site's page
-    cannot
-    have a key.
+    cannot have a key.
     """
     raw = request.scope["headers"]
     if len(raw) > MAX_HEADERS or sum(len(k) + len(v) for k, v in raw) > MAX_HEADER_BYTES:
@@ -228,8 +226,7 @@ def check_key(keys: Keyring, request: Request) -> None:
     """Set the context variable `OWNER` to the owner of the request's key.
 
     It is set to None if no key is required. Raises Unauthorized if a key is required and the
-    request
-    has no valid one.
+    request has no valid one.
     """
     needs_key = keys and request.scope["path"] not in KEYLESS_PATHS
     OWNER.set(keys.find_owner(request.headers) if needs_key else None)
@@ -301,8 +298,7 @@ class RefusalLog:
         """Return the text to append to the next log line, or None if no line may be logged now.
 
         The text tells how many requests were counted, but not logged, since the last line. With
-        None, this
-        request is counted.
+        None, this request is counted.
         """
         now = self._clock()
         if now < self._silent_until:

@@ -98,9 +98,9 @@ async def _whole(request: Request, body: types.Request, deps: http.Deps) -> dict
 
 
 async def _warm(request: Request, body: types.Request, deps: http.Deps) -> dict[str, Any]:
-    """Answer a request with `max_tokens` 0: compute its prompt's KV and return an empty message.
+    """Compute the KV of a request's prompt, and return a message object without content.
 
-    Raises BadRequest if the request asks for a stream.
+    This answers a request with `max_tokens` 0. Raises BadRequest if the request asks for a stream.
     """
     if body.stream:
         raise BadRequest("stream: there is no reply to stream with max_tokens: 0.", param="stream")

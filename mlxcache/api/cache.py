@@ -189,8 +189,7 @@ async def build_tree(
     """Build the answer of `GET /v1/cache/tree`: a prefix tree of at most `nodes` nodes.
 
     `listed`: the sessions to show, all of the current owner; those of other namespaces are left
-    out.
-    The tree is built in a thread.
+    out. The tree is built in a thread.
     """
     own = [one for one in listed if one.session.namespace == sessions.namespace]
     owner = OWNER.get()

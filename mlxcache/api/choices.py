@@ -97,9 +97,8 @@ async def start_choices(deps: Deps, jobs: Sequence[Job]) -> Choices:
     """Submit `jobs` and wait until the first leaves the queue, at most `queue_grace` seconds.
 
     A job leaves the queue when its memory is reserved and its cached prefix is known (`Admitted`).
-    The
-    caller must close the choices. If this function raises or is cancelled, they are already closed.
-    Raises the errors of `Engine.submit`.
+    The caller must close the choices. If this function raises or is cancelled, they are already
+    closed. Raises the errors of `Engine.submit`.
     """
     streams: list[Stream] = []
     choices = Choices(streams)

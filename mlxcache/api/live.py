@@ -175,8 +175,7 @@ class Feed:
         """Read the parts `server` and `requests`, and start reading the other parts that are due.
 
         The cache's figures are due every `FIGURES_S` seconds, sessions at most as often, and the
-        tree with
-        them. Returns whether any request is running.
+        tree with them. Returns whether any request is running.
         """
         engine, now = self._engine, asyncio.get_running_loop().time()
         info = engine.info
@@ -249,8 +248,7 @@ class Feed:
         """Return figures that change when the content of RAM or disk changes. Waits for the disk.
 
         They are a tuple: the used bytes of RAM and of disk, the bytes not yet written to disk, and
-        the
-        number of segments.
+        the number of segments.
         """
         figures = self._engine.figures()
         tiers = [figures.get(tier, {}).get("used_bytes") for tier in ("ram", "disk")]

@@ -172,8 +172,7 @@ def arrange_figures(figures: Mapping[str, Any]) -> dict[str, Any]:
 
     A text that names a state, such as the level of memory pressure, becomes a mapping from each
     possible state to 0 or 1. Totals, such as `total` beside the counts of requests by kind, are
-    left
-    out of the mappings.
+    left out of the mappings.
     """
     tiers = {tier: figures.get(tier, {}) for tier in ("ram", "disk")}
     disk, queue = tiers["disk"], figures.get("queue", {})
@@ -208,7 +207,7 @@ async def metrics(
 
 
 def _encode(registry: CollectorRegistry, accept: str) -> tuple[bytes, str]:
-    """Return the metrics and their content type, in the format that `accept` prefers."""
+    """Return the metrics and their content type, in the format that the header `accept` prefers."""
     try:
         encode, type = choose_encoder(accept)
         return encode(registry), type

@@ -393,7 +393,10 @@ def _responses(operation: Operation, name: str) -> dict[str, Any]:
 
 
 def _errors(operation: Operation, name: str) -> Sequence[int]:
-    """Return the error statuses with which an endpoint may answer."""
+    """Return the error statuses with which the endpoint `name` may answer.
+
+    `name` is the method and the URL path, such as `GET /health`.
+    """
     found = {400, 403, 431, 500} | (set() if name in _PUBLIC else {401, 503})
     if name == "GET /health":
         found |= {503}

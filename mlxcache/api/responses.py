@@ -205,9 +205,9 @@ async def _continued(deps: Deps, body: ResponsesRequest) -> wire.Conversation:
 
 
 async def _start(deps: Deps, request: Request, asked: Asked) -> Reply:
-    """Render a request, submit it, and wait until it leaves the queue.
+    """Render a checked request, submit it to the engine, and wait until it leaves the queue.
 
-    Waits at most `queue_grace` seconds. Raises the errors of these steps.
+    Waits at most `queue_grace` seconds. Raises the errors of rendering and of `Engine.submit`.
     """
     body, info = asked.body, require_model(deps)
     chat = wire.to_chat(body, asked.talk, asked.tools, images=accepts_images(deps))
@@ -319,7 +319,7 @@ async def _end(deps: Deps, reply: Reply) -> None:
 
 
 async def _events(deps: Deps, running: RunningResponses, reply: Reply) -> sse.Events:
-    """Yield the server-sent events of a response. It is stored before the last event is sent."""
+    """Yield the server-sent events of a response. Stores the response before its last event."""
     writer, silence_s = reply.writer, 0.9 * deps.settings.ping_seconds
     sent = time.monotonic()
     running.add(reply)  # here: a generator that never begins removes nothing

@@ -85,8 +85,7 @@ def _is_other_page(request: Request) -> bool:
     """Return whether a request for Anthropic's list of models asks for a page without models.
 
     The one served model is on the first page, among the active ones. Raises BadRequest for a
-    `limit`
-    that is not from 1 to 1,000.
+    `limit` that is not from 1 to 1,000.
     """
     if not 1 <= read_number(request, "limit", 20) <= 1000:
         raise BadRequest("`limit` must be from 1 to 1000.", param="limit")

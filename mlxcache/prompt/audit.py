@@ -25,12 +25,10 @@ class Finding:
     """A text in a request that is likely to change in the next one.
 
     `cause`: kind of the text, such as `date`. `where`: the part of the conversation that contains
-    it,
-    such as `tools[2] Read`. `line`: line in that part's text, from 1. `text`: the text itself.
+    it, such as `tools[2] Read`. `line`: line in that part's text, from 1. `text`: the text itself.
     `excerpt`: the text around it. `at_token`: its token position in the prompt, or None if it is
-    not
-    rendered. `tokens_behind`: number of tokens that must be computed again when it changes. `rule`:
-    canonicalisation rule that removes it, so that no tokens are computed again, or None.
+    not rendered. `tokens_behind`: number of tokens that must be computed again when it changes.
+    `rule`: canonicalisation rule that removes it, so that no tokens are computed again, or None.
     """
 
     cause: str
@@ -99,7 +97,11 @@ def _found(
 
 
 def _parts(chat: Chat) -> Iterator[tuple[str, str, bool]]:
-    """Yield machine-made texts of a conversation as (place, text, is rendered as JSON)."""
+    """Yield the machine-made texts of a conversation as (place, text, as_json).
+
+    `place`: part of the conversation, such as `system` or `tools[2] Read`. `as_json`: the template
+    is expected to render the text as JSON.
+    """
     for i, tool in enumerate(chat.tools):
         function = tool.get("function") or tool
         for text in _strings(function):
@@ -135,9 +137,9 @@ def _strings(value: Any) -> Iterator[str]:
 
 
 def _place(rendered: str, part: str, at: int, *, as_json: bool) -> int | None:
-    """Return the offset in the rendered text of character `at` of the text `part`, or None.
+    """Return the character offset in a rendered prompt of character `at` of the text `part`.
 
-    `as_json`: the template renders the part as JSON.
+    Returns None if the text is not found. `as_json`: the template renders `part` as JSON.
     """
     start = max(0, at - _KEY)
     before, key = part[start:at], part[start : at + _KEY]

@@ -67,9 +67,8 @@ def _split_blanks(blocks: Sequence[str]) -> tuple[str, dict[int, str], set[int]]
     """Separate the white space of blocks from their other characters.
 
     Returns the other characters, the white space inside blocks, and the edges of blocks. White
-    space
-    and edges are identified by the number of other characters before them. `blocks` have no white
-    space at their ends.
+    space and edges are identified by the number of other characters before them. `blocks` have no
+    white space at their ends.
     """
     words: list[str] = []
     gaps: dict[int, str] = {}

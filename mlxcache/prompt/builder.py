@@ -145,10 +145,11 @@ class PromptBuilder:
     def next_turn(self, chat: Chat, session: str | None = None, stop: Sequence[str] = ()) -> Prompt:
         """Return the common prefix of all prompts that can continue a conversation.
 
-        `chat` ends with the reply. The prefix ends where the text of the next message begins, and
-        has one arbitrary token more, because at least one token must be fed. A mark is added at the
-        position where the prompt diverges if the client strips white space from the reply. Raises
-        as `chat`.
+        `chat` ends with the reply. `session`: label under which the text is remembered. `stop`:
+        strings that will end the next reply. The prefix ends where the text of the next message
+        begins, and has one arbitrary token more, because at least one token must be fed. A mark is
+        added at the position where the prompt diverges if the client strips white space from the
+        reply. Raises the errors of the method `chat`.
         """
         one, *others = (self.chat(turn, session, stop, new) for turn, new in next_turns(chat))
         shared = [common_length(one.ids, other.ids) for other in others]
@@ -179,8 +180,7 @@ class PromptBuilder:
         """Return the prompt of a conversation if it takes at most three quarters of the context.
 
         Returns None otherwise. Used for a conversation that canonicalisation has lengthened.
-        `sent`: the
-        conversation as the client sent it.
+        `sent`: the conversation as the client sent it.
         """
         try:
             prompt = self._prompt(sent, canonical, session)

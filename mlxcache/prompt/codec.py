@@ -136,7 +136,10 @@ def _ids(tokenizer: Any, text: str) -> list[int]:
 
 @contextmanager
 def _unicode_only(text: str, param: str) -> Iterator[None]:
-    """Convert a tokenizer's error for a lone surrogate inside the block to BadRequest."""
+    """Context manager: convert a tokenizer's error for a lone surrogate in `text` to BadRequest.
+
+    `param`: the field of the request that holds the text, for the error.
+    """
     try:
         yield
     except (TypeError, UnicodeError):

@@ -83,9 +83,9 @@ def _cause(old: str, new: str, at: int, machine: bool) -> str:
 
 
 def _line(text: str, at: int) -> tuple[str, int]:
-    """Return the line that contains character `at`, and where the line starts.
+    """Return the line of `text` that contains character `at`, and the line's first character.
 
-    Of a long line, only the part near the character is returned.
+    Of a long line, only the part near `at` is returned.
     """
     start = max(at - _LINE, text.rfind("\n", 0, at) + 1)
     end = text.find("\n", at, at + _LINE)
@@ -209,8 +209,8 @@ def _in_place(
 ) -> bool:
     """Return whether message `i` was edited, and not inserted or dropped.
 
-    That is assumed for system messages at the start, and if the next messages are equal. `seen`:
-    all messages of both conversations as JSON.
+    This is assumed for system messages at the start, and if the next messages of both conversations
+    are equal. `seen`: all messages of both conversations as JSON.
     """
     following = [keys[i + 1 : i + 2] for keys in seen]
     goes_on = bool(following[0]) and following[0] == following[1]
@@ -281,8 +281,7 @@ def _reminder_moved(was: Message, now: Sequence[Message]) -> bool:
     """Return whether a user message lost only reminders that a later user message now has.
 
     `now`: the message as the client sent it again, and all messages after it. This happens with
-    clients
-    that put a reminder only into the newest message.
+    clients that put a reminder only into the newest message.
     """
     if was.get("role") != "user" or now[0].get("role") != "user":
         return False
@@ -300,9 +299,10 @@ def _reminder_moved(was: Message, now: Sequence[Message]) -> bool:
 
 
 def _shifted(now: Sequence[Message], seen: tuple[list[str], list[str]], i: int) -> str | None:
-    """Return the cause if a message was inserted or dropped at `i` before equal messages.
+    """Return the cause, such as `message_dropped`, if a message was inserted or dropped at `i`.
 
-    Returns None otherwise. `seen`: all messages of both conversations as JSON.
+    The messages after it must be equal. Returns None otherwise. `seen`: all messages of both
+    conversations as JSON.
     """
     old, new = seen
     for shift in range(1, _SHIFTS + 1):
@@ -314,9 +314,9 @@ def _shifted(now: Sequence[Message], seen: tuple[list[str], list[str]], i: int) 
 
 
 def _shifted_and_edited(was: Sequence[Message], now: Sequence[Message], i: int) -> str | None:
-    """Return the cause if a message was inserted or dropped at `i` and the next one edited.
+    """Return the cause, such as `message_dropped`, if a message was inserted or dropped at `i`.
 
-    Returns None otherwise.
+    Unlike in `_shifted`, the next message was also edited. Returns None otherwise.
     """
     if was[i].get("role") == now[i].get("role"):
         return None
@@ -364,8 +364,7 @@ def _argument(was: Sequence[Mapping[str, Any]], now: Sequence[Mapping[str, Any]]
     """Return the old and new text around the first difference between the arguments of calls.
 
     `was`, `now`: function objects of the calls of a message. Returns None if their names differ, or
-    no
-    argument that both have differs.
+    no argument that both have differs.
     """
     for old, new in zip(was, now, strict=False):
         before, after = _texts(old.get("arguments")), _texts(new.get("arguments"))
@@ -396,7 +395,10 @@ def _special(role: str, old: str, new: str, change: Change) -> str | None:
 
 
 def _similar(old: str, new: str) -> float:
-    """Return the share of the longer text that is common beginning and end, from 0 to 1."""
+    """Return the length of the common beginning and end of two texts, as a part of the longer one.
+
+    The result is from 0 to 1.
+    """
     longer = max(len(old), len(new))
     if not longer:
         return 1.0
@@ -505,7 +507,10 @@ def _has_messages_of(old: Chat, new: Chat) -> bool:
 
 
 def _similarity(was: str, now: str) -> float:
-    """Return the equal share of two texts, from 0 to 1: at both ends, or in whole lines."""
+    """Return the equal part of two texts, from 0 to 1.
+
+    It is the larger of two figures: the common beginning and end, and the lines that both have.
+    """
     lines = [Counter(text.split("\n")) for text in (was, now)]
     equal = sum(len(line) * count for line, count in (lines[0] & lines[1]).items())
     return max(_similar(was, now), equal / max(len(was), len(now), 1))
@@ -574,9 +579,10 @@ def _seen_of(tools: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _described(was: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
-    """Return the kind of difference, invisible to a reader, between two tool descriptions.
+    """Return the kind of an invisible difference between the descriptions of two tools.
 
-    See `_form`. Returns None if more than the description differs.
+    The kinds are those of `_form`, such as `whitespace`. Returns None if the descriptions differ
+    visibly, or anything else differs.
     """
     old, new = dict(_function_of(was)), dict(_function_of(now))
     texts = str(old.pop("description", "")), str(new.pop("description", ""))

@@ -70,8 +70,7 @@ class Side:
     """One of two compared prompts.
 
     `source`: the conversation from which it was rendered. `ids`: token ids of the prompt and, if it
-    was
-    served, of its reply, shape (n,).
+    was served, of its reply, shape (n,).
     """
 
     source: Source
@@ -163,9 +162,9 @@ class Explainer:
     def _visible_difference(
         self, found: Sequence[Difference], was: Source, now: Source
     ) -> Difference | None:
-        """Return the difference that is visible where the two texts first differ, or None.
+        """Return the one of `found` that is visible where the two rendered texts first differ.
 
-        `found`: the differences to choose from.
+        Returns None if none of these differences is visible there.
         """
         old, new = was.tokenised.text, now.tokenised.text
         at = common_characters(old, new)
@@ -183,8 +182,7 @@ class Explainer:
         """Return the difference between prompts that differ although no message explains it.
 
         The template rendered the messages in another way, or a reply was not replayed. `shared`:
-        number of
-        shared leading tokens.
+        number of shared leading tokens.
         """
         start = max(0, shared - _BACK)
         before, after = (self._text(side, start, shared + _AHEAD) for side in (old, new))
@@ -229,8 +227,7 @@ class EarlierPrompt:
     """A prompt that was served.
 
     `session`: label of its session. `computed`: number of tokens of the prompt and its reply that
-    were
-    cached when the request ended.
+    were cached when the request ended.
     """
 
     session: str | None

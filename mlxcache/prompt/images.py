@@ -161,7 +161,7 @@ def ids_with_digests(ids: Tokens, spans: Sequence[ImageSpan]) -> Tokens:
 
 
 def add_images(prompt: Prompt, template: ImageTemplate, images: Sequence[Image]) -> Prompt:
-    """Return a copy of `prompt` whose ids depend on the content of its images."""
+    """Return a copy of `prompt` with its images, and with ids that depend on their content."""
     known, spans = template.locate(prompt.ids, images)
     return replace(prompt, ids=known, tokens=prompt.ids, images=spans)
 

@@ -40,7 +40,10 @@ class Splice:
     closing: str
 
     def covers(self, char: int) -> bool:
-        """Return whether a character is inside the splice, except its first one."""
+        """Return whether a character is inside the splice, but not its first character.
+
+        `char`: offset in the spliced text.
+        """
         return self.start < char < self.end
 
     def same(self, other: Splice) -> bool:
@@ -165,7 +168,11 @@ class ControlTokenFinder:
         return np.flatnonzero(self._is_control[clipped])
 
     def align(self, ids: Tokens, matches: Sequence[re.Match[str]]) -> Ints | None:
-        """Return the position in `ids` of each match, in order; None if they do not correspond."""
+        """Return the position in `ids` of each match of a control token, in order.
+
+        `matches`: control tokens found in the text that `ids` encode. Returns None if `ids` have
+        other control tokens.
+        """
         at = self.positions(ids)
         found = [self._ids[match.group()] for match in matches]
         if len(at) != len(found) or ids[at].tolist() != found:
@@ -389,10 +396,8 @@ def check_incremental(tokeniser: Tokeniser, controls: Sequence[Added], rendered:
     """Return whether incremental encoding gives the same ids as encoding whole texts.
 
     `rendered`: a conversation as the template renders it. It is extended step by step by unusual
-    texts
-    and control tokens, and each step is encoded in both ways. Control tokens in `rendered` are
-    tried
-    first.
+    texts and control tokens, and each step is encoded in both ways. Control tokens in `rendered`
+    are tried first.
     """
     inside = [token.text for token in controls if token.text in rendered]
     others = [token.text for token in controls if token.text not in rendered]

@@ -110,16 +110,20 @@ class Renderer:
         return self._generation("user", dict(self._args)) or ""
 
     def probe(self, messages: Sequence[Message], *, tools: bool) -> str:
-        """Render messages that no client sent, to learn about the template. Raises as `render`."""
+        """Render messages that no client sent, to learn about the template.
+
+        `tools`: also render an example tool. Raises the errors of `render`.
+        """
         adapted = adapt(messages, (), self._traits)
         return self._text(adapted, [TOOL] if tools else None, self._args, generation=False)
 
     def _shared(
         self, text: str, messages: list[Message], tools: Any, args: Mapping[str, Any]
     ) -> int:
-        """Return the number of leading characters of `text` that rendering `messages` gives too.
+        """Return how many leading characters of `text` the rendering of `messages` has too.
 
-        If the template refuses these messages alone, probe messages are appended to them.
+        `tools`, `args`: the conversation's tools and template arguments. If the template refuses
+        these messages alone, probe messages are appended to them.
         """
         asked = bool(messages) and messages[-1]["role"] == "user"
         for shown in (messages, [*messages, *((_REPLY, _USER) if asked else (_USER,))]):
@@ -132,7 +136,10 @@ class Renderer:
         return 0
 
     def _generation(self, role: str, args: Mapping[str, Any]) -> str | None:
-        """Return the generation prompt after a message of a role; None if it is unknown."""
+        """Return the generation prompt after a message of the given role; None if it is unknown.
+
+        `args`: arguments of the template, on which it may depend.
+        """
         key = f"{role} {json.dumps(args, sort_keys=True, default=repr)}"
         known = self._generations.get(key)
         if known is None:
@@ -155,8 +162,7 @@ class Renderer:
         """Render messages up to the end of the last message's content, so that it can be continued.
 
         Raises BadRequest if the last message is not an assistant message, has tool calls, or cannot
-        be
-        continued with this template.
+        be continued with this template.
         """
         last = messages[-1]
         if last["role"] != "assistant" or last.get("tool_calls"):

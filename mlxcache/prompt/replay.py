@@ -88,10 +88,11 @@ class Replay:
     def find_reply(
         self, history: bytes, message: Mapping[str, Any], tools: Tools
     ) -> DecodedReply | None:
-        """Return the newest reply, after a history, that has the same content as a message.
+        """Return the newest known reply that has the same content as an assistant message.
 
         Text and calls must be equal, and thinking if the message has any. `history`: digest of the
-        messages before it. Returns None if there is no such reply.
+        messages before it, which must be those that the reply answered. `tools`: tools of the
+        conversation. Returns None if there is no such reply.
         """
         replies = self.replies.find_by_history(history)
         content = ReplyContent.of_message(message) if replies else None
@@ -196,8 +197,7 @@ class Replay:
         """Return matches of the control tokens that may end a reply.
 
         `at`: character at which the reply starts. There may be several ends, because the reply's
-        content
-        may contain end tokens too.
+        content may contain end tokens too.
         """
         ends = {decoded.closing, self._closer} - {""}
         far = at + max(_LEAST_REACH, _REACH * len(decoded.raw))

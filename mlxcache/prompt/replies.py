@@ -301,7 +301,7 @@ class ReplyReader:
         return DecodedReply(ids, raw, content, closing, reply.row.key)
 
     def _ids_before_stop(self, reply: ReplyRow) -> Tokens | None:
-        """Return the ids before the stop string; None if they cannot be separated.
+        """Return a reply's ids before its stop string; None if they cannot be separated.
 
         If one token contains text before the stop string and part of the stop string, other tokens
         are used for that text.
@@ -362,9 +362,9 @@ class Replies:
             self._keys = None
 
     def learn(self, rows: Iterable[ReplyRow]) -> None:
-        """Add replies that were stored in the database, oldest first.
+        """Add replies that were stored in the database, in the given order, oldest first.
 
-        Other servers stored them, or this one before a restart.
+        They were stored by other servers, or by this one before a restart.
         """
         for row in rows:
             self.add(GeneratedReply(row))

@@ -26,11 +26,11 @@ Runs = tuple[tuple[int, int], ...]
 
 
 def shared_runs(old: Tokens, new: Tokens) -> Runs:
-    """Return the ranges of `new` whose tokens `old` has too, in sequence.
+    """Return half-open ranges of `new` whose tokens `old` has too, in the same sequence.
 
-    Shapes (n,) and (m,). Each token of `old` is used at most once, and the order of the sequences
-    in `old` may be another one. Ranges of fewer than `LEAST_RUN` tokens are left out. Takes about
-    O(n + m): only blocks with equal hashes are compared.
+    `old` has shape (n,), `new` has shape (m,). Each token of `old` is used at most once, and the
+    order of the sequences in `old` may be another one. Ranges of fewer than `LEAST_RUN` tokens are
+    left out. Takes about O(n + m): only blocks with equal hashes are compared.
     """
     if min(len(old), len(new)) < LEAST_RUN:
         return ()

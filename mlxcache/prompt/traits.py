@@ -189,9 +189,10 @@ def _alternates(look: _Probe) -> bool:
 
 
 def _probe_calls(look: _Probe) -> _Calls | None:
-    """Return the first way of writing a call that the template renders as JSON-like text.
+    """Return the first way of writing a tool call that the template renders as JSON-like text.
 
-    Python's repr of the arguments does not count. Returns None if there is no such way.
+    `look`: renders the test conversations. Python's repr of the arguments does not count. Returns
+    None if there is no such way.
     """
     for short, absent, string in product((False, True), repeat=3):
         calls = _Calls(string=string, absent=absent, short=short)

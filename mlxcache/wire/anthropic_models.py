@@ -19,10 +19,8 @@ def describe_model(info: ModelInfo, name: str | None = None) -> dict[str, Any]:
     """Return the model object of Anthropic's API, with `name` as its id if given.
 
     Lengths are in tokens. `max_tokens`, the longest reply, is the whole context length; the length
-    of
-    the prompt is not subtracted. `context_length`, `max_context_length` and `loaded_context_length`
-    are
-    fields of other local servers, which clients look for.
+    of the prompt is not subtracted. `context_length`, `max_context_length` and
+    `loaded_context_length` are fields of other local servers, which clients look for.
     """
     return {
         "id": name or info.id,

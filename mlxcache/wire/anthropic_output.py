@@ -140,8 +140,7 @@ def shows_thinking(body: Request) -> bool:
     """Return whether reasoning is sent to the client.
 
     It is not sent if `thinking.display` is `omitted`. It is not sent for `updates` either, with
-    which
-    Anthropic's models show only short notes between tool calls; local models write such notes as
-    text.
+    which Anthropic's models show only short notes between tool calls; local models write such notes
+    as text.
     """
     return body.thinking is None or body.thinking.display not in ("omitted", "updates")

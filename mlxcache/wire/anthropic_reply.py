@@ -39,8 +39,7 @@ class ContentBlocks:
     White space at the start of a text or thinking block is held back until other text follows. A
     block of white space alone is therefore never sent: clients drop it, or are refused when they
     send it back. If `show_thinking` is False, a thinking block has no text, and the reasoning is
-    only
-    in its signature (see `signatures`).
+    only in its signature (see `signatures`).
     """
 
     def __init__(self, *, show_thinking: bool = True):

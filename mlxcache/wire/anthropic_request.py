@@ -149,12 +149,9 @@ class _ChatWriter:
         """Add one message of the body. Tool results in it become messages of their own.
 
         A system message without text is not added. Nor is a `cleared` one: the client limited it
-        with
-        `clear_at` to the time before the next user message. Tools defined in such messages can be
-        called
-        nevertheless. `where` is the message's place in the body, for errors. Raises BadRequest if a
-        message
-        of another role has no content.
+        with `clear_at` to the time before the next user message. Tools defined in such messages can
+        be called nevertheless. `where` is the message's place in the body, for errors. Raises
+        BadRequest if a message of another role has no content.
         """
         if message.role == "system":
             self._write_system(message.content or "", where, cleared=cleared)
@@ -209,7 +206,10 @@ class _ChatWriter:
             self.mark()
 
     def _write_user(self, content: types.Content, where: str) -> None:
-        """Add texts, images and tool results in order, then the images of the results."""
+        """Add texts, images and tool results in order, then the images of the results.
+
+        `where` is the place of the content in the body, for errors.
+        """
         before = len(self.messages)
         items: list[Item] = []
         result_images: list[Item] = []
@@ -237,7 +237,7 @@ class _ChatWriter:
     def _write_tool_result(self, block: types.ToolResult, where: str) -> list[Item]:
         """Add a message with a tool result's text, and return its images.
 
-        Tool messages cannot hold images.
+        Tool messages cannot hold images. `where` is the block's place in the body, for errors.
         """
         items, marked = self._blocks.read_items(block.content or "", where)
         images = [item for item in items if not isinstance(item, str)]
@@ -294,7 +294,8 @@ class BlockReader:
     """Converter of content blocks to text, or to images if the message may hold them.
 
     Results of tools that run on Anthropic's servers, such as a web search in the history, become
-    their name and JSON. A reference to a tool becomes the tool's description.
+    their name and JSON. A reference to a tool becomes the tool's description. Methods take `where`,
+    the place in the body of a block or of a list of blocks, for errors.
     """
 
     def __init__(self, tools: Toolbox, images: ImageReader):
@@ -313,13 +314,19 @@ class BlockReader:
         return [self.read_text(block, where)]
 
     def read_items(self, content: types.Content, where: str) -> tuple[list[Item], bool]:
-        """Return the texts and images of blocks, and whether any block has `cache_control`."""
+        """Return the texts and images of a message's blocks, and whether any has `cache_control`.
+
+        `where` is the place of `content` in the body, for errors.
+        """
         found = list(_read_blocks(content, where))
         items = [item for at, block in found for item in self.read_block(block, at)]
         return items, any(_has_mark(block) for _, block in found)
 
     def read_texts(self, content: types.Content, where: str) -> tuple[list[str], bool]:
-        """Return each block's text, and whether any block has `cache_control`."""
+        """Return the text of each block, and whether any has `cache_control`.
+
+        `where` is the place of `content` in the body, for errors. Raises the errors of `read_text`.
+        """
         found = list(_read_blocks(content, where))
         texts = [self.read_text(block, at) for at, block in found]
         return texts, any(_has_mark(block) for _, block in found)
@@ -327,8 +334,9 @@ class BlockReader:
     def read_text(self, block: types.Block, where: str) -> str:
         """Return the text that a content block adds to a prompt, where only text is allowed.
 
-        Raises Unsupported for citations, and for an image if the model accepts none; BadRequest for
-        an image otherwise, and for other blocks that are not allowed there.
+        `where` is the block's place in the body, for errors. Raises Unsupported for citations, and
+        for an image if the model accepts none; BadRequest for an image otherwise, and for other
+        blocks that are not allowed there.
         """
         match block:
             case types.Text(text=text):
@@ -401,7 +409,10 @@ def _only_texts(items: list[Item], where: str) -> list[str]:
 
 
 def _read_blocks(content: types.Content, where: str) -> Iterator[tuple[str, types.Block]]:
-    """Yield each block with its place in the body. A string is yielded as one text block."""
+    """Yield each block of a message's content with its place in the body.
+
+    `where` is the place of `content`. A string is yielded as one text block.
+    """
     if isinstance(content, str):
         yield where, types.Text(content)
         return

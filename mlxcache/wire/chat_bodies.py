@@ -84,8 +84,7 @@ def chats_to_warm(body: bytes) -> list[Chat]:
 
     A request without a user message gives two chats with different user messages; the common
     beginning of their prompts is the prefix to warm. Raises BadRequest if the body is malformed, or
-    has
-    neither messages, a system prompt nor tools.
+    has neither messages, a system prompt nor tools.
     """
     if not body.lstrip().startswith(b"{"):
         try:
@@ -161,10 +160,10 @@ def differences_without_effect(one: dict[str, Any], other: dict[str, Any]) -> li
 
 
 def _differences_in_form(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
-    """Return `cache_control` and `the form of messages`, each if two requests differ in it.
+    """Return the names of differences between equal messages that are written in two ways.
 
-    The form differs if a message of the same meaning is spelled in two ways, such as a string and a
-    list with one text.
+    They are `cache_control`, and `the form of messages`: one request has, for example, a string and
+    the other a list with one text.
     """
     pairs = [(_head(one), _head(other))]
     pairs += list(zip(_messages(one), _messages(other), strict=False))

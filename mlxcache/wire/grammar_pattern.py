@@ -201,8 +201,7 @@ class _Parser:
         """Advance past the `|` of a rule's next alternative, which may be on a later line.
 
         Returns False if there is no further alternative. Line ends before it are skipped, except at
-        the
-        `top` of a rule without a further alternative, where they end the rule.
+        the `top` of a rule without a further alternative, where they end the rule.
         """
         begin = self._at
         while self._peek().kind == "line":

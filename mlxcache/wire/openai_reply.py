@@ -65,7 +65,10 @@ class Wish:
     whole: bool = False
 
     def echo(self, index: int) -> str:
-        """Return the prompt text with which choice `index` must begin; empty without `echo`."""
+        """Return the prompt text with which choice `index` must begin.
+
+        It is empty if the request has no `echo`.
+        """
         return self.echoes[index // self.n] if self.echoes else ""
 
 
@@ -321,7 +324,10 @@ class TextLogprobs:
         }
 
     def _advance(self, raw: bytes) -> int:
-        """Advance past a token; return the index of the character in which it begins."""
+        """Count the characters of a token; return the index of the character in which it begins.
+
+        `raw`: the token's bytes, which may be a part of a character.
+        """
         cut_short = bool(self._decoder.getstate()[0]) and raw[:1] != b"" and raw[0] & 0xC0 != 0x80
         start = self._characters + cut_short  # the bytes before it became a U+FFFD
         self._characters += len(self._decoder.decode(raw))

@@ -147,6 +147,7 @@ Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 class Reasoning(Struct):
     """The effort of reasoning, or its maximum tokens.
+
     Source: https://openrouter.ai/docs/use-cases/reasoning-tokens.
     """
 

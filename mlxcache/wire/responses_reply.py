@@ -234,7 +234,10 @@ class ResponseWriter:
         ]
 
     def _close(self, status: Status) -> list[Payload]:
-        """Complete the open item, if there is one, and return the events that end it."""
+        """Complete the open output item, if there is one, and return the stream events that end it.
+
+        `status`: the item's status, such as `completed`.
+        """
         item, self._open = self._open, None
         if item is None:
             return []

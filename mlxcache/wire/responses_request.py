@@ -287,9 +287,9 @@ class MessageWriter:
         self._reply(begins="tool_calls").setdefault("tool_calls", []).append(call)
 
     def _write_output(self, item: types.CallOutput, where: str) -> None:
-        """Add a message with a tool result's text, and keep the images for `finish`.
+        """Add a message with a tool result's text, and keep the result's images for `finish`.
 
-        Tool messages cannot hold images.
+        Tool messages cannot hold images. `where` is the item's place in the body, for errors.
         """
         items = self._items(item.output, f"{where}.output", images=True)
         images = [one for one in items if not isinstance(one, str)]
@@ -302,9 +302,9 @@ class MessageWriter:
         self._result_images += images
 
     def _write_reasoning(self, item: types.Reasoning) -> None:
-        """Add the reasoning to the reply.
+        """Add a reasoning item to the assistant message of its reply.
 
-        Its summary is left out, because the model did not write it.
+        The item's summary is left out, because the model did not write it.
         """
         shown = "".join(part.text for part in item.content or ())
         if text := recover_thinking(shown, item.encrypted_content):

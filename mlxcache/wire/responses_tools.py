@@ -170,9 +170,9 @@ class Toolbox:
         return rendered
 
     def _callable(self) -> Iterator[Mapping[str, Any]]:
-        """Yield the functions with `strict` and patterns, which the prompt does not have.
+        """Yield the functions with the restrictions on their arguments: `strict` and patterns.
 
-        They restrict the calls that the model can generate.
+        They restrict the calls that the model can generate, and are not rendered into the prompt.
         """
         for entry, function in zip(self._entries.values(), self.functions, strict=True):
             inner = function["function"]
@@ -240,9 +240,10 @@ def _custom(
 
 
 def write_call(call: ToolCall, tools: Toolbox, id: str, status: str) -> dict[str, Any]:
-    """Return the output item of a call, a `custom_tool_call` if the tool is a custom one.
+    """Return the output item of a tool call.
 
-    Calls of other tools are `function_call` items.
+    A call of a custom tool is a `custom_tool_call`, any other a `function_call`. `id` and `status`
+    are those of the item.
     """
     entry = tools.find(call.name)
     head: dict[str, Any] = {"id": id, "call_id": call.id, "name": entry.name, "status": status}

@@ -15,7 +15,7 @@ For example `x-anthropic-billing-header: cc_version=2.1.329.0a8; cc_entrypoint=c
 
 
 def apply(draft: Draft) -> bool:
-    """Remove the attribution line from the leading system messages.
+    """Remove Claude Code's line `x-anthropic-billing-header: ...` from leading system messages.
 
     Returns whether there was one.
     """

@@ -21,11 +21,10 @@ Results = LRU[Hashable, str]
 
 
 def apply(draft: Draft, results: Results) -> bool:
-    """Restore cleared tool results, if an earlier request had them at the same place.
+    """Restore tool results that a client cleared, if an earlier request had them at the same place.
 
     The place is the tool call's id after the same messages. Returns whether any result was
-    restored.
-    Adds results that are not cleared to `results`.
+    restored. Adds results that are not cleared to `results`.
     """
     if not any(message.get("role") == "tool" for message in draft.messages):
         return False

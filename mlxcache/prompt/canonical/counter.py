@@ -11,10 +11,10 @@ COUNTER = re.compile(r"<total_tokens>[0-9][0-9,]{0,30} tokens left</total_tokens
 
 
 def apply(draft: Draft, *, keep: bool = False) -> bool:
-    """Remove the counters from system messages; return whether there were any.
+    """Remove Claude Code's counters of remaining tokens from system messages.
 
     `keep`: append the newest counter as a system message at the end of the conversation, after
-    everything that the next request has in common with this one.
+    everything that the next request has in common with this one. Returns whether there were any.
     """
     newest = ""
     leading = draft.leading()
@@ -31,10 +31,10 @@ def apply(draft: Draft, *, keep: bool = False) -> bool:
 
 
 def without(text: str) -> tuple[str, list[str]]:
-    """Remove counters from a system message between turns: any paragraph, or lines at the end.
+    """Remove counters of remaining tokens from a system message between turns.
 
-    Returns the remaining text and the counters. Unlike `split`, it removes paragraphs in the middle
-    too, because the client wrote the whole message.
+    Removes any paragraph that is a counter, and lines at the end, because the client wrote the
+    whole message. Returns the remaining text and the counters.
     """
     paragraphs = text.split("\n\n")
     counters = [part.strip() for part in paragraphs if COUNTER.fullmatch(part.strip())]
@@ -46,11 +46,10 @@ def without(text: str) -> tuple[str, list[str]]:
 
 
 def split(text: str) -> tuple[str, list[str]]:
-    """Remove counters from the start and end of a system prompt, whose middle may be a user's text.
+    """Remove counters of remaining tokens from the start and end of a system prompt.
 
-    Returns the remaining text and the counters. A counter at the start must be a whole paragraph,
-    one
-    at the end a line of its own.
+    A counter at the start must be a whole paragraph, one at the end a line of its own. Elsewhere a
+    counter could be a user's text, so it stays. Returns the remaining text and the counters.
     """
     leading: list[str] = []
     first, blank, rest = text.partition("\n\n")

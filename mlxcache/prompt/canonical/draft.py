@@ -62,12 +62,15 @@ class Draft:
             del self.messages[at], self._origins[at]
 
     def insert(self, at: int, text: str) -> None:
-        """Insert a system message at index `at`."""
+        """Insert a system message with the content `text` at index `at`."""
         self.messages.insert(at, {"role": "system", "content": text})
         self._origins.insert(at, self._origins[at - 1] if at else -1)
 
     def move(self, at: int, to: int) -> None:
-        """Move a message to an earlier index; the cache breakpoint keeps its index."""
+        """Move the message with index `at` to the earlier index `to`.
+
+        The cache breakpoint keeps its index.
+        """
         self.messages.insert(to, self.messages.pop(at))
 
     def end(self) -> int:

@@ -81,11 +81,11 @@ def _find_message(draft: Draft, at: int) -> int | None:
 
 
 def _split(text: str) -> tuple[str, str]:
-    """Split a text into Claude Code's environment description and all other text.
+    """Split a system message into Claude Code's environment description and all other text.
 
-    The other text belongs to the first message. The description is empty unless it is recognised
-    for certain. It may contain any paragraph, so it must end with the text or before a known
-    pattern, and its last paragraph must have a known pattern.
+    The other text belongs to the user's first message. The description is empty unless it is
+    recognised for certain. It may contain any paragraph, so it must end with the text or before a
+    known pattern, and its last paragraph must have a known pattern.
     """
     paragraphs = text.split("\n\n")
     end = next((i for i, p in enumerate(paragraphs) if _ASKED.match(p)), len(paragraphs))

@@ -26,9 +26,9 @@ Places = LRU[bytes, str]
 
 
 def take(draft: Draft) -> str:
-    """Remove the status blocks from the system messages at the start and return their text.
+    """Remove the git status from the system messages before the first reply, and return its text.
 
-    The text is empty if there are none.
+    The text is empty if there is none.
     """
     blocks: list[str] = []
     for at in reversed(draft.head()):
@@ -40,10 +40,11 @@ def take(draft: Draft) -> str:
 
 
 def place(draft: Draft, status: str, places: Places, session: str | None) -> None:
-    """Insert a status where it is new, and older ones of this session where they were.
+    """Insert a git status after the message with which it was new, as a system message.
 
-    Positions are remembered in `places`. Without a session label only this status itself is looked
-    up, because another one may belong to another conversation with the same beginning.
+    Older statuses of the session are inserted where they were new. Positions are remembered in
+    `places`. Without a session label only this status itself is looked up, because another one may
+    belong to another conversation with the same beginning.
     """
     history = History(f"git {session}" if session else f"git\n{status}")
     known: list[tuple[int, str]] = []
@@ -62,7 +63,7 @@ def place(draft: Draft, status: str, places: Places, session: str | None) -> Non
 
 
 def _split(text: str) -> tuple[str, list[str]]:
-    """Return a text without its status blocks, and the blocks."""
+    """Return a system text without its git status blocks, and these blocks."""
     lines = text.split("\n")
     kept: list[str] = []
     blocks: list[str] = []
@@ -81,7 +82,7 @@ def _split(text: str) -> tuple[str, list[str]]:
 
 
 def _end(lines: list[str], start: int) -> int:
-    """Return the index after the last line of the block that begins at line `start`.
+    """Return the index after the last line of the git status block that begins at line `start`.
 
     A block may contain blank lines but does not end with one.
     """

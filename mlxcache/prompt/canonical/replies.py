@@ -53,8 +53,9 @@ and thinking (if the message has any) must be equal, except white space at the e
 def apply(
     draft: Draft, known_reply: KnownReply, *, thinking: bool, blanks: bool
 ) -> tuple[bytes, tuple[bytes, ...]]:
-    """Restore missing `thinking`, and (`blanks`) white space and the form of calls.
+    """Give replies in the history the form in which the model wrote them, where it is known.
 
+    `thinking`: restore missing thinking. `blanks`: restore white space and the form of calls.
     `known_reply(history, message, tools)` returns the reply that the model wrote, or None. Returns
     the digest of all messages, and the keys of the known replies among them. If the request
     continues the last reply, the end of that reply is not changed, because the client appends the
@@ -80,7 +81,8 @@ def _restored(
 ) -> dict[str, Any]:
     """Return a copy of an assistant message in the form of `said`, the reply as the model wrote it.
 
-    Adds the names of the rules that changed it to `draft.hits`.
+    `thinking`: restore missing thinking. `blanks`: restore white space and the form of calls. Adds
+    the names of the rules that changed the message to `draft.hits`.
     """
     restored = dict(message)
     thought = message.get("reasoning_content")

@@ -16,10 +16,8 @@ class NameRestorer:
     """Replaces names, such as stable UUIDs, in a text that arrives in pieces.
 
     `names` maps each name to its replacement. Only characters at the end of a piece that may begin
-    a
-    name are held back until the next piece. Names must not overlap: none may end with the beginning
-    of
-    a name.
+    a name are held back until the next piece. Names must not overlap: none may end with the
+    beginning of a name.
     """
 
     def __init__(self, names: Mapping[str, str]):

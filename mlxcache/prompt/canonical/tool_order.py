@@ -12,9 +12,9 @@ Orders = LRU[bytes, tuple[bytes, ...]]
 
 
 def apply(draft: Draft, orders: Orders) -> bool:
-    """Put the tools into the order of the first request with the same tools.
+    """Put the tools into the order that the first request with the same tools had.
 
-    Returns whether the order has changed.
+    Orders are remembered in `orders`. Returns whether this request's order has changed.
     """
     if len(draft.tools) < 2:
         return False

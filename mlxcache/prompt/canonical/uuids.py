@@ -37,8 +37,7 @@ def apply(draft: Draft, stop: Sequence[str] = ()) -> bool:
 
     They are replaced in all messages except those of users. The replacements are added to
     `draft.names`. Nothing is replaced if a stop string could match part of a UUID, or if a reply to
-    be
-    continued ends inside one. Returns whether anything was replaced.
+    be continued ends inside one. Returns whether anything was replaced.
     """
     own = _session_uuids(draft)
     if not own:
@@ -97,7 +96,7 @@ def _candidate(number: int) -> str:
 
 
 def _meets(stop: Sequence[str], uuids: Sequence[str]) -> bool:
-    """Return whether a stop string contains a UUID or overlaps one."""
+    """Return whether any stop string contains, is part of, or overlaps one of `uuids`."""
     return any(
         text in uuid
         or uuid in text
