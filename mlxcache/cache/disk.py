@@ -28,7 +28,7 @@ class DiskTier:
 
     It owns the store and closes it. `pending_limit`: maximum bytes of copies that wait to be
     written. `wake()` is called from other threads when there is work for the MLX thread. Methods
-    are called on the MLX thread unless they say otherwise.
+    must be called on the MLX thread, except `figures`.
     """
 
     def __init__(

@@ -548,8 +548,8 @@ class KVCache:
     def pump(self, *, decoding: bool) -> None:
         """Collect finished writes, and give the disk tier's writer thread at most one more job.
 
-        Must be called on each tick of the scheduler. `decoding`: replies wait meanwhile, so copies
-        for the disk take only a small share of the time.
+        Must be called on each tick of the scheduler. `decoding`: replies are being generated and
+        would be delayed, so copies for the disk take only a small share of the time.
         """
         if self.disk is not None:
             self.disk.pump(decoding=decoding)

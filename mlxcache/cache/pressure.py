@@ -85,8 +85,8 @@ class Pressure:
     """Monitor of the machine's memory, in a thread of its own; withholds budget under pressure.
 
     `ram`: the tier whose budget is withheld. `post` runs an action on the MLX thread. `base`: bytes
-    of the process besides all that MLX holds. `weights`: bytes of the weights. The other arguments
-    replace the operating system in tests.
+    of the process without those that MLX allocates. `weights`: bytes of the weights. The other
+    arguments replace the operating system in tests.
     """
 
     def __init__(

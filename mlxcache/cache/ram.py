@@ -63,8 +63,8 @@ def with_slack(tokens: int) -> int:
 class BufferCount:
     """Number of device buffers that lineages and checkpoints take, and its limit.
 
-    Metal limits the number of buffers besides their bytes. `device_limit`: buffers that the device
-    can hold, None for no limit.
+    Metal limits how many buffers there are, not only how many bytes they take. `device_limit`:
+    buffers that the device can hold, None for no limit.
     """
 
     def __init__(self, layout: Layout, device_limit: int | None):
@@ -81,7 +81,7 @@ class BufferCount:
         return lineages * self.per_lineage + checkpoints * self.per_checkpoint
 
     def allows(self, count: int) -> bool:
-        """Return whether the device's limit allows `count` buffers."""
+        """Return whether `count` buffers are within the limit for lineages and checkpoints."""
         return self.limit is None or count <= self.limit
 
 

@@ -2,9 +2,10 @@
 
 A path stays locked in the tree until it is on disk, so nothing leaves RAM before it is in a file.
 The writer's thread first looks up what the store already has of the path, because other processes
-may have added or removed files. Then KV is copied out of lineages, one run at a time, as far as the
-limit on pending copies allows. The writer's thread reads only these copies, never an array that the
-model still writes to. Everything here runs on the MLX thread unless it says otherwise.
+may have added or removed files. Then KV is copied out of lineages, one run at a time, while the
+copies that wait to be written stay within their limit. The writer's thread reads only these copies,
+never an array that the model still writes to. All functions here run on the MLX thread unless their
+docstrings name another one.
 """
 
 from __future__ import annotations
@@ -65,7 +66,8 @@ def run_tokens(layout: Layout, pending_limit: int) -> int:
 class StagingBuffers:
     """Reusable buffers of `size` bytes for copies that wait to be written.
 
-    A copy of less than half of `size` gets memory of its own instead.
+    A copy that takes at most half of `size`, or more than `size`, is not put into one of these:
+    `take` allocates memory for it alone.
     """
 
     def __init__(self, size: int):
@@ -83,7 +85,7 @@ class StagingBuffers:
         self._free.clear()
 
     def take(self, size: int) -> memoryview:
-        """Return an uninitialised staging buffer of `size` bytes."""
+        """Return uninitialised memory of `size` bytes: a staging buffer, or newly allocated."""
         if not self.size // 2 < size <= self.size:
             return np.empty(size, np.uint8).data
         whole = self._free.pop() if self._free else np.empty(self.size, np.uint8).data
@@ -92,7 +94,7 @@ class StagingBuffers:
         return part
 
     def give_back(self, tensors: Sequence[Tensor]) -> None:
-        """Return the staging buffer that holds `tensors` to the pool.
+        """Return the staging buffer that holds `tensors` to the pool, if they are in one.
 
         The tensors must not be read afterwards.
         """
@@ -102,8 +104,8 @@ class StagingBuffers:
     def put_back(self, part: memoryview) -> None:
         """Return the staging buffer that begins at the address of `part` to the pool.
 
-        `part`: a result of `take`, or the beginning of one. Does nothing if it has memory of its
-        own.
+        `part`: a result of `take`, or the beginning of one. Does nothing if `take` allocated it
+        outside the pool.
         """
         if (whole := self._taken.pop(_address(part), None)) is not None:
             self._free.append(whole)
@@ -338,8 +340,9 @@ class WriteBehind:
     def add(self, node: Node, ids: Tokens, reused: int = 0) -> None:
         """Queue the path `ids` with its checkpoints for writing, and lock `node`.
 
-        `node` is the one at which the path ends, or one below. `reused`: prompt tokens that the
-        request reused, counted as a use of their files.
+        `node`: the node at which the path ends, or one below it. `reused`: prompt tokens that the
+        request reused, counted as a use of their files. During a pause after a disk error nothing
+        is locked, and the path is only remembered.
         """
         if node is self._tree.root:
             return
@@ -371,7 +374,7 @@ class WriteBehind:
     def delete_beyond(self, ids: Tokens, keep: int) -> None:
         """Delete from disk all of `ids` beyond `keep` tokens, and everything that continues it.
 
-        Does not block: the writer's thread does so after the jobs that it already has.
+        Does not block: the writer's thread deletes them after the jobs that it already has.
         """
         self.writer.call(lambda: self._store.forget_beyond(ids, keep))
 

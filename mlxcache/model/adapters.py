@@ -260,28 +260,29 @@ class Checkpointed:
         slot.state = state
 
     def most_bytes(self, slot: Any) -> int | None:
-        """Return an upper bound of the state's bytes, for any length of text.
+        """Return an upper bound of the bytes of the slot's state, for any length of text.
 
-        Returns None if the size never changes.
+        Returns None if the state has the same size at every length.
         """
         return None
 
     def running_bytes(self, slot: Any) -> int | None:
         """Return an upper bound of the bytes that a slot itself holds while the model is fed.
 
-        It may hold more than its state, for example capacity to grow. Returns None if it does not.
+        A slot may hold more than its state, for example capacity to grow. Returns None if it holds
+        only its state.
         """
         return None
 
     def position(self, state: Any) -> int | None:
-        """Return the number of positions that `state` covers, or None if it does not say."""
+        """Return the number of positions that `state` covers, or None if it has no such number."""
         return None
 
     def agrees(self, state: Any, like: Any) -> bool:
         """Return whether the integers in `state`, such as its offset, are consistent.
 
-        They must fit the shapes of its arrays. Those that are the same at every position, such as
-        the size of a window, must equal the ones in `like`, any state of the same slot.
+        They must fit the shapes of its arrays. Integers that are the same at every position, such
+        as the size of a window, must equal those of `like`, any state of the same slot.
         """
         return True
 

@@ -194,11 +194,12 @@ class Lineage:
     def survives_failure(self) -> bool:
         """Return whether all confirmed positions are intact after a device error.
 
-        Confirmed are those that were there at the last `mark_confirmed`. They are intact if nothing
-        was written since, or if there was one write and it was made in place: such a write changes
-        new positions only. MLX copies a buffer that has another reader, and a copy that failed has
-        lost every position; several writes may have copied to another buffer and back. If only some
-        buffers were enlarged the result is False, because they take more memory than was reserved.
+        The confirmed positions are those present at the last `mark_confirmed`. They are intact if
+        nothing was written since, or if there was one write and it was made in place: such a write
+        changes new positions only. MLX copies a buffer that has another reader, and a copy that
+        failed has lost every position; several writes may have copied to another buffer and back.
+        If only some buffers were enlarged the result is False, because they take more memory than
+        was reserved.
         """
         sizes = {array.shape[2] for slot in self.linear for array in kv.arrays_of(slot)}
         if not sizes <= {self.capacity}:
@@ -232,10 +233,10 @@ class Lineage:
         """Append `count` positions from `tail`, which yields the arrays of each linear slot.
 
         Each array has shape (1, heads, count, dim). `tail` may be an iterator that computes the
-        arrays of each slot when they are asked for: it is advanced by as many slots at a time as
-        take `copy_bytes` bytes, at least one. `held`: the number of positions as whose bytes an
-        array counts for that, by default `count`; more if computing an array takes more memory than
-        the array itself. With `windows` False, the arrays of sliding windows hold no values.
+        arrays of a slot when it is advanced. At least one slot, and as many as fit in `copy_bytes`
+        bytes, are read and then evaluated together. `held`: the number of positions to assume for
+        the size of an array there, by default `count`; pass more if computing an array takes more
+        memory than its result. With `windows` False, the arrays of sliding windows hold no values.
         """
         end, held = self.length + count, count if held is None else held
         self.note_pass()

@@ -351,11 +351,11 @@ _TOLERANCE = 0.05  # relative to the values; those of other weights or tokens di
 def agrees(model: Any, layout: Layout, found: PromptCache, ids: Tokens) -> bool:
     """Return whether `found` holds what `model` computes for `ids`.
 
-    A file does not say which weights made it nor, if mlx-lm wrote it, for which tokens. So the KV
-    of the first tokens is computed again in every layer. If the file has no token ids, that of all
-    tokens is computed again in the first layer, which is cheap. Returns False also if this is not
-    possible: without KV of the first tokens, or if the first layer is not attention. Blocks while
-    it computes.
+    A file does not name the weights that made it; one that mlx-lm wrote has no tokens either. So
+    the KV of the first tokens is computed again in every layer. If the file has no token ids, the
+    KV of all tokens is computed again in the first layer, which is cheap. Returns False also if
+    this check is not possible: without KV of the first tokens, or if the first layer is not
+    attention. Blocks while it computes.
     """
     if found.arrays is None or not layout.linear or not 0 < len(ids) == found.length:
         return False

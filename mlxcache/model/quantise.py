@@ -1,8 +1,9 @@
 """Quantised KV: keys and values in 4 or 8 bits, from the first token on. MLX thread only.
 
 mlx-lm can begin to quantise a cache at some length (`quantized_kv_start`), but replies then depend
-on where the chunks of the prompt ended. Quantising from the first token on avoids that, because
-each position is quantised by itself, along its heads.
+on where the chunks of the prompt ended. Quantising from the first token on avoids that, because the
+key and the value of each position are quantised without regard to other positions, in groups of
+numbers along the head dimension.
 """
 
 from __future__ import annotations
@@ -66,9 +67,9 @@ def quantised(
 
 
 def _replaced(cache: Any, group: int | None, bits: int) -> Any:
-    """Replace the KV in a layer's cache by quantised KV.
+    """Replace the KV in a layer's cache by KV that is quantised to `bits` bits.
 
-    `group`: numbers that share a scale, or None to return the cache unchanged.
+    `group`: how many consecutive numbers share a scale, or None to return the cache unchanged.
     """
     if group is None:
         return cache
@@ -109,7 +110,7 @@ def _kv(cache: Any) -> KVCache | None:
 
 
 def _group(cache: Any, bits: int) -> int | None:
-    """Return how many numbers of a layer's KV share a scale.
+    """Return how many consecutive numbers of a layer's KV share a scale.
 
     Returns None if the layer's KV is not quantised. The layer must have been fed. Raises ModelError
     if no supported group size divides its head size.
@@ -133,9 +134,8 @@ def _try(
 ) -> None:
     """Raise ModelError unless the model works with quantised KV.
 
-    It is fed `tokens` with `caches`, which are quantised to 8 bits whatever `bits` is, and its
-    logits must be about `expected`, unless that is None. `bits`: the value of --kv-bits, for the
-    error message.
+    It is fed `tokens` with `caches`, which are always quantised to 8 bits, and its logits must be
+    about `expected`, unless that is None. `bits`: the value of --kv-bits, for the error message.
     """
     try:
         made = model(tokens, cache=caches)
@@ -153,8 +153,8 @@ def _try(
 def _check_products(plain: Sequence[Any], groups: Sequence[int | None], bits: int) -> None:
     """Raise ModelError unless MLX multiplies long quantised KV correctly on this device.
 
-    Checked are the head sizes of `plain`, the plain cache of each layer, with `groups`, the numbers
-    that share a scale in each layer (None: not quantised). A few tokens do not show the error:
+    `plain`: the plain cache of each layer; its head sizes are checked. `groups`: how many numbers
+    share a scale in each layer, None if it is not quantised. A few tokens do not show the error:
     beyond 1,024 tokens, a GPU may leave part of each head unwritten if the head's size is no
     multiple of 64. Source: https://github.com/ml-explore/mlx/issues/4250
     """
@@ -178,7 +178,7 @@ def _check_products(plain: Sequence[Any], groups: Sequence[int | None], bits: in
 
 
 def _noise(rows: int, size: int) -> mx.array:
-    """Return normally distributed numbers of shape (1, 1, rows, size), the same each time."""
+    """Return normally distributed numbers of shape (1, 1, rows, size), from a fixed seed."""
     return mx.random.normal((1, 1, rows, size), key=mx.random.key(rows))
 
 

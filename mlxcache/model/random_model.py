@@ -108,8 +108,8 @@ def make_random(folder: Path, size: str, weights: Weights = "bfloat16", seed: in
 def lonely_letters(vocabulary: Mapping[str, int]) -> list[str]:
     """Choose characters that a tokenizer never merges with each other into one token.
 
-    `vocabulary`: token ids by token. No two of the characters, nor one of them doubled, form a
-    token.
+    `vocabulary`: token ids by token. It has no token that consists of two of these characters, the
+    same or different ones.
     """
     chosen: list[str] = []
     for letter in LETTERS:

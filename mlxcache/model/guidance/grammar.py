@@ -25,7 +25,7 @@ _USER = "user"
 def is_constrained(job: Job) -> bool:
     """Return whether the reply to `job` has to follow a grammar.
 
-    True for an output format, and for tools of which some are forced, excluded or strict.
+    True if `job` has an output format, or if some of its tools are forced, excluded or strict.
     """
     if job.format is not None:
         return True

@@ -219,9 +219,10 @@ def _pythonic_call(lark: Lark, tool: Tool) -> str:
 class Tags:
     """Writer of grammar expressions for calls with a tag for each parameter.
 
-    `{}` in a text stands for a name. `call`, `end`: the texts before and after a call. `key`,
-    `after_key`, `value_end`: those before and after a value. `ends`: texts that a string value must
-    not contain, because they would seem to end it. `line`: the template may write a line break
+    `{}` in a text stands for a name. `call`, `end`: the texts before and after a call. `key`: the
+    text before a value, with the parameter's name. `after_key`: text between `key` and the value,
+    or "". `value_end`: the text after the value. `ends`: texts that a string value must not
+    contain, because a parser would end the value there. `line`: the template may write a line break
     between the parts. `cdata`: strings with markup are written as `<![CDATA[...]]>`.
     """
 
@@ -264,8 +265,8 @@ class Tags:
     def _in_cdata(self, lark: Lark, schema: Schema, node: Node, value: str) -> str:
         """Return a grammar expression for a string value, also as `<![CDATA[...]]>`.
 
-        Text with markup can be written in that form only. If the node allows other types, returns
-        `value`, the expression without it.
+        Text with markup can be written in that form only. `value`: the expression without this
+        form, which is returned unchanged if `node` allows other types than strings.
         """
         text = text_terminal(schema, node, ("]]>", *self.ends))
         if text is None or schema.types(node) != {"string"}:

@@ -159,8 +159,8 @@ class _Reader:
     def _value(self, at: int) -> tuple[Any, int]:
         """Read a string or an unquoted value at position `at`, or open an object or list there.
 
-        Returns the value and the position after it; for a container that is not empty, returns
-        `_OPEN`.
+        Returns the value and the position after it. If a container is opened that is not empty,
+        `_OPEN` stands in place of the value, and the position is that of its content.
         """
         text = self._text
         if text.startswith(self._mark, at):

@@ -18,7 +18,7 @@ class Malformed(ValueError):
 
 
 class Closing(Enum):
-    """Role of a closing marker in a tool block, as far as the text before it tells."""
+    """Role that a closing marker would have at the end of the text of a tool block so far."""
 
     INSIDE = auto()
     """The text ends inside a value, so the marker belongs to that value."""
@@ -33,7 +33,8 @@ class Closing(Enum):
 class Scanner(Protocol):
     """Scanner of one tool block while it arrives.
 
-    Its time is linear in the length of the block, however many markers there are.
+    It tells which closing markers may end the block. Its time is linear in the length of the block,
+    independent of the number of markers.
     """
 
     def add(self, text: str) -> None:

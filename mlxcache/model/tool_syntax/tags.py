@@ -88,8 +88,8 @@ class TagSyntax:
     def _head(self, text: str) -> Cut | None:
         """Return the cut at the beginning of a tool block, or None if no call begins there.
 
-        A cut is a place where one value may end and the next may begin; this one has no value
-        before. It tells the names of the first calls and the first parameter.
+        A cut is a place where one value may end and the next may begin; no value ends at this one.
+        It has the names of the first calls and the first parameter.
         """
         return self._opened(text, 0, self._skip(text, 0), ())
 
