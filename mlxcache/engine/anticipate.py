@@ -60,9 +60,8 @@ class NextTurn:
     """A turn that the client may send next, to be computed in advance.
 
     `task`: the turn as a task, which no client reads. `before`: token ids of the conversation so
-    far,
-    including the reply, shape (n,). `blocked`: memory is full, and waiting for writes to disk may
-    free some.
+    far, including the reply, shape (n,). `blocked`: memory is full, and waiting for writes to disk
+    may free some.
     """
 
     task: Task

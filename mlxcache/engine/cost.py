@@ -202,8 +202,7 @@ class Cost:
         """Add a measured chunk of `tokens` tokens, fed after `cached` ones, to the moving averages.
 
         Seconds are averaged, not rates, so that one slow chunk has an effect at once. Chunks of
-        fewer than
-        `FEWEST` tokens are ignored.
+        fewer than `FEWEST` tokens are ignored.
         """
         if tokens < FEWEST or seconds <= 0:
             return
@@ -429,8 +428,7 @@ class PrefillSpeed:
         """Add a chunk of `tokens` tokens, fed after `cached` ones in `seconds`.
 
         A chunk over several ranges is divided among them by its tokens. Chunks of fewer than
-        `LEAST`
-        tokens are ignored.
+        `LEAST` tokens are ignored.
         """
         if tokens < LEAST or seconds <= 0:
             return

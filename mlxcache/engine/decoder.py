@@ -47,14 +47,12 @@ class Row:
     """One sequence in a decoder: its sampler, logits processors and guide.
 
     `owner`: the task that it belongs to. `context`: all of its token ids so far, shape (n,), kept
-    only
-    if there are processors. `error`: the exception raised by its sampler, a processor or its guide;
-    no
-    further token is drawn. `drafted` and `accepted`: numbers of tokens that a draft model proposed,
-    and that the model drew too. `id`: the request's id, for the log. `guide`: restricts the tokens
-    that may be drawn. It has accepted every token that was handed out. `guided`: it has accepted
-    the
-    pending token too. `steering`: a change of the guide that the decoder has not applied yet.
+    only if there are processors. `error`: the exception raised by its sampler, a processor or its
+    guide; no further token is drawn. `drafted` and `accepted`: numbers of tokens that a draft model
+    proposed, and that the model drew too. `id`: the request's id, for the log. `guide`: restricts
+    the tokens that may be drawn. It has accepted every token that was handed out. `guided`: it has
+    accepted the pending token too. `steering`: a change of the guide that the decoder has not
+    applied yet.
     """
 
     owner: Any
@@ -240,8 +238,7 @@ class Decoder:
 
         Otherwise they would be evaluated with the next pass, and fail with it. `logprobs`: the
         log-probabilities that they were drawn from, shape (rows, vocabulary). `finite`: rows with
-        finite
-        logits, shape (rows,). Raises without changing anything if MLX fails.
+        finite logits, shape (rows,). Raises without changing anything if MLX fails.
         """
         if device.defers_errors():
             mx.async_eval(pending, logprobs, finite)  # type: ignore[no-untyped-call]

@@ -43,8 +43,7 @@ class _Draws:
 
     Each state has its own copy of the sampler, which every draw changes, and of the guide, which
     every token changes. `row`: records exceptions of these. `context`: see `Row`. `mask`: tokens
-    that
-    `guide` allows next; None if it allows all or was not asked yet.
+    that `guide` allows next; None if it allows all or was not asked yet.
     """
 
     row: Row

@@ -362,9 +362,10 @@ class Engine:
         return [one.record for one in self._requests.replies()]
 
     def prefill_left_s(self, record: RequestRecord) -> float | None:
-        """Estimate the seconds until a prompt is computed; None if it is not being fed.
+        """Estimate the seconds until the prompt of `record` is computed.
 
-        Before the first chunk it is None too: a prefix may be restored, and the speed is not known.
+        Returns None if it is not being fed, and before its first chunk: a prefix may be restored,
+        and the speed is not known.
         """
         fed = record.status == "prefill" and record.fed_tokens
         if self._runtime is None or not fed:

@@ -252,7 +252,7 @@ class Lanes:
         return True
 
     def _has_room(self, lane: Lane) -> bool:
-        """Reserve a batch's next step, in the batch and in its rows' own lineages.
+        """Reserve memory for a batch's next step, in the batch and in its rows' own lineages.
 
         Returns False if memory is short.
         """

@@ -102,8 +102,7 @@ class Tally:
     `first_token` and `whole`: times from a client's request to its first token and to its end, by
     whether it was cold, warm or restored. `stages`: total seconds by stage; see `STAGES`. `losses`
     counts prefix losses by reason and cause as in `RequestRecord.lost`, `lost_tokens` their tokens
-    by
-    reason. `repetitions`: replies ended because they repeated themselves.
+    by reason. `repetitions`: replies ended because they repeated themselves.
     """
 
     outcomes: Counter[tuple[str, str]] = field(default_factory=Counter)
@@ -200,12 +199,9 @@ class Totals:
     """Sums over all requests that were admitted. MLX thread only.
 
     `requests`: number of all requests, and of those that were warm, restored and cold. `tokens`:
-    their
-    prompt, cached, restored, fed, generated, drafted and accepted tokens. `canonicalised`: number
-    of
-    requests that each rule changed. `sessions`: labels of the requests' sessions. `saved`: tokens
-    and
-    seconds that reuse saved clients.
+    their prompt, cached, restored, fed, generated, drafted and accepted tokens. `canonicalised`:
+    number of requests that each rule changed. `sessions`: labels of the requests' sessions.
+    `saved`: tokens and seconds that reuse saved clients.
     """
 
     requests: dict[str, int] = field(

@@ -209,8 +209,7 @@ def _divide(
     """Return the bytes to set aside from a budget of `limit` bytes, by purpose.
 
     The keys are `pool` for free buffers that MLX keeps, `transient` for forward passes, and
-    `pending`
-    for copies waiting to be written to disk.
+    `pending` for copies waiting to be written to disk.
     """
     context = loaded.info.context_length
     return {

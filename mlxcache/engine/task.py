@@ -337,8 +337,7 @@ class Task:
         """Record the seconds from the end of the last phase to `now` under `name`.
 
         `name`: key of `RequestRecord.timing`, such as `queue_s`. `now` is a time of
-        `time.perf_counter`,
-        by default the current time.
+        `time.perf_counter`, by default the current time.
         """
         now = time.perf_counter() if now is None else now
         self.record.timing[name] = round(now - self.phase_began, 6)

@@ -88,12 +88,12 @@ class SessionBook:
         )
 
     def open(self) -> None:
-        """Load the replies on disk. Blocks. Call before the first request."""
+        """Load the replies on disk, for replay. Blocks. Call before the first request."""
         if self._replies is not None:
             self._replies.start()
 
     async def refresh_replies(self) -> None:
-        """Load the replies that other servers have written since the last call.
+        """Load the replies that other servers have written since the last call, for replay.
 
         Waits a few milliseconds at most.
         """

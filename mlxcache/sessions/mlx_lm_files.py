@@ -45,10 +45,8 @@ class PromptCacheExport:
         """Lease the lineage that holds `ids`. Call on the MLX thread.
 
         `ids`: token ids as the model is fed them, shape (n,). `owner`: owner of the session, under
-        whose
-        ids they are cached; see `own_ids`. `model`: path or name of the model, for the file. Raises
-        Busy
-        if there is no memory, or if RAM does not hold all of the tokens.
+        whose ids they are cached; see `own_ids`. `model`: path or name of the model, for the file.
+        Raises Busy if there is no memory, or if RAM does not hold all of the tokens.
         """
         lease = kv.acquire(own_ids(np.append(ids, ids[-1:]), owner), 1)
         if lease is None:

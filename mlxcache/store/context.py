@@ -66,7 +66,7 @@ class StoreContext:
             self._figures[figure] += by
 
     def counted(self, figure: str) -> int:
-        """Return the value of a counter of this process; see `count`."""
+        """Return the value of a counter of this process, named as in `StoreStats`."""
         with self._lock:
             return self._figures[figure]
 
@@ -110,8 +110,7 @@ class StoreContext:
         """Write to the index when files were last used, and how often requests reused them.
 
         Writes what `note_use` and `note_reuse` noted since the last call, within the open
-        transaction of
-        `connection`.
+        transaction of `connection`.
         """
         with self._lock:
             uses, self._uses = self._uses, {}

@@ -141,8 +141,7 @@ class Database:
     Threads of one process take turns at writing, and wait for other processes that write. The
     `with` blocks convert errors of SQLite to StoreError, and those of a full disk to DiskFull.
     `obstacle`: why the file cannot be written, None if it can. If it cannot, all reads use a copy
-    of
-    it in memory.
+    of it in memory.
     """
 
     def __init__(self, path: Path):

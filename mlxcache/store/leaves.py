@@ -29,12 +29,10 @@ class Leaf:
     """One conversation of a session.
 
     `id`: id of its row. `session`: id of the session. `kind`: main, or agent for a sub-agent.
-    `ids`:
-    newest prompt with its reply, int32, shape (n,); the first `prompt_tokens` are the prompt.
-    `key_tokens`: length of its conversation key, the leading tokens that a prompt must share to
-    continue it. `turns`: number of finished requests. `last_used_at`: seconds since 1970.
-    `replies`:
-    keys of the replies in it, in order; None if an earlier version of mlxcache wrote it.
+    `ids`: newest prompt with its reply, int32, shape (n,); the first `prompt_tokens` are the
+    prompt. `key_tokens`: length of its conversation key, the leading tokens that a prompt must
+    share to continue it. `turns`: number of finished requests. `last_used_at`: seconds since 1970.
+    `replies`: keys of the replies in it, in order; None if an earlier version of mlxcache wrote it.
     """
 
     id: int
@@ -102,10 +100,9 @@ def find_reworded(
     """Find the leaf that a request continues after its client changed the first message, or None.
 
     `ids`: token ids of the request, of which the first `prompt_tokens` are the prompt. `leaves`:
-    those
-    of sessions whose user typed the same first words. The request must share the first `head` token
-    ids (tools and system prompt) and have a longer prompt than the leaf. Among such leaves, the one
-    with the longest common prefix is chosen.
+    those of sessions whose user typed the same first words. The request must share the first `head`
+    token ids (tools and system prompt) and have a longer prompt than the leaf. Among such leaves,
+    the one with the longest common prefix is chosen.
     """
     found = [
         (shared, leaf.id, leaf)
@@ -122,12 +119,10 @@ def becomes_main(
     """Return whether a conversation of `tokens` tokens becomes its session's main one.
 
     The present main conversation has `main_turns` turns and `main_tokens` tokens. If it has one
-    turn
-    and far fewer tokens than the other, it was a side request, such as one for a title, and is
+    turn and far fewer tokens than the other, it was a side request, such as one for a title, and is
     replaced. Otherwise it is replaced only by a conversation with the same tools and system prompt
     (`same_head`) and enough turns (`settled`), as after an agent has compacted its history. Both
-    the
-    table of sessions and eviction in RAM use this rule.
+    the table of sessions and eviction in RAM use this rule.
     """
     if main_turns <= 1 and main_tokens * TINY_SHARE < tokens:
         return True

@@ -43,11 +43,9 @@ class ReplyRow:
     """A reply as the model generated it, and the prompt that it was generated for.
 
     `ids`: its token ids, shape (n,). `digest`, `length`, `tail`, `history`: the key of the prompt,
-    by
-    which the reply is found; see `PromptKey`. `calls`: the reply was parsed for tool calls.
+    by which the reply is found; see `PromptKey`. `calls`: the reply was parsed for tool calls.
     `thinking_open`: the prompt ended inside a thinking block. `generic_tools`: the template does
-    not
-    support tools; see `Prompt`. `stopped`: the stop string that ended it, or None.
+    not support tools; see `Prompt`. `stopped`: the stop string that ended it, or None.
     """
 
     digest: bytes

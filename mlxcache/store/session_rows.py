@@ -76,8 +76,7 @@ class Session:
 
     `label` is given by clients, `name` by the user. `title` is taken from the first user message.
     `client`: name of the client program. `model`: name of the model, for display. `turns`: number
-    of
-    finished requests. Times are in seconds since 1970. `owner`: see `mlxcache.owner`; None for a
+    of finished requests. Times are in seconds since 1970. `owner`: see `mlxcache.owner`; None for a
     session made by a server without API keys.
     """
 
@@ -102,9 +101,8 @@ class Turn:
     `ids`: token ids of its prompt and reply, shape (n,); the first `prompt_tokens` are the prompt.
     `key_tokens`: see `leaves.conversation_key_tokens`. `head`: number of tokens of tools and system
     prompt. `at`: seconds since 1970. `label`, `client`, `title`, `owner`: see `Session`. `reply`:
-    its
-    reply for replay, or None. `gain`: its figures. `known`: keys of earlier replies in its prompt.
-    `response`: id of the stored response of OpenAI's Responses API that the request made.
+    its reply for replay, or None. `gain`: its figures. `known`: keys of earlier replies in its
+    prompt. `response`: id of the stored response of OpenAI's Responses API that the request made.
     """
 
     namespace: str

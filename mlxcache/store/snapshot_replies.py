@@ -122,9 +122,8 @@ def with_replies(
     """Return a copy of `session` with the replies in a snapshot's metadata.
 
     `session` is returned unchanged if there are none, or if a later version wrote them.
-    `vocab_size`:
-    number of token ids of the model; None if it is not known. Raises SnapshotRefused if the replies
-    are damaged or have token ids that the model does not have.
+    `vocab_size`: number of token ids of the model; None if it is not known. Raises SnapshotRefused
+    if the replies are damaged or have token ids that the model does not have.
     """
     if REPLIES not in metadata:
         return session

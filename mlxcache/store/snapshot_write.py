@@ -192,8 +192,7 @@ def describe_session(
     """Make the description of a session for the snapshot's header.
 
     `parts`: the parts of its leaves; see `find_parts`. `states`: its checkpoints, each with the
-    index
-    of its leaf.
+    index of its leaf.
     """
     own = {name: getattr(session, name) for name in CARRIED}
     own |= {name: _bounded(own[name]) for name in ("label", "name", "title", "client")}

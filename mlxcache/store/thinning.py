@@ -61,8 +61,7 @@ def _beside(connection: sqlite3.Connection, path: Sequence[Row]) -> list[Row]:
     """Return the checkpoints of short side branches of `path`, least recently used first.
 
     A side branch leaves `path` after one of its checkpoints. Its own checkpoint is returned if it
-    is
-    the only one of the branch and comes within `SIDE_TOKENS` tokens after that one.
+    is the only one of the branch and comes within `SIDE_TOKENS` tokens after that one.
     """
     own = {row.id: row.start for row in path}
     found: list[Row] = []
