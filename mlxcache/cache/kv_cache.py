@@ -305,9 +305,9 @@ class KVCache:
 
         `ids`: the tokens of the request, shape (n,). `checkpoint`: also store the state at their
         end, if the model has layers that cannot be sliced. Mutates the tree and moves the lock of
-        the lease. May evict to make room for the checkpoint, and leaves the checkpoint out if there
-        is none. Waits for the device and raises the device's error if a command failed; nothing is
-        committed then.
+        the lease. May evict to make room for the checkpoint; if there is still no room, no
+        checkpoint is stored. Waits for the device and raises the device's error if a command
+        failed; nothing is committed then.
         """
         lineage = lease.lineage
         if not self.layout.cacheable or not lineage.length:

@@ -18,10 +18,10 @@ from mlxcache.tree.node import Match, Node
 
 
 def reusable(layout: Layout, match: Match, prompt_tokens: int) -> tuple[int, State | None]:
-    """Return how many tokens of a match can be reused, and the state at that position.
+    """Return how many leading tokens of a match can be reused, and the state at that position.
 
-    At least one token of the prompt is left to feed, because its logits are needed. The state is
-    None if the model has no layers that need one.
+    `prompt_tokens`: length of the prompt. At least one of its tokens is left to feed, because its
+    logits are needed. The state is that of the opaque slots, or None if the model has none.
     """
     if not layout.cacheable:
         return 0, None
@@ -35,8 +35,9 @@ def reusable(layout: Layout, match: Match, prompt_tokens: int) -> tuple[int, Sta
 def intact(layout: Layout, match: Match, upto: int) -> int:
     """Return how many tokens of a match, up to `upto`, have all their KV in RAM.
 
-    Sliding windows of the last tokens count too: a match whose windows were not restored is
-    shorter.
+    That includes the sliding windows that the model needs to continue there. If one of them reaches
+    into a segment that was restored without windows, the result is the start of the first such
+    segment.
     """
     limit = min(match.length, upto)
     lost = next((start for value, start, _ in match.segments if value.lost), limit)

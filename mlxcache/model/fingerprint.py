@@ -194,9 +194,10 @@ def _remembered(entry: Any, seen: _Seen) -> str | None:
 
 
 def _load_memo(memo: Path) -> dict[str, Any]:
-    """Return the digests in the memo file.
+    """Return the entries of the file `memo`, which holds digests of files read before.
 
-    The result is empty if the file is missing, damaged or of another version.
+    They are lists of size, times, inode and digest, by path. The result is empty if the file is
+    missing, damaged or of another version.
     """
     try:
         value = json.loads(memo.read_bytes())
@@ -211,11 +212,11 @@ def _load_memo(memo: Path) -> dict[str, Any]:
 def _save_memo(
     memo: Path, known: Mapping[str, Any], fresh: Mapping[str, tuple[_Seen, str]]
 ) -> None:
-    """Write the memo file: the digests in `known`, and the `fresh` ones by file.
+    """Write the file `memo`: the entries `known` from before, and the `fresh` digests by path.
 
     Files that no longer exist are left out, and so is a file that changed within the last two
     seconds, because another change within the same tick of the file system's clock would not show.
-    Logs a warning if the file cannot be written.
+    Logs a warning if `memo` cannot be written.
     """
     files = {name: entry for name, entry in known.items() if Path(name).exists()}
     settled = time.time_ns() - _SETTLED_NS

@@ -4,7 +4,8 @@ A tool block is the text between the markers that open and close tool calls. The
 it may also occur in an argument, spelled out or as a token. A marker inside a value belongs to that
 value. A marker after which the block may be complete is an *end*, but the block waits for the text
 that follows: white space and then another call, or the end of the reply, confirm the end. Any other
-text may continue the argument, so the last end counts at which the block can be read.
+text may continue the argument. If several ends leave a block that can be read, the last of them
+counts.
 """
 
 from __future__ import annotations
@@ -178,7 +179,8 @@ class ToolBlock:
     def best(self, read: Read) -> tuple[End, list[ToolCall]] | None:
         """Return the last end at which the tool block can be read, with the calls before it.
 
-        Returns None if there is none.
+        Ends after an opening marker that has no closing marker of its own are tried last. Returns
+        None if there is none.
         """
         clean = [end for end in self._ends if end.clean][-_MOST_TRIED:]
         for end in reversed(clean):

@@ -1,4 +1,4 @@
-"""Number of bytes of weights that a decoding step reads."""
+"""Bytes of weights that one decoding step reads for all rows of a batch together."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ _CHOSEN = ("top_k", "num_experts_per_tok")
 
 
 def shared_bytes(model: nn.Module) -> int:
-    """Return the bytes of weights that a step of a batch reads once for all its rows.
+    """Estimate the bytes of weights that a step of a batch reads once for all of its rows.
 
-    Without a batch, each row reads them again. Every token uses k of a layer's n experts. Two
-    tokens have k * k / n of them in common if the router spreads tokens evenly; experts count by
-    that share, and not at all if k is unknown. An embedding is looked up and not read as a whole,
-    unless it also computes the logits.
+    Without a batch, they would be read for each row. Experts count in part: if each token uses k of
+    a layer's n experts and the router spreads tokens evenly, two tokens share k * k / n experts.
+    They do not count if k is unknown. An embedding does not count either, because only single rows
+    of it are read, unless it also computes the logits.
     """
     modules = dict(model.named_modules())
     tied = not any(name.endswith("lm_head") for name in modules)

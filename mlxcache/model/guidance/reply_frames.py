@@ -32,25 +32,26 @@ class Frame:
         return body
 
     def block(self, calls: str) -> str:
-        """Return a grammar expression for a reply of tool calls only.
+        """Return a grammar expression for a reply that consists only of the tool calls `calls`.
 
-        `calls`: the expression for the calls.
+        `calls` is an expression too.
         """
         return calls
 
     def calls(self, tools: Sequence[Tool], *, several: bool) -> str:
         """Return a grammar expression for calls of `tools`, each a message with its own header.
 
-        With `several`, more than one call may be made. Only families whose headers name the tool
-        have it; raises NotImplementedError for the others, whose calls are written by a `Syntax`.
+        With `several`, more than one call may be made. Only subclasses for families whose headers
+        name the tool implement it. It raises NotImplementedError for the others, whose calls are
+        written by a `Syntax`.
         """
         raise NotImplementedError
 
     def free_calls(self, tools: Sequence[Tool], *, several: bool) -> str:
         """Return a grammar expression for any messages, in which each call is one of `tools`.
 
-        With `several`, more than one call may be made. Only families whose headers name the tool
-        have it; raises NotImplementedError for the others.
+        With `several`, more than one call may be made. Only subclasses for families whose headers
+        name the tool implement it. It raises NotImplementedError for the others.
         """
         raise NotImplementedError
 

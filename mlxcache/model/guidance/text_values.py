@@ -60,11 +60,11 @@ _AS_JSON = (
 def text_terminal(
     schema: Schema, node: Node, without: Sequence[str], *, mixed: bool = False
 ) -> str | None:
-    """Return a grammar terminal for the strings that `node` allows without any of `without`.
+    """Return a grammar terminal for the strings that `node` allows, without forbidden texts.
 
-    Returns None if there are no such strings. `mixed`: other types of values are written as JSON in
-    the same place, so text that can be read as JSON is excluded. Raises Unwritable if a keyword
-    cannot be expressed.
+    `without`: the texts that no string may contain. Returns None if there are no such strings.
+    `mixed`: other types of values are written as JSON in the same place, so text that can be read
+    as JSON is excluded. Raises Unwritable if a keyword cannot be expressed.
     """
     parts = _parts(schema, node, without, frozenset(), iter(range(_MOST_READ)))
     if parts is None:
@@ -80,11 +80,11 @@ def _parts(
     within: frozenset[str],
     left: Iterator[int],
 ) -> list[str] | None:
-    """Return grammar expressions that a string must all satisfy, or None if no string can.
+    """Return grammar expressions for strings that `node` allows, or None if it allows none.
 
-    The string must be one that `node` allows, and contain none of `without`. `within`: references
-    that are being followed. `left`: an iterator with one item for each node that may still be
-    visited.
+    A string must satisfy all of them. `without`: texts that it must not contain. `within`:
+    references that are being followed. `left`: an iterator with one item for each node that may
+    still be visited. Raises Unwritable if a keyword cannot be expressed.
     """
     if next(left, None) is None:
         raise Unwritable("anyOf")

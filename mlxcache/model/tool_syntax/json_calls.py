@@ -73,8 +73,8 @@ class HeadedCalls:
     """Syntax of calls with a header before their JSON arguments.
 
     `header`: a regular expression with the group `call` for the tool's name, and optionally the
-    group `call_id` for an id that the model gave. `footer`: one for the text after the arguments.
-    `listed`: the block may also be a JSON list of calls.
+    group `call_id` for an id that the model gave. `footer`: a regular expression for the text after
+    the arguments. `listed`: the block may also be a JSON list of calls.
     """
 
     def __init__(self, header: str, footer: str = "", *, listed: bool = False):
