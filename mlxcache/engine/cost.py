@@ -275,7 +275,10 @@ class _Probe:
         return self.feed(tokens, at)[1]
 
     def growth(self, far: int) -> float:
-        """Return the share by which each cached token, up to `far`, slows down the next token."""
+        """Return the share by which each cached token slows down the next token.
+
+        It is measured with no tokens and with `far` tokens cached.
+        """
         seconds = [min(self.feed(PROBE, at)[0] for _ in range(2)) for at in (0, far)]
         return max(0.0, seconds[1] / seconds[0] - 1.0) / max(1, far)
 
@@ -288,7 +291,10 @@ class _Probe:
         return min(halves) < 1.05 * min(whole)
 
     def per_pass(self) -> float:
-        """Return the cost of a stop in seconds: the shortest pass plus a copy of the state."""
+        """Return the seconds that a stop for a checkpoint costs.
+
+        They are those of the shortest pass plus a copy of the recurrent state.
+        """
         self.feed(FEWEST, 0)  # for the kernels
         short = min(self.feed(FEWEST, 0)[0] for _ in range(2))
         began = time.perf_counter()

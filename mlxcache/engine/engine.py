@@ -391,7 +391,11 @@ class Engine:
         return record
 
     def _with_session(self, record: RequestRecord) -> RequestRecord:
-        """Return the record, with the session of a request without a label as soon as known."""
+        """Return `record`, with its session set if that was not known when it began.
+
+        Without a label, the session of a request is known only once its turn was recorded, and is
+        None until then.
+        """
         if record.session is None and self._runtime is not None:
             record.session = self._runtime.book.session_of(record.joined or record.id)
         return record

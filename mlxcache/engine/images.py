@@ -42,7 +42,10 @@ class ImageCost:
     pixel_bytes: int
 
     def transient(self, tokens: int) -> int:
-        """Return the temporary bytes of computing the rows of an image of `tokens` tokens."""
+        """Return the temporary bytes of computing an image's embedding rows.
+
+        `tokens`: tokens of the image.
+        """
         times = tokens / self.tokens
         # what grows faster than by the number of tokens is, below a measured point, under a line
         return int(SAFETY * self.peak * times ** (self.growth if times > 1 else 1.0))

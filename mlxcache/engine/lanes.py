@@ -64,7 +64,7 @@ class Lane:
         return self.decoder.pending is not None
 
     def length(self) -> int:
-        """Return the number of positions of the longest row."""
+        """Return the number of KV positions of the longest row."""
         return max(t.held.length + t.behind for t in self.tasks)
 
 
@@ -273,7 +273,10 @@ class Lanes:
         return True
 
     def _sync(self, lane: Lane) -> None:
-        """Append a batch's new positions to those of its rows' lineages that have room."""
+        """Append the KV that a batch has computed to its rows' own lineages.
+
+        A lineage without room for it is left as it is.
+        """
         for i, task in enumerate(lane.tasks if lane.batched else []):
             lineage, count = task.held.lineage, task.behind
             if count and lineage.length + count <= max(lineage.capacity, not self.layout.specs):
@@ -282,7 +285,10 @@ class Lanes:
                 lineage.restore(tuple(slot.state for slot in opaque))
 
     def sync(self, task: Task) -> None:
-        """Append the positions that a task's batch has computed to the task's lineage."""
+        """Append the KV that a task's batch has computed to the task's own lineage.
+
+        Does nothing if the task is not in a batch, or if the lineage has no room.
+        """
         lane = self.find(task)
         if lane is not None:
             self._sync(lane)

@@ -237,7 +237,10 @@ def _least_ram(loaded: Loaded, layout: Layout, measured: cost.Cost, settings: Se
 def _has_room(
     tokens: int, layout: Layout, measured: cost.Cost, *, free: int, transient: int
 ) -> bool:
-    """Return whether a prompt of `tokens` tokens fits `free` bytes, and its passes `transient`."""
+    """Return whether a prompt's KV fits into `free` bytes, and its passes into `transient` bytes.
+
+    `tokens`: tokens of the prompt.
+    """
     states = layout.running_bytes + layout.checkpoint_bytes
     needed = (tokens + 64) * layout.bytes_per_token + states
     return needed <= free and measured.transient(cost.FEWEST, tokens) <= transient

@@ -427,16 +427,19 @@ class Scheduler:
                 self._finish(task, outcome)
 
     def _finish(self, task: Task, reason: FinishReason) -> None:
-        """Commit what a task has computed, release what it holds, and end its stream."""
+        """End a task without an error: commit its KV, release its memory, and send its last event.
+
+        An exception in that fails the task instead; see `_guard`.
+        """
         self._interrupted[task] = reason
         self._guard(task, lambda: self._close(task, reason))
         self._interrupted.pop(task, None)
 
     def _close(self, task: Task, reason: FinishReason) -> bool:
-        """Commit and release what a task holds, and send its last event. Returns True.
+        """Commit a task's KV, release its memory, and send its last event: the work of `_finish`.
 
         The record is complete before the lease is released, and `on_end` is called before the last
-        event.
+        event. Returns True, as `_guard` requires.
         """
         if task.lookup is not None:
             task.lookup.drop()

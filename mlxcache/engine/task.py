@@ -108,7 +108,10 @@ class Output:
         return False
 
     def replay(self, tokens: Sequence[int]) -> None:
-        """Bring a new output into the state after `tokens`, which the client already has."""
+        """Bring a new output into the state after the reply tokens `tokens`.
+
+        The client already has these tokens, so their pieces are dropped.
+        """
         for token in tokens:
             self.row.apply_steering()
             if self.row.guide is not None:
@@ -237,7 +240,10 @@ class Task:
         return deferred
 
     def await_lookup(self, lookup: DiskLookup | None) -> None:
-        """Wait for the result of a disk lookup; None allows a new lookup later."""
+        """Set the disk lookup whose result the task waits for; None allows a new lookup later.
+
+        Does not block.
+        """
         self.lookup = lookup
 
     def limit_reply(self, most: int) -> None:

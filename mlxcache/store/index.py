@@ -194,13 +194,19 @@ def get_tokens(connection: sqlite3.Connection, id: int) -> Tokens:
 
 
 def rows(connection: sqlite3.Connection, where: str = "1", *values: object) -> list[Row]:
-    """Return all rows for which the SQL condition `where` holds."""
+    """Return all rows for which the SQL condition `where` holds.
+
+    `values`: parameters of the condition.
+    """
     query = f"SELECT {COLUMNS} FROM file WHERE {where}"
     return [Row(*found) for found in connection.execute(query, values)]
 
 
 def one(connection: sqlite3.Connection, where: str, *values: object) -> Row | None:
-    """Return the first row for which the SQL condition `where` holds, or None."""
+    """Return the first row for which the SQL condition `where` holds, or None.
+
+    `values`: parameters of the condition.
+    """
     found = rows(connection, where, *values)
     return found[0] if found else None
 

@@ -77,7 +77,7 @@ class RunHeader:
 
     @property
     def digests(self) -> list[bytes]:
-        """Digests after each of the run's whole blocks."""
+        """Digests of the prefixes that end with each whole block of the run."""
         return block_digests(self.base, self.tokens)
 
     @property
@@ -347,7 +347,7 @@ def check_run(
 def check_checkpoint(fd: int, namespace: str, digest: bytes, position: int) -> None:
     """Check that an open file holds the state after `position` tokens with the given digest.
 
-    Raises Malformed and OSError.
+    `digest`: digest of those tokens. Raises Malformed and OSError.
     """
     content = read_checkpoint(fd)
     if content.namespace != namespace or content.digest != digest:
@@ -381,7 +381,10 @@ def check_whole(path: Path, row: Row) -> None:
 
 
 def _check_blocks(fd: int, content: RunHeader, blocks: range, late: bool) -> None:
-    """Raise Malformed unless each of `blocks` has the checksum in the run's header."""
+    """Raise Malformed unless each of `blocks` has the checksum in the run's header.
+
+    `late`: check the tensors of sliding windows too.
+    """
     places = content.header.places
     for names_late, sums in ((False, content.checksums), (True, content.late_checksums)):
         wanted = [place for place in places if (place.name in content.late) is names_late]

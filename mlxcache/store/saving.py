@@ -273,7 +273,10 @@ def _reserve(
 
 
 def _put(context: StoreContext, chain: Chain, match: Match, new: _NewFile, id: int) -> None:
-    """Write the file and mark its row as durable; remove both after an error."""
+    """Write the file `new` and mark its row as durable; remove both after an error.
+
+    `id`: id of the row.
+    """
     row = new.row
     final = context.folder.file(row.kind, row.digest)
     temp = context.folder.temp(row.kind, row.digest, context.lock.name, id)

@@ -184,7 +184,10 @@ class Store:
         self._verify(piece, lambda fd: check_run(fd, self.namespace, base, piece, ids, late=late))
 
     def verify_checkpoint(self, saved: Saved, ids: Tokens) -> None:
-        """Read a checkpoint and check it against `saved`. Raises as `verify`."""
+        """Read a checkpoint and check it against `saved`. Raises as `verify`.
+
+        `ids`: token ids for which `saved` was found, or others with the same beginning.
+        """
         position = saved.position
         digest = self._chains.of(ids[:position]).at(position)
         self._verify(saved, lambda fd: check_checkpoint(fd, self.namespace, digest, position))
