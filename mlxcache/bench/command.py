@@ -38,7 +38,7 @@ SETS = {
 }
 DEFAULT = (*SETS["speed"].names, *SETS["restart"].names)
 NAMES = (*DEFAULT, *PARTING)
-"""Measurements that --only takes beside the names of `SETS`; DEFAULT where nothing is named."""
+"""Measurements that --only takes besides the names of `SETS`. Without --only, DEFAULT is used."""
 
 Model = Annotated[
     str | None, typer.Option(metavar="PATH|HUB_ID", help="Default: the built-in demo model.")

@@ -73,10 +73,11 @@ class Results:
         return {name: middle(getattr(sample, name) for sample in taken) for name in names}
 
     def ratio(self, scenario: str, figure: str, server: str) -> float | None:
-        """Return the median over repetitions of this server's figure divided by the other server's.
+        """Return the median over repetitions of this server's `figure` divided by that of `server`.
 
-        Both are measured within seconds, so that a change of the machine's speed during the run has
-        no effect. Returns None if no repetition can be compared.
+        `figure` is the name of a field of `Sample`. Both figures of a ratio are measured within
+        seconds, so that a change of the machine's speed during the run has no effect. Returns None
+        if no repetition can be compared.
         """
         taken = self.samples.get(scenario, {})
         pairs = zip(taken.get(OURS, ()), taken.get(server, ()), strict=False)
@@ -95,7 +96,7 @@ def by(mine: float | None, other: float | None) -> float | None:
 
 
 def sample(outcome: Outcome) -> Sample:
-    """Return the figures of one outcome."""
+    """Return the mean and median figures of the replies of one scenario."""
     replies = outcome.replies
     generated = sum(reply.generated_tokens for reply in replies)
     return Sample(
@@ -136,7 +137,7 @@ class Plan:
         return {server.name: self.visit(server, run) for server in servers}
 
     def due(self, run: int) -> Sequence[str]:
-        """Return the scenarios of repetition `run`, counted from 0."""
+        """Return the names of the scenarios that repetition `run`, counted from 0, runs."""
         once = self.keep and run > 0
         return [name for name in self.scenarios if not once or name in AGAIN]
 

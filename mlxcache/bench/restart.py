@@ -59,7 +59,7 @@ class Rounds:
         return found | {"sooner": middle(by(one.cold_s, one.again_s) for one in rounds)}
 
     def ratio(self, server: str) -> float | None:
-        """Return the ratio of first-token times after a restart, this server's to the other's.
+        """Return this server's first-token time after a restart, divided by that of `server`.
 
         It is the median over rounds, or None if no round can be compared.
         """

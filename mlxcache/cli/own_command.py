@@ -24,9 +24,8 @@ def own_command(
 
     In the virtual environment of the git clone `clone` it is the clone's script, which also sets up
     OpenBLAS. If no such file exists, Python with `-m mlxcache.cli.main` is returned. `called` is
-    the
-    path by which this program was started, by default `sys.argv[0]`. `prefix` and `executable` are
-    those of the running Python.
+    the path by which this program was started, by default `sys.argv[0]`. `prefix` and `executable`
+    are those of the running Python.
     """
     path = Path(sys.argv[0] if called is None else called)
     candidates = [path] if path.name == "mlxcache" else []

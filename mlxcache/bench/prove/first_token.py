@@ -114,7 +114,7 @@ def _own_beside(context: Context, tokens: int, stack: ExitStack) -> OwnTime | No
 
 
 def _own_after(context: Context, row: str, fed: Sequence[tuple[int, int]]) -> list[float | None]:
-    """Time mlx-lm alone on the warm turns that a server, which has ended by now, was measured with.
+    """Time mlx-lm alone on the warm turns of a server that has ended.
 
     `row` is the table row of this prompt length, which gets the times. `fed` holds, for each turn,
     its cached and its new tokens. Returns the server's times to the first token divided by those of

@@ -120,8 +120,7 @@ def examine_mac(
     `chip` is its name, such as "Apple M4". `macos` is the version; if it is empty, the machine is
     not a Mac, and the result is empty. `keep_awake` is the server's setting of that name, for which
     the program `caffeinate` is needed. `run` runs commands of macOS. `environ` may hold variables
-    of
-    MLX and Metal that affect precision and the watchdog.
+    of MLX and Metal that affect precision and the watchdog.
     """
     if not macos:
         return []

@@ -13,7 +13,7 @@ from mlxcache.cli.connect import ANY_MODEL
 from mlxcache.cli.launch.setup import KEY_VARIABLE, Invocation, Service, Setup
 
 _HOUR_MS = str(3_600_000)
-"""For timeouts: the first prompt can take minutes."""
+"""An hour in milliseconds: a timeout for clients, as the first prompt can take minutes."""
 
 
 def has_flag(arguments: Sequence[str], *flags: str) -> bool:

@@ -16,7 +16,7 @@ from mlxcache.errors import MlxcacheError
 POLL_S = 0.3
 _RECENT = 20
 _ERASE = "\x1b[1A\r\x1b[2K"
-"""Go up one line and erase it."""
+"""Escape sequences that move the cursor up one line and erase it."""
 
 
 class LineAbove:
