@@ -20,8 +20,8 @@ def drop(files: Sequence[Path]) -> str | None:
     """Drop `files` from the page cache and return the name of the method used.
 
     The files must have been synced. Returns None if this system has no method. On a Mac the method
-    is `msync(MS_INVALIDATE)`, which the system may ignore: it did if a file is then read faster
-    than the disk can deliver.
+    is `msync(MS_INVALIDATE)`, a request that the system may ignore. If a file is then read faster
+    than the disk can deliver, it was ignored.
     """
     try:
         EVERYTHING.write_text("3")

@@ -113,7 +113,9 @@ class Bench:
     ) -> tuple[Results, list[Server]]:
         """Start all servers, run `scenarios` at them, and end them.
 
-        Returns the results and the servers, which have ended but still hold their memory figures.
+        `name` is part of the name of this server's cache folder. `own` also times warm turns with
+        mlx-lm alone, if it is not None. Returns the results and the servers, which have ended but
+        still hold their memory figures.
         """
         filler, options = Filler(model), self.options
         launches = [self.ours(name), *options.launches]
