@@ -113,7 +113,7 @@ def install(faults: Faults) -> None:
 
     wrap(Template, "render", breaks("template", OSError("no such macro")))
     wrap(Codec, "encode", breaks("tokenizer", Panic("no such byte")))
-    wrap(Scheduler, "tick", die)
+    wrap(Scheduler, "step", die)
     wrap(saving, "write", disk)
     begin = ModelRuntime.__init__
 

@@ -22,9 +22,9 @@ from mlxcache.engine import runtime as core
 from mlxcache.engine.decoder import Row
 from mlxcache.engine.lanes import Lane
 from mlxcache.engine.prefill import Limits, PrefillDecodeBalance
+from mlxcache.engine.rounds import Rounds
 from mlxcache.engine.scheduler import Scheduler
 from mlxcache.engine.task import Output, Task
-from mlxcache.mlx_thread import MlxThread
 from mlxcache.model import kv
 from mlxcache.model.arrays import tree_arrays
 from mlxcache.model.guidance.guide import Guide
@@ -102,7 +102,8 @@ class Bench:
         loaded = load(ModelSpec(str(path), draft=str(draft) if draft else None))
         self.model, self.tokenizer = loaded.model, loaded.tokenizer
         layout = kv.survey(self.model, kv_bits=kv_bits)
-        self.thread = MlxThread()
+        self.rounds = Rounds()
+        self.thread = self.rounds.thread
         self.cost: cost.Cost = SteadyCost(64.0, 0.0, 0.0, 1e6)
         self.chunk = chunk
         self.limits = Limits(concurrency, chunk, 65536, 1 << 30)
@@ -112,7 +113,8 @@ class Bench:
     def twin(self) -> Bench:
         """The same model with nothing cached."""
         fresh = copy(self)
-        fresh.thread = MlxThread()
+        fresh.rounds = Rounds()
+        fresh.thread = fresh.rounds.thread
         fresh.use(KVCache.open(self.kv.layout, Budget(1 << 30)))
         return fresh
 
@@ -120,6 +122,8 @@ class Bench:
         self, cache: KVCache, clock: Callable[[], float] = time.perf_counter, **kwargs: Any
     ) -> None:
         """Start again with `cache`; `clock` measures the time of decoding beside a prefill."""
+        if (old := getattr(self, "scheduler", None)) is not None:
+            self.rounds.remove(old)
         self.kv = cache
         self.scheduler = Scheduler(
             self.model,
@@ -132,6 +136,7 @@ class Bench:
             balance=PrefillDecodeBalance(clock),
             **kwargs,
         )
+        self.rounds.add(self.scheduler)
 
     def open_disk(
         self, folder: Path, *, ram: int = 1 << 30, limit: int = 1 << 30, pending: int = 1 << 20
@@ -193,9 +198,13 @@ class Bench:
                 return
             if until is not None and until():
                 return
-            scheduler.tick()
+            self.tick()
             self.check()
         raise AssertionError("the scheduler does not come to an end")
+
+    def tick(self) -> None:
+        """One round of the MLX thread's loop, in the test's own thread."""
+        self.rounds.tick()
 
     def ask(self, ids: Sequence[int], **kwargs: Any) -> Task:
         """Run one request to its end; the task, whose `out` are the tokens drawn."""

@@ -17,12 +17,12 @@ from mlxcache.config import Settings
 from mlxcache.engine.keep_awake import KeepAwake, Timer
 from mlxcache.engine.metrics import Records, Tally, with_disk
 from mlxcache.engine.requests import LiveRequest, RequestTable, SharedReply, prefill_left_s
+from mlxcache.engine.rounds import Rounds
 from mlxcache.engine.runtime import RECORDED, ModelRuntime, demo_spec, fetch_model
 from mlxcache.engine.stream import Stream
 from mlxcache.engine.task import for_owner
 from mlxcache.errors import BadRequest, Busy, GenerationFailed, MlxcacheError, NotReady
-from mlxcache.mlx_thread import MlxThread
-from mlxcache.model import device, load
+from mlxcache.model import load
 from mlxcache.model.generation import resolve
 from mlxcache.model.guidance.guide import Guide
 from mlxcache.model.sampling import validate
@@ -67,7 +67,8 @@ class Engine:
     while the model loads; `share` is from 0 to 1, or None if unknown. `on_request(record)` is
     called on the event loop when a request is over. `stall_s`: seconds without reading after which
     a reader's request is cancelled. `awake`: prevents a Mac from sleeping while requests run; by
-    default it is made from the settings.
+    default it is made from the settings. `rounds`: the loop of the MLX thread, if several engines
+    share it.
     """
 
     def __init__(
@@ -78,6 +79,7 @@ class Engine:
         *,
         stall_s: float = 30.0,
         awake: KeepAwake | None = None,
+        rounds: Rounds | None = None,
     ):
         self.settings = settings
         self.state: State = "loading"
@@ -88,7 +90,9 @@ class Engine:
         self._records = Records(on_request)
         self._awake = awake or KeepAwake(on=settings.keep_awake, call_later=_call_later)
         self._requests = RequestTable(settings.queue, self._receive, self._awake.note_running)
-        self._thread = MlxThread(self._on_death, device.is_device_error)
+        self._rounds = rounds or Rounds()
+        self._rounds.on_death(self._on_death)
+        self._thread = self._rounds.thread
         self._runtime: ModelRuntime | None = None
         self._pool = ThreadPoolExecutor(RENDER_THREADS, thread_name_prefix="mlxcache-render")
         # apart, so that a grammar that takes long keeps no prompt from being rendered
@@ -103,29 +107,30 @@ class Engine:
             spec = await self._loop.run_in_executor(
                 self._pool, fetch_model, self.settings, self._on_progress
             )
-            self._thread.start()
+            self._rounds.start()
             self._runtime = await self._thread.ask(lambda: self._load(spec))
         except BaseException:
             self.state = "failed"
             raise
-        self._thread.post(self._serve)
         self.state = "ready"
 
     def _load(self, spec: load.ModelSpec | None) -> ModelRuntime:
         """Load the model and make its runtime. Runs on the MLX thread."""
         self._on_progress("loading the weights", None)
         loaded = load.load(spec or demo_spec(self.settings))
-        return self.make_runtime(loaded)
+        runtime = self.make_runtime(loaded)
+        self._rounds.add(runtime.scheduler)
+        return runtime
 
     def make_runtime(self, loaded: load.Loaded) -> ModelRuntime:
         """Make the runtime of a loaded model. Call on the MLX thread."""
         return ModelRuntime(loaded, self.settings, self._thread, self.submit, self._on_progress)
 
-    def _serve(self) -> None:
-        """Run the scheduler until `stop`, then close the runtime. Runs on the MLX thread."""
-        assert self._runtime is not None
-        self._runtime.scheduler.run()
-        self._runtime.close(died=False)
+    def _close(self, runtime: ModelRuntime) -> None:
+        """End all requests of `runtime` and close it. Runs on the MLX thread."""
+        self._rounds.remove(runtime.scheduler)
+        runtime.scheduler.end_all()
+        runtime.close(died=False)
 
     def _on_death(self, error: BaseException) -> None:
         """Record the error that ended the MLX thread, and write committed KV to disk.
@@ -158,8 +163,8 @@ class Engine:
         self._thread.fail(stopping)
         runtime = self._runtime
         if runtime is not None:
-            self._thread.post(runtime.scheduler.stop)
-        self._thread.end()
+            self._thread.post(lambda: self._close(runtime))
+        self._rounds.end()
         if runtime is not None:
             await self._loop.run_in_executor(None, self._thread.join, seconds)
             runtime.prefix_loss.close()

@@ -1,4 +1,4 @@
-"""The scheduler: each tick admits requests, prefills one chunk and decodes a few steps.
+"""The scheduler of one model: each step admits requests, prefills one chunk, decodes a little.
 
 MLX thread only.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -35,6 +36,9 @@ from mlxcache.types import FinishReason
 
 log = logging.getLogger("mlxcache.engine")
 
+SHARED_S = 0.05
+"""Most seconds of decoding in one step while other models wait for the thread."""
+
 COMMIT_EVERY = 1000
 """Number of tokens of a running reply between two commits."""
 
@@ -49,11 +53,11 @@ OUT_OF_MEMORY = ("allocate", "out of memory", "insufficient memory", "malloc", "
 
 
 class Scheduler:
-    """Owner of all requests in progress, which advance with each `tick`.
+    """Owner of all requests in progress of one model, which advance with each `step`.
 
     `prepare(task)` makes the parser and sampler of an admitted task. `on_end(task)` is called once
     for each task that is over, after its memory is released and before its last event. `on_tick()`
-    is called after each tick of `run`. `drafts`: tokens that a draft model proposes at once.
+    is called by `publish`, after each step. `drafts`: tokens that a draft model proposes at once.
     """
 
     def __init__(
@@ -86,31 +90,20 @@ class Scheduler:
         self.admission = Admission(kv, limits, cost, prepare, self.idle_prefill.note_use)
         self._on_end = on_end
         self._on_tick = on_tick
-        self._stopping = self._moved = False
+        self._moved = False
         self._device_errors = 0
         self._interrupted: dict[Task, Outcome | None] = {}
 
-    def run(self) -> None:
-        """Run ticks until `stop` is called; then commit and end all remaining requests."""
-        while not self._stopping:
-            self.tick()
-            self._on_tick()
-        self._attempt(self._end_all)
+    def end_all(self) -> None:
+        """Commit and end all remaining requests."""
+        self._attempt(self._cancel_all)
         while not self.idle:  # the device failed
-            self._attempt(self._end_all)
+            self._attempt(self._cancel_all)
 
-    def _end_all(self) -> None:
+    def _cancel_all(self) -> None:
         self.idle_prefill.clear()
         for task in [*self.waiting, *self.active]:
             self.cancel(task)
-
-    def tick(self) -> None:
-        """Process new requests, then feed one chunk of prefill and run some steps of decoding.
-
-        Blocks while there is nothing to do. After a device error, all active tasks begin again; the
-        third such error in a row is raised, with everything committed still in the cache.
-        """
-        self._attempt(self._tick)
 
     def _attempt(self, action: Callable[[], None]) -> None:
         """Run `action`; after a device error in it, let all active tasks begin again."""
@@ -119,10 +112,14 @@ class Scheduler:
         except RuntimeError as error:
             if not device.is_device_error(error):
                 raise
-            self._recover(error)
+            self.recover(error)
 
-    def _tick(self) -> None:
-        self.thread.run_posted(block=self._nothing_to_do())
+    def step(self, *, sharing: bool = False) -> None:
+        """Admit waiting tasks, then feed one chunk of prefill and run some steps of decoding.
+
+        `sharing`: other models wait for the thread, so the step is short. Raises the device's error
+        if a command failed; `recover` must be called then.
+        """
         self.idle_prefill.step() if self.idle else self.idle_prefill.pause()
         self.kv.pump(decoding=len(self.lanes) > 0)
         if not self.prefilling:
@@ -131,7 +128,8 @@ class Scheduler:
         computable = self._computable()
         self._moved = len(computable) + len(self.lanes) > 0
         if computable and (started or not len(self.lanes) or self._due() <= 0):
-            self.balance.prefill(self._prefill_one, owing=len(self.lanes) > 0)
+            one = partial(self._prefill_one, sharing=sharing)
+            self.balance.prefill(one, owing=len(self.lanes) > 0)
         due = self._due()
         if self._computable() and self.balance.may_wait(due):
             # replies wait, except for the first token of each
@@ -141,27 +139,29 @@ class Scheduler:
             self.lanes.gather()
         self.balance.decode(
             lambda: self._decode_round(self.lanes.all),
-            due,
+            min(due, SHARED_S) if sharing else due,
             lambda: bool(len(self.lanes)) and not self.thread.has_posted,
         )
 
     def _due(self) -> float:
         return self.balance.due(self.prefill.left_s(self.prefilling))
 
-    def _nothing_to_do(self) -> bool:
-        """Return whether the thread can only wait for a posted action.
+    @property
+    def has_work(self) -> bool:
+        """True if `step` would compute something, or collect results of disk operations.
 
-        Such an action brings, for example, a request or the result of a disk operation.
+        Otherwise only a posted action brings more work, such as a request or the result of a disk
+        operation.
         """
         if len(self.lanes) or self._computable() or (self.idle_prefill.ready and self.idle):
-            return False
+            return True
         looking = all(t.lookup is not None and not t.lookup.found for t in self.waiting)
         blocked = not self._moved and (self.kv.writing or len(self.prefilling) > 0)
-        return not self.kv.can_pump and (looking or blocked)
+        return self.kv.can_pump or not (looking or blocked)
 
-    def stop(self) -> None:
-        """End `run` after the current tick. Call through `MlxThread.post`."""
-        self._stopping = True
+    def publish(self) -> None:
+        """Report that a step is over, for figures that other threads read."""
+        self._on_tick()
 
     def submit(self, task: Task) -> None:
         """Queue a task. Call through `MlxThread.post`."""
@@ -222,23 +222,26 @@ class Scheduler:
         """Return the tasks in prefill that are not waiting for data from disk."""
         return [t for t in self.prefilling if not t.restoring or self.admission.can_restore(t)]
 
-    def _prefill_one(self) -> None:
-        """Feed one chunk of one prompt; after its last chunk, start decoding its reply."""
+    def _prefill_one(self, *, sharing: bool) -> None:
+        """Feed one chunk of one prompt; after its last chunk, start decoding its reply.
+
+        `sharing`: other models wait for the thread.
+        """
         task = self.prefill.choose(self._computable())
         try:
-            self._prefill_chunk(task)
+            self._prefill_chunk(task, sharing=sharing)
         except Exception as error:
             if device.is_device_error(error):
                 raise
             if task not in self.prefilling or not retry_after_oom(self.kv, task, error):
                 self._fail(task, _confirmed_failure(error))
 
-    def _prefill_chunk(self, task: Task) -> None:
+    def _prefill_chunk(self, task: Task, *, sharing: bool) -> None:
         if task.restoring:
             self._restore(task)
             return
         seconds = WAITING_S if len(self.prefilling) > 1 or self.waiting else ALONE_S
-        self.prefill.feed_chunk(task, DECODING_S if len(self.lanes) else seconds)
+        self.prefill.feed_chunk(task, DECODING_S if len(self.lanes) or sharing else seconds)
         if self.prefill.confirmed:
             self._device_errors = 0
         if task.remaining == 0:
@@ -344,7 +347,7 @@ class Scheduler:
 
     # -- errors of the device ----------------------------------------------------------------------
 
-    def _recover(self, error: RuntimeError) -> None:
+    def recover(self, error: RuntimeError) -> None:
         """Let all active tasks begin again from what was confirmed before a device error.
 
         It is not known which pass failed. So no pending token is used again, and no lineage that

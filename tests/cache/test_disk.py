@@ -213,7 +213,7 @@ def test_a_request_that_is_cancelled_while_it_is_restored_harms_nothing(
         start(bench)
         task = bench.put(ids, marks=(100, len(ids) - 3))
         for _ in range(ticks):
-            bench.scheduler.tick()
+            bench.tick()
         bench.scheduler.cancel(task)
         if not task.admitted:  # nothing was computed, and nothing reused
             assert (task.record.fed_tokens, task.record.cached_tokens) == (0, 0)
@@ -285,7 +285,7 @@ def test_a_disk_that_is_full_costs_nothing_but_the_disk(
     monkeypatch.undo()
     last = tasks[-1]
     while disk.store.find(last.ids).length < len(last.ids):
-        llama.scheduler.tick()  # the disk's timer wakes it
+        llama.tick()  # the disk's timer wakes it
     settled(disk)
     assert not disk.write_behind.backoff.failing
 
@@ -313,7 +313,7 @@ def test_a_lookup_that_fails_says_what_it_was_for(
     path = len(ids) + len(task.out)
     assert f"disk lookup before a write failed for a path of {path} tokens" in caplog.messages
     while disk.store.find(task.ids).length < len(ids):
-        llama.scheduler.tick()  # the disk's timer wakes it
+        llama.tick()  # the disk's timer wakes it
 
 
 def test_a_slow_disk_holds_dirty_segments_in_ram_and_drops_none(
@@ -418,7 +418,7 @@ def test_nothing_spins_while_two_requests_wait_for_one_file(
     timer = threading.Timer(0.5, free.set)
     timer.start()
     while not free.is_set():
-        llama.scheduler.tick()
+        llama.tick()
         ticks += 1
     llama.run()
     assert ticks < 20

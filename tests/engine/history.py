@@ -136,7 +136,7 @@ class History:
     def _tick(self) -> None:
         """One tick of the engine, which must at no moment hold more than the budget."""
         mx.reset_peak_memory()
-        self.bench.scheduler.tick()
+        self.bench.tick()
         most = mx.get_peak_memory() - self.before
         assert most <= self.bench.kv.budget.limit + self.stray, f"{most} bytes were in use"
         self.check()

@@ -218,7 +218,7 @@ def ahead(bench: Bench, task: Task, ids: Sequence[int]) -> None:
 def work(bench: Bench) -> None:
     """Tick until nothing is left to compute ahead."""
     while bench.scheduler.idle_prefill.ready:
-        bench.scheduler.tick()
+        bench.tick()
         bench.check()
 
 
@@ -239,7 +239,7 @@ def test_a_request_waits_for_one_chunk_at_most(bench: Bench, rng: np.random.Gene
     asked: Task | None = None
     ahead(bench, first, again)
     for _ in range(3):
-        bench.scheduler.tick()
+        bench.tick()
         bench.check()
     assert len(fed) == 3, "one chunk a tick, so that what arrives is seen between two"
     asked = bench.put(again + ids_of(rng, 10))
@@ -255,7 +255,7 @@ def test_another_request_in_between_only_delays_it(bench: Bench, rng: np.random.
     first = bench.ask(head, tokens=20)
     again = head + ids_of(rng, 400)
     ahead(bench, first, again)
-    bench.scheduler.tick()
+    bench.tick()
     bench.ask(ids_of(rng, 150), tokens=5)
     work(bench)
     task = bench.ask([*again, *ids_of(rng, 10)])

@@ -205,7 +205,7 @@ def test_a_waiting_decoder_draws_the_same_tokens_and_copies_nothing(
     tasks = [bench.put(ids, tokens=len(out)) for ids, out in zip(prompts, expected, strict=True)]
     seen: list[tuple[bool, bool]] = []
     while not all(task.over for task in tasks):
-        bench.scheduler.tick()
+        bench.tick()
         seen += [(lane.batched, lane.decoder.waits) for lane in bench.scheduler.lanes.all]
     assert seen[-1] == (False, True)
     assert set(seen) == {(True, True), (False, True)}
@@ -226,7 +226,7 @@ def test_on_a_gpu_rows_share_the_weights_that_a_step_reads(
         tasks = [bench.put(ids) for ids in prompts]
         most = 0
         while not all(task.over for task in tasks):
-            bench.scheduler.tick()
+            bench.tick()
             most = max([most, *(len(lane.tasks) for lane in bench.scheduler.lanes.all)])
         assert most == rows
         assert [task.out for task in tasks] == expected
@@ -243,7 +243,7 @@ def test_a_row_that_would_pad_the_others_does_not_join_on_their_account(
     tasks = [bench.put(ids) for ids in prompts]
     most = 0
     while not all(task.over for task in tasks):
-        bench.scheduler.tick()
+        bench.tick()
         most = max([most, *(len(lane.tasks) for lane in bench.scheduler.lanes.all)])
     assert most == 5
 

@@ -228,7 +228,7 @@ def test_an_anticipated_turn_that_fails_is_dropped(
     once.when = lambda: len(bench.kv.ram.busy) > 0
     with failing(unlucky.on):
         while idle.ready:
-            bench.scheduler.tick()
+            bench.tick()
     bench.check()
     assert once.left == 0
     assert not bench.kv.ram.busy

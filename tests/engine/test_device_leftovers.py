@@ -297,8 +297,7 @@ def test_an_error_as_the_server_stops_ends_every_request_all_the_same(toy: ToyMa
     once.when = lambda: decoding(bench, 1, 6)
     with failing(unlucky.on):
         bench.run(until=lambda: once.left == 0)
-        bench.scheduler.stop()
-        bench.scheduler.run()
+        bench.scheduler.end_all()
     end = last(task)
     assert isinstance(end, Finished)
     assert end.reason == "cancelled"
@@ -313,7 +312,7 @@ def test_a_draft_counts_each_token_that_it_is_fed(toy: ToyMaker, tmp_path: Path)
     bench.run(until=lambda: decoding(bench, 1, 2))
     lineage = task.held.lineage
     lineage.mark_confirmed()
-    bench.scheduler.tick()
+    bench.tick()
     assert lineage.passes >= 3
 
 

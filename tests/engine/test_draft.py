@@ -205,7 +205,7 @@ def test_a_cancel_at_any_moment_keeps_what_was_handed_out(
     ids = prompt(rng, 30)
     task = alike.put(ids, tokens=500)
     for _ in range(ticks):
-        alike.scheduler.tick()
+        alike.tick()
         alike.check()
     alike.scheduler.cancel(task)
     alike.check()
@@ -224,7 +224,7 @@ def test_replies_at_once_are_stepped_in_turn(
     prompts = [prompt(rng, n) for n in (60, 64, 61)]
     tasks = [alike.put(ids, tokens=40) for ids in prompts]
     while not alike.scheduler.idle:
-        alike.scheduler.tick()
+        alike.tick()
         alike.check()
         assert not any(lane.batched for lane in alike.scheduler.lanes.all)
     for ids, task in zip(prompts, tasks, strict=True):
@@ -242,7 +242,7 @@ def test_a_long_reply_is_committed_on_its_way(
     while not alike.scheduler.idle:
         assert alike.kv.tree.tokens >= len(ids) - 1 + len(task.out) // 7 * 7
         assert alike.kv.tree.tokens <= len(ids) + len(task.out)
-        alike.scheduler.tick()
+        alike.tick()
 
 
 def test_log_probabilities_are_the_models_own(

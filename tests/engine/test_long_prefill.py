@@ -101,7 +101,7 @@ def test_short_prompts_without_end_do_not_starve_a_long_one(bench: Bench) -> Non
     long = bench.put(ids(8, LONG), tokens=2)
     for seed in range(9, 400):
         bench.put(ids(seed, SHORT), tokens=1)
-        bench.scheduler.tick()
+        bench.tick()
         if long.out:
             break
     assert long.lease is not None

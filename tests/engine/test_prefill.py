@@ -93,10 +93,10 @@ def test_what_arrives_meanwhile_costs_a_reply_none_of_its_time(
     rng = np.random.default_rng(4)
     reply = bench.put(rng.integers(10, 400, 20).tolist(), tokens=400)
     while not reply.out:
-        scheduler.tick()
+        bench.tick()
     chunks, rounds = [], []
     feed, decode = scheduler._prefill_one, scheduler._decode_round
-    scheduler._prefill_one = lambda: (now.wait(0.4), chunks.append(1), feed())  # type: ignore[method-assign, assignment, func-returns-value]
+    scheduler._prefill_one = lambda **k: (now.wait(0.4), chunks.append(1), feed(**k))  # type: ignore[method-assign, assignment, func-returns-value]
 
     def interrupted(lanes: list[Any]) -> None:
         now.wait(0.05)
@@ -108,7 +108,7 @@ def test_what_arrives_meanwhile_costs_a_reply_none_of_its_time(
     monkeypatch.setattr("mlxcache.engine.prefill.BURST_S", 0.0)
     bench.put(rng.integers(10, 400, 1500).tolist(), tokens=1)
     while len(chunks) < 12:
-        scheduler.tick()
+        bench.tick()
     assert len(rounds) * 0.05 >= 0.9 * len(chunks) * 0.4
 
 
@@ -118,7 +118,7 @@ def test_requests_that_come_at_once_decode_as_one_batch(toy_paths: dict[str, Pat
     tasks = [bench.put(rng.integers(10, 400, 100 + i).tolist(), tokens=24) for i in range(6)]
     most = 0
     while not bench.scheduler.idle:
-        bench.scheduler.tick()
+        bench.tick()
         most = max([most, *(len(lane.tasks) for lane in bench.scheduler.lanes.all)])
     assert most == 6
     for task in tasks:

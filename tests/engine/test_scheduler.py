@@ -59,7 +59,7 @@ def test_rows_batched_together_equal_themselves_alone(
     tasks = [bench.put(ids, tokens=40 + 7 * i) for i, ids in enumerate(prompts)]
     batched = 0
     while bench.scheduler.waiting or bench.scheduler.prefilling or len(bench.scheduler.lanes):
-        bench.scheduler.tick()
+        bench.tick()
         bench.check()
         batched = max([batched, *(len(ln.tasks) for ln in bench.scheduler.lanes.all)])
     assert batched >= 3

@@ -1,0 +1,111 @@
+"""The loop of the MLX thread: in each round it runs posted actions and steps one scheduler.
+
+There is one scheduler for each loaded model.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from mlxcache.engine.scheduler import Scheduler
+from mlxcache.mlx_thread import MlxThread
+from mlxcache.model import device
+
+
+class Rounds:
+    """Owner of the MLX thread, which divides its time evenly between the schedulers with work.
+
+    `start`, `end` and `on_death` may be called from any thread, all other methods on the MLX thread
+    only. `clock` returns seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter):
+        self.thread = MlxThread(self._die, device.is_device_error)
+        self._clock = clock
+        self._used: dict[Scheduler, float] = {}
+        self._listeners: list[Callable[[BaseException], None]] = []
+        self._started = self._stopping = False
+
+    # -- from any thread ---------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Start the MLX thread and its loop, unless that was done before."""
+        if not self._started:
+            self._started = True
+            self.thread.post(self.run)
+            self.thread.start()
+
+    def end(self) -> None:
+        """End the loop and the thread after all actions posted so far, unless schedulers remain.
+
+        Does not block.
+        """
+
+        def stop() -> None:
+            self._stopping = not self._used
+
+        self.thread.post(stop)
+        self.thread.end()
+
+    def on_death(self, listener: Callable[[BaseException], None]) -> None:
+        """Call `listener(error)` on the MLX thread if an error ends the loop."""
+        self._listeners.append(listener)
+
+    def _die(self, error: BaseException) -> None:
+        for listener in self._listeners:
+            listener(error)
+
+    # -- on the MLX thread -------------------------------------------------------------------------
+
+    def add(self, scheduler: Scheduler) -> None:
+        """Step `scheduler` from now on."""
+        self._used[scheduler] = 0.0
+
+    def remove(self, scheduler: Scheduler) -> None:
+        """Do not step `scheduler` any more."""
+        self._used.pop(scheduler, None)
+
+    def run(self) -> None:
+        """Run rounds until `end`."""
+        while not self._stopping:
+            self.tick()
+
+    def tick(self) -> None:
+        """Run posted actions, then step the scheduler with work that has used the least time.
+
+        Blocks while no scheduler has work. After a device error, the active tasks of all schedulers
+        begin again, because it is not known whose command failed; the third such error in a row is
+        raised.
+        """
+        stepped: list[Scheduler] = []
+        try:
+            self.thread.run_posted(block=not any(one.has_work for one in self._used))
+            working = [one for one in self._used if one.has_work]
+            stepped = [self._next(working)] if working else list(self._used)
+            for scheduler in stepped:
+                self._step(scheduler, sharing=len(working) > 1)
+        except RuntimeError as error:
+            if not self._used or not device.is_device_error(error):
+                raise
+            stepped = list(self._used)
+            for scheduler in stepped:
+                scheduler.recover(error)
+        for scheduler in stepped:
+            scheduler.publish()
+
+    def _next(self, working: list[Scheduler]) -> Scheduler:
+        """Return the scheduler that has used the least time of those with work.
+
+        A scheduler that had no work for a while does not catch up on the others.
+        """
+        turn = min(working, key=self._used.__getitem__)
+        least = self._used[turn]
+        for scheduler in self._used.keys() - set(working):
+            self._used[scheduler] = max(self._used[scheduler], least)
+        return turn
+
+    def _step(self, scheduler: Scheduler, *, sharing: bool) -> None:
+        began = self._clock()
+        scheduler.step(sharing=sharing)
+        self._used[scheduler] += self._clock() - began
