@@ -95,10 +95,10 @@ def _count_specs(value: Any) -> int:
 class RamTier:
     """All lineages of a model, idle or in use, with their bytes charged to one budget.
 
-    The tree refers to the lineages as its values. `write_behind` is None without a disk tier.
-    `device_buffers`: maximum number of buffers of the device. `copy_bytes`: bytes that new lineages
-    copy in one evaluation. `dropped` counts evictions of KV that is then lost, `spilled` those of
-    KV that is on disk too.
+    A lineage is idle if no request uses it. The tree refers to the lineages as its values.
+    `write_behind` is None without a disk tier. `device_buffers`: maximum number of buffers of the
+    device. `copy_bytes`: bytes that new lineages copy in one evaluation. `dropped` counts evictions
+    of KV that is then lost, `spilled` those of KV that is on disk too.
     """
 
     def __init__(
@@ -181,7 +181,7 @@ class RamTier:
         return True
 
     def has_passing(self, size: int) -> bool:
-        """Return whether `size` temporary bytes are available without any eviction."""
+        """Return whether `size` bytes for temporary use are available without any eviction."""
         return size <= self.budget.free + self._bytes_of("transient")
 
     def make_room(self, size: int, *, evict: Evict = "idle") -> bool:
@@ -279,7 +279,10 @@ class RamTier:
             self._cut(above, above.start)
 
     def evict(self, size: int) -> None:
-        """Evict about `size` bytes with the lowest worth, but nothing that a request uses."""
+        """Evict entries of about `size` bytes together, those with the lowest worth first.
+
+        Bytes that are already free do not count. Nothing that a request uses is evicted.
+        """
         goal = self.budget.used - size
         while self.budget.used > goal and self._evict(self.budget.used - goal):
             pass
@@ -332,14 +335,18 @@ class RamTier:
                 self.shrink(lineage, force=True)
 
     def _has_spare(self, lineage: Lineage) -> bool:
-        """Return whether a lineage has many more positions than the tree uses."""
+        """Return whether a lineage's buffers have many positions that the tree does not use.
+
+        These are more than an eighth of its positions, and more than `STEP`.
+        """
         start, end = self.tree.live_range(lineage) or (0, 0)
         return lineage.capacity - (end - start) > max(STEP, lineage.capacity // 8)
 
     def shrink(self, lineage: Lineage, *, force: bool) -> int:
         """Release a lineage that the tree does not use; return the number of bytes freed.
 
-        With `force`, a lineage that the tree uses is compacted to the range in use.
+        With `force`, a lineage of which the tree uses a range is copied to buffers for that range
+        only, if there is room for the copy. Otherwise a lineage in use stays as it is.
         """
         held = self.tree.live_range(lineage)
         before = lineage.nbytes

@@ -40,12 +40,13 @@ class DiskLookup:
 
     `known`: leading tokens that are in RAM; files with only those are not verified. `found`: the
     search has ended. `target`: position up to which to restore, 0 if the gain would be too small.
-    `pieces` and `state`: the files to read for that. `verified`: position up to which checksums
-    were verified. `state_verified`: the checksums of the checkpoint were verified, or there is
-    none. `failed`: nothing more will be verified. `dropped`: no request needs the result any more;
-    set by the MLX thread. `shared`: tokens shared with earlier prompts on disk, whether they can be
-    restored or not. Files that end before `windows_from` are read without the arrays of sliding
-    windows, because no later position uses those.
+    `pieces` and `state`: the run files and the checkpoint file (or None) to read for that.
+    `verified`: position up to which checksums were verified. `state_verified`: the checksums of the
+    checkpoint were verified, or there is none. `failed`: nothing more will be verified. `dropped`:
+    no request needs the result any more; set by the MLX thread. `shared`: tokens shared with
+    earlier prompts on disk, whether they can be restored or not. Files that end before
+    `windows_from` are read without the arrays of sliding windows, because no later position uses
+    those.
     """
 
     ids: Tokens

@@ -178,9 +178,9 @@ TEMPLATE = """\
 def template(*, thinking: bool) -> str:
     """Return the Jinja source of the ChatML chat template, with tools.
 
-    System and developer turns keep their places; one at the very start shares its turn with the
-    tools. With `thinking`, a reply begins inside an open think block, which is closed at once if
-    `enable_thinking` is false. The reasoning of replies before the last user message is then
+    System and developer messages keep their places; one at the very start is written together with
+    the tools. With `thinking`, a reply begins inside an open think block, which is closed at once
+    if `enable_thinking` is false. The reasoning of replies before the last user message is then
     omitted, as in the templates of reasoning models.
     """
     return TEMPLATE.replace("THINKS", "true" if thinking else "false")

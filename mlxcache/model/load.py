@@ -275,7 +275,10 @@ _TOKENIZER_FILES = (
 
 
 def checked_config(path: Path) -> dict[str, Any]:
-    """Parse config.json. Raises ModelError if it is missing or not that of a model."""
+    """Parse the config.json in the folder `path`.
+
+    Raises ModelError if the file is missing or not that of a model.
+    """
     file = path / "config.json"
     if not file.exists():
         raise ModelError(f"{path} has no config.json, so it is not a model's folder.")

@@ -328,7 +328,7 @@ class OutputParser:
             self.done = "tool_calls"
 
     def _read_again(self, block: ToolBlock, after: int | None) -> str:
-        """Have a block's text from position `after` on parsed again; return the text before it.
+        """Have a tool block's text from position `after` on parsed again; return the text before.
 
         With None, returns all text of the block, and nothing is parsed again.
         """
@@ -399,11 +399,11 @@ def reader(tokenizer: Any) -> Callable[..., list[Piece]]:
 
 
 class Finder:
-    """Search for the first of several strings in text that arrives in pieces.
+    """Search for the first of several strings in text that arrives in parts.
 
     The string that is completed first is found; if one character completes several, the longest is.
-    So the result does not depend on the pieces. Only text that may begin one of the strings is held
-    back.
+    So the result does not depend on how the text is divided. Only text that may begin one of the
+    strings is held back.
     """
 
     def __init__(self, patterns: Iterable[str]):

@@ -19,7 +19,7 @@ STEP = BatchKVCache.step
 
 
 def _shadow(cache: Any) -> Any:
-    """Return a shallow copy of a batch cache, whose changes do not affect the original."""
+    """Return a shallow copy of a batch cache, to be changed in place of the original."""
     parts = parts_of(cache)
     return copy(cache) if parts is None else composed([copy(part) for part in parts])
 

@@ -66,7 +66,8 @@ class Edges:
     """The nodes of one tree, with counts over them and the eviction order of the leaves.
 
     Each method keeps counts, holdings and eviction order consistent, and does not check whether the
-    change is allowed: the caller does. `tick` counts the calls of `touch`.
+    change is allowed: the caller does. `tick` counts the calls of `touch`, so that a later use has
+    a higher number.
     """
 
     def __init__(self, worth: Worth, now: Callable[[], float] = time.monotonic) -> None:
@@ -208,14 +209,14 @@ class Edges:
         return replaced
 
     def settle(self, node: Node) -> None:
-        """Make a node that lost its last lock evictable, or merge it into its child."""
+        """Update a node that lost its last lock: make it evictable, or merge it into its child."""
         node.asked = False
         if not node.children:
             self.leaves.add(node)
         self.compress(node)
 
     def _adopt(self, node: Node) -> None:
-        """Make `node` a child of its parent, in place of the child with the same first token."""
+        """Make `node` a child of its parent, instead of any child with the same first token."""
         assert node.parent is not None
         node.parent.children[int(node.tokens[0])] = node
 

@@ -396,7 +396,10 @@ def _is_void(keyword: str, value: Any, node: Mapping[str, Any]) -> bool:
 
 
 def _anchored(node: Any, name: str, pointer: str) -> tuple[Any, str] | None:
-    """Find the schema whose `$anchor` is `name`; return it and its pointer, or None."""
+    """Find the schema in `node` whose `$anchor` is `name`; return it and its pointer.
+
+    `pointer`: the JSON Pointer of `node`. Returns None if there is no such schema.
+    """
     if isinstance(node, dict):
         if node.get("$anchor") == name:
             return node, pointer

@@ -138,8 +138,8 @@ class AfterThinking:
     """Guide for the answer only: thinking before it is free, but must end with its marker.
 
     `guide`: the guide of the answer, at its beginning. `thinking`: the prompt ends inside a think
-    block. `may_think`: the reply may open a think block. Before the answer the turn cannot end, and
-    no tool can be called.
+    block. `may_think`: the reply may open a think block. Before the answer the model cannot end its
+    reply, and no tool can be called.
     """
 
     def __init__(self, form: ThinkFormat, guide: Guide, *, thinking: bool, may_think: bool):

@@ -327,7 +327,10 @@ def _tagged(
 
 
 def _arg_tags(prefix: str) -> Syntax:
-    """Return the syntax of GLM's tags, or with a prefix that of LongCat's."""
+    """Return the syntax of tool calls in the tags of GLM, such as `<arg_key>`.
+
+    `prefix`: text before the name of each tag, as LongCat writes it, or "".
+    """
     key, value = f"{prefix}arg_key", f"{prefix}arg_value"
     ends = (f"</{value}>", f"</{prefix}tool_call>")
     tags = Tags(

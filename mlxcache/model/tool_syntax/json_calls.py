@@ -74,7 +74,7 @@ class HeadedCalls:
 
     `header`: a regular expression with the group `call` for the tool's name, and optionally the
     group `call_id` for an id that the model gave. `footer`: a regular expression for the text after
-    the arguments. `listed`: the block may also be a JSON list of calls.
+    the arguments. `listed`: the tool block may also be a JSON list of calls.
     """
 
     def __init__(self, header: str, footer: str = "", *, listed: bool = False):

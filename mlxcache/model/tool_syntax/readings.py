@@ -111,11 +111,12 @@ class Block:
         self._tags = tags
 
     def read(self, tools: Tools, convert: Convert) -> list[Call]:
-        """Read the calls by the only reading, or by the only one that fits the schemas.
+        """Read the calls in the tool block.
 
-        A block whose only reading fits no schema is read too, because the client reports it to the
-        model. `convert(tool, cut, text)` converts the text of the value that begins at `cut`.
-        Raises Malformed if there is no reading, or if two remain.
+        They are those of the only reading, or of the only one that fits the schemas. A tool block
+        whose only reading fits no schema is read too, because the client reports it to the model.
+        `convert(tool, cut, text)` converts the text of the value that begins at `cut`. Raises
+        Malformed if there is no reading, or if two remain.
         """
         plain = self._walk(tools)
         if plain.reading is None:
@@ -264,7 +265,7 @@ class Block:
     def _moved(self, plain: Reading) -> list[Reading]:
         """Return all other readings with the same parameters as `plain`, but with other cuts.
 
-        A cut is the place where a parameter begins. Raises Malformed for a block with several
+        A cut is the place where a parameter begins. Raises Malformed for a tool block with several
         calls, or with more than `MOST_READINGS` readings.
         """
         if any(cut.calls for cut in plain):
