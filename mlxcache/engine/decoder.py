@@ -104,8 +104,8 @@ class Row:
     def allowed_after(self, token: int | None) -> Bitmask | None:
         """Return the mask of tokens that may follow the pending `token`; None allows all.
 
-        Advances the guide by `token`, but only once for each token. An exception in the guide fails
-        the row.
+        `token`: its id, or None if no token is pending. Advances the guide by it, but only once for
+        each token. An exception in the guide fails the row.
         """
         if token is not None and not self.guided:
             self.guided = self.advance(self.guide, token)

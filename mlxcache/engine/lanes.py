@@ -166,7 +166,7 @@ class Lanes:
     def _merge(self, lane: Lane, new: list[Lane]) -> bool:
         """Join the lanes `new` to `lane`; return False if there is no memory or MLX fails.
 
-        Nothing is changed then. Raises if the device failed.
+        After False, nothing has changed. Raises if the device failed.
         """
         count = len(lane.tasks) + len(new)
         capacity = max(lane.capacity, *(ln.length() for ln in (lane, *new)))

@@ -110,7 +110,10 @@ NO_SPACE = 64 << 10
 
 
 class Unwritable(StoreError):
-    """Error: the database was read into memory, because its disk cannot be written."""
+    """Error raised by a write to a database whose disk cannot be written.
+
+    The database was read into memory then, so that reads work.
+    """
 
 
 class Locked(StoreError):
@@ -221,8 +224,8 @@ class Database:
     def check_before(self, check: Callable[[], None] | None) -> None:
         """Call `check` before each transaction from now on; None stops that.
 
-        An exception in `check` is raised instead of beginning the transaction. Blocks inside a
-        transaction of the same thread join it and are not checked again.
+        An exception in `check` is raised instead of beginning the transaction. A transaction inside
+        another one of the same thread joins it, and is not checked.
         """
         self._check = check
 
@@ -483,7 +486,7 @@ def _is_full(folder: Path) -> bool:
 class TemporaryDatabase(Database):
     """A database in memory, for a server without a disk tier, and for copies.
 
-    It has a single connection, which blocks of different threads use in turn.
+    It has a single connection, which threads use in turn.
     """
 
     def __init__(self) -> None:

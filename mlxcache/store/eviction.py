@@ -155,14 +155,14 @@ def files_to_evict(
 ) -> list[Row] | None:
     """Choose the files to evict, in order, to free `need` bytes of disk space.
 
+    The oldest come first; age counts from the last use, and is less for a file that was reused
+    often (see `_ages`). Of equally old files, the one that ends last is evicted first, and the
+    first checkpoint of a path, which new conversations share, last.
+
     Only files that no other file continues and that are not being written can be chosen. Evicting
     one may make the file before it eligible. Files with an id in `pinned` are chosen only when
     nothing else is left. If all eligible files free less than `need` bytes, they are returned if
-    `partly`, otherwise None is returned.
-
-    `reuses`: number of requests that reused each file, by id. A checkpoint counts as used whenever
-    a later one on its path was. Of equally old files, the one that ends last is evicted first, and
-    the first checkpoint of a path, which new conversations share, last.
+    `partly`, otherwise None is returned. `reuses`: number of requests that reused each file, by id.
     """
     ages, by_id = _ages(rows, reuses), {row.id: row for row in rows}
     builds = Counter(row.parent for row in rows)

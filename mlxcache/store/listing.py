@@ -17,7 +17,8 @@ NO_FIGURES = SessionFigures()
 class Held:
     """The part of a session that one tier (RAM or disk) holds.
 
-    `tokens`: tokens of each leaf. `nbytes`: bytes in all; those shared by leaves count once.
+    `tokens`: number of tokens held of each leaf. `nbytes`: bytes in all; those shared by leaves
+    count once.
     """
 
     tokens: tuple[int, ...]

@@ -121,9 +121,9 @@ def import_snapshot(
 ) -> SessionInfo:
     """Write the KV of a snapshot into `store`; return the session to insert into the table.
 
-    Blocks. After a failure, KV that was already written stays on disk; it is valid and will be
-    evicted when it is the least recently used. Raises SnapshotRefused for a wrong checksum, and
-    StoreError.
+    `progress(done, total)` is called with numbers of bytes. Blocks. After a failure, KV that was
+    already written stays on disk; it is valid and will be evicted when it is the least recently
+    used. Raises SnapshotRefused for a wrong checksum, and StoreError.
     """
     if store.limit is not None and snapshot.nbytes > store.limit:
         raise DiskFull(

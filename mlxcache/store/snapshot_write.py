@@ -60,8 +60,9 @@ _MOST_LOOKS = 1000
 class LeafPart:
     """The part of one leaf that the leaves before it in the snapshot do not contain.
 
-    `parent`: index of the leaf that shares its first `start` tokens, or None. `rows`: number of own
-    tokens whose KV is exported. `pieces`, `states`: KV and checkpoints on disk.
+    `info`: the whole leaf. `parent`: index of the leaf that shares its first `start` tokens, or
+    None. `rows`: number of own tokens whose KV is exported. `pieces`, `states`: KV and checkpoints
+    on disk.
     """
 
     parent: int | None
@@ -144,7 +145,8 @@ def _all_verified(store: Store, leaves: list[LeafInfo]) -> list[Found]:
 def _verified(store: Store, ids: Tokens, sound: set[tuple[Path, int, int]]) -> Found:
     """Find `ids` on disk and verify the files.
 
-    Files in `sound` were verified before and are skipped; newly verified ones are added to it.
+    `sound`: files that were verified before and are skipped, each as its path and the token range
+    [start, end) that was checked. Newly verified ones are added to it.
     """
     found = store.find(ids)
     for piece in found.pieces:

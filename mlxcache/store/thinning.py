@@ -28,11 +28,11 @@ def surplus_checkpoints(
 ) -> list[Row]:
     """Choose the checkpoints along `ids` to remove, in a folder of `limit` bytes.
 
-    First come checkpoints at the ends of replies that later prompts do not contain as they were
-    generated, for example because a template leaves out thinking. Then come those of the path
-    itself, in the order of `checkpoints_to_drop`. The newest checkpoints of other paths stay. So
-    does the last one of each session's leaf, because files of a turn are written before the turn is
-    recorded, and a fork may never be continued.
+    `match`: the part of `ids` on disk. First come checkpoints at the ends of replies that later
+    prompts do not contain as they were generated, for example because a template leaves out
+    thinking. Then come those of the path itself, in the order of `checkpoints_to_drop`. The newest
+    checkpoints of other paths stay. So does the last one of each session's leaf, because files of a
+    turn are written before the turn is recorded, and a fork may never be continued.
     """
     path = match.checkpoints
     if not path:
