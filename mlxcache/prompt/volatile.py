@@ -129,6 +129,7 @@ ANNOUNCED: tuple[Shape, ...] = (
     _shape("hash", r"(?i:\btraceparent)[\"']?[:=] ?[\"']?(?P<value>[0-9a-f]{2}-[0-9a-f]{32}-)"),
     _shape("hash", r"(?:\bPID|(?i:\bprocess id))[:=] ?(?P<value>\d{2,7})\b"),
     _shape("git_status", r"\bgitStatus: ?(?P<value>[^\n]{0,400})"),
+    _shape("git_status", r'^<context name="gitStatus">[^\n]*\n\n(?P<value>(?:[^<\n][^\n]*\n)+)<'),
     _shape("git_status", r"^[-*# \t]*(?:Current|Git) branch: ?(?P<value>\S{1,200})$"),
     _shape("git_status", r"^Status:\n(?P<value>(?:\(clean\)|(?:[ MADRCTU?!]{2} \S[^\n]*\n?)+))"),
     _shape("git_status", r"^Recent commits:\n(?P<value>(?:[0-9a-f]{7,40} [^\n]*\n?)+)"),

@@ -127,6 +127,7 @@ VOLATILE = [
     ("git_status", "HEAD is at 1a2b3c4"),
     ("git_status", "Branch: main (ahead 2)"),
     ("git_status", "gitStatus: M server.py"),
+    ("git_status", '<context name="gitStatus">As it was.\n\nM server.py\n</context>'),
     ("git_status", "Current branch: feature/explain"),
     ("git_status", "Status:\n M server.py\n?? notes.md"),
     ("git_status", "Recent commits:\n1a2b3c4 Add a reader\n5d6e7f8 Fix the parser"),

@@ -21,10 +21,12 @@ from mlxcache.cli.agent_settings import claude_env, claude_folder, read_object
 from mlxcache.cli.connect import ANY_MODEL, anyclaude_variables, claude_code_variables
 from mlxcache.cli.launch.providers import (
     OLDEST_CLINE,
+    OLDEST_CONTINUE,
     OLDEST_COPILOT,
     OLDEST_PI,
     OLDEST_QWEN,
     configure_cline,
+    configure_continue,
     configure_copilot,
     configure_pi,
     configure_qwen,
@@ -246,6 +248,7 @@ class ClientName(StrEnum):
     PI = "pi"
     CLINE = "cline"
     COPILOT = "copilot"
+    CONTINUE = "cn"
     ANYCLAUDE = "anyclaude"
 
 
@@ -323,6 +326,16 @@ CLIENTS = {
         is_quiet=lambda arguments: (
             has_flag(arguments, "-p", "--prompt") and not has_flag(arguments, "--output-format")
         ),
+    ),
+    ClientName.CONTINUE: Client(
+        "cn",
+        "Continue",
+        "npm install -g @continuedev/cli",
+        2_612,
+        "a short prompt with files, a shell and a checklist",
+        configure_continue,
+        OLDEST_CONTINUE,
+        is_quiet=lambda arguments: any(one in ("-p", "--print") for one in arguments),
     ),
     ClientName.ANYCLAUDE: Client(
         "anyclaude",

@@ -21,7 +21,7 @@ Client = Annotated[
     ClientName | None,
     typer.Argument(
         metavar="CLIENT",
-        help="claude, opencode, codex, qwen, pi, cline, copilot or anyclaude.",
+        help="claude, opencode, codex, qwen, pi, cline, copilot, cn or anyclaude.",
     ),
 ]
 Arguments = Annotated[

@@ -164,7 +164,7 @@ class Launch:
         print("\n".join(shell_lines(setup, service, invocation.environ)))
         command = shlex.join([invocation.program.name, *setup.arguments, *invocation.arguments])
         _say(f"The command to run with them: {command}")
-        if setup.settings_flag is not None:
+        if setup.settings_flag is not None and setup.by_hand is None:
             names = ", ".join(setup.settings["env"])
             _say(
                 f"Your settings of {name.value} set {names} too and override these variables; "

@@ -1,4 +1,4 @@
-"""Qwen Code, pi, Cline and Copilot CLI: clients of chat completions that take a provider."""
+"""Qwen Code, pi, Cline, Copilot CLI, Continue: clients of chat completions that take a provider."""
 
 from __future__ import annotations
 
@@ -177,4 +177,43 @@ def configure_copilot(service: Service, _: Invocation) -> Setup:
             "COPILOT_PROVIDER_MAX_OUTPUT_TOKENS": str(service.output),
         },
         unset=_OTHER_CREDENTIALS,
+    )
+
+
+# -- Continue ----------------------------------------------------------------------------------
+
+OLDEST_CONTINUE = Version("1.5.47")
+"""Oldest version of Continue's CLI that was tested with this server."""
+
+_CONTINUE_FLAG = "--config"
+
+
+def configure_continue(service: Service, invocation: Invocation) -> Setup:
+    """Return the setup of Continue's CLI for `service`: a configuration that has only this server.
+
+    The key is in a variable, which Continue puts in place of `${{ secrets.NAME }}`. Source:
+    https://docs.continue.dev/reference.
+    """
+    model = {
+        "name": "mlxcache",
+        "provider": "openai",
+        "model": ANY_MODEL,
+        "apiBase": f"{service.url}/v1",
+        "apiKey": f"${{{{ secrets.{KEY_VARIABLE} }}}}",
+        "roles": ["chat", "edit", "apply", "summarize"],
+        "capabilities": ["tool_use"],
+        "contextLength": service.context,
+        "defaultCompletionOptions": {
+            "contextLength": service.context,
+            "maxTokens": service.output,
+        },
+    }
+    config = {"name": "mlxcache", "version": "1.0.0", "schema": "v1", "models": [model]}
+    has_own = has_flag(invocation.arguments, _CONTINUE_FLAG)
+    return Setup(
+        variables={KEY_VARIABLE: None},
+        settings_flag=None if has_own else _CONTINUE_FLAG,
+        settings=config,
+        by_hand="No variable points Continue at a server. Write this to a file, and add "
+        f"{_CONTINUE_FLAG} FILE to the command: {json.dumps(config)}",
     )

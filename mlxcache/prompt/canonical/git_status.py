@@ -13,12 +13,17 @@ from mlxcache.lru import LRU
 from mlxcache.prompt.canonical.draft import Draft, History
 
 FIRST = re.compile(r"gitStatus: \S.*")
+"""First line of a status that ends with the last line that git may have written."""
+_OPENS = re.compile(r'<context name="gitStatus">\S.*')
+_CLOSES = "</context>"
+"""First and last line of a status in Continue's form."""
 _LINE = re.compile(
     r"Current branch: .*|Main branch[^:]*: .*|Git user: .*|Status:|Recent commits:"
     r"|\((?:clean|dirty|unavailable)\)"
     r"|[ MTADRCU?!]{1,2} \S.*"
     r"|[0-9a-f]{7,40} .*"
     r"|\.\.\. ?\(truncated.*"
+    r"|Working tree clean|Not a git repository|Git status not available"
 )
 """Further line of the status: a heading, a file of `git status --short`, or a commit."""
 
@@ -69,11 +74,11 @@ def _split(text: str) -> tuple[str, list[str]]:
     blocks: list[str] = []
     at = 0
     while at < len(lines):
-        if not FIRST.fullmatch(lines[at]):
+        end = _end(lines, at)
+        if end == at:
             kept.append(lines[at])
             at += 1
             continue
-        end = _end(lines, at)
         blocks.append("\n".join(lines[at:end]))
         at = end
         if kept and not kept[-1] and at < len(lines) and not lines[at]:
@@ -84,12 +89,18 @@ def _split(text: str) -> tuple[str, list[str]]:
 def _end(lines: list[str], start: int) -> int:
     """Return the index after the last line of the git status block that begins at line `start`.
 
-    A block may contain blank lines but does not end with one.
+    This is `start` if no block begins there. A block may contain blank lines but does not end with
+    one. A block in Continue's form has only lines of a status up to its closing line.
     """
+    tagged = bool(_OPENS.fullmatch(lines[start]))
+    if not tagged and not FIRST.fullmatch(lines[start]):
+        return start
     end = start + 1
     for at in range(start + 1, len(lines)):
+        if tagged and lines[at] == _CLOSES:
+            return at + 1
         if _LINE.fullmatch(lines[at]):
             end = at + 1
         elif lines[at]:
             break
-    return end
+    return start if tagged else end

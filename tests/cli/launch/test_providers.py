@@ -1,4 +1,4 @@
-"""`mlxcache launch` of Qwen Code, pi, Cline and Copilot CLI: what each gets, and leaves alone."""
+"""`mlxcache launch` of clients that take a provider: what each gets, and leaves alone."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from mlxcache.cli.launch.process import remove_abandoned_settings, run_client
 from mlxcache.cli.launch.providers import (
     PI_EXTENSION,
     QWEN_SETTINGS,
+    configure_continue,
     configure_copilot,
     configure_pi,
     configure_qwen,
@@ -188,6 +189,31 @@ def test_copilot_needs_no_account(tmp_path: Path) -> None:
     assert setup_object(setup, SERVICE, invoked(tmp_path))["unset"] == list(setup.unset)
 
 
+def test_continue_gets_a_configuration_for_one_run(tmp_path: Path) -> None:
+    """The key is in a variable, not in the file; a configuration of the user's is not replaced."""
+    program, record = tmp_path / "cn", tmp_path / "record"
+    program.write_text(
+        '#!/bin/sh\nenv > "$RECORD"; [ "$1" = --config ] && cp "$2" "$RECORD.json"\n'
+    )
+    program.chmod(0o755)
+    invocation = Invocation(
+        program, (), {"PATH": "/bin", "RECORD": str(record)}, tmp_path, tmp_path
+    )
+    setup = configure_continue(SERVICE, invocation)
+    assert run_client(invocation, setup, SERVICE) == 0
+    text = Path(f"{record}.json").read_text()
+    (model,) = json.loads(text)["models"]
+    assert (model["provider"], model["model"]) == ("openai", "current-model")
+    assert model["apiBase"] == "http://127.0.0.1:1/v1"
+    assert model["apiKey"] == "${{ secrets.MLXCACHE_API_KEY }}"
+    assert "MLXCACHE_API_KEY=a key" in record.read_text().splitlines()
+    assert model["contextLength"] == model["defaultCompletionOptions"]["contextLength"] == 40_000
+    assert model["defaultCompletionOptions"]["maxTokens"] == 10_000
+    assert SERVICE.credential not in text
+    own = configure_continue(SERVICE, invoked(tmp_path, "--config", "theirs.yaml"))
+    assert own.settings_flag is None
+
+
 @pytest.mark.parametrize(
     ("name", "quiet", "prints"),
     [
@@ -195,6 +221,7 @@ def test_copilot_needs_no_account(tmp_path: Path) -> None:
         (ClientName.PI, ("-p", "hello"), ("--mode", "json", "-p", "hello")),
         (ClientName.COPILOT, ("-p", "hello"), ("-p", "hello", "--output-format=json")),
         (ClientName.CLINE, None, ("say hello",)),
+        (ClientName.CONTINUE, ("-p", "hello"), ("hello",)),
     ],
 )
 def test_a_client_that_prints_events_gets_no_line_of_progress(

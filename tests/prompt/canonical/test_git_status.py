@@ -27,6 +27,16 @@ Recent commits:
 OTHER = STATUS.replace("M README.md", "(clean)")
 
 
+TAGGED = """\
+<context name="gitStatus">This is the git status at the start of the conversation. Note that this \
+status is a snapshot in time, and will not update during the conversation.
+
+M notes.txt
+?? "new file.py"
+</context>"""
+SIGNATURE = '<context name="commitSignature">Generated with [Continue]\n</context>'
+
+
 def message(role, text):
     return {"role": role, "content": text}
 
@@ -55,6 +65,25 @@ def test_a_status_moves_behind_the_last_message(rules, status, end):
     made = apply(rules, head(status, end), message("user", "hi"))
     assert texts(made) == ["You are an agent." + end.rstrip("\n"), "hi", status]
     assert made.rules == ("git_status",)
+
+
+@pytest.mark.parametrize("lines", ["Working tree clean", "Not a git repository", " M a\n D b"])
+def test_a_status_in_continues_tags_moves_with_them(rules, lines):
+    """The text around it stays, and other tags do."""
+    status = TAGGED.replace('M notes.txt\n?? "new file.py"', lines)
+    made = apply(rules, head(status, f"\n{SIGNATURE}"), message("user", "hi"))
+    assert texts(made) == [f"You are an agent.\n\n{SIGNATURE}", "hi", status]
+    now = apply(rules, head(TAGGED, f"\n{SIGNATURE}"), message("user", "hi"), session="other")
+    assert texts(now)[:2] == texts(made)[:2]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [TAGGED.removesuffix("</context>"), TAGGED.replace("M notes", "Read notes"), SIGNATURE],
+)
+def test_tags_with_other_text_in_them_stay(text):
+    """Or without an end."""
+    assert _split(text) == (text, [])
 
 
 def test_it_is_off_unless_asked_for():
