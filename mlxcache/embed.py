@@ -146,9 +146,9 @@ class Model:
     ) -> Stream:
         """Generate a reply as a stream of `mlxcache.types.Event`.
 
-        `fields` are other fields of a `POST /v1/chat/completions` body, such as `max_tokens`,
-        `temperature` or `tools`. `session` is the session's label. Closing the stream cancels the
-        reply; the KV computed so far is kept.
+        `messages` and `fields`, such as `max_tokens`, `temperature` or `tools`, are the fields of a
+        `POST /v1/chat/completions` body. `session` is the session's label. Closing the stream
+        cancels the reply; the KV computed so far is kept.
 
         Raises BadRequest for an invalid or unsupported field, and Busy if the queue is full.
         """

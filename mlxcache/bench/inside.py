@@ -50,7 +50,10 @@ class Inside:
         return self.core.layout.vocab_size
 
     def tokens(self, nbytes: int, seed: int) -> Tokens:
-        """Return random token ids whose KV takes `nbytes`, rounded up to a whole token."""
+        """Return random token ids whose KV takes `nbytes`, rounded up to a whole token.
+
+        The same `seed` gives the same ids.
+        """
         count = -(-nbytes // self.core.layout.bytes_per_token)
         return np.random.default_rng(seed).integers(0, self.vocabulary, count, np.int32)
 

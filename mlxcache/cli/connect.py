@@ -40,9 +40,9 @@ Variables = Mapping[str, str | None]
 def claude_code_variables(url: str, model: str, context: int) -> Variables:
     """Return the environment variables that point Claude Code at the server at `url`.
 
-    `context` is its context length in tokens. None in place of a value stands for the API key. The
-    attribution header is switched off, because it changes the first tokens of each prompt.
-    Source: https://code.claude.com/docs/en/llm-gateway.
+    `model` is the model name that Claude Code sends, and `context` its context length in tokens.
+    None in place of a value stands for the API key. The attribution header is switched off, because
+    it changes the first tokens of each prompt. Source: https://code.claude.com/docs/en/llm-gateway.
     """
     return {
         "ANTHROPIC_BASE_URL": url,
@@ -79,7 +79,8 @@ def anyclaude_variables(url: str, context: int) -> Variables:
 def claude_code_line(url: str, model: str, context: int, *, has_key: bool) -> str:
     """Return the shell line that starts Claude Code on the server at `url`.
 
-    `context` is in tokens. `has_key` tells whether the server requires an API key.
+    `model` is the model name that Claude Code sends, and `context` its context length in tokens.
+    `has_key` tells whether the server requires an API key.
     """
     return _line("claude", claude_code_variables(url, model, context), has_key=has_key)
 

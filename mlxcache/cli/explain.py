@@ -102,9 +102,10 @@ def explain(
 
 
 def explain_pair(one: dict[str, Any], other: dict[str, Any], settings: Settings) -> dict[str, Any]:
-    """Compare two chat requests and return the object that `explain --json` prints.
+    """Compare a chat request with a later one and return the object that `explain --json` prints.
 
-    Raises MlxcacheError if a request cannot be rendered.
+    `one` and `other` are request bodies, the earlier first. Raises MlxcacheError if one cannot be
+    rendered.
     """
     from mlxcache.prompt.explain import Explainer  # noqa: PLC0415
     from mlxcache.wire.chat_bodies import differences_without_effect  # noqa: PLC0415
@@ -154,9 +155,10 @@ def _members(found: object, *names: str) -> dict[str, Any]:
 
 
 def audit_one(one: dict[str, Any], settings: Settings) -> dict[str, Any]:
-    """Audit one chat request and return the object that `explain --json` prints.
+    """Audit a chat request and return the object that `explain --json` prints.
 
-    Raises MlxcacheError if the request cannot be rendered.
+    An audit lists the parts that are likely to change in the next request. `one` is a request body.
+    Raises MlxcacheError if it cannot be rendered.
     """
     from mlxcache.prompt.audit import audit  # noqa: PLC0415
 

@@ -123,8 +123,9 @@ class Remote:
     def snapshot(self, id: str, path: Path, format: str, progress: Step) -> int:
         """Download a session to the file at `path` and return the number of bytes written.
 
-        `progress` receives the bytes written and their total. Raises MlxcacheError if the server
-        closes the connection early.
+        `format` is `mlxcache` or `mlx-lm`, as in `mlxcache snapshot --format`. `progress` receives
+        the bytes written and their total. Raises MlxcacheError if the server closes the connection
+        early.
         """
         done = 0
         with (

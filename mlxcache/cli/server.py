@@ -199,7 +199,11 @@ def _http_config(app: object) -> uvicorn.Config:
 async def _end(
     server: _HttpServer, serving: asyncio.Task[None], engine: Engine, grace_s: int = STOP_S
 ) -> None:
-    """End the engine's replies and the connections, and wait until both have stopped."""
+    """End the engine's replies and all connections, and wait until both have ended.
+
+    `serving` is the task that runs `server`. Connections are closed within `grace_s` seconds, and
+    the engine has `STOP_S`.
+    """
     server.end(grace_s)
     # connections are cut off on purpose now, also those whose request never came completely
     logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)

@@ -56,7 +56,8 @@ def find_server(url: str | None, api_key: str | None, cache_dir: Path | None = N
 
     The server is the one at `url`, else one that uses `cache_dir`. If both are None, it is the one
     at $MLXCACHE_URL, else one that uses the configured folder, else the one at the configured
-    address. Raises NoServer if none answers, and ConfigError for wrong settings.
+    address. The returned client sends `api_key`, or the configured key if that is None. Raises
+    NoServer if no server answers, and ConfigError for wrong settings.
     """
     from mlxcache.cli.remote import NoServer, Remote  # noqa: PLC0415 - httpx takes a while
     from mlxcache.store.lock import servers  # noqa: PLC0415
@@ -90,7 +91,7 @@ def _named_url(url: str | None, cache_dir: Path | None) -> str | None:
 
 
 def find_target(url: str | None, api_key: str | None, cache_dir: Path | None) -> Remote | Offline:
-    """Find the running server, or open the cache folder if there is none.
+    """Find the running server as `find_server` does, or open the cache folder if there is none.
 
     Raises NoServer if --url or MLXCACHE_URL names a server that does not answer.
     """

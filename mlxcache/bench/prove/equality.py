@@ -109,7 +109,10 @@ async def _after(inside: Inside, ids: Tokens, way: str) -> Heard:
 
 
 def _check_reuse(heard: Heard, way: str) -> None:
-    """Raise Unequal if no token was reused, because the comparison would then prove nothing."""
+    """Raise Unequal if the reply reused no tokens, because comparing it would then prove nothing.
+
+    `way` is as in `_after`: with `RESTORED`, tokens must have come from disk.
+    """
     if not heard.last.cached_tokens or (way == RESTORED and not heard.last.restored_tokens):
         raise Unequal(f"{way}: no token of {heard.last.prompt_tokens} was reused")
 

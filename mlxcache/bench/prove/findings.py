@@ -69,7 +69,10 @@ class Findings:
     not_run: list[str] = field(default_factory=list)
 
     def add(self, table: str, row: str, column: str, unit: str, *values: float) -> None:
-        """Add samples to the figure at a row and column of a table. Without samples, do nothing."""
+        """Add samples, in `unit`, to the figure at a row and column of a table.
+
+        Without samples, do nothing.
+        """
         if values:
             rows = self.tables.setdefault(table, {})
             rows.setdefault(row, {}).setdefault(column, Figure(unit)).samples.extend(values)

@@ -94,7 +94,7 @@ def examine_speed(folder: Path, step: Step, size: int = TEST_BYTES) -> Finding:
 
 
 def _rate_disk(written: float, read: float | None) -> Finding:
-    """Turn the measured speeds, in bytes per second, into a finding.
+    """Turn the measured speeds of writing and reading, in bytes per second, into a finding.
 
     `read` is None if the speed of reading could not be measured.
     """
@@ -114,7 +114,8 @@ def _format_rate(bytes_s: float) -> str:
 def _write(path: Path, size: int, step: Step) -> float:
     """Write `size` random bytes to a new file, sync it, and return the seconds taken.
 
-    Random bytes cannot be compressed by the file system, which would distort the speed.
+    `step` is called with the bytes written and twice `size`, as the file is read back later. Random
+    bytes cannot be compressed by the file system, which would distort the speed.
     """
     part = os.urandom(PART_BYTES)
     began = time.perf_counter()

@@ -180,7 +180,10 @@ def examine_metal(host: Host, ram: int, weights: int) -> Finding | None:
 
 
 def examine_versions(package: str = "mlxcache") -> Finding:
-    """Check that the installed mlx and mlx-lm are within the required version ranges."""
+    """Check that mlx and mlx-lm have versions that `package` accepts.
+
+    The accepted ranges are those of the requirements of the installed `package`.
+    """
     wanted = {
         one.name: one
         for one in map(Requirement, requires(package) or ())

@@ -134,7 +134,8 @@ class Launch:
     ) -> None:
         """Stop the started server, or print how to stop it, after the client has ended.
 
-        It is stopped with `stop_after`, or if the client failed without sending a request.
+        The server is stopped with `stop_after`, or if the client's exit `status` is not 0 and it
+        sent no request.
         """
         unused = status != 0 and not was_asked(service)
         if unused and not stop_after:
