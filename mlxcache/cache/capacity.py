@@ -110,7 +110,9 @@ class Talk:
 class Held:
     """Bytes and checkpoints that one conversation of `tokens` tokens takes in RAM and on disk.
 
-    `fit_ram` and `fit_disk`: how many such conversations fit in each tier.
+    `ram_bytes` and `disk_bytes`: bytes of its KV and checkpoints in each tier. `ram_checkpoints`
+    and `disk_checkpoints`: how many checkpoints these include. `fit_ram` and `fit_disk`: how many
+    such conversations fit in each tier.
     """
 
     tokens: int

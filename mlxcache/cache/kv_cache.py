@@ -360,8 +360,8 @@ class KVCache:
     def persist(self, lease: Lease, ids: Tokens, *, whole: bool = False) -> None:
         """Queue committed tokens for writing to disk.
 
-        During a request, queues the tokens up to the last whole block, if at least `PERSIST_TOKENS`
-        of them are not queued yet. With `whole`, at its end, queues all tokens, also an incomplete
+        Queues the tokens up to the last whole block, if at least `PERSIST_TOKENS` of them are not
+        queued yet. With `whole`, queues all tokens however few are new, also those of an incomplete
         block. Does not block. The path stays locked in RAM until it is on disk.
         """
         if self.disk is None or lease.node is None:

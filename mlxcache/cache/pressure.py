@@ -70,8 +70,9 @@ class Brake:
 class Observation:
     """Result of the latest memory check, with sizes in bytes.
 
-    `footprint`: the size of the process. `max_footprint`: its highest value so far. `expected`: the
-    size that weights and budget account for. `parts`: eighths of the budget that are withheld.
+    `level`: the memory pressure. `footprint`: the size of the process. `max_footprint`: its highest
+    value so far. `expected`: the size that weights and budget account for. `parts`: eighths of the
+    budget that are withheld.
     """
 
     level: PressureLevel = PressureLevel.NORMAL
@@ -85,8 +86,9 @@ class Pressure:
     """Monitor of the machine's memory, in a thread of its own; withholds budget under pressure.
 
     `ram`: the tier whose budget is withheld. `post` runs an action on the MLX thread. `base`: bytes
-    of the process without those that MLX allocates. `weights`: bytes of the weights. The other
-    arguments replace the operating system in tests.
+    of the process without those that MLX allocates. `weights`: bytes of the weights. Tests replace
+    the other arguments: `look` reads the pressure, `measure` the bytes of the process, `clock` the
+    seconds; `trim` returns unused heap memory.
     """
 
     def __init__(

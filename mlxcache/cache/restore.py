@@ -74,7 +74,8 @@ class DiskLookup:
 class Restorer:
     """Reader of the disk tier: looks prompts up, verifies files and loads them.
 
-    The callback `wake` is called on a lookup's thread when the lookup has a result or has ended.
+    `layout`: that of the model for whose lineages it reads. `wake` is called on a lookup's thread
+    when the lookup has a result or has ended.
     """
 
     def __init__(self, store: Store, layout: Layout, wake: Callable[[], None]):

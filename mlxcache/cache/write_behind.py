@@ -184,11 +184,12 @@ class RetryBackoff:
 class PathWrite:
     """The write of one path of the tree, from its queueing to its last durable file.
 
-    `wanted`: the checkpoints on the path. `asked`: the store was searched for the path. After that,
-    `at` is the position of the next token to hand to the writer, and `states` are the checkpoints
-    to write after the runs. `in_flight`: number of jobs that the writer has. `lost`: files that
-    this path continues were evicted in the meantime. `reused`: prompt tokens that the request
-    reused, to be counted as a use of their files. `tries`: number of restarts.
+    `ids`: the tokens of the path. `node`: the locked node at its end, or one below. `wanted`: the
+    checkpoints on the path. `asked`: the store was searched for the path. After that, `at` is the
+    position of the next token to hand to the writer, and `states` are the checkpoints to write
+    after the runs. `in_flight`: number of jobs that the writer has. `lost`: files that this path
+    continues were evicted in the meantime. `reused`: prompt tokens that the request reused, to be
+    counted as a use of their files. `tries`: number of restarts.
     """
 
     node: Node

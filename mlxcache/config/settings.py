@@ -109,7 +109,10 @@ def _setting(
 
 
 def _switch(panel: str, help: str) -> Any:
-    """Make the field of a setting that is off by default and whose flag takes no value."""
+    """Make the field of a setting that is off by default and whose flag takes no value.
+
+    `panel` and `help`: the heading and the text of the flag in --help.
+    """
     return _setting(panel, False, read_switch, "", help)
 
 

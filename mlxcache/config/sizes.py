@@ -103,7 +103,8 @@ def ram_limit(
 def memory_for(machine_bytes: int, working_set_bytes: int | None) -> int:
     """Return the bytes available to a model and its cache: at most Metal's working set.
 
-    Above the working set the system begins to page. `working_set_bytes` is None without Metal.
+    Above the working set the system begins to page. `machine_bytes`: bytes of the machine's memory.
+    `working_set_bytes` is None without Metal.
     """
     return min(machine_bytes, working_set_bytes or machine_bytes)
 
@@ -111,7 +112,8 @@ def memory_for(machine_bytes: int, working_set_bytes: int | None) -> int:
 def explain_auto(whole: int, weights: int, *, metal: bool) -> str:
     """Describe in words how `ram_limit` computes the budget of `auto`.
 
-    `whole`: the result of `memory_for`, in bytes. `weights`: bytes of the model's weights.
+    `whole`: the result of `memory_for`, in bytes. `weights`: bytes of the model's weights. `metal`:
+    MLX computes on Metal.
     """
     share = "three quarters" if metal else "half"
     whose = "Metal's recommended" if metal else "this machine's"

@@ -51,8 +51,8 @@ def unknown_variables(
 ) -> list[tuple[str, str | None]]:
     """Return unknown variables that begin with MLXCACHE_, each with the most similar known one.
 
-    The second item of a pair is None if no known variable is similar. The variables of all
-    settings, `MLXCACHE_CONFIG` and those in `more` are known.
+    `environ`: the environment variables. The second item of a pair is None if no known variable is
+    similar. The variables of all settings, `MLXCACHE_CONFIG` and those in `more` are known.
     """
     known = {*more, *(one.variable for one in (*SETTINGS.values(), CONFIG))}
     # compared without the common prefix, which would make any two of them similar

@@ -49,7 +49,7 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Examined:
-    """Description, cache layout and groups of layers of a model, from its files.
+    """Description (`info`), cache layout and groups of layers of a model, from its files.
 
     `unquantised`: the reason why its KV cannot be quantised, or None. `undrafted`: the reason why
     it cannot be used with a draft model, or None.

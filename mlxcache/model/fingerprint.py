@@ -101,7 +101,7 @@ def _runs_code(path: Path) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Seen:
-    """Size, times and inode of a file; at least one of them changes with its content."""
+    """Size, times (in ns) and inode of a file; at least one of them changes with its content."""
 
     size: int
     mtime_ns: int
@@ -118,7 +118,11 @@ class _Seen:
 
 
 class _Reader:
-    """Reader of the SHA-256 of files, which reads each file at most once while it is unchanged."""
+    """Reader of the SHA-256 of files, which reads each file at most once while it is unchanged.
+
+    `memo`: the file in which the digests are stored. `progress` is called with the bytes read so
+    far and the total, or None.
+    """
 
     def __init__(self, memo: Path, progress: Progress | None):
         self._memo = memo
@@ -126,7 +130,7 @@ class _Reader:
         self._done = self._total = 0
 
     def digests(self, files: list[Path]) -> dict[Path, str]:
-        """Return the SHA-256 of each file in hexadecimal.
+        """Return the SHA-256 of each of `files` in hexadecimal.
 
         Raises ModelError if a file cannot be read.
         """

@@ -76,9 +76,10 @@ _SNAPSHOT = re.compile(r"models--(?P<org>.+?)--(?P<name>.+)")
 def resolve(model: str, revision: str | None = None, progress: Progress | None = None) -> Path:
     """Return the local folder of `model`, which is a path or a Hugging Face Hub id.
 
-    A model on the Hub is downloaded if needed: the same files that mlx-lm takes, into the Hub's own
-    cache. An id whose files are all there costs one request, or none with HF_HUB_OFFLINE=1.
-    `progress` is called with bytes on disk and bytes needed. Blocks.
+    `revision`: branch, tag or commit on the Hub, None for the default branch. A model on the Hub is
+    downloaded if needed: the same files that mlx-lm takes, into the Hub's own cache. An id whose
+    files are all there costs one request, or none with HF_HUB_OFFLINE=1. `progress` is called with
+    bytes on disk and bytes needed. Blocks.
 
     Raises ModelError, which says what to do, if there is no such folder or id, if the model is
     gated, if there is no network, or if the disk is full.
@@ -101,7 +102,8 @@ def resolve(model: str, revision: str | None = None, progress: Progress | None =
 def here(model: str, revision: str | None = None) -> Path | None:
     """Return the folder of `model` if all of its files are on this machine, else None.
 
-    Downloads nothing. Raises ModelError for a path that does not exist or a name that is no Hub id.
+    `revision`: branch, tag or commit on the Hub. Downloads nothing. Raises ModelError for a path
+    that does not exist or a name that is no Hub id.
     """
     if Path(model).expanduser().exists() or _looks_local(model) or "/" not in model:
         return resolve(model, revision)
@@ -122,8 +124,8 @@ def here(model: str, revision: str | None = None) -> Path | None:
 def outline(model: str, revision: str | None = None) -> tuple[Path, int]:
     """Download only the configuration of a model on the Hub.
 
-    Returns its folder, and the bytes of the model's weights. Raises ModelError, within seconds if
-    the Hub cannot be reached.
+    Returns its folder, and the bytes of the model's weights. `revision`: branch, tag or commit on
+    the Hub. Raises ModelError, within seconds if the Hub cannot be reached.
     """
     try:
         # before the download, which would be retried
@@ -172,7 +174,10 @@ def _download(model: str, revision: str | None, progress: Progress | None) -> Pa
 
 
 def why(model: str, revision: str | None, error: Exception) -> str | None:
-    """Describe cause and remedy of an error of the Hub's client; return None for other errors."""
+    """Describe cause and remedy of an error of the Hub's client; return None for other errors.
+
+    `model` and `revision`: what was requested when the error was raised.
+    """
     for kind, sentence in _SENTENCES:
         if isinstance(error, kind):
             return _sentence(sentence, model, revision)

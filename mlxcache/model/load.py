@@ -55,7 +55,7 @@ class ModelSpec:
     with adapter_config.json and adapters.safetensors. `draft`: folder or Hub id of a draft model.
     `trust_remote_code`: allow Python code in the model's folder to run. `context`: context length
     in tokens, at most the model's own. `chat_template`: a file or the template itself, instead of
-    the model's. `id`: the name that clients see.
+    the model's. `id`: the name that clients see. `is_demo`: the model is the built-in demo.
     """
 
     model: str
@@ -73,9 +73,10 @@ class ModelSpec:
 class Loaded:
     """A model that is ready to run.
 
-    `config`: config.json as mlx-lm reads it. `path`: the model's folder. `vision`: its image
-    processor, or None if the model takes no images. `draft`: the folder of the draft model, or
-    None; with a draft model, `model` is a `Pair`, and `info` describes both.
+    `tokenizer`: mlx-lm's TokenizerWrapper. `config`: config.json as mlx-lm reads it. `path`: the
+    model's folder. `vision`: its image processor, or None if the model takes no images. `draft`:
+    the folder of the draft model, or None; with a draft model, `model` is a `Pair`, and `info`
+    describes both.
     """
 
     model: nn.Module

@@ -41,7 +41,9 @@ class Grammar:
     `edges`: for each state, the markers that end it and the next state of each. `tokens`: the
     markers that are one token of the vocabulary. `initial`: the state in which every reply begins,
     or None if that depends on the prompt. `syntax`: the reader of tool calls in the text of a tool
-    block. `opening`: the marker that begins a tool block.
+    block. `opening`: the marker that begins a tool block. `open_ended`: a tool block lasts to the
+    end of the reply. `harmony`: the format is that of gpt-oss. `whole`: `syntax` also reads the
+    opening of a tool block.
     """
 
     edges: Mapping[str, Mapping[str, str]]
@@ -62,12 +64,12 @@ PLAIN = Grammar(edges={NORMAL: {}, TOOL: {}})
 
 
 def grammar(tokenizer: Any, *, tools: bool, generic: bool) -> Grammar:
-    """Return the markers of the model family of `tokenizer`.
+    """Return the markers of the model family of `tokenizer`, mlx-lm's TokenizerWrapper.
 
-    Its edges are those of `mlx_lm.generate.make_text_state_machine`, as strings so that a malformed
-    tool block can be returned as text, or those of gpt-oss. With `tools` False, no tool calls are
-    recognised. With `generic`, tool blocks are `<tool_call>{json}</tool_call>` instead of the
-    family's own.
+    The edges of the result are those of `mlx_lm.generate.make_text_state_machine`, as strings so
+    that a malformed tool block can be returned as text, or those of gpt-oss. With `tools` False, no
+    tool calls are recognised. With `generic`, tool blocks are `<tool_call>{json}</tool_call>`
+    instead of the family's own.
     """
     if is_harmony(tokenizer):
         return _harmony(tokenizer, tools, generic)
@@ -93,13 +95,16 @@ def is_harmony(tokenizer: Any) -> bool:
     """Return whether the parser must use gpt-oss's format (harmony), as described here.
 
     True if the vocabulary has its control tokens and mlx-lm itself describes no thinking for the
-    model.
+    model. `tokenizer`: mlx-lm's TokenizerWrapper.
     """
     return not tokenizer.has_thinking and _speaks_harmony(tokenizer)
 
 
 def thinks(tokenizer: Any) -> bool:
-    """Return whether the model's output format has a place for reasoning."""
+    """Return whether the model's output format has a place for reasoning.
+
+    `tokenizer`: mlx-lm's TokenizerWrapper.
+    """
     found = grammar(tokenizer, tools=False, generic=False)
     return found.harmony or any(REASONING in edges.values() for edges in found.edges.values())
 
@@ -162,7 +167,10 @@ _RECIPIENT = re.compile(r"to=([^\s<]+)")
 
 
 def _speaks_harmony(tokenizer: Any) -> bool:
-    """Return whether the vocabulary has the control tokens of gpt-oss's format (harmony)."""
+    """Return whether the vocabulary has the control tokens of gpt-oss's format (harmony).
+
+    `tokenizer`: mlx-lm's TokenizerWrapper.
+    """
     ids = [tokenizer.convert_tokens_to_ids(token) for token in _HARMONY_TOKENS]
     return None not in ids and tokenizer.unk_token_id not in ids
 

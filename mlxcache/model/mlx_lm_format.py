@@ -140,7 +140,10 @@ class PromptCache:
 
 
 def prompt_ids(tokenizer: Any, prompt: str) -> list[int]:
-    """Return the token ids that `mlx_lm.cache_prompt --prompt` makes of its argument."""
+    """Return the token ids that `mlx_lm.cache_prompt --prompt` makes of its argument.
+
+    `tokenizer`: mlx-lm's TokenizerWrapper.
+    """
     if not tokenizer.has_chat_template:
         return list(tokenizer.encode(prompt))
     message = [{"role": "user", "content": prompt}]
@@ -153,8 +156,9 @@ def prompt_ids(tokenizer: Any, prompt: str) -> list[int]:
 def read_prompt_cache(path: Path, layout: Layout, stream: Any) -> PromptCache:
     """Read the prompt cache file `path` for a model of `layout`.
 
-    Its arrays are lazy and load on `stream`. Every shape is checked first. Raises SnapshotRefused
-    if the file is not a prompt cache or does not have the shapes of this model.
+    The arrays of the result are lazy, and are read on the MLX stream `stream`. Every shape is
+    checked first. Raises SnapshotRefused if the file is not a prompt cache or does not have the
+    shapes of this model.
     """
     header = _header(path)
     try:
@@ -177,7 +181,10 @@ def _header(path: Path) -> Header:
 
 
 class _Reader:
-    """Reader of one prompt cache file; uses only the keys that a cache of `layout` has."""
+    """Reader of one prompt cache file; uses only the keys that a cache of `layout` has.
+
+    `header`: the file's header. `arrays`: all of its tensors by name, lazy.
+    """
 
     def __init__(self, header: Header, arrays: Mapping[str, mx.array], layout: Layout):
         self._places: Mapping[str, Place] = {place.name: place for place in header.places}

@@ -387,7 +387,8 @@ class OutputParser:
 def reader(tokenizer: Any) -> Callable[..., list[Piece]]:
     """Make a function `read(ids, **options)` that parses the tokens of whole replies to pieces.
 
-    The options are the keyword arguments of OutputParser. The function may be called on any thread.
+    `tokenizer`: mlx-lm's TokenizerWrapper. The options are the keyword arguments of OutputParser.
+    The function may be called on any thread.
     """
 
     def read(ids: Sequence[int], **how: Any) -> list[Piece]:
@@ -399,7 +400,7 @@ def reader(tokenizer: Any) -> Callable[..., list[Piece]]:
 
 
 class Finder:
-    """Search for the first of several strings in text that arrives in parts.
+    """Search for the first of several strings, `patterns`, in text that arrives in parts.
 
     The string that is completed first is found; if one character completes several, the longest is.
     So the result does not depend on how the text is divided. Only text that may begin one of the

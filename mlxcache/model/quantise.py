@@ -81,7 +81,8 @@ def _replaced(cache: Any, group: int | None, bits: int) -> Any:
 def check_classes(caches: Sequence[Any], bits: int) -> None:
     """Raise ModelError with the names of the cache classes that cannot be quantised, if any.
 
-    Also raises ModelError if none of `caches` holds KV.
+    Also raises ModelError if none of `caches` holds KV. `bits`: the value of --kv-bits, for the
+    error message.
     """
     refused = sorted({name for cache in caches for name in _refused(cache)})
     if refused:
@@ -113,7 +114,8 @@ def _group(cache: Any, bits: int) -> int | None:
     """Return how many consecutive numbers of a layer's KV share a scale.
 
     Returns None if the layer's KV is not quantised. The layer must have been fed. Raises ModelError
-    if no supported group size divides its head size.
+    if no supported group size divides its head size. `bits`: the value of --kv-bits, for the error
+    message.
     """
     found = _kv(cache)
     if found is None or found.empty():
@@ -154,9 +156,10 @@ def _check_products(plain: Sequence[Any], groups: Sequence[int | None], bits: in
     """Raise ModelError unless MLX multiplies long quantised KV correctly on this device.
 
     `plain`: the plain cache of each layer; its head sizes are checked. `groups`: how many numbers
-    share a scale in each layer, None if it is not quantised. A few tokens do not show the error:
-    beyond 1,024 tokens, a GPU may leave part of each head unwritten if the head's size is no
-    multiple of 64. Source: https://github.com/ml-explore/mlx/issues/4250
+    share a scale in each layer, None if it is not quantised. `bits`: bits of a quantised number. A
+    few tokens do not show the error: beyond 1,024 tokens, a GPU may leave part of each head
+    unwritten if the head's size is no multiple of 64. Source:
+    https://github.com/ml-explore/mlx/issues/4250
     """
     sizes = {
         (found.values.shape[-1], group)

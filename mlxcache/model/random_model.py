@@ -44,8 +44,8 @@ LETTERS = [c for c in punctuation + ascii_letters + digits if c not in "<'"]
 class Shape:
     """Sizes of a Qwen3 model without experts.
 
-    `hidden`, `intermediate`, `head_dim`: widths. `layers`, `heads`, `kv_heads`: counts. `tied`: the
-    output head has the same weights as the embeddings.
+    `hidden`, `intermediate`, `head_dim`: widths. `layers`, `heads`, `kv_heads`: counts.
+    `vocabulary`: number of logits. `tied`: the output head has the same weights as the embeddings.
     """
 
     hidden: int
@@ -182,9 +182,10 @@ def _drawn(
 ) -> dict[str, mx.array]:
     """Draw the random bfloat16 parameters of one file, by their names with `.weight`.
 
-    In the embeddings and the output head, only the rows of ids below `tokens` are drawn, which are
-    those of the tokenizer. The others are zeros: no prompt contains them and no reply should.
-    `spoken`: ids that a reply may contain.
+    `part`: their shapes by name. In the embeddings and the output head, only the rows of ids below
+    `tokens` are drawn, which are those of the tokenizer. The others are zeros: no prompt contains
+    them and no reply should. `spoken`: ids that a reply may contain. `tied`: the embeddings are the
+    output head too.
     """
     found = {}
     for (name, size), one in zip(part.items(), mx.random.split(key, len(part)), strict=True):
@@ -205,10 +206,10 @@ def _drawn(
 
 
 def _head_scales(size: tuple[int, ...], spoken: list[int], *, quiet: float) -> mx.array:
-    """Return factors for the rows of an output head, shape (rows, 1).
+    """Return factors for the rows of an output head of shape `size`, as an array (rows, 1).
 
-    With them only the tokens in `spoken` are ever the likeliest. `quiet`: the factor of the others,
-    relative to those.
+    With them only the tokens in `spoken` are ever the likeliest. `quiet`: the factor of the other
+    rows, relative to those.
     """
     factors = mx.full((size[0], 1), quiet)
     factors[mx.array(spoken)] = 1.0

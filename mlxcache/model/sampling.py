@@ -111,7 +111,7 @@ def make_sampler(sampling: Sampling, vocab_size: int, kept: Sequence[int] = ()) 
 class _Draw:
     """Sampler that filters in mlx-lm's order (top_p, min_p, XTC, top_k), then draws a token.
 
-    It has its own random key, which changes with each draw.
+    `kept`: tokens that XTC never removes. It has its own random key, which changes with each draw.
     """
 
     def __init__(self, sampling: Sampling, vocab_size: int, kept: Sequence[int]):
@@ -165,7 +165,7 @@ class _Draw:
 def text_ends(tokenizer: Any) -> tuple[int, ...]:
     """Return the ids of tokens that end a turn or a line.
 
-    XTC never removes them, as in mlx-lm's server.
+    XTC never removes them, as in mlx-lm's server. `tokenizer`: mlx-lm's TokenizerWrapper.
     """
     return *sorted(tokenizer.eos_token_ids), *tokenizer.encode("\n", add_special_tokens=False)
 
@@ -267,7 +267,7 @@ def token_text(tokenizer: Any, token: int) -> str:
     """Return the text of one token, with its leading space.
 
     Bytes that are no whole character become surrogate escapes, or U+FFFD if the bytes are not
-    known.
+    known. `tokenizer`: mlx-lm's TokenizerWrapper.
     """
     piece = tokenizer.convert_ids_to_tokens(token)
     if piece is None:
@@ -280,7 +280,7 @@ def token_text(tokenizer: Any, token: int) -> str:
 
 
 def _token_bytes(piece: str) -> bytes | None:
-    """Return the bytes of a token from its notation in a vocabulary.
+    """Return the bytes of a token from `piece`, its notation in a vocabulary.
 
     Returns None for an unknown notation.
     """

@@ -189,8 +189,8 @@ def layout_key(layout: Layout) -> str:
 def load_run(path: Path, layout: Layout, stream: Any) -> list[list[mx.array]]:
     """Load the file of a run as lazy arrays of shape (tokens, heads, dim), by slot.
 
-    The arrays are read on `stream`. Raises Corrupt unless they are exactly those of `layout`, all
-    with the same number of tokens.
+    The arrays are read on the MLX stream `stream`. Raises Corrupt unless they are exactly those of
+    `layout`, all with the same number of tokens.
     """
     found = _load(path, stream)
     out: list[list[mx.array]] = []
@@ -242,9 +242,10 @@ def _fold(value: Any, arrays: list[mx.array]) -> Any:
 
 
 def load_state(path: Path, layout: Layout, stream: Any) -> State:
-    """Load the file of a checkpoint, as a state of lazy arrays that are read on `stream`.
+    """Load the file of a checkpoint, as a state of lazy arrays.
 
-    Raises Corrupt unless the state has the structure and shapes of `layout`.
+    The arrays are read on the MLX stream `stream`. Raises Corrupt unless the state has the
+    structure and shapes of `layout`.
     """
     found = _load(path, stream)
     tree = _skeleton(path, found.pop(SKELETON, None))

@@ -55,10 +55,10 @@ Read = Callable[[str], list[ToolCall]]
 class ToolBlock:
     """A tool block that `opening` began while the parser was in the state `source`.
 
-    `opening`: the text before the block, as the model wrote it. `marker`: the text that opens tool
-    blocks in general, by which an opening inside the block is found. `confirming`: markers that
-    confirm an end if they follow it. `head`: the opening if the syntax reads it as part of the
-    block, otherwise empty.
+    `scanner`: finds the end of the block. `opening`: the text before the block, as the model wrote
+    it. `marker`: the text that opens tool blocks in general, by which an opening inside the block
+    is found. `confirming`: markers that confirm an end if they follow it. `head`: the opening if
+    the syntax reads it as part of the block, otherwise empty.
     """
 
     def __init__(

@@ -32,8 +32,9 @@ _MALFORMED = (
 class CallReader:
     """Reader of the tool blocks of one reply. It gives each call an index and an id.
 
-    `calls`: number of calls that became part of the reply. `problem`: the reason why the last block
-    that was read has no calls.
+    `syntax`: the syntax of the calls. `tools`: definitions of the request's tools. `calls`: number
+    of calls that became part of the reply. `problem`: the reason why the last block that was read
+    has no calls.
     """
 
     def __init__(self, syntax: Syntax, tools: Sequence[Mapping[str, Any]]):

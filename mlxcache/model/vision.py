@@ -157,9 +157,10 @@ def encode(pixels: npt.NDArray[np.uint8]) -> bytes:
 
 
 def load_vision(model: Any, tokenizer: Any, config: Mapping[str, Any]) -> Vision | None:
-    """Make the image processor of a model.
+    """Make the image processor of a model that mlx-lm has loaded, from its `config`.
 
-    Returns None if the model takes no images, or, with a warning, if a required part is missing.
+    `tokenizer`: mlx-lm's TokenizerWrapper. Returns None if the model takes no images, or, with a
+    warning, if a required part is missing.
     """
     try:
         processor = load_processor(model, dict(config))

@@ -82,12 +82,12 @@ class Worth:
 class EvictionOrder:
     """Leaves ordered by score, lowest first; the least recently used first among equal scores.
 
-    Leaves whose conversation has continued on another branch come before all others. Using a node
-    needs no update of the heap: the key stored for a node is a lower bound of its true key, and is
-    corrected when the node reaches the top. A change that lowers a key must be followed by `renew`;
-    the expiry of keep hints is handled here. A node that reaches the top while `eligible` returns
-    False for it is dropped, and must be added again once it is eligible. `now` returns seconds, and
-    is used for keep hints only.
+    Leaves that were never reused, and whose conversation has continued on another branch, come
+    before all others. Using a node needs no update of the heap: the key stored for a node is a
+    lower bound of its true key, and is corrected when the node reaches the top. A change that
+    lowers a key must be followed by `renew`; the expiry of keep hints is handled here. A node that
+    reaches the top while `eligible` returns False for it is dropped, and must be added again once
+    it is eligible. `now` returns seconds, and is used for keep hints only.
     """
 
     def __init__(
@@ -150,8 +150,8 @@ class EvictionOrder:
     def key(self, node: Node) -> Key:
         """Compute the current sort key of `node`; the node with the lowest key is evicted first.
 
-        The key has the score, then the last use. A leaf that its conversation no longer uses,
-        because it continued on another branch, has a lower key than any other.
+        The key has the score, then the last use. A leaf that was never reused, and whose
+        conversation has continued on another branch, has a lower key than all other leaves.
         """
         return (not node.usage.replaced, self.value(node), node.used_at, node.end)
 

@@ -46,7 +46,7 @@ class Usage:
         self.keep(other.keeps)
 
     def keep(self, wishes: tuple[tuple[int, float], ...]) -> None:
-        """Add keep hints, as pairs of position and seconds after each use.
+        """Add the keep hints `wishes`, pairs of position and seconds after each use.
 
         Of two hints with the same seconds, only the one with the higher position is stored.
         """
@@ -166,7 +166,8 @@ class Match:
 class Cut:
     """A part removed from the tree: positions [start, end) of `value`, and the checkpoint at `end`.
 
-    `checkpoint` is None and `checkpoint_bytes` 0 if the part had no checkpoint.
+    `tokens`: number of these positions. `checkpoint` is None and `checkpoint_bytes` 0 if the part
+    had no checkpoint.
     """
 
     value: Any

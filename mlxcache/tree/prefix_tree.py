@@ -198,7 +198,10 @@ class Edges:
         return taken
 
     def put_checkpoint(self, node: Node, state: Any, nbytes: int) -> Any:
-        """Set the checkpoint of `node`, and return the state that it replaces, or None."""
+        """Set the checkpoint of `node` to `state`, of `nbytes` bytes.
+
+        Returns the state that it replaces, or None.
+        """
         replaced, _ = self.take_checkpoint(node)
         node.checkpoint = state
         node.checkpoint_bytes = nbytes
@@ -286,7 +289,7 @@ class Uses:
             self._edges.compress(node)
 
     def keep(self, node: Node, wishes: tuple[tuple[int, float], ...]) -> None:
-        """Add clients' keep hints to the nodes on the path to `node`.
+        """Add the clients' keep hints `wishes` to the nodes on the path to `node`.
 
         Each hint is a position up to which to keep tokens, and the seconds to keep them after each
         use.

@@ -73,7 +73,10 @@ def _is_strict(tool: Mapping[str, Any]) -> bool:
 
 
 class _Calls:
-    """Writer of grammar expressions for the tool calls that the reply to a job may make."""
+    """Writer of grammar expressions for the tool calls that the reply to a job may make.
+
+    `tokenizer`: mlx-lm's TokenizerWrapper. `frame`: the writer of the message headers around calls.
+    """
 
     def __init__(self, lark: Lark, tokenizer: Any, job: Job, frame: Frame):
         self._lark = lark

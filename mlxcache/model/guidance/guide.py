@@ -59,10 +59,10 @@ class Guide(Protocol):
 
 
 class GrammarGuide:
-    """Guide that follows a compiled grammar.
+    """Guide that follows a grammar compiled as `matcher`.
 
-    All tokens that end a turn are allowed where the grammar may end, and only those where it must
-    end.
+    `vocab_size`: the width of the logits. All tokens that end a turn are allowed where the grammar
+    may end, and only those where it must end.
     """
 
     def __init__(self, matcher: LLMatcher, vocab_size: int):
@@ -171,14 +171,20 @@ def _vocabulary(tokenizer: Any, vocab_size: int) -> LLTokenizer:
 
 
 def _control_ids(tokenizer: Any) -> set[int]:
-    """Return the ids of tokens that end a turn or are markers of thinking or tool calls."""
+    """Return the ids of tokens that end a turn or are markers of thinking or tool calls.
+
+    `tokenizer`: mlx-lm's TokenizerWrapper.
+    """
     kinds = [markers.grammar(tokenizer, tools=True, generic=generic) for generic in (False, True)]
     found = {token for kind in kinds for token in kind.tokens.values()}
     return found | set(tokenizer.eos_token_ids)
 
 
 def _with_control_tokens(tokenizer_json: str, ids: Iterable[int]) -> str:
-    """Mark the added tokens with these ids as special in the text of a tokenizer.json."""
+    """Mark the added tokens with these ids as special, and return the changed tokenizer.json.
+
+    `tokenizer_json`: the text of a tokenizer.json.
+    """
     content = json.loads(tokenizer_json)
     chosen = set(ids)
     for token in content["added_tokens"]:

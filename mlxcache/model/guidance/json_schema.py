@@ -112,7 +112,10 @@ def _escape(name: Any) -> str:
 
 
 class _Check:
-    """One check of a schema; `run` returns the rewritten schema."""
+    """One check of the JSON Schema `root`; `run` returns the rewritten schema.
+
+    `param` and `at` are those of `check`: the request's field and the schema's name in errors.
+    """
 
     def __init__(self, root: Any, param: str, at: str):
         self._source = root
@@ -282,7 +285,8 @@ class _Check:
     def _numbers(self, node: dict[str, Any], pointer: str) -> None:
         """Rewrite the numeric bounds of `node` in place, for floats.
 
-        No float outside of the original bounds satisfies the new ones.
+        No float outside of the original bounds satisfies the new ones. `pointer`: the JSON Pointer
+        of the node, for errors.
         """
         for keyword in _BOUNDS:
             value = node.get(keyword)

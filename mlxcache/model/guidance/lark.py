@@ -64,7 +64,10 @@ class Lark:
         self._rules[name] = body
 
     def lazy(self, body: str) -> str:
-        """Add a grammar terminal that ends at its first possible end, and return its name."""
+        """Add a grammar terminal with the body `body`, and return its name.
+
+        Its text ends as early as the body allows.
+        """
         name = self._name("h", body)
         self._lazy.add(name)
         return name

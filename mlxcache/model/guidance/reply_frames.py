@@ -15,7 +15,8 @@ TEXT = "/(?s:.+)/"
 class Frame:
     """Writer of grammar expressions for replies without message headers.
 
-    Subclasses add the headers of a model family around text and tool calls.
+    `lark`: the grammar to which rules are added. Subclasses add the headers of a model family
+    around text and tool calls.
     """
 
     has_recipients = False
@@ -59,7 +60,8 @@ class Frame:
 class Harmony(Frame):
     """Writer of grammar expressions for gpt-oss's messages.
 
-    Their headers name a channel and the tool; see `markers`.
+    Their headers name a channel and the tool; see `markers`. `call_ends`: the token after a call
+    ends the reply, so that only one call can be made.
     """
 
     has_recipients = True
@@ -121,7 +123,10 @@ class Recipients(Frame):
 
 
 def frame_of(lark: Lark, tokenizer: Any) -> Frame:
-    """Return the writer of the headers around text and tool calls of a model's replies."""
+    """Return the writer of the headers around text and tool calls of a model's replies.
+
+    `lark`: the grammar to which it adds rules. `tokenizer`: mlx-lm's TokenizerWrapper.
+    """
     if is_harmony(tokenizer):
         call = lark.added.get("<|call|>")
         return Harmony(lark, call_ends=call is None or call in tokenizer.eos_token_ids)

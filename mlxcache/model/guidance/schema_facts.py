@@ -36,7 +36,11 @@ _DEEPEST = 8
 
 @dataclass(frozen=True, slots=True)
 class Schema:
-    """A checked schema: its root node, and the definitions to which `#/$defs/NAME` refers."""
+    """A checked schema: its root node, and the definitions to which `#/$defs/NAME` refers.
+
+    `defs`: the definitions by NAME. `closed`: no object in it has both named properties and
+    properties of any name.
+    """
 
     root: Node
     defs: Mapping[str, Node] = field(default_factory=dict)

@@ -94,7 +94,8 @@ def _words(tokenizer: Any) -> tuple[str, str, str] | None:
     """Return the texts around a think block, as a model family writes them.
 
     These are its opening, its closing marker, and the beginning of the next message's header, which
-    is empty if messages have no headers. Returns None if the family does not think.
+    is empty if messages have no headers. Returns None if the family does not think. `tokenizer`:
+    mlx-lm's TokenizerWrapper.
     """
     if markers.is_harmony(tokenizer):
         return HARMONY
@@ -137,9 +138,9 @@ State = Literal["begin", "thinking", "between", "answer"]
 class AfterThinking:
     """Guide for the answer only: thinking before it is free, but must end with its marker.
 
-    `guide`: the guide of the answer, at its beginning. `thinking`: the prompt ends inside a think
-    block. `may_think`: the reply may open a think block. Before the answer the model cannot end its
-    reply, and no tool can be called.
+    `guide`: the guide of the answer, at its beginning. `form`: how the model writes its thinking.
+    `thinking`: the prompt ends inside a think block. `may_think`: the reply may open a think block.
+    Before the answer the model cannot end its reply, and no tool can be called.
     """
 
     def __init__(self, form: ThinkFormat, guide: Guide, *, thinking: bool, may_think: bool):

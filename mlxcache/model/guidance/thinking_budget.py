@@ -94,7 +94,10 @@ def read_closing(tokenizer: Any, architecture: str, vocab_size: int) -> Closing 
 
 
 def _blanks(tokenizer: Any) -> tuple[str, str]:
-    """Return the white space that the template writes before and after the closing marker."""
+    """Return the white space that the template writes before and after the closing marker.
+
+    `tokenizer`: mlx-lm's TokenizerWrapper.
+    """
     thought, text = _PROBE
     messages = [
         {"role": "user", "content": "a"},

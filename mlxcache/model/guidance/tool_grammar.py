@@ -32,7 +32,7 @@ _LINE = '"\\n"?'
 
 @dataclass(frozen=True, slots=True)
 class Tool:
-    """A tool that may be called.
+    """A tool that may be called, by its name.
 
     `schema` is that of its arguments, or None for any object.
     """
@@ -123,7 +123,8 @@ def read_tool(tool: Mapping[str, Any], *, checked: bool) -> Tool:
 def syntax_of(tokenizer: Any, *, generic: bool) -> Syntax:
     """Return the syntax of a model's tool calls. Raises Unsupported if it is unknown.
 
-    `generic`: the tools are described in the system text, because the chat template has none.
+    `tokenizer`: mlx-lm's TokenizerWrapper. `generic`: the tools are described in the system text,
+    because the chat template has none.
     """
     if generic:
         return Syntax(GENERIC_START, GENERIC_END, _json_call, names=re.compile(".+"))
@@ -174,7 +175,8 @@ def _header_call(lark: Lark, tool: Tool) -> str:
 def _mistral(tokenizer: Any) -> Syntax:
     """Return the syntax of a Mistral model's tool calls.
 
-    This is `NAME[ARGS]{...}` if vocabulary or template have `[ARGS]`, otherwise a JSON list.
+    This is `NAME[ARGS]{...}` if the vocabulary or the template has `[ARGS]`, otherwise a JSON list.
+    `tokenizer`: mlx-lm's TokenizerWrapper.
     """
     template = tokenizer.chat_template
     if "[ARGS]" in tokenizer.get_added_vocab() or "[ARGS]" in str(template):
@@ -342,8 +344,8 @@ def _arg_tags(prefix: str) -> Syntax:
 def _kimi_k3_call(lark: Lark, tool: Tool) -> str:
     """Return a grammar expression for a call of Kimi K3.
 
-    Arguments are written with their types, or as one JSON object if the schema cannot be expressed
-    so.
+    Each argument is written with its type. If the schema cannot be expressed in that form, all
+    arguments are one JSON object.
     """
     header = literal(f"call tool={json.dumps(tool.name)} index=")
     number = lark.terminal(f'{header} /"[1-9][0-9]{{0,2}}"/')
@@ -496,7 +498,10 @@ class _Gemma:
 
 
 class _GemmaValues:
-    """Writer of grammar expressions for values of one schema in Gemma's notation."""
+    """Writer of grammar expressions for values of one schema in Gemma's notation.
+
+    `quote`: the delimiter before and after each string.
+    """
 
     def __init__(self, lark: Lark, schema: Schema, quote: str):
         self._lark = lark

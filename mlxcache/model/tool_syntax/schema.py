@@ -37,7 +37,7 @@ _WORDS = {"true": True, "false": False, "none": None, "null": None}
 
 @dataclass(frozen=True, slots=True)
 class Parsed:
-    """Value of an argument, and whether it fits its schema."""
+    """The `value` of an argument; `valid` is true if it fits its schema."""
 
     value: Any
     valid: bool
@@ -125,7 +125,7 @@ def _complete(tool: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class _Walk:
-    """Limits of one traversal of a value or a schema.
+    """Limits of one traversal of a value or a schema, against very deep or branching ones.
 
     `root`: the schema in which references are resolved. At most `_MOST_NODES` nodes are visited.
     """
