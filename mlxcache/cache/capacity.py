@@ -48,7 +48,7 @@ def pending_bytes(limit: int, layout: Layout) -> int:
 def transient_bytes(limit: int, least: int = 0) -> int:
     """Return the bytes of a budget of `limit` bytes that are set aside for forward passes.
 
-    This is an eighth of `limit`, or `least` if that is more, but at most a third of `limit`.
+    This is the largest of an eighth of `limit`, `least` and 16 MiB, but at most a third of `limit`.
     `least`: the bytes that the longest passes need.
     """
     return min(max(limit // 8, least, MIN_TRANSIENT), limit // 3)

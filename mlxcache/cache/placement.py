@@ -165,11 +165,11 @@ class Placement:
 
     @contextmanager
     def charged(self, lineage: Lineage, capacity: int, leased: bool = False) -> Iterator[None]:
-        """Context manager for allocating buffers of `capacity` positions for `lineage`.
+        """Context manager whose body allocates buffers for `lineage`.
 
-        Their bytes are charged to the budget before. If the body raises, the bytes that were not
-        allocated are released. A lineage that is not `leased` then becomes idle again if its
-        content is intact, and is discarded if not.
+        The caller has charged the bytes of `capacity` positions to the budget before. If the body
+        raises, the bytes that were not allocated are released. A lineage that is not `leased` then
+        becomes idle again if its content is intact, and is discarded if not.
         """
         try:
             yield

@@ -75,8 +75,8 @@ class Sliced:
     def numbers(self, slot: Any) -> dict[str, int]:
         """Return the integers in a slot's state that are the same at every position.
 
-        The size of a sliding window is one, for example. Their keys are those of the flattened
-        `state` of mlx-lm, such as "4".
+        The size of a sliding window is such an integer. The keys of the result are those of the
+        flattened `state` of mlx-lm, such as "4".
         """
         return {}
 

@@ -334,9 +334,9 @@ class Lineage:
 
 
 def _window_valid_from(span: Span) -> int:
-    """Return the first position of a lineage's range from which sliding windows hold values.
+    """Return the first position from which sliding windows hold values in a lineage's range.
 
-    Returns 0 if they do at all of its positions.
+    Returns 0 if they hold values at all positions of the range.
     """
     owner, start, end = span
     return min(owner.window_valid_from, end) if owner.window_valid_from > start else 0

@@ -269,8 +269,8 @@ class _Reader:
     ) -> list[mx.array] | None:
         """Return a linear slot's arrays of the first `length` positions.
 
-        Returns None if the file lacks positions, as that of a sliding window does. `key`: that of
-        the slot's state in the file. `spec`: (heads, dim, dtype) of each array. Raises
+        Returns None if the file lacks some of them, because it has only a sliding window. `key`:
+        the key of the slot's state in the file. `spec`: (heads, dim, dtype) of each array. Raises
         SnapshotRefused if the arrays are not those of this model.
         """
         adapter = kv.sliced(slot)
@@ -292,7 +292,7 @@ class _Reader:
     def _state(self, adapter: Checkpointed, key: str, like: Any) -> Any:
         """Return the state of an opaque slot in the form of the result of `kv.capture`.
 
-        `key`: that of the state in the file. `like`: the state's structure in `Layout.states`.
+        `key`: the key of the state in the file. `like`: the state's structure in `Layout.states`.
         Raises SnapshotRefused if the file's state is not of this structure.
         """
         try:

@@ -277,8 +277,8 @@ class Uses:
     def renew(self, nodes: Sequence[Node], least: int = 0) -> None:
         """Mark the path to the last of `nodes` that is still in the tree as used now.
 
-        Each node on it gets at least `least` uses. For a conversation that no request uses at the
-        moment, but that is expected to continue.
+        Each node on it gets at least `least` uses. Called for a conversation that no request uses
+        at the moment, but that is expected to continue.
         """
         last = next((node for node in reversed(nodes) if not node.detached), None)
         path = last.path()[1:] if last is not None else []

@@ -115,7 +115,7 @@ def _parts(
 
 
 def _own_parts(node: dict[str, object], without: Sequence[str]) -> Iterator[str]:
-    """Yield the grammar expressions for a string that a node's own keywords demand.
+    """Yield a grammar expression for each restriction of strings in a node's own keywords.
 
     A string must satisfy all of them. `without`: texts that the tool-call syntax forbids in a
     string. Raises Unwritable if a keyword cannot be expressed.

@@ -28,10 +28,11 @@ class ThinkFormat:
     `opening`: ids that open a think block; empty if only the prompt opens one. `closing`: ids of
     the marker that ends the block, and `marker` its text. `spelled`: the marker also counts when
     other tokens spell it. `after`: ids that come between the block and the text after it. `again`:
-    further blocks may follow. `free`: tokens that thinking may consist of, and the closing marker.
-    `blanks`: tokens of white space, one of which may come between the block and the answer.
-    `beyond`: maps the missing rest of a partly spelled marker to the tokens that would complete the
-    marker together with the beginning of the answer.
+    further blocks may follow. `free`: mask of the tokens that thinking may consist of, and the
+    closing marker. `blanks`: tokens of white space, one of which may come between the block and the
+    answer. `beyond`: maps the missing rest of a partly spelled marker to the tokens that would
+    complete the marker together with the beginning of the answer. `vocabulary`: the model's
+    vocabulary in llguidance's form.
     """
 
     opening: tuple[int, ...]

@@ -146,7 +146,8 @@ class _Walk:
 def kinds_of(schema: Any, root: Mapping[str, Any]) -> Kinds:
     """Return the JSON types that a schema allows.
 
-    "number" includes "integer" only if the result has both. `root`: the schema for references.
+    "number" stands for all numbers, also whole ones; "integer" without "number" for whole ones
+    only. `root`: the schema in which references are resolved.
     """
     return _kinds(schema, _Walk(root), 0)
 
@@ -213,7 +214,7 @@ def fits(value: Any, schema: Any, root: Mapping[str, Any]) -> bool:
     """Return whether a value fits a schema, by the keywords that this module supports.
 
     Parts of the value beyond the first `_MOST_NODES` visited nodes are not checked. `root`: the
-    schema for references.
+    schema in which references are resolved.
     """
     return _fits(value, schema, _Walk(root), 0)
 
