@@ -24,7 +24,7 @@ class OwnTime:
     process: subprocess.Popen[str]
 
     def ask(self, prefix: int, fed: int) -> tuple[float, float]:
-        """Measure the pass over `fed` new tokens after `prefix` cached ones.
+        """Measure the forward pass of mlx-lm over `fed` new tokens after `prefix` cached ones.
 
         Returns the seconds and the KV bytes per token. Raises NoOwnTime.
         """

@@ -50,8 +50,9 @@ class Options:
 class Bench:
     """Measurements of one run, with their figures (`found`) and bounds (`checks`).
 
-    Each method starts the servers that it needs, blocks until they have ended, and raises one of
-    FAILURES. Logs and cache folders are created in `folder`.
+    Each method starts the servers that it needs and blocks until they have ended. If a measurement
+    fails, it raises one of the exceptions in `FAILURES`. Logs and cache folders are created in
+    `folder`.
     """
 
     options: Options

@@ -231,7 +231,7 @@ def concurrent_warm(visit: Visit) -> Outcome:
 
 
 def grown(visit: Visit) -> Outcome:
-    """Measure all turns of a conversation that grows over six of them.
+    """Measure all six turns of the conversation `grown`.
 
     The figures are averages over the turns.
     """
@@ -242,7 +242,7 @@ def grown(visit: Visit) -> Outcome:
 
 
 def last_edited(visit: Visit) -> Outcome:
-    """Measure another last turn of the conversation `grown`: its last user message is replaced."""
+    """Measure the last turn of the conversation `grown`, sent again with another user message."""
     before = visit.grown().messages[:-2]
     said = {"role": "user", "content": visit.words(visit.grown_turn_tokens)}
     return _one(visit.client.chat([*before, said], visit.reply_tokens))

@@ -87,8 +87,9 @@ class Offline:
     ) -> dict[str, Any]:
         """Import the snapshot at `path` and return the new session; no model is needed.
 
-        `progress` receives bytes. Raises MlxcacheError for a prompt cache of mlx-lm, or if `prompt`
-        is not None: both need a server.
+        `name` is the session's new name, None for that in the snapshot. `progress` is called with
+        the bytes imported and their total. Raises MlxcacheError for a prompt cache of mlx-lm, or if
+        `prompt` is not None: both need a server.
         """
         if prompt is not None:
             raise MlxcacheError(

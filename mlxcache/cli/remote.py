@@ -179,8 +179,9 @@ class Remote:
     def warm(self, body: bytes, progress: Step) -> dict[str, Any]:
         """Have the server compute a prefix ahead of its first use, and return the server's answer.
 
-        It has the tokens of the prefix and the seconds taken. `body` is a chat request or a system
-        prompt. `progress` receives tokens, polled from `GET /v1/requests` every half second.
+        The answer has the tokens of the prefix and the seconds taken. `body` is a chat request or a
+        system prompt. `progress` is called about every half second, with the tokens that are in the
+        cache and the prompt's total, from `GET /v1/requests`.
         """
         before = {one["id"] for one in self._warmed()}
         with ThreadPoolExecutor(1) as pool:

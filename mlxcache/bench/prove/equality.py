@@ -71,9 +71,10 @@ async def matrix(inside: Inside, scale: Scale, found: Findings) -> None:
 
 
 async def rounding_of(inside: Inside, ids: Tokens) -> float:
-    """Return how much mlx-lm's own log-probabilities differ between two ways of feeding `ids`.
+    """Return the largest difference of mlx-lm's log-probabilities if `ids` are fed in two ways.
 
-    The difference is due to rounding alone.
+    The second way has one more cut between two passes, before the last `TAIL` tokens. The
+    difference is due to rounding alone.
     """
     return await inside.engine.call(partial(_noise, ids))
 
