@@ -140,8 +140,10 @@ async def _pace(inside: Inside, work: Work) -> tuple[float, float]:
 
 
 def _held(nbytes: int, files: int, paces: Paces) -> Measured:
-    ratio = middle(a / b for a, b in zip(paces.store, paces.plain, strict=True))
-    assert ratio is not None
+    pairs = zip(paces.store, paces.plain, strict=True)
+    ratio = middle(a / b if b else None for a, b in pairs)
+    if ratio is None:
+        raise ValueError("nothing was generated while the plain files were written: try again")
     figures = {
         "bytes": nbytes,
         "files": files,

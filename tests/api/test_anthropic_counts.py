@@ -215,7 +215,10 @@ def test_a_reply_with_odd_tokens_is_counted_as_it_will_be_fed(name: str) -> None
     count = counted(engine, body)
     assert count == reported(engine, body)
     fresh = counted(Renders(Served(name).builder), body)
-    assert count > fresh
+    if name == "qwen3":  # its template drops earlier thinking: no KV follows that could be reused
+        assert count == fresh
+    else:
+        assert count > fresh
 
 
 def test_what_the_session_remembers_is_counted_too() -> None:

@@ -20,7 +20,7 @@ from tests.conftest import ToyMaker
 from tests.served import served
 from tests.server.api import Api
 
-CASES = 56
+CASES = 80
 """Requests to each operation: over 2,000 in all."""
 
 ENDLESS = "/v1/live"

@@ -13,7 +13,7 @@ import pytest
 
 from tests.conftest import ToyMaker
 from tests.served import served
-from tests.server.api import words
+from tests.server.api import Api, until, words
 
 TURNS = 20
 ANSWER: Any = {
@@ -43,6 +43,16 @@ def fed(response: Any) -> int:
     return int(usage.input_tokens - usage.input_tokens_details.cached_tokens)
 
 
+def until_durable(api: Api) -> None:
+    """Wait until the only session is on disk, which takes seconds after its last turn."""
+
+    def durable() -> bool:
+        (found,) = api.http.get("/v1/sessions").json()["data"]
+        return bool(found["durable_tokens"] >= found["tokens"] - 1)
+
+    until(durable, 60, lambda: api.http.get("/v1/sessions").text)
+
+
 @pytest.mark.slow
 def test_a_conversation_goes_on_warm_after_a_crash(toy: ToyMaker, tmp_path: Path) -> None:
     """Twenty turns by `previous_response_id`; the server is killed in their middle."""
@@ -65,6 +75,7 @@ def test_a_conversation_goes_on_warm_after_a_crash(toy: ToyMaker, tmp_path: Path
                 previous = response.id
                 costs.append(fed(response))
             assert client.responses.retrieve(previous).status != "in_progress"
+            until_durable(Api(server))
             server.stop(signal.SIGKILL)
     new = costs[1]
     assert costs[0] > 400
