@@ -9,6 +9,7 @@ CACHE_KINDS = (
     "llama4",
     "deepseek_v3",
     "deepseek_v32",
+    "deepseek_v41",
     "falcon_h1",
     "rwkv7",
 )

@@ -7,8 +7,8 @@ members. These objects are called *slots*. A slot is one of
 - a window: sliced too, but continuing at a position needs only the positions shortly before it;
 - checkpointed (opaque): its state stands for exactly one position.
 
-Only this module, `rows` and `quantise` name the classes. A class that is not named here is unknown,
-and its content is never reused. MLX thread only.
+Only this module, `grouped`, `rows` and `quantise` name the classes. A class that is not named here
+is unknown, and its content is never reused. MLX thread only.
 """
 
 from __future__ import annotations
@@ -28,6 +28,9 @@ from mlx_lm.models.cache import (
     RotatingKVCache,
 )
 
+from mlxcache.model.grouped import NAME as LAYER_CACHE
+from mlxcache.model.grouped import GroupedCache, GroupRows, RecentRows, grouped
+
 
 class Sliced:
     """Adapter of a cache class of mlx-lm that holds a row for every position.
@@ -35,11 +38,12 @@ class Sliced:
     `name`: mlx-lm's name of the class. `places`: the keys that its arrays have if mlx-lm's `state`
     of a slot is flattened, such as "0" and "1". `verb`: "slice", "window" or "checkpoint", by the
     kinds of slots that this module distinguishes. `batchable`: mlx-lm has a batch version of the
-    class, for several sequences.
+    class, for several sequences. `portable`: mlx-lm can read the class from a prompt cache file.
     """
 
     verb = "slice"
     quantised = False
+    portable = True
 
     def __init__(self, name: str, places: Sequence[str] = ("0", "1"), *, batchable: bool = True):
         self.name = name
@@ -49,6 +53,10 @@ class Sliced:
     def filled(self, slot: Any) -> bool:
         """Return whether the slot has ever been written to."""
         return slot.keys is not None
+
+    def first_write(self, slot: Any) -> int:
+        """Return the number of tokens after which the slot has been written to, if it ever is."""
+        return 1
 
     def arrays(self, slot: Any) -> list[mx.array]:
         """Return the slot's arrays in the order of `places`.
@@ -152,6 +160,30 @@ class Quantised(Sliced):
         ]
 
 
+class Grouped(Sliced):
+    """Adapter of `GroupRows`: the compressed KV of groups of tokens, as rows for every position."""
+
+    portable = False
+
+    def filled(self, slot: Any) -> bool:
+        return slot.rows is not None
+
+    def first_write(self, slot: Any) -> int:
+        return int(slot.ratio)
+
+    def arrays(self, slot: Any) -> list[mx.array]:
+        return [slot.rows]
+
+    def put(self, slot: Any, index: int, array: mx.array) -> None:
+        slot.put(array)
+
+    def end_at(self, slot: Any, offset: int) -> None:
+        slot.end_at(offset)
+
+    def empty_like(self, slot: Any) -> Any:
+        return type(slot)(slot.ratio, slot.size)
+
+
 class WindowCache(RotatingKVCache):  # type: ignore[misc]
     """Cache of a sliding-window layer that keeps every position instead of a ring of the newest.
 
@@ -238,10 +270,12 @@ class Checkpointed:
 
     `name`: mlx-lm's name of the class. `verb`: always "checkpoint"; other adapters have "slice" or
     "window". `batchable`: mlx-lm has a batch version of the class, for several sequences.
-    `growing`: the axis of its arrays that may have any size, or None if all sizes are fixed.
+    `portable`: as in `Sliced`. `growing`: the axis of its arrays that may have any size, or None if
+    all sizes are fixed.
     """
 
     verb = "checkpoint"
+    portable = True
     growing: int | None = None
 
     def __init__(self, name: str, *, batchable: bool = False):
@@ -389,6 +423,51 @@ class Ring(Checkpointed):
         return made
 
 
+class Recent(Checkpointed):
+    """Adapter of `RecentRows`: a window, and the tokens of a group that is still open."""
+
+    portable = False
+    growing = 1
+
+    def set_state(self, slot: Any, state: Any) -> None:
+        slot.restore(state)
+
+    def most_bytes(self, slot: Any) -> int | None:
+        if slot.window is None:
+            return 0
+        _, kv, gate, newest, *_ = slot.state
+        size = _vector_bytes([slot.window]) * int(slot.window_size)
+        if slot.ratio > 1:
+            size += _vector_bytes([kv, gate]) * int(slot.ratio - 1)
+        return size + _vector_bytes(newest)
+
+    def running_bytes(self, slot: Any) -> int | None:
+        if slot.window is None:
+            return 0
+        most = self.most_bytes(slot) or 0
+        # a step leaves views there: of its own row beside the window, of its own token in a group
+        pending = (slot.pending_kv, slot.pending_gate)
+        return most + _vector_bytes([slot.window]) + _vector_bytes(pending)
+
+    def position(self, state: Any) -> int | None:
+        return int(state[4])
+
+    def agrees(self, state: Any, like: Any) -> bool:
+        window, kv, gate, newest, offset, size, ratio = state
+        if (size, ratio) != tuple(like[5:]) or window.shape[1] != min(offset, size):
+            return False
+        pending = [array for array in (kv, gate) if array is not None]
+        vectors = [array for array in newest if array is not None]
+        return all(array.shape[1] == offset % ratio for array in pending) and all(
+            array.shape[1] == min(1, offset // ratio) for array in vectors
+        )
+
+
+def _vector_bytes(arrays: Sequence[mx.array | None]) -> int:
+    """Return the bytes of one row of each of `arrays`, shape (1, n, size); None counts nothing."""
+    return sum(int(a.shape[2]) * a.dtype.size for a in arrays if a is not None)
+
+
 def _row_bytes(slot: Any) -> int:
     return sum(int(a.nbytes) // int(a.shape[2]) for a in (slot.keys, slot.values))
 
@@ -404,6 +483,8 @@ ADAPTERS: Mapping[type, Adapter] = {
     ArraysCache: Recurrent("ArraysCache", batchable=True),
     ChunkedKVCache: Chunked("ChunkedKVCache"),
     RotatingKVCache: Ring("RotatingKVCache"),
+    GroupRows: Grouped(LAYER_CACHE, ("0",), batchable=False),
+    RecentRows: Recent(LAYER_CACHE),
 }
 """Adapters by exact class. A subclass counts as unknown, because it may behave differently."""
 
@@ -414,7 +495,12 @@ def adapter_of(slot: Any) -> Adapter | None:
 
 
 def parts_of(cache: Any) -> list[Any] | None:
-    """Return the members of a composite cache (mlx-lm's `CacheList`), or None for any other."""
+    """Return the members of a composite cache, or None for any other.
+
+    Composite are mlx-lm's `CacheList`, and `GroupedCache`.
+    """
+    if type(cache) is GroupedCache:
+        return cache.parts
     return list(cache.caches) if type(cache) is CacheList else None
 
 
@@ -428,15 +514,18 @@ def class_name(cache: Any) -> str:
 
     A class of this module is given the name of the class that it replaces.
     """
+    if type(cache) is GroupedCache:
+        return LAYER_CACHE
     adapter = adapter_of(cache)
     return type(cache).__name__ if adapter is None else adapter.name
 
 
-def prepared(cache: Any) -> Any:
+def prepared(cache: Any, layer: Any = None) -> Any:
     """Replace an empty cache of the model by the class that is used here instead.
 
     A sliding window becomes a `WindowCache`. A `ConcatenateKVCache` becomes a `KVCache`, which is
-    equivalent and writes in place. Other caches are returned unchanged.
+    equivalent and writes in place. A `LayerCache` becomes a `GroupedCache` if `layer`, the layer of
+    the model that it belongs to, is given. Other caches are returned unchanged.
     """
     parts = parts_of(cache)
     if parts is not None:
@@ -445,4 +534,5 @@ def prepared(cache: Any) -> Any:
         return WindowCache(cache.max_size)
     if type(cache) is ConcatenateKVCache:
         return KVCache()
-    return cache
+    made = grouped(cache, layer) if layer is not None else None
+    return cache if made is None else made

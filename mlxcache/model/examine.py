@@ -18,7 +18,17 @@ from mlx_lm.utils import _get_classes, load_config
 
 from mlxcache.errors import ModelError
 from mlxcache.model import kv
-from mlxcache.model.adapters import Checkpointed, Chunked, Recurrent, Sliced, adapter_of, class_name
+from mlxcache.model.adapters import (
+    Checkpointed,
+    Chunked,
+    Grouped,
+    Recent,
+    Recurrent,
+    Ring,
+    Sliced,
+    adapter_of,
+    class_name,
+)
 from mlxcache.model.context import context_length, native_length
 from mlxcache.model.hub import here, outline
 from mlxcache.model.kv import Layout
@@ -26,7 +36,9 @@ from mlxcache.model.load import ModelSpec, load
 from mlxcache.model.pair import unfit
 from mlxcache.types import ModelInfo
 
-Kind = Literal["sliceable", "latent", "window", "recurrent", "chunked", "ring", "unknown"]
+Kind = Literal[
+    "sliceable", "latent", "grouped", "window", "recurrent", "chunked", "recent", "ring", "unknown"
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +152,8 @@ _DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16
 def groups(model: Any, layout: Layout) -> tuple[Group, ...]:
     """Group the layers of `model` by the way they cache, in order of first occurrence."""
     caches = layout.make()
-    model(mx.array([[0, 0]]), cache=caches)
+    count = max(2, kv.first_write(kv.flatten(caches)))
+    model(mx.zeros((1, count), mx.int32), cache=caches)
     counts: dict[tuple[Any, ...], int] = {}
     for cache in caches:
         slots = [slot for slot in kv.flatten([cache]) if _holds(slot)]
@@ -178,7 +191,7 @@ def _group(slots: Sequence[Any]) -> tuple[tuple[Kind, ...], int | None, str, int
 
 
 _DEMANDS: tuple[Kind, ...] = (
-    "sliceable", "latent", "window", "recurrent", "chunked", "ring", "unknown",
+    "sliceable", "latent", "grouped", "window", "recurrent", "chunked", "recent", "ring", "unknown",
 )  # fmt: skip
 
 
@@ -188,12 +201,22 @@ def _kind(slot: Any) -> tuple[Kind, int | None]:
         window = adapter.window(slot)
         if window is not None:
             return "window", window
+        if isinstance(adapter, Grouped):
+            return "grouped", None
         return ("latent" if _latent(kv.arrays_of(slot)) else "sliceable"), None
-    if isinstance(adapter, Recurrent):
-        return "recurrent", None
-    if isinstance(adapter, Chunked):
-        return "chunked", int(slot.chunk_size)
-    return ("ring", int(slot.max_size)) if isinstance(adapter, Checkpointed) else ("unknown", None)
+    for one, kind, size in _CHECKPOINTED:
+        if isinstance(adapter, one):
+            return kind, None if size is None else int(getattr(slot, size))
+    return "unknown", None
+
+
+_CHECKPOINTED: tuple[tuple[type[Checkpointed], Kind, str | None], ...] = (
+    (Recurrent, "recurrent", None),
+    (Chunked, "chunked", "chunk_size"),
+    (Recent, "recent", "window_size"),
+    (Ring, "ring", "max_size"),
+)
+"""Adapters of opaque slots, their kinds, and the attribute of a slot that is its size."""
 
 
 def _latent(arrays: Sequence[mx.array]) -> bool:

@@ -41,7 +41,11 @@ def make_caches(model: Any) -> Caches:
 
     Sliding windows are kept in full, as `WindowCache`.
     """
-    return [prepared(cache) for cache in make_prompt_cache(model)]
+    caches = make_prompt_cache(model)
+    layers = list(getattr(model, "layers", ()))
+    if len(layers) != len(caches):
+        layers = [None] * len(caches)
+    return [prepared(*pair) for pair in zip(caches, layers, strict=True)]
 
 
 def sliced(slot: Any) -> Sliced:
@@ -50,6 +54,12 @@ def sliced(slot: Any) -> Sliced:
     if not isinstance(adapter, Sliced):
         raise TypeError(f"a {type(slot).__name__} is not sliced")
     return adapter
+
+
+def first_write(slots: Sequence[Any]) -> int:
+    """Return the number of tokens after which every linear slot that is ever filled is filled."""
+    found = ((slot, adapter_of(slot)) for slot in slots)
+    return max((a.first_write(slot) for slot, a in found if isinstance(a, Sliced)), default=1)
 
 
 def arrays_of(slot: Any) -> list[mx.array]:
@@ -238,7 +248,7 @@ def survey(model: Any, *, kv_bits: int | None = None, evaluate: bool = True) -> 
     slots = flatten(caches)
     adapters = [adapter_of(slot) for slot in slots]
     logits, early = _feed(model, caches, 2, evaluate)
-    _, late = _feed(model, caches, 6, evaluate)
+    _, late = _feed(model, caches, max(6, first_write(slots)), evaluate)
     linear = [
         (i, slot, adapter)
         for i, (slot, adapter) in enumerate(zip(slots, adapters, strict=True))

@@ -23,7 +23,7 @@ import mlx.core as mx
 import numpy as np
 from mlx.utils import tree_flatten
 
-from mlxcache.errors import SnapshotRefused
+from mlxcache.errors import SnapshotRefused, Unsupported
 from mlxcache.model import device, kv
 from mlxcache.model import serialise as wire
 from mlxcache.model.adapters import Checkpointed, Sliced, adapter_of, class_name, composed, parts_of
@@ -39,6 +39,16 @@ IDS = "mlxcache_ids"
 CHUNK_BYTES = 4 << 20
 
 
+def check_portable(layout: Layout) -> None:
+    """Raise Unsupported if mlx-lm cannot read its own prompt cache files of models of `layout`."""
+    names = sorted({adapter.name for adapter in layout.checkpointed if not adapter.portable})
+    if names:
+        raise Unsupported(
+            f"mlx-lm cannot load prompt cache files with a {', '.join(names)}, which this model "
+            "has: export a snapshot."
+        )
+
+
 class PromptCacheFile:
     """A prompt cache file for `mlx_lm.generate --prompt-cache-file`, as an iterable of bytes.
 
@@ -46,9 +56,11 @@ class PromptCacheFile:
     with states of its newest position, and must not be written to until the iteration ends.
     `model`: the path or Hub id for the tool's --model. `ids`: the tokens of the lineage. One array
     at a time is copied, and a device error is raised before the bytes of that array are yielded.
+    Raises Unsupported for a model of which mlx-lm can read no such file; see `check_portable`.
     """
 
     def __init__(self, lineage: Lineage, model: str, ids: Tokens):
+        check_portable(lineage.layout)
         if len(ids) != lineage.length or not lineage.whole:
             raise ValueError(f"{len(ids)} ids for a lineage of {lineage.length} tokens")
         caches = [_as_mlx_lm(cache) for cache in lineage.caches]
@@ -158,8 +170,10 @@ def read_prompt_cache(path: Path, layout: Layout, stream: Any) -> PromptCache:
 
     The arrays of the result are lazy, and are read on the MLX stream `stream`. Every shape is
     checked first. Raises SnapshotRefused if the file is not a prompt cache or does not have the
-    shapes of this model.
+    shapes of this model, and Unsupported for a model of which there are no such files; see
+    `check_portable`.
     """
+    check_portable(layout)
     header = _header(path)
     try:
         arrays = mx.load(str(path), format="safetensors", stream=stream)

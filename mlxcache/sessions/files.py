@@ -12,6 +12,7 @@ from pathlib import Path
 from mlxcache.cache.kv_cache import KVCache
 from mlxcache.errors import DiskFull, SnapshotRefused, Unsupported
 from mlxcache.mlx_thread import MlxThread
+from mlxcache.model.mlx_lm_format import check_portable
 from mlxcache.owner import OWNER, own_ids, plain_ids
 from mlxcache.private import make_folder
 from mlxcache.sessions.journal import Served
@@ -89,7 +90,8 @@ class SessionFiles:
         """Export the main leaf of a session as a prompt cache file for mlx-lm's tools.
 
         Computes the KV that is not in RAM. Raises NotFound, Busy, Unsupported for a session of
-        another model or with images, and what `Engine.submit` raises.
+        another model, with images, or of a model without such files, and what `Engine.submit`
+        raises.
         """
         info = await self._info(id)
         if info.namespace != self._model.namespace:
@@ -97,6 +99,7 @@ class SessionFiles:
                 f"This session was made with another model ({info.model}): serve that model to "
                 "export it."
             )
+        check_portable(self._kv.layout)
         owner, path = OWNER.get(), self._model.path
         ids = plain_ids(info.leaves[0].ids, owner)
         await compute(self._submit, ids)

@@ -16,14 +16,19 @@ from tests.engine.matrix import (
     settled,
     shared,
 )
-from tests.toys.configs import CHUNKED, FAMILIES
+from tests.toys.configs import CHUNKED, COMPRESSED, FAMILIES
 from tests.toys.toy import FUSED, make_toy
 
 LAYERS = {"gemma4": 4, "llama4": 4}
 """Layers of families that need more than two to have each of their kinds."""
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+PARAMS = [
+    pytest.param(name, marks=pytest.mark.slow) if name in COMPRESSED else name for name in FAMILIES
+]
+
+
+@pytest.fixture(scope="module", params=PARAMS)
 def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Family:
     name = str(request.param)
     path = tmp_path_factory.mktemp(name) / "toy"
@@ -103,7 +108,7 @@ def test_batched_with_others_of_other_lengths(family: Family) -> None:
 
     family.run(until=noted)
     most = max(len(lane.decoder.rows) for lane in lanes)
-    assert most == (1 if family.name in CHUNKED else 3)
+    assert most == (1 if family.name in CHUNKED | COMPRESSED else 3)
     for task, each in zip(tasks, talks, strict=True):
         family.check_words(task)
         assert task.record.cached_tokens > HEAD

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import inspect
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 import pytest
-from mlx_lm.models import cache as theirs
 from mlx_lm.models.cache import (
     ArraysCache,
     CacheList,
@@ -18,9 +19,9 @@ from mlx_lm.models.cache import (
     QuantizedKVCache,
     RotatingKVCache,
 )
+from mlx_lm.models.deepseek_v41 import LayerCache
 
 from mlxcache.model.adapters import (
-    ADAPTERS,
     Checkpointed,
     Sliced,
     WindowCache,
@@ -31,9 +32,19 @@ from mlxcache.model.adapters import (
     prepared,
 )
 from mlxcache.model.arrays import copied_tree
+from mlxcache.model.grouped import GroupedCache
+from tests.toys.cache_classes import cache_classes
 
-OTHERS = {"_BaseCache", "BatchKVCache", "BatchRotatingKVCache", "TokenBuffer"}
-"""Not of a layer and one sequence: `rows` makes those for several of the others."""
+OTHERS = {
+    "_BaseCache": "the base of the others",
+    "BatchKVCache": "several sequences: `rows` makes it of a KVCache for each",
+    "BatchRotatingKVCache": "several sequences: `rows` makes it of a RotatingKVCache for each",
+    "TokenBuffer": "token ids, of which no layer has a cache",
+    "LRUPromptCache": "prompt caches of mlx-lm's own server",
+    "CacheEntry": "an entry of LRUPromptCache",
+    "CacheOrder": "the order of the entries of LRUPromptCache",
+}
+"""Classes of mlx-lm that are not the cache of a layer for one sequence, and what they are."""
 
 MAKERS: dict[type, Any] = {
     KVCache: KVCache,
@@ -43,6 +54,7 @@ MAKERS: dict[type, Any] = {
     ChunkedKVCache: lambda: ChunkedKVCache(8),
     ArraysCache: lambda: ArraysCache(2),
     CacheList: lambda: CacheList(KVCache(), ArraysCache(1)),
+    LayerCache: lambda: LayerCache(8),
 }
 PROTOCOL: dict[type, tuple[str, set[str]]] = {
     KVCache: ("self", {"keys", "values", "offset"}),
@@ -58,6 +70,10 @@ PROTOCOL: dict[type, tuple[str, set[str]]] = {
     ),
     ArraysCache: ("self size left_padding", {"cache", "left_padding", "lengths"}),
     CacheList: ("self caches", {"caches"}),
+    LayerCache: (
+        "self window_size",
+        {"window_size", "offset", "window", "compress_kv", "index_k", "pending_kv", "pending_gate"},
+    ),
 }
 """What each is made with, and all that it holds: the adapters read and write these."""
 
@@ -67,18 +83,46 @@ def noise(tokens: int, seed: int = 0) -> tuple[mx.array, mx.array]:
     return mx.array(made[0]), mx.array(made[1])
 
 
+def layer_of(ratio: int, *, source: bool = True, index: bool = True) -> Any:
+    """What `GroupedCache` reads of a layer of DeepSeek V4.1."""
+    attention = SimpleNamespace(ratio=ratio, is_kv_source=source, is_index_source=index)
+    attention.head_dim, attention.indexer = 32, SimpleNamespace(head_dim=16)
+    return SimpleNamespace(self_attn=attention)
+
+
 def test_every_class_of_mlx_lm_has_a_place() -> None:
-    """A new one in `mlx_lm.models.cache` needs an adapter."""
-    classes = {
-        name
-        for name, kind in vars(theirs).items()
-        if inspect.isclass(kind) and kind.__module__ == theirs.__name__ and hasattr(kind, "state")
-    }
-    ours = {kind.__name__ for kind in MAKERS}
-    assert classes == ours | OTHERS
-    assert {kind.__name__ for kind in ADAPTERS} == ours - {"ConcatenateKVCache", "CacheList"} | {
-        "WindowCache"
-    }
+    """A new one, of `mlx_lm.models.cache` or of one model, needs an adapter or a reason."""
+    ours = {(kind.__module__.rpartition(".")[2], kind.__name__) for kind in MAKERS}
+    assert cache_classes() == ours | {("cache", name) for name in OTHERS}
+    for maker in MAKERS.values():
+        cache = prepared(maker(), layer_of(4))
+        assert all(adapter_of(part) is not None for part in parts_of(cache) or [cache])
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "class NewCache:\n    pass\n",
+        "class Rows(Base):\n    def update_and_fetch(self, keys, values):\n        pass\n",
+        "class Model:\n    def make_cache(self):\n        return [other.Held(8) for _ in range(4)]",
+    ],
+)
+def test_a_new_class_of_a_model_is_found(tmp_path: Path, source: str) -> None:
+    (tmp_path / "cache.py").write_text("class KVCache:\n    pass\n")
+    (tmp_path / "fresh.py").write_text(source)
+    (found,) = cache_classes(tmp_path) - {("cache", "KVCache")}
+    assert found[0] == "fresh"
+
+
+def test_a_class_that_has_changed_is_unknown() -> None:
+    """What is written to it must be all that it holds."""
+    layer = layer_of(4)
+    assert type(prepared(LayerCache(8), layer)) is GroupedCache
+    changed = LayerCache(8)
+    changed.more = None
+    assert prepared(changed, layer) is changed
+    assert adapter_of(changed) is None
+    assert class_name(changed) == class_name(prepared(LayerCache(8), layer)) == "LayerCache"
 
 
 @pytest.mark.parametrize("kind", MAKERS, ids=lambda kind: kind.__name__)

@@ -21,6 +21,7 @@ NAMES = (
     "baichuan_m1",  # a convolution's state and a window in one layer
     "bailing_moe_v3",
     "deepseek_v32",  # an indexer beside the latents
+    "deepseek_v41",  # compressed KV beside a window, and an indexer
     "exaone4",
     "gear",  # all three kinds in one model
     "gemma3n",  # layers that share others' keys and values

@@ -26,6 +26,7 @@ KINDS: Mapping[str, set[str]] = {
     "llama4": {"chunked", "sliceable"},
     "deepseek_v3": {"latent"},
     "falcon_h1": {"sliceable", "recurrent"},
+    "deepseek_v41": {"grouped", "recent"},
 }
 
 

@@ -38,6 +38,9 @@ WINDOWS: dict[str, Family] = {
 CHUNKED: dict[str, Family] = {"llama4": windows.llama4}
 """Some layers see a chunk, which cannot be batched."""
 
+COMPRESSED: dict[str, Family] = {"deepseek_v41": windows.deepseek_v41}
+"""Layers see a window and compressed KV, which cannot be batched."""
+
 RECURRENT: dict[str, Family] = {
     "qwen3_5": recurrent.qwen3_5,
     "qwen3_next": recurrent.qwen3_next,
@@ -55,5 +58,5 @@ RECURRENT: dict[str, Family] = {
 }
 """Some or all layers keep a state that stands for one position."""
 
-FAMILIES: dict[str, Family] = SLICEABLE | WINDOWS | CHUNKED | RECURRENT
+FAMILIES: dict[str, Family] = SLICEABLE | WINDOWS | CHUNKED | COMPRESSED | RECURRENT
 """Families that `make_toy` can make, by name: functions from a shape to a config."""

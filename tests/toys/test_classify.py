@@ -12,7 +12,7 @@ from tests.toys import classify, tiny
 from tests.toys.classify import Family
 
 PAGE = Path(__file__).parents[2] / "docs" / "model-families.md"
-UNKNOWN = {"deepseek_v41": ("LayerCache",)}
+UNKNOWN: dict[str, tuple[str, ...]] = {}
 """Models whose cache class has no adapter: served, and not cached."""
 
 

@@ -54,6 +54,7 @@ CACHES = {
     **{family: {"CacheList(KVCache, KVCache)"} for family in ("deepseek_v32", "glm_moe_dsa")},
     **{family: {"RotatingKVCache", "KVCache"} for family in WINDOWS},
     "llama4": {"ChunkedKVCache", "KVCache"},
+    "deepseek_v41": {"LayerCache"},
     **{family: {"ArraysCache", "KVCache"} for family in RECURRENT},
     **{family: {"ArraysCache"} for family in ("mamba", "mamba2", "rwkv7")},
     "falcon_h1": {"CacheList(ArraysCache, KVCache)"},

@@ -84,3 +84,37 @@ def llama4(shape: Shape) -> Config:
         "use_qk_norm": True,
     }
     return {"model_type": "llama4", "text_config": text}
+
+
+def deepseek_v41(shape: Shape) -> Config:
+    """A window in every layer; beside it compressed KV, of four tokens a vector or of each.
+
+    Layers share the compressed KV of an earlier one, and a choice of it by an index. Heads are 8
+    wider than the shape's: mlx-lm rounds vectors of whole groups of 16 or 32 numbers to 4 or 8
+    bits, and then the least difference of a sum can become a large one.
+    """
+    width = shape.head_dim + 8
+    last = shape.layers - 1
+    plain = 1 if shape.layers > 2 else 0
+    return dense(shape) | {
+        "model_type": "deepseek_v41",
+        "compress_ratios": [0] * plain + [4] * (last - plain) + [1],
+        "kv_source_layer_ids": [plain, last],
+        "index_source_layer_ids": [plain, last],
+        "candidate_source_layer_id": last,
+        "candidate_topk_blocks": shape.window // 2,
+        "candidate_block_size": 8,
+        "head_dim": width,
+        "index_head_dim": width,
+        "index_n_heads": shape.heads,
+        "index_topk": 2 * shape.window,
+        "q_lora_rank": 2 * width,
+        "o_lora_rank": 2 * width,
+        "o_groups": 2,
+        "qk_rope_head_dim": shape.head_dim,
+        "moe_intermediate_size": shape.intermediate // 2,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "sliding_window": shape.window,
+        "hc_mult": 2,
+    }

@@ -22,9 +22,11 @@ LEAST_CONTEXT = 16_000
 _KINDS: Mapping[Kind, str] = {
     "sliceable": "attention",
     "latent": "latent attention",
+    "grouped": "compressed attention",
     "window": "sliding window of {size}",
     "recurrent": "recurrent state",
     "chunked": "attention in chunks of {size}",
+    "recent": "sliding window of {size}",
     "ring": "window of {size} that keeps its start",
     "unknown": "{cls}",
 }
