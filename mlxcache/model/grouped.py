@@ -202,6 +202,17 @@ class RecentRows:
             self.offset, self.window_size, self.ratio,
         )  # fmt: skip
 
+    def append(self, kv: mx.array) -> mx.array:
+        """Append `kv`, shape (1, n, dim), and return it behind the rows of the window before."""
+        rows = kv if self.window is None else mx.concatenate([self.window, kv], axis=1)
+        self.window = rows[:, -self.window_size :]
+        self.offset += kv.shape[1]
+        return rows
+
+    def set_pending(self, kv: mx.array | None, gate: mx.array | None) -> None:
+        """Set what the tokens of the open group leave behind, shape (1, n, dim) each."""
+        self.pending_kv, self.pending_gate = kv, gate
+
     def restore(self, state: Sequence[Any]) -> None:
         """Set the state, as the property `state` returns it."""
         self.window, self.pending_kv, self.pending_gate, newest, self.offset = state[:5]
@@ -224,13 +235,9 @@ class GroupedCache:
 
         This begins a pass of the layer.
         """
-        recent = self.recent
-        rows = kv if recent.window is None else mx.concatenate([recent.window, kv], axis=1)
-        recent.window = rows[:, -recent.window_size :]
-        recent.offset += kv.shape[1]
-        for slot in recent.groups:
+        for slot in self.recent.groups:
             slot.begin(kv.shape[1])
-        return rows
+        return self.recent.append(kv)
 
     @property
     def offset(self) -> int:
@@ -249,7 +256,7 @@ class GroupedCache:
 
     @pending_kv.setter
     def pending_kv(self, rows: mx.array) -> None:
-        self.recent.pending_kv = rows
+        self.recent.set_pending(rows, self.recent.pending_gate)
 
     @property
     def pending_gate(self) -> mx.array | None:
@@ -258,7 +265,7 @@ class GroupedCache:
 
     @pending_gate.setter
     def pending_gate(self, rows: mx.array) -> None:
-        self.recent.pending_gate = rows
+        self.recent.set_pending(self.recent.pending_kv, rows)
 
     @property
     def compress_kv(self) -> mx.array | None:
