@@ -41,7 +41,8 @@ NAMES = (*DEFAULT, *PARTING)
 """Measurements that --only takes besides the names of `SETS`. Without --only, DEFAULT is used."""
 
 Model = Annotated[
-    str | None, typer.Option(metavar="PATH|HUB_ID", help="Default: the built-in demo model.")
+    str | None,
+    typer.Option(metavar="PATH|HUB_ID", help="Model to measure. Default: the built-in demo."),
 ]
 PromptTokens = Annotated[
     int,
@@ -58,7 +59,7 @@ Against = Annotated[
     list[str] | None,
     typer.Option(
         metavar="NAME=COMMAND",
-        help="Another OpenAI-compatible server; {model} and {port} are replaced. Repeatable.",
+        help="Another OpenAI-compatible server, with {model} and {port} in its command. Repeatable.",
     ),
 ]
 Only = Annotated[
@@ -66,7 +67,7 @@ Only = Annotated[
     typer.Option(
         metavar="NAME",
         help="A set, or one of its measurements. Repeatable; default: speed and restart. "
-        "The minutes are those of all defaults on a Linux machine with 2 CPU cores.\n\n"
+        "Times are for the default settings on a Linux machine with 2 CPU cores.\n\n"
         + "\n\n".join(
             f"{name}, about {one.minutes} minutes: {one.title} ({', '.join(one.names)})."
             for name, one in SETS.items()

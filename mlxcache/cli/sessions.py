@@ -149,7 +149,10 @@ def fork(
         typer.Option(metavar="TOKENS", min=1, help="Number of tokens to keep. Default: all."),
     ] = None,
 ) -> Result:
-    """Make a new session that continues this one. Send its id as X-Session-Id."""
+    """Make a new session that continues from the tokens of another.
+
+    To use it, send the new id as X-Session-Id.
+    """
     name = None if name is None else clean_name(name)
     sessions = where.sessions()
     found = find_session(sessions, id)

@@ -31,7 +31,10 @@ DEFAULT_SIZE, QUICK_SIZE = "0.6b", "tiny"
 
 Model = Annotated[
     str | None,
-    typer.Option(metavar="PATH|HUB_ID", help="Default: a generated model with random weights."),
+    typer.Option(
+        metavar="PATH|HUB_ID",
+        help="Model to measure. Default: a generated one with random weights.",
+    ),
 ]
 Size = Annotated[
     str | None,

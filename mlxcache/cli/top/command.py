@@ -26,7 +26,7 @@ MIN_INTERVAL_S = 0.1
 
 def top(
     *,
-    once: Annotated[bool, typer.Option("--once", metavar="", help="Print it once.")] = False,
+    once: Annotated[bool, typer.Option("--once", metavar="", help="Print once, and exit.")] = False,
     as_json: Json = False,
     interval: Annotated[
         float,
