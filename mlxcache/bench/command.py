@@ -59,7 +59,8 @@ Against = Annotated[
     list[str] | None,
     typer.Option(
         metavar="NAME=COMMAND",
-        help="Another OpenAI-compatible server, with {model} and {port} in its command. Repeatable.",
+        help="Another OpenAI-compatible server; its command contains {model} and {port}. "
+        "Repeatable.",
     ),
 ]
 Only = Annotated[
