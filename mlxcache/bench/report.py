@@ -202,7 +202,9 @@ def checks_json(checks: Sequence[Check]) -> list[dict[str, Any]]:
 
 
 def machine() -> dict[str, Any]:
-    """Return a description of this machine and of the installed versions, for the JSON file."""
+    """Return the platform, processor and cores of this machine, and installed versions, for
+    JSON.
+    """
     return {
         "platform": platform.platform(),
         "processor": platform.processor() or platform.machine(),

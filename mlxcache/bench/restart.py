@@ -49,10 +49,10 @@ class Rounds:
     failures: list[str] = field(default_factory=list)
 
     def medians(self, server: str) -> dict[str, float | None]:
-        """Return the median of each figure over the rounds of `server`.
+        """Return the median of each figure of `Round` over the rounds of `server`.
 
-        `sooner` is the median speed-up: the cold time divided by the time after the restart in one
-        round.
+        The additional figure `sooner` is the median speed-up: the cold time divided by the time
+        after the restart in one round.
         """
         rounds = self.taken[server]
         found = {name: middle(getattr(one, name) for one in rounds) for name in _FIGURES}
@@ -165,7 +165,10 @@ def show(console: Console, rounds: Rounds, title: str) -> None:
 
 
 def as_json(rounds: Rounds) -> dict[str, Any]:
-    """Return every round, the medians, and the ratios to the other servers."""
+    """Return an object with every round, the medians and the ratios to other servers, and failures.
+
+    Rounds, medians and ratios are objects by the server's name. Times are in seconds.
+    """
     return {
         "medians": {server: rounds.medians(server) for server in rounds.taken},
         "ratios": {server: rounds.ratio(server) for server in rounds.taken if server != OURS},

@@ -126,9 +126,10 @@ class Offline:
             return {"disk": disk, "sessions": sessions.count()}
 
     def check(self, progress: Step) -> list[dict[str, str]]:
-        """Read every file and return the problems found, as objects with `path` and `what`.
+        """Read every file and return the problems found.
 
-        No file is changed. `progress` receives the files read and their total.
+        Each problem is an object with the `path` of a file and `what` is wrong with it. No file is
+        changed. `progress` is called with the number of files read and their total.
         """
         if not self._exists():
             return []
@@ -138,8 +139,8 @@ class Offline:
     def prune(self, limit: int | None, progress: Step) -> dict[str, Any]:
         """Remove damaged files, then evict files until at most `limit` bytes are on disk.
 
-        With `limit` None, nothing is evicted. `progress` receives the files read and their total.
-        Returns an object with `freed_bytes`.
+        With `limit` None, nothing is evicted. `progress` is called with the number of files read
+        and their total. Returns an object with `freed_bytes`.
         """
         if not self._exists():
             return {"freed_bytes": 0}

@@ -118,7 +118,7 @@ def name_sender(session: str | None, client: str | None) -> str:
 
 
 def _lost(lost: dict[str, Any]) -> str:
-    """Format the size and cause of a prefix loss, given as in `GET /v1/requests`.
+    """Format the size and cause of a prefix loss, the field `lost` in `GET /v1/requests`.
 
     Text of the prompt is left out, because it must not be logged.
     """

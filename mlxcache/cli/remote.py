@@ -42,9 +42,9 @@ def proxied(url: str) -> bool:
 class Remote:
     """Client of the server at `url`.
 
-    Every request blocks. NoServer is raised if the server does not answer. An error response raises
-    MlxcacheError with the server's message, or NotFound for 404. Progress callbacks run in the
-    calling thread.
+    Sessions and requests are returned as the JSON objects of the HTTP API. Every request blocks.
+    NoServer is raised if the server does not answer. An error response raises MlxcacheError with
+    the server's message, or NotFound for 404. Progress callbacks run in the calling thread.
     """
 
     def __init__(self, url: str, api_key: str | None = None):
@@ -203,8 +203,8 @@ class Remote:
     def check(self, _: Step) -> list[dict[str, str]]:
         """Have the server read all its files, and return the problems found.
 
-        They are objects with `path` and `what`. The server reports no progress, so the callback is
-        not used.
+        Each problem is an object with the `path` of a file and `what` is wrong with it. The server
+        reports no progress, so the callback is not used.
         """
         found: list[dict[str, str]] = self._json("GET", "/v1/cache/check")["data"]
         return found

@@ -24,7 +24,10 @@ PACKAGES = ("mlx", "mlx-metal", "mlx-cpu", "mlx-cuda-13", "mlx-lm")
 
 
 def describe_machine() -> dict[str, Any]:
-    """Return the machine's chip, memory, system and power, MLX's device, and versions."""
+    """Return the machine's chip, memory, system and power, MLX's device, and versions, by name.
+
+    Sizes are in bytes. Text that identifies the machine or its user is removed.
+    """
     battery = psutil.sensors_battery() if hasattr(psutil, "sensors_battery") else None
     found: dict[str, Any] = {
         "chip": _chip(),

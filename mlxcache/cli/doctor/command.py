@@ -144,7 +144,7 @@ def _examine_disk(settings: Settings, *, quick: bool, shown: bool) -> list[Findi
 def _examine_machine(settings: Settings) -> tuple[list[Finding], tuple[Examined, Fit] | None]:
     """Check the machine and the model, whose weights count towards the memory needed.
 
-    Returns the findings and the examined model, or None without a model.
+    Returns the findings, and the examined model with its capacity, or None without a model.
     """
     try:
         host = machine.host()
@@ -182,8 +182,8 @@ def _examine_model(
 ) -> tuple[list[Finding], tuple[Examined, Fit] | None]:
     """Examine the model that the settings name.
 
-    Returns no findings and None if they name none, and one failed finding and None if the model
-    cannot be examined.
+    Returns findings, and the examined model with its capacity. If the settings name no model,
+    returns no findings and None; if it cannot be examined, one failed finding and None.
     """
     if settings.model is None:
         return [], None

@@ -333,7 +333,11 @@ def shell_lines(setup: Setup, service: Service, environ: Mapping[str, str]) -> l
 
 
 def setup_object(setup: Setup, service: Service, invocation: Invocation) -> dict[str, Any]:
-    """Return the object that `launch --print-env --json` prints."""
+    """Return the object that `launch --print-env --json` prints.
+
+    `command` is the client's command line, `set` holds variables to set by name, and `unset` the
+    names of variables to remove.
+    """
     return {
         "object": "launch",
         "command": [invocation.program.name, *setup.arguments, *invocation.arguments],

@@ -281,7 +281,7 @@ def _query_started(key: str | None, started: StartedServer) -> Service | None:
 
 
 def _loading(started: StartedServer | None) -> tuple[str, float | None]:
-    """Return what is being loaded and the fraction done, from the last line of the log.
+    """Return the name of the loading step and the fraction done, from the last line of the log.
 
     The fraction is from 0 to 1, or None if unknown.
     """
