@@ -90,9 +90,9 @@ class Replay:
     ) -> DecodedReply | None:
         """Return the newest known reply that has the same content as an assistant message.
 
-        Text and calls must be equal, and thinking if the message has any. `history`: digest of the
-        messages before it, which must be those that the reply answered. `tools`: tools of the
-        conversation. Returns None if there is no such reply.
+        Text and calls must be equal, and thinking if the message has any, as such or at the start
+        of its text. `history`: digest of the messages before it, which must be those that the reply
+        answered. `tools`: tools of the conversation. Returns None if there is no such reply.
         """
         replies = self.replies.find_by_history(history)
         content = ReplyContent.of_message(message) if replies else None
@@ -105,6 +105,8 @@ class Replay:
                 continue
             said = decoded.content
             if said.same(content) if thinks else said.same_except_thinking(content):
+                return decoded
+            if not thinks and said.same_with_thinking_as_text(content):
                 return decoded
         return None
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from threading import Lock
 from typing import Any, Protocol
 
@@ -103,6 +103,14 @@ class ReplyContent:
                 for mine, theirs in zip(self.calls, other.calls, strict=True)
             )
         )
+
+    def same_with_thinking_as_text(self, other: ReplyContent) -> bool:
+        """Return whether the text of `other` is this thinking and text, and the calls are equal.
+
+        Zed sends thinking so, unless it is told that the model takes it back.
+        """
+        told = replace(self, texts=(*self.thoughts, *self.texts))
+        return any(map(str.strip, self.thoughts)) and told.same_except_thinking(other)
 
     @property
     def strings(self) -> tuple[str, ...]:

@@ -13,7 +13,17 @@ from mlxcache.common_prefix import common_length
 from mlxcache.model.output import OutputParser, reader
 from mlxcache.prompt.builder import PromptBuilder
 from mlxcache.prompt.replies import Replies, make_reply
-from mlxcache.types import Chat, FinishReason, Piece, Prompt, Text, Thinking, Tokens, ToolCall
+from mlxcache.types import (
+    TEXTS,
+    Chat,
+    FinishReason,
+    Piece,
+    Prompt,
+    Text,
+    Thinking,
+    Tokens,
+    ToolCall,
+)
 from tests.prompt import families
 from tests.prompt.chats import TOOLS
 from tests.prompt.families import FAMILIES, Calls
@@ -136,6 +146,15 @@ def user(text: str) -> Message:
 
 def without_thinking(message: Message) -> Message:
     return {key: value for key, value in message.items() if key != "reasoning_content"}
+
+
+def thinking_as_text(message: Message) -> Message:
+    """As Zed sends it: one block of text before those of the reply."""
+    thinking, text = message.get("reasoning_content"), message["content"]
+    if not thinking:
+        return message
+    blocks = tuple(block for block in (thinking, text) if block)
+    return without_thinking(message) | {"content": "\n\n".join(blocks), TEXTS: blocks}
 
 
 def fed(prompt: Prompt, held: Tokens) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -19,7 +20,15 @@ from mlxcache.store.sessions import Sessions
 from mlxcache.types import Chat, FinishReason
 from tests.prompt.chats import TOOLS
 from tests.prompt.families import FAMILIES
-from tests.prompt.replaying import Message, Served, fed, results, user, without_thinking
+from tests.prompt.replaying import (
+    Message,
+    Served,
+    fed,
+    results,
+    thinking_as_text,
+    user,
+    without_thinking,
+)
 
 THOUGHT = "The user wants a file. I look at it first, then I say what's in it.\nOne moment."
 TEXT = 'I\'ll look at it:  two blanks, naïve {"a": 1}, and then some more words. '
@@ -47,9 +56,16 @@ def called(served: Served, name: str, messages: list[Message]) -> tuple[Message,
     return served.reply(served.asked(messages), served.writes(THOUGHT, text, CALLS[name]))
 
 
-@pytest.mark.parametrize("sends", [True, False], ids=["thinking sent", "thinking left out"])
+SENT: dict[str, Callable[[Message], Message]] = {
+    "thinking sent": lambda reply: reply,
+    "thinking left out": without_thinking,
+    "thinking as text": thinking_as_text,
+}
+
+
+@pytest.mark.parametrize("sends", SENT)
 @pytest.mark.parametrize("name", CALLING)
-def test_after_a_call_only_its_results_are_fed(name: str, sends: bool) -> None:
+def test_after_a_call_only_its_results_are_fed(name: str, sends: str) -> None:
     """The whole reply, thinking too, stands in the next prompt token for token."""
     served = Served(name)
     messages = list(START)
@@ -57,7 +73,7 @@ def test_after_a_call_only_its_results_are_fed(name: str, sends: bool) -> None:
         reply, held = called(served, name, messages)
         assert [c["function"]["name"] for c in reply["tool_calls"]] == [c[0] for c in CALLS[name]]
         new = results(reply, f"Result {turn}")
-        messages += [reply if sends else without_thinking(reply), *new]
+        messages += [SENT[sends](reply), *new]
         again = served.asked(messages)
         bound = sum(size(served, result) for result in new) + OWN
         if name == "deepseek":  # its template keeps no thinking at all
@@ -67,7 +83,9 @@ def test_after_a_call_only_its_results_are_fed(name: str, sends: bool) -> None:
             assert fed(again, held) <= bound
             assert again.ids[: len(held) - 1].tolist() == held[:-1].tolist()
             assert "replay" in again.rules
-            assert ("thinking" in again.rules) == (FAMILIES[name].thinks and not sends)
+            assert ("thinking" in again.rules) == (
+                FAMILIES[name].thinks and sends != "thinking sent"
+            )
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -286,9 +304,21 @@ def test_each_rule_has_its_switch() -> None:
     for rules in ({"replay": False}, {"thinking": False}, {"replay": False, "thinking": False}):
         other = Served("qwen3", rules)
         again, _ = called(other, "qwen3", START)
-        sent = [*START, without_thinking(again), *results(again)]
-        found = other.asked(sent).rules
-        assert not set(found) & set(rules)
+        for send in (without_thinking, thinking_as_text):
+            sent = [*START, send(again), *results(again)]
+            found = other.asked(sent).rules
+            assert not set(found) & set(rules)
+        if "thinking" in rules:
+            assert THOUGHT in other.tokenizer.decode(other.asked(sent).ids.tolist())
+
+
+def test_a_text_that_only_begins_like_the_thinking_stays() -> None:
+    """As a client that edits a reply sends it."""
+    served = Served("qwen3")
+    reply, _ = called(served, "qwen3", START)
+    for text in (THOUGHT, f"{THOUGHT}!\n\n{TEXT}", f"{TEXT}\n\n{THOUGHT}"):
+        edited = {**without_thinking(reply), "content": text}
+        assert "thinking" not in served.asked([*START, edited, *results(reply)]).rules
 
 
 def test_what_is_remembered_is_bounded_in_bytes() -> None:

@@ -4,6 +4,8 @@ Many clients send back only text and calls. A template that keeps thinking, as m
 next user message, would then render a reply that differs from the computed one. If a template drops
 thinking, it also drops the thinking restored here.
 
+Zed sends the thinking as the beginning of the text, which a template would render as text.
+
 Other clients strip white space from the ends of a text, join two of its blocks, sometimes only in a
 later turn, or format the JSON of calls differently. The message gets the form that the model wrote.
 So it renders the same in each turn, after a restart, and in a prompt that was computed by
@@ -46,7 +48,8 @@ KnownReply = Callable[[bytes, Mapping[str, Any], Tools], Said | None]
 """Callable that looks up the reply as the model wrote it.
 
 Arguments: the digest of the messages before it, the client's message, and the tools. Text, calls
-and thinking (if the message has any) must be equal, except white space at the edges of blocks.
+and thinking (if the message has any) must be equal, except white space at the edges of blocks. The
+thinking may also be the beginning of the text.
 """
 
 
@@ -70,10 +73,24 @@ def apply(
             whole = not draft.continues or at < len(draft.messages) - 1
             if said is not None:
                 keys.append(said.key)
-                plain = _restored(draft, plain, said, thinking=thinking, blanks=blanks and whole)
+                inside = _thinking_is_text(plain, said)
+                if inside and thinking and whole:
+                    plain["content"] = said.text
+                if not inside or (thinking and whole):
+                    plain = _restored(
+                        draft, plain, said, thinking=thinking, blanks=blanks and whole
+                    )
             draft.messages[at] = plain
         history.add(draft.messages[at])
     return history.digest, tuple(keys)
+
+
+def _thinking_is_text(message: Message, said: Said) -> bool:
+    """Return whether the text of a message, which has the content of `said`, has its thinking."""
+    text = message.get("content")
+    if message.get("reasoning_content") or not said.thinking.strip() or not isinstance(text, str):
+        return False
+    return "".join(text.split()) == "".join(f"{said.thinking} {said.text}".split())
 
 
 def _restored(
