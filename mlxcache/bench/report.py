@@ -202,8 +202,10 @@ def checks_json(checks: Sequence[Check]) -> list[dict[str, Any]]:
 
 
 def machine() -> dict[str, Any]:
-    """Return the platform, processor and cores of this machine, and installed versions, for
-    JSON.
+    """Return a description of this machine and of the installed versions.
+
+    Its keys are `platform`, `processor`, `cores`, `python`, `versions` (by package) and
+    `preloaded`, the value of LD_PRELOAD.
     """
     return {
         "platform": platform.platform(),

@@ -281,9 +281,9 @@ def _query_started(key: str | None, started: StartedServer) -> Service | None:
 
 
 def _loading(started: StartedServer | None) -> tuple[str, float | None]:
-    """Return the name of the loading step and the fraction done, from the last line of the log.
+    """Return a text about what is being loaded, and the fraction done, from 0 to 1.
 
-    The fraction is from 0 to 1, or None if unknown.
+    Both are from the last line of the log. The fraction is None if unknown.
     """
     last = started.tail(1) if started is not None else []
     found = _LOADING_LINE.fullmatch(last[0]) if last else None
