@@ -135,6 +135,21 @@ def _with_draft(loaded: Loaded, spec: ModelSpec, name: str) -> Loaded:
     return replace(loaded, model=make_pair(loaded.model, draft.model), info=info, draft=draft.path)
 
 
+def load_again(loaded: Loaded, spec: ModelSpec) -> nn.Module:
+    """Return a new model like `loaded.model`, each weight of which is read when it is first used.
+
+    `spec` must be the one from which `loaded` was made. Raises ModelError if the files cannot be
+    read any more. MLX thread only.
+    """
+    model, _ = _load_weights(spec, loaded.path, lazy=True)
+    if loaded.draft is None:
+        return model
+    with _of_the_draft():
+        own = ModelSpec(str(loaded.draft), trust_remote_code=spec.trust_remote_code)
+        draft, _ = _load_weights(own, loaded.draft, lazy=True)
+    return make_pair(model, draft)
+
+
 def fetch(spec: ModelSpec, progress: Callable[[str, int, int], None]) -> None:
     """Download the models that `spec` names, unless they are on this machine. Blocks.
 

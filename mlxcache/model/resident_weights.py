@@ -1,0 +1,93 @@
+"""The weights of a loaded model, which can be dropped from memory and read back later."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import mlx.core as mx
+from mlx.utils import tree_flatten, tree_map
+
+from mlxcache.errors import ModelError
+from mlxcache.model.load import Loaded, ModelSpec, load_again
+
+SLICE_BYTES = 512 << 20
+"""Bytes of weights that are read at once, between two chances for other models to compute."""
+
+FILES = ("config.json", "adapter_config.json", "*.safetensors")
+
+Stamp = tuple[str, int, int]
+"""Path of a file, its size in bytes, and the time of its last change in nanoseconds."""
+
+
+class Weights:
+    """Weights of one loaded model, in memory or only on disk. MLX thread only.
+
+    `spec` must be the one from which `loaded` was made. `nbytes`: their size. `resident`: they are
+    in memory, so the model can run.
+    """
+
+    def __init__(self, loaded: Loaded, spec: ModelSpec):
+        self.resident = True
+        self._loaded, self._spec = loaded, spec
+        arrays = tree_flatten(loaded.model.parameters())
+        self.nbytes = sum(array.nbytes for _, array in arrays)
+        self._shapes = {name: (array.shape, array.dtype) for name, array in arrays}
+        self._stamps = self._read_stamps()
+
+    def drop(self) -> None:
+        """Release the weights. The model cannot run until `read` has put them back."""
+        model = self._loaded.model
+        model.update(tree_map(lambda _: mx.array([]), model.parameters()))
+        self.resident = False
+        mx.clear_cache()
+
+    def read(self, slice_bytes: int = SLICE_BYTES) -> Iterator[int]:
+        """Read the weights from disk into the model; yield the total bytes read after each part.
+
+        A part has at least `slice_bytes` bytes. The weights are in use after the last item. Raises
+        ModelError if the files cannot be read or have changed since the model was loaded, because
+        the KV in the cache belongs to the former weights; the weights stay dropped then.
+        """
+        if self._read_stamps() != self._stamps:
+            raise ModelError(
+                f"The files of the model in {self._loaded.path} have changed since it was loaded: "
+                "start the server again."
+            )
+        again = load_again(self._loaded, self._spec)
+        parameters = again.parameters()
+        arrays = tree_flatten(parameters)
+        if {name: (array.shape, array.dtype) for name, array in arrays} != self._shapes:
+            raise ModelError(f"The model in {self._loaded.path} has other weights than before.")
+        done = 0
+        for part in split([array for _, array in arrays], slice_bytes):
+            mx.eval(part)
+            done += sum(array.nbytes for array in part)
+            yield done
+        self._loaded.model.update(parameters)
+        self.resident = True
+
+    def _read_stamps(self) -> list[Stamp]:
+        """Return a stamp of each file that decides about the content of the weights."""
+        folders = [self._loaded.path, self._loaded.draft, self._spec.adapter]
+        paths = [Path(folder).expanduser() for folder in folders if folder is not None]
+        files = [file for path in paths for name in FILES for file in sorted(path.glob(name))]
+        found = [(file, file.stat()) for file in files]
+        return [(str(file), stat.st_size, stat.st_mtime_ns) for file, stat in found]
+
+
+def split(arrays: list[mx.array], slice_bytes: int) -> Iterator[list[mx.array]]:
+    """Divide arrays into consecutive parts of at least `slice_bytes` bytes; the last may be less.
+
+    No arrays give no part.
+    """
+    part: list[mx.array] = []
+    size = 0
+    for array in arrays:
+        part.append(array)
+        size += array.nbytes
+        if size >= slice_bytes:
+            yield part
+            part, size = [], 0
+    if part:
+        yield part
