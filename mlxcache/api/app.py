@@ -1,7 +1,7 @@
 """The HTTP application: routes, error handlers and middleware.
 
-Its own middleware adds request ids and security headers, counts errors, and answers 500 if a
-handler fails unexpectedly.
+The middleware defined here adds request ids and security headers, counts errors, and answers 500 if
+a handler fails unexpectedly.
 """
 
 from __future__ import annotations

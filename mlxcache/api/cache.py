@@ -77,11 +77,11 @@ async def warm_prefix(deps: Deps, request: Request) -> Response:
 async def warm(engine: Engine, body: bytes, id: str | None = None) -> dict[str, Any]:
     """Compute the prefix that `body` describes, and return the answer of `POST /v1/cache/warm`.
 
-    It has the prefix's tokens (prompt, cached, restored, fed) and the seconds taken. The prefix of
-    a chat request ends where the reply would begin. Without a user message, it ends where the first
-    user message would begin. A body that does not begin with `{` is a system prompt. `id` is the
-    request id; None makes a new one. Raises BadRequest for other bodies, and the errors of
-    `Engine.submit`.
+    The answer has the counts of the prefix's tokens (prompt, cached, restored, fed) and the seconds
+    taken. The prefix of a chat request ends where the reply would begin. Without a user message, it
+    ends where the first user message would begin. A body that does not begin with `{` is a system
+    prompt. `id` is the request id; None makes a new one. Raises BadRequest for other bodies, and
+    the errors of `Engine.submit`.
     """
     began = time.perf_counter()
     prompts = [await engine.render(chat) for chat in chats_to_warm(body)]

@@ -44,9 +44,9 @@ Kind = Literal["counter", "gauge"]
 class Family:
     """Description of a metric that is taken from the engine's figures.
 
-    `name` lacks the prefix and the `_total` of a counter. `labels` are the names of labels. `path`
-    is the keys, joined by dots, that lead to a number in the figures, or to a mapping from label
-    values to numbers.
+    `name` is the metric's name without the prefix `mlxcache_` and without the `_total` of a
+    counter. `labels` are the names of labels. `path` is the keys, joined by dots, that lead to a
+    number in the figures, or to a mapping from label values to numbers.
     """
 
     kind: Kind

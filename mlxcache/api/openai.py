@@ -63,9 +63,9 @@ Whole = Callable[[Sequence[WholeReply], Envelope, Wish], dict[str, Any]]
 class Endpoint:
     """Reply format of one endpoint.
 
-    `id_prefix` begins the ids of replies. `whole` builds a whole reply, with `object` as its
-    `object`, and `chunks` a streamed one, with `chunk_object`. `called` is the `finish_reason` of a
-    reply that calls tools.
+    `id_prefix` begins the ids of replies. `whole` builds a whole reply, whose field `object` is
+    `object`. `chunks` builds the chunks of a streamed reply, whose field `object` is
+    `chunk_object`. `called` is the `finish_reason` of a reply that calls tools.
     """
 
     id_prefix: str

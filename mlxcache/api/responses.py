@@ -99,8 +99,8 @@ class Reply:
     async def cancel(self) -> Payload:
         """Stop generating, and return the response with the status `cancelled`.
 
-        A response that has ended is returned unchanged. The coroutine that reads the stream then
-        stores it.
+        A response that has ended is returned unchanged. The cancelled response is stored by the
+        coroutine that reads its stream.
         """
         response = self.writer.response
         if response["status"] != "in_progress":

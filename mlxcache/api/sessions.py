@@ -47,14 +47,20 @@ Handler = Callable[[Deps, Request], Awaitable[Response]]
 
 
 class Patch(msgspec.Struct, forbid_unknown_fields=True):
-    """Changes to a session; omitted fields stay unchanged. A `name` of null removes the name."""
+    """Body of `PATCH /v1/sessions/{id}`: changes to a session.
+
+    Omitted fields stay unchanged. A `name` of null removes the name.
+    """
 
     name: Name | msgspec.UnsetType | None = msgspec.UNSET
     pinned: bool | msgspec.UnsetType = msgspec.UNSET
 
 
 class Fork(msgspec.Struct, forbid_unknown_fields=True):
-    """Name of a new session, and number of tokens to keep; without `at_tokens`, all are kept."""
+    """Body of `POST /v1/sessions/{id}/fork`: the new session's name, and the tokens to keep.
+
+    `at_tokens` is their number, counted from the start; if it is omitted, all are kept.
+    """
 
     name: Name | None = None
     at_tokens: int | None = None

@@ -48,7 +48,7 @@ def make_raw_event(text: str) -> ServerSentEvent:
 
 
 def make_comment(text: str) -> ServerSentEvent:
-    """Return a comment, which clients ignore.
+    """Return an SSE comment with `text`, which clients ignore.
 
     It shows proxies that the connection is still in use.
     """
@@ -86,7 +86,7 @@ async def start_stream(deps: Deps, job: Job) -> tuple[Stream, Admitted | None]:
     """Submit `job` and wait until it leaves the queue, at most `queue_grace` seconds.
 
     The second value is the event that reports its cached prefix, or None if the job is still queued
-    after that. The caller must close the stream. If this function raises or is cancelled, the
+    after that time. The caller must close the stream. If this function raises or is cancelled, the
     stream is already closed. Raises the errors of `Engine.submit`.
     """
     stream = await deps.engine.submit(job)

@@ -168,10 +168,10 @@ class _Plain:
     def of(
         cls, backend: Any, added: Sequence[Added], controls: Sequence[Added], texts: Sequence[str]
     ) -> _Plain | None:
-        """Make the second tokenizer, or return None if that is impossible.
+        """Make a tokenizer in which control tokens are renamed, or return None if impossible.
 
-        It must give the same ids for `texts` as the first one, the Rust tokenizer `backend`, and
-        never the id of a control token for the token's text. `added`: added tokens of `backend`.
+        It must give the same ids for `texts` as `backend`, the original Rust tokenizer, and never
+        the id of a control token for the token's text. `added`: added tokens of `backend`.
         `controls`: those that are control tokens.
         """
         nonce = f"{secrets.randbelow(10**20):020d}"
@@ -187,9 +187,10 @@ class _Plain:
         return None
 
     def encode(self, pieces: list[tuple[str, bool]]) -> Tokens:
-        """Return the ids of (text, escaped) pieces in the first tokenizer's numbering.
+        """Return the ids of (text, escaped) pieces, shape (n,), numbered as by the original
+        tokenizer.
 
-        The shape is (n,).
+        Control tokens are recognised only in pieces that are not escaped.
         """
         text = "".join(
             piece if escaped else self._pattern.sub(self._name, piece) for piece, escaped in pieces

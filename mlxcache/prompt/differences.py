@@ -1,4 +1,4 @@
-"""Differences between two conversations: arguments, tools and messages."""
+"""Differences between two conversations: template arguments, tools and messages."""
 
 from __future__ import annotations
 
@@ -83,9 +83,9 @@ def _cause(old: str, new: str, at: int, machine: bool) -> str:
 
 
 def _line(text: str, at: int) -> tuple[str, int]:
-    """Return the line of `text` that contains character `at`, and the line's first character.
+    """Return the line of `text` that contains character `at`, and the offset of the line's start.
 
-    Of a long line, only the part near `at` is returned.
+    Of a long line, only the part near `at` is returned, with the offset of that part.
     """
     start = max(at - _LINE, text.rfind("\n", 0, at) + 1)
     end = text.find("\n", at, at + _LINE)
@@ -93,9 +93,10 @@ def _line(text: str, at: int) -> tuple[str, int]:
 
 
 def _span(was: str, now: str, first: int) -> tuple[int, int]:
-    """Return start and end of the changed characters of `was`.
+    """Return the half-open range [start, end) of the changed characters of `was`.
 
-    They extend from `first` to the start of the common ending with `now`.
+    `first`: offset of the first changed character. The range ends where the common ending with
+    `now` starts.
     """
     most = min(len(was), len(now)) - first
     same = next((i for i in range(most) if was[-1 - i] != now[-1 - i]), most)
@@ -163,8 +164,8 @@ class Difference:
 
     `where`: part of the later conversation, such as `system`, `tools[2] Read` or `messages[5]
     user`. `reason`, `cause`: kind of the difference, in general and in detail. `before`, `after`:
-    excerpts of the earlier and the later text. `shows`: parts of the two that are visible in the
-    prompts at the first difference.
+    excerpts of the earlier and the later text. `shows`: the earlier and the later text right at the
+    difference, by which it is found in the rendered prompts.
     """
 
     where: str
@@ -451,7 +452,7 @@ Many messages begin with "What is".
 
 
 def differences(old: Chat, new: Chat) -> list[Difference]:
-    """Return the differences in what both conversations contain.
+    """Return the differences between two conversations, apart from what one has only in addition.
 
     They are in the order of template arguments, tools, and messages. The result is empty if one
     conversation only continues the other.
@@ -501,7 +502,7 @@ def related(old: Chat, new: Chat) -> bool:
 
 
 def _has_messages_of(old: Chat, new: Chat) -> bool:
-    """Return whether `new` has a message of `old`, or begins with nearly the same one."""
+    """Return whether `new` has a message of `old`, or its first message is nearly that of `old`."""
     known = {_key(m) for m in old.messages if m.get("role") not in SYSTEM}
     return any(_key(m) in known for m in new.messages) or _alike(old.messages, new.messages)
 

@@ -104,7 +104,7 @@ class Explanation:
 
     @property
     def advice(self) -> str:
-        """Advice on the first difference, and on later ones that cannot be avoided either."""
+        """Advice on the first difference; for moved text also on all later moves."""
         if self.first is None:
             return advice_for("new_conversation")
         causes = [self.first.cause]

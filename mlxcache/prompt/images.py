@@ -90,7 +90,7 @@ class ImageTemplate:
         return parts
 
     def expand(self, text: str, images: Sequence[Image]) -> str:
-        """Replace each image's one token in a rendered text by the text of all its rows.
+        """Replace each image's token in a rendered text by the text of all its embedding rows.
 
         Raises BadRequest if the template left an image out or an image cannot be decoded.
         """

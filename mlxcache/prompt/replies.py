@@ -327,7 +327,7 @@ class ReplyReader:
     def _append_text(self, ids: Tokens, text: str, rest: str) -> Tokens | None:
         """Append the ids of text `rest` to `ids`.
 
-        Returns None if the result does not decode to `text`.
+        Returns None if the result does not decode to `text`, the whole text with `rest` at its end.
         """
         if rest:
             ids = np.concatenate((ids, self._encode(rest, add_special_tokens=False)))

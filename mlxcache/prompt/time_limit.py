@@ -17,9 +17,10 @@ T = TypeVar("T")
 
 
 class _Overdue(BaseException):
-    """Raised in a thread whose time limit has passed.
+    """Exception that is raised in a thread whose time limit has passed.
 
-    It is not an Exception, so that no `except Exception` in a template's filters catches it.
+    It is not a subclass of Exception, so that no `except Exception` in a template's filters catches
+    it.
     """
 
 

@@ -305,7 +305,7 @@ class BlockReader:
     def read_block(self, block: types.Block, where: str) -> list[Item]:
         """Return the texts and images that a content block adds to the prompt.
 
-        Raises the errors of `read_text`.
+        `where` is the block's place in the body, for errors. Raises the errors of `read_text`.
         """
         if isinstance(block, types.Document):
             return self._read_document(block, where)

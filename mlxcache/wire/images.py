@@ -30,7 +30,10 @@ class ImageReader:
         self._count = 0
 
     def read_url(self, url: Any, where: str) -> Image:
-        """Return the image in a `data:` URL, which is a string or an object with `url`."""
+        """Return the image in a `data:` URL, which is a string or an object with `url`.
+
+        `where` is the image's place in the body, for errors.
+        """
         url = url.get("url") if isinstance(url, dict) else url
         if not isinstance(url, str):
             raise BadRequest(
@@ -46,7 +49,10 @@ class ImageReader:
         return self.read_base64(data, where)
 
     def read_source(self, source: Any, where: str) -> Image:
-        """Return the image in a `source` object of Anthropic's API."""
+        """Return the image in a `source` object of Anthropic's API.
+
+        `where` is the object's place in the body, for errors.
+        """
         source = source if isinstance(source, dict) else {}
         kind = source.get("type")
         if kind == "url":
@@ -59,7 +65,10 @@ class ImageReader:
         return self.read_base64(source.get("data"), where)
 
     def read_base64(self, data: Any, where: str) -> Image:
-        """Return the image in the base64 text `data`. Its file format is checked later."""
+        """Return the image in the base64 text `data`. Its file format is checked later.
+
+        `where` is the image's place in the body, for errors.
+        """
         self._count += 1
         if self._count > MAX_IMAGES:
             raise BadRequest(f"A request takes at most {MAX_IMAGES} images.", param=where)

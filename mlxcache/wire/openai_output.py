@@ -103,9 +103,10 @@ def _structured_outputs(asked: types.StructuredOutputs) -> Iterator[OutputFormat
 def _constraints(
     *given: tuple[Literal["json_schema", "regex", "choice", "grammar"], str, Any],
 ) -> Iterator[OutputFormat]:
-    """Yield a format for each of `given` that is set: its kind, the field's name, and the value.
+    """Yield the output format for each field in `given` that the request sets.
 
-    An empty expression or grammar counts as not set, because some clients always send the field.
+    A field is given as the kind of format, the field's name, and its value. An empty expression or
+    grammar counts as not set, because some clients always send the field.
     """
     for kind, name, value in given:
         if value is None or value == "":

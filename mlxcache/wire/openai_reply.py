@@ -35,7 +35,7 @@ class Envelope:
     created: int = field(default_factory=lambda: int(time.time()))
 
     def wrap(self, **fields: Any) -> Payload:
-        """Return a reply object or a chunk that has these fields and `fields`."""
+        """Return a reply object or a stream chunk with the envelope's fields and `fields`."""
         return {
             "id": self.id,
             "object": self.object,
@@ -75,9 +75,9 @@ class Wish:
 def count_usage(lasts: Sequence[Finished], n: int = 1) -> Payload:
     """Return the `usage` object of all choices, in tokens. `prompt_tokens` includes cached tokens.
 
-    `lasts` holds the final event of each choice, `n` for each prompt. A prompt is counted once,
-    with the smallest count of cached tokens of its choices: the others reuse what the first
-    computed.
+    `lasts` holds the final event of each choice; `n` is the number of choices of each prompt. A
+    prompt is counted once, with the smallest count of cached tokens of its choices: the others
+    reuse what the first computed.
     """
     prompt = sum(last.prompt_tokens for last in lasts[::n])
     generated = sum(last.generated_tokens for last in lasts)

@@ -214,11 +214,11 @@ def limit_tokens(limit: int, param: str) -> int | None:
 def to_chat(body: ChatRequest, *, images: bool = False) -> Chat:
     """Convert `body` to a chat. `images` tells whether the model accepts images.
 
-    Unless the client says otherwise, a final assistant message is continued if it has text and no
-    tool calls, and removed if it is empty.
+    A final assistant message is continued if it has text and no tool calls, unless the request has
+    `continue_final_message` false or `add_generation_prompt` true. An empty one is removed.
 
-    Raises Unsupported for other media, and for images if the model accepts none; BadRequest for a
-    malformed message or tool.
+    Raises Unsupported for media other than images, and for images if the model accepts none;
+    BadRequest for a malformed message or tool.
     """
     reader = ImageReader(images)
     messages = [_message(m, i, reader) for i, m in enumerate(body.messages)]

@@ -92,7 +92,11 @@ class AllowedTools(Struct):
 
 
 class ToolChoice(Struct):
-    """The object form of `tool_choice`. Each type has its own fields."""
+    """The object form of `tool_choice`.
+
+    `type` tells which of the other fields is used: `function` names one function, `allowed_tools`
+    lists several tools, and `name` names one tool in the Responses API's form.
+    """
 
     type: str
     function: NamedFunction | None = None

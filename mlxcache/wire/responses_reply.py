@@ -168,13 +168,13 @@ class ResponseWriter:
     def fail(self, code: str, message: str) -> Payload:
         """Mark the response as failed and return its last event.
 
-        `code` and `message` describe the error. An item that was not completed is left out.
+        `code` and `message` describe the error. An output item that was not completed is left out.
         """
         self.response |= {"status": "failed", "error": {"code": code, "message": message}}
         return self._lifecycle("response.failed")
 
     def cancel(self) -> None:
-        """Mark the response as cancelled. Its completed items are kept."""
+        """Mark the response as cancelled. Its completed output items are kept."""
         self.response["status"] = "cancelled"
 
     def _feed(self, piece: Piece, probs: list[Payload]) -> list[Payload]:

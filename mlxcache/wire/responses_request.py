@@ -211,9 +211,10 @@ class MessageWriter:
             self._result_images = []
 
     def write(self, raw: types.RawItem, where: str) -> None:
-        """Add one item. `where` is its place in the body, for errors.
+        """Add the messages for one input item. `where` is its place in the body, for errors.
 
-        Raises Unsupported and BadRequest.
+        Raises Unsupported if the item or its content is not supported, and BadRequest if it is
+        malformed.
         """
         item = types.read_item(raw, where)
         if item is not None and not isinstance(item, types.CallOutput):

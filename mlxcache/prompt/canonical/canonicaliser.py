@@ -80,8 +80,8 @@ class Canonicaliser:
         """Return the conversation to render. Never raises; `chat` itself is not changed.
 
         `session`: label of the session for which rules remember texts between requests, or None.
-        `stop`:
-        strings that will end the reply. `without`: names of rules to leave out in this call.
+        `stop`: strings that will end the reply. `without`: names of rules to leave out in this
+        call.
         """
         draft = Draft(chat)
         on = {name: state and name not in without for name, state in self._on.items()}
@@ -130,6 +130,6 @@ class Canonicaliser:
         return self._on[rule]
 
     def remember_call(self, call: ToolCall) -> None:
-        """Remember a call as the model wrote it, for the rule `argument_order`."""
+        """Remember the form in which the model wrote a call, for the rule `argument_order`."""
         if self._on["argument_order"]:
             argument_order.remember_call(call, self._calls)
