@@ -133,7 +133,7 @@ def _api_settings(settings: Settings, keys: Keys, recorder: Recorder | None) -> 
     """
     if keys.owned:
         named = f"; named keys: {', '.join(keys.names)}" if keys.names else ""
-        log.info("%d API keys, each with its own sessions%s", len(keys.values), named)
+        log.info("%d API keys read, each with its own sessions%s", len(keys.values), named)
     return ApiSettings(
         api_key=None if keys.owned else next(iter(keys.values), None),
         owned_keys=keys.values if keys.owned else (),
@@ -238,7 +238,7 @@ def announced(settings: Settings, url: str) -> Iterator[None]:
         except StoreError as error:
             if isinstance(error, InUse) and settings.disk != "off":
                 raise
-            log.warning("commands cannot find this server by its cache folder: %s", error)
+            log.warning("server not listed in its cache folder, so commands need --url: %s", error)
         yield
 
 
