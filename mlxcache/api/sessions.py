@@ -47,20 +47,14 @@ Handler = Callable[[Deps, Request], Awaitable[Response]]
 
 
 class Patch(msgspec.Struct, forbid_unknown_fields=True):
-    """Body of `PATCH /v1/sessions/{id}`: changes to a session.
-
-    Omitted fields stay unchanged. A `name` of null removes the name.
-    """
+    """Changes to a session. Omitted fields stay unchanged; a `name` of null removes the name."""
 
     name: Name | msgspec.UnsetType | None = msgspec.UNSET
     pinned: bool | msgspec.UnsetType = msgspec.UNSET
 
 
 class Fork(msgspec.Struct, forbid_unknown_fields=True):
-    """Body of `POST /v1/sessions/{id}/fork`: the new session's name, and the tokens to keep.
-
-    `at_tokens` is their number, counted from the start; if it is omitted, all are kept.
-    """
+    """Name of a new session, and number of tokens to keep from the start; omitted: all of them."""
 
     name: Name | None = None
     at_tokens: int | None = None

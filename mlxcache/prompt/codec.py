@@ -187,8 +187,7 @@ class _Plain:
         return None
 
     def encode(self, pieces: list[tuple[str, bool]]) -> Tokens:
-        """Return the ids of (text, escaped) pieces, shape (n,), numbered as by the original
-        tokenizer.
+        """Return the ids that the original tokenizer has for (text, escaped) pieces, shape (n,).
 
         Control tokens are recognised only in pieces that are not escaped.
         """

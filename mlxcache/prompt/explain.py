@@ -179,7 +179,7 @@ class Explainer:
         return next((one for one in found if one.cause == "template_args"), None)
 
     def _drift(self, old: Side, new: Side, shared: int) -> Difference:
-        """Return the difference between prompts that differ although no message explains it.
+        """Return the difference between prompts whose messages are equal where the tokens differ.
 
         The template rendered the messages in another way, or a reply was not replayed. `shared`:
         number of shared leading tokens.

@@ -92,11 +92,7 @@ class AllowedTools(Struct):
 
 
 class ToolChoice(Struct):
-    """The object form of `tool_choice`.
-
-    `type` tells which of the other fields is used: `function` names one function, `allowed_tools`
-    lists several tools, and `name` names one tool in the Responses API's form.
-    """
+    """The object form of `tool_choice`: one named tool, or several in `allowed_tools`."""
 
     type: str
     function: NamedFunction | None = None

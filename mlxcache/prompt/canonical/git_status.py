@@ -45,9 +45,9 @@ def take(draft: Draft) -> str:
 
 
 def place(draft: Draft, status: str, places: Places, session: str | None) -> None:
-    """Insert a git status after the message with which it was new, as a system message.
+    """Insert a git status as a system message at the end of the first request that had it.
 
-    Older statuses of the session are inserted where they were new. Positions are remembered in
+    Older statuses of the session are inserted at their own places. The places are remembered in
     `places`. Without a session label only this status itself is looked up, because another one may
     belong to another conversation with the same beginning.
     """
