@@ -15,7 +15,7 @@ from mlxcache.prompt.volatile import find_announced
 from mlxcache.types import Chat
 
 _MACHINE = re.compile(r"<(system-reminder|env|environment_context|context)>.*?</\1>", re.DOTALL)
-"""Marked text in a user's message that clients generate for each session."""
+"""Text between tags in a user's message, which clients generate for each session."""
 _KEY = 120
 """Number of characters before and after a place that identify it in the rendered text."""
 

@@ -9,7 +9,7 @@ from typing import Any
 from mlxcache.types import TEXTS
 
 SEPARATOR = "\n\n"
-"""White space put between two text blocks without any at their edges."""
+"""Text put between two text blocks that have no white space where they meet."""
 
 _RUNS = re.compile(r"(\s+)|\S+")
 

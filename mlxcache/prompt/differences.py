@@ -155,7 +155,7 @@ _CLEARED = re.compile(
 _REMINDER = re.compile(r"<system-reminder>|<env>|<context\b")
 _REMINDERS = re.compile(r"<system-reminder>.*?</system-reminder>\s*", re.DOTALL)
 _SAME_REMINDER = 40
-"""Fewest characters that two reminders share at their start to count as the same one, later."""
+"""Fewest equal characters at the start of two reminders that count as the same reminder."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,7 +34,7 @@ _NEAR = 600
 """Characters around the first difference of two texts within which its cause must be visible."""
 _OPENS = re.compile(r"<think|<\|channel\|>analysis|\[THINK", re.IGNORECASE)
 _CLOSES = re.compile(r"\s*(?:</think|\[/THINK)", re.IGNORECASE)
-"""Marks that close thinking at the start of a text; `_OPENS` are marks that open it."""
+"""Markers that close thinking at the start of a text; `_OPENS` has those that open it."""
 _BACK, _AHEAD = 12, 40
 """Number of tokens shown before and after the first difference of two prompts."""
 

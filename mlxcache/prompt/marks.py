@@ -17,7 +17,7 @@ from mlxcache.prompt.template import Message
 from mlxcache.prompt.traits import A2, END, LONG_ID, NAME, R2, S2, U2, A, R, S, U
 
 MARK_DISTANCE = 8
-"""Least distance of two marks in tokens; a closer checkpoint would not pay off."""
+"""Least distance of two marks in tokens; a closer checkpoint would save too little computing."""
 
 
 def learn_openers(renderer: Renderer, finder: ControlTokenFinder) -> frozenset[int]:

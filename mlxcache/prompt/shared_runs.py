@@ -13,10 +13,10 @@ from mlxcache.common_prefix import common_length
 from mlxcache.types import Tokens
 
 LEAST_RUN = 16
-"""Tokens of the shortest run that counts; shorter ones are often equal by chance."""
+"""Fewest equal tokens in sequence that count; shorter sequences are often equal by chance."""
 
 _BLOCK = 8
-"""Tokens that are hashed together: every common run of `2 * _BLOCK - 1` has a block of it."""
+"""Tokens per hash: `2 * _BLOCK - 1` equal tokens always contain a whole block of the old prompt."""
 _TRIED = 4
 """Places of the old prompt that are compared for each block."""
 _FACTOR = np.uint64(0x9E3779B97F4A7C15)

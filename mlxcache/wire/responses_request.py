@@ -172,7 +172,7 @@ def to_chat(
 
 
 TURNS_AT_ONCE = 8
-"""Turns dropped at once, so that the requests that follow begin alike and find each other's KV."""
+"""Turns dropped at once. The next requests then begin alike and reuse each other's KV."""
 
 
 def shorten(chat: Chat) -> list[Chat]:

@@ -18,14 +18,14 @@ _TOLD = re.compile(
     r"|Available agent types for the \w+ tool:(?:\n|\Z)"
     r"|The following skills are available for use with the \w+ tool:(?:\n|\Z)"
 )
-"""First line of a paragraph of the environment, the same in all sessions."""
+"""First line of a paragraph of the environment description, which is equal in all sessions."""
 _STARTED = re.compile(r"SessionStart(?::\w+)? hook [a-z ]+: ")
 """Output of a `SessionStart` hook, which may come first and stays with the text after it."""
 _CALLED = re.compile(r"Called the (?:Read|Bash) tool with the following input: ")
 """A file or folder that the first message names; it may come first.
 
-Its lines start with numbers or are names of files, so its paragraphs are hardly mistaken for
-others.
+Its lines start with numbers or are names of files, so its paragraphs are unlikely to match
+another pattern.
 """
 _ASKED = re.compile(r"Plan mode is active\b|UserPromptSubmit(?::\w+)? hook [a-z ]+: ")
 """First line of text that belongs to the first message and stays after it."""
@@ -36,12 +36,14 @@ _ENDS = re.compile(
     r"|Today's date is \d{4}-\d{2}-\d{2}\.\s*\Z",
     re.M,
 )
-"""Line of the environment's last paragraph: an agent, a skill, the text after agents, or the date.
+"""Line that the last paragraph of the environment description must have.
+
+It names an agent, a skill or the date, or is the text after the list of agents.
 """
 
 
 _REMINDER = re.compile(r"<system-reminder>\n.*</system-reminder>\s*", re.S)
-"""A whole user message of reminders, sent before the user's own message."""
+"""A whole user message of reminders from the client, sent before the user's own message."""
 
 
 def apply(draft: Draft) -> bool:

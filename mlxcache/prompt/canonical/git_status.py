@@ -13,10 +13,10 @@ from mlxcache.lru import LRU
 from mlxcache.prompt.canonical.draft import Draft, History
 
 FIRST = re.compile(r"gitStatus: \S.*")
-"""First line of a status that ends with the last line that git may have written."""
+"""First line of a git status in Claude Code's form, which ends with its last line of `_LINE`."""
 _OPENS = re.compile(r'<context name="gitStatus">\S.*')
 _CLOSES = "</context>"
-"""First and last line of a status in Continue's form."""
+"""First and last line of a git status in Continue's form."""
 _LINE = re.compile(
     r"Current branch: .*|Main branch[^:]*: .*|Git user: .*|Status:|Recent commits:"
     r"|\((?:clean|dirty|unavailable)\)"
