@@ -33,11 +33,12 @@ _SHORTEST = 4
 
 
 def apply(draft: Draft, stop: Sequence[str] = ()) -> bool:
-    """Replace the UUIDs that are in temporary paths of system messages by stable ones.
+    """Replace UUIDs in temporary paths by stable ones, which are the same in all sessions.
 
-    They are replaced in all messages except those of users. The replacements are added to
-    `draft.names`. Nothing is replaced if a stop string could match part of a UUID, or if a reply to
-    be continued ends inside one. Returns whether anything was replaced.
+    The UUIDs are those of system messages. They are replaced in all messages except those of users.
+    The replacements are added to `draft.names`. Nothing is replaced if a stop string could match
+    part of a UUID, or if a reply to be continued ends inside one. Returns whether anything was
+    replaced.
     """
     own = _session_uuids(draft)
     if not own:
