@@ -1,4 +1,4 @@
-"""A byte budget: memory is reserved before it is allocated, and released after it was freed."""
+"""Byte budgets: memory is reserved before it is allocated, and released after it was freed."""
 
 from __future__ import annotations
 
@@ -9,10 +9,14 @@ class Budget:
     A kind is any string that names a use of memory, such as "kv" or "checkpoints". `limit`: the
     total above which `reserve` refuses. `used`: the bytes of all kinds, above `limit` only after
     `charge`. `high_water`: the highest value that `used` has had. Not thread-safe.
+
+    A budget may be a member of a `SharedBudget`, here `shared`: each change then counts in both,
+    and `reserve` also refuses what does not fit the shared limit. The own limit is what the member
+    could use if it were the only one.
     """
 
-    def __init__(self, limit_bytes: int):
-        """Create an empty budget of `limit_bytes` bytes.
+    def __init__(self, limit_bytes: int, shared: SharedBudget | None = None):
+        """Create an empty budget of `limit_bytes` bytes, a member of `shared` if that is given.
 
         Raises ValueError if `limit_bytes` is negative.
         """
@@ -21,29 +25,36 @@ class Budget:
         self.limit = limit_bytes
         self.used = 0
         self.high_water = 0
+        self.shared = shared
         self._kinds: dict[str, int] = {}
 
     @property
     def free(self) -> int:
-        """Bytes still available to `reserve`.
+        """Bytes still available to `reserve`, under the own limit and that of a shared budget.
 
-        0 if `charge` has taken the total above the limit.
+        0 if `charge` has taken a total above its limit.
         """
-        return max(0, self.limit - self.used)
+        return max(0, self._left)
+
+    @property
+    def _left(self) -> int:
+        """Bytes below both limits; negative if a total is above its limit."""
+        left = self.limit - self.used
+        return left if self.shared is None else min(left, self.shared.limit - self.shared.used)
 
     def by_kind(self) -> dict[str, int]:
         """Return a new dict of the bytes in use, by kind."""
         return dict(self._kinds)
 
     def reserve(self, kind: str, n: int) -> bool:
-        """Reserve `n` bytes for `kind` if all of them fit under the limit.
+        """Reserve `n` bytes for `kind` if all of them fit under both limits.
 
         Returns False, and reserves nothing, if they do not fit. Raises ValueError if `n` is
         negative.
         """
         if n < 0:
             raise ValueError(f"cannot reserve {n} bytes of {kind}: expected 0 or more")
-        if n > self.limit - self.used:
+        if n > self._left:
             return False
         self._add(kind, n)
         return True
@@ -71,5 +82,29 @@ class Budget:
         if now < 0:
             raise ValueError(f"{kind} has {now - n} bytes, {-n} cannot be released")
         self._kinds[kind] = now
+        self._count(n)
+        if self.shared is not None:
+            self.shared.count_member(n)
+
+    def _count(self, n: int) -> None:
         self.used += n
         self.high_water = max(self.high_water, self.used)
+
+
+class SharedBudget(Budget):
+    """Bytes in use by several budgets together, its members, and by kinds of its own.
+
+    `used` and `high_water` include the members' bytes; `by_kind` has the own kinds only, such as
+    the weights of each model.
+    """
+
+    def __init__(self, limit_bytes: int):
+        """Create an empty budget of `limit_bytes` bytes, without members.
+
+        Raises ValueError if `limit_bytes` is negative.
+        """
+        super().__init__(limit_bytes)
+
+    def count_member(self, n: int) -> None:
+        """Count `n` more bytes in use by a member, fewer if negative. Called by the member."""
+        self._count(n)

@@ -79,6 +79,26 @@ class Worth:
         return max(-1, min(1, int(log2(dear))))
 
 
+class EvictionClock:
+    """The clock of GreedyDual, which only moves forward; it may be shared by several orders.
+
+    The scores of leaves in orders that share a clock are comparable. `held` returns the bytes of
+    all of them together; None for a clock of a single order.
+    """
+
+    def __init__(self, held: Callable[[], int] | None = None):
+        self.held = held
+        self.now = 0.0
+
+    def advance_to(self, score: float) -> None:
+        """Advance the clock to `score`, unless it is already later."""
+        self.now = max(self.now, score)
+
+    def advance_by(self, share: float) -> None:
+        """Advance the clock by `share`, which is 0 or more."""
+        self.now += share
+
+
 class EvictionOrder:
     """Leaves ordered by score, lowest first; the least recently used first among equal scores.
 
@@ -87,7 +107,8 @@ class EvictionOrder:
     lower bound of its true key, and is corrected when the node reaches the top. A change that
     lowers a key must be followed by `renew`; the expiry of keep hints is handled here. A node that
     reaches the top while `eligible` returns False for it is dropped, and must be added again once
-    it is eligible. `now` returns seconds, and is used for keep hints only.
+    it is eligible. `now` returns seconds, and is used for keep hints only. `clock`: the eviction
+    clock, one of its own by default.
     """
 
     def __init__(
@@ -95,9 +116,10 @@ class EvictionOrder:
         worth: Worth,
         eligible: Callable[[Node], bool],
         now: Callable[[], float] = time.monotonic,
+        clock: EvictionClock | None = None,
     ):
         self.worth = worth
-        self.clock = 0.0
+        self.clock = clock or EvictionClock()
         self.now = now
         self._eligible = eligible
         self._heap: list[tuple[Key, int, Node]] = []
@@ -163,18 +185,19 @@ class EvictionOrder:
         worth = self.worth.of(usage.count, tokens, node.end, nbytes, kept=kept)
         return usage.clock + worth
 
-    def advance(self, node: Node, share: float) -> None:
-        """Advance the eviction clock before `node` is evicted.
+    def advance(self, node: Node, size: int, held: int) -> None:
+        """Advance the eviction clock before `size` bytes of `node` are evicted.
 
-        `share`: the part of all bytes in the tree that the node holds, from 0 to 1. If the node was
-        reused, the clock advances to its score; otherwise it advances by `share` only. Prompts that
-        are used once can then pass through a small budget without lowering the rank of other
-        entries much.
+        `held`: bytes of all nodes in the tree. If the node was reused, the clock advances to its
+        score; otherwise it advances by the share of all bytes that is evicted, from 0 to 1. Prompts
+        that are used once can then pass through a small budget without lowering the rank of other
+        entries much. All bytes are those of every order that shares the clock.
         """
         if node.usage.count and not node.usage.replaced:
-            self.clock = max(self.clock, self.value(node))
+            self.clock.advance_to(self.value(node))
         else:
-            self.clock += share
+            held = held if self.clock.held is None else self.clock.held()
+            self.clock.advance_by(size / max(1, held))
 
     def wished(self, node: Node) -> int:
         """Return the highest position inside `node` up to which a client's keep hint is valid.

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from mlxcache.common_prefix import common_length
-from mlxcache.tree.eviction import EvictionOrder, Worth
+from mlxcache.tree.eviction import EvictionClock, EvictionOrder, Worth
 from mlxcache.tree.node import (
     NO_TOKENS,
     Cut,
@@ -62,6 +62,10 @@ class Holdings:
             del self._nodes[id(node.value)]
 
 
+def _evictable(node: Node) -> bool:
+    return not (node.locks or node.children)
+
+
 class Edges:
     """The nodes of one tree, with counts over them and the eviction order of the leaves.
 
@@ -70,7 +74,12 @@ class Edges:
     a higher number.
     """
 
-    def __init__(self, worth: Worth, now: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        worth: Worth,
+        now: Callable[[], float] = time.monotonic,
+        clock: EvictionClock | None = None,
+    ) -> None:
         self.root = Node(None, NO_TOKENS, 0, None, 0)
         self.tokens = 0
         self.segments = 0
@@ -78,7 +87,7 @@ class Edges:
         self.checkpoint_bytes = 0
         self.tick = 0
         self.holdings = Holdings()
-        self.leaves = EvictionOrder(worth, lambda node: not (node.locks or node.children), now)
+        self.leaves = EvictionOrder(worth, _evictable, now, clock)
 
     @property
     def nbytes(self) -> int:
@@ -93,7 +102,7 @@ class Edges:
         self.tick += 1
         for node in nodes:
             node.used_at = self.tick
-            node.usage.clock = self.leaves.clock
+            node.usage.clock = self.leaves.clock.now
             node.usage.seen = self.leaves.now()
             node.usage.replaced = False
 
@@ -126,7 +135,7 @@ class Edges:
             node.used_at = self.tick
             return node
         leaf = Node(node, tail.copy(), node.end, value, self.tick)
-        leaf.usage = Usage(self.leaves.clock, count, seen=self.leaves.now())
+        leaf.usage = Usage(self.leaves.clock.now, count, seen=self.leaves.now())
         node.children[int(tail[0])] = leaf
         self.segments += 1
         self.holdings.add(leaf)
@@ -312,7 +321,7 @@ class Uses:
         """
         leaves, held = self._edges.leaves, self._edges.nbytes
         size = (leaf.end - position) * leaves.worth.bytes_per_token + leaf.checkpoint_bytes
-        leaves.advance(leaf, size / max(1, held))
+        leaves.advance(leaf, size, held)
 
 
 __all__ = ["Cut", "Match", "Node", "PrefixTree", "Worth"]
@@ -329,7 +338,7 @@ class PrefixTree:
     with each change, and reading them takes O(1).
 
     `bytes_per_token`: bytes of KV. `worth`: scores segments for eviction. `now`: returns seconds.
-    `uses` counts the uses of segments.
+    `clock`: the eviction clock, which several trees may share. `uses` counts the uses of segments.
     """
 
     def __init__(
@@ -337,10 +346,11 @@ class PrefixTree:
         bytes_per_token: int,
         worth: Worth | None = None,
         now: Callable[[], float] = time.monotonic,
+        clock: EvictionClock | None = None,
     ):
         self.bytes_per_token = bytes_per_token
         self.worth = worth or Worth(bytes_per_token)
-        self._edges = Edges(self.worth, now)
+        self._edges = Edges(self.worth, now, clock)
         self.uses = Uses(self._edges)
 
     @property
@@ -546,6 +556,13 @@ class PrefixTree:
         Removes nothing. Takes O(log n).
         """
         return self._edges.leaves.first()
+
+    def rank(self, leaf: Node) -> tuple[bool, float]:
+        """Return the rank of `leaf` for eviction: (not replaced, score). Changes nothing.
+
+        Of the leaves of several trees that share an eviction clock, the lowest is missed least.
+        """
+        return self._edges.leaves.key(leaf)[:2]
 
     def useless(self, node: Node) -> bool:
         """Return whether `node` is in the tree and has no child, no lock and no checkpoint.

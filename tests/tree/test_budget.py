@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlxcache.tree.budget import Budget
+from mlxcache.tree.budget import Budget, SharedBudget
 
 
 def test_reserve_is_all_or_nothing():
@@ -98,3 +98,73 @@ def test_reserving_never_exceeds_the_limit(limit, steps):
         assert {k: v for k, v in budget.by_kind().items() if v} == {
             k: v for k, v in kinds.items() if v
         }
+
+
+def test_a_member_has_what_others_left():
+    """Free is the least of what the own limit and the shared limit leave; one step fills both."""
+    shared = SharedBudget(100)
+    one, other = Budget(80, shared), Budget(70, shared)
+    assert shared.reserve("weights:a", 10)
+    assert other.reserve("kv", 60)
+    assert (one.free, other.free, shared.free) == (30, 10, 30)
+    assert not one.reserve("kv", 31)
+    assert (one.used, shared.used) == (0, 70)
+    assert one.reserve("kv", 30)
+    other.release("kv", 60)
+    assert (one.free, other.free, shared.free) == (50, 60, 60)
+    assert shared.by_kind() == {"weights:a": 10}
+    assert (shared.used, shared.high_water) == (40, 100)
+
+
+def test_no_member_reserves_above_the_shared_limit():
+    """Weights charged above the limit leave nothing to anybody, and a free of 0."""
+    shared = SharedBudget(100)
+    one = Budget(100, shared)
+    shared.charge("weights:a", 130)
+    assert (one.free, shared.free) == (0, 0)
+    assert not one.reserve("kv", 0)
+    one.charge("kv", 5)
+    assert (one.used, shared.used, shared.high_water) == (5, 135, 135)
+
+
+MEMBER_STEPS = st.lists(
+    st.tuples(
+        st.sampled_from(["reserve", "release", "charge"]),
+        st.sampled_from([0, 1, 2]),
+        st.sampled_from(["kv", "pool"]),
+        st.integers(-60, 60),
+    )
+)
+
+
+@given(limits=st.lists(st.integers(0, 120), min_size=3, max_size=3), steps=MEMBER_STEPS)
+def test_shared_bytes_are_those_of_the_members_and_its_own(limits, steps):
+    """In any order of steps, also refused ones; reserving keeps both limits."""
+    shared = SharedBudget(limits[0])
+    budgets = [shared, *(Budget(limit, shared) for limit in limits[1:])]
+    kinds: list[dict[str, int]] = [{}, {}, {}]
+    highs = [0, 0, 0]
+
+    def used(which: int) -> int:
+        return sum(sum(one.values()) for one in (kinds if which == 0 else [kinds[which]]))
+
+    for verb, which, kind, n in steps:
+        budget, had = budgets[which], kinds[which].get(kind, 0)
+        fits = n <= limits[which] - used(which) and n <= limits[0] - used(0)
+        if (n < 0 and verb != "charge") or (verb == "release" and n > had) or n < -had:
+            with pytest.raises(ValueError, match="bytes"):
+                getattr(budget, verb)(kind, n)
+        elif verb == "reserve":
+            assert budget.reserve(kind, n) is fits
+            kinds[which][kind] = had + n * fits
+        else:
+            getattr(budget, verb)(kind, n)
+            kinds[which][kind] = had + (n if verb == "charge" else -n)
+        for i, each in enumerate(budgets):
+            highs[i] = max(highs[i], used(i))
+            assert (each.used, each.high_water) == (used(i), highs[i])
+            left = min(limits[i] - used(i), limits[0] - used(0))
+            assert each.free == max(0, left)
+            assert {k: v for k, v in each.by_kind().items() if v} == {
+                k: v for k, v in kinds[i].items() if v
+            }

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlxcache.tree.eviction import EvictionOrder
+from mlxcache.tree.eviction import EvictionClock, EvictionOrder
 from mlxcache.tree.node import NO_TOKENS, Node
 from mlxcache.tree.prefix_tree import PrefixTree, Worth
 from tests.tree.check import check_order, check_tree
@@ -76,9 +76,9 @@ class Traffic:
     that it shares with those whose numbers are equal modulo 3.
     """
 
-    def __init__(self, room: int, worth: Worth | None = None):
+    def __init__(self, room: int, worth: Worth | None = None, clock: EvictionClock | None = None):
         self.time = 0.0
-        self.tree = PrefixTree(1, worth, now=lambda: self.time)
+        self.tree = PrefixTree(1, worth, now=lambda: self.time, clock=clock)
         self.room = room
         self.lengths: dict[int, int] = {}
 
@@ -284,3 +284,36 @@ def test_who_marks_everything_gains_no_more_than_the_weight():
         assert traffic.turn(1, 2) == 2
     assert traffic.held(30) <= HEAD
     assert traffic.held(3 * 59) == 60
+
+
+def test_leaves_of_trees_that_share_a_clock_are_ranked_by_use():
+    """What one tree evicts ages the other's; replaced leaves come before all others."""
+    clock = EvictionClock()
+    quiet, busy = Traffic(400, clock=clock), Traffic(100, clock=clock)
+    for _ in range(2):
+        quiet.turn(1)
+    for number in range(2, 12):
+        busy.turn(number)
+        busy.turn(number)
+    old, new = quiet.tree.least_leaf(), busy.tree.least_leaf()
+    assert old is not None
+    assert new is not None
+    assert clock.now > 0.0
+    assert quiet.tree.rank(old) < busy.tree.rank(new)
+    quiet.turn(1)
+    assert quiet.tree.rank(old) > busy.tree.rank(new)
+    old.usage.replaced = True
+    assert quiet.tree.rank(old) < busy.tree.rank(new)
+
+
+def test_a_shared_clock_counts_bytes_of_all_its_trees():
+    """The only leaf of a small tree is a small part of them, so its eviction ages little."""
+    trees: list[PrefixTree] = []
+    clock = EvictionClock(lambda: sum(tree.kv_bytes for tree in trees))
+    trees += [PrefixTree(1, clock=clock), PrefixTree(1, clock=clock)]
+    trees[0].insert(range(10), object())
+    trees[1].insert(range(990), object())
+    leaf = trees[0].least_leaf()
+    assert leaf is not None
+    trees[0].uses.evicting(leaf, 0)
+    assert clock.now == 0.01
