@@ -194,7 +194,7 @@ def test_a_command_without_a_server_sees_all_and_no_key_is_anywhere(
     listed = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     assert {id, *theirs} <= {word.strip('",') for word in listed.split()}
     assert "chmod 600" in server.output
-    assert "2 API keys, each with its own sessions; named keys: alice" in server.output
+    assert "2 API keys read, each with its own sessions; named keys: alice" in server.output
     files = [path.read_bytes() for path in home.rglob("*") if path.is_file()]
     recorded = list((home / "said").iterdir())
     assert recorded
