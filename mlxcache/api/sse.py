@@ -143,7 +143,8 @@ class EventStream(EventSourceResponse):
             await super().__call__(scope, receive, send)
         except SendTimeoutError:
             id = self._stream.record.id
-            log.warning("%s: reply cancelled: the client stopped reading", id)
+            seconds = self.send_timeout
+            log.warning("%s: reply cancelled: the client stopped reading for %g s", id, seconds)
         finally:
             watch.cancel()
             await close_stream(self._stream)

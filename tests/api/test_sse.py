@@ -115,7 +115,7 @@ async def test_a_reader_that_stalls_is_cancelled(
     stream, wire = await opened(engine), Wire(read_s=60.0)
     await asyncio.wait_for(play(response(stream, ApiSettings(send_timeout=0.1)), wire), 2)
     assert stream.cancelled
-    assert "stopped reading" in caplog.text
+    assert "the client stopped reading for 0.1 s" in caplog.text
 
 
 async def test_a_stream_is_closed_when_its_task_is_cancelled(engine: FakeEngine) -> None:
