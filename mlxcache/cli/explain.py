@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -21,14 +21,15 @@ from rich.text import Text
 from mlxcache.cli.output import reporting
 from mlxcache.cli.progress import count_bar
 from mlxcache.cli.show import Result, format_count
-from mlxcache.cli.target import Json
+from mlxcache.cli.target import ApiKey, Json, Url, find_server
 from mlxcache.cli.warm import read_input
 from mlxcache.common_prefix import common_characters
 from mlxcache.config import Settings, load_settings
-from mlxcache.errors import BadRequest, MlxcacheError
+from mlxcache.errors import BadRequest, MlxcacheError, NotFound
 from mlxcache.utf8 import NotUtf8, decode_utf8
 
 if TYPE_CHECKING:
+    from mlxcache.cli.remote import Remote
     from mlxcache.prompt.builder import PromptBuilder
     from mlxcache.prompt.explain import Explanation, Side
 
@@ -86,15 +87,19 @@ def explain(
         typer.Option("--no-canonicalise", metavar="", help="Apply no canonicalisation rules."),
     ] = None,
     as_json: Json = False,
+    url: Url = None,
+    api_key: ApiKey = None,
 ) -> None:
     """Explain where two requests differ, why, and what that costs; or audit one request.
 
-    The files are bodies of chat requests, as `serve --record DIR` writes them. No server is needed.
+    The files are bodies of chat requests, as `serve --record DIR` writes them. A server is needed
+    only for a body with `previous_response_id`: it has the conversation before.
     """
     with reporting():
         flags = {"model": model, "no_canonicalise": no_canonicalise}
         settings = load_settings(flags, os.environ)
-        one, other = read_request(first), second and read_request(second)
+        server = partial(find_server, url, api_key)
+        one, other = read_request(first, server), second and read_request(second, server)
         with count_bar("rendering"):
             found = explain_pair(one, other, settings) if other else audit_one(one, settings)
         text = partial(print_audit if second is None else print_pair, found)
@@ -206,13 +211,18 @@ def _side(builder: PromptBuilder, request: dict[str, Any]) -> Side:
     return Side(prompt.source, prompt.ids)
 
 
-def read_request(file: Path) -> dict[str, Any]:
+def read_request(file: Path, server: Callable[[], Remote]) -> dict[str, Any]:
     """Read a chat request from `file`, or from standard input if `file` is `-`.
 
+    A request that continues a stored response gets the conversation before it from `server()`.
     Raises MlxcacheError with the expected and the actual content.
     """
     # Here and not above: importing msgspec takes a while, and --help needs none of it.
-    from mlxcache.wire.chat_bodies import parse_chat_request, request_to_chat  # noqa: PLC0415
+    from mlxcache.wire.chat_bodies import (  # noqa: PLC0415
+        is_responses,
+        parse_chat_request,
+        request_to_chat,
+    )
 
     name = "Standard input" if str(file) == "-" else str(file)
     raw = read_input(file)
@@ -221,11 +231,40 @@ def read_request(file: Path) -> dict[str, Any]:
     except BadRequest as error:
         found = _describe_wrong(raw) or str(error).rstrip(".")
         raise MlxcacheError(f"{name} is not a chat request: {found}. {_EXPECTED}") from error
+    if is_responses(request) and (previous := request.get("previous_response_id")):
+        request = _with_history(request, _history(str(previous), name, server))
     try:
         request_to_chat(request)
     except BadRequest as error:
         raise MlxcacheError(f"{name} is a chat request that cannot be rendered: {error}") from error
     return request
+
+
+def _history(previous: str, name: str, server: Callable[[], Remote]) -> list[Any]:
+    """Return the items of the stored response `previous` and of those that it continues.
+
+    Raises MlxcacheError if no server answers, or if it does not have them.
+    """
+    from mlxcache.cli.remote import NoServer  # noqa: PLC0415 - httpx takes a while
+
+    continues = f"{name} has only its new items: it continues the response {previous}"
+    try:
+        return server().response_items(previous)
+    except NoServer as error:
+        raise MlxcacheError(f"{continues}, which its server stores. {error}") from error
+    except NotFound as error:
+        raise MlxcacheError(
+            f"{continues}, which the server does not have: {error} Name the server that answered "
+            "it with --url, or record a request that has the whole conversation in `input`."
+        ) from error
+
+
+def _with_history(request: Mapping[str, Any], history: Sequence[Any]) -> dict[str, Any]:
+    """Return a request of the Responses API with the items of the conversation before its own."""
+    own = request["input"]
+    items = [{"role": "user", "content": own}] if isinstance(own, str) else own
+    whole = {key: value for key, value in request.items() if key != "previous_response_id"}
+    return whole | {"input": [*history, *items]}
 
 
 def _describe_wrong(raw: bytes) -> str | None:

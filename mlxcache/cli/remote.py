@@ -174,6 +174,25 @@ class Remote:
             headers={"Content-Length": str(total + len(head))},
         )
 
+    # -- responses ---------------------------------------------------------------------------
+
+    def response_items(self, id: str) -> list[dict[str, Any]]:
+        """Return the items of a conversation up to and including the stored response `id`.
+
+        They are the input items and outputs of the response and of all that it continues, oldest
+        first. Raises NotFound if one of them is missing.
+        """
+        path = f"/v1/responses/{quote(id, safe='')}"
+        output: list[dict[str, Any]] = self._json("GET", path)["output"]
+        found: list[dict[str, Any]] = []
+        page: dict[str, Any] = {"has_more": True, "last_id": None}
+        while page["has_more"]:
+            after = {"after": page["last_id"]} if page["last_id"] else {}
+            params = {"order": "asc", "limit": "100", **after}
+            page = self._json("GET", f"{path}/input_items", params=params)
+            found += page["data"]
+        return found + output
+
     # -- the cache ---------------------------------------------------------------------------
 
     def warm(self, body: bytes, progress: Step) -> dict[str, Any]:

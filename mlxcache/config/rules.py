@@ -9,6 +9,7 @@ RULES: Mapping[str, bool] = {
     "counter": True,
     "newest_counter": False,
     "environment": True,
+    "date_reminder": True,
     "uuid": True,
     "git_status": False,
     "tool_order": True,

@@ -27,6 +27,7 @@ RULE_OF = {
     "tool_reordered": "tool_order",
     "tool_calls": "argument_order",
     "tool_result_cleared": "cleared_results",
+    "reminder_moved": "date_reminder",
 }
 """Canonicalisation rule that removes a cause, for rules with another name than the cause."""
 

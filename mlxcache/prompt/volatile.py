@@ -132,6 +132,7 @@ ANNOUNCED: tuple[Shape, ...] = (
     _shape("git_status", r'^<context name="gitStatus">[^\n]*\n\n(?P<value>(?:[^<\n][^\n]*\n)+)<'),
     _shape("git_status", r"^[-*# \t]*(?:Current|Git) branch: ?(?P<value>\S{1,200})$"),
     _shape("git_status", r"^Status:\n(?P<value>(?:\(clean\)|(?:[ MADRCTU?!]{2} \S[^\n]*\n?)+))"),
+    _shape("git_status", r"^git: Status:\n(?P<value>(?:git: [^\n]*\n?)+)"),
     _shape("git_status", r"^Recent commits:\n(?P<value>(?:[0-9a-f]{7,40} [^\n]*\n?)+)"),
     _shape(
         "git_status",

@@ -547,6 +547,17 @@ def test_a_file_that_is_not_a_chat_request_is_an_error(tmp_path, content, says):
     assert "Error: " in output
 
 
+def test_a_continued_response_needs_its_server(tmp_path):
+    """Its body has only the new items, so without a server it cannot be explained."""
+    file = tmp_path / "new.json"
+    file.write_text(json.dumps({"input": "And then?", "previous_response_id": "resp_1"}))
+    status, output = run(str(file), "--url", "http://127.0.0.1:9")
+    assert status == 1
+    told = " ".join(output.split())
+    assert "only its new items: it continues the response resp_1" in told
+    assert "No mlxcache server answers at http://127.0.0.1:9" in told
+
+
 def test_a_missing_file_is_wrong_usage(tmp_path):
     """The exit status is 2."""
     assert run(str(tmp_path / "none.json"))[0] == 2

@@ -143,12 +143,17 @@ class Api:
             yield sock
 
 
-def until(done: Callable[[], bool], seconds: float, what: Callable[[], str]) -> None:
-    """Wait for `done`. Raises AssertionError, saying `what`, if it takes too long."""
+def until(
+    done: Callable[[], bool], seconds: float, what: Callable[[], str], every: float = 0.02
+) -> None:
+    """Wait for `done`, asked every so many seconds.
+
+    Raises AssertionError, saying `what`, if it takes too long.
+    """
     end = time.monotonic() + seconds
     while not done():
         assert time.monotonic() < end, what()
-        time.sleep(0.02)
+        time.sleep(every)
 
 
 def request(path: str, body: Any, *headers: str) -> bytes:

@@ -10,7 +10,9 @@ from typing import Any
 
 import openai
 import pytest
+from typer.testing import CliRunner
 
+from mlxcache.cli.main import app
 from tests.conftest import ToyMaker
 from tests.served import served
 from tests.server.api import Api, until, words
@@ -119,3 +121,48 @@ class TestReplies:
         with pytest.raises(openai.BadRequestError) as caught:
             sdk.responses.create(model="m", input="word " * 60_000)
         assert caught.value.code == "context_length_exceeded"
+
+
+class TestExplained:
+    """`mlxcache explain` with bodies that have only the new items of a conversation."""
+
+    def asked(self, llama: Api, *bodies: dict[str, Any]) -> list[dict[str, Any]]:
+        """The replies to the bodies, each of which continues the one before."""
+        replies: list[dict[str, Any]] = []
+        for body in bodies:
+            if replies:
+                body["previous_response_id"] = replies[-1]["id"]
+            replies.append(llama.post("/v1/responses", body).json())
+        return replies
+
+    def test_the_conversation_before_comes_from_the_server(
+        self, llama: Api, toy: ToyMaker, tmp_path: Path
+    ) -> None:
+        """More items than one page of a list has."""
+        limits = {"max_output_tokens": 8, "temperature": 0, "instructions": words(1, 40)}
+        many = [{"role": "user", "content": word} for word in words(2, 110).split()]
+        bodies = [limits | {"input": one} for one in (many, "And then?", words(3, 5))]
+        replies = self.asked(llama, *bodies)
+        files = [tmp_path / "b.json", tmp_path / "c.json"]
+        for file, body in zip(files, bodies[1:], strict=True):
+            file.write_text(json.dumps(body), encoding="utf-8")
+        where = ("--model", str(toy("llama")), "--url", llama.url, "--json")
+        ran = CliRunner().invoke(app, ["explain", *map(str, files), *where])
+        assert ran.exit_code == 0, ran.output
+        found = json.loads(ran.output)
+        counts = [reply["usage"]["input_tokens"] for reply in replies[1:]]
+        assert [*found["prompt_tokens"].values()] == counts
+        assert found["lost"] is None
+        assert found["shared_tokens"] > 110
+
+    def test_a_response_that_the_server_does_not_have_is_an_error(
+        self, llama: Api, tmp_path: Path
+    ) -> None:
+        body = {"input": "And then?", "previous_response_id": "resp_of_another"}
+        (tmp_path / "b.json").write_text(json.dumps(body), encoding="utf-8")
+        ran = CliRunner().invoke(app, ["explain", str(tmp_path / "b.json"), "--url", llama.url])
+        assert ran.exit_code == 1
+        told = " ".join(ran.output.split())
+        assert "only its new items" in told
+        assert "resp_of_another" in told
+        assert "does not have" in told

@@ -12,6 +12,7 @@ from mlxcache.prompt.canonical import (
     attribution,
     cleared,
     counter,
+    date_reminder,
     environment,
     git_status,
     replies,
@@ -96,6 +97,8 @@ class Canonicaliser:
             return Canonical(chat)  # all of it was machine-made: render it as it came
         if on["environment"] and environment.apply(draft):
             draft.hits.add("environment")
+        if on["date_reminder"] and date_reminder.apply(draft):
+            draft.hits.add("date_reminder")
         if on["uuid"] and uuids.apply(draft, stop):
             draft.hits.add("uuid")
         self._apply_with_memory(draft, on)

@@ -26,6 +26,11 @@ _LINE = re.compile(
     r"|Working tree clean|Not a git repository|Git status not available"
 )
 """Further line of the status: a heading, a file of `git status --short`, or a commit."""
+_SNAPSHOT = re.compile(
+    r"Git snapshot at conversation start\. This snapshot is frozen in time [^\n]*\n"
+    r"```text\n(?:git: [^\n]*\n)+```"
+)
+"""Status as Qwen Code writes it."""
 
 Places = LRU[bytes, str]
 
@@ -92,6 +97,9 @@ def _end(lines: list[str], start: int) -> int:
     This is `start` if no block begins there. A block may contain blank lines but does not end with
     one. A block in Continue's form has only lines of a status up to its closing line.
     """
+    if lines[start].startswith("Git snapshot "):
+        snapshot = _SNAPSHOT.match("\n".join(lines[start:]))
+        return start + (snapshot[0].count("\n") + 1 if snapshot else 0)
     tagged = bool(_OPENS.fullmatch(lines[start]))
     if not tagged and not FIRST.fullmatch(lines[start]):
         return start

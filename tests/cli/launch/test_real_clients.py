@@ -1,50 +1,152 @@
-"""`mlxcache launch` with the real clients that are installed, and no server running.
+"""`mlxcache launch` with the real clients that are installed, each in a home folder of its own.
 
-`npm install -g @anthropic-ai/claude-code opencode-ai @openai/codex@0.94.0` installs them.
+They are looked for on the PATH, and before that in the npm folder that `MLXCACHE_CLIENTS` names:
+
+    npm install --prefix FOLDER node@22 @anthropic-ai/claude-code@latest opencode-ai@latest \\
+        @openai/codex@latest @qwen-code/qwen-code@latest @earendil-works/pi-coding-agent@0.87.1
+    MLXCACHE_CLIENTS=FOLDER bin/test -m slow -s tests/cli/launch/test_real_clients.py
 """
 
 from __future__ import annotations
 
+import fcntl
+import json
 import os
+import pty
 import re
 import shutil
+import signal
+import struct
 import subprocess
 import sys
+import termios
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from mlxcache.wire.chat_bodies import request_to_chat
 from tests.conftest import ToyMaker
+from tests.scripted import Line, reply_to, scripted
+from tests.server.api import Api, until
 
-ARGUMENTS = {
-    "claude": ("-p", "hello"),
-    "opencode": ("run", "hello"),
-    "codex": ("exec", "--skip-git-repo-check", "hello"),
-}
+FOLDER = "MLXCACHE_CLIENTS"
 SECONDS = 1500
+TURN_SECONDS = 300
+MODEL: dict[str, Any] = {
+    "vocab_size": 16384, "hidden": 32, "layers": 2, "heads": 2, "kv_heads": 1, "head_dim": 16,
+    "context": 131072,
+}  # fmt: skip
+"""Long prompts, few weights."""
+
+
+# -- the clients -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Agent:
+    """A client and its arguments.
+
+    `opening` come before the first prompt of a conversation, `further` before each other one; None
+    if it keeps running in a terminal, where those are typed. `shell` is its tool for shell
+    commands, `argument` that tool's argument with the command, `others` its other arguments.
+    `written` is the file that it writes in the task, seen from the folder of the project.
+    """
+
+    name: str
+    opening: tuple[str, ...]
+    further: tuple[str, ...] | None
+    shell: str
+    argument: str = "command"
+    others: Mapping[str, Any] = field(default_factory=dict)
+    written: str = "animal.txt"
+
+    def call(self, command: str) -> str:
+        """A call of the shell, as the model writes it."""
+        arguments = {self.argument: command, **self.others}
+        written = json.dumps({"name": self.shell, "arguments": arguments})
+        return f"<tool_call>\n{written}\n</tool_call>"
+
+
+_CODEX = ("--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox")
+_QWEN = ("--approval-mode=yolo",)
+_QWEN_SHELL = {"description": "Look at the project", "is_background": False}
+_DESCRIBED = {"description": "Look at the project"}
+
+AGENTS = (
+    Agent(
+        "claude",
+        ("--allowedTools=Bash", "-p"),
+        ("--allowedTools=Bash", "--continue", "-p"),
+        "Bash",
+        others=_DESCRIBED,
+    ),
+    Agent("opencode", ("run",), ("run", "-c"), "bash", others=_DESCRIBED),
+    Agent("codex", ("exec", *_CODEX), ("exec", "resume", "--last", *_CODEX), "exec_command", "cmd"),
+    Agent(
+        "qwen",
+        (*_QWEN, "-p"),
+        (*_QWEN, "-c", "-p"),
+        "run_shell_command",
+        others=_QWEN_SHELL,
+        written="../animal.txt",  # with -c it lists the files of the project anew
+    ),
+    Agent("qwen", (*_QWEN, "-i"), None, "run_shell_command", others=_QWEN_SHELL),
+    Agent("pi", ("-p",), ("-c", "-p"), "bash"),
+)
+
+
+def check_installed(name: str) -> None:
+    if shutil.which(name, path=_path()) is None:
+        pytest.skip(f"{name} is neither on the PATH nor in the folder {FOLDER}")
+
+
+def _path() -> str:
+    folder = os.environ.get(FOLDER)
+    own = [str(Path(folder, "node_modules", ".bin"))] if folder else []
+    return os.pathsep.join([*own, os.environ["PATH"]])
+
+
+def environment(folder: Path, project: Path) -> dict[str, str]:
+    """No settings of the user's, and an empty home folder in `folder`."""
+    others = ("ANTHROPIC_", "CLAUDE", "CODEX", "OPENAI_", "OPENCODE", "PI_", "QWEN_")
+    dropped = (*others, "MLXCACHE_", "XDG_")
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(dropped)}
+    home = folder / "home"
+    home.mkdir(exist_ok=True)
+    # OpenCode works on the folder that PWD names
+    own = {"HOME": str(home), "PATH": _path(), "PWD": str(project), "TERM": "xterm-256color"}
+    return kept | own | {"MLXCACHE_CACHE_DIR": str(folder / "cache")}
+
+
+def launch(name: str, *words: str) -> list[str]:
+    return [sys.executable, "-m", "mlxcache.cli.main", "launch", name, *words]
+
+
+# -- one prompt, no server ---------------------------------------------------------------------
+
+SINGLE = {agent.name: agent.opening for agent in AGENTS if agent.further}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", list(ARGUMENTS))
+@pytest.mark.parametrize("name", list(SINGLE))
 def test_a_real_client_completes_a_prompt(name: str, toy: ToyMaker, tmp_path: Path) -> None:
-    """The client prints the model's reply, in a home folder of its own."""
-    if shutil.which(name) is None:
-        pytest.skip(f"{name} is not installed")
-    if name == "codex" and not _speaks_chat(tmp_path):
-        pytest.skip("this version of codex uses only /v1/responses")
-    # a long context and few weights, for prompts of 100 KB, and a model that ends its turns
-    model = toy(
-        "llama", vocab_size=8192, hidden=32, layers=2, heads=2, kv_heads=1, head_dim=16,
-        context=131072, emits={"<|im_end|>": 30},
-    )  # fmt: skip
-    home = tmp_path / "home"
-    home.mkdir()
+    """The command starts the server too, and the client prints the model's reply."""
+    check_installed(name)
+    # a model that ends its turns
+    model = toy("llama", **MODEL | {"vocab_size": 8192}, emits={"<|im_end|>": 30})
+    project = tmp_path / "home"
     flags = ["--model", str(model), "--ram", "500MB", "--port", "0", "--stop-after"]
-    command = [sys.executable, "-m", "mlxcache.cli.main", "launch", name, *flags]
     done = subprocess.run(
-        [*command, "--api-key", "a key", "--", *ARGUMENTS[name]],
-        cwd=home,
-        env=_environment(tmp_path),
+        launch(name, *flags, "--api-key", "a key", "--", *SINGLE[name], "hello"),
+        env=environment(tmp_path, project) | {"MLXCACHE_DISK": "off"},
+        cwd=project,
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
@@ -56,24 +158,166 @@ def test_a_real_client_completes_a_prompt(name: str, toy: ToyMaker, tmp_path: Pa
     assert "keeps running" not in done.stderr
     log = next((tmp_path / "cache" / "log").iterdir()).read_text()
     prompts = re.findall(r"prompt (\d+) .*  stop", log)
-    assert max(map(int, prompts)) > 2000, log
+    assert max(map(int, prompts)) > 1000, log
 
 
-def _environment(folder: Path) -> dict[str, str]:
-    agents = ("ANTHROPIC_", "CLAUDE", "CODEX", "MLXCACHE_", "OPENCODE", "XDG_")
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(agents)}
-    cache = {"MLXCACHE_CACHE_DIR": str(folder / "cache"), "MLXCACHE_DISK": "off"}
-    return kept | cache | {"HOME": str(folder / "home")}
+# -- a task of five turns ----------------------------------------------------------------------
+
+TURNS = (
+    ("Please read notes.txt and count its words.", 3, "It has eight words."),
+    ("Which animal is it about?", 1, "It is about the quokka."),
+    ("Please write that word to animal.txt.", 2, "The file is written."),
+    ("When does it sleep?", 1, "It sleeps at night."),
+    ("That is all, thank you.", 1, "You are welcome."),
+)
+"""Prompts, each with the requests of its turn, and with the reply that ends it."""
+
+ANYTHING_ELSE: Line = ("", "Fine, that is done.")
+"""For titles, and for the client's other agents."""
 
 
-def _speaks_chat(folder: Path) -> bool:
-    from mlxcache.cli.launch.clients import CLIENTS, ClientName, check_program
-    from mlxcache.cli.launch.setup import Invocation
-    from mlxcache.errors import MlxcacheError
+def script(agent: Agent) -> list[Line]:
+    """Replies to the prompts and to the results of three calls of the shell."""
+    ends = {prompt: reply for prompt, _, reply in TURNS}
+    first, second, third, fourth, last = ends
+    return [
+        (re.escape(first), agent.call("cat notes.txt; echo step-1")),
+        ("step-1", agent.call("wc -w notes.txt; echo step-2")),
+        ("step-2", ends[first]),
+        (re.escape(second), ends[second]),
+        (re.escape(third), agent.call(f"echo quokka > {agent.written}; echo step-3")),
+        ("step-3", ends[third]),
+        (re.escape(fourth), ends[fourth]),
+        (re.escape(last), ends[last]),
+        ANYTHING_ELSE,
+    ]
 
-    invocation = Invocation(Path("codex"), (), _environment(folder), folder, folder)
+
+class Task:
+    """The five turns of a client with a server that plays `script`."""
+
+    def __init__(self, agent: Agent, api: Api, folder: Path):
+        self._agent = agent
+        self._api = api
+        self._recorded = folder / "recorded"
+        self.project = _make_project(folder / "project")
+        self._environ = environment(folder, self.project)
+        self._ours: dict[str, bool] = {}
+
+    def run(self) -> None:
+        """Send all prompts, each when the turn before is over."""
+        if self._agent.further is None:
+            self._type()
+            return
+        for number, (prompt, _, reply) in enumerate(TURNS):
+            words = self._agent.further if number else self._agent.opening
+            done = subprocess.run(
+                self._command(*words, prompt),
+                env=self._environ,
+                cwd=self.project,
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                text=True,
+                timeout=SECONDS,
+                check=False,
+            )
+            assert done.returncode == 0, done.stderr
+            assert reply in done.stdout, done.stderr
+            self._wait(number)
+
+    def _type(self) -> None:
+        """In one terminal, in which the client keeps running."""
+        opening = self._command(*self._agent.opening, TURNS[0][0])
+        with terminal(opening, self._environ, self.project) as keys:
+            self._wait(0)
+            for number, (prompt, _, _) in enumerate(TURNS[1:], 1):
+                time.sleep(3)  # it shows the reply, and takes keys again
+                os.write(keys, prompt.encode())
+                time.sleep(1)  # else the client takes the text and the key for one paste
+                os.write(keys, b"\r")
+                self._wait(number)
+
+    def _command(self, *words: str) -> list[str]:
+        return launch(self._agent.name, "--", *words)
+
+    def _wait(self, number: int) -> None:
+        """Until the requests of this turn are over."""
+        count = sum(requests for _, requests, _ in TURNS[: number + 1])
+        until(
+            lambda: len(self.requests()) >= count,
+            TURN_SECONDS,
+            lambda: f"{len(self.requests())} of {count} requests",
+            every=0.3,
+        )
+
+    def requests(self) -> list[dict[str, Any]]:
+        """The finished requests of the conversation, oldest first: no titles or other agents."""
+        found = self._api.http.get("/v1/requests").json()["data"][::-1]
+        return [one for one in found if one["status"] == "done" and self._is_ours(one["id"])]
+
+    def _is_ours(self, id: str) -> bool:
+        if id not in self._ours:
+            (body,) = self._recorded.glob(f"*{id}.json")
+            chat = request_to_chat(json.loads(body.read_text(encoding="utf-8")))
+            reply = reply_to(script(self._agent), chat.messages)
+            self._ours[id] = bool(chat.tools) and reply != ANYTHING_ELSE[1]
+        return self._ours[id]
+
+
+def _make_project(folder: Path) -> Path:
+    """A Git repository with one file and one commit."""
+    folder.mkdir()
+    (folder / "notes.txt").write_text("The quokka eats leaves and sleeps at night.\n")
+    identity = ("-c", "user.name=A", "-c", "user.email=a@localhost")
+    for words in (("init", "-q"), ("add", "."), (*identity, "commit", "-qm", "First")):
+        subprocess.run(["git", *words], cwd=folder, check=True)
+    return folder
+
+
+@contextmanager
+def terminal(command: Sequence[str], environ: Mapping[str, str], folder: Path) -> Iterator[int]:
+    """Run a program in a terminal of 40 lines of 120 characters; yield where its keys go."""
+    ours, its = pty.openpty()
+    fcntl.ioctl(its, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 120, 0, 0))
+    process = subprocess.Popen(
+        command, stdin=its, stdout=its, stderr=its, env=environ, cwd=folder, start_new_session=True
+    )
+    os.close(its)
+    threading.Thread(target=_drain, args=(ours,), daemon=True).start()
     try:
-        check_program(CLIENTS[ClientName.CODEX], invocation)
-    except MlxcacheError:
-        return False
-    return True
+        yield ours
+        assert process.poll() is None, "the client keeps running"
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)  # Qwen Code is three processes
+        process.wait()
+
+
+def _drain(terminal: int) -> None:
+    """Read what the program draws, until it ends."""
+    try:
+        while os.read(terminal, 1 << 16):
+            pass
+    except OSError:  # Linux: the last program in the terminal has ended
+        return
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("agent", AGENTS, ids=lambda a: a.name if a.further else f"{a.name} tty")
+def test_each_turn_of_a_task_feeds_what_is_new_in_it(
+    agent: Agent, toy: ToyMaker, tmp_path: Path
+) -> None:
+    """Eight requests with three calls of the shell: at most 64 tokens more than what is new."""
+    check_installed(agent.name)
+    flags = ("--model", str(toy("llama", **MODEL)), "--ram", "1GB")
+    folders = ("--cache-dir", str(tmp_path / "cache"), "--record", str(tmp_path / "recorded"))
+    with scripted(script(agent), *flags, *folders, home=tmp_path) as server:
+        task = Task(agent, Api(server), tmp_path)
+        task.run()
+        done = task.requests()
+    rows = (f"{one['client']}: {one['fed_tokens']} of {one['prompt_tokens']}" for one in done)
+    print("", *rows, sep="\n")
+    assert (task.project / agent.written).read_text() == "quokka\n"
+    assert len({one["session"] for one in done}) == 1
+    for before, now in pairwise(done):
+        new = now["prompt_tokens"] - before["prompt_tokens"] - before["generated_tokens"]
+        assert now["fed_tokens"] <= new + 64, now
