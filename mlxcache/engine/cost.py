@@ -258,7 +258,7 @@ class _Probe:
 
     def feed(self, tokens: int, at: int) -> tuple[float, int]:
         """Feed `tokens` tokens after `at` cached ones; return the seconds and peak bytes."""
-        self.line.truncate(at)
+        self.line.pretend(at)
         self.line.settle()
         chunk = mx.zeros((1, tokens), mx.int32)
 
@@ -317,7 +317,7 @@ class _Probe:
 
         `waits`: each step waits for the one before.
         """
-        self.line.truncate(at)
+        self.line.pretend(at)
         self.line.settle()
         row = Row(None, lambda logprobs: mx.argmax(logprobs, axis=-1), (), None)
         decoder = Decoder(self.model, [row], self.line.caches, waits=waits)

@@ -28,6 +28,7 @@ from mlx_lm.models.cache import (
     RotatingKVCache,
 )
 
+from mlxcache.model.arrays import ArraySpec
 from mlxcache.model.grouped import NAME as LAYER_CACHE
 from mlxcache.model.grouped import GroupedCache, GroupRows, RecentRows, grouped
 
@@ -312,6 +313,14 @@ class Checkpointed:
         """Return the number of positions that `state` covers, or None if it has no such number."""
         return None
 
+    def blank(self, like: Any, position: int) -> Any:
+        """Return a state of zeros that covers `position` positions, of the structure `like`.
+
+        `like` has an ArraySpec in place of each array. Returns None if the model can be fed with
+        whatever state is there, wherever it was taken.
+        """
+        return None
+
     def agrees(self, state: Any, like: Any) -> bool:
         """Return whether the integers in `state`, such as its offset, are consistent.
 
@@ -452,6 +461,19 @@ class Recent(Checkpointed):
     def position(self, state: Any) -> int | None:
         return int(state[4])
 
+    def blank(self, like: Any, position: int) -> Any:
+        window, kv, gate, newest, _, size, ratio = like
+        pending, closed = (position % ratio, min(1, position // ratio)) if ratio else (0, 0)
+        return (
+            _zero_rows(window, min(position, size)),
+            _zero_rows(kv, pending),
+            _zero_rows(gate, pending),
+            tuple(_zero_rows(spec, closed) for spec in newest),
+            position,
+            size,
+            ratio,
+        )
+
     def agrees(self, state: Any, like: Any) -> bool:
         window, kv, gate, newest, offset, size, ratio = state
         if (size, ratio) != tuple(like[5:]) or window.shape[1] != min(offset, size):
@@ -461,6 +483,11 @@ class Recent(Checkpointed):
         return all(array.shape[1] == offset % ratio for array in pending) and all(
             array.shape[1] == min(1, offset // ratio) for array in vectors
         )
+
+
+def _zero_rows(spec: ArraySpec | None, rows: int) -> mx.array | None:
+    """Return an array of zeros, shape (1, rows, size), with size and dtype of `spec`."""
+    return None if spec is None else mx.zeros((1, rows, spec.shape[2] or 0), spec.dtype)
 
 
 def _vector_bytes(arrays: Sequence[mx.array | None]) -> int:

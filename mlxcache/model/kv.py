@@ -129,6 +129,17 @@ def restore(slots: Sequence[Any], state: State | None) -> None:
     _set_states(slots, fresh)
 
 
+def pretend(slots: Sequence[Any], likes: State, position: int) -> None:
+    """Set the opaque slots to states of any values at `position`, to measure a pass from there.
+
+    `likes`: `Layout.states`. A slot whose state is the same size at every position stays as it is.
+    """
+    for (slot, adapter), like in zip(_checkpointed(slots), likes, strict=True):
+        made = adapter.blank(like, position)
+        if made is not None:
+            adapter.set_state(slot, made)
+
+
 def settle(slots: Sequence[Any]) -> None:
     """Copy the states of the opaque slots into buffers of their own.
 

@@ -161,6 +161,14 @@ class Lineage:
         for slot in self.linear:
             kv.set_offset(slot, length)
 
+    def pretend(self, length: int) -> None:
+        """Set the number of positions to `length` without feeding them, to measure a pass there.
+
+        `length` must not exceed the capacity. KV and states hold any values, of the right shapes.
+        """
+        self.truncate(length)
+        kv.pretend(self.slots, self.layout.states, length)
+
     def compact(self, start: int, end: int) -> None:
         """Keep only positions [start, end), in new buffers of exactly that size."""
         self._rebuild([(self, start, end)], end - start)

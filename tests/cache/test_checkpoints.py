@@ -22,7 +22,7 @@ from mlxcache.tree.thinning import BUDGET_SHARE, FEWEST, NEWEST
 from tests.scheduled import Bench, admitted
 from tests.toys.toy import make_toy
 
-TOYS = ("qwen3_5", "mamba2", "llama4")
+TOYS = ("qwen3_5", "mamba2", "llama4", "deepseek_v41")
 
 
 @pytest.fixture(params=TOYS)

@@ -24,7 +24,7 @@ from tests.engine.faults import uncomputable
 from tests.scheduled import Bench
 from tests.toys.toy import make_toy
 
-FAMILIES = ("llama", "gemma3", "gpt_oss", "qwen3_5", "mamba2", "llama4", "deepseek_v3")
+FAMILIES = ("llama", "gemma3", "gpt_oss", "qwen3_5", "mamba2", "llama4", "deepseek_v3", "deepseek_v41")
 ROOM = 1 << 20
 
 
@@ -135,7 +135,7 @@ def test_a_branch_from_disk_reuses_what_it_shares(
     assert task.out == bench.twin().ask(other).out
 
 
-@pytest.mark.parametrize("bench", ["qwen3_5", "llama4"], indirect=True)
+@pytest.mark.parametrize("bench", ["qwen3_5", "llama4", "deepseek_v41"], indirect=True)
 def test_where_a_prompt_parts_from_what_only_the_disk_has_the_next_one_starts(
     bench: Bench, start: Callable[..., DiskTier], rng: np.random.Generator
 ) -> None:

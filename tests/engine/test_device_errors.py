@@ -36,7 +36,7 @@ from tests.engine.running import started
 from tests.scheduled import Bench
 from tests.sessions.test_book import ask, prompt
 
-FAMILIES = ("llama", "gemma3", "qwen3_5", "deepseek_v3")
+FAMILIES = ("llama", "gemma3", "qwen3_5", "deepseek_v3", "deepseek_v41")
 RUNS = int(os.environ.get("MLXCACHE_DEVICE_RUNS", "0"))
 
 

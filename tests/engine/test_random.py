@@ -25,6 +25,9 @@ def test_a_random_history(toy: ToyMaker, family: str, ram_tokens: int | None, se
     live(toy(family), seed, STEPS, ram_tokens=ram_tokens, longest=300 if MANY else 120)
 
 
+ALSO = ("qwen3_next", "mamba2", "deepseek_v41")
+
+
 @pytest.mark.parametrize("seed", range(MANY or 1))
 @pytest.mark.parametrize("ram_tokens", [pytest.param(None, marks=pytest.mark.slow), 700])
 @pytest.mark.parametrize(
@@ -33,13 +36,13 @@ def test_a_random_history(toy: ToyMaker, family: str, ram_tokens: int | None, se
         "gpt_oss",
         "deepseek_v3",
         "llama4",
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen3_next", "mamba2")),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ALSO),
     ],
 )
 def test_a_random_history_of_another_family(
     toy: ToyMaker, family: str, ram_tokens: int | None, seed: int
 ) -> None:
-    """Experts, pure recurrence, compressed attention, chunked attention."""
+    """Experts, pure recurrence, compressed attention of two kinds, chunked attention."""
     live(toy(family), seed, STEPS if MANY else 25, ram_tokens=ram_tokens, longest=120)
 
 

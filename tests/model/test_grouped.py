@@ -106,6 +106,25 @@ def test_a_position_without_its_checkpoint_is_refused() -> None:
         feed(model, line.caches, IDS[:1])
 
 
+def test_a_pass_can_be_measured_anywhere(model: Any) -> None:
+    """From states of zeros, which are as large as those of that position are."""
+    line = Lineage(kv.survey(model))
+    line.grow(200)
+    for at in (100, 0, 5, 64, 6):
+        line.pretend(at)
+        assert line.state_bytes == kv.state_bytes(kv.flatten(fed_caches(model, at))) or not at
+        feed(model, line.caches, IDS[:7])
+        assert [cache.offset for cache in line.caches] == [at + 7] * 2
+        assert {slot.offset for slot in line.linear} == {at + 7}
+
+
+def fed_caches(model: Any, count: int) -> list[Any]:
+    caches = kv.make_caches(model)
+    if count:
+        feed(model, caches, np.resize(IDS, count))
+    return caches
+
+
 def test_other_vectors_than_were_due_are_refused() -> None:
     """As they would be if mlx-lm appended in another way."""
     rows = GroupRows(4, 8)
