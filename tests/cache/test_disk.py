@@ -24,7 +24,9 @@ from tests.engine.faults import uncomputable
 from tests.scheduled import Bench
 from tests.toys.toy import make_toy
 
-FAMILIES = ("llama", "gemma3", "gpt_oss", "qwen3_5", "mamba2", "llama4", "deepseek_v3", "deepseek_v41")
+FAMILIES = (
+    "llama", "gemma3", "gpt_oss", "qwen3_5", "mamba2", "llama4", "deepseek_v3", "deepseek_v41",
+)  # fmt: skip
 ROOM = 1 << 20
 
 
