@@ -272,6 +272,8 @@ def settings(page: str) -> str:
     meanings = {line.split("`")[1]: line.rsplit(" | ", 1)[1] for line in table.splitlines()}
     lines = [_SETTINGS_HEAD, "|---|---|---|---|---|"]
     for one in (*SETTINGS.values(), CONFIG):
+        if one.only_key:
+            continue
         key = "" if one is CONFIG else f" `{one.name}`"
         meaning = meanings.get(one.flag, f"{one.help} |")
         default = one.default if " " in one.default or one.default == "none" else f"`{one.default}`"

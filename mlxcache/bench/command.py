@@ -11,7 +11,8 @@ import typer
 from mlxcache.bench.process import Launch, mlx_lm_server, parse_against
 from mlxcache.bench.run import Bench, Options, conduct
 from mlxcache.bench.scenarios import PARTING, SCENARIOS
-from mlxcache.model.demo import DEMO_ID, materialise
+from mlxcache.config.models import DEMO_ID
+from mlxcache.model.demo import materialise
 from mlxcache.model.hub import resolve
 
 

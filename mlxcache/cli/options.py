@@ -26,7 +26,7 @@ def with_settings(*names: str) -> Callable[[Callable[..., None]], Callable[..., 
     The flags appear in the help at the position of the command's parameter `flags`, which receives
     the flags that were given.
     """
-    settings = [SETTINGS[name] for name in names or SETTINGS]
+    settings = [one for one in map(SETTINGS.__getitem__, names or SETTINGS) if not one.only_key]
     added = [
         Parameter(
             one.name,

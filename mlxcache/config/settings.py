@@ -9,11 +9,18 @@ from __future__ import annotations
 
 import ipaddress
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from mlxcache.config.folder import default_cache_dir
+from mlxcache.config.model_values import (
+    read_idle,
+    read_model_names,
+    read_models,
+    read_routes,
+)
+from mlxcache.config.models import Keep, ModelEntry, Route, check_names, check_routes
 from mlxcache.config.rules import RULES, read_rules
 from mlxcache.config.sizes import read_size
 from mlxcache.config.values import (
@@ -55,6 +62,7 @@ class Setting:
     ValueError, TypeError or ConfigError if it is not valid. `panel`: the heading of the flag in
     --help. `metavar`: the placeholder of its value in --help, empty for a switch. `default`: the
     default in words, for the table of settings. `repeatable`: the flag may be given several times.
+    `only_key`: there is a key in config.toml, but neither flag nor variable.
     """
 
     name: str
@@ -64,6 +72,7 @@ class Setting:
     help: str
     default: str
     repeatable: bool = False
+    only_key: bool = False
 
     @property
     def flag(self) -> str:
@@ -85,6 +94,7 @@ def _setting(
     *,
     shown: str | None = None,
     repeatable: bool = False,
+    only_key: bool = False,
     secret: bool = False,
 ) -> Any:
     """Make a dataclass field of `Settings` whose metadata describe the setting.
@@ -102,6 +112,7 @@ def _setting(
         "help": help if shown is None else f"{help} Default: {shown}.",
         "default": shown or ("none" if metavar else "false"),
         "repeatable": repeatable,
+        "only_key": only_key,
     }
     if callable(default):
         return field(default_factory=default, repr=not secret, metadata=entry)
@@ -122,17 +133,48 @@ class Settings:
 
     None means no limit, or the default that the help names. `ram_limit` and `disk_limit` convert
     `ram` and `disk` to bytes; `read_keys` collects the API keys. `canonicalise` holds only the
-    rules that were switched explicitly; `rules` has all of them. Raises ConfigError if two values
+    rules that were switched explicitly; `rules` has all of them.
+
+    `models` is empty if one model is served that has no table of its own; `entries` is never empty.
+    If `models` is given, `model` is that of the first entry. Raises ConfigError if two values
     contradict each other.
     """
 
     model: str | None = _setting(
         _MODEL,
         None,
-        read_text,
-        "PATH|HUB_ID",
-        "A model's folder, or its id on the Hugging Face Hub.",
+        read_model_names,
+        "PATH|HUB_ID|NAME",
+        "A model's folder, its id on the Hugging Face Hub, or its name in [models] of config.toml. "
+        "Repeatable: several are loaded as requests need them, the first is the default.",
         shown="a built-in demo",
+        repeatable=True,
+    )
+    models: tuple[ModelEntry, ...] = _setting(
+        _MODEL,
+        (),
+        read_models,
+        "TABLE",
+        "A table [models.NAME] for each of several models; the first is the default.",
+        only_key=True,
+    )
+    route: tuple[Route, ...] = _setting(
+        _MODEL,
+        (),
+        read_routes,
+        "PATTERN=NAME",
+        "Serve requests whose model name matches, such as 'claude-haiku-*', with the model NAME; "
+        "repeatable, the first match counts.",
+        repeatable=True,
+    )
+    idle_unload: float | None = _setting(
+        _MODEL,
+        None,
+        read_idle,
+        "DURATION|off",
+        "Unload a model that was not used for so long, such as 15m, 1h or 90s; its conversations "
+        "stay on disk.",
+        shown="not unloaded",
     )
     adapter: str | None = _setting(_MODEL, None, read_text, "PATH", "The folder of a LoRA adapter.")
     draft_model: str | None = _setting(
@@ -165,7 +207,8 @@ class Settings:
         "auto",
         check_ram,
         "SIZE|PERCENT|auto",
-        "All memory besides the weights: 8GB, 25%, auto. A bare number is bytes.",
+        "All memory besides the weights, or with several models including them: 8GB, 25%, auto. A "
+        "bare number is bytes.",
     )
     disk: str | int = _setting(
         _MEMORY,
@@ -314,16 +357,67 @@ class Settings:
         read_size(self.ram)
         if self.disk != "off":
             read_size(self.disk)
-        if self.adapter is not None and self.model is None:
-            raise ConfigError("--adapter needs the model it is made for: add --model PATH|HUB_ID")
-        if self.draft_model is not None and self.model is None:
-            raise ConfigError("--draft-model needs a model to draft for: add --model PATH|HUB_ID")
+        self._check_models()
         has_key = bool(self.api_key) or self.api_keys_file is not None
         if not (self.insecure or has_key or is_loopback(self.host)):
             raise ConfigError(
                 f"--host {self.host} can be reached from other machines: add --api-key KEY, "
                 "or --insecure to serve without a key"
             )
+
+    def _check_models(self) -> None:
+        if self.models and self.model is None:
+            object.__setattr__(self, "model", self.models[0].model)
+        if self.models and self.model != self.models[0].model:
+            raise ConfigError(f"model is {self.model}, but the first of models is another one")
+        for name in ("adapter", "draft_model"):
+            if len(self.models) > 1 and getattr(self, name) is not None:
+                raise ConfigError(
+                    f"{SETTINGS[name].flag} does not tell for which of the models it is: set "
+                    f"{name} in the table [models.NAME] of config.toml"
+                )
+        check_names(self.entries)
+        try:
+            check_routes(self.route, self.entries)
+        except ConfigError as error:
+            raise ConfigError(f"--route {error}") from error
+
+    @property
+    def entries(self) -> tuple[ModelEntry, ...]:
+        """All models that are offered, at least one. The first is the default."""
+        if self.models:
+            return self.models
+        return (
+            ModelEntry(
+                self.model,
+                context=self.context,
+                adapter=self.adapter,
+                draft_model=self.draft_model,
+                chat_template_args=self.chat_template_args,
+            ),
+        )
+
+    def for_model(self, entry: ModelEntry) -> Settings:
+        """Return the settings of an engine that serves `entry` alone.
+
+        What the entry does not set is as in these settings. There are no routes.
+        """
+        return replace(
+            self,
+            model=entry.model,
+            models=(entry,),
+            route=(),
+            adapter=entry.adapter or self.adapter,
+            draft_model=entry.draft_model or self.draft_model,
+            context=entry.context or self.context,
+            chat_template_args=entry.chat_template_args or self.chat_template_args,
+        )
+
+    def keep_for(self, entry: ModelEntry) -> Keep:
+        """Return the time for which `entry` stays loaded: its own, else that of all models."""
+        if entry.keep is not None:
+            return entry.keep
+        return "demand" if self.idle_unload is None else self.idle_unload
 
     @property
     def rules(self) -> Mapping[str, bool]:

@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import difflib
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import platformdirs
 
+from mlxcache.config.models import ModelEntry, Route, check_names, check_routes, find_model
 from mlxcache.config.settings import CONFIG, ENV_PREFIX, SETTINGS, Setting, Settings
 from mlxcache.errors import ConfigError
 from mlxcache.utf8 import NotUtf8, read_utf8
@@ -34,16 +37,95 @@ def load_settings(
     `config_path` or the one that `MLXCACHE_CONFIG` names, which must exist; otherwise it is the
     default file, if that exists. Raises ConfigError with the name of the flag, variable or key.
     """
-    values = _from_file(_config_file(config_path, environ))
+    given = {**_from_file(_config_file(config_path, environ)), **_over_file(flags, environ)}
+    values = {name: one.value for name, one in given.items()}
+    values |= _models(given)
+    drafts = [one.draft_model for one in values.get("models", ())] + [values.get("draft_model")]
+    if "num_draft_tokens" in values and not any(drafts):
+        raise ConfigError("--num-draft-tokens needs a draft model: add --draft-model PATH|HUB_ID")
+    settings = Settings(**values)
+    if len(settings.models) == 1:
+        return replace(settings.for_model(settings.models[0]), route=settings.route)
+    return settings
+
+
+@dataclass(frozen=True, slots=True)
+class _Given:
+    """Value of a setting that was given, with the flag, variable or key from which it came."""
+
+    value: Any
+    source: str
+    in_file: bool
+
+
+def _over_file(flags: Mapping[str, object], environ: Mapping[str, str]) -> dict[str, _Given]:
+    """Read the settings that override the file: variables, and above them flags."""
+    given: dict[str, _Given] = {}
     for name, setting in SETTINGS.items():
-        if environ.get(setting.variable):
-            values[name] = _read(setting, environ[setting.variable], setting.variable)
+        if not setting.only_key and environ.get(setting.variable):
+            given[name] = _read(setting, environ[setting.variable], setting.variable)
     for name, value in flags.items():
         if value is not None:
-            values[name] = _read(SETTINGS[name], value, SETTINGS[name].flag)
-    if "num_draft_tokens" in values and "draft_model" not in values:
-        raise ConfigError("--num-draft-tokens needs a draft model: add --draft-model PATH|HUB_ID")
-    return Settings(**values)
+            setting = SETTINGS[name]
+            given[name] = _read(setting, value, name if setting.only_key else setting.flag)
+    return given
+
+
+def _models(given: Mapping[str, _Given]) -> dict[str, Any]:
+    """Return the settings `model` and `models`.
+
+    Names given as `model` choose tables of `models`; a name without a table is a path or Hub id.
+    Flags and variables override what a table sets. `models` is empty if a single model is served
+    that has no table. Raises ConfigError if names or routes contradict each other.
+    """
+    names, tables = given.get("model"), given.get("models")
+    known: Sequence[ModelEntry] = tables.value if tables is not None else ()
+    if names is None:
+        chosen = known
+    elif tables is not None and names.in_file and tables.in_file:
+        raise ConfigError(
+            f"{names.source}: leave it out beside [models]; the first table of [models] is the "
+            "default model"
+        )
+    else:
+        found = [find_model(name, known) for name in names.value]
+        chosen = [
+            ModelEntry(name) if at is None else known[at]
+            for name, at in zip(names.value, found, strict=True)
+        ]
+    # Settings refuses adapter and draft_model with several models
+    fields = _OVER_TABLES if len(chosen) == 1 else _OVER_SEVERAL
+    over = {name: given[name].value for name in fields if name in given and not given[name].in_file}
+    chosen = tuple(replace(one, **over) for one in chosen)
+    with _naming(names or tables):
+        check_names(chosen)
+    routes = _routes(given.get("route"), known, chosen or (ModelEntry(None),))
+    made: dict[str, Any] = {"models": chosen, "route": routes}
+    if not chosen:
+        return made
+    if len(chosen) == 1 and chosen[0].name is None:
+        made["models"] = ()
+    return made | {"model": chosen[0].model}
+
+
+def _routes(
+    given: _Given | None, known: Sequence[ModelEntry], chosen: Sequence[ModelEntry]
+) -> tuple[Route, ...]:
+    """Return the routes to models that were chosen.
+
+    Routes of the file to other models of the file are left out. Raises ConfigError for a route to
+    an unknown model.
+    """
+    if given is None:
+        return ()
+    with _naming(given):
+        check_routes(given.value, (*known, *chosen) if given.in_file else chosen)
+    return tuple(one for one in given.value if find_model(one.name, chosen) is not None)
+
+
+_OVER_SEVERAL = ("context", "chat_template_args")
+_OVER_TABLES = (*_OVER_SEVERAL, "adapter", "draft_model")
+"""Settings that a table of [models] may set, and that a flag or variable overrides there."""
 
 
 def unknown_variables(
@@ -54,7 +136,8 @@ def unknown_variables(
     `environ`: the environment variables. The second item of a pair is None if no known variable is
     similar. The variables of all settings, `MLXCACHE_CONFIG` and those in `more` are known.
     """
-    known = {*more, *(one.variable for one in (*SETTINGS.values(), CONFIG))}
+    own = (one for one in (*SETTINGS.values(), CONFIG) if not one.only_key)
+    known = {*more, *(one.variable for one in own)}
     # compared without the common prefix, which would make any two of them similar
     names = [name.removeprefix(ENV_PREFIX) for name in sorted(known)]
     found: list[tuple[str, str | None]] = []
@@ -74,7 +157,7 @@ def _config_file(path: Path | None, environ: Mapping[str, str]) -> Path | None:
     return path
 
 
-def _from_file(path: Path | None) -> dict[str, Any]:
+def _from_file(path: Path | None) -> dict[str, _Given]:
     if path is None:
         return {}
     try:
@@ -89,11 +172,23 @@ def _from_file(path: Path | None) -> dict[str, Any]:
         if key not in SETTINGS:
             known = ", ".join(sorted(SETTINGS))
             raise ConfigError(f"unknown key {key!r} in {path}; the keys are {known}")
-    return {key: _read(SETTINGS[key], value, f"{key} in {path}") for key, value in table.items()}
+    return {
+        key: _read(SETTINGS[key], value, f"{key} in {path}", in_file=True)
+        for key, value in table.items()
+    }
 
 
-def _read(setting: Setting, value: object, source: str) -> Any:
+def _read(setting: Setting, value: object, source: str, *, in_file: bool = False) -> _Given:
     try:
-        return setting.read(value)
+        return _Given(setting.read(value), source, in_file)
     except (ValueError, TypeError, ConfigError) as error:
         raise ConfigError(f"{source}: {error}") from error
+
+
+@contextmanager
+def _naming(given: _Given | None) -> Iterator[None]:
+    """Add the source of a setting to a ConfigError raised inside."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(f"{given.source}: {error}" if given else str(error)) from error

@@ -24,6 +24,9 @@ LONGEST_S = 30 * 86400.0
 """Longest period in seconds that `read_seconds` accepts."""
 
 
+_UNITS_S = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
+
+
 def read_text(value: object) -> str:
     """Return a text unchanged, after checking that it is not empty."""
     if not isinstance(value, str) or not value:
@@ -115,6 +118,24 @@ def read_seconds(value: object) -> float:
         seconds = math.nan
     if isinstance(value, bool) or not 0 < seconds <= LONGEST_S:
         raise ValueError(f"must be a number of seconds above 0, such as 600, not {value!r}")
+    return seconds
+
+
+def read_duration(value: object) -> float:
+    """Read a duration in seconds from a number or a text such as `90s`, `15m`, `1h` or `2d`.
+
+    It must be above 0 and at most `LONGEST_S`.
+    """
+    example = "must be a duration above 0, such as 15m, 1h or 90s"
+    match = re.fullmatch(r"([0-9.]+) *([smhd]?)", str(value).strip().lower())
+    try:
+        seconds = float(match[1]) * _UNITS_S[match[2]] if match else math.nan
+    except ValueError:
+        seconds = math.nan
+    if isinstance(value, bool) or not seconds > 0:
+        raise ValueError(f"{example}, not {value!r}")
+    if seconds > LONGEST_S:
+        raise ValueError(f"{example}, and at most 30d, not {value!r}")
     return seconds
 
 

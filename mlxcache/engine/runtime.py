@@ -35,6 +35,7 @@ from mlxcache.config import (
     ram_limit,
 )
 from mlxcache.config.memory import read_footprint
+from mlxcache.config.models import DEMO_ID
 from mlxcache.engine import cost, images
 from mlxcache.engine.anticipate import NextTurnRenderer
 from mlxcache.engine.decoder import Drawn, Row
@@ -121,7 +122,7 @@ def demo_spec(settings: Settings) -> load.ModelSpec:
     return load.ModelSpec(
         str(demo.materialise(settings.cache_dir / "demo")),
         context=settings.context,
-        id=demo.DEMO_ID,
+        id=DEMO_ID,
         is_demo=True,
     )
 

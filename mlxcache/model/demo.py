@@ -13,11 +13,10 @@ from typing import Any, cast
 import mlx.core as mx
 
 from mlxcache.config.folder import default_cache_dir
+from mlxcache.config.models import DEMO_ID
 from mlxcache.disk_calls import sync
 from mlxcache.errors import ModelError
 from mlxcache.private import make_folder
-
-DEMO_ID = "mlxcache-demo"
 
 DEMO_NOTICE = "This is the built-in demo model: about 2 million parameters that only babble."
 

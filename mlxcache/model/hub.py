@@ -6,7 +6,6 @@ Calls no MLX. All functions may be called on any thread.
 from __future__ import annotations
 
 import errno
-import re
 import threading
 from collections.abc import Callable
 from fnmatch import fnmatch
@@ -70,7 +69,6 @@ _SENTENCES: tuple[tuple[type[Exception], str], ...] = (
     (LocalEntryNotFoundError, _AWAY),
     (OfflineModeIsEnabled, _AWAY),
 )
-_SNAPSHOT = re.compile(r"models--(?P<org>.+?)--(?P<name>.+)")
 
 
 def resolve(model: str, revision: str | None = None, progress: Progress | None = None) -> Path:
@@ -138,20 +136,6 @@ def outline(model: str, revision: str | None = None) -> tuple[Path, int]:
     files = info.siblings or []
     weights = (one.size or 0 for one in files if fnmatch(one.rfilename, "model*.safetensors"))
     return Path(config).parent, sum(weights)
-
-
-def display_name(model: str, path: Path) -> str:
-    """Return the name of a model that clients see.
-
-    This is the Hub id, also for a folder in the Hub's cache; for any other folder it is the
-    folder's name.
-    """
-    if not Path(model).expanduser().exists():
-        return model
-    path = path.resolve()
-    if path.parent.name == "snapshots" and (found := _SNAPSHOT.fullmatch(path.parent.parent.name)):
-        return f"{found['org']}/{found['name']}"
-    return path.name
 
 
 def _looks_local(model: str) -> bool:

@@ -19,11 +19,12 @@ from mlx.utils import tree_flatten
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import load_adapters, load_model, load_tokenizer
 
+from mlxcache.config.models import model_id
 from mlxcache.errors import ModelError
 from mlxcache.model import demo
 from mlxcache.model.context import context_length, native_length
 from mlxcache.model.generation import FILE, is_object, sampling_defaults
-from mlxcache.model.hub import Progress, display_name, resolve, why
+from mlxcache.model.hub import Progress, resolve, why
 from mlxcache.model.markers import is_harmony, thinks
 from mlxcache.model.pair import check_tokenizers, make_pair
 from mlxcache.model.vision import Vision, load_vision
@@ -265,7 +266,7 @@ def _info(
     native = native_length(config, getattr(tokenizer, "model_max_length", None))
     length = context_length(native, spec.context)
     return ModelInfo(
-        id=spec.id or display_name(spec.model, path),
+        id=spec.id or model_id(spec.model),
         context_length=length,
         max_context_length=native or length,
         weights_bytes=sum(array.nbytes for _, array in tree_flatten(model.parameters())),

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from mlxcache.bench import command
 from mlxcache.bench.checks import Check
 from mlxcache.bench.run import Bench
-from mlxcache.model.demo import DEMO_ID
+from mlxcache.config.models import DEMO_ID
 from tests.bench.test_process import FAKE
 from tests.proofs.models import light
 

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from mlxcache.config import SETTINGS, Settings, load_settings, unknown_variables
+from mlxcache.config.models import Route
 from mlxcache.errors import ConfigError
 
 
@@ -34,6 +35,7 @@ def test_every_source_overrides_the_next(home):
 def test_every_setting_has_one_entry():
     """Its flag and variable follow from its name, and its help ends with a full stop."""
     assert set(SETTINGS) == set(Settings.__dataclass_fields__)
+    assert {name for name, setting in SETTINGS.items() if setting.only_key} == {"models"}
     for name, setting in SETTINGS.items():
         assert setting.name == name
         assert setting.flag == "--" + name.replace("_", "-")
@@ -43,6 +45,8 @@ def test_every_setting_has_one_entry():
 
 VALUES = {
     "model": ("org/name", "org/name"),
+    "route": ("*-haiku-*=org/name", (Route("*-haiku-*", "org/name"),)),
+    "idle_unload": ("15m", 900.0),
     "host": ("localhost", "localhost"),
     "port": ("9000", 9000),
     "cache_dir": ("/c", Path("/c")),
@@ -75,11 +79,13 @@ VALUES = {
     "warm": (__file__, (Path(__file__),)),
 }
 
+assert set(VALUES) == set(SETTINGS) - {"models"}
+
 OTHERS = {"MLXCACHE_MODEL": "org/name", "MLXCACHE_DRAFT_MODEL": "org/small"}
 """Other settings that some settings require."""
 
 
-@pytest.mark.parametrize("name", sorted(SETTINGS))
+@pytest.mark.parametrize("name", sorted(VALUES))
 def test_every_setting_can_come_from_the_environment(home, name):
     """Its text is converted to the setting's type."""
     text, value = VALUES[name]
@@ -87,7 +93,7 @@ def test_every_setting_can_come_from_the_environment(home, name):
     assert getattr(load_settings({}, environ), name) == value
 
 
-@pytest.mark.parametrize("name", sorted(SETTINGS))
+@pytest.mark.parametrize("name", sorted(VALUES))
 def test_every_setting_can_come_from_the_file(home, name):
     """With TOML's own types, and tables instead of JSON."""
     text, value = VALUES[name]
@@ -204,7 +210,7 @@ def test_several_files_to_warm_can_be_given_and_must_exist(home):
 def test_unknown_variables_are_found_with_the_nearest_known_one():
     """Only those with our prefix; an empty one counts as not set."""
     environ = dict.fromkeys(("MLXCACHE_CONTEX", "MLXCACHE_CONFG", "MLXCACHE_WHATEVER"), "1")
-    known = {"MLXCACHE_" + name.upper(): "1" for name in (*SETTINGS, "config", "more")}
+    known = {"MLXCACHE_" + name.upper(): "1" for name in (*VALUES, "config", "more")}
     others = {"MLX_LM_URL": "1", "PATH": "1", "MLXCACHE_PROT": ""}
     assert unknown_variables(environ | known | others, ["MLXCACHE_MORE"]) == [
         ("MLXCACHE_CONFG", "MLXCACHE_CONFIG"),

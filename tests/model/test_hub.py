@@ -15,9 +15,10 @@ import httpx2
 import pytest
 from huggingface_hub import constants, errors
 
+from mlxcache.config.models import model_id
 from mlxcache.errors import ModelError
 from mlxcache.model import hub
-from mlxcache.model.hub import display_name, resolve
+from mlxcache.model.hub import resolve
 
 
 def test_a_folder_is_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -86,17 +87,6 @@ def test_what_the_hub_answers_becomes_a_sentence(
     with pytest.raises(ModelError, match=sentence) as caught:
         resolve("owner/name", "v9")
     assert caught.value.__cause__ is error
-
-
-def test_the_name_that_clients_see(tmp_path: Path) -> None:
-    """The Hub id, or the folder's name; the Hub's cache has the id in its paths."""
-    folder = tmp_path / "my-model"
-    cached = tmp_path / "models--owner--some-name" / "snapshots" / "0123abcd"
-    folder.mkdir()
-    cached.mkdir(parents=True)
-    assert display_name(str(folder) + "/", folder) == "my-model"
-    assert display_name("owner/name", cached) == "owner/name"
-    assert display_name(str(cached), cached) == "owner/some-name"
 
 
 SHA = "0" * 39 + "1"
@@ -176,7 +166,7 @@ def test_a_download_reports_its_bytes(
     assert all(done <= total for done, total in seen)
     assert [done for done, _ in seen] == sorted(done for done, _ in seen)
     assert capfd.readouterr().err == ""
-    assert display_name(str(path), path) == "owner/name"
+    assert model_id(str(path)) == "owner/name"
 
 
 def test_what_was_downloaded_serves_without_the_hub(local_hub: Callable[[], None]) -> None:

@@ -46,6 +46,7 @@ from mlxcache.cli.own_command import own_command, own_sources
 from mlxcache.cli.show import print_json
 from mlxcache.cli.target import URL_VARIABLE
 from mlxcache.config import SETTINGS, load_settings, read_keys
+from mlxcache.config.models import DEMO_ID
 from mlxcache.config.settings import is_loopback
 from mlxcache.errors import ConfigError, MlxcacheError
 from mlxcache.store.lock import servers
@@ -241,12 +242,9 @@ class Launch:
 
     def _check_model(self, service: Service) -> None:
         """Raise MlxcacheError if the running server's model is not the one given by `--model`."""
-        wanted = self._flags.get("model")
-        if not wanted or not self.running or service.model == wanted:
+        if not self._flags.get("model") or not self.running:
             return
-        from mlxcache.model.hub import display_name  # noqa: PLC0415 - mlx-lm takes seconds
-
-        if service.model != display_name(wanted, Path(wanted).expanduser()):
+        if service.model not in self.settings.entries[0].names:
             raise MlxcacheError(
                 f"The server at {service.url} serves {service.model}. Leave out --model to use "
                 "it, stop it, or start another one beside it with --port 0."
@@ -257,7 +255,7 @@ class Launch:
         settings = self.settings
         _say(f"No server runs at {self.url} yet: `{own_command()} serve` starts one.")
         if settings.model is None:
-            from mlxcache.model.demo import CONTEXT, DEMO_ID  # noqa: PLC0415 - MLX takes seconds
+            from mlxcache.model.demo import CONTEXT  # noqa: PLC0415 - MLX takes seconds
 
             return Service(self.url, DEMO_ID, settings.context or CONTEXT, self.key)
         from mlxcache.model.examine import examine  # noqa: PLC0415 - as above
