@@ -55,6 +55,12 @@ _APPENDED = re.compile(
 _TRANSCRIPT = re.compile(r"# USER\n(.+?)(?:\n# ASSISTANT\n|\Z)", re.DOTALL)
 """The beginning of a conversation that aider sends as one text, to have it summarised."""
 
+_TASK = "### Task:\n"
+_ANSWER = f"{_TASK}Respond to the user query using the provided context"
+"""Beginnings of user messages of Open WebUI: a request about a chat, and a question about files."""
+
+_NEXT_SPEAKER = re.compile(r"\n(?:USER: |ASSISTANT: |</chat_history>)")
+
 _QUOTED = re.compile(r'"([^"]+)"')
 """A whole text in quotes: `opencode run` adds them to an argument that has blanks."""
 
@@ -126,8 +132,23 @@ def _typed(text: str) -> str:
         return ""
     if (transcript := _TRANSCRIPT.match(text, at)) is not None:
         return transcript[1]
+    if text.startswith(_TASK, at) and (typed := _typed_in_task(text[at:])):
+        return typed
     appended = _APPENDED.search(text, at)
     return text[at : appended.start() if appended else None]
+
+
+def _typed_in_task(text: str) -> str:
+    """Return what the user typed in a message that Open WebUI made; empty if it is not there.
+
+    Its requests for titles, tags and further questions contain the end of a chat as one text. A
+    question about files comes after their contents.
+    """
+    if text.startswith(_ANSWER):
+        _, found, typed = text.rpartition("</context>")
+        return typed.strip() if found else ""
+    _, _, chat = text.partition("<chat_history>")
+    return _NEXT_SPEAKER.split(chat.partition("\nUSER: ")[2], maxsplit=1)[0].strip()
 
 
 def _visible(character: str) -> str:

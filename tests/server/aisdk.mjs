@@ -1,11 +1,11 @@
 // A conversation through the AI SDK as anyclaude leads it: streamed, over chat completions, with
 // tools that somebody else runs, and with its changes to each body. Prints the parts of each reply.
 //
-//     node aisdk.mjs http://127.0.0.1:8081/v1 QUESTION
+//     node aisdk.mjs http://127.0.0.1:8081/v1 QUESTION...
 import { createOpenAI } from "@ai-sdk/openai";
 import { jsonSchema, streamText, tool } from "ai";
 
-const [baseURL, question] = process.argv.slice(2);
+const [baseURL, ...questions] = process.argv.slice(2);
 const provider = createOpenAI({
   baseURL,
   apiKey: "local",
@@ -28,8 +28,9 @@ const read = tool({
   }),
 });
 
-const messages = [{ role: "user", content: question }];
-for (let turn = 0; turn < 3; turn++) {
+const messages = [];
+while (questions.length > 0 || messages.at(-1).role === "tool") {
+  if (messages.at(-1)?.role !== "tool") messages.push({ role: "user", content: questions.shift() });
   const reply = streamText({
     model: provider.chat("current-model"),
     system: "Be brief. ".repeat(60),
@@ -43,7 +44,7 @@ for (let turn = 0; turn < 3; turn++) {
   console.log(JSON.stringify({ parts, usage: await reply.usage, reason: await reply.finishReason }));
   const calls = await reply.toolCalls;
   messages.push(...(await reply.response).messages);
-  if (calls.length === 0) break;
+  if (calls.length === 0) continue;
   messages.push({
     role: "tool",
     content: calls.map(({ toolCallId, toolName }) => ({

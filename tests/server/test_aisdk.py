@@ -22,7 +22,12 @@ PACKAGES = ("ai@5", "@ai-sdk/openai@2")
 INPUT = {"path": "a b.txt", "lines": [1, 20]}
 CALL = f"I look.\n<tool_call>\n{json.dumps({'name': 'read', 'arguments': INPUT})}\n</tool_call>"
 QUESTION = "Please read a b.txt."
-SCRIPT = [("Please read", CALL), ("^alpha$", "It says alpha.")]
+SCRIPT = [
+    ("Please read", CALL),
+    ("^alpha$", "It says alpha."),
+    ("^Hello", "Hello! What can I do?"),
+    ("Sum up", "A file with one word."),
+]
 
 
 @pytest.fixture(scope="module")
@@ -112,9 +117,9 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.slow
 def test_the_real_package_reads_streamed_calls(server: Served, package: Path) -> None:
-    """Text, call and input as they were written; the next turn is warm, and it says so."""
+    """Text, call and input as they were written; each further turn is warm, and it says so."""
     done = subprocess.run(
-        ["node", "aisdk.mjs", f"{server.url}/v1", QUESTION],
+        ["node", "aisdk.mjs", f"{server.url}/v1", "Hello.", QUESTION, "Sum up."],
         cwd=package,
         capture_output=True,
         text=True,
@@ -122,7 +127,12 @@ def test_the_real_package_reads_streamed_calls(server: Served, package: Path) ->
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    first, second = (json.loads(line) for line in done.stdout.splitlines())
+    replies = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len(replies) == 4
+    for reply in replies[1:]:
+        usage = reply["usage"]
+        assert usage["inputTokens"] - usage["cachedInputTokens"] < 64
+    _, first, second, _ = replies
     kinds = [part["type"] for part in first["parts"]]
     assert "error" not in kinds
     assert {"text-delta", "tool-input-start", "tool-input-delta", "tool-input-end"} <= set(kinds)
@@ -131,5 +141,3 @@ def test_the_real_package_reads_streamed_calls(server: Served, package: Path) ->
     assert first["reason"] == "tool-calls"
     text = "".join(part["text"] for part in second["parts"] if part["type"] == "text-delta")
     assert (text, second["reason"]) == ("It says alpha.", "stop")
-    usage = second["usage"]
-    assert usage["inputTokens"] - usage["cachedInputTokens"] < 64

@@ -1,9 +1,7 @@
 """Six clients on one server, as recorded: every view of their requests tells the same.
 
 `six_clients.json` has three turns each of Claude Code 2.1.330, OpenCode 1.18.33, Qwen Code 0.24.4,
-pi 0.87.1, llm 0.36 and aider 0.86.2, with the texts of the programs shortened to a few words. A
-request that extends an earlier one has that one's number (`like`), how many of its messages it
-repeats (`same`), and what it has besides. `script`: see `tests.scripted`.
+pi 0.87.1, llm 0.36 and aider 0.86.2.
 """
 
 from __future__ import annotations
@@ -27,6 +25,7 @@ from mlxcache.prompt.explain import LEAST_LOSS
 from tests.conftest import ToyMaker
 from tests.scripted import scripted
 from tests.server.api import Api, until
+from tests.server.recording import read_recording
 
 TITLES = {
     "claude-cli/2.1.330": "Say hello to the red project",
@@ -41,23 +40,7 @@ CHANGING = {"QwenCode/0.24.4", "OpenAI/Python 2.20.0"}
 """They take text out of the message before: a reminder of the date, rules for edits."""
 
 
-def recorded() -> dict[str, Any]:
-    """The recording, with each request's whole body."""
-    found = json.loads(Path(__file__).with_name("six_clients.json").read_text(encoding="utf-8"))
-    whole: list[dict[str, Any]] = []
-    for one in found["requests"]:
-        whole.append(extended(whole[one["like"]], one) if "like" in one else one)
-    return {"script": found["script"], "requests": whole}
-
-
-def extended(before: dict[str, Any], one: dict[str, Any]) -> dict[str, Any]:
-    """A request that extends `before`."""
-    messages = [*before["body"]["messages"][: one["same"]], *one["body"]["messages"]]
-    body = before["body"] | one["body"] | {"messages": messages}
-    return before | {"like": one["like"], "body": body}
-
-
-RECORDED = recorded()
+RECORDED = read_recording("six_clients.json")
 
 
 @dataclass

@@ -7,6 +7,11 @@ from mlxcache.wire.titles import MAX_TITLE, title_from_messages, title_from_text
 
 SETUP = "This is the Qwen Code. We are setting up the context for our chat.\nToday is Sunday."
 
+TASK = "### Task:\nGive it a title.\n### Chat History:\n<chat_history>\n{}\n</chat_history>"
+FILES = (
+    "### Task:\nRespond to the user query using the provided context, in <b>.\n<context>\nUSER: "
+)
+
 
 @pytest.mark.parametrize(
     ("text", "title"),
@@ -22,6 +27,13 @@ SETUP = "This is the Qwen Code. We are setting up the context for our chat.\nTod
         (f"<system-reminder>{'skill ' * 20_000}</system-reminder>\nFix it", "Fix it"),
         (SETUP, None),
         ("# USER\nFix it\n# ASSISTANT\nDone.\n# USER\nMore", "Fix it"),
+        (TASK.format("USER: Fix it\nASSISTANT: Done.\nUSER: More\nASSISTANT: Yes."), "Fix it"),
+        (TASK.format("ASSISTANT: Yes.\nUSER: Fix\n it\nASSISTANT: "), "Fix it"),
+        (TASK.format("USER: Fix it"), "Fix it"),
+        ("### Task:\n<chat_history>\nASSISTANT: x", "### Task: <chat_history> ASSISTANT: x"),
+        (f"{FILES}</context>\n\nFix it", "Fix it"),
+        (FILES + "x" * 10**6, FILES[:79].replace("\n", " ") + "…"),
+        ("### Task:\nFix it", "### Task: Fix it"),
         (f"<system-reminder>\n{SETUP}\n</system-reminder>\n\nFix it", "Fix it"),
         ("This is the CLI. We are setting up it", "This is the CLI. We are setting up it"),
         ("Generate a title for this conversation:\n", None),

@@ -7,10 +7,14 @@ import re
 from mlxcache.prompt.canonical.draft import Draft
 
 _PAIR = r" {0,4}cc[a-z_]{0,40}=[^\s;=]{0,200}"
-LINE = re.compile(rf"x-anthropic-billing-header:(?:{_PAIR};)*{_PAIR};?[ \t]*(?:(?:\r?\n)+|\Z)")
+LINE = re.compile(
+    rf"x-anthropic-billing-header:(?:(?:{_PAIR};)*{_PAIR};?[ \t]*(?:(?:\r?\n)+|\Z)"
+    rf"|(?:{_PAIR};)+ (?!cc[a-z_]*=)(?=\S[^\r\n]*\Z))"
+)
 """The whole attribution line, only `key=value` pairs, with the line ends after it.
 
-For example `x-anthropic-billing-header: cc_version=2.1.329.0a8; cc_entrypoint=cli; cch=36ee5;`.
+For example `x-anthropic-billing-header: cc_version=2.1.329.0a8; cc_entrypoint=cli; cch=36ee5;`. In
+a system prompt that is one line, as anyclaude sends it, the pairs end before a space.
 """
 
 

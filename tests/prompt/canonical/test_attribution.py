@@ -34,6 +34,15 @@ def test_the_line_goes_from_the_start_of_a_system_prompt(line, between):
     assert made.rules == ("attribution",)
 
 
+def test_the_line_goes_where_the_whole_prompt_is_one_line():
+    """As anyclaude joins it: the same prompt is left for every checksum."""
+    whole = "You are an agent. cc=1; Be brief."
+    for line in (line for line in LINES if line.endswith(";")):
+        made = rendered(system(f"{line} {whole}"))
+        assert made.chat.messages[0]["content"] == whole
+        assert made.rules == ("attribution",)
+
+
 @pytest.mark.parametrize("role", ["system", "developer"])
 def test_a_message_that_is_nothing_but_the_line_goes(role):
     """As some proxies send each block."""
@@ -46,7 +55,9 @@ def test_a_message_that_is_nothing_but_the_line_goes(role):
     [
         f"{PROMPT}\n{LINES[0]}",
         f" {LINES[0]}\n{PROMPT}",
-        LINES[0] + " You are an agent.",
+        LINES[0] + " You are an agent.\nBe brief.",
+        LINES[0] + "You are an agent.",
+        LINES[0].removesuffix(";") + " You are an agent.",
         "x-anthropic-billing-header: is a line that some clients send.\n" + PROMPT,
         "x-anthropic-billing-header:\n" + PROMPT,
         "x-anthropic-billing-header: cc_version=2.1.329.0a8; name=me;\n" + PROMPT,
