@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -75,13 +76,18 @@ def continue_dev(settings: dict[str, Any]) -> Iterator[Sent]:
 
 
 def open_webui(settings: dict[str, str]) -> Iterator[Sent]:
-    """The list of models, then a chat, a title and tags for it, all of them streamed or not."""
+    """The list of models, then a chat, and a title for it with the chat's id as a header."""
     base, key = settings["OPENAI_API_BASE_URL"], settings["OPENAI_API_KEY"]
     assert settings["ENABLE_OLLAMA_API"] == "false"
+    assert settings["RAG_SYSTEM_CONTEXT"] == "true"
+    headers = json.loads(settings["OPENAI_API_CONFIGS"])["0"]["headers"]
+    chat = {name: value.replace("{{CHAT_ID}}", "1b9d6bcd-chat") for name, value in headers.items()}
+    assert chat == {"X-Session-Id": "1b9d6bcd-chat"}
     yield Sent(f"{base}/models", key)
-    yield _chat(base, "current-model", key, stream_options={"include_usage": True})
+    sent = _chat(base, "current-model", key, stream_options={"include_usage": True})
+    yield replace(sent, headers=chat)
     title = [{"role": "user", "content": "### Task:\nGenerate a concise title for: Hello."}]
-    yield _chat(base, "current-model", key, messages=title, stream=False)
+    yield replace(_chat(base, "current-model", key, messages=title, stream=False), headers=chat)
 
 
 def prometheus(settings: dict[str, Any]) -> Iterator[Sent]:
