@@ -105,9 +105,9 @@ class ReplyContent:
         )
 
     def same_with_thinking_as_text(self, other: ReplyContent) -> bool:
-        """Return whether the text of `other` is this thinking and text, and the calls are equal.
+        """Return whether `other` has this reply's calls, and its thinking and text as one text.
 
-        Zed sends thinking so, unless it is told that the model takes it back.
+        Zed sends thinking back in this form, unless its settings have `interleaved_reasoning`.
         """
         told = replace(self, texts=(*self.thoughts, *self.texts))
         return any(map(str.strip, self.thoughts)) and told.same_except_thinking(other)

@@ -1,7 +1,8 @@
 """Rule `date_reminder`: remove Qwen Code's reminder of a date that its first message already has.
 
-Qwen Code writes the reminder before the newest message. When a conversation is continued with
-`-c`, it is no longer in the older messages, so everything after them would be computed again.
+Qwen Code writes the reminder only into the newest message. When a conversation is continued with
+`-c`, the older messages no longer have their reminders, so everything after them would be computed
+again.
 """
 
 from __future__ import annotations
@@ -30,10 +31,10 @@ def reminder(date: str) -> str:
 
 
 def apply(draft: Draft) -> bool:
-    """Remove reminders of the date that the first message has; return whether there were any.
+    """Remove Qwen Code's reminders of the date that the first user message has.
 
     A reminder is removed only among the reminders at the start of a user message, and only if other
-    text follows it. Reminders of another date are kept.
+    text follows it. Reminders of another date are kept. Returns whether there were any.
     """
     first = draft.leading()
     started = _STARTED.search(draft.text(first)) if first < len(draft.messages) else None
@@ -51,7 +52,11 @@ def apply(draft: Draft) -> bool:
 
 
 def _without(text: str, told: str) -> str | None:
-    """Return a user message without the reminder `told`; None if it is in no known place."""
+    """Return the text of a user message without the reminder `told`.
+
+    Returns None if the reminder is not among the reminders at the start, or no other text follows
+    it.
+    """
     at = 0
     while block := _BLOCK.match(text, at):
         if block[0].rstrip("\n") == told and text[block.end() :].strip():

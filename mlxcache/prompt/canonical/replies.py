@@ -86,7 +86,10 @@ def apply(
 
 
 def _thinking_is_text(message: Message, said: Said) -> bool:
-    """Return whether the text of a message, which has the content of `said`, has its thinking."""
+    """Return whether the text of a message consists of the thinking and the text of `said`.
+
+    White space is ignored. `message` is a client's copy of the reply `said`.
+    """
     text = message.get("content")
     if message.get("reasoning_content") or not said.thinking.strip() or not isinstance(text, str):
         return False
