@@ -166,15 +166,16 @@ class MlxThread:
             if self._on_death is not None:
                 self._on_death(error)
 
-    def run_posted(self, *, block: bool) -> None:
+    def run_posted(self, *, block: bool, wait_s: float | None = None) -> None:
         """Run all queued actions. Called on the thread itself.
 
-        With `block`, waits for at least one action. Raises the error of a posted action.
+        With `block`, waits for at least one action, but not longer than `wait_s` seconds if given.
+        Raises the error of a posted action.
         """
         if block:
             self.heartbeat.rest()
         try:
-            action = self._inbox.get(block)
+            action = self._inbox.get(block, wait_s)
             while True:
                 self.heartbeat.beat()
                 action()

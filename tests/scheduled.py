@@ -100,6 +100,7 @@ class Bench:
         draft: Path | None = None,
     ):
         loaded = load(ModelSpec(str(path), draft=str(draft) if draft else None))
+        self.loaded = loaded
         self.model, self.tokenizer = loaded.model, loaded.tokenizer
         layout = kv.survey(self.model, kv_bits=kv_bits)
         self.rounds = Rounds()

@@ -193,8 +193,7 @@ class RamTier:
         """
         if evict == "no":
             return self.budget.free >= size
-        idle = sum(lineage.nbytes for lineage in self.idle.values()) + self.tree.checkpoint_bytes
-        if self.budget.free + idle < size:
+        if self.budget.free + self.idle_bytes < size:
             return False
         return self.free_up(size, evict=evict)
 
@@ -217,6 +216,11 @@ class RamTier:
             if not self._write_behind.wait_for_one():
                 return False
         return True
+
+    @property
+    def idle_bytes(self) -> int:
+        """Bytes of idle lineages and of all checkpoints: the most that evicting could free."""
+        return sum(each.nbytes for each in self.idle.values()) + self.tree.checkpoint_bytes
 
     # -- evicting ----------------------------------------------------------------------------------
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+from mlxcache.engine.residency import Residency
 from mlxcache.engine.scheduler import Scheduler
 from mlxcache.mlx_thread import MlxThread
 from mlxcache.model import device
@@ -17,10 +18,15 @@ class Rounds:
     """Owner of the MLX thread, which divides its time evenly between the schedulers with work.
 
     `start`, `end` and `on_death` may be called from any thread, all other methods on the MLX thread
-    only. `clock` returns seconds.
+    only. `residency` decides which models have their weights in memory. `clock` returns seconds.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.perf_counter):
+    def __init__(
+        self,
+        residency: Residency | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ):
+        self.residency = residency or Residency()
         self.thread = MlxThread(self._die, device.is_device_error)
         self._clock = clock
         self._used: dict[Scheduler, float] = {}
@@ -65,6 +71,7 @@ class Rounds:
     def remove(self, scheduler: Scheduler) -> None:
         """Do not step `scheduler` any more."""
         self._used.pop(scheduler, None)
+        self.residency.remove(scheduler)
 
     def run(self) -> None:
         """Run rounds until `end`."""
@@ -80,8 +87,10 @@ class Rounds:
         """
         stepped: list[Scheduler] = []
         try:
-            self.thread.run_posted(block=not any(one.has_work for one in self._used))
-            working = [one for one in self._used if one.has_work]
+            block = not (self._working() or self.residency.busy)
+            self.thread.run_posted(block=block, wait_s=self.residency.wait_s())
+            self.residency.step()
+            working = self._working()
             stepped = [self._next(working)] if working else list(self._used)
             for scheduler in stepped:
                 self._step(scheduler, sharing=len(working) > 1)
@@ -93,6 +102,10 @@ class Rounds:
                 scheduler.recover(error)
         for scheduler in stepped:
             scheduler.publish()
+
+    def _working(self) -> list[Scheduler]:
+        admits = self.residency.admits
+        return [one for one in self._used if one.has_work(admitting=admits(one))]
 
     def _next(self, working: list[Scheduler]) -> Scheduler:
         """Return the scheduler that has used the least time of those with work.
@@ -107,5 +120,6 @@ class Rounds:
 
     def _step(self, scheduler: Scheduler, *, sharing: bool) -> None:
         began = self._clock()
-        scheduler.step(sharing=sharing)
+        scheduler.step(sharing=sharing, admitting=self.residency.admits(scheduler))
         self._used[scheduler] += self._clock() - began
+        self.residency.note_step()

@@ -114,17 +114,18 @@ class Scheduler:
                 raise
             self.recover(error)
 
-    def step(self, *, sharing: bool = False) -> None:
+    def step(self, *, sharing: bool = False, admitting: bool = True) -> None:
         """Admit waiting tasks, then feed one chunk of prefill and run some steps of decoding.
 
-        `sharing`: other models wait for the thread, so the step is short. Raises the device's error
-        if a command failed; `recover` must be called then.
+        `sharing`: other models wait for the thread, so the step is short. `admitting`: waiting
+        tasks may start, because the model's weights are loaded and stay so for now. Raises the
+        device's error if a command failed; `recover` must be called then.
         """
-        self.idle_prefill.step() if self.idle else self.idle_prefill.pause()
+        self.idle_prefill.step() if self.idle and admitting else self.idle_prefill.pause()
         self.kv.pump(decoding=len(self.lanes) > 0)
         if not self.prefilling:
             self.balance.begin(decoding=len(self.lanes) > 0)
-        started = self._admit()
+        started = admitting and self._admit()
         computable = self._computable()
         self._moved = len(computable) + len(self.lanes) > 0
         if computable and (started or not len(self.lanes) or self._due() <= 0):
@@ -146,14 +147,17 @@ class Scheduler:
     def _due(self) -> float:
         return self.balance.due(self.prefill.left_s(self.prefilling))
 
-    @property
-    def has_work(self) -> bool:
-        """True if `step` would compute something, or collect results of disk operations.
+    def has_work(self, *, admitting: bool = True) -> bool:
+        """Return whether `step` would compute something, or collect results of disk operations.
 
-        Otherwise only a posted action brings more work, such as a request or the result of a disk
-        operation.
+        If not, only a posted action brings more work, such as a request or the result of a disk
+        operation. `admitting`: see `step`.
         """
-        if len(self.lanes) or self._computable() or (self.idle_prefill.ready and self.idle):
+        if len(self.lanes) or self._computable():
+            return True
+        if not admitting:
+            return self.kv.can_pump
+        if self.idle_prefill.ready and self.idle:
             return True
         looking = all(t.lookup is not None and not t.lookup.found for t in self.waiting)
         blocked = not self._moved and (self.kv.writing or len(self.prefilling) > 0)

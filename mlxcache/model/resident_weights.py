@@ -31,7 +31,7 @@ class Weights:
         self.resident = True
         self._loaded, self._spec = loaded, spec
         arrays = tree_flatten(loaded.model.parameters())
-        self.nbytes = sum(array.nbytes for _, array in arrays)
+        self.nbytes: int = sum(array.nbytes for _, array in arrays)
         self._shapes = {name: (array.shape, array.dtype) for name, array in arrays}
         self._stamps = self._read_stamps()
 

@@ -31,11 +31,10 @@ class Model:
         self.recovered: list[BaseException] = []
         self.fails: BaseException | None = None
 
-    @property
-    def has_work(self) -> bool:
+    def has_work(self, *, admitting: bool) -> bool:
         return self.done < self.steps
 
-    def step(self, *, sharing: bool) -> None:
+    def step(self, *, sharing: bool, admitting: bool) -> None:
         if self.fails is not None:
             error, self.fails = self.fails, None
             raise error
@@ -57,7 +56,7 @@ def clock() -> Clock:
 
 
 def rounds_of(clock: Clock, *models: Any) -> Rounds:
-    rounds = Rounds(clock)
+    rounds = Rounds(clock=clock)
     for model in models:
         rounds.add(model)
     return rounds

@@ -1,0 +1,369 @@
+"""Which models have their weights in memory: read when a request needs them, dropped when idle.
+
+MLX thread only.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Literal, Protocol
+
+import mlx.core as mx
+
+from mlxcache.cache.kv_cache import KVCache
+from mlxcache.config import format_size
+from mlxcache.engine.scheduler import Scheduler
+from mlxcache.errors import MlxcacheError, ModelError
+from mlxcache.model.resident_weights import Weights
+
+log = logging.getLogger("mlxcache.engine")
+
+STAY_LOADS = 4.0
+"""Factor: a busy model keeps its memory for this many times the seconds that reading it took.
+
+So a server whose models take turns spends at most a fifth of its time on reading weights.
+"""
+
+MIN_STAY_S = 1.0
+"""Least seconds for which a busy model keeps its memory."""
+
+State = Literal["loaded", "loading", "unloaded"]
+Cause = Literal["idle", "memory", "asked"]
+"""Why a model was unloaded: idle for too long, another one needed the memory, a client asked."""
+
+
+class SharedMemory(Protocol):
+    """Memory of all models together, as `Residency` uses it. Sizes are in bytes."""
+
+    @property
+    def limit(self) -> int: ...
+
+    @property
+    def free(self) -> int: ...
+
+    def charge(self, kind: str, n: int) -> None: ...
+
+    def make_room(self, size: int) -> bool: ...
+
+
+class Resident:
+    """One model and what it takes in memory besides KV. MLX thread only.
+
+    `reserved`: bytes by kind of the model's budget that are set aside while it is loaded. `keep`:
+    it is never unloaded. `idle_s`: seconds without requests after which it is unloaded, or None.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        weights: Weights,
+        scheduler: Scheduler,
+        *,
+        reserved: Mapping[str, int],
+        keep: bool = False,
+        idle_s: float | None = None,
+    ):
+        self.name = name
+        self.weights = weights
+        self.scheduler = scheduler
+        self.keep, self.idle_s = keep, idle_s
+        self.loads = self.unloads = 0
+        self.load_s = 0.0
+        self.cause: Cause | None = None
+        self.draining = self.asked = False
+        self.loaded_at = self.used_at = 0.0
+        self.wanted_at: float | None = None
+        self._reserved = dict(reserved)
+        self._reading: Iterator[int] | None = None
+        self._began_at = 0.0
+
+    @property
+    def kv(self) -> KVCache:
+        """The model's cache."""
+        return self.scheduler.kv
+
+    @property
+    def state(self) -> State:
+        """`loaded`, `loading` or `unloaded`."""
+        if self._reading is not None:
+            return "loading"
+        return "loaded" if self.weights.resident else "unloaded"
+
+    @property
+    def admitting(self) -> bool:
+        """True if waiting requests may start."""
+        return self.weights.resident and not self.draining
+
+    @property
+    def idle(self) -> bool:
+        """True if the weights are in memory and no request needs them.
+
+        Requests that may not start, because another model waits for the memory, do not count.
+        """
+        scheduler = self.scheduler
+        free = scheduler.idle or (self.draining and not scheduler.active)
+        return self.weights.resident and free
+
+    @property
+    def wanted(self) -> bool:
+        """True if the weights are not in memory, and a request or a client waits for them."""
+        return self.state == "unloaded" and (self.asked or bool(self.scheduler.waiting))
+
+    @property
+    def size(self) -> int:
+        """Bytes that loading the model takes, without KV."""
+        return self.weights.nbytes + sum(self._reserved.values())
+
+    @property
+    def stay_s(self) -> float:
+        """Seconds for which the model keeps its memory while it is busy and others wait for it."""
+        return max(MIN_STAY_S, STAY_LOADS * self.load_s)
+
+    def note_time(self, now: float) -> None:
+        """Update since when the model is wanted or unused. `now`: seconds of a monotonic clock."""
+        if not self.scheduler.idle:
+            self.used_at = now
+        if not self.wanted:
+            self.wanted_at = None
+        elif self.wanted_at is None:
+            self.wanted_at = now
+
+    def begin(self, now: float) -> None:
+        """Begin to read the weights; the memory for them is charged already."""
+        for kind, size in self._reserved.items():
+            self.kv.budget.charge(kind, size)
+        self._reading = self.weights.read()
+        self._began_at = now
+
+    def read_on(self, now: Callable[[], float]) -> None:
+        """Read one more part of the weights. Raises ModelError if that fails."""
+        assert self._reading is not None
+        if next(self._reading, None) is not None:
+            return
+        self._reading = None
+        self.asked = False
+        self.loads += 1
+        self.loaded_at = self.used_at = now()
+        self.load_s = self.loaded_at - self._began_at
+
+    def give_up(self) -> None:
+        """Release what `begin` has charged, because the weights could not be read."""
+        self._reading, self.asked = None, False
+        self._release()
+
+    def drop(self, cause: Cause) -> None:
+        """Drop the weights. Idle KV stays in memory until something else needs the space."""
+        self.scheduler.idle_prefill.clear()
+        self.weights.drop()
+        self.draining = False
+        self.cause = cause
+        self.unloads += 1
+        self._release()
+        gc.collect()  # modules refer to each other in circles
+        mx.clear_cache()
+
+    def _release(self) -> None:
+        for kind, size in self._reserved.items():
+            self.kv.budget.release(kind, size)
+
+    def clear(self) -> None:
+        """Release the KV of an unloaded model that is on disk."""
+        if self.kv.disk is not None and not self.kv.writing:
+            self.kv.clear()
+
+
+class Residency:
+    """Decides which models are loaded. MLX thread only.
+
+    `memory` is None if the models share no budget; then they are unloaded for being idle only.
+    `clock` returns seconds.
+    """
+
+    def __init__(
+        self, memory: SharedMemory | None = None, clock: Callable[[], float] = time.monotonic
+    ):
+        self.residents: list[Resident] = []
+        self._memory = memory
+        self._clock = clock
+        self._loading: Resident | None = None
+        self._stepped = False
+
+    def add(self, resident: Resident) -> None:
+        """Take over a model that is loaded, with its memory charged."""
+        resident.loaded_at = resident.used_at = self._clock()
+        self.residents.append(resident)
+
+    def remove(self, scheduler: Scheduler) -> None:
+        """Forget the model of `scheduler`."""
+        self.residents = [one for one in self.residents if one.scheduler is not scheduler]
+
+    def admits(self, scheduler: Scheduler) -> bool:
+        """Return whether waiting requests of `scheduler` may start now."""
+        return all(one.admitting for one in self.residents if one.scheduler is scheduler)
+
+    @property
+    def busy(self) -> bool:
+        """True if `step` has more to do at once."""
+        wanted = [one for one in self.residents if one.wanted]
+        new = self._stepped or any(one.wanted_at is None for one in wanted)
+        return self._loading is not None or (new and bool(wanted))
+
+    def note_step(self) -> None:
+        """Note that a scheduler was stepped, after which its model may be idle."""
+        self._stepped = True
+
+    def wait_s(self) -> float | None:
+        """Return the seconds until `step` may have something to do; None without a limit."""
+        now = self._clock()
+        waits = [
+            max(0.0, one.used_at + (one.idle_s or 0.0) - now)
+            for one in self.residents
+            if _counts_down(one)
+        ]
+        if any(one.wanted_at is not None for one in self.residents):
+            stays = [one.loaded_at + one.stay_s for one in self.residents if one.weights.resident]
+            waits += [end - now for end in stays if end > now]
+        return min(waits, default=None)
+
+    # -- one step ----------------------------------------------------------------------------------
+
+    def step(self) -> None:
+        """Unload models that have been idle for too long, and load those that requests wait for.
+
+        Reads at most one part of a model's weights, so that others can compute in between.
+        """
+        now = self._clock()
+        self._stepped = False
+        for one in self.residents:
+            one.note_time(now)
+        self._unload_idle(now)
+        if self._loading is None:
+            self._loading = self._choose(now)
+        if self._loading is not None:
+            self._read_on(self._loading)
+
+    def _unload_idle(self, now: float) -> None:
+        for one in self.residents:
+            if _counts_down(one) and now - one.used_at >= (one.idle_s or 0.0):
+                self._unload(one, "idle")
+            if one.state == "unloaded" and one.cause == "idle":
+                one.clear()
+
+    def _choose(self, now: float) -> Resident | None:
+        """Return the model that has been waited for longest if there is memory for it, else None.
+
+        If busy models hold the memory, those that have had it for long enough are not given new
+        requests until it could be passed on.
+        """
+        wanted = [one for one in self.residents if one.wanted_at is not None]
+        if not wanted:
+            for one in self.residents:
+                one.draining = False
+            return None
+        first = min(wanted, key=lambda one: one.wanted_at or 0.0)
+        if self._memory is not None and not self._make_room(first, self._memory, now):
+            return None
+        log.info("%s: loading the weights, %s", first.name, format_size(first.weights.nbytes))
+        if self._memory is not None:
+            self._memory.charge(_kind(first), first.weights.nbytes)
+        for one in self.residents:
+            one.draining = False
+        first.begin(now)
+        return first
+
+    def _make_room(self, wanted: Resident, memory: SharedMemory, now: float) -> bool:
+        size, others = wanted.size, [one for one in self.residents if one is not wanted]
+        kept = sum(one.size for one in others if one.keep)
+        if size > memory.limit - kept:
+            self._refuse(
+                wanted,
+                ModelError(
+                    f"{wanted.name} needs {format_size(size)}, and --ram leaves "
+                    f"{format_size(max(0, memory.limit - kept))} for it."
+                ),
+            )
+            return False
+        if self._could_free(others, memory) >= size and memory.make_room(size):
+            return True
+        for one in others:
+            if one.weights.resident and not one.keep and now - one.loaded_at >= one.stay_s:
+                one.draining = True
+        return False
+
+    def _could_free(self, others: list[Resident], memory: SharedMemory) -> int:
+        """Return the bytes that would be free without idle KV and without other idle models."""
+        idle = sum(one.kv.ram.idle_bytes for one in self.residents)
+        models = sum(one.size for one in others if one.idle and not one.keep)
+        return memory.free + idle + models
+
+    def _read_on(self, one: Resident) -> None:
+        try:
+            one.read_on(self._clock)
+        except ModelError as error:
+            one.give_up()
+            self._uncharge(one)
+            self._loading = None
+            log.error("%s: cannot be loaded: %s", one.name, error)
+            self._refuse(one, error)
+            return
+        if one.state == "loaded":
+            self._loading = None
+            log.info("%s: loaded in %.1f s", one.name, one.load_s)
+
+    def _refuse(self, one: Resident, error: MlxcacheError) -> None:
+        one.asked = False
+        one.wanted_at = None
+        for task in list(one.scheduler.waiting):
+            one.scheduler.cancel(task, error)
+
+    # -- unloading ---------------------------------------------------------------------------------
+
+    def free_idle(self, size: int) -> bool:
+        """Unload the idle model that was used least recently; return False if there is none.
+
+        `size`: bytes that are needed, for the log.
+        """
+        idle = [one for one in self.residents if one.idle and not one.keep]
+        if not idle:
+            return False
+        self._unload(min(idle, key=lambda one: one.used_at), "memory", size)
+        return True
+
+    def unload(self, scheduler: Scheduler) -> bool:
+        """Unload the model of `scheduler` if it is idle; return whether it is unloaded now."""
+        for one in self.residents:
+            if one.scheduler is scheduler and one.idle:
+                self._unload(one, "asked")
+        return all(one.state == "unloaded" for one in self.residents if one.scheduler is scheduler)
+
+    def ask(self, scheduler: Scheduler) -> None:
+        """Load the model of `scheduler` as if a request waited for it."""
+        for one in self.residents:
+            if one.scheduler is scheduler and one.state == "unloaded":
+                one.asked = True
+
+    def _unload(self, one: Resident, cause: Cause, size: int = 0) -> None:
+        words = {"memory": f"{format_size(size)} are needed", "asked": "on request"}
+        log.info(
+            "%s: weights of %s unloaded: %s",
+            *(one.name, format_size(one.weights.nbytes)),
+            words.get(cause, f"idle for {one.idle_s or 0:g} s"),
+        )
+        one.drop(cause)
+        self._uncharge(one)
+
+    def _uncharge(self, one: Resident) -> None:
+        if self._memory is not None:
+            self._memory.charge(_kind(one), -one.weights.nbytes)
+
+
+def _kind(one: Resident) -> str:
+    return f"weights:{one.name}"
+
+
+def _counts_down(one: Resident) -> bool:
+    """Return whether a model is idle and is unloaded once it has been for `idle_s` seconds."""
+    return one.idle and one.idle_s is not None and not one.keep

@@ -1,0 +1,277 @@
+"""When weights are dropped and read back: on real toy models, with a clock of the test's own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mlxcache.engine.residency import Residency, Resident
+from mlxcache.engine.rounds import Rounds
+from mlxcache.engine.task import Task
+from mlxcache.errors import ModelError
+from mlxcache.model.load import ModelSpec
+from mlxcache.model.resident_weights import Weights
+from mlxcache.types import Finished
+from tests.conftest import ToyMaker
+from tests.scheduled import Bench
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Memory:
+    """Memory of all models, as the budget they share would be: it holds `limit` bytes."""
+
+    def __init__(self, limit: int):
+        self.limit = limit
+        self.kinds: dict[str, int] = {}
+        self.residency: Residency | None = None
+        self.highest = 0
+
+    @property
+    def used(self) -> int:
+        return sum(self.kinds.values())
+
+    @property
+    def free(self) -> int:
+        return self.limit - self.used
+
+    def charge(self, kind: str, n: int) -> None:
+        self.kinds[kind] = self.kinds.get(kind, 0) + n
+        assert self.kinds[kind] >= 0
+        self.highest = max(self.highest, self.used)
+        assert self.used <= self.limit
+
+    def make_room(self, size: int) -> bool:
+        assert self.residency is not None
+        while self.free < size:
+            if not self.residency.free_idle(size):
+                return False
+        return True
+
+
+class House:
+    """Toy models that share a thread, driven round by round in the test's own thread."""
+
+    def __init__(self, memory: Memory | None = None, **idle_s: float):
+        self.clock = Clock()
+        self.memory = memory
+        self.residency = Residency(memory, self.clock)
+        if memory is not None:
+            memory.residency = self.residency
+        self.rounds = Rounds(self.residency, self.clock)
+        self.idle_s = idle_s
+        self.residents: dict[str, Resident] = {}
+        self.benches: dict[str, Bench] = {}
+
+    def add(self, name: str, path: Path, *, loaded: bool = True, **options: Any) -> Bench:
+        bench = Bench(path)
+        bench.rounds, bench.thread = self.rounds, self.rounds.thread
+        bench.use(bench.kv)
+        assert bench.loaded is not None
+        weights = Weights(bench.loaded, ModelSpec(str(path)))
+        resident = Resident(
+            name,
+            weights,
+            bench.scheduler,
+            reserved={"transient": 1000},
+            idle_s=self.idle_s.get(name),
+            **options,
+        )
+        bench.kv.budget.charge("transient", 1000)
+        if self.memory is not None:
+            self.memory.charge(f"weights:{name}", weights.nbytes)
+        self.residency.add(resident)
+        self.residents[name], self.benches[name] = resident, bench
+        if not loaded:
+            assert self.residency.unload(bench.scheduler)
+        return bench
+
+    def run(self, *tasks: Task, rounds: int = 5000) -> None:
+        for _ in range(rounds):
+            if all(task.over for task in tasks):
+                return
+            self.rounds.tick()
+            self.clock.now += 0.01
+        raise AssertionError("the tasks do not end")
+
+
+def ids(seed: int, n: int = 60) -> list[int]:
+    return np.random.default_rng(seed).integers(10, 400, n).tolist()
+
+
+def last_of(task: Task) -> Any:
+    return task.events[-1]  # type: ignore[attr-defined]
+
+
+def states(house: House) -> dict[str, str]:
+    return {name: one.state for name, one in house.residents.items()}
+
+
+class TestIdle:
+    def test_a_model_is_unloaded_after_its_time_and_is_warm_afterwards(
+        self, toy: ToyMaker, tmp_path: Path
+    ) -> None:
+        house = House(a=60.0)
+        bench = house.add("a", toy("llama"))
+        prompt = ids(1)
+        first = bench.put(prompt, tokens=8)
+        house.run(first)
+        house.clock.now += 59.0
+        assert 0.9 < (house.residency.wait_s() or 0) < 1.1
+        house.rounds.thread.post(lambda: None)
+        house.rounds.tick()
+        assert states(house) == {"a": "loaded"}
+        house.clock.now += 1.1
+        assert house.residency.wait_s() == 0.0
+        house.rounds.tick()  # it wakes by itself
+        assert states(house) == {"a": "unloaded"}
+        assert house.residents["a"].cause == "idle"
+        assert house.residency.wait_s() is None
+        again = bench.put([*prompt, *first.out, *ids(2, 20)], tokens=8)
+        house.run(again)
+        assert again.record.fed_tokens <= 21
+        assert again.out == bench.cold(again.ids.tolist(), 8)
+        assert house.residents["a"].loads == 1
+
+    def test_a_running_request_keeps_its_model(self, toy: ToyMaker) -> None:
+        house = House(a=5.0)
+        bench = house.add("a", toy("llama"))
+        task = bench.put(ids(1), tokens=40)
+        while not task.over:
+            house.rounds.tick()
+            house.clock.now += 10.0
+            assert task.over or states(house) == {"a": "loaded"}
+
+    def test_one_that_is_kept_stays(self, toy: ToyMaker) -> None:
+        house = House(a=5.0)
+        house.add("a", toy("llama"), keep=True)
+        assert house.residency.wait_s() is None
+        house.clock.now += 1000.0
+        house.residency.step()
+        assert states(house) == {"a": "loaded"}
+
+
+class TestMemory:
+    """A budget that holds the weights of one model alone."""
+
+    @pytest.fixture
+    def house(self, toy: ToyMaker) -> House:
+        weights = Weights(*_opened(toy("llama"))).nbytes
+        house = House(Memory(int(1.6 * weights)))
+        house.add("a", toy("llama"), loaded=False)
+        house.add("b", toy("llama", seed=7), loaded=False)
+        return house
+
+    def test_models_take_turns_and_each_stays_warm(self, house: House) -> None:
+        assert house.memory is not None
+        history = {name: ids(i) for i, name in enumerate(house.benches)}
+        for turn in range(4):
+            for name, bench in house.benches.items():
+                task = bench.put(history[name], tokens=6)
+                house.run(task)
+                assert states(house)[name] == "loaded"
+                assert task.out == bench.cold(history[name], 6)
+                if turn:
+                    assert task.record.fed_tokens <= 12
+                history[name] = [*history[name], *task.out, *ids(100 + turn, 10)]
+        assert [one.loads for one in house.residents.values()] == [4, 4]
+        assert house.memory.highest <= house.memory.limit
+
+    def test_a_busy_model_stays_for_a_while_and_then_gives_way(self, house: House) -> None:
+        """Its running request ends first; its waiting ones come after the other model's."""
+        a, b = house.benches.values()
+        running = a.put(ids(1), tokens=200)
+        while not running.out:
+            house.rounds.tick()
+            house.clock.now += 0.01
+        house.residents["a"].load_s = 5.0
+        other = b.put(ids(2), tokens=4)
+        house.rounds.tick()
+        assert not house.residents["a"].draining
+        later = a.put(ids(3), tokens=4)
+        house.rounds.tick()
+        assert later in a.scheduler.active  # it may still start
+        house.clock.now += 25.0
+        house.rounds.tick()
+        assert house.residents["a"].draining
+        last = a.put(ids(4), tokens=4)
+        ends: list[Task] = []
+        for _ in range(5000):
+            house.rounds.tick()
+            house.clock.now += 0.01
+            ends += [t for t in (running, other, later, last) if t.over and t not in ends]
+            if len(ends) == 4:
+                break
+        assert ends.index(last) == 3
+        assert ends.index(other) == 2
+        assert all(isinstance(last_of(t), Finished) for t in ends)
+
+    def test_a_model_that_can_never_fit_is_refused_with_the_figures(self, toy: ToyMaker) -> None:
+        weights = Weights(*_opened(toy("llama"))).nbytes
+        house = House(Memory(int(1.6 * weights)))
+        b = house.add("b", toy("llama", seed=7), loaded=False)
+        house.add("a", toy("llama"), keep=True)
+        task = b.put(ids(1), tokens=4)
+        house.run(task)
+        error = last_of(task)
+        assert isinstance(error, ModelError)
+        assert "b needs" in str(error)
+        assert states(house) == {"b": "unloaded", "a": "loaded"}
+
+    def test_weights_that_cannot_be_read_fail_the_requests_that_wait(
+        self, house: House, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def fails(self: Weights) -> Any:
+            raise ModelError("The files are gone.")
+            yield 0
+
+        b = house.benches["b"]
+        with monkeypatch.context() as patch:
+            patch.setattr(Weights, "read", fails)
+            task = b.put(ids(1), tokens=4)
+            house.run(task)
+        assert "files are gone" in str(last_of(task))
+        assert house.memory is not None
+        assert house.memory.used == 0
+        again = b.put(ids(1), tokens=4)
+        house.run(again)
+        assert again.out == b.cold(ids(1), 4)
+
+
+def test_other_replies_go_on_while_weights_are_read(
+    toy: ToyMaker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mlxcache.model.resident_weights.SLICE_BYTES", 1)
+    read = Weights.read
+    monkeypatch.setattr(Weights, "read", lambda self: read(self, 200_000))
+    house = House()
+    a = house.add("a", toy("llama"))
+    b = house.add("b", toy("llama", seed=7), loaded=False)
+    running = a.put(ids(1), tokens=300)
+    while not running.out:
+        house.rounds.tick()
+    task = b.put(ids(2), tokens=4)
+    house.rounds.tick()
+    assert states(house) == {"a": "loaded", "b": "loading"}
+    before = len(running.out)
+    while states(house)["b"] == "loading":
+        house.rounds.tick()
+    assert len(running.out) > before + 2
+    house.run(task)
+    assert task.out == b.cold(ids(2), 4)
+
+
+def _opened(path: Path) -> Any:
+    from mlxcache.model.load import load
+
+    spec = ModelSpec(str(path))
+    return load(spec), spec
