@@ -146,8 +146,25 @@ class Resident:
         self._reading = None
         self.asked = False
         self.loads += 1
-        self.loaded_at = self.used_at = now()
+        self.note_loaded(now())
         self.load_s = self.loaded_at - self._began_at
+
+    def note_loaded(self, now: float) -> None:
+        """Note that the weights are in memory since `now`, in seconds of a monotonic clock."""
+        self.loaded_at = self.used_at = now
+
+    def drain(self, *, on: bool) -> None:
+        """Let no more waiting requests start, or let them start again."""
+        self.draining = on
+
+    def ask(self) -> None:
+        """Let the model be loaded as if a request waited for it."""
+        self.asked = True
+
+    def forget_want(self) -> None:
+        """Note that nothing waits for the model any more."""
+        self.asked = False
+        self.wanted_at = None
 
     def give_up(self) -> None:
         """Release what `begin` has charged, because the weights could not be read."""
@@ -193,7 +210,7 @@ class Residency:
 
     def add(self, resident: Resident) -> None:
         """Take over a model that is loaded, with its memory charged."""
-        resident.loaded_at = resident.used_at = self._clock()
+        resident.note_loaded(self._clock())
         self.residents.append(resident)
 
     def remove(self, scheduler: Scheduler) -> None:
@@ -260,8 +277,7 @@ class Residency:
         """
         wanted = [one for one in self.residents if one.wanted_at is not None]
         if not wanted:
-            for one in self.residents:
-                one.draining = False
+            self._reopen()
             return None
         first = min(wanted, key=lambda one: one.wanted_at or 0.0)
         if self._memory is not None and not self._make_room(first, self._memory, now):
@@ -269,10 +285,13 @@ class Residency:
         log.info("%s: loading the weights, %s", first.name, format_size(first.weights.nbytes))
         if self._memory is not None:
             self._memory.charge(_kind(first), first.weights.nbytes)
-        for one in self.residents:
-            one.draining = False
+        self._reopen()
         first.begin(now)
         return first
+
+    def _reopen(self) -> None:
+        for one in self.residents:
+            one.drain(on=False)
 
     def _make_room(self, wanted: Resident, memory: SharedMemory, now: float) -> bool:
         size, others = wanted.size, [one for one in self.residents if one is not wanted]
@@ -290,7 +309,7 @@ class Residency:
             return True
         for one in others:
             if one.weights.resident and not one.keep and now - one.loaded_at >= one.stay_s:
-                one.draining = True
+                one.drain(on=True)
         return False
 
     def _could_free(self, others: list[Resident], memory: SharedMemory) -> int:
@@ -314,8 +333,7 @@ class Residency:
             log.info("%s: loaded in %.1f s", one.name, one.load_s)
 
     def _refuse(self, one: Resident, error: MlxcacheError) -> None:
-        one.asked = False
-        one.wanted_at = None
+        one.forget_want()
         for task in list(one.scheduler.waiting):
             one.scheduler.cancel(task, error)
 
@@ -343,7 +361,7 @@ class Residency:
         """Load the model of `scheduler` as if a request waited for it."""
         for one in self.residents:
             if one.scheduler is scheduler and one.state == "unloaded":
-                one.asked = True
+                one.ask()
 
     def _unload(self, one: Resident, cause: Cause, size: int = 0) -> None:
         words = {"memory": f"{format_size(size)} are needed", "asked": "on request"}
