@@ -100,6 +100,8 @@ def explain(
         settings = load_settings(flags, os.environ)
         server = partial(find_server, url, api_key)
         one, other = read_request(first, server), second and read_request(second, server)
+        named = (other or one).get("model")
+        settings = settings.for_request(named if isinstance(named, str) else None)
         with count_bar("rendering"):
             found = explain_pair(one, other, settings) if other else audit_one(one, settings)
         text = partial(print_audit if second is None else print_pair, found)

@@ -20,7 +20,7 @@ from mlxcache.config.model_values import (
     read_models,
     read_routes,
 )
-from mlxcache.config.models import Keep, ModelEntry, Route, check_names, check_routes
+from mlxcache.config.models import Keep, ModelEntry, Route, check_names, check_routes, match_model
 from mlxcache.config.rules import RULES, read_rules
 from mlxcache.config.sizes import read_size
 from mlxcache.config.values import (
@@ -145,8 +145,8 @@ class Settings:
         None,
         read_model_names,
         "PATH|HUB_ID|NAME",
-        "A model's folder, its id on the Hugging Face Hub, or its name in [models] of config.toml. "
-        "Repeatable: several are loaded as requests need them, the first is the default.",
+        "A model's folder, its id on the Hugging Face Hub, or its NAME in config.toml. Repeatable: "
+        "each is loaded when a request names it, the first also for unknown names.",
         shown="a built-in demo",
         repeatable=True,
     )
@@ -163,8 +163,8 @@ class Settings:
         (),
         read_routes,
         "PATTERN=NAME",
-        "Serve requests whose model name matches, such as 'claude-haiku-*', with the model NAME; "
-        "repeatable, the first match counts.",
+        "Serve requests for models such as 'claude-haiku-*' with the model NAME. Repeatable: the "
+        "first match counts.",
         repeatable=True,
     )
     idle_unload: float | None = _setting(
@@ -172,8 +172,8 @@ class Settings:
         None,
         read_idle,
         "DURATION|off",
-        "Unload a model that was not used for so long, such as 15m, 1h or 90s; its conversations "
-        "stay on disk.",
+        "Unload a model after this long without a request, such as 15m, 1h or 90s; its "
+        "conversations stay on disk.",
         shown="not unloaded",
     )
     adapter: str | None = _setting(_MODEL, None, read_text, "PATH", "The folder of a LoRA adapter.")
@@ -412,6 +412,10 @@ class Settings:
             context=entry.context or self.context,
             chat_template_args=entry.chat_template_args or self.chat_template_args,
         )
+
+    def for_request(self, requested: str | None) -> Settings:
+        """Return the settings of the model that a request for the name `requested` gets."""
+        return self.for_model(self.entries[match_model(requested, self.entries, self.route)])
 
     def keep_for(self, entry: ModelEntry) -> Keep:
         """Return the time for which `entry` stays loaded: its own, else that of all models."""

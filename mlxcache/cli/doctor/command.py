@@ -180,11 +180,12 @@ def _ram_budget(settings: Settings, host: machine.Host, weights: int) -> int:
 def _examine_model(
     settings: Settings, host: machine.Host
 ) -> tuple[list[Finding], tuple[Examined, Fit] | None]:
-    """Examine the model that the settings name.
+    """Examine the model that the settings name; of several, the default one.
 
     Returns findings, and the examined model with its capacity. If the settings name no model,
     returns no findings and None; if it cannot be examined, one failed finding and None.
     """
+    settings = settings.for_request(None)
     if settings.model is None:
         return [], None
     # Here and not above: mlx-lm takes seconds to import.

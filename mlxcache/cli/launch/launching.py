@@ -82,7 +82,8 @@ class Launch:
         Raises ConfigError without a terminal, or if the input ends.
         """
         found = query_server(self.url, self.key) if self.running else None
-        return choose_client(found, self.settings.model, self.settings.context)
+        default = self.settings.for_request(None)
+        return choose_client(found, default.model, default.context)
 
     def run(self, name: ClientName, arguments: list[str], *, stop_after: bool) -> int:
         """Run the client and return its exit status. Blocks until it ends.
@@ -231,7 +232,7 @@ class Launch:
         if keys:  # as a variable: `ps` shows flags to all users of the machine
             environ[SETTINGS["api_key"].variable] = keys[0]
         started = start_server(settings, _words({**flags, "config": self._config}), environ)
-        what = settings.model or "the built-in demo"
+        what = " and ".join(one.model or "the built-in demo" for one in settings.entries)
         _say(f"Starting a server for {what} in the background; its log is {started.log}")
         return started
 
@@ -251,8 +252,11 @@ class Launch:
             )
 
     def _expected(self) -> Service:
-        """Describe the server that would be started, from the settings and the model's files."""
-        settings = self.settings
+        """Describe the server that would be started, from the settings and the model's files.
+
+        Of several models, it is the default one.
+        """
+        settings = self.settings.for_request(None)
         _say(f"No server runs at {self.url} yet: `{own_command()} serve` starts one.")
         if settings.model is None:
             from mlxcache.model.demo import CONTEXT  # noqa: PLC0415 - MLX takes seconds
