@@ -12,7 +12,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from tests.conftest import ToyMaker
 from tests.rounding import rounding
 from tests.toys import metal, tiny
-from tests.toys.configs import FAMILIES
+from tests.toys.configs import COMPRESSED, FAMILIES
 from tests.toys.toy import FUSED, make_toy
 
 KERNELS = {
@@ -53,8 +53,8 @@ def test_a_state_that_the_threads_do_not_cover_is_noticed(toy: ToyMaker) -> None
 
 
 def test_attention_is_fused_at_these_sizes(tmp_path: Path) -> None:
-    """Of a prompt, and of a token."""
-    for family in FAMILIES:
+    """Of a prompt, and of a token; DeepSeek V4.1's heads of 512 are too large in real models too."""
+    for family in FAMILIES.keys() - COMPRESSED.keys():
         layers = 4 if family in ("gemma4", "llama4") else 2
         path = make_toy(tmp_path / family, family, layers=layers, **FUSED)
         model = mlx_lm.load(str(path))[0]
