@@ -53,7 +53,7 @@ def test_a_state_that_the_threads_do_not_cover_is_noticed(toy: ToyMaker) -> None
 
 
 def test_attention_is_fused_at_these_sizes(tmp_path: Path) -> None:
-    """Of a prompt, and of a token; DeepSeek V4.1's heads of 512 are too large in real models too."""
+    """Of a prompt, and of a token. DeepSeek V4.1's real heads, of 512, are too large for it."""
     for family in FAMILIES.keys() - COMPRESSED.keys():
         layers = 4 if family in ("gemma4", "llama4") else 2
         path = make_toy(tmp_path / family, family, layers=layers, **FUSED)
