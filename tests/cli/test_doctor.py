@@ -21,6 +21,7 @@ from mlxcache.cli.doctor.command import run_checks
 from mlxcache.cli.doctor.finding import Finding, worst
 from mlxcache.cli.doctor.machine import Host
 from mlxcache.config import Settings
+from mlxcache.config.models import ModelEntry
 from tests.served import served
 
 GB = 10**9
@@ -400,6 +401,16 @@ def test_a_model_is_shown_with_what_sessions_cost(
     assert short["fit_ram"] == found["room_bytes"] // short["ram_bytes"]
     assert short["fit_disk"] == 2 * GB // short["disk_bytes"]
     assert found["draft_model"]["possible"] == (family == "llama")
+
+
+def test_of_several_models_the_default_is_examined(toy: Any, tmp_path: Path) -> None:
+    """With the settings of its own."""
+    model = str(toy("llama"))
+    entries = (ModelEntry(model, name="own", context=4096), ModelEntry("/absent", name="other"))
+    settings = Settings(models=entries, cache_dir=tmp_path, ram="1GB", disk="2GB")
+    report = run_checks(settings, quick=True, shown=False)
+    assert report.model is not None
+    assert report.model[0].info.context_length == 4096
 
 
 @pytest.mark.parametrize("off", [False, True])

@@ -528,6 +528,22 @@ def test_json_is_printed_on_request(files):
     assert {one["cause"] for one in json.loads(output)["data"]} >= {"attribution", "uuid"}
 
 
+def test_of_several_models_the_one_is_used_that_serves_the_request(files, tmp_path, monkeypatch):
+    """By the request's model name and the routes; --model chooses another one."""
+    config = tmp_path / "c.toml"
+    tables = '[models.large]\npath = "org/large"\n[models.small]\npath = "org/small"\n'
+    config.write_text(f'route = "claude-*=small"\n{tables}')
+    monkeypatch.setenv("MLXCACHE_CONFIG", str(config))
+    for arguments, expected in (
+        ((), "org/small"),
+        (("--model", "large"), "org/large"),
+        (("--model", "org/other"), "org/other"),
+    ):
+        for given in (files, files[:1]):
+            status, output = run(*given, "--json", *arguments)
+            assert (status, json.loads(output)["model"]) == (0, expected)
+
+
 @pytest.mark.parametrize(
     ("content", "says"),
     [

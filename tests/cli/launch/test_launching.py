@@ -269,6 +269,19 @@ def test_a_key_in_its_variable_is_not_printed(here: Here, monkeypatch: pytest.Mo
     assert found["command"][0] == "claude"
 
 
+def test_of_several_models_the_client_is_set_up_for_the_default(
+    here: Here, toy: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the context of its own table."""
+    config = here.home / "c.toml"
+    config.write_text(
+        f'[models.own]\npath = "{toy("llama")}"\ncontext = 6000\n[models.b]\npath = "org/b"\n'
+    )
+    monkeypatch.setenv("MLXCACHE_CONFIG", str(config))
+    result = here.launch("claude", "--port", "9", "--print-env", status=0)
+    assert "CLAUDE_CODE_MAX_CONTEXT_TOKENS=6000;" in result.stdout
+
+
 def pid_of(result: Result) -> int:
     """Return the id of the server that keeps running."""
     found = re.search(r"The server keeps running at (\S+)\. To stop it: kill (\d+)", result.stderr)
