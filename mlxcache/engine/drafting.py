@@ -93,8 +93,8 @@ class _Flight:
     """One pass of the model in progress, with its draw at each position.
 
     `tokens`, `logprobs`: the drawn tokens and their log-probabilities. `finite`: whether the logits
-    of each position are finite. `after`: the state after each draw. `drafted`: the proposed tokens
-    that were fed.
+    of each position are finite. `after`: the state of sampler, context and guide after each draw.
+    `drafted`: the proposed tokens that were fed.
     """
 
     tokens: mx.array

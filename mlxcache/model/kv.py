@@ -171,8 +171,9 @@ class Layout:
     linear slots that the model fills. `specs`: for each of those, (heads, dim, dtype) of its
     arrays. `windows`: for each of those, its sliding window in tokens, or None. `checkpointed`:
     adapters of the opaque slots. `batchable`: several sequences can be fed as a batch. `states`:
-    the structure of the result of `capture`, with an ArraySpec for each array, and the numbers in
-    it. `unknown`: names of cache classes without an adapter; such a model is not cached.
+    the form of a checkpoint, as nested tuples like those that `kv.capture` returns, with an
+    ArraySpec in place of each array. `unknown`: names of cache classes without an adapter; such a
+    model is not cached.
     """
 
     make: Callable[[], Caches]
