@@ -46,11 +46,16 @@ _MISSPELT = 0.85
 """Least similarity (of 1) of an unknown option to one of this command's, to suggest that one."""
 
 
+_ALSO_CALLED = {"continue": ClientName.CONTINUE.value}
+"""Other first words for clients whose program does not have their name."""
+
+
 class LaunchCommand(TyperCommand):
     """Command whose error for an unknown option says where arguments for the client go."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse `args` as click does. The message for an unknown option names the `--`."""
+        args = [*(_ALSO_CALLED.get(word, word) for word in args[:1]), *args[1:]]
         given = list(args)
         try:
             return super().parse_args(ctx, args)

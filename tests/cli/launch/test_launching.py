@@ -234,6 +234,16 @@ def test_a_client_that_is_not_installed_is_reported_with_its_install_command(
     assert not (here.output.parent / "cache" / "log").exists()
 
 
+def test_continue_can_be_named_like_its_program_or_by_its_own_name(
+    here: Here, server: Served
+) -> None:
+    """Arguments for it may be the same word."""
+    here.install("cn")
+    here.launch("continue", "--url", server.url, "--", "-p", "continue")
+    assert here.arguments[0] == "--config"
+    assert here.arguments[2:] == ["-p", "continue"]
+
+
 @pytest.mark.parametrize("name", list(ClientName))
 def test_printed_variables_equal_those_of_the_client(
     here: Here, server: Served, name: ClientName, monkeypatch: pytest.MonkeyPatch
