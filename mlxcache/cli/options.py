@@ -7,6 +7,7 @@ variable and its key in config.toml have the same rules and the same error messa
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable, Mapping
 from inspect import Parameter, signature
 from pathlib import Path
@@ -15,6 +16,8 @@ from typing import Annotated, Any, get_type_hints
 import typer
 
 from mlxcache.config.settings import CONFIG, SETTINGS, Setting
+from mlxcache.config.sources import load_settings
+from mlxcache.errors import ConfigError
 
 Flags = Mapping[str, Any]
 """Settings given as flags, by name. Values are text, lists of text, or True for a switch."""
@@ -79,7 +82,23 @@ def _option(setting: Setting, *default: Any) -> Any:
         help=setting.help,
         show_default=False,
         rich_help_panel=setting.panel,
+        autocompletion=_complete_models if setting.name == "model" else None,
     )
+
+
+def _complete_models(ctx: typer.Context, incomplete: str) -> list[str]:
+    """Return names and aliases of config.toml's models that begin with `incomplete`.
+
+    A file that cannot be read offers none: an error would be printed into the line being typed.
+    """
+    config = ctx.params.get("config")
+    try:
+        file = {CONFIG.variable: os.environ.get(CONFIG.variable, "")}
+        settings = load_settings({}, file, Path(config) if config else None)
+    except ConfigError:
+        return []
+    names = (name for one in settings.models for name in (one.label, *one.aliases))
+    return [name for name in names if name.startswith(incomplete)]
 
 
 Config = Annotated[Path | None, _option(CONFIG)]

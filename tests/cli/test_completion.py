@@ -80,3 +80,13 @@ def test_a_folder_without_a_readable_store_offers_nothing(tmp_path):
     (tmp_path / "store").mkdir()
     (tmp_path / "store" / NAME).write_bytes(b"no database" * 100)
     assert complete("mlxcache sessions show ", tmp_path) == []
+
+
+def test_the_models_of_the_file_are_offered(tmp_path, monkeypatch):
+    """By name and alias, for each --model; a file with a mistake offers none."""
+    file = tmp_path / "c.toml"
+    file.write_text('[models.small]\npath = "p"\naliases = "tiny"\n[models.large]\npath = "q"\n')
+    monkeypatch.setenv("MLXCACHE_CONFIG", str(file))
+    assert complete("mlxcache serve --model large --model ", tmp_path) == ["small", "tiny", "large"]
+    file.write_text("[models.small]")
+    assert complete("mlxcache serve --model s", tmp_path) == []
