@@ -20,7 +20,7 @@ _LEFT, _RIGHT = 60, 140
 _CLOSE = 8
 _LINE = 400
 """Number of characters of a line examined before and after the first difference."""
-_GIT = re.compile(r"gitStatus|[Gg]it status|^(?:Current|Git) branch:", re.MULTILINE)
+_GIT = re.compile(r"gitStatus|[Gg]it status|Git snapshot at|^(?:Current|Git) branch:", re.MULTILINE)
 _GIT_LINE = re.compile(
     r"(?:\w+: )?(?:[ MADRCTU?!]{1,2} \S|[0-9a-f]{7,40} |\(clean\)|Status:|Recent commits:"
     r"|(?:Current|Main|Git) branch)"

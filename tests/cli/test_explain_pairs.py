@@ -125,6 +125,25 @@ def reminded_last() -> Body:
     return body
 
 
+SNAPSHOT = """
+Git snapshot at conversation start. This snapshot is frozen in time.
+```text
+git: Current branch: main
+git: Status:
+git: (clean)
+git: Recent commits:
+git: 1a2b3c4 Add a reader
+```
+"""
+
+
+def with_snapshot() -> Body:
+    """Qwen Code's Git status, between other texts."""
+    body = first()
+    body["system"] = [{"type": "text", "text": f"You help.\n{SNAPSHOT}\n{text(9, 'more')}"}]
+    return body
+
+
 RULES = "\nReply with blocks of the lines to search and to replace, and nothing else."
 
 
@@ -158,6 +177,10 @@ MORE = [
          said(4, lambda t: t.removeprefix(reminder_before(""))), base=reminded_last),
     Pair("instruction after the history", "moved", "history_inserted", "messages[5] user",
          read_more, base=reading),
+    Pair("snapshot's files", SYSTEM, "git_status", "system",
+         head(0, "(clean)", "M a.py\ngit: ?? b"), base=with_snapshot),
+    Pair("snapshot's commits", SYSTEM, "git_status", "system",
+         head(0, "1a2b3c4 Add", "77ee001 Fix"), base=with_snapshot),
     Pair("rules in the newest message", "moved", "reminder_moved", "messages[5] user", ruled_anew,
          base=ruled),
     Pair("files after the history", "moved", "history_inserted", "messages[5] user", filed_after,
@@ -282,6 +305,11 @@ def test_other_templates_are_explained_alike(template: str):
         pair.change(other)
         shown = pair.cause not in ("thinking_dropped", "template_args")
         assert explained(one, other) == (expected(pair) if shown else None), pair
+
+
+def test_the_audit_finds_a_snapshot_of_git():
+    found = command.audit_one(with_snapshot(), RAW)["data"]
+    assert any(one["cause"] == "git_status" and "(clean)" in one["text"] for one in found)
 
 
 def test_text_behind_newer_history_costs_itself_alone():

@@ -50,7 +50,8 @@ class Client:
     a shell line that installs it. `first_prompt` is the tokens of its first prompt, measured with
     the demo model (docs/clients.md). `good_for` is a phrase for the menu. `configure` returns its
     setup for a server. `oldest` is the first version that is known to work, or None for any
-    version. `prints_version` is True if its program accepts --version and then does nothing else.
+    version. `node` is the oldest Node.js with which npm installs that version, or "" for any.
+    `prints_version` is True if its program accepts --version and then does nothing else.
     `is_quiet` tells whether it prints nothing before its reply, given its arguments.
     """
 
@@ -61,6 +62,7 @@ class Client:
     good_for: str
     configure: Callable[[Service, Invocation], Setup]
     oldest: Version | None = None
+    node: str = ""
     prints_version: bool = True
     is_quiet: Callable[[Sequence[str]], bool] = lambda _: False
 
@@ -289,6 +291,7 @@ CLIENTS = {
         "made for Qwen's models; sub-agents, a memory of its own",
         configure_qwen,
         OLDEST_QWEN,
+        node="22",
         is_quiet=lambda arguments: (
             has_flag(arguments, "-p", "--prompt")
             and not has_flag(arguments, "-i", "--prompt-interactive", "-o", "--output-format")
@@ -302,6 +305,7 @@ CLIENTS = {
         "four tools and the shortest prompt: quick on any machine",
         configure_pi,
         OLDEST_PI,
+        node="22.19",
         is_quiet=lambda arguments: (
             any(one in ("-p", "--print") for one in arguments) and not has_flag(arguments, "--mode")
         ),
@@ -379,9 +383,10 @@ def check_program(client: Client, invocation: Invocation) -> None:
     if found is None:
         raise MlxcacheError(f"{invocation.program} --version printed no version: {printed!r}.")
     if Version(found[0]) < client.oldest:
+        with_node = f" with Node.js {client.node} or later" if client.node else ""
         raise MlxcacheError(
             f"{client.title} {found[0]} is too old: version {client.oldest} or later is needed. "
-            f"Install it with\n{client.install}"
+            f"Install it{with_node}:\n{client.install}"
         )
 
 

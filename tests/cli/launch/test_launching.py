@@ -221,6 +221,19 @@ def test_codex_is_configured_by_flags_in_a_version_that_works(
     result = here.launch("codex", "--url", server.url, status=1)
     assert "0.20.0 is too old: version 0.94.0 or later is needed" in result.stderr
     assert "npm install -g @openai/codex" in result.stderr.splitlines()
+    assert "Node.js" not in result.stderr
+
+
+@pytest.mark.parametrize(("name", "node"), [("qwen", "22"), ("pi", "22.19")])
+def test_an_old_version_that_an_old_node_js_installs_is_refused(
+    here: Here, server: Served, monkeypatch: pytest.MonkeyPatch, name: str, node: str
+) -> None:
+    """With an older Node.js, npm would install the same version again."""
+    here.install(name)
+    monkeypatch.setenv("FAKE_VERSION", "0.15.10")
+    result = here.launch(name, "--url", server.url, status=1)
+    assert "0.15.10 is too old" in result.stderr
+    assert f"Install it with Node.js {node} or later" in " ".join(result.stderr.split())
 
 
 @pytest.mark.parametrize("name", list(ClientName))
