@@ -26,7 +26,8 @@ class OwnTime:
     def ask(self, prefix: int, fed: int) -> tuple[float, float]:
         """Measure the forward pass of mlx-lm over `fed` new tokens after `prefix` cached ones.
 
-        Returns the seconds and the KV bytes per token. Raises NoOwnTime.
+        Returns the time of the whole pass in seconds, and the KV bytes per token. Raises NoOwnTime
+        if mlx-lm fails or its process ended.
         """
         answer = self._answer(prefix=prefix, fed=fed)
         return answer["seconds"], answer["kv_bytes_per_token"]

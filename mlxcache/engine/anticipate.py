@@ -149,8 +149,8 @@ class IdlePrefill:
         """Acquire a lease for a turn; return False if that is not worthwhile or memory is full.
 
         It is not worthwhile if RAM lacks few tokens of the turn, or no longer holds the
-        conversation before it. If memory is full, the KV of the reply as the model generated it is
-        dropped, unless another conversation shares it.
+        conversation before it. If memory is full, tries once more after dropping the KV of the
+        reply as the model generated it, unless another conversation shares that KV.
         """
         task, kv = turn.task, self._kv
         was_blocked = turn.unblock()

@@ -488,7 +488,7 @@ class ModelRuntime:
             self.layout, context=context, weights=self.loaded.info.weights_bytes,
             ram=self._plan.budget.limit, machine=self._plan.machine,
         ):  # fmt: skip
-            log.warning("%s", line)
+            log.warning("memory may be insufficient: %s", line)
         return longest
 
     def _fits(self, tokens: int) -> bool:

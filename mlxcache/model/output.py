@@ -338,10 +338,10 @@ class OutputParser:
         return text
 
     def _return_block(self, block: ToolBlock, target: str, *, whole: bool = False) -> None:
-        """Emit a tool block without a call as text: thinking if it began there, else visible.
+        """Emit a tool block without a valid call as text: thinking if it began there, else visible.
 
-        The block ends at its first closing marker, or with `whole` at its end. `target`: the
-        parser's next state.
+        The text after its first closing marker is parsed again; with `whole`, it is emitted too.
+        `target`: the parser's next state, unless the block began in thinking.
         """
         text = self._read_again(block, None if whole else block.first)
         if self._grammar.syntax is not None:

@@ -46,7 +46,11 @@ class Pair(nn.Module):  # type: ignore[misc]
         return self.verify(tokens, cache, **inputs)
 
     def verify(self, tokens: mx.array, cache: Caches, **inputs: mx.array) -> mx.array:
-        """Feed `tokens`, shape (1, n), to the model only; return its logits, shape (1, n, V)."""
+        """Feed `tokens`, shape (1, n), to the served model but not to its draft model.
+
+        Returns the logits, shape (1, n, V). `cache`: the caches of both models; `inputs`: further
+        inputs of the served model, such as images.
+        """
         logits: mx.array = self.model(tokens, cache=cache[: self._own], **inputs)
         return logits
 

@@ -7,9 +7,9 @@ of that reply replace the text.
 
 Contents are compared by parsing both forms with the model's own output parser. There is no match
 after an edit, other white space inside a text, another order of calls, or if the template leaves
-out thinking; such text is tokenised as it is. `find_reply` is used by the rule that undoes such
-changes before a conversation is rendered, so that it renders the same in whatever form the client
-sends a reply.
+out thinking; such text is tokenised as it is. The canonicalisation rules `thinking` and `replay`
+prevent some of these cases: before rendering, they look up a client's copy of a reply with
+`find_reply` and restore the thinking, the white space and the form of calls that were generated.
 """
 
 from __future__ import annotations
