@@ -54,6 +54,7 @@ def run_client(
     `early` are sent to the client as soon as it runs. Raises MlxcacheError if it cannot be started.
     """
     environment = setup.environment(service, invocation.environ)
+    environment["PWD"] = _working_folder(environment.get("PWD"), invocation.cwd)
     arguments = (*setup.arguments, *invocation.arguments)
     words = [str(invocation.program)]
     if setup.settings_flag is None and setup.settings_variable is None:
@@ -64,6 +65,18 @@ def run_client(
         if setup.settings_flag is not None:
             words += [setup.settings_flag, str(path)]
         return run_process([*words, *arguments], environment, early, (lock,))
+
+
+def _working_folder(named: str | None, folder: Path) -> str:
+    """Return `named`, the user's path of the current `folder`, or its own if that is another one.
+
+    OpenCode works on the folder that the variable PWD names. A program that starts this command in
+    another folder than its own may leave the variable unchanged.
+    """
+    with suppress(OSError):
+        if named and Path(named).samefile(folder):
+            return named
+    return str(folder)
 
 
 def run_process(

@@ -199,6 +199,29 @@ def test_copilot_needs_no_account(tmp_path: Path) -> None:
     assert setup_object(setup, SERVICE, invoked(tmp_path))["unset"] == list(setup.unset)
 
 
+def folder_told(named: str | None, folder: Path) -> str:
+    """What a client that is started in `folder` reads from PWD, if the user's is `named`."""
+    program, record = folder / "told.py", folder / "told"
+    told = f"import os\nopen({str(record)!r}, 'w').write(os.environ['PWD'])\n"
+    program.write_text(f"#!{sys.executable}\n{told}")
+    program.chmod(0o755)
+    environ = {} if named is None else {"PWD": named}
+    invocation = Invocation(program, (), environ, folder, folder)
+    setup = CLIENTS[ClientName.OPENCODE].configure(SERVICE, invocation)
+    assert run_client(invocation, setup, SERVICE) == 0
+    return record.read_text()
+
+
+def test_the_client_works_on_the_folder_in_which_it_is_started(tmp_path: Path) -> None:
+    """OpenCode takes it from PWD, which a program may pass on unchanged; a link to it is kept."""
+    folder, link = tmp_path / "project", tmp_path / "link"
+    folder.mkdir()
+    link.symlink_to(folder)
+    assert folder_told(str(link), folder) == str(link)
+    for other in (str(tmp_path), str(tmp_path / "none"), None):
+        assert folder_told(other, folder) == str(folder)
+
+
 def test_continue_gets_a_configuration_for_one_run(tmp_path: Path) -> None:
     """The key is in a variable, not in the file; a configuration of the user's is not replaced."""
     program, record = tmp_path / "cn", tmp_path / "record"

@@ -113,15 +113,14 @@ def _path() -> str:
     return os.pathsep.join([*own, os.environ["PATH"]])
 
 
-def environment(folder: Path, project: Path) -> dict[str, str]:
+def environment(folder: Path) -> dict[str, str]:
     """No settings of the user's, and an empty home folder in `folder`."""
     others = ("ANTHROPIC_", "CLAUDE", "CODEX", "OPENAI_", "OPENCODE", "PI_", "QWEN_")
     dropped = (*others, "MLXCACHE_", "XDG_")
     kept = {name: value for name, value in os.environ.items() if not name.startswith(dropped)}
     home = folder / "home"
     home.mkdir(exist_ok=True)
-    # OpenCode works on the folder that PWD names
-    own = {"HOME": str(home), "PATH": _path(), "PWD": str(project), "TERM": "xterm-256color"}
+    own = {"HOME": str(home), "PATH": _path(), "TERM": "xterm-256color"}
     return kept | own | {"MLXCACHE_CACHE_DIR": str(folder / "cache")}
 
 
@@ -145,7 +144,7 @@ def test_a_real_client_completes_a_prompt(name: str, toy: ToyMaker, tmp_path: Pa
     flags = ["--model", str(model), "--ram", "500MB", "--port", "0", "--stop-after"]
     done = subprocess.run(
         launch(name, *flags, "--api-key", "a key", "--", *SINGLE[name], "hello"),
-        env=environment(tmp_path, project) | {"MLXCACHE_DISK": "off"},
+        env=environment(tmp_path) | {"MLXCACHE_DISK": "off"},
         cwd=project,
         stdin=subprocess.DEVNULL,
         capture_output=True,
@@ -201,7 +200,7 @@ class Task:
         self._api = api
         self._recorded = folder / "recorded"
         self.project = _make_project(folder / "project")
-        self._environ = environment(folder, self.project)
+        self._environ = environment(folder)
         self._ours: dict[str, bool] = {}
 
     def run(self) -> None:
