@@ -354,3 +354,4 @@ class RequestRecord:
     lost: dict[str, Any] | None = None
     owner: str | None = None
     joined: str | None = None  # id of the running request that this one joined
+    model: str | None = None  # label of the model, see `config.models.ModelEntry`

@@ -52,22 +52,24 @@ def routes(deps: http.Deps) -> list[Route]:
     async def messages(request: Request) -> Response:
         """Generate a reply to a conversation."""
         body = await http.read_json(request, types.Request, deps)
+        own = await deps.of(body.model)
         if body.max_tokens == 0:
-            work = _warm(request, body, deps)
+            work = _warm(request, body, own)
         elif body.stream:
-            return await _streamed(request, body, deps)
+            return await _streamed(request, body, own)
         else:
-            work = _whole(request, body, deps)
+            work = _whole(request, body, own)
         return http.json_response(await http.while_connected(request, work))
 
     async def count_tokens(request: Request) -> Response:
         """Count the tokens of a conversation's prompt without generating a reply."""
         body = await http.read_json(request, types.Conversation, deps)
-        chat, _ = to_chat(body, strict=False, images=http.accepts_images(deps))
-        http.require_model(deps)
+        own = await deps.of(body.model)
+        chat, _ = to_chat(body, strict=False, images=http.accepts_images(own))
+        http.require_model(own)
         # The label and the stop strings change the prompt of a request, so they change its count.
         stop = tuple(body.stop_sequences or ())
-        prompt = await deps.engine.render(chat, session=_label(request, body), stop=stop)
+        prompt = await own.engine.render(chat, session=_label(request, body), stop=stop)
         return http.json_response(count_prompt(prompt, edited=body.context_management is not None))
 
     return [

@@ -44,6 +44,7 @@ from mlxcache.api.openapi import PATH, Description
 
 if TYPE_CHECKING:
     from mlxcache.engine.engine import Engine
+    from mlxcache.engine.models import Models
 
 REQUEST_HEADER = "X-Mlxcache-Request"
 
@@ -60,14 +61,18 @@ SECURITY_HEADERS = {
 log = logging.getLogger(__name__)
 
 
-def create_app(engine: Engine, settings: ApiSettings | None = None) -> Starlette:
+def create_app(
+    engine: Engine, settings: ApiSettings | None = None, models: Models | None = None
+) -> Starlette:
     """Build the HTTP application for `engine`, which may still be loading its model.
+
+    `models`: all models of the server, if there are several; `engine` is that of the default one.
 
     Requests from web pages are refused, except from this server's own pages and the origins in
     `settings.origins`.
     """
     settings = settings or ApiSettings()
-    deps = Deps(engine, settings)
+    deps = Deps(engine, settings, models=models)
     routes: list[BaseRoute] = [
         *openai.routes(deps),
         *responses.routes(deps),

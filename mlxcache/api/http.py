@@ -8,7 +8,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import aclosing, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
@@ -18,11 +18,12 @@ from starlette.responses import Response
 
 from mlxcache.api.record import Recorder
 from mlxcache.errors import BadRequest, ModelError, NotReady, TooLarge
-from mlxcache.types import ModelInfo
+from mlxcache.types import ModelInfo, RequestRecord
 from mlxcache.wire.decode import decode
 
 if TYPE_CHECKING:
     from mlxcache.engine.engine import Engine
+    from mlxcache.engine.models import Models
 
 T = TypeVar("T")
 
@@ -80,6 +81,21 @@ class Deps:
     engine: Engine
     settings: ApiSettings
     error_counts: Counter[int] = field(default_factory=_zero_counts)
+    models: Models | None = None
+
+    async def of(self, model: str | None) -> Deps:
+        """Return these objects with the engine of the model that a request names.
+
+        Loads the model if it was never loaded, and raises the errors of `Models.of`.
+        """
+        if self.models is None:
+            return self
+        return replace(self, engine=await self.models.of(model))
+
+    def engine_of(self, record: RequestRecord) -> Engine:
+        """Return the engine that served a recent request."""
+        engines = self.models.engines if self.models is not None else ()
+        return next((one for one in engines if one.label == record.model), self.engine)
 
 
 def make_request_id() -> str:

@@ -95,6 +95,7 @@ def routes(deps: Deps) -> list[Route]:
 async def chat_completions(deps: Deps, request: Request) -> Response:
     """Generate a reply to a conversation."""
     body = await read_json(request, ChatRequest, deps)
+    deps = await deps.of(body.model)
     wire.check_supported(body)
     chat = wire.to_chat(body, images=accepts_images(deps))
     form = read_format(body)
@@ -126,6 +127,7 @@ async def chat_completions(deps: Deps, request: Request) -> Response:
 async def completions(deps: Deps, request: Request) -> Response:
     """Continue a prompt given as text or as token ids, without a chat template."""
     body = await read_json(request, TextRequest, deps)
+    deps = await deps.of(body.model)
     wire.check_supported(body)
     given = wire.read_prompts(body)
     form = read_format(body)

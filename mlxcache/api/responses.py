@@ -148,6 +148,7 @@ class Asked:
 async def create_response(deps: Deps, running: RunningResponses, request: Request) -> Response:
     """Generate a response to a conversation, which may continue a stored response."""
     body = await read_json(request, ResponsesRequest, deps)
+    deps = await deps.of(body.model)
     asked = await _check(deps, body)
     if not body.stream:
         return json_response(await while_connected(request, _whole(deps, running, request, asked)))
@@ -168,6 +169,7 @@ async def create_response(deps: Deps, running: RunningResponses, request: Reques
 async def count_input_tokens(deps: Deps, request: Request) -> Response:
     """Count the tokens of a request's prompt without generating a response."""
     body = await read_json(request, ResponsesRequest, deps)
+    deps = await deps.of(body.model)
     asked = await _check(deps, body)
     chat = wire.to_chat(body, asked.talk, asked.tools, images=accepts_images(deps))
     prompt = await deps.engine.render(chat)  # without a session: a count is not a turn

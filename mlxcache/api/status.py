@@ -172,7 +172,7 @@ async def one_request(deps: Deps, request: Request) -> Response:
 
 
 def _described(deps: Deps, record: RequestRecord) -> Mapping[str, Any]:
-    return describe_request(record, deps.engine.prefill_left_s(record))
+    return describe_request(record, deps.engine_of(record).prefill_left_s(record))
 
 
 def describe_request(record: RequestRecord, left_s: float | None = None) -> Mapping[str, Any]:
@@ -185,6 +185,7 @@ def describe_request(record: RequestRecord, left_s: float | None = None) -> Mapp
     return {
         "id": record.id,
         "object": "request",
+        "model": record.model,
         "session": record.session,
         "status": record.status,
         "api": record.api,

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any, Literal, TypeVar
@@ -17,6 +17,7 @@ from mlxcache.config import Settings
 from mlxcache.engine.keep_awake import KeepAwake, Timer
 from mlxcache.engine.metrics import Records, Tally, with_disk
 from mlxcache.engine.requests import LiveRequest, RequestTable, SharedReply, prefill_left_s
+from mlxcache.engine.residency import Resident
 from mlxcache.engine.rounds import Rounds
 from mlxcache.engine.runtime import RECORDED, ModelRuntime, demo_spec, fetch_model
 from mlxcache.engine.stream import Stream
@@ -25,6 +26,7 @@ from mlxcache.errors import BadRequest, Busy, GenerationFailed, MlxcacheError, N
 from mlxcache.model import load
 from mlxcache.model.generation import resolve
 from mlxcache.model.guidance.guide import Guide
+from mlxcache.model.resident_weights import Weights
 from mlxcache.model.sampling import validate
 from mlxcache.owner import OWNER
 from mlxcache.prompt.canonical.restore import ReplyRestorer
@@ -65,10 +67,11 @@ class Engine:
     `failure`: the error that ended the MLX thread, or None. When that thread ends, `dead` is set,
     and committed KV is still written to disk. `on_progress(what, share)` is called on other threads
     while the model loads; `share` is from 0 to 1, or None if unknown. `on_request(record)` is
-    called on the event loop when a request is over. `stall_s`: seconds without reading after which
+    called on the event loop when a request is over. `label`: name of the model among those of the
+    server. `stall_s`: seconds without reading after which
     a reader's request is cancelled. `awake`: prevents a Mac from sleeping while requests run; by
-    default it is made from the settings. `rounds`: the loop of the MLX thread, if several engines
-    share it.
+    default it is made from the settings. Engines in one process share `rounds`, the loop of the MLX
+    thread, and `records`, the recent requests; `on_request` is not used then.
     """
 
     def __init__(
@@ -80,20 +83,23 @@ class Engine:
         stall_s: float = 30.0,
         awake: KeepAwake | None = None,
         rounds: Rounds | None = None,
+        records: Records | None = None,
     ):
         self.settings = settings
+        self.label = settings.entries[0].label
         self.state: State = "loading"
         self.failure: str | None = None
         self.dead = asyncio.Event()
         self.stall_s = stall_s
         self._on_progress = on_progress
-        self._records = Records(on_request)
+        self._records = records or Records(on_request)
         self._awake = awake or KeepAwake(on=settings.keep_awake, call_later=_call_later)
         self._requests = RequestTable(settings.queue, self._receive, self._awake.note_running)
         self._rounds = rounds or Rounds()
         self._rounds.on_death(self._on_death)
         self._thread = self._rounds.thread
         self._runtime: ModelRuntime | None = None
+        self._resident: Resident | None = None
         self._pool = ThreadPoolExecutor(RENDER_THREADS, thread_name_prefix="mlxcache-render")
         # apart, so that a grammar that takes long keeps no prompt from being rendered
         self._compilers = ThreadPoolExecutor(COMPILE_THREADS, thread_name_prefix="mlxcache-grammar")
@@ -117,10 +123,25 @@ class Engine:
     def _load(self, spec: load.ModelSpec | None) -> ModelRuntime:
         """Load the model and make its runtime. Runs on the MLX thread."""
         self._on_progress("loading the weights", None)
-        loaded = load.load(spec or demo_spec(self.settings))
+        spec = spec or demo_spec(self.settings)
+        loaded = load.load(spec)
         runtime = self.make_runtime(loaded)
         self._rounds.add(runtime.scheduler)
+        self._resident = self._make_resident(runtime, Weights(loaded, spec))
+        self._rounds.residency.add(self._resident)
         return runtime
+
+    def _make_resident(self, runtime: ModelRuntime, weights: Weights) -> Resident:
+        entry = self.settings.entries[0]
+        keep = self.settings.keep_for(entry)
+        return Resident(
+            entry.label,
+            weights,
+            runtime.scheduler,
+            reserved=runtime.reserved,
+            keep=keep == "always",
+            idle_s=keep if isinstance(keep, int | float) else None,
+        )
 
     def make_runtime(self, loaded: load.Loaded) -> ModelRuntime:
         """Make the runtime of a loaded model. Call on the MLX thread."""
@@ -223,7 +244,7 @@ class Engine:
         builder = runtime.builders.of(owner)
         job = for_owner(job, owner)
         job = replace(job, sampling=resolve(job.sampling, runtime.info.sampling))
-        record = self._records.begin(job)
+        record = self._records.begin(job, self.label)
         try:
             runtime.check(job.prompt)
             validate(job.sampling, runtime.layout.vocab_size)
@@ -327,6 +348,42 @@ class Engine:
         return self._runtime.info if self._runtime is not None else None
 
     @property
+    def residence(self) -> Mapping[str, Any] | None:
+        """Where the weights are, as `GET /v1/models` shows it; None until they were loaded once.
+
+        The keys: `state` ("loaded", "loading" or "unloaded"), `size_bytes` (memory that the model
+        takes without KV), `loads` and `unloads` (how often since the start), `load_s` (seconds of
+        the last load) and `unloaded_for` ("idle", "memory", "asked" or None).
+        """
+        one = self._resident
+        if one is None:
+            return None
+        return {
+            "state": one.state,
+            "size_bytes": one.size,
+            "loads": one.loads,
+            "unloads": one.unloads,
+            "load_s": round(one.load_s, 3),
+            "unloaded_for": one.cause if one.state == "unloaded" else None,
+        }
+
+    async def load_weights(self) -> None:
+        """Load the model's weights if they were unloaded; return at once, before they are read.
+
+        Raises NotReady before the model was loaded for the first time.
+        """
+        await self.call(lambda runtime: self._rounds.residency.ask(runtime.scheduler))
+
+    async def unload_weights(self) -> None:
+        """Drop the model's weights from memory; the next request reads them again.
+
+        Raises NotReady before the model is loaded, and Busy while requests run.
+        """
+        unload = self._rounds.residency.unload
+        if not await self.call(lambda runtime: unload(runtime.scheduler)):
+            raise Busy("Requests of this model are running: try again when they have ended.")
+
+    @property
     def tally(self) -> Tally:
         """Counts of the requests since the server started."""
         return self._records.tally
@@ -396,11 +453,12 @@ class Engine:
         return record
 
     def _with_session(self, record: RequestRecord) -> RequestRecord:
-        """Return `record`, with its session set if that was not known when it began.
+        """Return the record, with the session of a request without a label as soon as known.
 
-        Without a label, the session of a request is known only once its turn was recorded, and is
-        None until then.
+        Records of other engines that share `records` are returned unchanged.
         """
+        if record.model not in (None, self.label):
+            return record
         if record.session is None and self._runtime is not None:
             record.session = self._runtime.book.session_of(record.joined or record.id)
         return record

@@ -154,8 +154,8 @@ class Records:
         self._on_over = on_over
         self._kept: LRU[str, RequestRecord] = LRU(MAX_RECORDS)
 
-    def begin(self, job: Job) -> RequestRecord:
-        """Make the record of a request that has just arrived.
+    def begin(self, job: Job, model: str | None = None) -> RequestRecord:
+        """Make the record of a request that has just arrived for the model with label `model`.
 
         Beyond `MAX_RECORDS` records the oldest one is dropped.
         """
@@ -170,6 +170,7 @@ class Records:
             timing={"render_s": round(job.render_s, 6)},
             canonicalised=job.prompt.rules,
             owner=job.owner,
+            model=model,
         )
         self._kept.put(record.id, record)
         return record

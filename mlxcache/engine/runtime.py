@@ -82,6 +82,9 @@ IMAGES_PART = 8
 
 _MOST_MEGABYTES = 1 << 20
 
+RESERVED = ("pool", "transient", "images")
+"""Kinds of the budget that are reserved for a loaded model, whatever is cached."""
+
 RECORDED = ("done", "cancelled")
 """Statuses of ended requests that are turns of a session."""
 
@@ -109,6 +112,7 @@ def fetch_model(
         draft=settings.draft_model,
         trust_remote_code=settings.trust_remote_code,
         context=settings.context,
+        id=settings.entries[0].name,
     )
     load.fetch(spec, downloading)
     return spec
@@ -498,6 +502,12 @@ class ModelRuntime:
         """
         free, transient = self._plan.budget.free, self._plan.transient
         return _has_room(tokens, self.layout, self.cost, free=free, transient=transient)
+
+    @property
+    def reserved(self) -> Mapping[str, int]:
+        """Bytes of the budget, by kind, that are set aside while the model is loaded."""
+        kinds = self.kv.budget.by_kind()
+        return {kind: kinds[kind] for kind in RESERVED if kinds.get(kind)}
 
     # -- requests ----------------------------------------------------------------------------------
 
