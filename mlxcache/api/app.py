@@ -29,6 +29,9 @@ from mlxcache.api import (
     sessions,
     status,
 )
+from mlxcache.api import (
+    models as model_routes,
+)
 from mlxcache.api.access import (
     CheckMiddleware,
     Keyring,
@@ -80,6 +83,7 @@ def create_app(
         *sessions.routes(deps),
         *cache.routes(deps),
         *status.routes(deps),
+        *model_routes.routes(deps),
         *live.routes(deps),
         *dashboard.routes(),
         *metrics.routes(deps),

@@ -24,8 +24,9 @@ from starlette.types import Receive, Scope, Send
 from mlxcache import __version__
 from mlxcache.api.cache import build_tree
 from mlxcache.api.http import ApiSettings, Deps
+from mlxcache.api.models import describe_model
 from mlxcache.api.sse import make_comment, make_event
-from mlxcache.api.status import describe_model, describe_request, measure_progress
+from mlxcache.api.status import describe_request, measure_progress
 from mlxcache.errors import BadRequest, MlxcacheError, TooMany
 from mlxcache.owner import OWNER
 

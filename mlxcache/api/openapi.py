@@ -101,6 +101,8 @@ OPERATIONS: Mapping[str, Operation] = {
     ),
     "GET /v1/models": Operation("Models", answer="Models"),
     "GET /v1/models/{id}": Operation("Models"),
+    "POST /v1/models/{id}/load": Operation("Models"),
+    "POST /v1/models/{id}/unload": Operation("Models"),
     "GET /api/v0/models": Operation("Models", answer="List"),
     "GET /v1/api/v0/models": Operation("Models", answer="List"),
     "GET /api/v0/models/{id}": Operation("Models"),

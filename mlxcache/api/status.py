@@ -1,4 +1,4 @@
-"""Endpoints of the server's state: health, models, recent requests."""
+"""Endpoints of the server's state: health and recent requests."""
 
 from __future__ import annotations
 
@@ -11,12 +11,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from mlxcache.api.errors import is_anthropic_client
-from mlxcache.api.http import Deps, json_response, read_number, require_model
+from mlxcache.api.http import Deps, json_response, read_number
 from mlxcache.engine.metrics import reuse_of
-from mlxcache.errors import BadRequest, NotFound
-from mlxcache.types import ModelInfo, RequestRecord
-from mlxcache.wire import anthropic_models
+from mlxcache.errors import NotFound
+from mlxcache.types import RequestRecord
 
 TIMINGS = ("queue_s", "render_s", "match_s", "restore_s", "prefill_s", "first_token_s", "decode_s")
 """Timings of a request in order, in seconds; null for a stage not reached yet."""
@@ -26,12 +24,6 @@ def routes(deps: Deps) -> list[Route]:
     """Return the routes of the server's state, all of which only read."""
     handlers = {
         "/health": health,
-        "/v1/models": models,
-        "/v1/models/{id:path}": model,
-        "/api/v0/models": lm_studio_models,
-        "/v1/api/v0/models": lm_studio_models,
-        "/api/v0/models/{id:path}": lm_studio_model,
-        "/v1/api/v0/models/{id:path}": lm_studio_model,
         "/v1/requests": requests,
         "/v1/requests/{id}": one_request,
     }
@@ -54,106 +46,6 @@ async def health(deps: Deps, request: Request) -> Response:
     response = json_response(body, 503)
     response.headers["Retry-After"] = "5"
     return response
-
-
-async def models(deps: Deps, request: Request) -> Response:
-    """List the served model: in Anthropic's format for its clients, otherwise in OpenAI's.
-
-    Both formats have additional fields of other local servers.
-    """
-    info = require_model(deps)
-    if is_anthropic_client(request):
-        return json_response(anthropic_models.list_models(info, empty=_is_other_page(request)))
-    return json_response(
-        {
-            "object": "list",
-            "data": [describe_model(info)],
-            "has_more": False,
-            "first_id": info.id,
-            "last_id": info.id,
-        }
-    )
-
-
-async def model(deps: Deps, request: Request) -> Response:
-    """Describe the served model, whatever name is in the URL."""
-    describe = anthropic_models.describe_model if is_anthropic_client(request) else describe_model
-    return json_response(describe(require_model(deps), _name(request)))
-
-
-def _is_other_page(request: Request) -> bool:
-    """Return whether a request for Anthropic's list of models asks for a page without models.
-
-    The one served model is on the first page, among the active ones. Raises BadRequest for a
-    `limit` that is not from 1 to 1,000.
-    """
-    if not 1 <= read_number(request, "limit", 20) <= 1000:
-        raise BadRequest("`limit` must be from 1 to 1000.", param="limit")
-    query = request.query_params
-    stages = [*query.getlist("lifecycle"), *query.getlist("lifecycle[]")]
-    others = bool(stages) and "active" not in stages
-    return others or any(query.get(cursor) for cursor in ("after_id", "before_id"))
-
-
-async def lm_studio_models(deps: Deps, request: Request) -> Response:
-    """List the served model in the format of LM Studio.
-
-    Source: https://lmstudio.ai/docs/developer/rest/endpoints.
-    """
-    return json_response({"object": "list", "data": [_lm_studio_object(require_model(deps))]})
-
-
-async def lm_studio_model(deps: Deps, request: Request) -> Response:
-    """Describe the served model in the format of LM Studio, whatever name is in the URL."""
-    return json_response(_lm_studio_object(require_model(deps), _name(request)))
-
-
-def _name(request: Request) -> str:
-    name = str(request.path_params["id"])
-    if not name:
-        raise NotFound("The path must end in a model's name.")
-    return name
-
-
-def describe_model(info: ModelInfo, name: str | None = None) -> dict[str, Any]:
-    """Return a model object with the fields of OpenAI, Anthropic and other local servers.
-
-    Lengths are in tokens: `max_context_length` is the model's own limit, `context_length` and
-    `loaded_context_length` are both this server's. `sampling_defaults` apply if a request omits the
-    field. `created` is in seconds since 1970. `name` replaces the model's id.
-    """
-    return {
-        "id": name or info.id,
-        "object": "model",
-        "created": info.created,
-        "owned_by": "mlxcache",
-        "context_length": info.context_length,
-        "max_context_length": info.max_context_length,
-        "loaded_context_length": info.context_length,
-        "type": "model",
-        "display_name": info.id,
-        "sampling_defaults": dict(info.sampling),
-    }
-
-
-def _lm_studio_object(info: ModelInfo, name: str | None = None) -> dict[str, Any]:
-    """Return a model object in the format of LM Studio. Fields that are not known are null.
-
-    `name` replaces the model's id.
-    """
-    publisher, slash, _ = info.id.partition("/")
-    return {
-        "id": name or info.id,
-        "object": "model",
-        "type": "llm",
-        "publisher": publisher if slash and publisher else "local",
-        "arch": info.architecture,
-        "compatibility_type": "mlx",
-        "quantization": getattr(info, "quantization", None),
-        "state": "loaded",
-        "max_context_length": info.max_context_length,
-        "loaded_context_length": info.context_length,
-    }
 
 
 async def requests(deps: Deps, request: Request) -> Response:

@@ -39,6 +39,7 @@ from mlxcache.cli.show import print_run_summary
 from mlxcache.cli.welcome import print_welcome
 from mlxcache.config import Keys, Settings, read_keys
 from mlxcache.engine.engine import Engine
+from mlxcache.engine.models import Models
 from mlxcache.errors import MlxcacheError, ModelError, StoreError
 from mlxcache.owner import OWNER, owner_of
 from mlxcache.store.lock import InUse, serving
@@ -91,14 +92,16 @@ async def _serve(
     recorder = Recorder(settings.record) if settings.record is not None else None
     _on_signals(stop, console)
     with loading_bar(console) as progress:
-        engine = Engine(settings, progress, _log_request)
+        models = Models(settings, progress, _log_request)
+        engine, several = models.default, len(models.engines) > 1
         api = _api_settings(settings, keys, recorder)
-        server = _HttpServer(_http_config(create_app(engine, api)))
+        app = create_app(engine, api, models if several else None)
+        server = _HttpServer(_http_config(app))
         serving = asyncio.create_task(server.serve(sockets))
         try:
-            loaded = await _load(engine, stop)
+            loaded = await _load(models, stop)
         except BaseException:
-            await _end(server, serving, engine)
+            await _end(server, serving, models)
             raise
     if loaded and engine.info is not None:
         launch = launch_command(url, settings.cache_dir)
@@ -111,8 +114,8 @@ async def _serve(
         showing.cancel()
     failed = engine.dead.is_set()
     if failed:  # /health reports the failure while what the MLX thread held is written to disk
-        await asyncio.gather(engine.stop(STOP_S), asyncio.sleep(FAILED_S))
-    await _end(server, serving, engine, grace_s=FAILED_S if failed else STOP_S)
+        await asyncio.gather(models.stop(STOP_S), asyncio.sleep(FAILED_S))
+    await _end(server, serving, models, grace_s=FAILED_S if failed else STOP_S)
     figures = engine.figures()
     if figures.get("requests", {}).get("total"):
         print_run_summary(console, figures, engine.tally)
@@ -144,12 +147,12 @@ def _api_settings(settings: Settings, keys: Keys, recorder: Recorder | None) -> 
     )
 
 
-async def _load(engine: Engine, stop: asyncio.Event) -> bool:
-    """Start `engine`, which loads the model; return False if `stop` was set first.
+async def _load(models: Models, stop: asyncio.Event) -> bool:
+    """Start `models`, which loads the default one; return False if `stop` was set first.
 
     Raises ModelError or ConfigError.
     """
-    loading = asyncio.create_task(engine.start())
+    loading = asyncio.create_task(models.start())
     stopped = asyncio.create_task(stop.wait())
     await asyncio.wait({loading, stopped}, return_when=asyncio.FIRST_COMPLETED)
     stopped.cancel()
@@ -197,7 +200,7 @@ def _http_config(app: object) -> uvicorn.Config:
 
 
 async def _end(
-    server: _HttpServer, serving: asyncio.Task[None], engine: Engine, grace_s: int = STOP_S
+    server: _HttpServer, serving: asyncio.Task[None], models: Models, grace_s: int = STOP_S
 ) -> None:
     """End the engine's replies and all connections, and wait until both have ended.
 
@@ -207,7 +210,7 @@ async def _end(
     server.end(grace_s)
     # connections are cut off on purpose now, also those whose request never came completely
     logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
-    await asyncio.gather(engine.stop(STOP_S), serving)
+    await asyncio.gather(models.stop(STOP_S), serving)
 
 
 def _on_signals(stop: asyncio.Event, console: Console) -> None:

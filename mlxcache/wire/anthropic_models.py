@@ -5,7 +5,7 @@ Source: https://docs.anthropic.com/en/api/models-list.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
@@ -40,14 +40,14 @@ def describe_model(info: ModelInfo, name: str | None = None) -> dict[str, Any]:
     }
 
 
-def list_models(info: ModelInfo, *, empty: bool) -> dict[str, Any]:
-    """Return the list of models in Anthropic's API, which contains only the served model.
+def list_models(infos: Sequence[ModelInfo], *, empty: bool) -> dict[str, Any]:
+    """Return the list of models in Anthropic's API.
 
     With `empty`, returns a page of the list that contains no model.
     """
-    id = None if empty else info.id
-    data = [] if empty else [describe_model(info)]
-    return {"data": data, "has_more": False, "first_id": id, "last_id": id}
+    data = [] if empty else [describe_model(info) for info in infos]
+    ids = [one["id"] for one in data] or [None]
+    return {"data": data, "has_more": False, "first_id": ids[0], "last_id": ids[-1]}
 
 
 def _capabilities(info: ModelInfo) -> Mapping[str, Any]:

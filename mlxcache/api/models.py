@@ -1,0 +1,216 @@
+"""Endpoints of models: list and describe them, load and unload their weights."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from mlxcache.api.errors import is_anthropic_client
+from mlxcache.api.http import Deps, json_response, read_number, require_model
+from mlxcache.errors import BadRequest, NotFound
+from mlxcache.types import ModelInfo
+from mlxcache.wire import anthropic_models
+
+if TYPE_CHECKING:
+    from mlxcache.engine.engine import Engine
+
+
+def routes(deps: Deps) -> list[Route]:
+    """Return the routes of models, in the formats of OpenAI, Anthropic and LM Studio."""
+    reading = {
+        "/v1/models": models,
+        "/v1/models/{id:path}": model,
+        "/api/v0/models": lm_studio_models,
+        "/v1/api/v0/models": lm_studio_models,
+        "/api/v0/models/{id:path}": lm_studio_model,
+        "/v1/api/v0/models/{id:path}": lm_studio_model,
+    }
+    changing = {"/v1/models/{id:path}/load": load, "/v1/models/{id:path}/unload": unload}
+    return [
+        *(Route(path, partial(h, deps), methods=["POST"]) for path, h in changing.items()),
+        *(Route(path, partial(h, deps), methods=["GET"]) for path, h in reading.items()),
+    ]
+
+
+async def models(deps: Deps, request: Request) -> Response:
+    """List the models: in Anthropic's form for its clients, else in that of all others."""
+    info = require_model(deps)
+    if is_anthropic_client(request):
+        opened = [one for one in _infos(deps) if one is not None]
+        return json_response(anthropic_models.list_models(opened, empty=_is_other_page(request)))
+    data = _listed(deps)
+    return json_response(
+        {
+            "object": "list",
+            "data": data,
+            "has_more": False,
+            "first_id": info.id,
+            "last_id": data[-1]["id"],
+        }
+    )
+
+
+def _infos(deps: Deps) -> list[ModelInfo | None]:
+    """Return the description of each model; None for one that was never loaded."""
+    engines = deps.models.engines if deps.models is not None else [deps.engine]
+    return [engine.info for engine in engines]
+
+
+def _listed(deps: Deps) -> list[dict[str, Any]]:
+    """Return an object for each model, with its `state` if the server has several."""
+    infos = _infos(deps)
+    if deps.models is None:
+        return [describe_model(info) for info in infos if info is not None]
+    return [
+        (describe_model(info, state["label"]) if info is not None else _unknown(state["label"]))
+        | {key: value for key, value in state.items() if key != "label"}
+        for info, state in zip(infos, deps.models.describe(), strict=True)
+    ]
+
+
+def _unknown(label: str) -> dict[str, Any]:
+    """Return the object of a model that was never loaded, so that little is known of it."""
+    return {
+        "id": label,
+        "object": "model",
+        "created": 0,
+        "owned_by": "mlxcache",
+        "type": "model",
+        "display_name": label,
+    }
+
+
+async def load(deps: Deps, request: Request) -> Response:
+    """Load a model, unless it is loaded, and return its object once that has begun.
+
+    A model that was never loaded is returned when it is loaded.
+    """
+    engine = await _opened(deps, request, wait=True)
+    await engine.load_weights()
+    return json_response(_object(deps, engine))
+
+
+async def unload(deps: Deps, request: Request) -> Response:
+    """Drop a model's weights from memory; the next request for it reads them again.
+
+    Answers 503 while requests for it run.
+    """
+    engine = await _opened(deps, request, wait=False)
+    if engine.state == "ready":
+        await engine.unload_weights()
+    return json_response(_object(deps, engine))
+
+
+async def _opened(deps: Deps, request: Request, *, wait: bool) -> Engine:
+    """Return the engine of the model in the path, for the first time loaded if `wait`.
+
+    Raises NotFound for other names.
+    """
+    require_model(deps)
+    name = _name(request)
+    if deps.models is None:
+        if deps.engine.info is None or name not in (deps.engine.info.id, deps.engine.label):
+            raise NotFound(f"There is no model {name!r}.")
+        return deps.engine
+    engine = deps.models.named(name)
+    return await deps.models.of(engine.label) if wait else engine
+
+
+def _object(deps: Deps, engine: Engine) -> dict[str, Any]:
+    known = describe_model(engine.info, engine.label) if engine.info else _unknown(engine.label)
+    return known | dict(engine.residence or {"state": "never"})
+
+
+async def model(deps: Deps, request: Request) -> Response:
+    """Describe the model that serves requests with the name in the URL."""
+    describe = anthropic_models.describe_model if is_anthropic_client(request) else describe_model
+    return json_response(describe(_info(deps, _name(request)), _name(request)))
+
+
+def _info(deps: Deps, name: str) -> ModelInfo:
+    """Return the description of the model for requests that name `name`.
+
+    It is that of the default model if the named one was never loaded.
+    """
+    default = require_model(deps)
+    found = deps.models.find(name).info if deps.models is not None else None
+    return found or default
+
+
+def _is_other_page(request: Request) -> bool:
+    """Return whether a request for Anthropic's list of models asks for a page without models.
+
+    The one served model is on the first page, among the active ones. Raises BadRequest for a
+    `limit` that is not from 1 to 1,000.
+    """
+    if not 1 <= read_number(request, "limit", 20) <= 1000:
+        raise BadRequest("`limit` must be from 1 to 1000.", param="limit")
+    query = request.query_params
+    stages = [*query.getlist("lifecycle"), *query.getlist("lifecycle[]")]
+    others = bool(stages) and "active" not in stages
+    return others or any(query.get(cursor) for cursor in ("after_id", "before_id"))
+
+
+async def lm_studio_models(deps: Deps, request: Request) -> Response:
+    """List the served model in the format of LM Studio.
+
+    Source: https://lmstudio.ai/docs/developer/rest/endpoints.
+    """
+    return json_response({"object": "list", "data": [_lm_studio_object(require_model(deps))]})
+
+
+async def lm_studio_model(deps: Deps, request: Request) -> Response:
+    """Describe the served model in the format of LM Studio, whatever name is in the URL."""
+    return json_response(_lm_studio_object(require_model(deps), _name(request)))
+
+
+def _name(request: Request) -> str:
+    name = str(request.path_params["id"])
+    if not name:
+        raise NotFound("The path must end in a model's name.")
+    return name
+
+
+def describe_model(info: ModelInfo, name: str | None = None) -> dict[str, Any]:
+    """Return a model object with the fields of OpenAI, Anthropic and other local servers.
+
+    Lengths are in tokens: `max_context_length` is the model's own limit, `context_length` and
+    `loaded_context_length` are both this server's. `sampling_defaults` apply if a request omits the
+    field. `created` is in seconds since 1970. `name` replaces the model's id.
+    """
+    return {
+        "id": name or info.id,
+        "object": "model",
+        "created": info.created,
+        "owned_by": "mlxcache",
+        "context_length": info.context_length,
+        "max_context_length": info.max_context_length,
+        "loaded_context_length": info.context_length,
+        "type": "model",
+        "display_name": info.id,
+        "sampling_defaults": dict(info.sampling),
+    }
+
+
+def _lm_studio_object(info: ModelInfo, name: str | None = None) -> dict[str, Any]:
+    """Return a model object in the format of LM Studio. Fields that are not known are null.
+
+    `name` replaces the model's id.
+    """
+    publisher, slash, _ = info.id.partition("/")
+    return {
+        "id": name or info.id,
+        "object": "model",
+        "type": "llm",
+        "publisher": publisher if slash and publisher else "local",
+        "arch": info.architecture,
+        "compatibility_type": "mlx",
+        "quantization": getattr(info, "quantization", None),
+        "state": "loaded",
+        "max_context_length": info.max_context_length,
+        "loaded_context_length": info.context_length,
+    }
