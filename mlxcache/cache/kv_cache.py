@@ -10,7 +10,8 @@ The half-open token ranges of one request, from its prompt to its end:
     [0, length)    in the lineage; `commit` puts all of it into the tree
     [0, written)   handed to the disk tier by `persist`, in whole blocks until the request is over
 
-One `KVCache` has one prefix tree, that of one namespace. Several caches may share one `Budget`.
+One `KVCache` has one prefix tree, that of one namespace. Several caches may share a `SharedBudget`,
+as members of one `SharedRam`.
 """
 
 from __future__ import annotations
@@ -25,8 +26,9 @@ import mlx.core as mx
 from mlxcache.cache.disk import DiskTier
 from mlxcache.cache.main_conversation import NO_HINTS, CacheHints, MainConversations
 from mlxcache.cache.placement import Placement, intact, reusable
-from mlxcache.cache.ram import STEP, WITHHELD, Evict, RamTier
+from mlxcache.cache.ram import STEP, Evict, RamTier
 from mlxcache.cache.restore import DiskLookup
+from mlxcache.cache.shared_ram import SharedRam
 from mlxcache.model import device
 from mlxcache.model.finite import ends_finite, finite_upto, state_is_finite
 from mlxcache.model.kv import Layout, State
@@ -108,6 +110,7 @@ class KVCache:
         worth: Worth | None = None,
         device_buffers: int | None = None,
         copy_bytes: int = 0,
+        shared: SharedRam | None = None,
     ) -> KVCache:
         """Open a cache for models of `layout`, with a disk tier if `store` is given.
 
@@ -115,10 +118,12 @@ class KVCache:
         `wake()` is called from other threads when there is work for the MLX thread. `worth`: scores
         segments for eviction; by default it is made from the layout. `device_buffers`: maximum
         number of buffers that the device can hold, None for no limit. `copy_bytes`: bytes of KV
-        copied in one evaluation, 0 for one array at a time.
+        copied in one evaluation, 0 for one array at a time. `shared`: the RAM of several models,
+        which the cache joins until it is closed; `budget` must then be a member of its budget.
         """
         worth = worth or Worth(layout.bytes_per_token, layout.checkpoint_bytes)
-        tree = PrefixTree(layout.bytes_per_token, worth)
+        clock = shared.clock if shared is not None else None
+        tree = PrefixTree(layout.bytes_per_token, worth, clock=clock)
         disk = DiskTier(store, layout, tree, pending_limit, wake) if store is not None else None
         write_behind = disk.write_behind if disk is not None else None
         ram = RamTier(
@@ -128,7 +133,10 @@ class KVCache:
             write_behind,
             device_buffers=device_buffers,
             copy_bytes=copy_bytes,
+            shared=shared,
         )
+        if shared is not None:
+            shared.join(ram)
         return cls(ram, disk)
 
     # -- matching ----------------------------------------------------------------------------------
@@ -183,9 +191,10 @@ class KVCache:
         Returns None if there is no room. `planned`: position up to which KV and state will be
         restored from disk; all KV in RAM below it is then used, even without a state to continue
         from. `evict`: how to make room: "no" uses free bytes only, "idle" evicts what no request
-        uses, and "wait" also blocks for writes to disk, after which more can be evicted. `hints`
-        tell how the use of the prefix is counted. Mutates the tree (uses, splits, evictions) and
-        lineages. Raises MLX's error if a copy fails, after releasing what was reserved.
+        uses, "unload" also unloads idle models, and "wait" also blocks for writes to disk, after
+        which more can be evicted. `hints` tell how the use of the prefix is counted. Mutates the
+        tree (uses, splits, evictions) and lineages. Raises MLX's error if a copy fails, after
+        releasing what was reserved.
         """
         match, main = self.tree.match(ids), self._mains.main_beside(ids, hints)
         self.tree.uses.renew(main)
@@ -533,6 +542,51 @@ class KVCache:
         """
         self.ram.withhold(0)
 
+    # -- waiting for memory of other models --------------------------------------------------------
+
+    def fits_alone(self, tokens: int) -> bool:
+        """Return whether a prompt of `tokens` tokens fits if no other model used the budget.
+
+        Call while no request is in progress.
+        """
+        return self._least_bytes(tokens) <= self.budget.own_free + self.ram.idle_bytes
+
+    def in_reach(self, tokens: int) -> bool:
+        """Return whether a prompt of `tokens` tokens fits once all idle KV is evicted.
+
+        KV of other models counts only if all of it can be evicted now. Always true without a shared
+        budget: nothing can be waited for. Call while no request is in progress.
+        """
+        shared = self.ram.shared
+        return shared is None or shared.in_reach(self.ram, self._least_bytes(tokens))
+
+    def _least_bytes(self, tokens: int) -> int:
+        positions = (tokens + 1 + 63) // 64 * 64
+        return positions * self.layout.bytes_per_token + self.layout.running_bytes
+
+    def wait_for_others(self) -> bool:
+        """Note that a request waits for memory that other models hold; return False if none do."""
+        shared = self.ram.shared
+        if shared is None or not shared.waits_for_others(self.ram):
+            return False
+        shared.wait(self.ram)
+        return True
+
+    def stop_waiting(self) -> None:
+        """Note that no request waits for memory of other models."""
+        if self.ram.shared is not None:
+            self.ram.shared.stop_waiting(self.ram)
+
+    @property
+    def short(self) -> bool:
+        """True while a request waits for memory of other models, and no more has become free."""
+        return self.ram.shared is not None and self.ram.shared.is_short(self.ram)
+
+    @property
+    def others_wait(self) -> bool:
+        """True if a request for another model waits for memory."""
+        return self.ram.shared is not None and self.ram.shared.others_wait(self.ram)
+
     # -- the disk tier's part in the loop ----------------------------------------------------------
 
     @property
@@ -562,6 +616,8 @@ class KVCache:
         """
         left = self.disk.close(seconds) if self.disk is not None else 0
         self.clear()
+        if self.ram.shared is not None:
+            self.ram.shared.leave(self.ram)
         return left
 
     # -- figures -----------------------------------------------------------------------------------
@@ -579,7 +635,7 @@ class KVCache:
                 "used_bytes": held,
                 "limit_bytes": self.budget.limit,
                 "high_water_bytes": self.budget.high_water,
-                "withheld_bytes": kinds.get(WITHHELD, 0),
+                "withheld_bytes": self.ram.withheld,
                 "buffers": self.ram.count_buffers(),
                 "buffer_limit": self.ram.buffers.limit,
                 "kinds": kinds,

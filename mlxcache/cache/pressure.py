@@ -7,9 +7,8 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
-from mlxcache.cache.ram import RamTier
 from mlxcache.config import format_size
 from mlxcache.config.memory import (
     MemoryPressure,
@@ -18,6 +17,7 @@ from mlxcache.config.memory import (
     read_pressure,
     trim_heap,
 )
+from mlxcache.tree.budget import Budget
 
 log = logging.getLogger("mlxcache.engine")
 
@@ -82,18 +82,31 @@ class Observation:
     parts: int = 0
 
 
+class Withholding(Protocol):
+    """What has a budget of which a part can be withheld: a `RamTier`, or a `SharedRam`."""
+
+    @property
+    def budget(self) -> Budget:
+        """The budget whose limit is divided into parts."""
+        ...
+
+    def withhold(self, size: int) -> None:
+        """Withhold `size` bytes of the budget in total. MLX thread only."""
+        ...
+
+
 class Pressure:
     """Monitor of the machine's memory, in a thread of its own; withholds budget under pressure.
 
-    `ram`: the tier whose budget is withheld. `post` runs an action on the MLX thread. `base`: bytes
-    of the process without those that MLX allocates. `weights`: bytes of the weights. Tests replace
-    the other arguments: `look` reads the pressure, `measure` the bytes of the process, `clock` the
-    seconds; `trim` returns unused heap memory.
+    `ram`: the tier, or the tiers of several models, whose budget is withheld. `post` runs an action
+    on the MLX thread. `base`: bytes of the process without those that MLX allocates. `weights`:
+    bytes of the weights. Tests replace the other arguments: `look` reads the pressure, `measure`
+    the bytes of the process, `clock` the seconds; `trim` returns unused heap memory.
     """
 
     def __init__(
         self,
-        ram: RamTier,
+        ram: Withholding,
         post: Callable[[Callable[[], None]], None],
         *,
         base: int,

@@ -6,8 +6,9 @@ MLX thread only.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from math import inf
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import mlx.core as mx
 
@@ -22,11 +23,15 @@ from mlxcache.tree.node import Node
 from mlxcache.tree.prefix_tree import PrefixTree
 from mlxcache.tree.thinning import BUDGET_SHARE, allowed
 
+if TYPE_CHECKING:
+    from mlxcache.cache.shared_ram import SharedRam
+
 log = logging.getLogger("mlxcache.engine")
 
-Evict = Literal["no", "idle", "wait"]
-"""Mode of making room. `no`: use free bytes only; `idle`: evict what no request uses; `wait`: also
-wait for writes to disk, after which more can be evicted.
+Evict = Literal["no", "idle", "unload", "wait"]
+"""Mode of making room. `no`: use free bytes only; `idle`: evict what no request uses; `unload`:
+also unload idle models that share the budget; `wait`: also wait for writes to disk, after which
+more can be evicted.
 """
 
 STEP = 256
@@ -42,6 +47,9 @@ CHECKPOINT_WORTH = 0.5
 
 One stays for each halving of the distance to the end.
 """
+
+UNLOADING: tuple[Evict, ...] = ("unload", "wait")
+"""Modes of making room in which idle models are unloaded."""
 
 WITHHELD = "withheld"
 """The budget's kind of bytes that stay unused while the machine is short of memory."""
@@ -97,8 +105,9 @@ class RamTier:
 
     A lineage is idle if no request uses it. The tree refers to the lineages as its values.
     `write_behind` is None without a disk tier. `device_buffers`: maximum number of buffers of the
-    device. `copy_bytes`: bytes that new lineages copy in one evaluation. `dropped` counts evictions
-    of KV that is then lost, `spilled` those of KV that is on disk too.
+    device. `copy_bytes`: bytes that new lineages copy in one evaluation. `shared`: the RAM of
+    several models under one budget; if that is what is short, room is made in all of their tiers.
+    `dropped` counts evictions of KV that is then lost, `spilled` those of KV that is on disk too.
     """
 
     def __init__(
@@ -110,12 +119,14 @@ class RamTier:
         *,
         device_buffers: int | None = None,
         copy_bytes: int = 0,
+        shared: SharedRam | None = None,
     ):
         self.layout = layout
         self.budget = budget
         self.tree = tree
         self.buffers = BufferCount(layout, device_buffers)
         self.copy_bytes = copy_bytes
+        self.shared = shared
         self.idle: dict[int, Lineage] = {}
         self.busy: dict[int, Lineage] = {}
         self.dropped = self.spilled = 0
@@ -151,8 +162,10 @@ class RamTier:
         Adds room for growth if that fits. Returns the capacity in positions. Returns None, and
         reserves nothing, if not even `least` positions fit. `evict`: the mode of making room.
         """
-        for capacity in (with_slack(least), least):
-            if self.reserve_kv(capacity - held, held, evict=evict):
+        # no model is unloaded for room to grow
+        for_growth: Evict = evict if self.shared is None or evict == "no" else "idle"
+        for capacity, mode in ((with_slack(least), for_growth), (least, evict)):
+            if self.reserve_kv(capacity - held, held, evict=mode):
                 return capacity
         return None
 
@@ -188,12 +201,16 @@ class RamTier:
         """Free budget until `size` bytes fit, and return whether they do.
 
         First compacts idle lineages with unused positions, then evicts entries, those with the
-        lowest worth first. Evicts nothing if all idle entries together would not suffice. `evict`:
-        the mode of making room; "wait" may block for writes to disk.
+        lowest worth first. Evicts nothing if all idle entries together would not suffice: those of
+        all models if the shared budget is short, the own ones if the own limit is. `evict`: the
+        mode of making room; "wait" may block for writes to disk.
         """
         if evict == "no":
             return self.budget.free >= size
-        if self.budget.free + self.idle_bytes < size:
+        if self.budget.own_free + self.idle_bytes < size:
+            return False
+        unload = evict in UNLOADING
+        if self.shared is not None and not self.shared.reach(size, unload=unload):
             return False
         return self.free_up(size, evict=evict)
 
@@ -203,28 +220,47 @@ class RamTier:
         Unlike `make_room`, evicts even if that cannot suffice. `evict`: the mode of making room;
         "wait" may block for writes to disk.
         """
-        for lineage in list(self.idle.values()):
-            if self.budget.free >= size:
-                return True
-            if self._has_spare(lineage):
-                self.shrink(lineage, force=True)
+        self.compact_spare(lambda: self.budget.free >= size)
+        if self.shared is not None and self.budget.own_free >= size:
+            self.shared.compact(size)
         while self.budget.free < size:
-            if self._evict(size - self.budget.free):
+            if self._evict_for(size):
                 continue
-            if evict != "wait" or self._write_behind is None:
-                return False
-            if not self._write_behind.wait_for_one():
+            disk = self._write_behind if evict == "wait" else None
+            if disk is not None and disk.wait_for_one():
+                continue
+            if evict not in UNLOADING or not self._unload(size):
                 return False
         return True
+
+    def _evict_for(self, size: int) -> bool:
+        """Evict once so that `size` bytes fit: from all tiers if only the shared budget is short.
+
+        Returns False if every leaf node there is in use.
+        """
+        if self.shared is None or self.budget.own_free < size:
+            return self.evict_once(size - self.budget.own_free)
+        return self.shared.evict_least(size - self.budget.free)
+
+    def _unload(self, size: int) -> bool:
+        """Unload an idle model if that may make room; return whether it freed any bytes."""
+        if self.shared is None or self.budget.own_free < size:
+            return False
+        return self.shared.unload(size)
+
+    # -- evicting ----------------------------------------------------------------------------------
 
     @property
     def idle_bytes(self) -> int:
         """Bytes of idle lineages and of all checkpoints: the most that evicting could free."""
-        return sum(each.nbytes for each in self.idle.values()) + self.tree.checkpoint_bytes
+        return sum(lineage.nbytes for lineage in self.idle.values()) + self.tree.checkpoint_bytes
 
-    # -- evicting ----------------------------------------------------------------------------------
+    @property
+    def writing(self) -> int:
+        """Number of paths that are locked in RAM because they are not on disk yet."""
+        return self._write_behind.pending_paths if self._write_behind is not None else 0
 
-    def _evict(self, needed: int, worth: float = CHECKPOINT_WORTH) -> bool:
+    def evict_once(self, needed: int, worth: float = CHECKPOINT_WORTH) -> bool:
         """Evict once from the end of the tree's leaf node with the lowest worth.
 
         Returns False if every leaf node is in use. `needed`: bytes to free, if the node has as
@@ -288,7 +324,7 @@ class RamTier:
         Bytes that are already free do not count. Nothing that a request uses is evicted.
         """
         goal = self.budget.used - size
-        while self.budget.used > goal and self._evict(self.budget.used - goal):
+        while self.budget.used > goal and self.evict_once(self.budget.used - goal):
             pass
 
     def clear(self) -> None:
@@ -300,14 +336,24 @@ class RamTier:
 
         If less than before is withheld, the difference becomes available. Entries that requests
         use, or that are not on disk yet, are not evicted: call again later to withhold the rest.
+        With a shared budget, its bytes are withheld.
         """
-        withheld = self._bytes_of(WITHHELD)
+        if self.shared is not None:
+            self.shared.withhold(size)
+            return
+        withheld = self.withheld
         if size <= withheld:
             self.budget.release(WITHHELD, withheld - size)
             return
         self.free_up(size - withheld)
         self.budget.charge(WITHHELD, min(size - withheld, self.budget.free))
         mx.clear_cache()
+
+    @property
+    def withheld(self) -> int:
+        """Bytes withheld of the budget, or of the shared budget."""
+        budget = self.budget if self.shared is None else self.shared.budget
+        return budget.by_kind().get(WITHHELD, 0)
 
     def remove(self, node: Node, keep: int) -> int:
         """Remove the tokens of `node` from position `keep` on; return the number of tokens removed.
@@ -336,6 +382,14 @@ class RamTier:
         spare = [x for x in self.idle.values() if self._has_spare(x)]
         for i, lineage in enumerate(reversed(spare)):
             if i >= WHOLE_LINEAGES or not lineage.whole:
+                self.shrink(lineage, force=True)
+
+    def compact_spare(self, enough: Callable[[], bool]) -> None:
+        """Compact idle lineages with unused positions until `enough()` returns True."""
+        for lineage in list(self.idle.values()):
+            if enough():
+                return
+            if self._has_spare(lineage):
                 self.shrink(lineage, force=True)
 
     def _has_spare(self, lineage: Lineage) -> bool:
@@ -390,7 +444,7 @@ class RamTier:
         """
         added = more * self.buffers.per_checkpoint
         while not self.buffers.allows(self.count_buffers() + added):
-            if evict == "no" or not self._evict(self.budget.limit):
+            if evict == "no" or not self.evict_once(self.budget.limit):
                 return False
         return True
 
@@ -420,7 +474,7 @@ class RamTier:
             if self._locked_once(each):
                 self._drop_checkpoint(each)
         most = self.checkpoint_limit - size
-        while evict != "no" and self.tree.checkpoint_bytes > most and self._evict(1, inf):
+        while evict != "no" and self.tree.checkpoint_bytes > most and self.evict_once(1, inf):
             pass
         if self.tree.checkpoint_bytes > most and evict != "no":
             held = Trail.to(node).nodes

@@ -312,6 +312,11 @@ class WriteBehind:
         return bool(self._queue or self._handed)
 
     @property
+    def pending_paths(self) -> int:
+        """Number of paths that are locked in RAM because they are not on disk yet."""
+        return len(self._queue) + len(self._handed)
+
+    @property
     def ready(self) -> bool:
         """True if `pump` can give the writer a job or a search of the store."""
         if not self._queue:
@@ -560,8 +565,8 @@ class WriteBehind:
         Returns False if no path is being written. After `seconds` without any progress every path
         is unlocked, so that replies do not wait for the disk.
         """
-        before, deadline = len(self._queue) + len(self._handed), self._clock() + seconds
-        while before and len(self._queue) + len(self._handed) >= before:
+        before, deadline = self.pending_paths, self._clock() + seconds
+        while before and self.pending_paths >= before:
             self.pump()
             if self._clock() >= deadline:
                 self._give_up()

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 
 from mlxcache.cache.checkpoints import stops
-from mlxcache.cache.kv_cache import KVCache
+from mlxcache.cache.kv_cache import KVCache, Lease
 from mlxcache.cache.main_conversation import CacheHints
 from mlxcache.cache.ram import Evict
 from mlxcache.cache.restore import MIN_UNKNOWN
@@ -161,25 +161,19 @@ class Admission:
         """Acquire a lease for `task`; return False if other requests hold the memory it needs.
 
         `began`: time at which the admission began, by `time.perf_counter`. `alone`: no other
-        request is being computed, so memory can become free only by writing KV to disk. Raises
-        ContextLengthExceeded if the prompt can never fit.
+        request for this model is being computed, so memory can become free only by writing KV to
+        disk, or when other models give it up. In the latter case `KVCache.short` is true
+        afterwards. Raises ContextLengthExceeded if the prompt can never fit.
         """
         kv, planned = self._kv, task.lookup.target if task.lookup else 0
         hints = CacheHints.of(task.job)
         task.limit_reply(self._limits.context - task.prompt_tokens)
         # while others compute it is tried again soon, so nothing waits for the disk
-        evict: Evict = "wait" if alone else "idle"
+        evict: Evict = "wait" if alone else "unload"
         lease = kv.acquire(task.ids, task.limit, planned=planned, hints=hints, evict=evict)
         if lease is None and alone and not kv.writing:
             kv.end_pressure()
-            kv.clear()
-            lease = kv.acquire(task.ids, task.limit, planned=planned, hints=hints)
-            lease = lease or kv.acquire(task.ids, 1, planned=planned, hints=hints)
-            if lease is None:
-                raise ContextLengthExceeded(
-                    f"The prompt of {task.prompt_tokens} tokens does not fit the memory budget: "
-                    "shorten it, or start the server with a larger --ram."
-                )
+            lease = self._acquire_last(task, planned, hints)
         if lease is None:
             return False
         if lease.awaiting_state and task.lookup and lease.cached < task.lookup.known:
@@ -188,6 +182,24 @@ class Admission:
             return False
         task.start(lease, began)
         return True
+
+    def _acquire_last(self, task: Task, planned: int, hints: CacheHints) -> Lease | None:
+        """Acquire a lease for `task` with all memory that no request uses.
+
+        Returns None, and notes that the model waits, if other models hold memory that it may get
+        later. Raises ContextLengthExceeded if the prompt can never fit.
+        """
+        kv, lease = self._kv, None
+        if kv.in_reach(len(task.ids)):
+            kv.clear()
+            lease = kv.acquire(task.ids, task.limit, planned=planned, hints=hints)
+            lease = lease or kv.acquire(task.ids, 1, planned=planned, hints=hints)
+        if lease is None and not (kv.fits_alone(len(task.ids)) and kv.wait_for_others()):
+            raise ContextLengthExceeded(
+                f"The prompt of {task.prompt_tokens} tokens does not fit the memory budget: "
+                "shorten it, or start the server with a larger --ram."
+            )
+        return lease
 
     def admit(self, task: Task) -> None:
         """Complete the admission of a started task: plan its checkpoints and notify its client."""

@@ -108,17 +108,27 @@ class IdlePrefill:
     def ready(self) -> bool:
         """True if `step` can make progress now.
 
-        False without a queued turn, and while the newest turn waits for memory.
+        False without a queued turn, and while the newest turn waits for memory, or another model
+        does.
         """
+        if self._kv.others_wait:
+            return self._leased
         return bool(self._turns) and not (self._turns[-1].blocked and self._kv.writing)
+
+    @property
+    def _leased(self) -> bool:
+        return any(turn.task.lease is not None for turn in self._turns)
 
     def step(self) -> None:
         """Feed one chunk of the newest turn; drop the turn when nothing of it is left to feed.
 
-        After an exception the turn is dropped and the exception logged. Only device errors are
-        raised.
+        Releases the memory of all turns instead if another model waits for memory. After an
+        exception the turn is dropped and the exception logged. Only device errors are raised.
         """
         if not self.ready:
+            return
+        if self._kv.others_wait:
+            self.pause()
             return
         turn = self._turns[-1]
         try:

@@ -174,6 +174,7 @@ class Resident:
     def drop(self, cause: Cause) -> None:
         """Drop the weights. Idle KV stays in memory until something else needs the space."""
         self.scheduler.idle_prefill.clear()
+        self.kv.stop_waiting()
         self.weights.drop()
         self.draining = False
         self.cause = cause

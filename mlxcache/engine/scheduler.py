@@ -125,6 +125,7 @@ class Scheduler:
         self.kv.pump(decoding=len(self.lanes) > 0)
         if not self.prefilling:
             self.balance.begin(decoding=len(self.lanes) > 0)
+        self.kv.stop_waiting()
         started = admitting and self._admit()
         computable = self._computable()
         self._moved = len(computable) + len(self.lanes) > 0
@@ -151,7 +152,7 @@ class Scheduler:
         """Return whether `step` would compute something, or collect results of disk operations.
 
         If not, only a posted action brings more work, such as a request or the result of a disk
-        operation. `admitting`: see `step`.
+        operation, or another model that gives up memory. `admitting`: see `step`.
         """
         if len(self.lanes) or self._computable():
             return True
@@ -161,7 +162,7 @@ class Scheduler:
             return True
         looking = all(t.lookup is not None and not t.lookup.found for t in self.waiting)
         blocked = not self._moved and (self.kv.writing or len(self.prefilling) > 0)
-        return self.kv.can_pump or not (looking or blocked)
+        return self.kv.can_pump or not (looking or blocked or self.kv.short)
 
     def publish(self) -> None:
         """Report that a step is over, for figures that other threads read."""
@@ -169,6 +170,7 @@ class Scheduler:
 
     def submit(self, task: Task) -> None:
         """Queue a task. Call through `MlxThread.post`."""
+        self.kv.stop_waiting()  # it may fit where another does not
         self.waiting.append(task)
 
     def cancel(self, task: Task, why: MlxcacheError | None = None) -> None:
@@ -198,10 +200,13 @@ class Scheduler:
     def _admit(self) -> bool:
         """Start waiting tasks in fair order as long as places and memory last.
 
+        None starts beside others while another model waits for memory, so that it gets its turn.
         Returns whether a task started.
         """
         before = len(self.prefilling)
         for task in self.queue.order(self.waiting):
+            if self.active and self.kv.others_wait:
+                break
             place = self.queue.has_place(task, self.active)
             if not place or self.admission.should_wait(task, self.prefilling):
                 continue
@@ -500,6 +505,7 @@ class Scheduler:
 
     def _take_out(self, task: Task) -> None:
         """Remove a task from the queue, from prefill and from its lane."""
+        self.kv.stop_waiting()
         self.waiting = [each for each in self.waiting if each is not task]
         self.prefilling = [each for each in self.prefilling if each is not task]
         if (lane := self.lanes.find(task)) is not None:

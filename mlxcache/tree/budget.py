@@ -37,6 +37,11 @@ class Budget:
         return max(0, self._left)
 
     @property
+    def own_free(self) -> int:
+        """Bytes available under the own limit, as if nothing else used the shared budget."""
+        return max(0, self.limit - self.used)
+
+    @property
     def _left(self) -> int:
         """Bytes below both limits; negative if a total is above its limit."""
         left = self.limit - self.used

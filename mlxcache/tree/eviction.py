@@ -82,13 +82,19 @@ class Worth:
 class EvictionClock:
     """The clock of GreedyDual, which only moves forward; it may be shared by several orders.
 
-    The scores of leaves in orders that share a clock are comparable. `held` returns the bytes of
-    all of them together; None for a clock of a single order.
+    The keys of leaves in orders that share a clock are comparable. `now`: its time, in units of
+    scores. `ticks`: the uses of nodes so far. `held` returns the bytes of all orders together; None
+    for a clock of a single order.
     """
 
     def __init__(self, held: Callable[[], int] | None = None):
         self.held = held
         self.now = 0.0
+        self.ticks = 0
+
+    def tick(self) -> None:
+        """Count one more use of nodes."""
+        self.ticks += 1
 
     def advance_to(self, score: float) -> None:
         """Advance the clock to `score`, unless it is already later."""

@@ -74,9 +74,9 @@ class Node:
 
     `tokens`: int32, shape (end - start,), owned by the node. `checkpoint`: the state at `end`, of
     `checkpoint_bytes` bytes, or None. `locks`: number of locks on this node and on all nodes below
-    it. `used_at`: the tree's count of uses (`Edges.tick`) at the node's last use. `asked`: a caller
-    requested a boundary at `end` and has neither locked the node nor set a checkpoint since; such a
-    node is not merged with its child.
+    it. `used_at`: the tree's count of uses (`EvictionClock.ticks`) at the node's last use. `asked`:
+    a caller requested a boundary at `end` and has neither locked the node nor set a checkpoint
+    since; such a node is not merged with its child.
     """
 
     __slots__ = (

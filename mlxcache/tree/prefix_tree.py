@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from mlxcache.common_prefix import common_length
-from mlxcache.tree.eviction import EvictionClock, EvictionOrder, Worth
+from mlxcache.tree.eviction import EvictionClock, EvictionOrder, Key, Worth
 from mlxcache.tree.node import (
     NO_TOKENS,
     Cut,
@@ -70,8 +70,7 @@ class Edges:
     """The nodes of one tree, with counts over them and the eviction order of the leaves.
 
     Each method keeps counts, holdings and eviction order consistent, and does not check whether the
-    change is allowed: the caller does. `tick` counts the calls of `touch`, so that a later use has
-    a higher number.
+    change is allowed: the caller does.
     """
 
     def __init__(
@@ -85,7 +84,6 @@ class Edges:
         self.segments = 0
         self.checkpoints = 0
         self.checkpoint_bytes = 0
-        self.tick = 0
         self.holdings = Holdings()
         self.leaves = EvictionOrder(worth, _evictable, now, clock)
 
@@ -99,9 +97,9 @@ class Edges:
 
         All of them get the same tick, so none counts as more recently used than another.
         """
-        self.tick += 1
+        self.leaves.clock.tick()
         for node in nodes:
-            node.used_at = self.tick
+            node.used_at = self.leaves.clock.ticks
             node.usage.clock = self.leaves.clock.now
             node.usage.seen = self.leaves.now()
             node.usage.replaced = False
@@ -132,9 +130,9 @@ class Edges:
         if grows and not node.children and node.checkpoint is None:
             node.tokens = np.concatenate((node.tokens, tail))
             node.end += len(tail)
-            node.used_at = self.tick
+            node.used_at = self.leaves.clock.ticks
             return node
-        leaf = Node(node, tail.copy(), node.end, value, self.tick)
+        leaf = Node(node, tail.copy(), node.end, value, self.leaves.clock.ticks)
         leaf.usage = Usage(self.leaves.clock.now, count, seen=self.leaves.now())
         node.children[int(tail[0])] = leaf
         self.segments += 1
@@ -557,12 +555,13 @@ class PrefixTree:
         """
         return self._edges.leaves.first()
 
-    def rank(self, leaf: Node) -> tuple[bool, float]:
-        """Return the rank of `leaf` for eviction: (not replaced, score). Changes nothing.
+    def rank(self, leaf: Node) -> Key:
+        """Return the sort key of `leaf` for eviction. Changes nothing.
 
-        Of the leaves of several trees that share an eviction clock, the lowest is missed least.
+        Of the leaves of several trees that share an eviction clock, the one with the lowest key is
+        missed least.
         """
-        return self._edges.leaves.key(leaf)[:2]
+        return self._edges.leaves.key(leaf)
 
     def useless(self, node: Node) -> bool:
         """Return whether `node` is in the tree and has no child, no lock and no checkpoint.

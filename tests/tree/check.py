@@ -96,7 +96,7 @@ def _holders(edges: Edges, nodes: list[Node]) -> None:
 def _order(edges: Edges, nodes: list[Node]) -> None:
     check_order(edges.leaves)
     for node in nodes:
-        assert node.used_at <= edges.tick, f"{node} was used in the future"
+        assert node.used_at <= edges.leaves.clock.ticks, f"{node} was used in the future"
         if not node.locks and not node.children:
             assert node in edges.leaves, f"the leaf {node} can never be evicted"
 

@@ -1,0 +1,201 @@
+"""The RAM of several models under one budget: whose KV is evicted, and who waits for whom.
+
+MLX thread only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import mlx.core as mx
+
+from mlxcache.cache.ram import WITHHELD, RamTier
+from mlxcache.tree.budget import SharedBudget
+from mlxcache.tree.eviction import EvictionClock
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """How much memory could be used at some time, to tell later whether there is more.
+
+    `nbytes`: free bytes and those of all idle KV. `writing`: paths that are not on disk yet, whose
+    KV stays in RAM.
+    """
+
+    nbytes: int
+    writing: int
+
+    def exceeds(self, before: Room) -> bool:
+        """Return whether a reservation that failed at the time of `before` may succeed now."""
+        return self.nbytes > before.nbytes or self.writing < before.writing
+
+
+class SharedRam:
+    """RAM tiers of several models that share one budget, its members.
+
+    `budget`: all their bytes, and those of the models' weights. `free_idle(size)` unloads an idle
+    model because `size` bytes are needed, and returns whether it freed any. `clock`: the eviction
+    clock of all members, which makes their leaves comparable.
+    """
+
+    def __init__(self, budget: SharedBudget, free_idle: Callable[[int], bool]):
+        self.budget = budget
+        self.clock = EvictionClock(self._tree_bytes)
+        self._free_idle = free_idle
+        self._tiers: dict[RamTier, None] = {}
+        self._waiting: dict[RamTier, Room] = {}
+
+    def _tree_bytes(self) -> int:
+        return sum(tier.tree.kv_bytes + tier.tree.checkpoint_bytes for tier in self._tiers)
+
+    # -- members -----------------------------------------------------------------------------------
+
+    def join(self, tier: RamTier) -> None:
+        """Add `tier`, whose budget must be a member of the shared one.
+
+        Raises ValueError if it is not.
+        """
+        if tier.budget.shared is not self.budget:
+            raise ValueError("the budget of a RAM tier is no member of the shared budget")
+        self._tiers[tier] = None
+
+    def leave(self, tier: RamTier) -> None:
+        """Remove `tier`, which keeps its KV; it is evicted for no other member any more."""
+        self._tiers.pop(tier, None)
+        self._waiting.pop(tier, None)
+
+    # -- memory ------------------------------------------------------------------------------------
+
+    @property
+    def limit(self) -> int:
+        """Limit of the shared budget."""
+        return self.budget.limit
+
+    @property
+    def free(self) -> int:
+        """Bytes of the shared budget that nothing uses."""
+        return self.budget.free
+
+    def charge(self, kind: str, n: int) -> None:
+        """Charge `n` bytes to an own `kind` of the shared budget, such as a model's weights.
+
+        A negative `n` releases bytes.
+        """
+        self.budget.charge(kind, n)
+
+    # -- making room -------------------------------------------------------------------------------
+
+    def evict_least(self, needed: int) -> bool:
+        """Evict once, from the end of the leaf that is missed least in all trees.
+
+        `needed`: bytes to free, if the leaf has as many. Returns False if every leaf is in use.
+        """
+        ranked = []
+        for tier in self._tiers:
+            if (leaf := tier.tree.least_leaf()) is not None:
+                ranked.append((tier.tree.rank(leaf), tier))
+        if not ranked:
+            return False
+        _, tier = min(ranked, key=lambda pair: pair[0])
+        return tier.evict_once(needed)
+
+    def compact(self, size: int) -> None:
+        """Compact idle lineages of all members until `size` bytes are free."""
+        for tier in list(self._tiers):
+            tier.compact_spare(lambda: self.budget.free >= size)
+
+    def unload(self, size: int) -> bool:
+        """Unload an idle model because `size` bytes are needed; return whether that freed any."""
+        return self._free_idle(size)
+
+    def reach(self, size: int, *, unload: bool) -> bool:
+        """Return whether `size` bytes would be free if all idle KV were evicted. Evicts nothing.
+
+        With `unload`, idle models are unloaded until that is so.
+        """
+        while self.budget.free + self._idle_bytes() < size:
+            if not unload or not self._free_idle(size):
+                return False
+        return True
+
+    def make_room(self, size: int) -> bool:
+        """Free `size` bytes for weights, and return whether they are free now.
+
+        Unloads idle models if even all idle KV would not suffice, then evicts idle KV of all
+        members, that which is missed least first. Evicts nothing if that cannot suffice. KV that is
+        not on disk yet is not evicted: if it is needed too, more idle models are unloaded.
+        """
+        return self.reach(size, unload=True) and self._free_up(size, unload=True)
+
+    def _free_up(self, size: int, *, unload: bool) -> bool:
+        self.compact(size)
+        while self.budget.free < size:
+            if self.evict_least(size - self.budget.free):
+                continue
+            if not unload or not self._free_idle(size):
+                return False
+        return True
+
+    def withhold(self, size: int) -> None:
+        """Withhold `size` bytes of the budget in total, evicting as needed; unloads no model.
+
+        If less than before is withheld, the difference becomes available. Entries that requests
+        use, or that are not on disk yet, are not evicted: call again later to withhold the rest.
+        """
+        withheld = self.budget.by_kind().get(WITHHELD, 0)
+        if size <= withheld:
+            self.budget.release(WITHHELD, withheld - size)
+            return
+        self._free_up(size - withheld, unload=False)
+        self.budget.charge(WITHHELD, min(size - withheld, self.budget.free))
+        mx.clear_cache()
+
+    # -- waiting -----------------------------------------------------------------------------------
+
+    def waits_for_others(self, tier: RamTier) -> bool:
+        """Return whether other models hold memory that `tier` may get later.
+
+        They do if their KV is not on disk yet, or if `tier` could have more than is free or in idle
+        KV: then requests use it, or the other models are loaded. The own limit of a member must
+        therefore be what it would have if no other model were loaded.
+        """
+        others = [one for one in self._tiers if one is not tier]
+        if any(one.writing for one in others):
+            return True
+        idle = sum(one.idle_bytes for one in others)
+        lent = tier.budget.limit - tier.budget.used > self.budget.free + idle
+        return lent and any(one.budget.used for one in others)
+
+    def in_reach(self, tier: RamTier, size: int) -> bool:
+        """Return whether `size` bytes fit in `tier` once all idle KV is evicted.
+
+        Of other members only KV that is on disk counts.
+        """
+        idle = sum(one.idle_bytes for one in self._tiers if one is tier or not one.writing)
+        own = tier.budget.own_free + tier.idle_bytes
+        return size <= min(own, self.budget.free + idle)
+
+    def wait(self, tier: RamTier) -> None:
+        """Note that a request of `tier` waits for memory of other models."""
+        self._waiting[tier] = self._room()
+
+    def stop_waiting(self, tier: RamTier) -> None:
+        """Note that no request of `tier` waits for memory of other models."""
+        self._waiting.pop(tier, None)
+
+    def is_short(self, tier: RamTier) -> bool:
+        """Return whether `tier` waits for memory, and there is no more of it than before."""
+        before = self._waiting.get(tier)
+        return before is not None and not self._room().exceeds(before)
+
+    def others_wait(self, tier: RamTier) -> bool:
+        """Return whether another member waits for memory."""
+        return any(one is not tier for one in self._waiting)
+
+    def _room(self) -> Room:
+        writing = sum(tier.writing for tier in self._tiers)
+        return Room(self.budget.free + self._idle_bytes(), writing)
+
+    def _idle_bytes(self) -> int:
+        return sum(tier.idle_bytes for tier in self._tiers)
