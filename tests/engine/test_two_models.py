@@ -119,6 +119,23 @@ def test_what_another_model_misses_least_is_evicted(
     assert held(other, mine) < 300
 
 
+def test_uses_of_all_models_are_counted_together(
+    pair: tuple[Bench, Bench], rng: np.random.Generator
+) -> None:
+    """The last use decides, however much one of the models was used before."""
+    one, other = pair
+    Models(one, other, tokens=900)
+    for _ in range(6):
+        one.ask(prompt(rng, 20), tokens=1)
+    one.kv.clear()
+    old, newer = prompt(rng, 300), prompt(rng, 300)
+    one.ask(old, tokens=2)
+    other.ask(newer, tokens=2)
+    other.ask(prompt(rng, 300), tokens=2)
+    assert held(other, newer) == 300
+    assert held(one, old) < 300
+
+
 def test_a_request_without_room_waits_for_the_other_model_without_spinning(
     pair: tuple[Bench, Bench], rng: np.random.Generator
 ) -> None:
