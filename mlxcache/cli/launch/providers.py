@@ -113,11 +113,23 @@ OLDEST_CLINE = Version("3.0.65")
 CLINE_SETTINGS = "CLINE_PROVIDER_SETTINGS_PATH"
 """Variable with the path of the file that has Cline's providers and their keys."""
 
+_NO_HUB = {
+    "CLINE_SESSION_BACKEND_MODE": "local",
+    "CLINE_HUB_DISCOVERY_PATH": "/dev/null/no-hub",  # cannot exist, so that no hub registers in it
+}
+"""Variables with which Cline runs a session in its own process and starts no hub."""
+
 _CLINE_PROVIDER = "openai-compatible"
 
 
 def configure_cline(service: Service, _: Invocation) -> Setup:
-    """Return the setup of Cline for `service`: a file of providers that has only this server."""
+    """Return the setup of Cline for `service`: a file of providers that has only this server.
+
+    By default Cline runs its sessions in a daemon, its hub, which outlives the client and has the
+    environment of the client that started it. A hub that runs already would send the prompts to
+    the user's own provider, and one that this client started would use a deleted file of providers,
+    also for the user's next run. So the session runs in the client, and no hub is found or started.
+    """
     provider = {
         "provider": _CLINE_PROVIDER,
         "apiKey": service.credential,
@@ -132,7 +144,7 @@ def configure_cline(service: Service, _: Invocation) -> Setup:
         "tokenSource": "manual",
     }
     return Setup(
-        variables={"CLINE_NO_AUTO_UPDATE": "1"},
+        variables={"CLINE_NO_AUTO_UPDATE": "1", **_NO_HUB},
         settings_variable=CLINE_SETTINGS,
         settings={
             "version": 1,

@@ -1,4 +1,6 @@
-"""Rule `uuid`: replace session UUIDs in temporary paths of the system prompt by stable ones.
+"""Rule `uuid`: replace session UUIDs in paths of the system prompt by stable ones.
+
+The path is that of a temporary folder, or of a session's folder of Copilot CLI.
 
 Two sessions of one project then begin with the same tokens. The model reads and writes the stable
 UUIDs, the client its own; `restore` converts the reply.
@@ -25,6 +27,9 @@ SEGMENT = re.compile(
 
 TEMPORARY = frozenset({"tmp", "temp", "Temp", "T", "scratch", "scratchpad"})
 """Path segments that mark a path as temporary."""
+
+SESSIONS = re.compile(r"[/\\]\.copilot[/\\]session-state[/\\]\Z")
+"""End of the path of Copilot CLI's folder that has a folder for each session."""
 
 _PATH_ENDS = re.compile(r"[\s\"'`<>(),;]")
 _FAR = 512
@@ -60,7 +65,7 @@ def apply(draft: Draft, stop: Sequence[str] = ()) -> bool:
 
 
 def _session_uuids(draft: Draft) -> list[str]:
-    """Return the UUIDs in temporary paths of the system messages, in order, without duplicates."""
+    """Return the UUIDs in a session's paths of the system messages, in order, each once."""
     found: dict[str, None] = {}
     for at in draft.head():
         text = draft.text(at)
@@ -68,7 +73,8 @@ def _session_uuids(draft: Draft) -> list[str]:
             before = _PATH_ENDS.split(text[max(0, match.start() - _FAR) : match.start()])[-1]
             after = _PATH_ENDS.split(text[match.end() : match.end() + _FAR])[0].rstrip(".")
             segments = re.split(r"[/\\]", before + after)
-            if "://" not in before and TEMPORARY.intersection(segments):
+            is_own = TEMPORARY.intersection(segments) or SESSIONS.search(before)
+            if "://" not in before and is_own:
                 found[match.group()] = None
     return list(found)[:_MOST]
 

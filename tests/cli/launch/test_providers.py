@@ -145,6 +145,16 @@ def test_cline_gets_a_file_of_providers_for_one_run(tmp_path: Path) -> None:
     assert not Path(ran.variables["CLINE_PROVIDER_SETTINGS_PATH"]).parent.exists()
 
 
+def test_cline_s_session_runs_in_the_client(tmp_path: Path) -> None:
+    """Cline's daemon would keep another provider, or this run's for the runs after it."""
+    own = {"CLINE_SESSION_BACKEND_MODE": "hub", "CLINE_HUB_DISCOVERY_PATH": str(tmp_path / "hub")}
+    ran = Ran(ClientName.CLINE, tmp_path, **own)
+    assert ran.variables["CLINE_SESSION_BACKEND_MODE"] == "local"
+    discovery = Path(ran.variables["CLINE_HUB_DISCOVERY_PATH"])
+    with pytest.raises(NotADirectoryError):
+        discovery.write_text("a hub")
+
+
 def test_a_settings_file_that_the_client_replaces_stays_in_use(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

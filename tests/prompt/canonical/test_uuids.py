@@ -25,6 +25,8 @@ PATHS = [
     "C:\\Users\\me too\\AppData\\Local\\Temp\\claude\\{}\\scratchpad",
     "~/.cache/agent/tmp/{}/x",
     "/home/me/.agent/{}/scratchpad",
+    "/Users/me/.copilot/session-state/{}",
+    "C:\\Users\\me\\.copilot\\session-state\\{}\\files",
 ]
 AROUND = ["Scratchpad directory: {}", "Use `{}` for files.", "TMPDIR={}\nBe brief.", "({})", "{}."]
 
@@ -59,6 +61,8 @@ def test_two_sessions_render_alike(path, around):
     [
         f"https://example.org/tmp/{OWN}/file",
         f"/home/me/projects/{OWN}/src",
+        f"/home/me/session-state/{OWN}",
+        f"/home/me/.copilot/session-state/x/{OWN}",
         f"The session is {OWN}.",
         f"/tmp/{OWN}x/scratchpad",
         f"/tmp/x{OWN}/scratchpad",
