@@ -3,7 +3,8 @@
 They are looked for on the PATH, and before that in the npm folder that `MLXCACHE_CLIENTS` names:
 
     npm install --prefix FOLDER node@22 @anthropic-ai/claude-code@latest opencode-ai@latest \\
-        @openai/codex@latest @qwen-code/qwen-code@latest @earendil-works/pi-coding-agent@0.87.1
+        @openai/codex@latest @qwen-code/qwen-code@latest @earendil-works/pi-coding-agent@0.87.1 \\
+        @github/copilot@latest
     MLXCACHE_CLIENTS=FOLDER bin/test -m slow -s tests/cli/launch/test_real_clients.py
 """
 
@@ -77,6 +78,7 @@ class Agent:
 _CODEX = ("--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox")
 _QWEN = ("--approval-mode=yolo",)
 _QWEN_SHELL = {"description": "Look at the project", "is_background": False}
+_COPILOT = ("--allow-all-tools",)
 _DESCRIBED = {"description": "Look at the project"}
 
 AGENTS = (
@@ -99,6 +101,7 @@ AGENTS = (
     ),
     Agent("qwen", (*_QWEN, "-i"), None, "run_shell_command", others=_QWEN_SHELL),
     Agent("pi", ("-p",), ("-c", "-p"), "bash"),
+    Agent("copilot", (*_COPILOT, "-p"), (*_COPILOT, "--continue", "-p"), "bash", others=_DESCRIBED),
 )
 
 
@@ -115,7 +118,17 @@ def _path() -> str:
 
 def environment(folder: Path) -> dict[str, str]:
     """No settings of the user's, and an empty home folder in `folder`."""
-    others = ("ANTHROPIC_", "CLAUDE", "CODEX", "OPENAI_", "OPENCODE", "PI_", "QWEN_")
+    others = (
+        "ANTHROPIC_",
+        "CLAUDE",
+        "CLINE_",
+        "CODEX",
+        "COPILOT_",
+        "OPENAI_",
+        "OPENCODE",
+        "PI_",
+        "QWEN_",
+    )
     dropped = (*others, "MLXCACHE_", "XDG_")
     kept = {name: value for name, value in os.environ.items() if not name.startswith(dropped)}
     home = folder / "home"
