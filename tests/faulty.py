@@ -117,8 +117,8 @@ def install(faults: Faults) -> None:
     wrap(saving, "write", disk)
     begin = ModelRuntime.__init__
 
-    def with_faults(core: ModelRuntime, *args: Any) -> None:
-        begin(core, *args)
+    def with_faults(core: ModelRuntime, *args: Any, **kwargs: Any) -> None:
+        begin(core, *args, **kwargs)
         core.scheduler.prefill.model = core.scheduler.lanes.model = _Model(
             core.scheduler.model, faults
         )

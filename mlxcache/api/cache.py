@@ -57,7 +57,7 @@ def routes(deps: Deps) -> list[Route]:
 async def read_figures(deps: Deps, request: Request) -> Response:
     """Return figures of RAM, disk and the prefix tree, and of requests since the server started."""
     # In a thread: the figures of the disk wait for its lock.
-    return json_response(await asyncio.to_thread(deps.engine.figures))
+    return json_response(await asyncio.to_thread(deps.figures))
 
 
 # -- warming ---------------------------------------------------------------------------------

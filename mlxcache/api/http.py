@@ -92,6 +92,10 @@ class Deps:
             return self
         return replace(self, engine=await self.models.of(model))
 
+    def figures(self) -> dict[str, Any]:
+        """Return the body of `GET /v1/cache`. Waits for the disk: call in a worker thread."""
+        return self.engine.figures() if self.models is None else self.models.figures()
+
     def engine_of(self, record: RequestRecord) -> Engine:
         """Return the engine that served a recent request."""
         engines = self.models.engines if self.models is not None else ()

@@ -17,9 +17,15 @@ from mlxcache.config import Settings
 from mlxcache.engine.keep_awake import KeepAwake, Timer
 from mlxcache.engine.metrics import Records, Tally, with_disk
 from mlxcache.engine.requests import LiveRequest, RequestTable, SharedReply, prefill_left_s
-from mlxcache.engine.residency import Resident
+from mlxcache.engine.residency import Newcomer, Resident
 from mlxcache.engine.rounds import Rounds
-from mlxcache.engine.runtime import RECORDED, ModelRuntime, demo_spec, fetch_model
+from mlxcache.engine.runtime import (
+    RECORDED,
+    ModelRuntime,
+    demo_spec,
+    fetch_model,
+    fewest_reserved,
+)
 from mlxcache.engine.stream import Stream
 from mlxcache.engine.task import for_owner
 from mlxcache.errors import BadRequest, Busy, GenerationFailed, MlxcacheError, NotReady
@@ -110,24 +116,51 @@ class Engine:
         """Load the model. Raises ModelError or ConfigError if it cannot be served."""
         self._loop = asyncio.get_running_loop()
         try:
-            spec = await self._loop.run_in_executor(
+            fetched = await self._loop.run_in_executor(
                 self._pool, fetch_model, self.settings, self._on_progress
             )
             self._rounds.start()
-            self._runtime = await self._thread.ask(lambda: self._load(spec))
+            spec = fetched or await self._thread.ask(lambda: demo_spec(self.settings))
+            charged = await self._await_room(spec)
+            self._runtime = await self._thread.ask(lambda: self._load(spec, charged))
         except BaseException:
             self.state = "failed"
             raise
         self.state = "ready"
 
-    def _load(self, spec: load.ModelSpec | None) -> ModelRuntime:
-        """Load the model and make its runtime. Runs on the MLX thread."""
+    async def _await_room(self, spec: load.ModelSpec) -> int:
+        """Wait until there is memory for the weights; return the bytes charged for them.
+
+        Returns 0 at once if no other models share the memory. Raises BadRequest if there can never
+        be enough.
+        """
+        residency = self._rounds.residency
+        if residency.memory is None:
+            return 0
+        size = await self._loop.run_in_executor(self._pool, load.estimate_bytes, spec)
+        newcomer = Newcomer(self.label, size, fewest_reserved(residency.memory.limit - size))
+        self._thread.post(lambda: residency.welcome(newcomer))
+        await asyncio.wrap_future(newcomer.room)
+        return size
+
+    def _load(self, spec: load.ModelSpec, charged: int) -> ModelRuntime:
+        """Load the model and make its runtime. Runs on the MLX thread.
+
+        `charged`: bytes that are charged for its weights already.
+        """
         self._on_progress("loading the weights", None)
-        spec = spec or demo_spec(self.settings)
-        loaded = load.load(spec)
-        runtime = self.make_runtime(loaded)
+        account = self._rounds.residency.account
+        try:
+            loaded = load.load(spec)
+            weights = Weights(loaded, spec)
+            account(self.label, weights.nbytes - charged)
+            charged = weights.nbytes
+            runtime = self.make_runtime(loaded)
+        except BaseException:
+            account(self.label, -charged)
+            raise
         self._rounds.add(runtime.scheduler)
-        self._resident = self._make_resident(runtime, Weights(loaded, spec))
+        self._resident = self._make_resident(runtime, weights)
         self._rounds.residency.add(self._resident)
         return runtime
 
@@ -145,7 +178,14 @@ class Engine:
 
     def make_runtime(self, loaded: load.Loaded) -> ModelRuntime:
         """Make the runtime of a loaded model. Call on the MLX thread."""
-        return ModelRuntime(loaded, self.settings, self._thread, self.submit, self._on_progress)
+        return ModelRuntime(
+            loaded,
+            self.settings,
+            self._thread,
+            self.submit,
+            self._on_progress,
+            shared=self._rounds.residency.memory,
+        )
 
     def _close(self, runtime: ModelRuntime) -> None:
         """End all requests of `runtime` and close it. Runs on the MLX thread."""
@@ -411,7 +451,7 @@ class Engine:
             figures = with_disk(figures, disk.figures())
         return figures | {
             "sessions": runtime.book.count,
-            "pressure": runtime.pressure.figures(),
+            **({"pressure": runtime.pressure.figures()} if runtime.pressure else {}),
             "queue": self._requests.figures(),
         }
 

@@ -6,12 +6,15 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from mlxcache.cache.pressure import Pressure
+from mlxcache.cache.shared_ram import SharedRam
 from mlxcache.config import Settings
 from mlxcache.config.models import ModelEntry, match_model
 from mlxcache.engine.engine import Engine
 from mlxcache.engine.metrics import Records
 from mlxcache.engine.rounds import Rounds
-from mlxcache.errors import NotFound
+from mlxcache.engine.runtime import open_shared_memory, watch_pressure
+from mlxcache.errors import BadRequest, ModelError, NotFound
 from mlxcache.types import RequestRecord
 
 
@@ -32,13 +35,15 @@ class Models:
     ):
         self.settings = settings
         self.entries: Sequence[ModelEntry] = settings.entries
-        rounds, records = Rounds(), Records(on_request)
+        self._rounds, records = Rounds(), Records(on_request)
+        self._memory: SharedRam | None = None
+        self._pressure: Pressure | None = None
         self.engines = [
             Engine(
                 settings.for_model(entry) if len(self.entries) > 1 else settings,
                 on_progress,
                 stall_s=stall_s,
-                rounds=rounds,
+                rounds=self._rounds,
                 records=records,
             )
             for entry in self.entries
@@ -52,10 +57,28 @@ class Models:
 
     async def start(self) -> None:
         """Load the default model. Raises ModelError or ConfigError if it cannot be served."""
-        await self.default.start()
+        if len(self.engines) > 1:
+            self._rounds.start()
+            self._memory = await self._rounds.thread.ask(self._share)
+        try:
+            await self.default.start()
+        except BadRequest as error:  # of a client for any other model
+            raise ModelError(str(error)) from error
+        if (memory := self._memory) is not None:
+            thread = self._rounds.thread
+            self._pressure = await thread.ask(lambda: watch_pressure(memory, thread, 0))
+
+    def _share(self) -> SharedRam:
+        """Open the memory that the models share. Runs on the MLX thread."""
+        residency = self._rounds.residency
+        memory = open_shared_memory(self.settings, residency.free_idle)
+        residency.share(memory)
+        return memory
 
     async def stop(self, seconds: float = 8.0) -> None:
         """End all requests and the MLX thread, waiting at most `seconds`."""
+        if self._pressure is not None:
+            self._pressure.stop()
         for task in self._opening.values():
             task.cancel()
         await asyncio.gather(*(engine.stop(seconds) for engine in self.engines))
@@ -91,6 +114,29 @@ class Models:
                 return engine
         known = ", ".join(entry.label for entry in self.entries)
         raise NotFound(f"There is no model {name!r}; the models are {known}.")
+
+    def figures(self) -> dict[str, Any]:
+        """Return the response body of `GET /v1/cache`: figures of the default model, and of all.
+
+        `models` is as in `describe`. `memory` is the budget of all models, in bytes: `used_bytes`,
+        `limit_bytes`, `high_water_bytes`, and `kinds` for what no model alone takes.
+        """
+        figures, memory = self.default.figures(), self._memory
+        if not figures or memory is None:
+            return figures
+        budget = memory.budget
+        more: dict[str, Any] = {
+            "models": self.describe(),
+            "memory": {
+                "used_bytes": budget.used,
+                "limit_bytes": budget.limit,
+                "high_water_bytes": budget.high_water,
+                "kinds": budget.by_kind(),
+            },
+        }
+        if self._pressure is not None:
+            more["pressure"] = self._pressure.figures()
+        return figures | more
 
     def describe(self) -> list[dict[str, Any]]:
         """Return the state of each model, as `GET /v1/models` shows it in `mlxcache`.

@@ -9,14 +9,16 @@ import gc
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
-from typing import Literal, Protocol
+from concurrent.futures import Future
+from typing import Literal
 
 import mlx.core as mx
 
 from mlxcache.cache.kv_cache import KVCache
+from mlxcache.cache.shared_ram import SharedRam
 from mlxcache.config import format_size
 from mlxcache.engine.scheduler import Scheduler
-from mlxcache.errors import MlxcacheError, ModelError
+from mlxcache.errors import BadRequest, MlxcacheError, ModelError
 from mlxcache.model.resident_weights import Weights
 
 log = logging.getLogger("mlxcache.engine")
@@ -30,23 +32,27 @@ So a server whose models take turns spends at most a fifth of its time on readin
 MIN_STAY_S = 1.0
 """Least seconds for which a busy model keeps its memory."""
 
+PENDING = "pending"
+"""The budget's kind of bytes for copies that wait to be written to disk."""
+
 State = Literal["loaded", "loading", "unloaded"]
 Cause = Literal["idle", "memory", "asked"]
 """Why a model was unloaded: idle for too long, another one needed the memory, a client asked."""
 
 
-class SharedMemory(Protocol):
-    """Memory of all models together, as `Residency` uses it. Sizes are in bytes."""
+class Newcomer:
+    """A model that was never loaded and needs memory for it. MLX thread only, except `room`.
 
-    @property
-    def limit(self) -> int: ...
+    `nbytes`: estimated bytes of its weights. `reserved`: estimated bytes that are set aside for it
+    besides. `room` is done once the memory for the weights is charged, or has the error that
+    prevents it.
+    """
 
-    @property
-    def free(self) -> int: ...
-
-    def charge(self, kind: str, n: int) -> None: ...
-
-    def make_room(self, size: int) -> bool: ...
+    def __init__(self, name: str, nbytes: int, reserved: int):
+        self.name, self.nbytes = name, nbytes
+        self.size = nbytes + reserved
+        self.room: Future[None] = Future()
+        self.wanted_at = 0.0
 
 
 class Resident:
@@ -77,6 +83,7 @@ class Resident:
         self.loaded_at = self.used_at = 0.0
         self.wanted_at: float | None = None
         self._reserved = dict(reserved)
+        self._held = set(reserved)
         self._reading: Iterator[int] | None = None
         self._began_at = 0.0
 
@@ -126,6 +133,8 @@ class Resident:
         """Update since when the model is wanted or unused. `now`: seconds of a monotonic clock."""
         if not self.scheduler.idle:
             self.used_at = now
+        if self.state == "unloaded" and not self.kv.writing:
+            self._release(*self._held)
         if not self.wanted:
             self.wanted_at = None
         elif self.wanted_at is None:
@@ -133,8 +142,9 @@ class Resident:
 
     def begin(self, now: float) -> None:
         """Begin to read the weights; the memory for them is charged already."""
-        for kind, size in self._reserved.items():
-            self.kv.budget.charge(kind, size)
+        for kind in self._reserved.keys() - self._held:
+            self.kv.budget.charge(kind, self._reserved[kind])
+        self._held = set(self._reserved)
         self._reading = self.weights.read()
         self._began_at = now
 
@@ -169,7 +179,7 @@ class Resident:
     def give_up(self) -> None:
         """Release what `begin` has charged, because the weights could not be read."""
         self._reading, self.asked = None, False
-        self._release()
+        self._release(*self._held)
 
     def drop(self, cause: Cause) -> None:
         """Drop the weights. Idle KV stays in memory until something else needs the space."""
@@ -179,13 +189,14 @@ class Resident:
         self.draining = False
         self.cause = cause
         self.unloads += 1
-        self._release()
+        self._release(*self._held - {PENDING})  # copies may be on their way to disk
         gc.collect()  # modules refer to each other in circles
         mx.clear_cache()
 
-    def _release(self) -> None:
-        for kind, size in self._reserved.items():
-            self.kv.budget.release(kind, size)
+    def _release(self, *kinds: str) -> None:
+        for kind in kinds:
+            self.kv.budget.release(kind, self._reserved[kind])
+        self._held -= set(kinds)
 
     def clear(self) -> None:
         """Release the KV of an unloaded model that is on disk."""
@@ -201,18 +212,34 @@ class Residency:
     """
 
     def __init__(
-        self, memory: SharedMemory | None = None, clock: Callable[[], float] = time.monotonic
+        self, memory: SharedRam | None = None, clock: Callable[[], float] = time.monotonic
     ):
         self.residents: list[Resident] = []
-        self._memory = memory
+        self._newcomers: list[Newcomer] = []
+        self.memory = memory
         self._clock = clock
         self._loading: Resident | None = None
         self._stepped = False
+
+    def share(self, memory: SharedRam) -> None:
+        """Let all models share `memory`. Call before the first model is added."""
+        self.memory = memory
 
     def add(self, resident: Resident) -> None:
         """Take over a model that is loaded, with its memory charged."""
         resident.note_loaded(self._clock())
         self.residents.append(resident)
+
+    def welcome(self, newcomer: Newcomer) -> None:
+        """Make room for a model that is loaded for the first time, as soon as that is possible."""
+        newcomer.wanted_at = self._clock()
+        self._newcomers.append(newcomer)
+        self._stepped = True
+
+    def account(self, name: str, nbytes: int) -> None:
+        """Charge `nbytes` more bytes of weights to the model `name`; fewer if negative."""
+        if self.memory is not None:
+            self.memory.charge(_kind(name), nbytes)
 
     def remove(self, scheduler: Scheduler) -> None:
         """Forget the model of `scheduler`."""
@@ -227,7 +254,7 @@ class Residency:
         """True if `step` has more to do at once."""
         wanted = [one for one in self.residents if one.wanted]
         new = self._stepped or any(one.wanted_at is None for one in wanted)
-        return self._loading is not None or (new and bool(wanted))
+        return self._loading is not None or (new and bool(wanted or self._newcomers))
 
     def note_step(self) -> None:
         """Note that a scheduler was stepped, after which its model may be idle."""
@@ -241,7 +268,7 @@ class Residency:
             for one in self.residents
             if _counts_down(one)
         ]
-        if any(one.wanted_at is not None for one in self.residents):
+        if self._newcomers or any(one.wanted_at is not None for one in self.residents):
             stays = [one.loaded_at + one.stay_s for one in self.residents if one.weights.resident]
             waits += [end - now for end in stays if end > now]
         return min(waits, default=None)
@@ -276,17 +303,24 @@ class Residency:
         If busy models hold the memory, those that have had it for long enough are not given new
         requests until it could be passed on.
         """
-        wanted = [one for one in self.residents if one.wanted_at is not None]
+        wanted: list[Resident | Newcomer] = [
+            *(one for one in self.residents if one.wanted_at is not None),
+            *self._newcomers,
+        ]
         if not wanted:
             self._reopen()
             return None
         first = min(wanted, key=lambda one: one.wanted_at or 0.0)
-        if self._memory is not None and not self._make_room(first, self._memory, now):
+        if self.memory is not None and not self._make_room(first, self.memory, now):
+            return None
+        self._reopen()
+        if isinstance(first, Newcomer):
+            self.account(first.name, first.nbytes)
+            self._newcomers.remove(first)
+            first.room.set_result(None)
             return None
         log.info("%s: loading the weights, %s", first.name, format_size(first.weights.nbytes))
-        if self._memory is not None:
-            self._memory.charge(_kind(first), first.weights.nbytes)
-        self._reopen()
+        self.account(first.name, first.weights.nbytes)
         first.begin(now)
         return first
 
@@ -294,17 +328,22 @@ class Residency:
         for one in self.residents:
             one.drain(on=False)
 
-    def _make_room(self, wanted: Resident, memory: SharedMemory, now: float) -> bool:
+    def _make_room(self, wanted: Resident | Newcomer, memory: SharedRam, now: float) -> bool:
         size, others = wanted.size, [one for one in self.residents if one is not wanted]
         kept = sum(one.size for one in others if one.keep)
         if size > memory.limit - kept:
-            self._refuse(
-                wanted,
-                ModelError(
-                    f"{wanted.name} needs {format_size(size)}, and --ram leaves "
-                    f"{format_size(max(0, memory.limit - kept))} for it."
-                ),
+            left = format_size(max(0, memory.limit - kept))
+            beside = " beside the models that are always kept" if kept else ""
+            error = BadRequest(
+                f"The model {wanted.name} needs {format_size(size)}, and --ram leaves {left} for "
+                f"it{beside}: start the server with a larger --ram.",
+                param="model",
             )
+            if isinstance(wanted, Newcomer):
+                self._newcomers.remove(wanted)
+                wanted.room.set_exception(error)
+            else:
+                self._refuse(wanted, error)
             return False
         if self._could_free(others, memory) >= size and memory.make_room(size):
             return True
@@ -313,7 +352,7 @@ class Residency:
                 one.drain(on=True)
         return False
 
-    def _could_free(self, others: list[Resident], memory: SharedMemory) -> int:
+    def _could_free(self, others: list[Resident], memory: SharedRam) -> int:
         """Return the bytes that would be free without idle KV and without other idle models."""
         idle = sum(one.kv.ram.idle_bytes for one in self.residents)
         models = sum(one.size for one in others if one.idle and not one.keep)
@@ -324,7 +363,7 @@ class Residency:
             one.read_on(self._clock)
         except ModelError as error:
             one.give_up()
-            self._uncharge(one)
+            self.account(one.name, -one.weights.nbytes)
             self._loading = None
             log.error("%s: cannot be loaded: %s", one.name, error)
             self._refuse(one, error)
@@ -372,15 +411,11 @@ class Residency:
             words.get(cause, f"idle for {one.idle_s or 0:g} s"),
         )
         one.drop(cause)
-        self._uncharge(one)
-
-    def _uncharge(self, one: Resident) -> None:
-        if self._memory is not None:
-            self._memory.charge(_kind(one), -one.weights.nbytes)
+        self.account(one.name, -one.weights.nbytes)
 
 
-def _kind(one: Resident) -> str:
-    return f"weights:{one.name}"
+def _kind(name: str) -> str:
+    return f"weights:{name}"
 
 
 def _counts_down(one: Resident) -> bool:

@@ -17,6 +17,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlxcache.cache.capacity import (
+    MOST_PENDING,
     copy_bytes,
     pending_bytes,
     pool_bytes,
@@ -24,7 +25,8 @@ from mlxcache.cache.capacity import (
     warnings,
 )
 from mlxcache.cache.kv_cache import KVCache
-from mlxcache.cache.pressure import Pressure
+from mlxcache.cache.pressure import Pressure, Withholding
+from mlxcache.cache.shared_ram import SharedRam
 from mlxcache.config import (
     Settings,
     disk_limit,
@@ -68,7 +70,7 @@ from mlxcache.store.reply_rows import ReplyRow
 from mlxcache.store.session_rows import Gain, SessionFigures
 from mlxcache.store.sessions import Sessions
 from mlxcache.store.store import Store
-from mlxcache.tree.budget import Budget
+from mlxcache.tree.budget import Budget, SharedBudget
 from mlxcache.tree.eviction import Worth
 from mlxcache.types import WARMING, Job, ModelInfo, Prompt, TokenLogprob
 
@@ -82,7 +84,7 @@ IMAGES_PART = 8
 
 _MOST_MEGABYTES = 1 << 20
 
-RESERVED = ("pool", "transient", "images")
+RESERVED = ("pool", "transient", "pending", "images")
 """Kinds of the budget that are reserved for a loaded model, whatever is cached."""
 
 RECORDED = ("done", "cancelled")
@@ -176,36 +178,77 @@ class MemoryPlan:
     pending: int
 
 
-def plan_memory(loaded: Loaded, layout: Layout, settings: Settings) -> MemoryPlan:
+def plan_memory(
+    loaded: Loaded, layout: Layout, settings: Settings, shared: SharedRam | None = None
+) -> MemoryPlan:
     """Set aside memory for MLX's pool, forward passes, and copies to write to disk.
+
+    `shared`: the memory of several models, which includes the weights and already holds MLX's pool.
 
     Measures forward passes for this. Raises ModelError if `--ram` is too small. MLX thread only.
     """
-    info = loaded.info
-    machine, working_set = machine_bytes(), device.working_set_bytes()
-    whole = memory_for(machine, working_set)
-    limit = ram_limit(
-        settings.ram,
-        machine_bytes=machine,
-        working_set_bytes=working_set,
-        weights_bytes=info.weights_bytes,
-    )
-    if settings.ram == "auto":
-        why = explain_auto(whole, info.weights_bytes, metal=working_set is not None)
-        log.info("--ram auto is %s: %s", format_size(limit), why)
-    device.prepare(pool_bytes(limit))
+    weights = loaded.info.weights_bytes
+    whole = memory_for(machine_bytes(), device.working_set_bytes())
+    if shared is None:
+        limit = read_ram_limit(settings, weights)
+        device.prepare(pool_bytes(limit))
+    else:
+        pool = shared.budget.by_kind().get("pool", 0)
+        limit = max(0, shared.limit - pool - weights)
+        shared.make_room(limit // 8)  # for the passes that are measured
     kind, most = device.kind(), settings.prefill_chunk
     measured = cost.measure(loaded.model, layout, limit // 8, kind=kind, most=most)
     if loaded.draft is not None:  # a pass computes the logits of each drafted token too
         measured = measured.for_drafts(settings.num_draft_tokens)
-    budget = Budget(limit)
     kinds = _divide(limit, loaded, layout, measured, settings)
+    if shared is None:
+        budget = Budget(limit)
+    else:
+        kinds["pool"] = 0
+        budget = Budget(limit, shared.budget)
+        shared.make_room(sum(kinds.values()))
     if not all(budget.reserve(kind, size) for kind, size in kinds.items()):
         raise ModelError(
             f"--ram {settings.ram} is too small to run this model: set at least "
             f"{_least_ram(loaded, layout, measured, settings)}"
         )
     return MemoryPlan(budget, measured, whole, kinds["transient"], kinds["pending"])
+
+
+def read_ram_limit(settings: Settings, weights: int) -> int:
+    """Return the bytes that the setting `ram` allows besides `weights` bytes of weights."""
+    machine, working_set = machine_bytes(), device.working_set_bytes()
+    limit = ram_limit(
+        settings.ram,
+        machine_bytes=machine,
+        working_set_bytes=working_set,
+        weights_bytes=weights,
+    )
+    if settings.ram == "auto":
+        whole = memory_for(machine, working_set)
+        why = explain_auto(whole, weights, metal=working_set is not None)
+        log.info("--ram auto is %s: %s", format_size(limit), why)
+    return limit
+
+
+def open_shared_memory(settings: Settings, free_idle: Callable[[int], bool]) -> SharedRam:
+    """Return the memory that several models share, with MLX's pool set aside. MLX thread only.
+
+    `free_idle`: see `SharedRam`.
+    """
+    limit = read_ram_limit(settings, 0)
+    budget = SharedBudget(limit)
+    budget.charge("pool", pool_bytes(limit))
+    device.prepare(pool_bytes(limit))
+    return SharedRam(budget, free_idle)
+
+
+def fewest_reserved(limit: int) -> int:
+    """Return the least bytes that are set aside for a model with a budget of `limit` bytes.
+
+    These are for forward passes and for writes to disk; the model itself need not be known.
+    """
+    return transient_bytes(limit) + min(limit // 16, MOST_PENDING) if limit > 0 else 0
 
 
 def _divide(
@@ -314,13 +357,26 @@ def open_images(loaded: Loaded, plan: MemoryPlan, settings: Settings) -> images.
     return images.Images(vision, found, largest)
 
 
+def watch_pressure(ram: Withholding, thread: MlxThread, weights: int) -> Pressure:
+    """Watch the machine's memory from now on. MLX thread only.
+
+    `ram`: whose budget is withheld under pressure. `weights`: bytes of weights beside that budget.
+    """
+    held = mx.get_active_memory() + mx.get_cache_memory()
+    base = max(0, read_footprint() - held)
+    pressure = Pressure(ram, thread.post, base=base, weights=weights)
+    pressure.start()
+    return pressure
+
+
 class ModelRuntime:
     """A loaded model with its cache, scheduler, sessions and prompt builders.
 
     Make it on the MLX thread. `submit`: `Engine.submit`. `on_progress(what, share)` reports what is
-    being opened. `info.context_length` is reduced to the tokens that the budget has memory for.
-    Raises ModelError if `--ram` is too small, and StoreError if the table of sessions cannot be
-    opened.
+    being opened. `shared`: memory of several models, which already holds the weights of this one.
+    `info.context_length` is reduced to the tokens that the budget has memory for. `pressure` is
+    None with `shared`, whose owner watches it. Raises ModelError if `--ram` is too small, and
+    StoreError if the table of sessions cannot be opened.
     """
 
     def __init__(
@@ -330,6 +386,8 @@ class ModelRuntime:
         thread: MlxThread,
         submit: Submit,
         on_progress: Callable[[str, float | None], None] = lambda what, share: None,
+        *,
+        shared: SharedRam | None = None,
     ):
         self.loaded = loaded
         self.settings = settings
@@ -338,7 +396,8 @@ class ModelRuntime:
             log.warning(
                 "caching disabled, the model is served without it: cache class %s is unknown", name
             )
-        self._plan = plan = plan_memory(loaded, self.layout, settings)
+        self._shared = shared
+        self._plan = plan = plan_memory(loaded, self.layout, settings, shared)
         self.cost = plan.cost
         self.images = open_images(loaded, plan, settings)
         context = self._max_context()
@@ -385,14 +444,9 @@ class ModelRuntime:
             self.builders.of,
             lambda prompt, before: thread.post(lambda: idle.add(prompt, before)),
         )
-        held = mx.get_active_memory() + mx.get_cache_memory()
-        self.pressure = Pressure(
-            self.kv.ram,
-            thread.post,
-            base=max(0, read_footprint() - held),
-            weights=loaded.info.weights_bytes,
-        )
-        self.pressure.start()
+        self.pressure: Pressure | None = None
+        if shared is None:
+            self.pressure = watch_pressure(self.kv.ram, thread, loaded.info.weights_bytes)
         self.figures.publish()
 
     # -- making ------------------------------------------------------------------------------------
@@ -417,6 +471,7 @@ class ModelRuntime:
             worth=worth,
             device_buffers=device.buffer_limit(),
             copy_bytes=copy_bytes(plan.transient, device.kind()),
+            shared=self._shared,
         )
 
     def _make_builder(self, context: int, replies: Replies) -> PromptBuilder:
@@ -500,7 +555,7 @@ class ModelRuntime:
 
         Call while nothing is cached.
         """
-        free, transient = self._plan.budget.free, self._plan.transient
+        free, transient = self._plan.budget.own_free, self._plan.transient
         return _has_room(tokens, self.layout, self.cost, free=free, transient=transient)
 
     @property
@@ -626,7 +681,8 @@ class ModelRuntime:
                 log.exception("shutdown step failed")
 
     def _close_cache(self) -> None:
-        self.pressure.stop()
+        if self.pressure is not None:
+            self.pressure.stop()
         left = self.kv.close(FLUSH_S)
         if left:
             log.warning(

@@ -136,6 +136,20 @@ def _with_draft(loaded: Loaded, spec: ModelSpec, name: str) -> Loaded:
     return replace(loaded, model=make_pair(loaded.model, draft.model), info=info, draft=draft.path)
 
 
+def estimate_bytes(spec: ModelSpec) -> int:
+    """Return the bytes of the files with weights that `spec` names, which must be on this machine.
+
+    May be called on any thread. Raises ModelError if a folder cannot be found.
+    """
+    folders = [resolve(spec.model, spec.revision)]
+    if spec.draft is not None:
+        folders.append(resolve(spec.draft))
+    files = [file for folder in folders for file in folder.glob("model*.safetensors")]
+    if spec.adapter is not None:
+        files += Path(spec.adapter).expanduser().glob("adapters.safetensors")
+    return sum(file.stat().st_size for file in files)
+
+
 def load_again(loaded: Loaded, spec: ModelSpec) -> nn.Module:
     """Return a new model like `loaded.model`, each weight of which is read when it is first used.
 

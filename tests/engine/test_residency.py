@@ -11,7 +11,7 @@ import pytest
 from mlxcache.engine.residency import Residency, Resident
 from mlxcache.engine.rounds import Rounds
 from mlxcache.engine.task import Task
-from mlxcache.errors import ModelError
+from mlxcache.errors import BadRequest, ModelError
 from mlxcache.model.load import ModelSpec
 from mlxcache.model.resident_weights import Weights
 from mlxcache.types import Finished
@@ -64,7 +64,7 @@ class House:
     def __init__(self, memory: Memory | None = None, **idle_s: float):
         self.clock = Clock()
         self.memory = memory
-        self.residency = Residency(memory, self.clock)
+        self.residency = Residency(memory, self.clock)  # type: ignore[arg-type]
         if memory is not None:
             memory.residency = self.residency
         self.rounds = Rounds(self.residency, self.clock)
@@ -223,8 +223,8 @@ class TestMemory:
         task = b.put(ids(1), tokens=4)
         house.run(task)
         error = last_of(task)
-        assert isinstance(error, ModelError)
-        assert "b needs" in str(error)
+        assert isinstance(error, BadRequest)
+        assert "The model b needs" in str(error)
         assert states(house) == {"b": "unloaded", "a": "loaded"}
 
     def test_weights_that_cannot_be_read_fail_the_requests_that_wait(

@@ -1,0 +1,116 @@
+"""Several models on one server: chosen by name, one budget, warm after each switch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.conftest import ToyMaker
+from tests.served import served
+from tests.server.api import CHAT, MESSAGES, Api, until, user, words
+
+NEW = 64
+
+
+@pytest.fixture(scope="module")
+def models(toy: ToyMaker) -> dict[str, Path]:
+    return {"large": toy("llama"), "small": toy("qwen3_5")}
+
+
+@pytest.fixture(scope="module")
+def config(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    file = tmp_path_factory.mktemp("config") / "config.toml"
+    tables = [f'[models.{name}]\npath = "{path}"\n' for name, path in models.items()]
+    file.write_text('[route]\n"claude-haiku-*" = "small"\n\n' + "\n".join(tables))
+    return file
+
+
+@pytest.fixture(scope="module")
+def api(config: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Api]:
+    home = tmp_path_factory.mktemp("home")
+    with served("--config", str(config), "--ram", "400MB", home=home) as server:
+        yield Api(server)
+
+
+def states(api: Api) -> dict[str, str]:
+    return {one["id"]: one["state"] for one in api.http.get("/v1/models").json()["data"]}
+
+
+def ask(api: Api, model: str, messages: list[Any], **more: Any) -> Any:
+    body = {"model": model, "messages": messages, "max_tokens": 8, "temperature": 0, **more}
+    response = api.http.post(CHAT, json=body)
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+def newest(api: Api) -> dict[str, Any]:
+    found: dict[str, Any] = api.http.get("/v1/requests?limit=1").json()["data"][0]
+    return found
+
+
+def test_a_request_gets_the_model_that_it_names(api: Api) -> None:
+    for name, label in (
+        ("large", "large"),
+        ("SMALL", "small"),
+        ("claude-haiku-9", "small"),
+        ("gpt-17", "large"),
+    ):
+        ask(api, name, [user(words(1, 20))])
+        assert newest(api)["model"] == label, name
+    body = {"model": "claude-haiku-4-5", "max_tokens": 4, "messages": [user("Hello.")]}
+    assert api.http.post(MESSAGES, json=body).status_code == 200
+    assert newest(api)["model"] == "small"
+    assert states(api) == {"large": "loaded", "small": "loaded"}
+    figures = api.http.get("/v1/cache").json()
+    assert [one["label"] for one in figures["models"]] == ["large", "small"]
+    assert figures["memory"]["used_bytes"] <= figures["memory"]["limit_bytes"] == 400_000_000
+
+
+def test_models_are_unloaded_and_loaded_on_request(api: Api) -> None:
+    said = ask(api, "small", talk := [user(words(2, 300))])["choices"][0]["message"]
+    found = api.http.post("/v1/models/small/unload").json()
+    assert (found["id"], found["state"], found["unloaded_for"]) == ("small", "unloaded", "asked")
+    assert states(api)["large"] == "loaded"
+    ask(api, "small", [*talk, said, user("Go on.")])
+    record = newest(api)
+    assert record["cached_tokens"] > 250
+    assert record["fed_tokens"] <= NEW
+    api.http.post("/v1/models/small/unload")
+    assert api.http.post("/v1/models/small/load").status_code == 200
+    until(lambda: states(api)["small"] == "loaded", 10, lambda: str(states(api)))
+    assert api.http.post("/v1/models/nobody/load").status_code == 404
+
+
+@pytest.fixture(scope="module")
+def one_fits(config: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Api]:
+    home = tmp_path_factory.mktemp("one")
+    with served("--config", str(config), "--ram", "62MB", home=home) as server:
+        yield Api(server)
+
+
+class TestOneAtATime:
+    """A budget that holds one of two models with its KV."""
+
+    def test_twenty_switches_feed_only_what_is_new(self, one_fits: Api) -> None:
+        api = one_fits
+        talks: dict[str, list[Any]] = {"large": [user(words(3, 600))]}
+        talks["small"] = [user(words(4, 600))]
+        before: dict[str, int] = {}
+        for turn in range(10):
+            for name, talk in talks.items():
+                reply = ask(api, name, talk)
+                record = newest(api)
+                assert record["model"] == name
+                if turn:
+                    new = record["prompt_tokens"] - before[name]
+                    assert record["fed_tokens"] <= new + NEW, (turn, name, record)
+                    assert record["lost"] is None
+                before[name] = record["prompt_tokens"] + record["generated_tokens"]
+                talk += [reply["choices"][0]["message"], user(words(100 + turn, 20))]
+                memory = api.http.get("/v1/cache").json()["memory"]
+                assert memory["high_water_bytes"] <= memory["limit_bytes"]
+        loads = {one["label"]: one["loads"] for one in api.http.get("/v1/cache").json()["models"]}
+        assert sum(loads.values()) >= 18, loads
