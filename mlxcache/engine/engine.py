@@ -120,9 +120,11 @@ class Engine:
                 self._pool, fetch_model, self.settings, self._on_progress
             )
             self._rounds.start()
-            spec = fetched or await self._thread.ask(lambda: demo_spec(self.settings))
-            charged = await self._await_room(spec)
-            self._runtime = await self._thread.ask(lambda: self._load(spec, charged))
+            if (spec := fetched) is None:
+                spec = await self._thread.ask(lambda: demo_spec(self.settings))
+            wanted = spec
+            charged = await self._await_room(wanted)
+            self._runtime = await self._thread.ask(lambda: self._load(wanted, charged))
         except BaseException:
             self.state = "failed"
             raise

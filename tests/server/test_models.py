@@ -17,7 +17,11 @@ NEW = 64
 
 @pytest.fixture(scope="module")
 def models(toy: ToyMaker) -> dict[str, Path]:
-    return {"large": toy("llama"), "small": toy("qwen3_5")}
+    # most of each is its weights, so that a budget can be too small for both
+    return {
+        "large": toy("llama", intermediate=10_000),
+        "small": toy("qwen3_5", intermediate=8_000),
+    }
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +91,7 @@ def test_models_are_unloaded_and_loaded_on_request(api: Api) -> None:
 @pytest.fixture(scope="module")
 def one_fits(config: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Api]:
     home = tmp_path_factory.mktemp("one")
-    with served("--config", str(config), "--ram", "62MB", home=home) as server:
+    with served("--config", str(config), "--ram", "70MB", home=home) as server:
         yield Api(server)
 
 
