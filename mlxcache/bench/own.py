@@ -24,10 +24,10 @@ class OwnTime:
     process: subprocess.Popen[str]
 
     def ask(self, prefix: int, fed: int) -> tuple[float, float]:
-        """Measure the forward pass of mlx-lm over `fed` new tokens after `prefix` cached ones.
+        """Measure the time to the next token for `fed` new tokens after `prefix` cached ones.
 
-        Returns the time of the whole pass in seconds, and the KV bytes per token. Raises NoOwnTime
-        if mlx-lm fails or its process ended.
+        Returns that time in seconds, and the KV bytes per token. Raises NoOwnTime if mlx-lm fails
+        or its process ended.
         """
         answer = self._answer(prefix=prefix, fed=fed)
         return answer["seconds"], answer["kv_bytes_per_token"]
