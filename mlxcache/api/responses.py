@@ -220,7 +220,8 @@ async def _start(deps: Deps, request: Request, asked: Asked) -> Reply:
     id = get_request_id(request).replace("req_", PREFIX)
     began = time.perf_counter()
     if body.truncation == "auto":
-        chat = await _truncate(deps, chat, info.context_length - (max_tokens or 0))
+        reply = min(max_tokens or 1, info.context_length // 2)
+        chat = await _truncate(deps, chat, info.context_length - reply)
     prompt = await deps.engine.render(chat, session=session, stop=stop)
     job = Job(
         id=get_request_id(request),
@@ -305,7 +306,7 @@ async def _end(deps: Deps, reply: Reply) -> None:
     stored = StoredResponse(
         id=reply.id,
         owner=reply.owner,
-        previous=response["previous_response_id"],
+        previous=response["previous_response_id"] or None,  # "" continues none
         created_at=time.time(),
         body=msgspec.json.encode(response),
         items=msgspec.json.encode(reply.items),
@@ -448,17 +449,24 @@ async def list_input_items(deps: Deps, request: Request) -> Response:
 
 
 def _input_items(chain: Sequence[StoredResponse]) -> list[RawItem]:
-    """Return the input items of the last response of `chain`, each with an id.
+    """Return the input items of the last response of `chain`, each with an id of its own.
 
-    They include the inputs and outputs of the earlier responses.
+    They include the inputs and outputs of the earlier responses. An id that is not a text, or that
+    an earlier item has, is replaced: `after` must name one item.
     """
     found: list[RawItem] = []
+    seen = set[str]()
     for i, response in enumerate(chain):
-        for j, item in enumerate(msgspec.json.decode(response.items)):
-            own = response.id.removeprefix(PREFIX)
-            found.append({"id": f"item_{own}_{j}", **_with_parts(item)})
+        items = [_with_parts(item) for item in msgspec.json.decode(response.items)]
         if i < len(chain) - 1:
-            found += msgspec.json.decode(response.body)["output"]
+            items += msgspec.json.decode(response.body)["output"]
+        own = response.id.removeprefix(PREFIX)
+        for j, item in enumerate(items):
+            id = item.get("id")
+            if not isinstance(id, str) or not id or id in seen:
+                id = f"item_{own}_{j}"
+            seen.add(id)
+            found.append({**item, "id": id})
     return found
 
 

@@ -1,7 +1,8 @@
 """Conversion of the grammars of custom tools to regular expressions.
 
 In most syntaxes of calls, a tool's text is a JSON string, for which a schema can require a regular
-expression. A Lark grammar is therefore accepted if no rule refers to itself.
+expression. A Lark grammar is therefore accepted if a regular expression can describe its texts: a
+rule may refer to itself only at the beginning or the end of an alternative, which is a repetition.
 
 Sources: https://platform.openai.com/docs/guides/function-calling#context-free-grammars and
 https://lark-parser.readthedocs.io/en/stable/grammar.html.
@@ -11,8 +12,9 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 
 from mlxcache.errors import BadRequest, Unsupported
 
@@ -78,8 +80,8 @@ def pattern_of_lark(definition: str, where: str) -> str:
     `where` is the definition's place in the body, for errors.
 
     Raises:
-        Unsupported: a rule refers to itself, or the grammar uses templates, `%ignore`, look-around,
-            the flag `x`, or imports from libraries other than `common`.
+        Unsupported: a rule refers to itself and is no repetition, or the grammar uses templates,
+            `%ignore`, look-around, the flag `x`, or imports from libraries other than `common`.
         BadRequest: the text is not a Lark grammar, a rule is missing, or it is too large.
     """
     _check_length(definition, where)
@@ -152,8 +154,8 @@ class _Parser:
         self._at += found
         return found
 
-    def rules(self) -> dict[str, str]:
-        found = dict[str, str]()
+    def rules(self) -> dict[str, list[str]]:
+        found = dict[str, list[str]]()
         while (token := self._take()) is not _END:
             if token.kind == "line":
                 continue
@@ -166,19 +168,23 @@ class _Parser:
                 raise self._wrong(f"{token.text[:40]!r} where a rule should begin")
         return found
 
-    def _directive(self, name: str, found: dict[str, str]) -> None:
-        line: list[str] = []
+    def _directive(self, name: str, found: dict[str, list[str]]) -> None:
+        line = ""
         while self._peek().kind not in ("line", "end"):
-            line.append(self._take().text)
+            line += self._take().text
         if name != "%import":
             raise self._unsupported(f"the grammar has {name}")
-        library, _, rest = "".join(line).partition(".")
-        source, _, alias = rest.partition("->")
-        if library != "common" or source not in _COMMON:
-            raise self._unsupported(f"the grammar imports {''.join(line)[:80]!r}")
-        found[alias or source] = _COMMON[source]
+        if several := re.fullmatch(r"common\((\w+(?:,\w+)*)\)", line):
+            imported = {source: source for source in several[1].split(",")}
+        else:
+            source, _, alias = line.removeprefix("common.").partition("->")
+            imported = {alias or source: source}
+        for alias, source in imported.items():
+            if not line.startswith("common") or source not in _COMMON:
+                raise self._unsupported(f"the grammar imports {line[:80]!r}")
+            found[alias] = [_COMMON[source]]
 
-    def _definition(self, name: str) -> str:
+    def _definition(self, name: str) -> list[str]:
         if self._skip("."):
             self._skip("-")
             self._take()
@@ -186,16 +192,16 @@ class _Parser:
             raise self._unsupported(f"the rule {name!r} is a template")
         if not self._skip(":"):
             raise self._wrong(f"no ':' after the name {name[:40]!r}")
-        body = self._alternatives(top=True)
+        choices = self._choices(top=True)
         if self._peek().kind not in ("line", "end"):
             raise self._wrong(f"{self._peek().text[:40]!r} in the rule {name[:40]!r}")
-        return body
+        return choices
 
-    def _alternatives(self, *, top: bool) -> str:
+    def _choices(self, *, top: bool) -> list[str]:
         choices = [self._sequence(top=top)]
         while self._next_alternative(top=top):
             choices.append(self._sequence(top=top))
-        return choices[0] if len(choices) == 1 else f"(?:{'|'.join(choices)})"
+        return choices
 
     def _next_alternative(self, *, top: bool) -> bool:
         """Advance past the `|` of a rule's next alternative, which may be on a later line.
@@ -234,7 +240,7 @@ class _Parser:
                 return self._regex(token.text)
             case "name":
                 return f"\0{token.text.lstrip('!?')}\0"
-        inner = self._alternatives(top=False)
+        inner = _one_of(self._choices(top=False))
         closing = ")" if token.text == "(" else "]"
         if not self._skip(closing):
             raise self._wrong(f"no {closing!r} before {self._peek().text[:40]!r}")
@@ -242,8 +248,10 @@ class _Parser:
 
     def _string(self, text: str) -> str:
         if self._skip(".."):
-            last = self._value(self._take().text)
-            return f"[{re.escape(self._value(text))}-{re.escape(last)}]"
+            ends = self._value(text), self._value(self._take().text)
+            if any(len(end) != 1 for end in ends):
+                raise self._wrong(f"a range from {ends[0][:40]!r} is not of single characters")
+            return f"[{re.escape(ends[0])}-{re.escape(ends[1])}]"
         escaped = f"(?:{re.escape(self._value(text))})"
         return f"(?i:{escaped})" if text.endswith("i") else escaped
 
@@ -278,14 +286,51 @@ class _Parser:
         return atom
 
 
+def _one_of(choices: Sequence[str]) -> str:
+    return choices[0] if len(choices) == 1 else f"(?:{'|'.join(choices)})"
+
+
+def _repetition(name: str, choices: Sequence[str]) -> str:
+    """Return an expression for a rule's alternatives, as repetitions where it refers to itself.
+
+    `x: b x | x a | x m x | c` matches `y (m y)*`, where `y` is `b* c a*`. References elsewhere in
+    an alternative are kept, and so are all if no alternative is without them.
+    """
+    itself = f"\0{name}\0"
+    optional = f"(?:{itself})?"
+    parts: dict[tuple[bool, bool], list[str]] = {}
+    for choice in choices:
+        begins = choice.startswith(itself), choice.startswith(optional)
+        rest = choice.removeprefix(itself if begins[0] else optional)
+        ends = rest.endswith(itself), rest.endswith(optional)
+        rest = rest.removesuffix(optional if ends[1] else itself)
+        for left, right in product(_presences(*begins), _presences(*ends)):
+            parts.setdefault((left, right), []).append(rest)
+    if (False, False) not in parts:
+        return _one_of(choices)
+    whole = "".join(
+        _one_of(parts[sides]) if sides == (False, False) else f"(?:{_one_of(parts[sides])})*"
+        for sides in ((False, True), (False, False), (True, False))
+        if sides in parts
+    )
+    if (True, True) in parts:
+        whole += f"(?:{_one_of(parts[True, True])}{whole})*"
+    return whole
+
+
+def _presences(always: bool, sometimes: bool) -> tuple[bool, ...]:
+    return (True,) if always else (True, False) if sometimes else (False,)
+
+
 class _Expander:
     """Replacement of the references to rules in regular expressions by the rules' own expressions.
 
-    `rules` maps names to expressions. `where` is the grammar's place in the body, for errors.
+    `rules` maps names to alternatives, each an expression. `where` is the grammar's place in the
+    body, for errors.
     """
 
-    def __init__(self, rules: dict[str, str], where: str):
-        self._rules = rules
+    def __init__(self, rules: Mapping[str, Sequence[str]], where: str):
+        self._rules = {name: _repetition(name, choices) for name, choices in rules.items()}
         self._where = where
         self._open: list[str] = []
         self._done: dict[str, str] = {}
@@ -295,8 +340,9 @@ class _Expander:
             return self._done[name]
         if name in self._open:
             raise Unsupported(
-                f"{self._where}: the rule {name[:40]!r} refers to itself, which is not supported "
-                "in the grammar of a custom tool.",
+                f"{self._where}: the rule {name[:40]!r} refers to itself, which the grammar of a "
+                "custom tool may do only directly, at the beginning or end of an alternative: "
+                "write out the levels of nesting that you need.",
                 param=self._where,
             )
         if name not in self._rules:

@@ -213,6 +213,21 @@ class TestTruncation:
         await create(client, **asked)
         assert len(engine.chats[-1].messages) == 31
 
+    async def test_a_limit_on_the_reply_leaves_half_of_the_context_to_the_prompt(
+        self, client: httpx.AsyncClient, engine: FakeEngine
+    ) -> None:
+        items = [{"role": "user", "content": f"turn{i} " + "word " * 99} for i in range(30)]
+        await create(client, input=items, max_output_tokens=8192, truncation="auto")
+        assert len(engine.chats[-1].messages) == 30
+
+    async def test_a_prompt_without_a_limit_on_the_reply_leaves_room_for_a_token(
+        self, client: httpx.AsyncClient, engine: FakeEngine
+    ) -> None:
+        """With 10 + 8,179 words and 3 more tokens, all is as long as the context."""
+        items = [{"role": "user", "content": "word " * words} for words in (10, 8179)]
+        await create(client, input=items, truncation="auto")
+        assert len(engine.jobs[0].prompt.ids) == 8181
+
 
 class TestFailures:
     async def test_the_sdk_raises_its_own_error_for_a_prompt_that_is_too_long(
@@ -350,6 +365,29 @@ class TestStored:
         await openai_sdk.responses.delete(second.id)
         with pytest.raises(openai.NotFoundError):
             await openai_sdk.responses.retrieve(second.id)
+
+    @pytest.mark.parametrize("id", ["same", None, "", 7, ["a"]])
+    async def test_a_list_ends_whatever_ids_the_items_came_with(
+        self, openai_sdk: openai.AsyncOpenAI, client: httpx.AsyncClient, id: Any
+    ) -> None:
+        items = [{"role": "user", "content": f"item {i}", "id": id} for i in range(4)]
+        stored = (await create(client, input=items)).json()["id"]
+        pages: Any = openai_sdk.responses.input_items.list(stored, limit=1, order="asc")
+        texts = []
+        async for item in pages:
+            texts.append(item.content[0].text)
+            assert len(texts) <= len(items)
+        assert texts == [f"item {i}" for i in range(4)]
+
+    async def test_an_empty_previous_response_id_continues_nothing(
+        self, client: httpx.AsyncClient, engine: FakeEngine
+    ) -> None:
+        first = (await create(client, previous_response_id="")).json()["id"]
+        second = await create(client, previous_response_id=first)
+        assert second.status_code == 200
+        assert [m["content"] for m in engine.chats[-1].messages] == ["Hi", "Hello, world", "Hi"]
+        listed = await client.get(f"/v1/responses/{first}/input_items")
+        assert len(listed.json()["data"]) == 1
 
     @pytest.mark.parametrize("query", ["limit=0", "limit=101", "order=up", "after=item_9"])
     async def test_a_bad_page_is_refused(self, client: httpx.AsyncClient, query: str) -> None:

@@ -53,6 +53,13 @@ def test_a_grammar_of_patches_matches_patches_and_nothing_else() -> None:
         ("?start: x\n!x.2: /a\\/b/", ["a/b"], ["a\\/b"]),
         ('start: "(*" "[" "\\n"', ["(*[\n"], ["(*["]),
         ("start: N\n%import common.NUMBER -> N", ["1.5e3", ".5"], ["e3"]),
+        ("start: WS INT\n%import common (WS, INT)", [" 5"], ["5", " "]),
+        ('start: start "," INT | INT\n%import common.INT', ["1", "1,22,3"], ["", "1,", ",1"]),
+        ('start: line\nline: "-" line | "." "!"?', [".", "--.!"], ["-", ".-"]),
+        ('start: "a" start?', ["a", "aaa"], ["", "ab"]),
+        ('start: start op start | "0" | "1"\nop: "+" | "-"', ["1", "0+1-1"], ["", "1+", "10"]),
+        ('start: "b" start | start "a" | start start | "c"', ["bca", "cbcaac"], ["ba", "acb"]),
+        ('start: start | "a"', ["a"], ["", "aa"]),
     ],
 )
 def test_every_part_of_the_notation_is_read(grammar: str, good: list[str], bad: list[str]) -> None:
@@ -63,7 +70,11 @@ def test_every_part_of_the_notation_is_read(grammar: str, good: list[str], bad: 
 @pytest.mark.parametrize(
     ("grammar", "error", "words"),
     [
-        ('start: e\ne: e "+" "1" | "1"', Unsupported, "refers to itself"),
+        ('start: e\ne: "(" e ")" | "1"', Unsupported, "refers to itself"),
+        ('start: start "1"', Unsupported, "refers to itself"),
+        ('start: e "1" | "2"\ne: start "3"', Unsupported, "refers to itself"),
+        ('start: "a"\n%import common (WS, NOTHING)', Unsupported, "imports"),
+        ('start: "aa".."bb"', BadRequest, "single characters"),
         ('start: "a"\n%ignore " "', Unsupported, "%ignore"),
         ('start: "a" B\n%import python.B', Unsupported, "imports"),
         ("start: /(?=a)b/", Unsupported, "looks around"),
