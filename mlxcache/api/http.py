@@ -98,8 +98,11 @@ class Deps:
 
     def engine_of(self, record: RequestRecord) -> Engine:
         """Return the engine that served a recent request."""
-        engines = self.models.engines if self.models is not None else ()
-        return next((one for one in engines if one.label == record.model), self.engine)
+        return self.engine if self.models is None else self.models.of_record(record)
+
+    def requests(self) -> list[RequestRecord]:
+        """Return the records of recent requests of the current API key, newest first."""
+        return (self.engine if self.models is None else self.models).requests()
 
 
 def make_request_id() -> str:

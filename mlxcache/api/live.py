@@ -32,6 +32,7 @@ from mlxcache.owner import OWNER
 
 if TYPE_CHECKING:
     from mlxcache.engine.engine import Engine
+    from mlxcache.engine.models import Models
 
 log = logging.getLogger(__name__)
 
@@ -69,8 +70,9 @@ class Feed:
     read in another thread, because they wait for the disk.
     """
 
-    def __init__(self, engine: Engine, owner: str | None):
-        self._engine, self._owner = engine, owner
+    def __init__(self, engine: Engine, owner: str | None, models: Models | None = None):
+        """Prepare the feed of `owner`. `models`: all models, if there are several."""
+        self._engine, self._owner, self._models = engine, owner, models
         self._version = 0
         self._parts: dict[str, tuple[int, Any]] = {}
         self._rows: dict[str, tuple[int, Mapping[str, Any]]] = {}
@@ -202,16 +204,18 @@ class Feed:
         return runs
 
     async def _read_figures(self) -> None:
-        self._set_part("cache", await asyncio.to_thread(self._engine.figures))
+        self._set_part("cache", await asyncio.to_thread((self._models or self._engine).figures))
 
     def _poll_requests(self) -> bool:
         any_runs, rows, changed = False, {}, False
-        for number, record in enumerate(self._engine.requests()):
+        models = self._models
+        for number, record in enumerate((models or self._engine).requests()):
             runs = measure_progress(record) is not None
             any_runs = any_runs or runs
             if number >= RECENT_REQUESTS and not runs:
                 continue
-            row = describe_request(record, self._engine.prefill_left_s(record))
+            engine = self._engine if models is None else models.of_record(record)
+            row = describe_request(record, engine.prefill_left_s(record))
             before = self._rows.get(record.id)
             changed = changed or before is None or before[1] != row
             rows[record.id] = before if before and before[1] == row else (self._version + 1, row)
@@ -251,7 +255,7 @@ class Feed:
         They are a tuple: the used bytes of RAM and of disk, the bytes not yet written to disk, and
         the number of segments.
         """
-        figures = self._engine.figures()
+        figures = (self._models or self._engine).figures()
         tiers = [figures.get(tier, {}).get("used_bytes") for tier in ("ram", "disk")]
         return (*tiers, figures.get("pending_bytes"), figures.get("segments"))
 
@@ -289,7 +293,7 @@ class LiveReaders:
         """Yield the current owner's live updates as server-sent events, until the server stops."""
         owner = OWNER.get()
         if owner not in self._feeds:
-            self._feeds[owner] = Feed(self._deps.engine, owner)
+            self._feeds[owner] = Feed(self._deps.engine, owner, self._deps.models)
         async with aclosing(self._feeds[owner].watch(parts)) as watched:
             async for name, body in watched:
                 yield make_event(body, name=name)

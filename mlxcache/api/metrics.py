@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
     from mlxcache.engine.engine import Engine
     from mlxcache.engine.metrics import Times
+    from mlxcache.engine.models import Models
 
 
 PREFIX = "mlxcache_"
@@ -148,6 +149,13 @@ _MEMORY = (
     _counter("ram_evictions", "Evictions from RAM.", "evictions", "outcome"),
 )
 
+_MODELS = (
+    _gauge("model_loaded", "1 while the model's weights are in memory.", "loaded", "model"),
+    _gauge("model_size_bytes", "Memory of the model without KV.", "sizes", "model"),
+    _counter("model_loads", "Times that dropped weights were read again.", "loads", "model"),
+    _counter("model_unloads", "Times that weights were dropped.", "unloads", "model"),
+)
+
 _DISK = (
     _gauge("pending_bytes", "Bytes waiting to be written to disk.", "pending_bytes"),
     _counter("disk_written_bytes", "Bytes written to disk.", "disk.written_bytes"),
@@ -164,7 +172,7 @@ _SERVER = (
     _gauge("mlx_thread_silent_seconds", "Duration of the current step.", "silent_s"),
 )
 
-FAMILIES = (*_REQUESTS, *_MEMORY, *_DISK, *_SERVER)
+FAMILIES = (*_REQUESTS, *_MEMORY, *_MODELS, *_DISK, *_SERVER)
 
 
 def arrange_figures(figures: Mapping[str, Any]) -> dict[str, Any]:
@@ -176,12 +184,16 @@ def arrange_figures(figures: Mapping[str, Any]) -> dict[str, Any]:
     """
     tiers = {tier: figures.get(tier, {}) for tier in ("ram", "disk")}
     disk, queue = tiers["disk"], figures.get("queue", {})
-    level = figures.get("pressure", {}).get("level")
+    level, models = figures.get("pressure", {}).get("level"), figures.get("models", ())
     made: dict[str, Any] = {
         "admitted": {k: n for k, n in figures.get("requests", {}).items() if k != "total"},
         "running": {phase: n for phase, n in queue.items() if phase in ("prefill", "decode")},
         "levels": {one: one == level for one in LEVELS if level is not None},
         "bytes": {(t, kind): n for t, x in tiers.items() for kind, n in x.get("kinds", {}).items()},
+        "loaded": {one["label"]: one["state"] == "loaded" for one in models},
+        "sizes": {one["label"]: one["size_bytes"] for one in models if "size_bytes" in one},
+        "loads": {one["label"]: one.get("loads", 0) for one in models},
+        "unloads": {one["label"]: one.get("unloads", 0) for one in models},
         "limits": {t: n for t, x in tiers.items() if (n := x.get("limit_bytes")) is not None},
     }
     if "state" in disk:
@@ -191,7 +203,7 @@ def arrange_figures(figures: Mapping[str, Any]) -> dict[str, Any]:
 
 def routes(deps: Deps) -> list[Route]:
     """Return the route of the metrics."""
-    collector = EngineCollector(deps.engine, deps.error_counts)
+    collector = EngineCollector(deps.engine, deps.error_counts, deps.models)
     registry = CollectorRegistry(auto_describe=False)
     registry.register(collector)
     return [Route("/metrics", partial(metrics, collector, registry), methods=["GET"])]
@@ -216,15 +228,23 @@ def _encode(registry: CollectorRegistry, accept: str) -> tuple[bytes, str]:
 
 
 class EngineCollector(Collector):
-    """Prometheus collector of the engine's figures and counts. Call it from the event loop."""
+    """Prometheus collector of the server's figures and counts. Call it from the event loop.
 
-    def __init__(self, engine: Engine, error_counts: Counter[int]):
-        self._engine, self._error_counts = engine, error_counts
+    `engine`: that of the default model. `models`: all of them, if there are several.
+    """
+
+    def __init__(self, engine: Engine, error_counts: Counter[int], models: Models | None = None):
+        self._engine, self._error_counts, self._models = engine, error_counts, models
         self._figures: dict[str, Any] = {}
 
     async def refresh(self) -> None:
-        """Read the engine's figures in a thread, because they wait for the disk."""
-        self._figures = await run_sync(self._engine.figures)
+        """Read the figures in a thread, because they wait for the disk."""
+        if self._models is not None:
+            self._figures = await run_sync(self._models.figures)
+            return
+        one, figures = self._engine, await run_sync(self._engine.figures)
+        models = [{"label": one.label, **one.residence}] if one.residence else []
+        self._figures = {**figures, "models": models}
 
     def describe(self) -> list[Metric]:
         """Return no metrics: `prometheus_client` then does not read them at registration.

@@ -50,7 +50,7 @@ async def health(deps: Deps, request: Request) -> Response:
 
 async def requests(deps: Deps, request: Request) -> Response:
     """List the `?limit=` most recent requests, newest first; 100 by default."""
-    records = deps.engine.requests()[: read_number(request, "limit", 100)]
+    records = deps.requests()[: read_number(request, "limit", 100)]
     return json_response({"object": "list", "data": [_described(deps, r) for r in records]})
 
 
@@ -60,6 +60,8 @@ async def one_request(deps: Deps, request: Request) -> Response:
     record = await deps.engine.request(id)
     if record is None:
         raise NotFound(f"No recent request has the id {id!r}.")
+    if (engine := deps.engine_of(record)) is not deps.engine:
+        record = await engine.request(id) or record
     return json_response(_described(deps, record))
 
 

@@ -5,6 +5,7 @@ MLX thread only.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -76,6 +77,18 @@ class SharedRam:
     def free(self) -> int:
         """Bytes of the shared budget that nothing uses."""
         return self.budget.free
+
+    def by_kind(self) -> dict[str, int]:
+        """Return the bytes in use by kind, of all members and of the shared budget. Any thread.
+
+        The kinds of the shared budget that end in a model's name, such as "weights:small", count as
+        one, such as "weights".
+        """
+        sums: Counter[str] = Counter()
+        for budget in (self.budget, *(tier.budget for tier in list(self._tiers))):
+            for kind, size in budget.by_kind().items():
+                sums[kind.partition(":")[0]] += size
+        return dict(sums)
 
     def charge(self, kind: str, n: int) -> None:
         """Charge `n` bytes to an own `kind` of the shared budget, such as a model's weights.

@@ -76,11 +76,11 @@ def configure_logging(console: Console, level: str) -> None:
     logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
 
 
-def log_line(record: RequestRecord) -> str:
+def log_line(record: RequestRecord, *, several: bool = False) -> str:
     """Format the record of a finished request as one log line.
 
     The line has the session, token counts, the time to the first token, the speed, how the request
-    ended, and the lost prefix if there is one.
+    ended, and the lost prefix if there is one. With `several` models, it has the model's name too.
     """
     first, decode = record.timing.get("first_token_s"), record.timing.get("decode_s")
     # decode_s begins with the first token, so it measures the steps after it
@@ -91,6 +91,7 @@ def log_line(record: RequestRecord) -> str:
     drafted, accepted = record.drafted_tokens, record.accepted_tokens
     fields = [
         name_sender(record.session, record.client),
+        *((record.model,) if several and record.model else ()),
         f"prompt {record.prompt_tokens}",
         f"cached {record.cached_tokens}" + restored,
         f"fed {record.fed_tokens}",

@@ -149,8 +149,8 @@ class LastLine:
         self._live = None
 
 
-async def show_readings(engine: Engine, console: Console) -> None:
-    """Show the progress of long prefills of `engine` until cancelled.
+async def show_readings(engines: Sequence[Engine], console: Console) -> None:
+    """Show the progress of long prefills of all `engines` until cancelled.
 
     On a terminal it is one line that is rewritten in place. Otherwise a line is logged every
     `REPORT_S` seconds.
@@ -159,7 +159,7 @@ async def show_readings(engine: Engine, console: Console) -> None:
     long, reports, line = LongReadings(), Reports(), LastLine(console)
     try:
         while True:
-            shown = long.update(_readings(engine))
+            shown = long.update(one for engine in engines for one in _readings(engine))
             if terminal:
                 line.show(describe(shown) if shown else "")
             for one in [] if terminal else reports.due(shown):

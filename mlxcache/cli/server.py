@@ -17,6 +17,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -92,7 +93,7 @@ async def _serve(
     recorder = Recorder(settings.record) if settings.record is not None else None
     _on_signals(stop, console)
     with loading_bar(console) as progress:
-        models = Models(settings, progress, _log_request)
+        models = Models(settings, progress, partial(_log_request, len(settings.entries) > 1))
         engine, several = models.default, len(models.engines) > 1
         api = _api_settings(settings, keys, recorder)
         app = create_app(engine, api, models if several else None)
@@ -105,10 +106,18 @@ async def _serve(
             raise
     if loaded and engine.info is not None:
         launch = launch_command(url, settings.cache_dir)
-        figures = engine.figures()
-        print_welcome(console, url, engine.info, figures, launch=launch, has_key=bool(keys.values))
+        figures = models.figures()
+        print_welcome(
+            console,
+            url,
+            engine.info,
+            figures,
+            launch=launch,
+            has_key=bool(keys.values),
+            routes=settings.route,
+        )
         warming = asyncio.create_task(warm_files(engine, settings.warm, api.owned_keys))
-        showing = asyncio.create_task(show_readings(engine, console))
+        showing = asyncio.create_task(show_readings(models.engines, console))
         await _first_of(stop, engine.dead)
         warming.cancel()
         showing.cancel()
@@ -116,7 +125,7 @@ async def _serve(
     if failed:  # /health reports the failure while what the MLX thread held is written to disk
         await asyncio.gather(models.stop(STOP_S), asyncio.sleep(FAILED_S))
     await _end(server, serving, models, grace_s=FAILED_S if failed else STOP_S)
-    figures = engine.figures()
+    figures = models.figures()
     if figures.get("requests", {}).get("total"):
         print_run_summary(console, figures, engine.tally)
     if recorder is not None:
@@ -125,8 +134,9 @@ async def _serve(
         raise ModelError(f"{engine.failure} Start the server again: it continues from disk.")
 
 
-def _log_request(record: RequestRecord) -> None:
-    request_log.info("%s", log_line(record))
+def _log_request(several: bool, record: RequestRecord) -> None:
+    """Log a request that is over, with its model's name if the server has `several`."""
+    request_log.info("%s", log_line(record, several=several))
 
 
 def _api_settings(settings: Settings, keys: Keys, recorder: Recorder | None) -> ApiSettings:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
@@ -12,6 +12,7 @@ from rich.text import Text
 from mlxcache.cli.connect import anyclaude_line, claude_code_line
 from mlxcache.cli.own_command import own_command
 from mlxcache.config import format_size
+from mlxcache.config.models import Route
 from mlxcache.model.demo import DEMO_NOTICE, REAL_MODEL
 from mlxcache.types import ModelInfo
 
@@ -24,14 +25,16 @@ def print_welcome(
     *,
     launch: str,
     has_key: bool,
+    routes: Sequence[Route] = (),
 ) -> None:
     """Print the server's address, model, context and budgets, and lines that connect clients.
 
     `figures` is the body of `GET /v1/cache`, and `launch` the shell line of `mlxcache launch` for
     this server. The lines for clients are not wrapped and stand outside the frame, so that they can
-    be copied. `has_key` tells whether the server requires an API key.
+    be copied. `has_key` tells whether the server requires an API key. If the server has several
+    models, all of them are listed, with the `routes` that lead to them.
     """
-    facts = _facts(url, info, figures)
+    facts = _facts(url, info, figures, routes)
     if console.is_terminal:
         console.print(Panel.fit(facts, title="mlxcache", padding=(0, 2)), soft_wrap=False)
     else:
@@ -53,19 +56,35 @@ def print_welcome(
     console.print()
 
 
-def _facts(url: str, info: ModelInfo, figures: Mapping[str, Any]) -> Text:
+def _facts(url: str, info: ModelInfo, figures: Mapping[str, Any], routes: Sequence[Route]) -> Text:
     ram, disk = figures["ram"]["limit_bytes"], figures["disk"]
     context = f"{info.context_length:,} tokens"
     if info.context_length < info.max_context_length:
         context += f" (the model has {info.max_context_length:,})"
+    several = figures.get("models", ())
+    model = info.id + (f", drafted for by {info.draft}" if info.draft else "")
+    own = [("Model", model)] if not several else _models(several, routes)
+    beside = f"beside the model's {format_size(info.weights_bytes)}"
     lines = (
         ("Address", url),
-        ("Model", info.id + (f", drafted for by {info.draft}" if info.draft else "")),
+        *own,
         ("Context", context),
-        ("RAM", f"{format_size(ram)}, beside the model's {format_size(info.weights_bytes)}"),
+        ("RAM", f"{format_size(ram)}, {'with the weights of all models' if several else beside}"),
         ("Disk", _disk(disk["used_bytes"], disk["limit_bytes"], disk.get("reason"))),
     )
     return Text("\n").join(Text.assemble((f"{name:<9}", "bold"), value) for name, value in lines)
+
+
+def _models(models: Sequence[Mapping[str, Any]], routes: Sequence[Route]) -> list[tuple[str, str]]:
+    """Return a line for each model: its name, its aliases, and the patterns that lead to it."""
+    lines: list[tuple[str, str]] = []
+    for one in models:
+        names = [one["label"], *one["aliases"]]
+        known = {name.lower() for name in names}
+        names += [route.pattern for route in routes if route.name.lower() in known]
+        when = ", and for all other names" if one["default"] else ", loaded at its first request"
+        lines.append(("" if lines else "Models", ", ".join(names) + when))
+    return lines
 
 
 def _disk(used: int, limit: int, reason: str | None) -> str:

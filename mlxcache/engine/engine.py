@@ -393,9 +393,11 @@ class Engine:
     def residence(self) -> Mapping[str, Any] | None:
         """Where the weights are, as `GET /v1/models` shows it; None until they were loaded once.
 
-        The keys: `state` ("loaded", "loading" or "unloaded"), `size_bytes` (memory that the model
-        takes without KV), `loads` and `unloads` (how often since the start), `load_s` (seconds of
-        the last load) and `unloaded_for` ("idle", "memory", "asked" or None).
+        The keys: `state` ("loaded", "loading" or "unloaded"), `progress` (share of the weights that
+        is read while they are loading, else None), `size_bytes` (memory that the model takes
+        without KV), `weights_bytes` and `kv_bytes` (KV in RAM), `loads` and `unloads` (how often
+        since the start), `load_s` (seconds of the last load) and `unloaded_for` ("idle", "memory",
+        "asked" or None).
         """
         one = self._resident
         if one is None:
@@ -407,6 +409,9 @@ class Engine:
             "unloads": one.unloads,
             "load_s": round(one.load_s, 3),
             "unloaded_for": one.cause if one.state == "unloaded" else None,
+            "progress": one.progress,
+            "weights_bytes": one.weights.nbytes,
+            "kv_bytes": one.kv.tree.kv_bytes + one.kv.tree.checkpoint_bytes,
         }
 
     async def load_weights(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -234,6 +234,11 @@ class Totals:
         return figures
 
 
+def memory_of_mlx() -> dict[str, int]:
+    """Return MLX's own counts of its memory in bytes. Any thread."""
+    return {"active_bytes": mx.get_active_memory(), "pool_bytes": mx.get_cache_memory()}
+
+
 class Figures:
     """Maker of the response body of `GET /v1/cache`.
 
@@ -260,7 +265,7 @@ class Figures:
         totals, ahead = self._totals, self._idle_prefill
         self.latest = self._kv.figures() | {
             "disk": {"used_bytes": 0, "limit_bytes": 0, "reason": self._no_disk},
-            "mlx": {"active_bytes": mx.get_active_memory(), "pool_bytes": mx.get_cache_memory()},
+            "mlx": memory_of_mlx(),
             "sessions": len(totals.sessions),
             "requests": dict(totals.requests),
             "tokens": dict(totals.tokens),
@@ -283,3 +288,50 @@ def with_disk(figures: dict[str, Any], stats: dict[str, Any]) -> dict[str, Any]:
     saved = figures["tokens"]["cached"]
     disk["written_per_cached_token"] = round(disk["written_bytes"] / saved, 1) if saved else None
     return {**figures, "disk": disk, "restores": stats["restores"]}
+
+
+COUNTED = ("requests", "tokens", "saved", "canonicalised", "anticipated", "evictions", "restores")
+"""Parts of the figures that map names to counts of one model."""
+
+SIZES = ("active_bytes", "pending_bytes", "tree_tokens", "segments", "checkpoints")
+"""Figures that are the count of one model."""
+
+DISK_COUNTS = ("written_bytes", "written_tokens", "evicted_files")
+"""Figures of the disk tier that one model counts; the others are those of the whole folder."""
+
+
+def add_up(
+    models: Sequence[Mapping[str, Any]], memory: Mapping[str, int], kinds: Mapping[str, int]
+) -> dict[str, Any]:
+    """Return the figures of several models as one body of `GET /v1/cache`.
+
+    `models`: the figures of each model that was loaded, that of the default model first. `memory`:
+    bytes of the shared budget, `limit_bytes` and `high_water_bytes`. `kinds`: bytes by kind of all
+    models.
+    """
+    ram = _sums([one["ram"] for one in models], ("used_bytes", "buffers"))
+    ram |= {name: memory[name] for name in ("limit_bytes", "high_water_bytes")}
+    ram |= {"withheld_bytes": kinds.get("withheld", 0), "kinds": dict(kinds)}
+    figures = {
+        **models[0],
+        **_sums(models, SIZES),
+        **{name: _sums([one[name] for one in models]) for name in COUNTED},
+        "ram": {**models[0]["ram"], **ram},
+        "reserved_bytes": kinds.get("transient", 0) + kinds.get("pool", 0),
+        "mlx": memory_of_mlx(),
+        "sessions": max(one["sessions"] for one in models),
+        "queue": _sums([one["queue"] for one in models]),
+    }
+    disks = [one["disk"] for one in models]
+    if "written_bytes" in disks[0]:
+        stopped = next((one for one in disks if one["state"] != "ok"), disks[0])
+        state = {name: stopped[name] for name in ("state", "reason")}
+        restores = {"restores": figures["restores"]}
+        stats = {**disks[0], **_sums(disks, DISK_COUNTS), **state, **restores}
+        figures = with_disk(figures, stats)
+    return figures
+
+
+def _sums(parts: Sequence[Mapping[str, Any]], names: Iterable[str] = ()) -> dict[str, Any]:
+    """Return the sums of the figures `names` over `parts`, by default of all that the first has."""
+    return {name: round(sum(one.get(name) or 0 for one in parts), 3) for name in names or parts[0]}

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,11 +13,13 @@ from mlxcache.cache.shared_ram import SharedRam
 from mlxcache.config import Settings
 from mlxcache.config.models import ModelEntry, match_model
 from mlxcache.engine.engine import Engine
-from mlxcache.engine.metrics import Records
+from mlxcache.engine.metrics import Records, add_up
 from mlxcache.engine.rounds import Rounds
 from mlxcache.engine.runtime import open_shared_memory, watch_pressure
 from mlxcache.errors import BadRequest, ModelError, NotFound
 from mlxcache.types import RequestRecord
+
+log = logging.getLogger("mlxcache.engine")
 
 
 class Models:
@@ -36,12 +40,13 @@ class Models:
         self.settings = settings
         self.entries: Sequence[ModelEntry] = settings.entries
         self._rounds, records = Rounds(), Records(on_request)
+        self._progress = dict[str, float | None]()
         self._memory: SharedRam | None = None
         self._pressure: Pressure | None = None
         self.engines = [
             Engine(
                 settings.for_model(entry) if len(self.entries) > 1 else settings,
-                on_progress,
+                on_progress if entry is self.entries[0] else self._note_progress(entry.label),
                 stall_s=stall_s,
                 rounds=self._rounds,
                 records=records,
@@ -94,7 +99,7 @@ class Models:
         if engine is self.default or engine.state == "ready":
             return engine
         if engine not in self._opening:
-            self._opening[engine] = asyncio.create_task(engine.start())
+            self._opening[engine] = asyncio.create_task(self._open(engine))
         opening = self._opening[engine]
         try:
             await asyncio.shield(opening)
@@ -102,6 +107,20 @@ class Models:
             if opening.done():
                 self._opening.pop(engine, None)
         return engine
+
+    async def _open(self, engine: Engine) -> None:
+        log.info("%s: loading the model for the first time", engine.label)
+        began = time.monotonic()
+        await engine.start()
+        log.info("%s: loaded in %.1f s", engine.label, time.monotonic() - began)
+
+    def _note_progress(self, label: str) -> Callable[[str, float | None], None]:
+        """Return a function that notes how far the model `label` is loaded. Any thread."""
+
+        def note(what: str, share: float | None) -> None:
+            self._progress[label] = share
+
+        return note
 
     def find(self, requested: str | None) -> Engine:
         """Return the engine of the model that a request names; unknown names get the default."""
@@ -115,16 +134,30 @@ class Models:
         known = ", ".join(entry.label for entry in self.entries)
         raise NotFound(f"There is no model {name!r}; the models are {known}.")
 
+    def of_record(self, record: RequestRecord) -> Engine:
+        """Return the engine that served a recent request; the default one if it is not known."""
+        return next((one for one in self.engines if one.label == record.model), self.default)
+
+    def requests(self) -> list[RequestRecord]:
+        """Return the records of recent requests of the current API key, newest first."""
+        records = self.default.requests()
+        for engine in self.engines[1:]:
+            if engine.info is not None:
+                records = engine.requests()  # the same records, with the sessions of its own
+        return records
+
     def figures(self) -> dict[str, Any]:
-        """Return the response body of `GET /v1/cache`: figures of the default model, and of all.
+        """Return the response body of `GET /v1/cache`: figures of all models together.
 
         `models` is as in `describe`. `memory` is the budget of all models, in bytes: `used_bytes`,
-        `limit_bytes`, `high_water_bytes`, and `kinds` for what no model alone takes.
+        `limit_bytes`, `high_water_bytes`, and `kinds` for what no model alone takes. Waits for the
+        disk: call in a worker thread.
         """
         figures, memory = self.default.figures(), self._memory
         if not figures or memory is None:
             return figures
         budget = memory.budget
+        others = [one for engine in self.engines[1:] if (one := engine.figures())]
         more: dict[str, Any] = {
             "models": self.describe(),
             "memory": {
@@ -136,7 +169,7 @@ class Models:
         }
         if self._pressure is not None:
             more["pressure"] = self._pressure.figures()
-        return figures | more
+        return add_up([figures, *others], more["memory"], memory.by_kind()) | more
 
     def describe(self) -> list[dict[str, Any]]:
         """Return the state of each model, as `GET /v1/models` shows it in `mlxcache`.
@@ -149,7 +182,13 @@ class Models:
                 "label": entry.label,
                 "aliases": list(entry.aliases),
                 "default": engine is self.default,
-                **(engine.residence or {"state": "never"}),
+                **(engine.residence or self._opened_state(engine)),
             }
             for entry, engine in zip(self.entries, self.engines, strict=True)
         ]
+
+    def _opened_state(self, engine: Engine) -> dict[str, Any]:
+        """Return the state of a model that was not loaded yet."""
+        if engine not in self._opening:
+            return {"state": "never"}
+        return {"state": "loading", "progress": self._progress.get(engine.label)}

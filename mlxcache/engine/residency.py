@@ -85,6 +85,7 @@ class Resident:
         self._reserved = dict(reserved)
         self._held = set(reserved)
         self._reading: Iterator[int] | None = None
+        self._read_bytes = 0
         self._began_at = 0.0
 
     @property
@@ -98,6 +99,13 @@ class Resident:
         if self._reading is not None:
             return "loading"
         return "loaded" if self.weights.resident else "unloaded"
+
+    @property
+    def progress(self) -> float | None:
+        """Share of the weights that is read, from 0 to 1, while the state is `loading`."""
+        if self._reading is None:
+            return None
+        return round(self._read_bytes / max(1, self.weights.nbytes), 3)
 
     @property
     def admitting(self) -> bool:
@@ -145,13 +153,14 @@ class Resident:
         for kind in self._reserved.keys() - self._held:
             self.kv.budget.charge(kind, self._reserved[kind])
         self._held = set(self._reserved)
-        self._reading = self.weights.read()
+        self._reading, self._read_bytes = self.weights.read(), 0
         self._began_at = now
 
     def read_on(self, now: Callable[[], float]) -> None:
         """Read one more part of the weights. Raises ModelError if that fails."""
         assert self._reading is not None
-        if next(self._reading, None) is not None:
+        if (done := next(self._reading, None)) is not None:
+            self._read_bytes = done
             return
         self._reading = None
         self.asked = False

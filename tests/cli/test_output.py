@@ -52,6 +52,13 @@ def test_a_request_is_one_line_with_every_figure():
     )
 
 
+def test_a_request_to_one_of_several_models_names_it():
+    """With one model its name would say nothing."""
+    one = record(model="small", prompt_tokens=20, finish_reason="stop")
+    assert log_line(one, several=True).startswith("session 9c1e7d54  small  prompt 20  ")
+    assert log_line(one).startswith("session 9c1e7d54  prompt 20  ")
+
+
 def test_a_request_that_never_ran_has_dashes():
     """For figures that were not measured."""
     line = log_line(record(session=None, client=None, status="rejected", error="no\nroom"))

@@ -150,7 +150,7 @@ async def test_a_server_shows_how_far_a_prompt_is(
     console = Console(file=out, force_terminal=terminal, width=80, color_system=None)
     engine: Any = Engine()
     with caplog.at_level(logging.INFO, "mlxcache"):
-        showing = asyncio.create_task(show_readings(engine, console))
+        showing = asyncio.create_task(show_readings([engine], console))
         await engine.replying.wait()
         await asyncio.sleep(0.02)
         if terminal:

@@ -25,6 +25,7 @@ from mlxcache.cli.remote import Remote
 from mlxcache.cli.sessions import print_sessions
 from mlxcache.cli.welcome import print_welcome
 from mlxcache.config import load_settings
+from mlxcache.config.models import Route
 from mlxcache.errors import ConfigError
 from mlxcache.model.demo import DEMO_NOTICE
 from mlxcache.types import ModelInfo
@@ -213,3 +214,28 @@ def test_drafted_tokens_need_a_draft_model(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="--draft-model"):
         load_settings({}, {}, file)
     assert load_settings({"draft_model": "d"}, {}, file).num_draft_tokens == 4
+
+
+def test_the_banner_lists_several_models() -> None:
+    """Each with the names and patterns that lead to it."""
+    out = Console(file=io.StringIO(), width=200)
+    info = ModelInfo("org/large", 100, 100, 1, "llama", False, True)
+    models = [
+        {"label": "large", "aliases": ["big"], "default": True},
+        {"label": "small", "aliases": [], "default": False},
+    ]
+    figures = {"ram": {"limit_bytes": 100}, "disk": {"used_bytes": 0, "limit_bytes": 0}}
+    print_welcome(
+        out,
+        "http://x",
+        info,
+        figures | {"models": models},
+        launch="launch",
+        has_key=False,
+        routes=[Route("claude-haiku-*", "Small")],
+    )
+    assert isinstance(out.file, io.StringIO)
+    said = out.file.getvalue()
+    assert "\nModels   large, big, and for all other names\n" in said
+    assert "\n         small, claude-haiku-*, loaded at its first request\n" in said
+    assert "\nRAM      100 bytes, with the weights of all models\n" in said

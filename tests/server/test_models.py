@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from prometheus_client import parser
 
 from tests.conftest import ToyMaker
 from tests.served import served
@@ -86,6 +87,38 @@ def test_models_are_unloaded_and_loaded_on_request(api: Api) -> None:
     assert api.http.post("/v1/models/small/load").status_code == 200
     until(lambda: states(api)["small"] == "loaded", 10, lambda: str(states(api)))
     assert api.http.post("/v1/models/nobody/load").status_code == 404
+
+
+def test_figures_count_all_models(api: Api) -> None:
+    """Requests, tokens, bytes and the metrics, as the records and the models' states have them."""
+    for name, turn in (("large", 11), ("small", 12), ("small", 13)):
+        ask(api, name, [user(words(turn, 60))])
+    records = api.http.get("/v1/requests?limit=1000").json()["data"]
+    assert {one["model"] for one in records} == {"large", "small"}
+    figures = api.http.get("/v1/cache").json()
+    assert figures["requests"]["total"] == len(records)
+    for kind in ("prompt", "cached", "fed", "generated"):
+        assert figures["tokens"][kind] == sum(one[f"{kind}_tokens"] for one in records), kind
+    told = figures["models"]
+    assert figures["ram"]["kinds"]["weights"] == sum(one["weights_bytes"] for one in told)
+    assert figures["ram"]["used_bytes"] == sum(one["kv_bytes"] for one in told)
+    assert sum(figures["ram"]["kinds"].values()) == figures["memory"]["used_bytes"]
+    assert figures["ram"]["limit_bytes"] == 400_000_000
+    api.http.post("/v1/models/small/unload")
+    small = next(x for x in api.http.get("/v1/cache").json()["models"] if x["label"] == "small")
+    assert (small["unloaded_for"], small["progress"]) == ("asked", None)
+    read = parser.text_string_to_metric_families(api.http.get("/metrics").text)
+    metrics = {
+        (sample.name.removeprefix("mlxcache_"), sample.labels.get("model")): sample.value
+        for family in read
+        for sample in family.samples
+    }
+    assert metrics["fed_tokens_total", None] == sum(one["fed_tokens"] for one in records)
+    assert metrics["model_loaded", "large"] == 1
+    assert metrics["model_loaded", "small"] == 0
+    assert metrics["model_loads_total", "small"] == small["loads"]
+    assert metrics["model_unloads_total", "small"] == small["unloads"] > 0
+    assert metrics["model_size_bytes", "small"] == small["size_bytes"] > small["weights_bytes"]
 
 
 @pytest.fixture(scope="module")
