@@ -5,14 +5,11 @@ MLX thread only.
 
 from __future__ import annotations
 
-import gc
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from typing import Literal
-
-import mlx.core as mx
 
 from mlxcache.cache.kv_cache import KVCache
 from mlxcache.cache.shared_ram import SharedRam
@@ -199,8 +196,6 @@ class Resident:
         self.cause = cause
         self.unloads += 1
         self._release(*self._held - {PENDING})  # copies may be on their way to disk
-        gc.collect()  # modules refer to each other in circles
-        mx.clear_cache()
 
     def _release(self, *kinds: str) -> None:
         for kind in kinds:

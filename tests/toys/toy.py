@@ -47,6 +47,7 @@ def make_toy(
     window: int = 64,
     thinking: bool = False,
     emits: Mapping[str, int] | None = None,
+    more: Mapping[str, Any] | None = None,
 ) -> Path:
     """Write a model directory at `path` that `mlx_lm.load` loads, and return `path`.
 
@@ -54,7 +55,8 @@ def make_toy(
     `window` are in tokens. `thinking` adds think tokens and a template that opens a think block.
     Control tokens are never the likeliest, so greedy replies run to their limit, except those in
     `emits`: a token's text, and after how many tokens it comes on average. `{"<|im_end|>": 20}`
-    makes a model that ends its turns. Raises KeyError for an unknown family.
+    makes a model that ends its turns. `more`: further keys of its configuration. Raises KeyError
+    for an unknown family.
     """
     if layers % 2:
         raise ValueError("a toy needs an even number of layers: half of them are the special kind")
@@ -65,6 +67,7 @@ def make_toy(
     tokenizer = toy_tokenizer(vocab_size, thinking)
     ids = Tokenizer.from_str(tokenizer)
     config = FAMILIES[family](shape) | {"eos_token_id": ids.token_to_id(demo.TURN_END)}
+    config |= dict(more or {})
     model = random_model(config, seed)
     _shape_head(model, ids, emits or {})
     _write(path, model, config)
