@@ -21,7 +21,7 @@ def own_cache_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]
         yield folder
 
 
-pytest_plugins = ("tests.scheduled",)
+pytest_plugins = ("tests.scheduled", "tests.fake_hub")
 
 ToyMaker = Callable[..., Path]
 

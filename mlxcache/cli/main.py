@@ -31,6 +31,10 @@ COMMANDS = {
         "mlxcache.cli.sessions:app",
         "List, show, pin, rename, fork and remove sessions, with a running server or without.",
     ),
+    "models": Lazy(
+        "mlxcache.cli.models:app",
+        "List models, load and unload those of a running server, download and remove them.",
+    ),
     "snapshot": Lazy(
         "mlxcache.cli.snapshot:snapshot",
         "Write a session to one file, to continue it on another machine or server.",

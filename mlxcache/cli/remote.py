@@ -244,6 +244,24 @@ class Remote:
         """
         return self._json("DELETE", "/v1/cache", params={"pinned": "true" if pinned else "false"})
 
+    # -- models ------------------------------------------------------------------------------
+
+    def models(self) -> list[dict[str, Any]]:
+        """Return all models that the server offers, the default one first."""
+        found: list[dict[str, Any]] = self._json("GET", "/v1/models")["data"]
+        return found
+
+    def load_model(self, name: str) -> dict[str, Any]:
+        """Have the server load a model, and return its object once that has begun.
+
+        A model that was never loaded is loaded when this returns. Raises NotFound.
+        """
+        return self._json("POST", f"/v1/models/{quote(name, safe='/')}/load")
+
+    def unload_model(self, name: str) -> dict[str, Any]:
+        """Have the server drop a model's weights, and return its object. Raises NotFound."""
+        return self._json("POST", f"/v1/models/{quote(name, safe='/')}/unload")
+
     # -- live updates ------------------------------------------------------------------------
 
     def live(self, parts: Sequence[str]) -> Iterator[tuple[str, Any]]:

@@ -247,7 +247,11 @@ def announced(settings: Settings, url: str) -> Iterator[None]:
     """
     with ExitStack() as stack:
         try:
-            stack.enter_context(serving(settings.cache_dir, url, settings.model or "the demo"))
+            default = settings.model or "the demo"
+            used = (path for one in settings.entries for path in (one.model, one.draft_model))
+            models = [path for path in used if path is not None]
+            names = [name for one in settings.entries for name in one.names]
+            stack.enter_context(serving(settings.cache_dir, url, default, models, names))
         except StoreError as error:
             if isinstance(error, InUse) and settings.disk != "off":
                 raise

@@ -65,7 +65,7 @@ def find_server(url: str | None, api_key: str | None, cache_dir: Path | None = N
 
     settings = load_settings({"cache_dir": cache_dir, "api_key": api_key}, os.environ)
     folder = locate_cache_dir(settings.cache_dir)
-    asked = _named_url(url, cache_dir)
+    asked = named_url(url, cache_dir)
     if asked and "://" not in asked:
         raise ConfigError(f"--url must be an address such as http://127.0.0.1:8081, not {asked!r}")
     urls = [asked] if asked else [one.url for one in servers(folder)]
@@ -85,7 +85,7 @@ def find_server(url: str | None, api_key: str | None, cache_dir: Path | None = N
     raise NoServer(f"No server runs {where}: start one with `{own_command()} serve`, or set --url.")
 
 
-def _named_url(url: str | None, cache_dir: Path | None) -> str | None:
+def named_url(url: str | None, cache_dir: Path | None) -> str | None:
     """Return the address given by --url or, without --cache-dir, by MLXCACHE_URL; else None."""
     return url or (os.environ.get(URL_VARIABLE) if cache_dir is None else None) or None
 
@@ -102,7 +102,7 @@ def find_target(url: str | None, api_key: str | None, cache_dir: Path | None) ->
     try:
         return find_server(url, api_key, cache_dir)
     except NoServer:
-        if _named_url(url, cache_dir):
+        if named_url(url, cache_dir):
             raise
     settings = load_settings({"cache_dir": cache_dir}, os.environ)
     return Offline(locate_cache_dir(settings.cache_dir))
@@ -113,7 +113,7 @@ Where = Any
 
 
 def located(
-    command: Callable[..., Result], find: Callable[..., Remote | Offline] = find_target
+    command: Callable[..., Result], find: Callable[..., Where] = find_target
 ) -> Callable[..., None]:
     """Decorate a command: replace its parameter `where` by options that name the server or folder.
 

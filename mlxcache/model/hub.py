@@ -116,7 +116,9 @@ def here(model: str, revision: str | None = None) -> Path | None:
         return None
     except (HFValidationError, OSError, ValueError) as error:
         raise ModelError(_why(model, revision, error)) from error
-    return Path(found)
+    path = Path(found)
+    has_weights = any(path.glob("*.safetensors"))  # not so after `outline`
+    return path if has_weights else None
 
 
 def outline(model: str, revision: str | None = None) -> tuple[Path, int]:
@@ -155,6 +157,10 @@ def _download(model: str, revision: str | None, progress: Progress | None) -> Pa
         )
     except (HfHubHTTPError, HFValidationError, OSError, ValueError) as error:
         raise ModelError(_why(model, revision, error)) from error
+    except _HTTP_ERROR as error:
+        raise ModelError(
+            f"The download of {model} was interrupted: {error}. Start again to continue it."
+        ) from error
 
 
 def why(model: str, revision: str | None, error: Exception) -> str | None:

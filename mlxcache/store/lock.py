@@ -14,7 +14,7 @@ import json
 import os
 import secrets
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -34,16 +34,26 @@ NOTES = "serving"
 
 @dataclass(frozen=True, slots=True)
 class Serving:
-    """A running server: its process id, its address, and the model's name as the user gave it."""
+    """A running server: its process id, its address, and the model's name as the user gave it.
+
+    `models`: folders and Hub ids of all models that it serves, draft models included. `names`: the
+    names that requests may use for them. Both are empty for a server of an earlier version.
+    """
 
     pid: int
     url: str
     model: str
+    models: Sequence[str] = ()
+    names: Sequence[str] = ()
 
 
 @contextmanager
-def serving(cache_dir: Path, url: str, model: str) -> Iterator[None]:
+def serving(
+    cache_dir: Path, url: str, model: str, models: Sequence[str] = (), names: Sequence[str] = ()
+) -> Iterator[None]:
     """Hold the shared lock of a server, and publish its address, inside the block.
+
+    `model`, `models` and `names` are published with it, as in `Serving`.
 
     Raises InUse while a command changes the folder, and StoreError if the folder cannot be written.
     """
@@ -58,7 +68,8 @@ def serving(cache_dir: Path, url: str, model: str) -> Iterator[None]:
             note.parent.mkdir(mode=0o700, exist_ok=True)
             _sweep(note.parent)
             note.touch(mode=0o600)
-            text = json.dumps(asdict(Serving(os.getpid(), url, model)))
+            one = Serving(os.getpid(), url, model, tuple(models), tuple(names))
+            text = json.dumps(asdict(one))
             try:
                 note.write_text(text)
             except OSError as error:

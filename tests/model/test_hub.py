@@ -3,11 +3,6 @@
 from __future__ import annotations
 
 import errno
-import hashlib
-import json
-import threading
-from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,6 +14,7 @@ from mlxcache.config.models import model_id
 from mlxcache.errors import ModelError
 from mlxcache.model import hub
 from mlxcache.model.hub import resolve
+from tests.fake_hub import FakeHub
 
 
 def test_a_folder_is_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,7 +85,6 @@ def test_what_the_hub_answers_becomes_a_sentence(
     assert caught.value.__cause__ is error
 
 
-SHA = "0" * 39 + "1"
 FILES = {
     "config.json": b'{"model_type": "llama"}',
     "model.safetensors": bytes(range(256)) * 4096,
@@ -97,66 +92,11 @@ FILES = {
 }
 
 
-class Hub(BaseHTTPRequestHandler):
-    """As much of the Hub as one download needs."""
-
-    def do_HEAD(self) -> None:
-        self.do_GET()
-
-    def do_GET(self) -> None:
-        path = self.path.partition("?")[0]
-        if path == f"/api/models/owner/name/tree/{SHA}":
-            tree = [
-                {"type": "file", "path": n, "size": len(b), "oid": hashlib.sha1(b).hexdigest()}
-                for n, b in FILES.items()
-            ]
-            self._send(json.dumps(tree).encode())
-        elif path.startswith("/api/models/owner/name"):
-            self._send(json.dumps({"id": "owner/name", "sha": SHA}).encode())
-        else:
-            self._send(FILES[path.rpartition("/")[2]])
-
-    def _send(self, body: bytes) -> None:
-        self.send_response(200)
-        self.send_header("Content-Length", str(len(body)))
-        self.send_header("ETag", f'"{hashlib.sha1(body).hexdigest()}"')
-        self.send_header("X-Repo-Commit", SHA)
-        self.end_headers()
-        if self.command == "GET":
-            self.wfile.write(body)
-
-    def log_message(self, *_: object) -> None:
-        """Tests are quiet."""
-
-
-@pytest.fixture
-def local_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], None]]:
-    """A Hub on this machine; calling the fixture shuts it down."""
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
-    thread = threading.Thread(target=server.serve_forever, args=(0.05,))
-    thread.start()
-    monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{server.server_port}")
-    monkeypatch.setattr(
-        constants,
-        "HUGGINGFACE_CO_URL_TEMPLATE",
-        constants.ENDPOINT + "/{repo_id}/resolve/{revision}/{filename}",
-    )
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
-
-    def stop() -> None:
-        server.shutdown()
-        thread.join()
-        server.server_close()
-
-    yield stop
-    if thread.is_alive():
-        stop()
-
-
 def test_a_download_reports_its_bytes(
-    local_hub: Callable[[], None], capfd: pytest.CaptureFixture[str]
+    local_hub: FakeHub, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Through the Hub's own client: what mlx-lm needs arrives, and progress ends at the total."""
+    local_hub.files = FILES
     seen: list[tuple[int, int]] = []
     path = resolve("owner/name", progress=lambda done, total: seen.append((done, total)))
     assert (path / "model.safetensors").read_bytes() == FILES["model.safetensors"]
@@ -169,10 +109,11 @@ def test_a_download_reports_its_bytes(
     assert model_id(str(path)) == "owner/name"
 
 
-def test_what_was_downloaded_serves_without_the_hub(local_hub: Callable[[], None]) -> None:
+def test_what_was_downloaded_serves_without_the_hub(local_hub: FakeHub) -> None:
     """The second start needs no network."""
+    local_hub.files = FILES
     path = resolve("owner/name")
-    local_hub()
+    local_hub.stop()
     assert resolve("owner/name") == path
 
 

@@ -1,0 +1,224 @@
+"""Models in the cache of the Hugging Face Hub: list, download, check and remove them.
+
+Calls no MLX. All functions block, and may be called on any thread.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import CachedRepoInfo, constants, scan_cache_dir
+from huggingface_hub.errors import CacheNotFound
+from huggingface_hub.file_download import repo_folder_name
+from mlx_lm.utils import MODEL_REMAPPING
+
+from mlxcache.config import format_size
+from mlxcache.errors import ModelError, NotFound
+from mlxcache.model.hub import Progress, here, outline, resolve
+from mlxcache.model.load import check_files, checked_config
+
+_WEIGHTS = "model*.safetensors"
+
+_LENGTH = 8
+"""Bytes of the field before a safetensors header, which holds the header's length."""
+
+_MAX_HEADER = 100_000_000
+"""Largest header in bytes of a safetensors file, as the format limits it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Downloaded:
+    """A model in the Hub's cache.
+
+    `path`: folder of the newest revision. `nbytes`: bytes on disk of all revisions. `last_used_at`:
+    seconds since 1970, as exact as the file system records reads.
+    """
+
+    id: str
+    path: Path
+    nbytes: int
+    last_used_at: float
+
+
+@dataclass(frozen=True, slots=True)
+class Removal:
+    """Files of a model in the Hub's cache: `folder` with all revisions, `nbytes` on disk."""
+
+    id: str
+    folder: Path
+    nbytes: int
+
+
+def list_downloaded() -> list[Downloaded]:
+    """Return the models in the Hub's cache that mlx-lm can load, the last used ones first.
+
+    Those are folders with weights in safetensors and a config.json whose model_type mlx-lm knows.
+    """
+    found = []
+    for repo in _repos():
+        newest = max(repo.revisions, key=lambda one: one.last_modified, default=None)
+        if newest is not None and _is_loadable(newest.snapshot_path):
+            at, size = repo.last_accessed, repo.size_on_disk
+            found.append(Downloaded(repo.repo_id, newest.snapshot_path, size, at))
+    return sorted(found, key=lambda one: (-one.last_used_at, one.id))
+
+
+def pull(model: str, revision: str | None = None, progress: Progress | None = None) -> Path:
+    """Download what mlx-lm needs of the Hub's `model`, check it, and return its folder.
+
+    `revision`: branch, tag or commit, None for the default branch. Files that are complete are
+    kept, and a file that was downloaded in part is continued. `progress` is called with bytes on
+    disk and bytes needed.
+
+    Raises ModelError if `model` is not on the Hub or cannot be reached, if mlx-lm cannot load it,
+    if the disk has too little space, or if the files are incomplete.
+    """
+    if here(model, revision) is None:
+        path, size = outline(model, revision)
+        _require_known_type(path, model)
+        if not size:
+            raise ModelError(
+                f"{model} has no weights in safetensors ({_WEIGHTS}), so mlx-lm cannot load it. "
+                "Look for a conversion in https://huggingface.co/mlx-community."
+            )
+        _require_space(model, size)
+    path = resolve(model, revision, progress)
+    check(path, model)
+    return path
+
+
+def check(path: Path, model: str) -> None:
+    """Raise ModelError unless the folder `path` of `model` has all files, and all are whole.
+
+    Reads the headers of the weight files, not the weights.
+    """
+    _require_known_type(path, model)
+    check_files(path)
+    tensors = {}
+    for file in sorted(path.glob(_WEIGHTS)):
+        names = _tensor_names(file)
+        if names is None:
+            raise ModelError(
+                f"{file} is damaged or incomplete. Remove the model with `mlxcache models rm "
+                f"{model}`, and download it again."
+            )
+        tensors[file.name] = names
+    index = path / "model.safetensors.index.json"
+    if index.exists():
+        listed: Mapping[str, str] = json.loads(index.read_bytes()).get("weight_map", {})
+        missing = [name for name, file in listed.items() if name not in tensors.get(file, ())]
+        if missing:
+            raise ModelError(
+                f"{index} lists {missing[0]}, which {listed[missing[0]]} lacks: the files of "
+                f"{model} are not of one version. Remove it with `mlxcache models rm {model}`, and "
+                "download it again."
+            )
+
+
+def weights_bytes(path: Path) -> int:
+    """Return the size in bytes of the weight files in the folder `path`."""
+    return sum(file.stat().st_size for file in path.glob(_WEIGHTS))
+
+
+def folder_bytes(path: Path) -> int:
+    """Return the size in bytes of all files below the folder `path`."""
+    return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+
+
+def find_removal(model: str) -> Removal:
+    """Return what removing `model`, a Hub id, would remove. Raises NotFound if it is not there.
+
+    A download that was interrupted counts too.
+    """
+    folder = Path(constants.HF_HUB_CACHE) / repo_folder_name(repo_id=model, repo_type="model")
+    if "/" not in model or not folder.is_dir():
+        raise NotFound(f"{model} is not in the Hub's cache, {constants.HF_HUB_CACHE}.")
+    return Removal(model, folder, _own_bytes(folder))
+
+
+def remove(removal: Removal) -> None:
+    """Delete the files of `removal`. Raises ModelError if that fails."""
+    try:
+        for repo in _repos():
+            if repo.repo_id == removal.id:
+                revisions = (one.commit_hash for one in repo.revisions)
+                scan_cache_dir(constants.HF_HUB_CACHE).delete_revisions(*revisions).execute()
+        if removal.folder.is_dir():
+            shutil.rmtree(removal.folder)
+        locks = Path(constants.HF_HUB_CACHE) / ".locks" / removal.folder.name
+        shutil.rmtree(locks, ignore_errors=True)
+    except OSError as error:
+        raise ModelError(f"{removal.folder} cannot be removed: {error.strerror}.") from error
+
+
+def knows(model_type: str) -> bool:
+    """Return whether mlx-lm has a model of the type that a config.json names."""
+    name = MODEL_REMAPPING.get(model_type, model_type)
+    return name.isidentifier() and find_spec(f"mlx_lm.models.{name}") is not None
+
+
+def _repos() -> Iterable[CachedRepoInfo]:
+    try:
+        found = scan_cache_dir(constants.HF_HUB_CACHE).repos
+    except CacheNotFound:  # nothing was downloaded yet
+        return []
+    return [one for one in found if one.repo_type == "model"]
+
+
+def _own_bytes(folder: Path) -> int:
+    """Return the bytes of the files below `folder`, each once: links are not followed."""
+    files = (one for one in folder.rglob("*") if not one.is_symlink() and one.is_file())
+    return sum(one.stat().st_size for one in files)
+
+
+def _is_loadable(path: Path) -> bool:
+    try:
+        return knows(checked_config(path)["model_type"]) and any(path.glob(_WEIGHTS))
+    except ModelError:
+        return False
+
+
+def _require_known_type(path: Path, model: str) -> None:
+    config = checked_config(path)
+    if not knows(config["model_type"]) and "model_file" not in config:
+        raise ModelError(
+            f"{model} is a model of type {config['model_type']}, which this version of mlx-lm "
+            "does not support; a newer version of mlxcache may."
+        )
+
+
+def _require_space(model: str, size: int) -> None:
+    """Raise ModelError if the disk of the Hub's cache has less than what is still missing."""
+    cache = Path(constants.HF_HUB_CACHE)
+    folder = cache / repo_folder_name(repo_id=model, repo_type="model") / "blobs"
+    present = _own_bytes(folder) if folder.is_dir() else 0
+    existing = next(one for one in (cache, *cache.parents) if one.exists())
+    free = shutil.disk_usage(existing).free
+    if size - present > free:
+        raise ModelError(
+            f"The disk is too full for {model}: {format_size(size - present)} are missing, and "
+            f"{format_size(free)} are free at {cache}."
+        )
+
+
+def _tensor_names(file: Path) -> set[str] | None:
+    """Return the names of a safetensors file's tensors, or None if the file is not whole."""
+    with file.open("rb") as opened:
+        length = int.from_bytes(opened.read(_LENGTH), "little")
+        size = os.fstat(opened.fileno()).st_size
+        if not 2 <= length <= min(_MAX_HEADER, size - _LENGTH):
+            return None
+        try:
+            header: dict[str, Any] = json.loads(opened.read(length))
+            ends = {n: one["data_offsets"][1] for n, one in header.items() if n != "__metadata__"}
+        except (ValueError, LookupError, TypeError, AttributeError):
+            return None
+    whole = size == _LENGTH + length + max(ends.values(), default=0)
+    return set(ends) if whole else None
