@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from mlxcache.errors import MlxcacheError
 from mlxcache.utf8 import NotUtf8, read_utf8
 
 _COMMENT = re.compile(r'("(?:\\.|[^"\\])*")|//[^\n]*|/\*.*?\*/', re.DOTALL)
@@ -37,6 +38,15 @@ def read_object(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ValueError("it is not a JSON object")
     return value
+
+
+def current_folder() -> Path:
+    """Return the folder in which this command runs. Raises MlxcacheError if it was removed."""
+    try:
+        return Path.cwd()
+    except OSError as error:
+        message = f"The current folder cannot be used ({error.strerror}): cd to your project first."
+        raise MlxcacheError(message) from error
 
 
 def claude_folder(environ: Mapping[str, str], home: Path) -> Path:

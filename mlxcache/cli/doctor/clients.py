@@ -11,7 +11,13 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from mlxcache.cli.agent_settings import claude_env, claude_folder, opencode_files, read_object
+from mlxcache.cli.agent_settings import (
+    claude_env,
+    claude_folder,
+    current_folder,
+    opencode_files,
+    read_object,
+)
 from mlxcache.cli.doctor.finding import Finding
 
 ATTRIBUTION = "CLAUDE_CODE_ATTRIBUTION_HEADER"
@@ -49,7 +55,7 @@ def examine_clients(
         found += _claude(environ, settings, url, rules)
     if which("anyclaude") or "ANYCLAUDE_MODE" in environ:
         found.append(_anyclaude(environ, url))
-    for path in opencode_files(environ, home, cwd or Path.cwd()):
+    for path in opencode_files(environ, home, cwd or current_folder()):
         found += _opencode(path, url, rules)
     return found
 

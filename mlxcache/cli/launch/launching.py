@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 
 from rich.text import Text
 
+from mlxcache.cli.agent_settings import current_folder
 from mlxcache.cli.connect import base_url, quote_value
 from mlxcache.cli.launch.chooser import choose_client
 from mlxcache.cli.launch.clients import (
@@ -303,7 +304,7 @@ def _invocation(name: ClientName, arguments: list[str], *, needed: bool = True) 
             raise
         _say(str(error))
         path = None
-    surroundings = (tuple(arguments), os.environ, Path.home(), Path.cwd())
+    surroundings = (tuple(arguments), os.environ, Path.home(), current_folder())
     return Invocation(path or Path(client.name), *surroundings, installed=path is not None)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import shutil
 import signal
 import stat
 import subprocess
@@ -152,10 +153,8 @@ def remove_abandoned_settings() -> list[Path]:
     for folder in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
         try:
             if _is_abandoned(folder):
-                for name in (_NAME, _LOCK):
-                    (folder / name).unlink(missing_ok=True)
-                with suppress(FileNotFoundError):  # another command removed it
-                    folder.rmdir()
+                with suppress(FileNotFoundError):  # another command removes it, too
+                    shutil.rmtree(folder)  # with files that the client put there: they hold the key
         except OSError:
             failed.append(folder / _NAME)
     return failed

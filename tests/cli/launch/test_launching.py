@@ -457,6 +457,18 @@ def test_a_port_used_by_another_program_is_an_error(here: Here) -> None:
     assert "must be an address" in here.launch("claude", "--url", "nonsense", status=2).stderr
 
 
+def test_a_current_folder_that_was_removed_is_an_error(
+    here: Here, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here.install("codex")
+    gone = here.project / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    result = here.launch("codex", "--port", "1", status=1)
+    assert "The current folder cannot be used (No such file or directory)" in result.stderr
+
+
 def test_signals_are_forwarded_and_the_exit_status_is_that_of_a_shell() -> None:
     """128 and the signal's number; Ctrl-C is left to the client."""
     code = (

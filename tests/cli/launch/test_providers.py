@@ -185,6 +185,19 @@ def test_a_settings_file_that_the_client_replaces_stays_in_use(
     assert list(tmp_path.glob("mlxcache-launch-*")) == []
 
 
+def test_files_that_a_killed_client_left_beside_its_settings_are_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They can hold the key: Cline writes its settings to another file first."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    folder = tmp_path / "mlxcache-launch-abc"
+    (folder / "more").mkdir(parents=True)
+    for name in ("lock", "settings.json", "settings.json.1234.tmp", "more/copy.json"):
+        (folder / name).write_text("a key")
+    assert remove_abandoned_settings() == []
+    assert not folder.exists()
+
+
 def test_copilot_needs_no_account(tmp_path: Path) -> None:
     """Other credentials are not sent, and prompt and reply fit into the context."""
     setup = configure_copilot(SERVICE, invoked(tmp_path))
