@@ -43,8 +43,8 @@ class Serving:
     pid: int
     url: str
     model: str
-    models: Sequence[str] = ()
-    names: Sequence[str] = ()
+    models: tuple[str, ...] = ()
+    names: tuple[str, ...] = ()
 
 
 @contextmanager
@@ -107,8 +107,9 @@ def servers(cache_dir: Path) -> list[Serving]:
     """Return the servers that are running on this cache folder, according to their note files."""
     found = []
     for note in sorted((cache_dir / NOTES).glob("*.json")):
-        with suppress(OSError, ValueError, TypeError):
-            one = Serving(**json.loads(note.read_text()))
+        with suppress(OSError, ValueError, TypeError, AttributeError):
+            known = json.loads(note.read_text()).items()
+            one = Serving(**{k: tuple(v) if isinstance(v, list) else v for k, v in known})
             if is_running(one.pid):
                 found.append(one)
     return found

@@ -109,7 +109,8 @@ def test_a_model_with_running_requests_is_not_unloaded(server: Served) -> None:
     }
     url = f"{server.url}/v1/chat/completions"
     with httpx.stream("POST", url, json=body, timeout=60) as reply:
-        assert any('"content"' in line for line in reply.iter_lines())
+        lines = reply.iter_lines()  # kept: at its end, it would cancel the request
+        assert any('"content"' in line for line in lines)
         output = call("unload", "large", "--url", server.url, status=1).output
         assert "Requests of this model are running" in output
 
