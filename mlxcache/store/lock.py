@@ -14,10 +14,11 @@ import json
 import os
 import secrets
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from mlxcache.errors import StoreError
 from mlxcache.private import make_folder
@@ -108,8 +109,12 @@ def servers(cache_dir: Path) -> list[Serving]:
     found = []
     for note in sorted((cache_dir / NOTES).glob("*.json")):
         with suppress(OSError, ValueError, TypeError, AttributeError):
-            known = json.loads(note.read_text()).items()
-            one = Serving(**{k: tuple(v) if isinstance(v, list) else v for k, v in known})
+            known: Mapping[str, Any] = json.loads(note.read_text())
+            values: dict[str, Any] = {
+                key: tuple(value) if isinstance(value, list) else value
+                for key, value in known.items()
+            }
+            one = Serving(**values)
             if is_running(one.pid):
                 found.append(one)
     return found
