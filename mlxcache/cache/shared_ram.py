@@ -15,6 +15,9 @@ from mlxcache.cache.ram import WITHHELD, RamTier
 from mlxcache.tree.budget import SharedBudget
 from mlxcache.tree.eviction import EvictionClock
 
+POOL = "pool"
+"""The shared budget's kind of bytes for free buffers that MLX keeps."""
+
 
 @dataclass(frozen=True, slots=True)
 class Room:
@@ -70,8 +73,8 @@ class SharedRam:
 
     @property
     def limit(self) -> int:
-        """Limit of the shared budget."""
-        return self.budget.limit
+        """Limit of the shared budget, without the part that is set aside for MLX's pool."""
+        return self.budget.limit - self.budget.by_kind().get(POOL, 0)
 
     @property
     def free(self) -> int:
@@ -89,6 +92,11 @@ class SharedRam:
             for kind, size in budget.by_kind().items():
                 sums[kind.partition(":")[0]] += size
         return dict(sums)
+
+    @property
+    def withheld(self) -> int:
+        """Bytes of the shared budget that stay unused while the machine is short of memory."""
+        return self.budget.by_kind().get(WITHHELD, 0)
 
     def charge(self, kind: str, n: int) -> None:
         """Charge `n` bytes to an own `kind` of the shared budget, such as a model's weights.
@@ -156,7 +164,7 @@ class SharedRam:
         If less than before is withheld, the difference becomes available. Entries that requests
         use, or that are not on disk yet, are not evicted: call again later to withhold the rest.
         """
-        withheld = self.budget.by_kind().get(WITHHELD, 0)
+        withheld = self.withheld
         if size <= withheld:
             self.budget.release(WITHHELD, withheld - size)
             return
@@ -196,6 +204,10 @@ class SharedRam:
     def stop_waiting(self, tier: RamTier) -> None:
         """Note that no request of `tier` waits for memory of other models."""
         self._waiting.pop(tier, None)
+
+    def retry_waiting(self) -> None:
+        """Let all requests that wait for memory be tried again."""
+        self._waiting.clear()
 
     def is_short(self, tier: RamTier) -> bool:
         """Return whether `tier` waits for memory, and there is no more of it than before."""

@@ -11,13 +11,14 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from traceback import clear_frames
 from typing import Any, Literal, TypeVar
 
 from mlxcache.config import Settings
 from mlxcache.engine.keep_awake import KeepAwake, Timer
 from mlxcache.engine.metrics import Records, Tally, with_disk
 from mlxcache.engine.requests import LiveRequest, RequestTable, SharedReply, prefill_left_s
-from mlxcache.engine.residency import Newcomer, Resident
+from mlxcache.engine.residency import Newcomer, Resident, release_unused
 from mlxcache.engine.rounds import Rounds
 from mlxcache.engine.runtime import (
     RECORDED,
@@ -102,7 +103,6 @@ class Engine:
         self._awake = awake or KeepAwake(on=settings.keep_awake, call_later=_call_later)
         self._requests = RequestTable(settings.queue, self._receive, self._awake.note_running)
         self._rounds = rounds or Rounds()
-        self._rounds.on_death(self._on_death)
         self._thread = self._rounds.thread
         self._runtime: ModelRuntime | None = None
         self._resident: Resident | None = None
@@ -115,6 +115,8 @@ class Engine:
     async def start(self) -> None:
         """Load the model. Raises ModelError or ConfigError if it cannot be served."""
         self._loop = asyncio.get_running_loop()
+        self._rounds.on_death(self._on_death)
+        self.state = "loading"
         try:
             fetched = await self._loop.run_in_executor(
                 self._pool, fetch_model, self.settings, self._on_progress
@@ -126,9 +128,11 @@ class Engine:
             charged = await self._await_room(wanted)
             self._runtime = await self._thread.ask(lambda: self._load(wanted, charged))
         except BaseException:
-            self.state = "failed"
+            if self.state == "loading":
+                self.state = "failed"
             raise
-        self.state = "ready"
+        if self.state == "loading":
+            self.state = "ready"
 
     async def _await_room(self, spec: load.ModelSpec) -> int:
         """Wait until there is memory for the weights; return the bytes charged for them.
@@ -151,16 +155,24 @@ class Engine:
         `charged`: bytes that are charged for its weights already.
         """
         self._on_progress("loading the weights", None)
+        self._thread.heartbeat.rest()  # this takes minutes, and is no sign of a stalled device
         account = self._rounds.residency.account
+        loaded = weights = None
         try:
             loaded = load.load(spec)
             weights = Weights(loaded, spec)
             account(self.label, weights.nbytes - charged)
             charged = weights.nbytes
             runtime = self.make_runtime(loaded)
-        except BaseException:
+        except BaseException as error:
             account(self.label, -charged)
+            clear_frames(error.__traceback__)  # they would keep the weights
+            loaded = weights = None
+            release_unused()
             raise
+        if self.state == "stopped":  # `stop` found nothing to close
+            runtime.close(died=False)
+            raise _stopping()
         self._rounds.add(runtime.scheduler)
         self._resident = self._make_resident(runtime, weights)
         self._rounds.residency.add(self._resident)
@@ -218,9 +230,9 @@ class Engine:
 
         Readers get an error at once, because the thread may be inside a long forward pass.
         """
-        if self.state == "ready":
+        if self.failure is None:
             self.state = "stopped"
-        stopping = NotReady("The server is stopping.", retry_after=5.0)
+        stopping = _stopping()
         for shared in self._requests.replies():
             shared.fail(stopping)
         self._thread.fail(stopping)
@@ -509,6 +521,10 @@ class Engine:
         if record.session is None and self._runtime is not None:
             record.session = self._runtime.book.session_of(record.joined or record.id)
         return record
+
+
+def _stopping() -> NotReady:
+    return NotReady("The server is stopping.", retry_after=5.0)
 
 
 def _rendered(make: Callable[[], T], what: str = "Rendering the prompt") -> T:

@@ -93,19 +93,16 @@ class Models:
 
         `requested`: the model's name in the request. Unknown names get the default model. Waits
         while the model is loaded, for minutes if it has to be downloaded. Raises ModelError if it
-        cannot be loaded; the next call tries again.
+        cannot be loaded; the next call tries again. Before the default model is ready, and when the
+        server stops or has failed, that is returned.
         """
         engine = self.find(requested)
-        if engine is self.default or engine.state == "ready":
-            return engine
+        if self.default.state != "ready" or engine.state == "ready":
+            return engine if engine.state == "ready" else self.default
         if engine not in self._opening:
-            self._opening[engine] = asyncio.create_task(self._open(engine))
-        opening = self._opening[engine]
-        try:
-            await asyncio.shield(opening)
-        finally:
-            if opening.done():
-                self._opening.pop(engine, None)
+            opening = self._opening[engine] = asyncio.create_task(self._open(engine))
+            opening.add_done_callback(lambda _: self._opening.pop(engine))
+        await asyncio.shield(self._opening[engine])
         return engine
 
     async def _open(self, engine: Engine) -> None:

@@ -125,6 +125,12 @@ class Resident:
         return self.state == "unloaded" and (self.asked or bool(self.scheduler.waiting))
 
     @property
+    def settling(self) -> bool:
+        """True if the weights are dropped, and memory is to be released once all KV is on disk."""
+        idle = self.cause == "idle" and self.kv.tree.tokens > 0
+        return self.state == "unloaded" and (bool(self._held) or idle)
+
+    @property
     def size(self) -> int:
         """Bytes that loading the model takes, without KV."""
         return self.weights.nbytes + sum(self._reserved.values())
@@ -173,9 +179,9 @@ class Resident:
         """Let no more waiting requests start, or let them start again."""
         self.draining = on
 
-    def ask(self) -> None:
-        """Let the model be loaded as if a request waited for it."""
-        self.asked = True
+    def ask(self, *, load: bool = True) -> None:
+        """Let the model be loaded as if a request waited for it, or take that back."""
+        self.asked = load
 
     def forget_want(self) -> None:
         """Note that nothing waits for the model any more."""
@@ -186,6 +192,7 @@ class Resident:
         """Release what `begin` has charged, because the weights could not be read."""
         self._reading, self.asked = None, False
         self._release(*self._held)
+        release_unused()
 
     def drop(self, cause: Cause) -> None:
         """Drop the weights. Idle KV stays in memory until something else needs the space."""
@@ -256,12 +263,17 @@ class Residency:
     @property
     def busy(self) -> bool:
         """True if `step` has more to do at once."""
-        wanted = [one for one in self.residents if one.wanted]
-        new = self._stepped or any(one.wanted_at is None for one in wanted)
-        return self._loading is not None or (new and bool(wanted or self._newcomers))
+        if self._loading is not None or any(one.wanted_at is None for one in self._wanted):
+            return True
+        settling = any(one.settling for one in self.residents)
+        return self._stepped and (settling or bool(self._newcomers or self._wanted))
+
+    @property
+    def _wanted(self) -> list[Resident]:
+        return [one for one in self.residents if one.wanted]
 
     def note_step(self) -> None:
-        """Note that a scheduler was stepped, after which its model may be idle."""
+        """Note that a scheduler has worked, after which its model may be idle."""
         self._stepped = True
 
     def wait_s(self) -> float | None:
@@ -319,9 +331,10 @@ class Residency:
             return None
         self._reopen()
         if isinstance(first, Newcomer):
-            self.account(first.name, first.nbytes)
             self._newcomers.remove(first)
-            first.room.set_result(None)
+            if first.room.set_running_or_notify_cancel():
+                self.account(first.name, first.nbytes)
+                first.room.set_result(None)
             return None
         log.info("%s: loading the weights, %s", first.name, format_size(first.weights.nbytes))
         self.account(first.name, first.weights.nbytes)
@@ -345,11 +358,16 @@ class Residency:
             )
             if isinstance(wanted, Newcomer):
                 self._newcomers.remove(wanted)
-                wanted.room.set_exception(error)
+                if wanted.room.set_running_or_notify_cancel():
+                    wanted.room.set_exception(error)
             else:
                 self._refuse(wanted, error)
             return False
-        if self._could_free(others, memory) >= size and memory.make_room(size):
+        free = self._could_free(others, memory)
+        if free < size <= free + memory.withheld:
+            memory.withhold(0)  # as for a request that would not fit otherwise
+            free = self._could_free(others, memory)
+        if free >= size and memory.make_room(size):
             return True
         for one in others:
             if one.weights.resident and not one.keep and now - one.loaded_at >= one.stay_s:
@@ -363,18 +381,28 @@ class Residency:
         return memory.free + idle + models
 
     def _read_on(self, one: Resident) -> None:
+        failure: str | None = None
         try:
             one.read_on(self._clock)
         except ModelError as error:
-            one.give_up()
-            self.account(one.name, -one.weights.nbytes)
-            self._loading = None
-            log.error("%s: cannot be loaded: %s", one.name, error)
-            self._refuse(one, error)
-            return
-        if one.state == "loaded":
+            failure = str(error)
+        except BaseException:  # of the device: requests still wait, so it is tried again
+            self._give_up(one)
+            raise
+        if failure is not None:  # the error itself would keep the weights that were read
+            self._give_up(one)
+            log.error("%s: cannot be loaded: %s", one.name, failure)
+            self._refuse(one, ModelError(failure))
+        elif one.state == "loaded":
             self._loading = None
             log.info("%s: loaded in %.1f s", one.name, one.load_s)
+            if self.memory is not None:
+                self.memory.retry_waiting()  # it may be idle, and give its memory to others
+
+    def _give_up(self, one: Resident) -> None:
+        self._loading = None
+        one.give_up()
+        self.account(one.name, -one.weights.nbytes)
 
     def _refuse(self, one: Resident, error: MlxcacheError) -> None:
         one.forget_want()
@@ -397,8 +425,10 @@ class Residency:
     def unload(self, scheduler: Scheduler) -> bool:
         """Unload the model of `scheduler` if it is idle; return whether it is unloaded now."""
         for one in self.residents:
-            if one.scheduler is scheduler and one.idle:
-                self._unload(one, "asked")
+            if one.scheduler is scheduler:
+                one.ask(load=False)
+                if one.idle:
+                    self._unload(one, "asked")
         return all(one.state == "unloaded" for one in self.residents if one.scheduler is scheduler)
 
     def ask(self, scheduler: Scheduler) -> None:
@@ -416,6 +446,12 @@ class Residency:
         )
         one.drop(cause)
         self.account(one.name, -one.weights.nbytes)
+
+
+def release_unused() -> None:
+    """Release the memory of arrays that nothing uses any more. MLX thread only."""
+    gc.collect()  # modules refer to each other in circles
+    mx.clear_cache()
 
 
 def _kind(name: str) -> str:

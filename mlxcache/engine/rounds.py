@@ -5,6 +5,7 @@ There is one scheduler for each loaded model.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 
@@ -12,6 +13,8 @@ from mlxcache.engine.residency import Residency
 from mlxcache.engine.scheduler import Scheduler
 from mlxcache.mlx_thread import MlxThread
 from mlxcache.model import device
+
+log = logging.getLogger("mlxcache.engine")
 
 
 class Rounds:
@@ -55,12 +58,16 @@ class Rounds:
         self.thread.end()
 
     def on_death(self, listener: Callable[[BaseException], None]) -> None:
-        """Call `listener(error)` on the MLX thread if an error ends the loop."""
-        self._listeners.append(listener)
+        """Call `listener(error)` once on the MLX thread if an error ends the loop."""
+        if listener not in self._listeners:
+            self._listeners.append(listener)
 
     def _die(self, error: BaseException) -> None:
         for listener in self._listeners:
-            listener(error)
+            try:
+                listener(error)
+            except Exception:  # the others still write to disk
+                log.exception("shutdown step failed")
 
     # -- on the MLX thread -------------------------------------------------------------------------
 
@@ -94,12 +101,15 @@ class Rounds:
             stepped = [self._next(working)] if working else list(self._used)
             for scheduler in stepped:
                 self._step(scheduler, sharing=len(working) > 1)
+            if working:
+                self.residency.note_step()
         except RuntimeError as error:
             if not self._used or not device.is_device_error(error):
                 raise
             stepped = list(self._used)
             for scheduler in stepped:
                 scheduler.recover(error)
+            self.residency.note_step()
         for scheduler in stepped:
             scheduler.publish()
 
@@ -122,4 +132,3 @@ class Rounds:
         began = self._clock()
         scheduler.step(sharing=sharing, admitting=self.residency.admits(scheduler))
         self._used[scheduler] += self._clock() - began
-        self.residency.note_step()

@@ -26,7 +26,7 @@ from mlxcache.cache.capacity import (
 )
 from mlxcache.cache.kv_cache import KVCache
 from mlxcache.cache.pressure import Pressure, Withholding
-from mlxcache.cache.shared_ram import SharedRam
+from mlxcache.cache.shared_ram import POOL, SharedRam
 from mlxcache.config import (
     Settings,
     disk_limit,
@@ -47,7 +47,7 @@ from mlxcache.engine.prefill import Limits
 from mlxcache.engine.prefix_loss import PrefixLossReporter
 from mlxcache.engine.scheduler import Scheduler
 from mlxcache.engine.task import Output, Task
-from mlxcache.errors import BadRequest, ContextLengthExceeded, ModelError, StoreError
+from mlxcache.errors import BadRequest, Busy, ContextLengthExceeded, ModelError, StoreError
 from mlxcache.mlx_thread import MlxThread
 from mlxcache.model import demo, device, kv, load, serialise
 from mlxcache.model.fingerprint import fingerprint
@@ -185,7 +185,8 @@ def plan_memory(
 
     `shared`: the memory of several models, which includes the weights and already holds MLX's pool.
 
-    Measures forward passes for this. Raises ModelError if `--ram` is too small. MLX thread only.
+    Measures forward passes for this. Raises ModelError if `--ram` is too small, and Busy if other
+    models use the memory. MLX thread only.
     """
     weights = loaded.info.weights_bytes
     whole = memory_for(machine_bytes(), device.working_set_bytes())
@@ -193,8 +194,7 @@ def plan_memory(
         limit = read_ram_limit(settings, weights)
         device.prepare(pool_bytes(limit))
     else:
-        pool = shared.budget.by_kind().get("pool", 0)
-        limit = max(0, shared.limit - pool - weights)
+        limit = max(0, shared.limit - weights)
         shared.make_room(limit // 8)  # for the passes that are measured
     kind, most = device.kind(), settings.prefill_chunk
     measured = cost.measure(loaded.model, layout, limit // 8, kind=kind, most=most)
@@ -208,6 +208,9 @@ def plan_memory(
         budget = Budget(limit, shared.budget)
         shared.make_room(sum(kinds.values()))
     if not all(budget.reserve(kind, size) for kind, size in kinds.items()):
+        budget.release_all()
+        if shared is not None and sum(kinds.values()) <= limit:
+            raise Busy("Other models use the memory that this one needs: try again.")
         raise ModelError(
             f"--ram {settings.ram} is too small to run this model: set at least "
             f"{_least_ram(loaded, layout, measured, settings)}"
@@ -238,7 +241,7 @@ def open_shared_memory(settings: Settings, free_idle: Callable[[int], bool]) -> 
     """
     limit = read_ram_limit(settings, 0)
     budget = SharedBudget(limit)
-    budget.charge("pool", pool_bytes(limit))
+    budget.charge(POOL, pool_bytes(limit))
     device.prepare(pool_bytes(limit))
     return SharedRam(budget, free_idle)
 
@@ -399,9 +402,10 @@ class ModelRuntime:
         self._shared = shared
         self._plan = plan = plan_memory(loaded, self.layout, settings, shared)
         self.cost = plan.cost
-        self.images = open_images(loaded, plan, settings)
-        context = self._max_context()
         with ExitStack() as on_failure:
+            on_failure.callback(plan.budget.release_all)  # other models may share the memory
+            self.images = open_images(loaded, plan, settings)
+            context = self._max_context()
             self.kv = self._open_cache(thread, on_progress)
             on_failure.callback(self.kv.close, 0.0)
             limits = Limits(settings.concurrency, settings.prefill_chunk, context, plan.transient)

@@ -9,6 +9,7 @@ import mlx.core as mx
 from mlx.utils import tree_flatten, tree_map
 
 from mlxcache.errors import ModelError
+from mlxcache.model import device
 from mlxcache.model.load import Loaded, ModelSpec, load_again
 
 SLICE_BYTES = 512 << 20
@@ -61,18 +62,31 @@ class Weights:
             raise ModelError(f"The model in {self._loaded.path} has other weights than before.")
         done = 0
         for part in split([array for _, array in arrays], slice_bytes):
-            mx.eval(part)
+            self._evaluate(part)
             done += sum(array.nbytes for array in part)
             yield done
         self._loaded.model.update(parameters)
         self.resident = True
+
+    def _evaluate(self, part: list[mx.array]) -> None:
+        try:
+            mx.eval(part)
+        except RuntimeError as error:
+            if device.is_device_error(error):
+                raise
+            raise ModelError(
+                f"The weights in {self._loaded.path} cannot be read: {error}"
+            ) from error
 
     def _read_stamps(self) -> list[Stamp]:
         """Return a stamp of each file that decides about the content of the weights."""
         folders = [self._loaded.path, self._loaded.draft, self._spec.adapter]
         paths = [Path(folder).expanduser() for folder in folders if folder is not None]
         files = [file for path in paths for name in FILES for file in sorted(path.glob(name))]
-        found = [(file, file.stat()) for file in files]
+        try:
+            found = [(file, file.stat()) for file in files]
+        except OSError as error:
+            raise ModelError(f"The files of the model cannot be read: {error}") from error
         return [(str(file), stat.st_size, stat.st_mtime_ns) for file, stat in found]
 
 

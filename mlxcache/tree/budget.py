@@ -82,6 +82,11 @@ class Budget:
             raise ValueError(f"cannot release {n} bytes of {kind}: expected 0 or more")
         self._add(kind, -n)
 
+    def release_all(self) -> None:
+        """Release all bytes of all kinds."""
+        for kind, size in self._kinds.items():
+            self._add(kind, -size)
+
     def _add(self, kind: str, n: int) -> None:
         now = self._kinds.get(kind, 0) + n
         if now < 0:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlxcache.engine.residency import Residency, Resident
+from mlxcache.engine.residency import Newcomer, Residency, Resident
 from mlxcache.engine.rounds import Rounds
 from mlxcache.engine.task import Task
 from mlxcache.errors import BadRequest, ModelError
@@ -34,7 +37,7 @@ class Memory:
         self.limit = limit
         self.kinds: dict[str, int] = {}
         self.residency: Residency | None = None
-        self.highest = 0
+        self.highest = self.withheld = self.retried = 0
 
     @property
     def used(self) -> int:
@@ -42,7 +45,13 @@ class Memory:
 
     @property
     def free(self) -> int:
-        return self.limit - self.used
+        return self.limit - self.used - self.withheld
+
+    def withhold(self, size: int) -> None:
+        self.withheld = size
+
+    def retry_waiting(self) -> None:
+        self.retried += 1
 
     def charge(self, kind: str, n: int) -> None:
         self.kinds[kind] = self.kinds.get(kind, 0) + n
@@ -226,6 +235,95 @@ class TestMemory:
         assert isinstance(error, BadRequest)
         assert "The model b needs" in str(error)
         assert states(house) == {"b": "unloaded", "a": "loaded"}
+
+    def test_withheld_memory_is_used_when_a_model_needs_it(self, house: House) -> None:
+        assert house.memory is not None
+        house.memory.withheld = house.memory.limit // 2
+        b = house.benches["b"]
+        task = b.put(ids(1), tokens=4)
+        house.run(task)
+        assert task.out == b.cold(ids(1), 4)
+        assert house.memory.withheld == 0
+
+    def test_the_thread_sleeps_while_nothing_can_be_done(self, house: House) -> None:
+        """A model waits for memory that no one else is about to release."""
+        assert house.memory is not None
+        house.memory.charge("other", house.memory.limit)
+        task = house.benches["b"].put(ids(1), tokens=4)
+        for _ in range(3):
+            house.rounds.thread.wake()
+            house.rounds.tick()
+        assert not house.residency.busy
+        assert not any(one.scheduler.has_work(admitting=False) for one in house.residents.values())
+        house.memory.charge("other", -house.memory.limit)
+        house.rounds.thread.wake()
+        house.run(task)
+
+    def test_a_model_that_need_not_load_any_more_does_not(self, house: House) -> None:
+        a, residency = house.benches["a"], house.residency
+        residency.ask(a.scheduler)
+        assert residency.unload(a.scheduler)
+        residency.step()
+        assert states(house)["a"] == "unloaded"
+
+    def test_a_newcomer_that_has_left_takes_no_memory(self, house: House) -> None:
+        assert house.memory is not None
+        for size in (1000, 10 * house.memory.limit):
+            newcomer = Newcomer("c", size, 0)
+            house.residency.welcome(newcomer)
+            assert newcomer.room.cancel()
+            house.residency.step()
+        assert house.memory.used == 0
+        assert not house.residency.busy
+
+    @pytest.mark.parametrize("damage", ["truncated", "deleted"])
+    def test_damaged_files_fail_the_requests_and_not_the_thread(
+        self, house: House, toy: ToyMaker, tmp_path: Path, damage: str
+    ) -> None:
+        assert house.memory is not None
+        path = tmp_path / "model"
+        shutil.copytree(toy("llama", seed=9), path)
+        bench = house.add("c", path, loaded=False)
+        file = path / "model.safetensors"
+        whole, stat = file.read_bytes(), file.stat()
+        if damage == "deleted":
+            file.unlink()
+        else:
+            file.write_bytes(whole[: stat.st_size // 2])
+        task = bench.put(ids(1), tokens=4)
+        house.run(task)
+        assert isinstance(last_of(task), ModelError)
+        assert house.memory.used == 0
+        file.write_bytes(whole)
+        os.utime(file, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+        again = bench.put(ids(1), tokens=4)
+        house.run(again)
+        assert again.out == bench.cold(ids(1), 4)
+
+    @pytest.mark.parametrize("error", ["[METAL] Command buffer execution failed: x", "[read] no"])
+    def test_errors_while_weights_are_read(
+        self, house: House, monkeypatch: pytest.MonkeyPatch, error: str
+    ) -> None:
+        """After an error of the device they are read again; any other fails the requests."""
+        assert house.memory is not None
+        evaluate, failures = mx.eval, [error]
+
+        def fails(*arrays: Any) -> None:
+            if failures and house.residents["b"].state == "loading":
+                raise RuntimeError(failures.pop())
+            evaluate(*arrays)
+
+        b = house.benches["b"]
+        task = b.put(ids(1), tokens=4)
+        with monkeypatch.context() as patch:
+            patch.setattr("mlxcache.model.resident_weights.mx.eval", fails)
+            house.run(task)
+        assert not failures
+        if error.startswith("[METAL]"):
+            assert task.out == b.cold(ids(1), 4)
+        else:
+            assert isinstance(last_of(task), ModelError)
+            assert house.memory.used == 0
 
     def test_weights_that_cannot_be_read_fail_the_requests_that_wait(
         self, house: House, monkeypatch: pytest.MonkeyPatch
