@@ -1,0 +1,215 @@
+"""Several models in one process: first loads that fail, budgets after them, the end."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from threading import Event
+from typing import Any
+
+import pytest
+
+from mlxcache.config import Settings
+from mlxcache.config.models import ModelEntry
+from mlxcache.engine.models import Models
+from mlxcache.engine.runtime import ModelRuntime
+from mlxcache.errors import MlxcacheError, ModelError, NotReady, StoreError
+from mlxcache.model import load
+from mlxcache.types import Job
+from tests.conftest import ToyMaker
+
+
+@pytest.fixture
+def entries(toy: ToyMaker, tmp_path: Path) -> list[ModelEntry]:
+    shutil.copytree(toy("llama", seed=7), tmp_path / "b")
+    return [
+        ModelEntry(str(toy("llama")), "a"),
+        ModelEntry(str(tmp_path / "b"), "b"),
+        ModelEntry(str(toy("llama", seed=9)), "c"),
+    ]
+
+
+@asynccontextmanager
+async def running(entries: list[ModelEntry], folder: Path, **more: Any) -> AsyncIterator[Models]:
+    settings = Settings(ram="300MB", disk="off", cache_dir=folder, models=tuple(entries))
+    models = Models(replace(settings, **more))
+    await models.start()
+    try:
+        yield models
+    finally:
+        await models.stop()
+
+
+def memory_of(models: Models) -> tuple[int, dict[str, int]]:
+    memory = models.figures()["memory"]
+    return memory["used_bytes"], {k: n for k, n in memory["kinds"].items() if n}
+
+
+async def reply(models: Models, name: str) -> int:
+    engine = await models.of(name)
+    prompt = await engine.render_text("Some text.")
+    count = 0
+    job = Job(f"req_{time.monotonic_ns()}", prompt, max_tokens=4, raw=True)
+    async with await engine.submit(job) as stream:
+        async for _ in stream:
+            count += 1
+    return count
+
+
+def no_tokenizer(folder: Path) -> None:
+    (folder / "tokenizer.json").unlink()
+
+
+def short_weights(folder: Path) -> None:
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-5000])
+
+
+def no_folder(folder: Path) -> None:
+    shutil.rmtree(folder)
+
+
+@pytest.mark.parametrize("damage", [no_tokenizer, short_weights, no_folder])
+async def test_a_bad_folder_fails_requests_until_it_is_mended(
+    entries: list[ModelEntry], tmp_path: Path, damage: Callable[[Path], None]
+) -> None:
+    whole = tmp_path / "whole"
+    shutil.copytree(tmp_path / "b", whole)
+    async with running(entries, tmp_path / "cache") as models:
+        assert await reply(models, "a")
+        damage(tmp_path / "b")
+        before = memory_of(models)
+        for _ in range(2):
+            asked = [asyncio.create_task(reply(models, "b")) for _ in range(3)]
+            for task in asked:
+                with pytest.raises(ModelError):
+                    await task
+            assert memory_of(models) == before
+        assert await reply(models, "a")
+        shutil.copytree(whole, tmp_path / "b", dirs_exist_ok=True)
+        assert await reply(models, "b")
+        assert models.named("b").state == "ready"
+
+
+@pytest.mark.parametrize("step", ["_max_context", "_open_cache", "_open_book"])
+async def test_memory_is_released_whatever_step_of_a_load_fails(
+    entries: list[ModelEntry], tmp_path: Path, step: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*args: Any) -> Any:
+        raise StoreError("It cannot be opened.")
+
+    async with running(entries, tmp_path / "cache") as models:
+        before = memory_of(models)
+        with monkeypatch.context() as patch:
+            patch.setattr(ModelRuntime, step, fails)
+            with pytest.raises(MlxcacheError):
+                await reply(models, "b")
+        assert memory_of(models) == before
+        assert await reply(models, "b")
+
+
+async def test_requests_at_once_load_a_model_once(
+    entries: list[ModelEntry], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loads: list[str] = []
+    whole = load.load
+
+    def counted(spec: load.ModelSpec, *args: Any) -> load.Loaded:
+        loads.append(str(spec.id))
+        return whole(spec, *args)
+
+    async with running(entries, tmp_path / "cache") as models:
+        monkeypatch.setattr(load, "load", counted)
+        assert all(await asyncio.gather(*(reply(models, "b") for _ in range(4))))
+        assert len(loads) == 1
+
+
+@pytest.fixture
+def slow(monkeypatch: pytest.MonkeyPatch) -> tuple[Event, Event]:
+    """Events: the load of a further model has begun; it may go on."""
+    begun, may_go = Event(), Event()
+    whole = load.load
+
+    def waits(spec: load.ModelSpec, *args: Any) -> load.Loaded:
+        if spec.id == "b":
+            begun.set()
+            assert may_go.wait(30)
+        return whole(spec, *args)
+
+    monkeypatch.setattr(load, "load", waits)
+    return begun, may_go
+
+
+async def test_a_stop_while_a_model_loads_ends_the_thread(
+    entries: list[ModelEntry], tmp_path: Path, slow: tuple[Event, Event]
+) -> None:
+    begun, may_go = slow
+    async with running(entries, tmp_path / "cache", disk="auto") as models:
+        asked = asyncio.create_task(reply(models, "b"))
+        await asyncio.to_thread(begun.wait, 30)
+        asyncio.get_running_loop().call_later(0.3, may_go.set)
+        began = time.monotonic()
+        await models.stop(5.0)
+        assert time.monotonic() - began < 4
+        thread = models._rounds.thread
+        thread.join(1)
+        assert not thread.alive
+        with pytest.raises((NotReady, asyncio.CancelledError)):
+            await asked
+        assert (await models.of("c")) is models.default  # nothing is loaded any more
+
+
+async def test_a_load_is_no_sign_of_a_stalled_device(
+    entries: list[ModelEntry], tmp_path: Path, slow: tuple[Event, Event]
+) -> None:
+    begun, may_go = slow
+    async with running(entries, tmp_path / "cache") as models:
+        asked = asyncio.create_task(reply(models, "b"))
+        await asyncio.to_thread(begun.wait, 30)
+        await asyncio.sleep(0.1)
+        assert models.default.silent_s == 0
+        may_go.set()
+        assert await asked
+
+
+async def test_no_other_model_is_loaded_before_the_default_one(
+    entries: list[ModelEntry], tmp_path: Path
+) -> None:
+    settings = Settings(
+        ram="300MB", disk="off", cache_dir=tmp_path / "cache", models=tuple(entries)
+    )
+    models = Models(settings)
+    assert (await models.of("b")) is models.default
+    await models.start()
+    assert (await models.of("b")) is models.named("b")
+    await models.stop()
+
+
+async def test_every_loaded_model_is_closed_when_the_thread_dies(
+    entries: list[ModelEntry], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also those after a model that was never loaded."""
+    closed: list[str] = []
+    close = ModelRuntime.close
+
+    def noted(self: ModelRuntime, *, died: bool) -> None:
+        closed.append(self.info.id)
+        close(self, died=died)
+
+    monkeypatch.setattr(ModelRuntime, "close", noted)
+    async with running(entries, tmp_path / "cache") as models:
+        assert await reply(models, "c")
+
+        def dies() -> None:
+            raise ValueError("no device's")
+
+        models._rounds.thread.post(dies)
+        await asyncio.wait_for(models.default.dead.wait(), 10)
+        models._rounds.thread.join(10)
+        assert sorted(set(closed)) == ["a", "c"]
+        assert (await models.of("b")) is models.default
