@@ -101,9 +101,14 @@ class Models:
             return engine if engine.state == "ready" else self.default
         if engine not in self._opening:
             opening = self._opening[engine] = asyncio.create_task(self._open(engine))
-            opening.add_done_callback(lambda _: self._opening.pop(engine))
+            opening.add_done_callback(lambda task: self._note_opened(engine, task))
         await asyncio.shield(self._opening[engine])
         return engine
+
+    def _note_opened(self, engine: Engine, task: asyncio.Task[None]) -> None:
+        self._opening.pop(engine, None)
+        if not task.cancelled() and task.exception() is not None:
+            log.error("%s: cannot be loaded: %s", engine.label, task.exception())
 
     async def _open(self, engine: Engine) -> None:
         log.info("%s: loading the model for the first time", engine.label)

@@ -5,11 +5,14 @@ MLX thread only.
 
 from __future__ import annotations
 
+import gc
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from typing import Literal
+
+import mlx.core as mx
 
 from mlxcache.cache.kv_cache import KVCache
 from mlxcache.cache.shared_ram import SharedRam
