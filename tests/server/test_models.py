@@ -1,7 +1,13 @@
-"""Several models on one server: chosen by name, one budget, warm after each switch."""
+"""Several models on one server: chosen by name, one budget, warm after each switch.
+
+`routed.json`: requests of Claude Code 2.1.197 in a terminal, with shortened texts. Its title and
+the requests of its sub-agent (`of`) name another model than the main conversation. `same`: how many
+messages of the earlier request of that kind a request repeats.
+"""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,10 +16,12 @@ import pytest
 from prometheus_client import parser
 
 from tests.conftest import ToyMaker
+from tests.scripted import scripted
 from tests.served import served
 from tests.server.api import CHAT, MESSAGES, Api, until, user, words
 
 NEW = 64
+ROUTED = json.loads(Path(__file__).with_name("routed.json").read_text(encoding="utf-8"))
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +44,8 @@ def config(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) ->
 @pytest.fixture(scope="module")
 def api(config: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Api]:
     home = tmp_path_factory.mktemp("home")
-    with served("--config", str(config), "--ram", "400MB", home=home) as server:
+    flags = ("--config", str(config), "--ram", "400MB")
+    with scripted(ROUTED["script"], *flags, home=home) as server:
         yield Api(server)
 
 
@@ -87,6 +96,49 @@ def test_models_are_unloaded_and_loaded_on_request(api: Api) -> None:
     assert api.http.post("/v1/models/small/load").status_code == 200
     until(lambda: states(api)["small"] == "loaded", 10, lambda: str(states(api)))
     assert api.http.post("/v1/models/nobody/load").status_code == 404
+
+
+def test_titles_and_sub_agents_leave_the_conversation_warm(api: Api) -> None:
+    """They go to the small model; each turn of the large one feeds what is new in it."""
+    before: dict[str, int] = {}
+    talks: dict[str, list[Any]] = {}
+    kept = large_tree(api)
+    for request in ROUTED["requests"]:
+        of = request["of"]
+        talks[of] = [*talks.get(of, [])[: request["same"]], *request["messages"]]
+        body = ROUTED["bodies"][of] | {"messages": talks[of]}
+        response = api.post(MESSAGES, body)
+        assert response.status_code == 200, response.text
+        record = finished(api, response.headers["x-mlxcache-request"])
+        assert record["model"] == ("large" if of == "main" else "small"), of
+        held = large_tree(api)
+        if of != "main":
+            assert held == kept, of
+        elif of in before:
+            new = record["prompt_tokens"] - before[of]
+            assert record["fed_tokens"] <= new + NEW, record
+            assert record["cached_tokens"] > 500
+            assert record["lost"] is None
+        before[of], kept = record["prompt_tokens"] + record["generated_tokens"], held
+    assert [one["of"] for one in ROUTED["requests"]].count("main") == 5
+
+
+def finished(api: Api, id: str) -> dict[str, Any]:
+    until(lambda: api.record(id)["status"] == "done", 10, lambda: str(api.record(id)))
+    return api.record(id)
+
+
+def large_tree(api: Api) -> int:
+    """Bytes of the large model's KV, once nothing is computed ahead any more."""
+    seen = [-1]
+
+    def settled() -> bool:
+        kept = api.http.get("/v1/cache").json()["models"][0]["kv_bytes"]
+        seen.append(kept)
+        return bool(kept == seen[-2])
+
+    until(settled, 10, lambda: str(seen))
+    return seen[-1]
 
 
 def test_figures_count_all_models(api: Api) -> None:
