@@ -19,6 +19,8 @@ from tests.conftest import ToyMaker
 from tests.scripted import scripted
 from tests.served import served
 from tests.server.api import CHAT, MESSAGES, Api, until, user, words
+from tests.server.browser import browsing, installed
+from tests.server.dashboard import Page
 
 NEW = 64
 ROUTED = json.loads(Path(__file__).with_name("routed.json").read_text(encoding="utf-8"))
@@ -139,6 +141,24 @@ def large_tree(api: Api) -> int:
 
     until(settled, 10, lambda: str(seen))
     return seen[-1]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(installed() is None, reason="no browser with its driver")
+def test_the_dashboard_shows_each_model(api: Api, tmp_path: Path) -> None:
+    """A bar with its state, and the model of each request."""
+    ask(api, "small", [user(words(21, 40))])
+    with browsing(tmp_path) as browser:
+        page = Page(browser, api.url, tmp_path)
+        page.open()
+        page.has("#models li", "smallloaded, weights")
+        page.has("#model", "and 1 more model")
+        page.has("#budgets", "weights of the models")
+        page.has("#recent-rows tr:first-child .of", "small")
+        api.http.post("/v1/models/small/unload")
+        page.has("#models li[data-state=unloaded]", "smallunloaded on request")
+        told = page.run("return document.querySelector('#models .budget').ariaLabel;")
+        assert "of the budget" in told
 
 
 def test_figures_count_all_models(api: Api) -> None:

@@ -1,7 +1,7 @@
 // Builds the panels, and opens the live stream.
 
 import { byId, setAttr, setText, show } from "./dom.js";
-import { count } from "./format.js";
+import { count, plural } from "./format.js";
 import { forgetKey, key } from "./http.js";
 import { follow } from "./follow.js";
 import { on } from "./state.js";
@@ -18,17 +18,19 @@ import * as tree from "./tree.js";
 
 const LINKS = { connecting: "connecting", live: "live", lost: "not connected" };
 
-function top({ link, server }) {
+function top({ link, server, cache }) {
   setAttr(byId("link"), "data-state", link);
   const waits = server && server.state !== "ready" && link === "live" ? server.state : null;
   setText(byId("link"), waits ?? LINKS[link]);
   const model = server?.model;
-  setText(byId("model"), model ? `${model.id}, ${count(model.context_length)} tokens of context` : "");
+  const others = (cache?.models?.length ?? 1) - 1;
+  const more = others ? `, and ${plural(others, "more model")}` : "";
+  setText(byId("model"), model ? `${model.id}, ${count(model.context_length)} tokens of context${more}` : "");
   setText(byId("version"), server ? `mlxcache ${server.version}` : "");
   show(byId("forget-key"), key() !== null);
 }
 
 for (const panel of [colours, hero, requests, memory, chart, sessions, restore, tree, losses, chat]) panel.start();
 byId("forget-key").addEventListener("click", forgetKey);
-on(["link", "server"], top);
+on(["link", "server", "cache"], top);
 follow();

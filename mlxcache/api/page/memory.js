@@ -1,10 +1,14 @@
 // The two budgets as bars, with what fills them.
 
-import { byId, h, setAttr, setText } from "./dom.js";
+import { progressBar } from "./bars.js";
+import { byId, h, keyed, setAttr, setText, show } from "./dom.js";
 import { bytes, percent, plural } from "./format.js";
 import { on, state } from "./state.js";
 
 const made = {};
+
+const STATES = { loaded: "loaded", loading: "loading", unloaded: "not in memory", never: "loaded at its first request" };
+const CAUSES = { idle: "unloaded, it was idle", memory: "unloaded, another model needed its memory", asked: "unloaded on request" };
 
 export function start() {
   made.ram = budget("RAM");
@@ -16,11 +20,14 @@ export function start() {
 function draw() {
   const { cache } = state;
   if (!cache?.ram) return;
+  drawModels(cache);
   const shares = held(cache.bytes_per_token ?? 0);
   const { ram, disk } = cache;
   const charged = Object.values(ram.kinds ?? {}).reduce((sum, size) => sum + size, 0);
-  const aside = Math.max(0, charged - ram.used_bytes - cache.active_bytes - ram.withheld_bytes);
+  const weights = ram.kinds?.weights ?? 0;
+  const aside = Math.max(0, charged - weights - ram.used_bytes - cache.active_bytes - ram.withheld_bytes);
   made.ram.update(ram.limit_bytes, [
+    ["weights", "weights of the models", weights],
     ...split("ram", ram.used_bytes, shares.ram),
     ["using", "running requests", cache.active_bytes],
     ["aside", "reserved for computing and writing", aside],
@@ -28,6 +35,40 @@ function draw() {
   ]);
   const off = !disk.limit_bytes && !disk.used_bytes;
   made.disk.update(disk.limit_bytes, off ? [] : split("disk", disk.used_bytes, shares.disk), diskNote(cache, off));
+}
+
+// A bar for each model, if there are several: its state, its weights and its KV, of the budget of all.
+function drawModels({ models, memory }) {
+  show(byId("models"), Boolean(models));
+  if (models) keyed(byId("models"), models, (one) => one.label, () => modelRow(memory.limit_bytes));
+}
+
+function modelRow(limit) {
+  const name = h("b");
+  const figure = h("span", { class: "figure" });
+  const sizes = { weights: h("i", { class: "weights" }), kv: h("i", { class: "ram" }) };
+  const bar = h("div", { class: "budget", role: "img" }, sizes.weights, sizes.kv);
+  const progress = progressBar("Loading");
+  const element = h("li", {}, h("p", {}, name, figure), bar, progress.element);
+  const update = (one) => {
+    const weights = one.state === "loaded" || one.state === "loading" ? one.weights_bytes ?? 0 : 0;
+    const kv = one.kv_bytes ?? 0;
+    const words = [CAUSES[one.unloaded_for] ?? STATES[one.state]];
+    if (one.state === "loading" && one.progress != null) words[0] += ` ${percent(one.progress, 1)}`;
+    if (weights) words.push(`weights ${bytes(weights)}`);
+    if (kv) words.push(`KV ${bytes(kv)}`);
+    setText(name, one.label);
+    setText(figure, words.join(", "));
+    setAttr(element, "data-state", one.state);
+    for (const [kind, size] of [["weights", weights], ["kv", kv]]) {
+      sizes[kind].style.setProperty("width", `${(100 * size) / Math.max(1, limit)}%`);
+      show(sizes[kind], size > 0);
+    }
+    setAttr(bar, "aria-label", `${one.label}: ${percent(weights + kv, limit)} of the budget`);
+    show(progress.element, one.state === "loading");
+    progress.update(one.progress ?? null);
+  };
+  return { element, update };
 }
 
 // Bytes of the tier that several sessions share, that one session has alone, and the rest.

@@ -3,19 +3,28 @@
 import { progressBar, promptBar } from "./bars.js";
 import { byId, h, keyed, setAttr, setText, show } from "./dom.js";
 import { about, ago, clock, count, plural, seconds, short } from "./format.js";
-import { finished, on, parts, running, titleOf } from "./state.js";
+import { finished, modelOf, on, parts, running, titleOf } from "./state.js";
 
 const FEW = 12;
 const MORE = 100;
 const PHASES = { queued: "waiting", prefill: "reading the prompt", decode: "writing" };
 let shown = FEW;
+let several = false;
 
 export function start() {
   on(["requests", "sessions", "clock"], draw);
+  on(["cache"], drawIfSeveral);
   byId("recent-more").addEventListener("click", () => {
     shown = shown === FEW ? MORE : FEW;
     draw();
   });
+}
+
+// Names of models appear once it is known that there are several.
+function drawIfSeveral({ cache }) {
+  if (several === Boolean(cache?.models)) return;
+  several = Boolean(cache?.models);
+  draw();
 }
 
 function draw() {
@@ -37,13 +46,15 @@ function draw() {
 
 function runningRow() {
   const title = h("b");
+  const model = h("span", { class: "of" });
   const phase = h("span", { class: "phase" });
   const figure = h("span", { class: "figure" });
   const bar = progressBar("Progress");
-  const element = h("li", {}, h("p", {}, title, phase, figure), bar.element);
+  const element = h("li", {}, h("p", {}, title, model, phase, figure), bar.element);
   const update = (one) => {
     const { phase: name, done_tokens: done, total_tokens: total, tokens_per_s: speed, left_s: left } = one.progress;
     setText(title, titleOf(one));
+    setText(model, modelOf(one));
     setText(phase, one.progress.phase === "prefill" && !one.cached_tokens && !one.fed_tokens ? "looking for its prefix" : PHASES[name]);
     setAttr(element, "data-phase", name);
     if (name === "queued") setText(figure, `${short(total)} tokens, since ${seconds(Date.now() / 1000 - one.created_at)}`);
@@ -56,13 +67,15 @@ function runningRow() {
 
 function recentRow() {
   const when = h("td", { role: "cell", class: "when" });
-  const title = h("td", { role: "cell", class: "what" });
+  const title = h("span");
+  const model = h("span", { class: "of" });
+  const what = h("td", { role: "cell", class: "what" }, h("div", {}, title, model));
   const bar = promptBar();
   const tokens = h("span", { class: "tokens" });
   const first = h("td", { role: "cell", class: "first" });
   const reply = h("td", { role: "cell", class: "reply" });
   const place = h("div", { class: "prompt" }, bar.element, tokens);
-  const element = h("tr", { role: "row" }, when, title, h("td", { role: "cell" }, place), first, reply);
+  const element = h("tr", { role: "row" }, when, what, h("td", { role: "cell" }, place), first, reply);
   let last = null;
   element.scale = (longest) => bar.update(parts(last), Math.max(0.04, Math.sqrt(last.prompt_tokens / longest)), last.prompt_tokens);
   const update = (one) => {
@@ -70,7 +83,8 @@ function recentRow() {
     setText(when, ago(one.created_at));
     when.title = clock(one.created_at);
     setText(title, titleOf(one));
-    title.title = `${one.client ?? ""} ${one.id}`.trim();
+    setText(model, modelOf(one));
+    what.title = `${one.client ?? ""} ${one.id}`.trim();
     setText(tokens, short(one.prompt_tokens));
     setText(first, seconds(one.timing.first_token_s) || "–");
     setAttr(first, "data-kind", one.reuse);

@@ -68,6 +68,9 @@ export function titleOf(request) {
   return request.session || "A request";
 }
 
+// The name of a request's model, if the server has several; else "".
+export const modelOf = (request) => (state.cache?.models ? request.model ?? "" : "");
+
 export const parts = (request) => ({
   ram: request.cached_tokens - request.restored_tokens,
   disk: request.restored_tokens,
