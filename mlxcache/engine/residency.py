@@ -17,6 +17,7 @@ import mlx.core as mx
 from mlxcache.cache.kv_cache import KVCache
 from mlxcache.cache.shared_ram import SharedRam
 from mlxcache.config import format_size
+from mlxcache.config.memory import trim_heap
 from mlxcache.engine.scheduler import Scheduler
 from mlxcache.errors import BadRequest, MlxcacheError, ModelError
 from mlxcache.model.resident_weights import Weights
@@ -147,8 +148,6 @@ class Resident:
         """Update since when the model is wanted or unused. `now`: seconds of a monotonic clock."""
         if not self.scheduler.idle:
             self.used_at = now
-        if self.state == "unloaded" and not self.kv.writing:
-            self._release(*self._held)
         if not self.wanted:
             self.wanted_at = None
         elif self.wanted_at is None:
@@ -212,10 +211,22 @@ class Resident:
             self.kv.budget.release(kind, self._reserved[kind])
         self._held -= set(kinds)
 
-    def clear(self) -> None:
-        """Release the KV of an unloaded model that is on disk."""
-        if self.kv.disk is not None and not self.kv.writing:
-            self.kv.clear()
+    def settle(self) -> bool:
+        """Release what an unloaded model needs no more once its KV is on disk; return if KV was.
+
+        KV is released if the model was idle, and stays while the disk cannot be written.
+        """
+        if self.state != "unloaded" or self.kv.writing:
+            return False
+        self._release(*self._held)
+        disk = self.kv.disk
+        if self.cause != "idle" or disk is None or not disk.write_behind.works:
+            return False
+        if not self.kv.ram.idle:
+            return False
+        self.kv.clear()
+        mx.clear_cache()
+        return True
 
 
 class Residency:
@@ -313,8 +324,12 @@ class Residency:
         for one in self.residents:
             if _counts_down(one) and now - one.used_at >= (one.idle_s or 0.0):
                 self._unload(one, "idle")
-            if one.state == "unloaded" and one.cause == "idle":
-                one.clear()
+        self.settle()
+
+    def settle(self) -> None:
+        """Release KV of models that were idle, once it is on disk. Call after writes have ended."""
+        if any([one.settle() for one in self.residents]):
+            trim_heap()
 
     def _choose(self, now: float) -> Resident | None:
         """Return the model that has been waited for longest if there is memory for it, else None.
@@ -448,6 +463,7 @@ class Residency:
             words.get(cause, f"idle for {one.idle_s or 0:g} s"),
         )
         one.drop(cause)
+        trim_heap()
         self.account(one.name, -one.weights.nbytes)
 
 

@@ -103,6 +103,7 @@ class Rounds:
                 self._step(scheduler, sharing=len(working) > 1)
             if working:
                 self.residency.note_step()
+            self.residency.settle()
         except RuntimeError as error:
             if not self._used or not device.is_device_error(error):
                 raise

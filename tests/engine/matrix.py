@@ -6,16 +6,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from pathlib import Path
+from typing import Literal
 
 import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
+from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
 
 from mlxcache.cache.disk import DiskTier
 from mlxcache.cache.kv_cache import KVCache
+from mlxcache.cache.restore import MIN_GAIN, MIN_UNKNOWN
 from mlxcache.engine.decoder import Drawn
 from mlxcache.engine.task import Output, Task
+from mlxcache.model.load import ModelSpec
+from mlxcache.model.resident_weights import Weights
 from mlxcache.prompt.marks import MARK_DISTANCE
 from mlxcache.tree.budget import Budget
 from mlxcache.types import TokenLogprob
@@ -32,6 +37,10 @@ GENERATION, END = [5, 6, 7], [8, 9]
 """What opens a reply, and what ends a message."""
 
 Logprobs = npt.NDArray[np.float32]
+
+Switches = Literal["none", "kept", "cleared"]
+"""Before each request, the weights are dropped and read again. The KV stays in RAM, or is cleared
+from it once it is on disk."""
 
 
 def text(seed: int, length: int) -> list[int]:
@@ -141,9 +150,12 @@ class Ledger:
 class Family(Bench):
     """A toy's bench that keeps each token's log-probabilities, and knows the cold ones."""
 
-    def __init__(self, name: str, path: Path):
+    def __init__(self, name: str, path: Path, switches: Switches = "none"):
         super().__init__(path, ram=RAM)
+        assert self.loaded is not None
         self.name = name
+        self.switches = switches
+        self.weights = Weights(self.loaded, ModelSpec(str(path)))
         self.ledger = Ledger(self.kv.layout.opaque)
         self.said: dict[str, list[Logprobs]] = {}
         self.known: dict[tuple[int, ...], Logprobs] = {}
@@ -160,6 +172,19 @@ class Family(Bench):
         disk = self.open_disk(folder, ram=RAM, pending=PENDING)
         self.disks.append(disk)
         return disk
+
+    def switch(self) -> None:
+        """Let another model have the memory for a while, unless requests run."""
+        if self.switches == "none" or self.scheduler.active:
+            return
+        if self.switches == "cleared":
+            assert self.kv.disk is not None
+            settled(self.kv.disk)
+            self.kv.ram.clear()
+        self.weights.drop()
+        assert not any(array.size for _, array in tree_flatten(self.model.parameters()))
+        for _ in self.weights.read():
+            pass
 
     def close(self) -> None:
         """Let go of the disks."""
@@ -180,7 +205,8 @@ class Family(Bench):
     # -- asking ------------------------------------------------------------------------------
 
     def send(self, talk: Talk, *, tokens: int = REPLY) -> Task:
-        """Queue a request."""
+        """Queue a request, after another model had the memory if `switches`."""
+        self.switch()
         return self.put(talk.ids, tokens=tokens, marks=talk.marks)
 
     def say(self, talk: Talk, *, tokens: int = REPLY) -> Task:
@@ -194,6 +220,8 @@ class Family(Bench):
         """A reply is the cold one, and of its prompt as much was cached as is promised."""
         ids, record = talk.ids, task.record
         promised = self.ledger.promised(ids)
+        if self.switches == "cleared" and (len(ids) <= MIN_UNKNOWN or promised < MIN_GAIN):
+            promised = 0  # so little is not read from disk
         assert admitted(task).cached_tokens == record.cached_tokens
         assert record.cached_tokens + record.fed_tokens in (len(ids) - 1, len(ids))
         self.check_words(task)

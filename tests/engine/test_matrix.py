@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
 from mlxcache.engine.lanes import Lane
+from tests.conftest import QUICK
 from tests.engine.matrix import (
     GENERATION,
     HEAD,
     Family,
+    Switches,
     conversation,
     settled,
     shared,
@@ -23,22 +26,37 @@ LAYERS = {"gemma4": 4, "llama4": 4}
 """Layers of families that need more than two to have each of their kinds."""
 
 
+QUICK_ONES = {
+    *((name, "none") for name in FAMILIES if name not in COMPRESSED),
+    *((name, "cleared") for name in QUICK),
+}
+"""Pairs of a family and `Switches` that are in the quick suite."""
+
 PARAMS = [
-    pytest.param(name, marks=pytest.mark.slow) if name in COMPRESSED else name for name in FAMILIES
+    pytest.param(
+        (name, mode),
+        id=name if mode == "none" else f"{name}-{mode}",
+        marks=[pytest.mark.slow] * ((name, mode) not in QUICK_ONES),
+    )
+    for mode in get_args(Switches)
+    for name in FAMILIES
 ]
 
 
 @pytest.fixture(scope="module", params=PARAMS)
 def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Family:
-    name = str(request.param)
+    name, mode = request.param
     path = tmp_path_factory.mktemp(name) / "toy"
-    return Family(name, make_toy(path, name, layers=LAYERS.get(name, 2), window=32, **FUSED))
+    toy = make_toy(path, name, layers=LAYERS.get(name, 2), window=32, **FUSED)
+    return Family(name, toy, mode)
 
 
 @pytest.fixture
-def family(made: Family) -> Iterator[Family]:
+def family(made: Family, tmp_path: Path) -> Iterator[Family]:
     """A family of which nothing is cached."""
     made.fresh()
+    if made.switches == "cleared":
+        made.start(tmp_path / "first")
     yield made
     made.close()
 

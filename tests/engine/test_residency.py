@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,13 @@ import pytest
 from mlxcache.engine.residency import Newcomer, Residency, Resident
 from mlxcache.engine.rounds import Rounds
 from mlxcache.engine.task import Task
-from mlxcache.errors import BadRequest, ModelError
+from mlxcache.errors import BadRequest, ModelError, StoreError
 from mlxcache.model.load import ModelSpec
 from mlxcache.model.resident_weights import Weights
 from mlxcache.types import Finished
 from tests.conftest import ToyMaker
 from tests.scheduled import Bench
+from tests.server.api import until
 
 
 class Clock:
@@ -81,10 +83,21 @@ class House:
         self.residents: dict[str, Resident] = {}
         self.benches: dict[str, Bench] = {}
 
-    def add(self, name: str, path: Path, *, loaded: bool = True, **options: Any) -> Bench:
+    def add(
+        self,
+        name: str,
+        path: Path,
+        *,
+        loaded: bool = True,
+        disk: Path | None = None,
+        **options: Any,
+    ) -> Bench:
         bench = Bench(path)
         bench.rounds, bench.thread = self.rounds, self.rounds.thread
-        bench.use(bench.kv)
+        if disk is None:
+            bench.use(bench.kv)
+        else:
+            bench.open_disk(disk)
         assert bench.loaded is not None
         weights = Weights(bench.loaded, ModelSpec(str(path)))
         resident = Resident(
@@ -103,6 +116,17 @@ class House:
         if not loaded:
             assert self.residency.unload(bench.scheduler)
         return bench
+
+    def works(self) -> bool:
+        """Return whether the thread would not sleep."""
+        waits = self.residency.wait_s()
+        if self.rounds.thread.has_posted or self.residency.busy or waits == 0.0:
+            return True
+        admits = self.residency.admits
+        return any(
+            bench.scheduler.has_work(admitting=admits(bench.scheduler))
+            for bench in self.benches.values()
+        )
 
     def run(self, *tasks: Task, rounds: int = 5000) -> None:
         for _ in range(rounds):
@@ -150,6 +174,69 @@ class TestIdle:
         assert again.record.fed_tokens <= 21
         assert again.out == bench.cold(again.ids.tolist(), 8)
         assert house.residents["a"].loads == 1
+
+    def test_kv_leaves_memory_once_it_is_on_disk(
+        self, toy: ToyMaker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Also if it is being written when the model is unloaded, and no request comes."""
+        house = House(a=0.0)
+        bench = house.add("a", toy("llama"), disk=tmp_path)
+        assert bench.kv.disk is not None
+        free, write = threading.Event(), bench.kv.disk.store.write_run
+
+        def wait(*args: object) -> None:
+            free.wait(60.0)
+            write(*args)  # type: ignore[arg-type]
+
+        monkeypatch.setattr(bench.kv.disk.store, "write_run", wait)
+        trims: list[int] = []
+        monkeypatch.setattr("mlxcache.engine.residency.trim_heap", lambda: trims.append(1))
+        prompt = ids(1, 400)
+        first = bench.put(prompt, tokens=4)
+        house.run(first)
+        while states(house) == {"a": "loaded"}:
+            house.rounds.tick()
+        assert bench.kv.writing
+        assert bench.kv.ram.idle_bytes > 0
+        trims.clear()
+        free.set()
+        while bench.kv.ram.idle_bytes:
+            until(house.works, 5, lambda: "the thread sleeps, and the KV is still in memory")
+            house.rounds.tick()
+        assert trims
+        assert mx.get_cache_memory() == 0
+        again = bench.put([*prompt, *first.out, *ids(2, 20)], tokens=8)
+        house.run(again)
+        assert again.record.restored_tokens >= 400
+        assert again.record.fed_tokens <= 24
+        bench.kv.close(1.0)
+
+    def test_kv_that_cannot_be_written_stays_in_memory(
+        self, toy: ToyMaker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        house = House(a=5.0)
+        bench = house.add("a", toy("llama"), disk=tmp_path)
+        assert bench.kv.disk is not None
+
+        def fail(*args: object) -> None:
+            raise StoreError("the disk is full")
+
+        monkeypatch.setattr(bench.kv.disk.store, "write_run", fail)
+        prompt = ids(1, 400)
+        first = bench.put(prompt, tokens=4)
+        house.run(first)
+        while bench.kv.writing:
+            until(house.works, 5, lambda: "the thread sleeps, and a path waits to be written")
+            house.rounds.tick()
+        assert bench.kv.disk.write_behind.backoff.failing
+        house.clock.now += 10.0
+        house.residency.step()
+        house.residency.step()
+        assert states(house) == {"a": "unloaded"}
+        again = bench.put([*prompt, *first.out, *ids(2, 20)], tokens=8)
+        house.run(again)
+        assert again.record.fed_tokens <= 24
+        bench.kv.close(0.0)
 
     def test_a_running_request_keeps_its_model(self, toy: ToyMaker) -> None:
         house = House(a=5.0)
