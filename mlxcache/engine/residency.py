@@ -212,18 +212,20 @@ class Resident:
         self._held -= set(kinds)
 
     def settle(self) -> bool:
-        """Release what an unloaded model needs no more once its KV is on disk; return if KV was.
+        """Release what an unloaded model no longer needs once its KV is on disk.
 
-        KV is released if the model was idle, and stays while the disk cannot be written.
+        KV is released if the model was idle, and stays while the disk cannot be written. Returns
+        True if anything was released.
         """
         if self.state != "unloaded" or self.kv.writing:
             return False
+        released = bool(self._held)
         self._release(*self._held)
         disk = self.kv.disk
         if self.cause != "idle" or disk is None or not disk.write_behind.works:
-            return False
+            return released
         if not self.kv.ram.idle:
-            return False
+            return released
         self.kv.clear()
         mx.clear_cache()
         return True
@@ -330,6 +332,7 @@ class Residency:
         """Release KV of models that were idle, once it is on disk. Call after writes have ended."""
         if any([one.settle() for one in self.residents]):
             trim_heap()
+            self.note_step()
 
     def _choose(self, now: float) -> Resident | None:
         """Return the model that has been waited for longest if there is memory for it, else None.
