@@ -448,5 +448,8 @@ def _escaped(text: str) -> str:
 
 def _print_estimated(out: Console, found: Mapping[str, Any]) -> None:
     if found["estimated"]:
-        text = "Token counts are estimates by the built-in demo's tokenizer: set --model."
+        text = (
+            "Token counts are those of the built-in demo's tokenizer, estimates for any other "
+            "model: set --model."
+        )
         out.print(Text(text, "dim"))

@@ -82,10 +82,10 @@ def uninstall(*, yes: Yes = False, cache_dir: CacheDir = None, as_json: Json = F
     Hub, which other programs may use, are not removed; the last lines say how to remove them.
     """
     with reporting():
-        require_terminal_or_yes(yes=yes)
         given = load_settings({"cache_dir": cache_dir}, os.environ).cache_dir
         folders = _cache_folders(given)
         _refuse_while_served(folders)
+        require_terminal_or_yes(yes=yes)
         places, left = list(_places(folders)), list(_left())
         if not as_json:
             _show("mlxcache keeps here", places)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mlxcache.engine.task import Task
-from mlxcache.prompt.advice import advice_for
+from mlxcache.prompt.advice import COMPARE, advice_for
 from mlxcache.prompt.builder import PromptBuilder
 from mlxcache.prompt.explain import (
     LEAST_LOSS,
@@ -184,7 +184,8 @@ class PrefixLossReporter:
         runs = tuple((start, end) for start, end in again if end > start)
         texts = first.before, first.after
         loss = _loss((first.reason, first.cause), found.at_token, runs, texts)
-        more = {"where": first.where, "advice": found.advice}
+        advice = f"{found.advice} {COMPARE}" if first.cause == "text" else found.advice
+        more = {"where": first.where, "advice": advice}
         return Loss(loss.described | more, loss.runs)
 
     def _unknown(self, job: Job, side: Side, reuse: Found) -> Loss:

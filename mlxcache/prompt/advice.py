@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-_RENDERED = "Compare the two with mlxcache explain, and send old messages unchanged."
+_UNCHANGED = "Send old messages unchanged."
+
+COMPARE = "To see both requests, serve with --record DIR and run mlxcache explain."
+"""Advice to add where the texts are not at hand, for a cause that does not tell what changed."""
 
 ADVICE: dict[str, str] = {
     "attribution": "Set CLAUDE_CODE_ATTRIBUTION_HEADER=0 for the client, or leave "
@@ -14,8 +17,9 @@ ADVICE: dict[str, str] = {
     "others, or use one for all sessions.",
     "temp_path": "Use a folder with a fixed name for all sessions.",
     "hash": "Leave ids and hashes of a request or session out of the system text.",
-    "git_status": "Turn the git status off in the client (Claude Code: includeGitInstructions "
-    "false in settings.json). In a system prompt, --canonicalise git_status=on helps too.",
+    "git_status": "Turn the git status off in the client (Claude Code: "
+    "CLAUDE_CODE_DISABLE_GIT_INSTRUCTIONS=1). In a system prompt, --canonicalise git_status=on "
+    "helps too.",
     "version": "The client was updated, or sends a version that changes. No action is needed.",
     "tool_inserted": "Load all tools from the start, put new ones last, or let the client defer "
     "them (tool search).",
@@ -48,7 +52,7 @@ ADVICE: dict[str, str] = {
     "whitespace": "Send old messages with the same blanks and line ends.",
     "line_endings": "Send old messages with the same line ends.",
     "unicode_normalisation": "Send old messages in the Unicode form they came in.",
-    "text": _RENDERED,
+    "text": _UNCHANGED,
     "new_conversation": "There was no similar prompt. mlxcache warm computes one in advance.",
     "memory": "It was evicted from RAM and disk: raise --ram or --disk, or pin the session.",
     "no_checkpoint": "The model's state cannot be cut there. It is computed again from the "
@@ -59,10 +63,18 @@ ADVICE: dict[str, str] = {
 }
 """Advice of one or two sentences by cause; other causes get a general one."""
 
+_OTHER_SYSTEM = (
+    "Sessions in a terminal, sessions with -p or exec, and agents have different system prompts; "
+    "each of these is computed once. Within one session, send the system prompt unchanged."
+)
+"""Advice on other text of a system prompt, which is usual between two sessions."""
 
-def advice_for(cause: str) -> str:
+
+def advice_for(cause: str, reason: str = "") -> str:
     """Return the advice to show for a prefix loss with the given cause, a key of `ADVICE`.
 
-    An unknown cause gets general advice.
+    An unknown cause gets general advice. `reason` is that of docs/explain.md, if it is known.
     """
-    return ADVICE.get(cause, _RENDERED)
+    if (reason, cause) == ("system_changed", "text"):
+        return _OTHER_SYSTEM
+    return ADVICE.get(cause, _UNCHANGED)

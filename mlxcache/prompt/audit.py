@@ -87,7 +87,11 @@ def _found(
 ) -> Iterator[Finding]:
     text = source.tokenised.text
     for where, part, as_json in _parts(chat):
+        git_seen = False
         for one in find_announced(part):
+            if one.cause == "git_status" and git_seen:
+                continue  # further lines of the same status
+            git_seen = git_seen or one.cause == "git_status"
             char = _place(text, part, one.start, as_json=as_json)
             at = None if char is None else position(source, char)
             line = part.count("\n", 0, one.start) + 1

@@ -239,12 +239,22 @@ def _moved(
         return shifted
     same_role = was[i].get("role") == now[i].get("role")
     alike = tail or len(now) > len(was) or _similar(_text_of(was[i]), _text_of(now[i])) >= 0.3
-    if same_role and alike:
+    if same_role and (alike or _begins_again(was, now, i)):
         return None
     early = i <= _heads(now) + 1 and len(now) < len(was)
     if early and len(was) - i > 1 and not tail:
         return "compaction"
     return "text" if tail else "rewound"
+
+
+def _begins_again(was: Sequence[Message], now: Sequence[Message], i: int) -> bool:
+    """Return whether message `i` is the only one after the system text, and begins as before.
+
+    It is then the first message of a new session, not a summary: clients begin all first messages
+    with the same reminders.
+    """
+    only = i == _heads(now) == len(now) - 1
+    return only and common_characters(_text_of(was[i]), _text_of(now[i])) >= ALIKE
 
 
 def _text_moved(was: Message, now: Sequence[Message]) -> bool:
@@ -485,6 +495,10 @@ def first_new(old: Chat, new: Chat) -> int:
     return last + 1 if ended and answers else last
 
 
+_SAME_HEAD = 0.75
+"""Equal part of two system texts, and of the names of tools, that makes them almost the same."""
+
+
 def related(old: Chat, new: Chat) -> bool:
     """Return whether `new` continues `old`, or has almost the same tools and system text.
 
@@ -495,9 +509,13 @@ def related(old: Chat, new: Chat) -> bool:
     was, now = _head(old), _head(new)
     names = {*_names(old.tools)}, {*_names(new.tools)}
     same_tools = names[0] == names[1]
-    alike = was == now or (bool(was and now) and _similarity(was, now) >= 0.5)
+    similarity = 1.0 if was == now else _similarity(was, now) if was and now else 0.0
+    alike = similarity >= 0.5
     if alike and same_tools and (now or names[1]):
         return True
+    common = len(names[0] & names[1]) / max(1, len(names[0] | names[1]))
+    if similarity >= _SAME_HEAD <= common:
+        return True  # a client's terminal and its -p, with almost the same tools
     return (alike or (same_tools and bool(names[1]))) and _has_messages_of(old, new)
 
 

@@ -108,10 +108,10 @@ class Explanation:
         """Advice on the first difference; for moved text also on all later moves."""
         if self.first is None:
             return advice_for("new_conversation")
-        causes = [self.first.cause]
-        if self.first.reason == "moved":
+        reason, causes = self.first.reason, [self.first.cause]
+        if reason == "moved":
             causes += [one.cause for one in self.later if one.reason == "moved"]
-        return " ".join(advice_for(cause) for cause in dict.fromkeys(causes))
+        return " ".join(advice_for(cause, reason) for cause in dict.fromkeys(causes))
 
 
 class Explainer:
@@ -135,6 +135,8 @@ class Explainer:
         found = self._explain(old, new)
         if not related(old.source.chat, new.source.chat):
             later = found.later if found.first is None else (found.first, *found.later)
+            # messages of another conversation are not changed ones
+            later = tuple(one for one in later if not one.where.startswith("messages["))
             found = replace(found, first=None, later=later, related=False)
         again: Runs = ()
         if found.first is not None:

@@ -258,6 +258,22 @@ def test_text_that_canonicalisation_removes_is_no_warning(tmp_path: Path) -> Non
     assert claude(tmp_path, {}, git_status=True)["git status"].remedy is None
 
 
+@pytest.mark.parametrize(
+    ("printed", "status"), [("2.1.330 (Claude Code)", "ok"), ("2.1.197", "warn"), ("none", "warn")]
+)
+def test_a_git_status_outside_of_the_system_prompt_is_no_warning(
+    printed: str, status: str, tmp_path: Path
+) -> None:
+    """The installed version tells where it is; an unknown one may have it at the start."""
+    program = tmp_path / "claude"
+    program.write_text(f"#!/bin/sh\necho '{printed}'\n")
+    program.chmod(0o755)
+    found = clients.examine_clients({}, tmp_path, URL, {}, which=lambda _: str(program), cwd=tmp_path)
+    (git,) = (one for one in found if one.name == "Claude Code, git status")
+    assert git.status == status
+    assert bool(git.remedy) == (status == "warn")
+
+
 def test_claude_codes_address_must_lack_v1_and_have_a_context(tmp_path: Path) -> None:
     """Addresses of other servers are not checked."""
     settings_of(tmp_path, {})

@@ -352,6 +352,25 @@ def test_a_title_request_and_the_first_prompt_are_two_conversations():
     assert found["shared_tokens"] < 32  # the template's own
     assert found["new_tokens"] == found["prompt_tokens"]["second"] - found["shared_tokens"]
     assert found["later"][0]["where"] == "system"
+    assert not any(more["where"].startswith("messages") for more in found["later"])
+
+
+def test_another_session_with_almost_the_same_head_loses_what_is_the_same():
+    """As of a client in a terminal and with -p: other words at the start, and one tool less."""
+    one, other = following(first()), first()
+    for body in (one, other):
+        body["messages"][0]["content"] = reminder_before("What does this project do?")
+    other["messages"] = [{"role": "user", "content": reminder_before("Which tests? " + text(80, "x"))}]
+    other["system"][1] = {"type": "text", "text": "You are an agent of the SDK.\n"}
+    other["tools"] = other["tools"][:-1]
+    assert len(other["tools"]) >= 3
+    found = command.explain_pair(one, other, RAW)
+    lost = found["lost"]
+    assert (lost["reason"], lost["cause"], lost["where"]) == ("system_changed", "text", "system")
+    assert lost["lost_tokens"] > 0.4 * found["prompt_tokens"]["second"]
+    assert "terminal" in lost["advice"]
+    assert "explain" not in lost["advice"]
+    assert "compaction" not in {more["cause"] for more in found["later"]}
 
 
 def test_the_first_of_two_causes_in_the_prompt_is_reported():

@@ -8,6 +8,7 @@ from mlxcache.wire.titles import MAX_TITLE, title_from_messages, title_from_text
 SETUP = "This is the Qwen Code. We are setting up the context for our chat.\nToday is Sunday."
 
 TASK = "### Task:\nGive it a title.\n### Chat History:\n<chat_history>\n{}\n</chat_history>"
+CODEX = "Generate a concise, single-line task title of at most 36 characters and short. {}"
 FILES = (
     "### Task:\nRespond to the user query using the provided context, in <b>.\n<context>\nUSER: "
 )
@@ -37,6 +38,9 @@ FILES = (
         (f"<system-reminder>\n{SETUP}\n</system-reminder>\n\nFix it", "Fix it"),
         ("This is the CLI. We are setting up it", "This is the CLI. We are setting up it"),
         ("Generate a title for this conversation:\n", None),
+        (CODEX.format("Do not answer it.\n\nUser prompt:\nFix it\nnow"), "Fix it now"),
+        (CODEX.format("Do not answer it.\n\nConversation:\nuser: Fix it"), None),
+        ("Generate a concise task title for it", "Generate a concise task title for it"),
         ("Generate a title for this page: one line", "Generate a title for this page: one line"),
         ('"Say hello to it"', "Say hello to it"),
         ('"a" or "b"', '"a" or "b"'),

@@ -5,11 +5,15 @@ Reads `env` in Claude Code's settings.json and OpenCode's configuration files. W
 
 from __future__ import annotations
 
+import re
 import shutil
+import subprocess
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
+
+from packaging.version import Version
 
 from mlxcache.cli.agent_settings import (
     claude_env,
@@ -32,6 +36,13 @@ Source: https://github.com/farion1231/cc-switch/pull/2842
 _ADDRESSES = ("MLX_LM_URL", "LOCAL_URL")
 _MODES = ("mlx-lm", "local")
 
+_GIT_IN_MESSAGE = Version("2.1.330")
+"""Version of Claude Code that was observed to put the git status into the first user message.
+
+2.1.197 and older ones put it into the system prompt (docs/clients.md)."""
+
+_VERSION_TIMEOUT_S = 20.0
+
 Which = Callable[[str], str | None]
 
 
@@ -51,8 +62,9 @@ def examine_clients(
     """
     found = []
     settings = claude_folder(environ, home) / "settings.json"
-    if settings.parent.is_dir() or which("claude"):
-        found += _claude(environ, settings, url, rules)
+    program = which("claude")
+    if settings.parent.is_dir() or program:
+        found += _claude(environ, settings, url, rules, program)
     if which("anyclaude") or "ANYCLAUDE_MODE" in environ:
         found.append(_anyclaude(environ, url))
     for path in opencode_files(environ, home, cwd or current_folder()):
@@ -61,7 +73,11 @@ def examine_clients(
 
 
 def _claude(
-    environ: Mapping[str, str], settings: Path, url: str, rules: Mapping[str, bool]
+    environ: Mapping[str, str],
+    settings: Path,
+    url: str,
+    rules: Mapping[str, bool],
+    program: str | None,
 ) -> list[Finding]:
     try:
         own = claude_env(read_object(settings))
@@ -69,7 +85,7 @@ def _claude(
         value = f"{settings} cannot be read: {error}"
         return [Finding("Claude Code", "warn", value, "fix it: Claude Code cannot read it either")]
     merged = {**environ, **own}
-    found = [_attribution(merged, rules), _base_url(merged, url), _git(merged, rules)]
+    found = [_attribution(merged, rules), _base_url(merged, url), _git(merged, rules, program)]
     return [one for one in found if one is not None]
 
 
@@ -86,14 +102,38 @@ def _attribution(merged: Mapping[str, str], rules: Mapping[str, bool]) -> Findin
     return Finding(name, "warn", value, f"{ATTRIBUTION}=0, or in `env` of ~/.claude/settings.json")
 
 
-def _git(merged: Mapping[str, str], rules: Mapping[str, bool]) -> Finding:
+def _git(merged: Mapping[str, str], rules: Mapping[str, bool], program: str | None) -> Finding:
+    """Check for a git status in Claude Code's system prompt. Runs `program` for its version."""
     name = "Claude Code, git status"
     if merged.get(GIT, "").lower() not in ("", *_OFF):
         return Finding(name, "ok", f"{GIT} is set")
     if rules.get("git_status"):
         return Finding(name, "ok", "the server moves it out of the start (canonicalisation)")
-    value = "new sessions begin with the git status: cold after files have changed"
+    version = _version_of(program) if program is not None else None
+    if version is not None and version >= _GIT_IN_MESSAGE:
+        value = f"version {version} has it in the first message, after the tools: costs little"
+        return Finding(name, "ok", value)
+    which = "of this version" if version is not None else "of version 2.1.197 and older"
+    value = f"the system prompt {which} has the git status: cold after files have changed"
     return Finding(name, "warn", value, f"{GIT}=1, or serve with --canonicalise git_status=on")
+
+
+def _version_of(program: str) -> Version | None:
+    """Return the version that `program --version` prints, or None if it prints none. Blocks."""
+    try:
+        done = subprocess.run(
+            [program, "--version"],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=_VERSION_TIMEOUT_S,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    found = re.search(r"\d+\.\d+\.\d+", done.stdout)
+    return Version(found[0]) if found else None
 
 
 def _base_url(merged: Mapping[str, str], url: str) -> Finding | None:
