@@ -268,7 +268,9 @@ def test_a_git_status_outside_of_the_system_prompt_is_no_warning(
     program = tmp_path / "claude"
     program.write_text(f"#!/bin/sh\necho '{printed}'\n")
     program.chmod(0o755)
-    found = clients.examine_clients({}, tmp_path, URL, {}, which=lambda _: str(program), cwd=tmp_path)
+    found = clients.examine_clients(
+        {}, tmp_path, URL, {}, which=lambda _: str(program), cwd=tmp_path
+    )
     (git,) = (one for one in found if one.name == "Claude Code, git status")
     assert git.status == status
     assert bool(git.remedy) == (status == "warn")

@@ -360,7 +360,8 @@ def test_another_session_with_almost_the_same_head_loses_what_is_the_same():
     one, other = following(first()), first()
     for body in (one, other):
         body["messages"][0]["content"] = reminder_before("What does this project do?")
-    other["messages"] = [{"role": "user", "content": reminder_before("Which tests? " + text(80, "x"))}]
+    asked = reminder_before("Which tests? " + text(80, "x"))
+    other["messages"] = [{"role": "user", "content": asked}]
     other["system"][1] = {"type": "text", "text": "You are an agent of the SDK.\n"}
     other["tools"] = other["tools"][:-1]
     assert len(other["tools"]) >= 3

@@ -51,7 +51,7 @@ LOG = re.compile(
 )
 
 
-CODEX = {"model", "model_provider"}
+CODEX = {"model", "model_provider", "model_context_window"}
 
 
 @pytest.mark.parametrize("block", BLOCKS, ids=str)
