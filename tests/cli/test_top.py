@@ -145,6 +145,9 @@ def test_budgets_and_totals_are_shown():
     assert "57 requests: 2 cold, 54 warm, 1 restored; 96% reused, 16 min 52 s saved" in text
 
 
+GB = 1_000_000_000
+
+
 def bar(cached: int = 0, aside: int = 0, given: int = 0) -> str:
     """The bar of a memory budget of 1,000 bytes, 20 cells wide."""
     kinds = {"kv": cached, "transient": aside // 2, "pending": aside - aside // 2}
@@ -161,6 +164,16 @@ def test_the_memory_bar_has_every_part():
     assert bar(500, 100, 200) == "█" * 10 + "▒▒××××" + "····"
     assert bar(1, 0, 1) == "█×" + "·" * 18
     assert bar(1500, 500) == "█" * 15 + "▒" * 5
+
+
+def test_the_weights_of_several_models_are_a_part_of_their_own() -> None:
+    """Their budget includes them; they are not reserved for computing."""
+    kinds = {"weights": 5 * GB, "kv": 2 * GB, "transient": GB}
+    ram = {"used_bytes": 2 * GB, "withheld_bytes": 0, "kinds": kinds, "limit_bytes": 10 * GB}
+    found = lines(state(cache=CACHE | {"active_bytes": 0, "ram": ram}))
+    assert any("#" * 10 + "█" * 4 + "▒" * 2 + "·" * 4 in line for line in found)
+    assert any("# 5 GB weights, █ 2 GB cached" in line for line in found)
+    assert any(line.endswith("▒ 1 GB reserved") for line in found)
 
 
 @pytest.mark.parametrize("size", [6_900_000, 112_500_000, 108_300_000_000])

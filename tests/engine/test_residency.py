@@ -447,10 +447,16 @@ def test_other_replies_go_on_while_weights_are_read(
     task = b.put(ids(2), tokens=4)
     house.rounds.tick()
     assert states(house) == {"a": "loaded", "b": "loading"}
-    before = len(running.out)
+    before, shares = len(running.out), list[float | None]()
     while states(house)["b"] == "loading":
+        shares.append(house.residency.residents[1].progress)
         house.rounds.tick()
     assert len(running.out) > before + 2
+    assert house.residency.residents[1].progress is None
+    told = [share for share in shares if share is not None]
+    assert told == sorted(told)
+    assert len(set(told)) == len(told) > 2
+    assert 0 < told[0] < told[-1] <= 1
     house.run(task)
     assert task.out == b.cold(ids(2), 4)
 

@@ -127,6 +127,7 @@ def _tier_grid() -> Table:
 
 
 _WITHHELD_STYLE = "yellow"
+_WEIGHTS = ("weights", "magenta", "#")
 _PARTS = (("cached", "cyan", "█"), ("in use", "blue", "▓"), ("reserved", "bright_black", "▒"))
 
 
@@ -138,12 +139,15 @@ def _ram(cache: Mapping[str, Any]) -> list[RenderableType]:
     ram, grid, indent = cache["ram"], _tier_grid(), " " * 5
     withheld = ram.get("withheld_bytes", 0)
     charged, used, active = sum(ram["kinds"].values()), ram["used_bytes"], cache["active_bytes"]
-    sizes = (used, active, max(0, charged - used - active - withheld))
-    parts = [(size, style, cell) for size, (_, style, cell) in zip(sizes, _PARTS, strict=True)]
+    weights, named = ram["kinds"].get("weights", 0), list(_PARTS)
+    sizes = [used, active, max(0, charged - weights - used - active - withheld)]
+    if weights:  # several models, whose budget includes them
+        sizes, named = [weights, *sizes], [_WEIGHTS, *_PARTS]
+    parts = [(size, style, cell) for size, (_, style, cell) in zip(sizes, named, strict=True)]
     parts.append((withheld, _WITHHELD_STYLE, "×"))
     grid.add_row("RAM", _stacked_bar(parts, ram["limit_bytes"]), _of(charged, ram))
     words = Text(indent, no_wrap=True, overflow="ellipsis")
-    for (name, style, cell), size in zip(_PARTS, sizes, strict=True):
+    for (name, style, cell), size in zip(named, sizes, strict=True):
         words.append(", " if len(words) > len(indent) else "").append(f"{cell} ", style)
         words.append(f"{format_size(size)} {name}")
     lines: list[RenderableType] = [grid, words]
