@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -163,7 +164,9 @@ async def clear(deps: Deps, request: Request) -> Response:
     pinned = request.query_params.get("pinned", "false")
     if pinned not in ("true", "false"):
         raise BadRequest("`pinned` must be 'true' or 'false'.", param="pinned")
-    cleared = await require_sessions(deps).clear(pinned=pinned == "true")
+    cleared: Counter[str] = Counter(await require_sessions(deps).clear(pinned=pinned == "true"))
+    for engine in deps.loaded[1:]:
+        cleared.update(await engine.sessions.clear(pinned=pinned == "true"))
     return json_response({"object": "cache.cleared", **cleared})
 
 

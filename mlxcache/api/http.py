@@ -6,7 +6,7 @@ import asyncio
 import secrets
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -95,6 +95,12 @@ class Deps:
     def figures(self) -> dict[str, Any]:
         """Return the body of `GET /v1/cache`. Waits for the disk: call in a worker thread."""
         return self.engine.figures() if self.models is None else self.models.figures()
+
+    @property
+    def loaded(self) -> Sequence[Engine]:
+        """Engines of all models that were loaded, the default one first."""
+        engines = self.models.engines if self.models is not None else [self.engine]
+        return [one for one in engines if one.state == "ready"]
 
     def engine_of(self, record: RequestRecord) -> Engine:
         """Return the engine that served a recent request."""

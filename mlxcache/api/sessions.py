@@ -104,8 +104,21 @@ async def patch(deps: Deps, request: Request) -> Response:
 async def delete(deps: Deps, request: Request) -> Response:
     """Remove a session and the cached tokens that no other session uses."""
     id = _id(request)
-    await require_sessions(deps).delete(id)
+    await (await _book_of(deps, id)).delete(id)
     return json_response({"id": id, "object": "session.deleted", "deleted": True})
+
+
+async def _book_of(deps: Deps, id: str) -> SessionBook:
+    """Return the sessions of the model that session `id` is of, or the default model's.
+
+    Each book shows all sessions, but has only the KV of its own model in RAM.
+    """
+    sessions, others = require_sessions(deps), deps.loaded[1:]
+    if not others:
+        return sessions
+    namespace = (await sessions.get(id)).session.namespace
+    books = [sessions, *(one.sessions for one in others)]
+    return next((one for one in books if one.namespace == namespace), sessions)
 
 
 async def fork(deps: Deps, request: Request) -> Response:

@@ -56,8 +56,9 @@ from mlxcache.model.guidance.guided import Guides
 from mlxcache.model.guidance.thinking_budget import ThinkingBudget, read_closing
 from mlxcache.model.kv import Layout
 from mlxcache.model.load import Loaded
-from mlxcache.model.mlx_lm_format import agrees, prompt_ids
+from mlxcache.model.mlx_lm_format import PromptCache, agrees, prompt_ids
 from mlxcache.model.output import OutputParser, reader
+from mlxcache.model.resident_weights import is_resident
 from mlxcache.model.sampling import make_processors, make_sampler, text_ends, top_logprobs
 from mlxcache.prompt.builder import PromptBuilder
 from mlxcache.prompt.replies import GeneratedReply, Replies
@@ -72,7 +73,7 @@ from mlxcache.store.sessions import Sessions
 from mlxcache.store.store import Store
 from mlxcache.tree.budget import Budget, SharedBudget
 from mlxcache.tree.eviction import Worth
-from mlxcache.types import WARMING, Job, ModelInfo, Prompt, TokenLogprob
+from mlxcache.types import WARMING, Job, ModelInfo, Prompt, TokenLogprob, Tokens
 
 log = logging.getLogger("mlxcache.engine")
 
@@ -502,9 +503,7 @@ class ModelRuntime:
         self.scheduler.prefill.speed.resume(sessions.prefill_times(namespace))
         incoming = settings.cache_dir / "incoming"
         remove_stale(incoming)
-        reader_ = PromptCacheReader(
-            self.kv, partial(agrees, loaded.model, layout), partial(prompt_ids, loaded.tokenizer)
-        )
+        reader_ = PromptCacheReader(self.kv, self._agrees, partial(prompt_ids, loaded.tokenizer))
         book = SessionBook(
             sessions,
             served,
@@ -519,6 +518,14 @@ class ModelRuntime:
         )
         book.open()
         return book
+
+    def _agrees(self, found: PromptCache, ids: Tokens) -> bool:
+        if not is_resident(self.loaded.model):
+            raise Busy(
+                f"The weights of {self.info.id} are not in memory, and the file cannot be compared "
+                f"with what they compute: load them with `mlxcache models load {self.info.id}`."
+            )
+        return agrees(self.loaded.model, self.layout, found, ids)
 
     def _sampling_defaults(self) -> Mapping[str, float]:
         """Return the model's own values for sampling parameters that clients leave unset.

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import mlx.core as mx
+from mlx import nn
 from mlx.utils import tree_flatten, tree_map
 
 from mlxcache.errors import ModelError
@@ -88,6 +89,11 @@ class Weights:
         except OSError as error:
             raise ModelError(f"The files of the model cannot be read: {error}") from error
         return [(str(file), stat.st_size, stat.st_mtime_ns) for file, stat in found]
+
+
+def is_resident(model: nn.Module) -> bool:
+    """Return whether the weights of `model` are in memory, and not dropped by `Weights.drop`."""
+    return all(array.size for _, array in tree_flatten(model.parameters()))
 
 
 def split(arrays: list[mx.array], slice_bytes: int) -> Iterator[list[mx.array]]:

@@ -223,3 +223,28 @@ class TestOneAtATime:
                 assert memory["high_water_bytes"] <= memory["limit_bytes"]
         loads = {one["label"]: one["loads"] for one in api.http.get("/v1/cache").json()["models"]}
         assert sum(loads.values()) >= 18, loads
+
+
+def test_sessions_of_every_model_are_removed_from_ram(api: Api) -> None:
+    """Those of the default model and of others: the next request computes all of its prompt."""
+    talk = [user(words(5, 300))]
+    for remove in ("one", "all"):
+        ask(api, "small", talk)
+        found = api.http.get("/v1/sessions?limit=1").json()["data"][0]
+        path = f"/v1/sessions/{found['id']}" if remove == "one" else "/v1/cache"
+        assert api.http.delete(path).status_code == 200
+        ask(api, "small", talk)
+        assert newest(api)["cached_tokens"] < 64, remove
+
+
+def test_a_file_of_mlx_lm_is_compared_only_with_weights_in_memory(api: Api) -> None:
+    ask(api, "large", [user(words(6, 100))])
+    found = api.http.get("/v1/sessions?limit=1").json()["data"][0]
+    file = api.http.get(f"/v1/sessions/{found['id']}/snapshot?format=mlx-lm").content
+    assert api.http.post("/v1/models/large/unload").status_code == 200
+    refused = api.http.post("/v1/sessions", content=file)
+    assert refused.status_code == 503, refused.text
+    assert "models load large" in refused.text
+    api.http.post("/v1/models/large/load")
+    until(lambda: states(api)["large"] == "loaded", 10, lambda: str(states(api)))
+    assert api.http.post("/v1/sessions", content=file).status_code == 201
