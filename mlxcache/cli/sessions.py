@@ -209,8 +209,17 @@ def find_session(sessions: list[dict[str, Any]], text: str) -> str:
 
 
 def print_sessions(sessions: Iterable[dict[str, Any]]) -> None:
-    """Print a table with one line per session. Long names are shortened to fit the terminal."""
-    show.print_table(_COLUMNS, map(_session_row, sessions), cut=1)
+    """Print a table with one line per session. Long names are shortened to fit the terminal.
+
+    The clients are a column if there are several.
+    """
+    listed = list(sessions)
+    columns, rows = list(_COLUMNS), [list(_session_row(one)) for one in listed]
+    if show.has_several_clients(listed):
+        columns.insert(2, ("client", "left"))
+        for one, row in zip(listed, rows, strict=True):
+            row.insert(2, show.client_name(one.get("client")) or "-")
+    show.print_table(columns, rows, cut=1)
 
 
 def _join_some(ids: list[str], most: int = 5) -> str:

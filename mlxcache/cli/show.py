@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -160,6 +161,16 @@ def no_sessions_text(computing: int, where: str = "") -> str:
 def session_name(session: dict[str, Any]) -> str:
     """Return a session's display name: its name, else its title, its label, or a dash."""
     return visible(str(session["name"] or session["title"] or session["label"] or "-"))
+
+
+def client_name(client: str | None) -> str:
+    """Return the short name of a client program: `claude` for `claude-cli/2.1.330`, or ""."""
+    return re.split(r"[/ _-]", visible(client or ""))[0].lower()
+
+
+def has_several_clients(sessions: Iterable[Mapping[str, Any]]) -> bool:
+    """Return whether sessions of more than one client program are among `sessions`."""
+    return len({client_name(one.get("client")) for one in sessions} - {""}) > 1
 
 
 def format_count(number: int, noun: str) -> str:

@@ -98,6 +98,20 @@ def test_the_longest_sessions_fit_80_columns(
         assert whole in lines[1]
 
 
+def test_sessions_of_several_clients_have_a_column_of_clients(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Those of one client have none, and a session without a client a dash."""
+    one = {"id": "ses_1", "name": "a", "title": None, "label": None, "tokens": 1, "ram_bytes": 0}
+    one |= {"disk_bytes": 0, "tier": None, "pinned": False, "last_used_at": time.time()}
+    clients = ["claude-cli/2.1.330", "codex-tui/0.169.0", None]
+    print_sessions([one | {"client": client} for client in clients])
+    shown = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert [line[2] for line in shown] == ["client", "claude", "codex", "-"]
+    print_sessions([one | {"client": "claude-cli/2.1.330"}] * 2)
+    assert "client" not in capsys.readouterr().out
+
+
 def test_remedies_and_notices_are_never_broken_or_boxed() -> None:
     """Text meant for copying stays on one line at any width."""
     remedy = f"pip install --force-reinstall {'x' * 100} {'y' * 100}"

@@ -276,6 +276,18 @@ def test_a_request_has_the_name_of_its_own_session():
     assert found[next(i for i, x in enumerate(found) if x.startswith("Running")) + 2][:2] == "pi"
 
 
+def test_names_begin_with_their_client_where_there_are_several():
+    """One client's need not."""
+    two = [
+        session(1, title="One", client="claude-cli/2.1.330"),
+        session(2, title="Two", client="codex_exec/0.169.0 (Linux)"),
+    ]
+    rows = [request(1, session="label-1"), request(2, session="label-2")]
+    text = "\n".join(lines(state(*rows, sessions=two), 120))
+    assert text.count("claude: One") == text.count("codex: Two") == 2
+    assert "claude:" not in "\n".join(lines(state(*rows, sessions=two[:1]), 120))
+
+
 def test_the_number_of_kept_requests_is_limited():
     """Running requests are kept in addition."""
     made = state(*(request(n) for n in range(3 * MAX_RECENT)), request(999, "decode", 1))

@@ -3,7 +3,7 @@
 import { progressBar, promptBar } from "./bars.js";
 import { byId, h, keyed, setAttr, setText, show } from "./dom.js";
 import { about, ago, clock, count, plural, seconds, short } from "./format.js";
-import { finished, modelOf, on, parts, running, titleOf } from "./state.js";
+import { clientOf, finished, modelOf, on, parts, running, titleOf } from "./state.js";
 
 const FEW = 12;
 const MORE = 100;
@@ -54,7 +54,7 @@ function runningRow() {
   const update = (one) => {
     const { phase: name, done_tokens: done, total_tokens: total, tokens_per_s: speed, left_s: left } = one.progress;
     setText(title, titleOf(one));
-    setText(model, modelOf(one));
+    setText(model, [clientOf(one), modelOf(one)].filter(Boolean).join(" · "));
     setText(phase, one.progress.phase === "prefill" && !one.cached_tokens && !one.fed_tokens ? "looking for its prefix" : PHASES[name]);
     setAttr(element, "data-phase", name);
     if (name === "queued") setText(figure, `${short(total)} tokens, since ${seconds(Date.now() / 1000 - one.created_at)}`);
@@ -83,7 +83,7 @@ function recentRow() {
     setText(when, ago(one.created_at));
     when.title = clock(one.created_at);
     setText(title, titleOf(one));
-    setText(model, modelOf(one));
+    setText(model, [clientOf(one), modelOf(one)].filter(Boolean).join(" · "));
     what.title = `${one.client ?? ""} ${one.id}`.trim();
     setText(tokens, short(one.prompt_tokens));
     setText(first, seconds(one.timing.first_token_s) || "–");

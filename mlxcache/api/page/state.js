@@ -68,6 +68,14 @@ export function titleOf(request) {
   return request.session || "A request";
 }
 
+const shortClient = (client) => (client ?? "").split(/[/ _-]/)[0].toLowerCase();
+
+// The short name of a request's client, if requests of several clients are listed; else "".
+export function clientOf(request) {
+  const all = new Set(requests().map((one) => shortClient(one.client)).filter(Boolean));
+  return all.size > 1 ? shortClient(request.client) : "";
+}
+
 // The name of a request's model, if the server has several; else "".
 export const modelOf = (request) => (state.cache?.models ? request.model ?? "" : "");
 

@@ -40,7 +40,7 @@ def render(state: LiveState, url: str, *, width: int, height: int | None, now: f
         tables = (
             _running(state, running[: rows[0]], names, width, now),
             _recent(recent[: rows[1]], names, width),
-            _sessions(sessions[: rows[2]], running, width),
+            _sessions(sessions[: rows[2]], running, names, width),
         )
         for (title, empty, table), shown, all_ in zip(
             tables, rows, (running, recent, sessions), strict=True
@@ -54,14 +54,21 @@ def _names(sessions: Sequence[dict[str, Any]]) -> dict[str, str]:
     """Return the display names of sessions by id and by label.
 
     `sessions` are ordered by last use, latest first. If labels are equal, the latest session
-    counts.
+    counts. If sessions of several clients are among them, each name begins with its client's.
     """
+    several = show.has_several_clients(sessions)
     return {
-        key: show.session_name(one)
+        key: _name(one, several=several)
         for one in reversed(sessions)
         for key in (one["id"], one["label"])
         if key
     }
+
+
+def _name(session: dict[str, Any], *, several: bool) -> str:
+    client = show.client_name(session.get("client")) if several else ""
+    name = show.session_name(session)
+    return f"{client}: {name}" if client else name
 
 
 def _row_counts(height: int | None, wanted: tuple[int, int, int]) -> tuple[int, int, int]:
@@ -243,13 +250,16 @@ def _recent(rows: Sequence[Mapping[str, Any]], names: Mapping[str, str], width: 
 
 
 def _sessions(
-    rows: Sequence[dict[str, Any]], running: Sequence[Mapping[str, Any]], width: int
+    rows: Sequence[dict[str, Any]],
+    running: Sequence[Mapping[str, Any]],
+    names: Mapping[str, str],
+    width: int,
 ) -> Named:
     columns = (("tokens", -10), ("RAM", -9), ("disk", -9), ("tier", 5), ("last used", -10))
     table = _table(("name", *columns), width)
     for row in rows:
         table.add_row(
-            Text(show.session_name(row)),
+            Text(names[row["id"]]),
             f"{row['tokens']:,}",
             show.format_size_or_dash(row["ram_bytes"]),
             show.format_size_or_dash(row["disk_bytes"]),
