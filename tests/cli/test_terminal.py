@@ -102,7 +102,14 @@ def test_sessions_of_several_clients_have_a_column_of_clients(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Those of one client have none, and a session without a client a dash."""
-    one = {"id": "ses_1", "name": "a", "title": None, "label": None, "tokens": 1, "ram_bytes": 0}
+    one: dict[str, Any] = {
+        "id": "ses_1",
+        "name": "a",
+        "title": None,
+        "label": None,
+        "tokens": 1,
+        "ram_bytes": 0,
+    }
     one |= {"disk_bytes": 0, "tier": None, "pinned": False, "last_used_at": time.time()}
     clients = ["claude-cli/2.1.330", "codex-tui/0.169.0", None]
     print_sessions([one | {"client": client} for client in clients])
