@@ -31,6 +31,7 @@ from mlxcache.engine.stream import Stream
 from mlxcache.engine.task import for_owner
 from mlxcache.errors import BadRequest, Busy, GenerationFailed, MlxcacheError, NotReady
 from mlxcache.model import load
+from mlxcache.model.base_weights import BaseUse
 from mlxcache.model.generation import resolve
 from mlxcache.model.guidance.guide import Guide
 from mlxcache.model.resident_weights import Weights
@@ -125,8 +126,8 @@ class Engine:
             if (spec := fetched) is None:
                 spec = await self._thread.ask(lambda: demo_spec(self.settings))
             wanted = spec
-            charged = await self._await_room(wanted)
-            self._runtime = await self._thread.ask(lambda: self._load(wanted, charged))
+            use = await self._await_room(wanted)
+            self._runtime = await self._thread.ask(lambda: self._load(wanted, use))
         except BaseException:
             if self.state == "loading":
                 self.state = "failed"
@@ -134,38 +135,39 @@ class Engine:
         if self.state == "loading":
             self.state = "ready"
 
-    async def _await_room(self, spec: load.ModelSpec) -> int:
-        """Wait until there is memory for the weights; return the bytes charged for them.
+    async def _await_room(self, spec: load.ModelSpec) -> BaseUse:
+        """Wait until there is memory for the weights, and charge them.
 
-        Returns 0 at once if no other models share the memory. Raises BadRequest if there can never
-        be enough.
+        Returns the model's use of weights that other models have in memory, at once if no other
+        models share the memory. Raises BadRequest if there can never be enough.
         """
         residency = self._rounds.residency
+        use = BaseUse(residency.account.bases, self.label)
         if residency.memory is None:
-            return 0
+            return use
         size = await self._loop.run_in_executor(self._pool, load.estimate_bytes, spec)
-        newcomer = Newcomer(self.label, size, fewest_reserved(residency.memory.limit - size))
+        folders = await self._loop.run_in_executor(self._pool, load.base_folders, spec)
+        newcomer = Newcomer(use, folders, size, fewest_reserved(residency.memory.limit - size))
         self._thread.post(lambda: residency.welcome(newcomer))
         await asyncio.wrap_future(newcomer.room)
-        return size
+        return use
 
-    def _load(self, spec: load.ModelSpec, charged: int) -> ModelRuntime:
+    def _load(self, spec: load.ModelSpec, use: BaseUse) -> ModelRuntime:
         """Load the model and make its runtime. Runs on the MLX thread.
 
-        `charged`: bytes that are charged for its weights already.
+        `use`: the base arrays that the model takes from others; its weights are charged already.
         """
         self._on_progress("loading the weights", None)
         self._thread.heartbeat.rest()  # this takes minutes, and is no sign of a stalled device
         account = self._rounds.residency.account
         loaded = weights = None
         try:
-            loaded = load.load(spec)
-            weights = Weights(loaded, spec)
-            account(self.label, weights.nbytes - charged)
-            charged = weights.nbytes
+            loaded = load.load(spec, use=use)
+            weights = Weights(loaded, spec, use)
+            account.grant(use, weights.nbytes)
             runtime = self.make_runtime(loaded)
         except BaseException as error:
-            account(self.label, -charged)
+            account.remove(use)
             clear_frames(error.__traceback__)  # they would keep the weights
             loaded = weights = None
             release_unused()
@@ -407,7 +409,8 @@ class Engine:
 
         The keys: `state` ("loaded", "loading" or "unloaded"), `progress` (share of the weights that
         is read while they are loading, else None), `size_bytes` (memory that the model takes
-        without KV), `weights_bytes` and `kv_bytes` (KV in RAM), `loads` and `unloads` (how often
+        without KV), `shared_bytes` (the part of it that other loaded models use too),
+        `weights_bytes` and `kv_bytes` (KV in RAM), `loads` and `unloads` (how often
         since the start), `load_s` (seconds of the last load) and `unloaded_for` ("idle", "memory",
         "asked" or None).
         """
@@ -417,6 +420,7 @@ class Engine:
         return {
             "state": one.state,
             "size_bytes": one.size,
+            "shared_bytes": one.shared_bytes,
             "loads": one.loads,
             "unloads": one.unloads,
             "load_s": round(one.load_s, 3),

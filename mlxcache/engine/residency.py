@@ -8,8 +8,9 @@ from __future__ import annotations
 import gc
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from pathlib import Path
 from typing import Literal
 
 import mlx.core as mx
@@ -19,7 +20,9 @@ from mlxcache.cache.shared_ram import SharedRam
 from mlxcache.config import format_size
 from mlxcache.config.memory import trim_heap
 from mlxcache.engine.scheduler import Scheduler
+from mlxcache.engine.weights_account import WeightsAccount, union_bytes
 from mlxcache.errors import BadRequest, MlxcacheError, ModelError
+from mlxcache.model.base_weights import BaseUse
 from mlxcache.model.resident_weights import Weights
 
 log = logging.getLogger("mlxcache.engine")
@@ -44,16 +47,23 @@ Cause = Literal["idle", "memory", "asked"]
 class Newcomer:
     """A model that was never loaded and needs memory for it. MLX thread only, except `room`.
 
-    `nbytes`: estimated bytes of its weights. `reserved`: estimated bytes that are set aside for it
-    besides. `room` is done once the memory for the weights is charged, or has the error that
-    prevents it.
+    `use`: the base arrays that it takes from other models. `folders`: those of its bases. `nbytes`:
+    estimated bytes of its weights, with these arrays. `reserved`: estimated bytes that are set
+    aside for it besides. `room` is done once the memory for the weights is charged, or has the
+    error that prevents it.
     """
 
-    def __init__(self, name: str, nbytes: int, reserved: int):
-        self.name, self.nbytes = name, nbytes
+    def __init__(self, use: BaseUse, folders: Sequence[Path], nbytes: int, reserved: int):
+        self.name, self.use, self.nbytes = use.name, use, nbytes
+        self._folders = folders
         self.size = nbytes + reserved
         self.room: Future[None] = Future()
         self.wanted_at = 0.0
+
+    def claim(self) -> None:
+        """Hold the arrays of its bases that other models have in memory."""
+        self.use.find(self._folders)
+        self.use.claim()
 
 
 class Resident:
@@ -135,9 +145,29 @@ class Resident:
         return self.state == "unloaded" and (bool(self._held) or idle)
 
     @property
+    def use(self) -> BaseUse:
+        """The model's use of arrays that other models may use too."""
+        return self.weights.use
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the model's weights."""
+        return self.weights.nbytes
+
+    @property
+    def reserved(self) -> int:
+        """Bytes that are set aside for the model while it is loaded."""
+        return sum(self._reserved.values())
+
+    @property
     def size(self) -> int:
-        """Bytes that loading the model takes, without KV."""
-        return self.weights.nbytes + sum(self._reserved.values())
+        """Bytes that the model takes while it is loaded, without KV."""
+        return self.nbytes + self.reserved
+
+    @property
+    def shared_bytes(self) -> int:
+        """Bytes of `size` that other models use too, which are there with or without this one."""
+        return self.use.shared_bytes
 
     @property
     def stay_s(self) -> float:
@@ -152,6 +182,10 @@ class Resident:
             self.wanted_at = None
         elif self.wanted_at is None:
             self.wanted_at = now
+
+    def claim(self) -> None:
+        """Hold those of its base arrays that other models have in memory."""
+        self.use.claim()
 
     def begin(self, now: float) -> None:
         """Begin to read the weights; the memory for them is charged already."""
@@ -244,8 +278,11 @@ class Residency:
         self.residents: list[Resident] = []
         self._newcomers: list[Newcomer] = []
         self.memory = memory
+        self.account = WeightsAccount(self._charge)
         self._clock = clock
         self._loading: Resident | None = None
+        self._claimer: Resident | Newcomer | None = None
+        self._claimed_version = 0
         self._stepped = False
 
     def share(self, memory: SharedRam) -> None:
@@ -253,7 +290,8 @@ class Residency:
         self.memory = memory
 
     def add(self, resident: Resident) -> None:
-        """Take over a model that is loaded, with its memory charged."""
+        """Take over a model that is loaded, and charge its weights."""
+        self.account.grant(resident.use, resident.nbytes)
         resident.note_loaded(self._clock())
         self.residents.append(resident)
 
@@ -263,10 +301,9 @@ class Residency:
         self._newcomers.append(newcomer)
         self._stepped = True
 
-    def account(self, name: str, nbytes: int) -> None:
-        """Charge `nbytes` more bytes of weights to the model `name`; fewer if negative."""
+    def _charge(self, kind: str, nbytes: int) -> None:
         if self.memory is not None:
-            self.memory.charge(_kind(name), nbytes)
+            self.memory.charge(kind, nbytes)
 
     def remove(self, scheduler: Scheduler) -> None:
         """Forget the model of `scheduler`."""
@@ -344,46 +381,53 @@ class Residency:
             *(one for one in self.residents if one.wanted_at is not None),
             *self._newcomers,
         ]
-        if not wanted:
+        first = min(wanted, key=lambda one: one.wanted_at or 0.0, default=None)
+        self._claim(first)
+        if first is None:
             self._reopen()
             return None
-        first = min(wanted, key=lambda one: one.wanted_at or 0.0)
         if self.memory is not None and not self._make_room(first, self.memory, now):
             return None
         self._reopen()
+        self._claimer = None  # the claim goes over into the loaded model
         if isinstance(first, Newcomer):
             self._newcomers.remove(first)
             if first.room.set_running_or_notify_cancel():
-                self.account(first.name, first.nbytes)
+                self.account.grant(first.use, first.nbytes)
                 first.room.set_result(None)
+            else:
+                self.account.remove(first.use)
             return None
-        log.info("%s: loading the weights, %s", first.name, format_size(first.weights.nbytes))
-        self.account(first.name, first.weights.nbytes)
+        unread = first.nbytes - first.use.held_bytes
+        log.info("%s: loading the weights, %s", first.name, format_size(unread))
+        self.account.grant(first.use, first.nbytes)
         first.begin(now)
         return first
+
+    def _claim(self, wanted: Resident | Newcomer | None) -> None:
+        """Let only `wanted` hold base arrays for which it waits, so that they are not read again.
+
+        Else unloading an adapter for another one would drop their base.
+        """
+        former, bases = self._claimer, self.account.bases
+        if wanted is former and self._claimed_version == bases.version:
+            return
+        if former is not None and former is not wanted:
+            self.account.remove(former.use)
+        if wanted is not None:
+            wanted.claim()
+        self._claimer, self._claimed_version = wanted, bases.version
 
     def _reopen(self) -> None:
         for one in self.residents:
             one.drain(on=False)
 
     def _make_room(self, wanted: Resident | Newcomer, memory: SharedRam, now: float) -> bool:
-        size, others = wanted.size, [one for one in self.residents if one is not wanted]
-        kept = sum(one.size for one in others if one.keep)
-        if size > memory.limit - kept:
-            left = format_size(max(0, memory.limit - kept))
-            beside = " beside the models that are always kept" if kept else ""
-            error = BadRequest(
-                f"The model {wanted.name} needs {format_size(size)}, and --ram leaves {left} for "
-                f"it{beside}: start the server with a larger --ram.",
-                param="model",
-            )
-            if isinstance(wanted, Newcomer):
-                self._newcomers.remove(wanted)
-                if wanted.room.set_running_or_notify_cancel():
-                    wanted.room.set_exception(error)
-            else:
-                self._refuse(wanted, error)
+        """Free the memory for what `wanted` does not hold yet; return whether it is free now."""
+        others = [one for one in self.residents if one is not wanted]
+        if not self._can_fit(wanted, [one for one in others if one.keep], memory):
             return False
+        size = wanted.size - wanted.use.held_bytes
         free = self._could_free(others, memory)
         if free < size <= free + memory.withheld:
             memory.withhold(0)  # as for a request that would not fit otherwise
@@ -395,11 +439,42 @@ class Residency:
                 one.drain(on=True)
         return False
 
+    def _can_fit(
+        self, wanted: Resident | Newcomer, keep: list[Resident], memory: SharedRam
+    ) -> bool:
+        """Return whether `wanted` fits beside the models `keep`; refuse its requests if not."""
+        if wanted.size + sum(one.size for one in keep) <= memory.limit:
+            return True
+        kept = _size_of(keep)
+        size = _size_of([*keep, wanted]) - kept
+        if size <= memory.limit - kept:
+            return True
+        self._claim(None)
+        left = format_size(max(0, memory.limit - kept))
+        beside = " beside the models that are always kept" if kept else ""
+        error = BadRequest(
+            f"The model {wanted.name} needs {format_size(size)}, and --ram leaves {left} for "
+            f"it{beside}: start the server with a larger --ram.",
+            param="model",
+        )
+        if isinstance(wanted, Newcomer):
+            self._newcomers.remove(wanted)
+            if wanted.room.set_running_or_notify_cancel():
+                wanted.room.set_exception(error)
+        else:
+            self._refuse(wanted, error)
+        return False
+
     def _could_free(self, others: list[Resident], memory: SharedRam) -> int:
         """Return the bytes that would be free without idle KV and without other idle models."""
         idle = sum(one.kv.ram.idle_bytes for one in self.residents)
-        models = sum(one.size for one in others if one.idle and not one.keep)
+        models = self._freed_by([one for one in others if one.idle and not one.keep])
         return memory.free + idle + models
+
+    def _freed_by(self, residents: list[Resident]) -> int:
+        """Return the bytes that unloading all of `residents` would free, without their KV."""
+        reserved = sum(one.reserved for one in residents)
+        return reserved + self.account.freed_by({one.use for one in residents})
 
     def _read_on(self, one: Resident) -> None:
         failure: str | None = None
@@ -414,7 +489,9 @@ class Residency:
             self._give_up(one)
             log.error("%s: cannot be loaded: %s", one.name, failure)
             self._refuse(one, ModelError(failure))
-        elif one.state == "loaded":
+            return
+        self.account.settle()
+        if one.state == "loaded":
             self._loading = None
             log.info("%s: loaded in %.1f s", one.name, one.load_s)
             if self.memory is not None:
@@ -423,7 +500,7 @@ class Residency:
     def _give_up(self, one: Resident) -> None:
         self._loading = None
         one.give_up()
-        self.account(one.name, -one.weights.nbytes)
+        self.account.remove(one.use)
 
     def _refuse(self, one: Resident, error: MlxcacheError) -> None:
         one.forget_want()
@@ -433,14 +510,17 @@ class Residency:
     # -- unloading ---------------------------------------------------------------------------------
 
     def free_idle(self, size: int) -> bool:
-        """Unload the idle model that was used least recently; return False if there is none.
+        """Unload the idle model that was used least recently; return False if that is of no use.
 
-        `size`: bytes that are needed, for the log.
+        Models whose weights stay in memory for a model in use, and that have nothing else, are not
+        unloaded. `size`: bytes that are needed, for the log.
         """
         idle = [one for one in self.residents if one.idle and not one.keep]
-        if not idle:
+        whole = self._freed_by(idle)
+        useful = [one for one in idle if self._freed_by([o for o in idle if o is not one]) < whole]
+        if not useful:
             return False
-        self._unload(min(idle, key=lambda one: one.used_at), "memory", size)
+        self._unload(min(useful, key=lambda one: one.used_at), "memory", size)
         return True
 
     def unload(self, scheduler: Scheduler) -> bool:
@@ -462,12 +542,12 @@ class Residency:
         words = {"memory": f"{format_size(size)} are needed", "asked": "on request"}
         log.info(
             "%s: weights of %s unloaded: %s",
-            *(one.name, format_size(one.weights.nbytes)),
+            *(one.name, format_size(one.nbytes - one.shared_bytes)),
             words.get(cause, f"idle for {one.idle_s or 0:g} s"),
         )
         one.drop(cause)
+        self.account.remove(one.use)
         trim_heap()
-        self.account(one.name, -one.weights.nbytes)
 
 
 def release_unused() -> None:
@@ -476,8 +556,10 @@ def release_unused() -> None:
     mx.clear_cache()
 
 
-def _kind(name: str) -> str:
-    return f"weights:{name}"
+def _size_of(models: Sequence[Resident | Newcomer]) -> int:
+    """Return the bytes that several models take while all are loaded, without KV."""
+    besides = sum(one.size - one.nbytes for one in models)
+    return besides + union_bytes([(one.use, one.nbytes) for one in models])
 
 
 def _counts_down(one: Resident) -> bool:

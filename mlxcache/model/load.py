@@ -22,6 +22,7 @@ from mlx_lm.utils import load_adapters, load_model, load_tokenizer
 from mlxcache.config.models import model_id
 from mlxcache.errors import ModelError
 from mlxcache.model import demo
+from mlxcache.model.base_weights import BaseUse
 from mlxcache.model.context import context_length, native_length
 from mlxcache.model.generation import FILE, is_object, sampling_defaults
 from mlxcache.model.hub import Progress, resolve, why
@@ -89,40 +90,47 @@ class Loaded:
     draft: Path | None = None
 
 
-def load(spec: ModelSpec, progress: Progress | None = None, *, lazy: bool = False) -> Loaded:
+def load(
+    spec: ModelSpec,
+    progress: Progress | None = None,
+    *,
+    lazy: bool = False,
+    use: BaseUse | None = None,
+) -> Loaded:
     """Load the model that `spec` names. Blocks; MLX thread only.
 
-    With `lazy`, each weight is read when it is first used. A model on the Hub is downloaded first,
-    and `progress` is called with the bytes on disk and the bytes needed; to keep the MLX thread
-    free, call `fetch` in another thread before. Raises ModelError, which names the file at fault or
-    says what to do.
+    With `lazy`, each weight is read when it is first used. With `use`, weights that other models
+    have in memory are not read; release it if an error is raised. A model on the Hub is downloaded
+    first, and `progress` is called with the bytes on disk and the bytes needed; to keep the MLX
+    thread free, call `fetch` in another thread before. Raises ModelError, which names the file at
+    fault or says what to do.
     """
     path = resolve(spec.model, spec.revision, progress)
     config = own = checked_config(path)
     check_files(path)
     template = _template(spec.chat_template)
     context_length(native_length(config), spec.context)  # raises before the weights are read
-    model, config = _load_weights(spec, path, lazy=lazy or spec.draft is not None)
+    model, config = _load_weights(spec, path, lazy=lazy or spec.draft is not None, use=use)
     tokenizer = _load_tokenizer(spec, path, _eos(config) or _eos(own), template)
     info = _info(spec, path, model, tokenizer, config)
     vision = load_vision(model, tokenizer, config)
     loaded = Loaded(model, tokenizer, config, info, path, vision)
     if spec.draft is None:
         return loaded
-    loaded = _with_draft(loaded, spec, spec.draft)
+    loaded = _with_draft(loaded, spec, spec.draft, use)
     if not lazy:
         mx.eval(loaded.model.parameters())
     return loaded
 
 
-def _with_draft(loaded: Loaded, spec: ModelSpec, name: str) -> Loaded:
+def _with_draft(loaded: Loaded, spec: ModelSpec, name: str, use: BaseUse | None) -> Loaded:
     """Add the draft model `name` (a folder or Hub id) to `loaded`.
 
     The context length becomes the shorter one of both models.
     """
     with _of_the_draft():
         own = ModelSpec(name, trust_remote_code=spec.trust_remote_code, context=spec.context)
-        draft = load(own, lazy=True)  # raises before any weights are read
+        draft = load(own, lazy=True, use=use)  # raises before any weights are read
     check_tokenizers(loaded.tokenizer, draft.tokenizer)
     info, length = loaded.info, draft.info.context_length
     if length < info.context_length:
@@ -136,32 +144,41 @@ def _with_draft(loaded: Loaded, spec: ModelSpec, name: str) -> Loaded:
     return replace(loaded, model=make_pair(loaded.model, draft.model), info=info, draft=draft.path)
 
 
-def estimate_bytes(spec: ModelSpec) -> int:
-    """Return the bytes of the files with weights that `spec` names, which must be on this machine.
+def base_folders(spec: ModelSpec) -> list[Path]:
+    """Return the folders of the model and the draft model, which must be on this machine.
 
     May be called on any thread. Raises ModelError if a folder cannot be found.
     """
     folders = [resolve(spec.model, spec.revision)]
     if spec.draft is not None:
         folders.append(resolve(spec.draft))
-    files = [file for folder in folders for file in folder.glob("model*.safetensors")]
+    return folders
+
+
+def estimate_bytes(spec: ModelSpec) -> int:
+    """Return the bytes of the files with weights that `spec` names, which must be on this machine.
+
+    May be called on any thread. Raises ModelError if a folder cannot be found.
+    """
+    files = [file for folder in base_folders(spec) for file in folder.glob("model*.safetensors")]
     if spec.adapter is not None:
         files += Path(spec.adapter).expanduser().glob("adapters.safetensors")
     return sum(file.stat().st_size for file in files)
 
 
-def load_again(loaded: Loaded, spec: ModelSpec) -> nn.Module:
+def load_again(loaded: Loaded, spec: ModelSpec, use: BaseUse) -> nn.Module:
     """Return a new model like `loaded.model`, each weight of which is read when it is first used.
 
-    `spec` must be the one from which `loaded` was made. Raises ModelError if the files cannot be
+    `spec` must be the one from which `loaded` was made. Weights that other models have in memory
+    are taken from `use`. Raises ModelError if the files cannot be
     read any more. MLX thread only.
     """
-    model, _ = _load_weights(spec, loaded.path, lazy=True)
+    model, _ = _load_weights(spec, loaded.path, lazy=True, use=use)
     if loaded.draft is None:
         return model
     with _of_the_draft():
         own = ModelSpec(str(loaded.draft), trust_remote_code=spec.trust_remote_code)
-        draft, _ = _load_weights(own, loaded.draft, lazy=True)
+        draft, _ = _load_weights(own, loaded.draft, lazy=True, use=use)
     return make_pair(model, draft)
 
 
@@ -186,14 +203,24 @@ def _of_the_draft() -> Iterator[None]:
         raise ModelError(f"--draft-model: {error}") from error
 
 
-def _load_weights(spec: ModelSpec, path: Path, *, lazy: bool) -> tuple[nn.Module, dict[str, Any]]:
+def _load_weights(
+    spec: ModelSpec, path: Path, *, lazy: bool, use: BaseUse | None
+) -> tuple[nn.Module, dict[str, Any]]:
     try:
-        model, config = load_model(path, lazy=lazy, trust_remote_code=spec.trust_remote_code)
+        model, config = load_model(path, lazy=True, trust_remote_code=spec.trust_remote_code)
+        if use is not None:
+            use.share(path, model)
+        if spec.adapter is not None:
+            _add_adapter(model, path, Path(spec.adapter).expanduser())
+        if not lazy:
+            mx.eval(model.parameters())
     except (*_FAILURES, SystemExit) as error:  # mlx_lm.models.olmo would end the process
         raise ModelError(_why(path, error)) from error
-    if spec.adapter is None:
-        return model, config
-    adapter = Path(spec.adapter).expanduser()
+    return model, config
+
+
+def _add_adapter(model: nn.Module, path: Path, adapter: Path) -> None:
+    """Wrap layers of `model`, which is that in the folder `path`, with those of an adapter."""
     for name in ("adapter_config.json", "adapters.safetensors"):
         if not (adapter / name).exists():
             raise ModelError(
@@ -201,13 +228,10 @@ def _load_weights(spec: ModelSpec, path: Path, *, lazy: bool) -> tuple[nn.Module
                 "adapter_config.json and adapters.safetensors."
             )
     try:
-        model = load_adapters(model, str(adapter))
+        load_adapters(model, str(adapter))
     except _FAILURES as error:
         raise ModelError(f"The adapter {adapter} does not fit {path}: {error}") from error
     model.eval()
-    if not lazy:
-        mx.eval(model.parameters())
-    return model, config
 
 
 def _why(path: Path, error: BaseException) -> str:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 from mlx import nn
@@ -11,63 +12,81 @@ from mlx.utils import tree_flatten, tree_map
 
 from mlxcache.errors import ModelError
 from mlxcache.model import device
+from mlxcache.model.base_weights import Bases, BaseUse, Stamp, file_stamps
 from mlxcache.model.load import Loaded, ModelSpec, load_again
 
 SLICE_BYTES = 512 << 20
 """Bytes of weights that are read at once, between two chances for other models to compute."""
 
-FILES = ("config.json", "adapter_config.json", "*.safetensors")
-
-Stamp = tuple[str, int, int]
-"""Path of a file, its size in bytes, and the time of its last change in nanoseconds."""
-
 
 class Weights:
     """Weights of one loaded model, in memory or only on disk. MLX thread only.
 
-    `spec` must be the one from which `loaded` was made. `nbytes`: their size. `resident`: they are
-    in memory, so the model can run.
+    `spec` and `use` must be those with which `loaded` was made; without `use`, no other model
+    shares arrays with this one. `nbytes`: the size of all weights. `resident`: they are in memory,
+    so the model can run.
     """
 
-    def __init__(self, loaded: Loaded, spec: ModelSpec):
+    def __init__(self, loaded: Loaded, spec: ModelSpec, use: BaseUse | None = None):
         self.resident = True
+        self.use = use or BaseUse(Bases(), loaded.info.id)
         self._loaded, self._spec = loaded, spec
         arrays = tree_flatten(loaded.model.parameters())
-        self.nbytes: int = sum(array.nbytes for _, array in arrays)
+        self.nbytes: int = _count_bytes(array for _, array in arrays)
         self._shapes = {name: (array.shape, array.dtype) for name, array in arrays}
         self._stamps = self._read_stamps()
+        self.use.keep(loaded.model)
 
     def drop(self) -> None:
-        """Release the weights. The model cannot run until `read` has put them back."""
+        """Release the weights. The model cannot run until `read` has put them back.
+
+        Arrays that other models use stay in memory.
+        """
         model = self._loaded.model
         model.update(tree_map(lambda _: mx.array([]), model.parameters()))
+        self.use.release()
         self.resident = False
         mx.clear_cache()
 
     def read(self, slice_bytes: int = SLICE_BYTES) -> Iterator[int]:
         """Read the weights from disk into the model; yield the total bytes read after each part.
 
-        A part has at least `slice_bytes` bytes. The weights are in use after the last item. Raises
-        ModelError if the files cannot be read or have changed since the model was loaded, because
-        the KV in the cache belongs to the former weights; the weights stay dropped then.
+        Arrays that other models have in memory are used as they are. A part has at least
+        `slice_bytes` bytes. The weights are in use after the last item. Raises ModelError if the
+        files cannot be read or have changed since the model was loaded, because the KV in the cache
+        belongs to the former weights; the weights stay dropped then.
+        """
+        try:
+            parameters = self._open()
+            arrays = [array for _, array in tree_flatten(parameters)]
+            done = 0
+            for part in split(arrays, slice_bytes):
+                self._evaluate(part)
+                done += sum(array.nbytes for array in part)
+                yield done
+        except BaseException:
+            self.use.release()
+            raise
+        self._loaded.model.update(parameters)
+        self.resident = True
+
+    def _open(self) -> dict[str, Any]:
+        """Return the parameters of the model, each of which is read when it is evaluated.
+
+        Raises ModelError if they are others than before, or cannot be read.
         """
         if self._read_stamps() != self._stamps:
             raise ModelError(
                 f"The files of the model in {self._loaded.path} have changed since it was loaded: "
                 "start the server again."
             )
-        again = load_again(self._loaded, self._spec)
-        parameters = again.parameters()
+        again = load_again(self._loaded, self._spec, self.use)
+        parameters: dict[str, Any] = again.parameters()
         arrays = tree_flatten(parameters)
         if {name: (array.shape, array.dtype) for name, array in arrays} != self._shapes:
             raise ModelError(f"The model in {self._loaded.path} has other weights than before.")
-        done = 0
-        for part in split([array for _, array in arrays], slice_bytes):
-            self._evaluate(part)
-            done += sum(array.nbytes for array in part)
-            yield done
-        self._loaded.model.update(parameters)
-        self.resident = True
+        self.use.keep(again)
+        return parameters
 
     def _evaluate(self, part: list[mx.array]) -> None:
         try:
@@ -83,12 +102,12 @@ class Weights:
         """Return a stamp of each file that decides about the content of the weights."""
         folders = [self._loaded.path, self._loaded.draft, self._spec.adapter]
         paths = [Path(folder).expanduser() for folder in folders if folder is not None]
-        files = [file for path in paths for name in FILES for file in sorted(path.glob(name))]
-        try:
-            found = [(file, file.stat()) for file in files]
-        except OSError as error:
-            raise ModelError(f"The files of the model cannot be read: {error}") from error
-        return [(str(file), stat.st_size, stat.st_mtime_ns) for file, stat in found]
+        return [stamp for path in paths for stamp in file_stamps(path)]
+
+
+def _count_bytes(arrays: Iterable[mx.array]) -> int:
+    """Return the bytes of `arrays`, counting one that occurs several times once."""
+    return sum({id(array): array.nbytes for array in arrays}.values())
 
 
 def is_resident(model: nn.Module) -> bool:

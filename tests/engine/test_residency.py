@@ -16,6 +16,7 @@ from mlxcache.engine.residency import Newcomer, Residency, Resident
 from mlxcache.engine.rounds import Rounds
 from mlxcache.engine.task import Task
 from mlxcache.errors import BadRequest, ModelError, StoreError
+from mlxcache.model.base_weights import BaseUse
 from mlxcache.model.load import ModelSpec
 from mlxcache.model.resident_weights import Weights
 from mlxcache.types import Finished
@@ -99,7 +100,8 @@ class House:
         else:
             bench.open_disk(disk)
         assert bench.loaded is not None
-        weights = Weights(bench.loaded, ModelSpec(str(path)))
+        use = BaseUse(self.residency.account.bases, name)
+        weights = Weights(bench.loaded, ModelSpec(str(path)), use)
         resident = Resident(
             name,
             weights,
@@ -109,8 +111,6 @@ class House:
             **options,
         )
         bench.kv.budget.charge("transient", 1000)
-        if self.memory is not None:
-            self.memory.charge(f"weights:{name}", weights.nbytes)
         self.residency.add(resident)
         self.residents[name], self.benches[name] = resident, bench
         if not loaded:
@@ -356,7 +356,8 @@ class TestMemory:
     def test_a_newcomer_that_has_left_takes_no_memory(self, house: House) -> None:
         assert house.memory is not None
         for size in (1000, 10 * house.memory.limit):
-            newcomer = Newcomer("c", size, 0)
+            use = BaseUse(house.residency.account.bases, "c")
+            newcomer = Newcomer(use, [], size, 0)
             house.residency.welcome(newcomer)
             assert newcomer.room.cancel()
             house.residency.step()

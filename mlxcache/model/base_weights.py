@@ -1,0 +1,230 @@
+"""Weights of base models, which several models use together: a base and adapters over it.
+
+MLX thread only, except where stated.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Set
+from pathlib import Path
+from weakref import WeakValueDictionary
+
+import mlx.core as mx
+from mlx import nn
+from mlx.utils import tree_flatten, tree_map_with_path
+
+from mlxcache.config.models import model_id
+
+FILES = (
+    "config.json",
+    "hf_quant_config.json",
+    "adapter_config.json",
+    "*.py",
+    "*.safetensors",
+)
+"""Files of a folder that decide about the content of the weights."""
+
+Stamp = tuple[str, int, int]
+"""Path of a file, its size in bytes, and the time of its last change in nanoseconds."""
+
+
+def file_stamps(folder: Path) -> tuple[Stamp, ...]:
+    """Return a stamp of each file in `folder` that decides about the content of the weights.
+
+    Links to files that are gone have a size of -1.
+    """
+    return tuple(_stamp(file) for name in FILES for file in sorted(folder.glob(name)))
+
+
+def _stamp(file: Path) -> Stamp:
+    try:
+        stat = file.stat()
+    except OSError:
+        return str(file), -1, 0
+    return str(file), stat.st_size, stat.st_mtime_ns
+
+
+class Base:
+    """Arrays that were read from the files of one folder, as long as models use them.
+
+    `name`: the model's id. An array is released with the last of its users.
+    """
+
+    def __init__(self, name: str):
+        self.name = name
+        self._arrays: dict[str, mx.array] = {}
+        self._users: dict[str, frozenset[BaseUse]] = {}
+        self._bytes: Mapping[frozenset[BaseUse], int] | None = None
+
+    def get(self, name: str) -> mx.array | None:
+        """Return the array `name`, or None if no model uses it."""
+        return self._arrays.get(name)
+
+    def names(self) -> list[str]:
+        """Return the names of all arrays in use."""
+        return list(self._arrays)
+
+    def hold(self, name: str, array: mx.array, user: BaseUse) -> None:
+        """Keep `array`, which must be the one of that name if there is one, for `user` too."""
+        self._arrays[name] = array
+        self._users[name] = self._users.get(name, frozenset()) | {user}
+        self._bytes = None
+
+    def release(self, name: str, user: BaseUse) -> None:
+        """Keep the array `name` for `user` no longer."""
+        users = self._users[name] - {user}
+        self._bytes = None
+        if users:
+            self._users[name] = users
+        else:
+            del self._users[name], self._arrays[name]
+
+    def has_others(self, name: str, user: BaseUse) -> bool:
+        """Return whether a model other than `user` uses the array `name`. Any thread."""
+        users = self._users.get(name, frozenset())
+        return len(users) > (user in users)
+
+    def bytes_by_users(self) -> Mapping[frozenset[BaseUse], int]:
+        """Return the bytes of the arrays in use, by the set of their users."""
+        if self._bytes is None:
+            found: Counter[frozenset[BaseUse]] = Counter()
+            for name, users in self._users.items():
+                found[users] += self._arrays[name].nbytes
+            self._bytes = found
+        return self._bytes
+
+
+class Bases:
+    """All base models of which arrays are in memory, by their files.
+
+    Files that change make another base, so models that were loaded before keep the former arrays.
+    `version`: number of times that the arrays of any model have changed.
+    """
+
+    def __init__(self) -> None:
+        self.version = 0
+        self._bases: WeakValueDictionary[tuple[Stamp, ...], Base] = WeakValueDictionary()
+
+    def note_change(self) -> None:
+        """Count a change of the arrays that a model holds."""
+        self.version += 1
+
+    def find(self, folder: Path) -> Base:
+        """Return the base in `folder` with its files as they are now."""
+        stamps = file_stamps(folder.resolve())
+        base = self._bases.get(stamps)
+        if base is None:
+            base = self._bases[stamps] = Base(model_id(str(folder)))
+        return base
+
+    def charges(self) -> dict[str, int]:
+        """Return the bytes of all arrays in use, by what they are charged to.
+
+        An array with one user is charged to that user's name, an array with several to
+        `BASE (shared)`.
+        """
+        charges: Counter[str] = Counter()
+        for base, users, nbytes in self._groups():
+            shared = f"{base.name} (shared)"
+            charges[shared if len(users) > 1 else next(iter(users)).name] += nbytes
+        return dict(charges)
+
+    def freed_by(self, uses: Set[BaseUse]) -> int:
+        """Return the bytes that no model would use if all of `uses` were released."""
+        return sum(nbytes for _, users, nbytes in self._groups() if users <= uses)
+
+    def _groups(self) -> Iterator[tuple[Base, frozenset[BaseUse], int]]:
+        for base in list(self._bases.values()):
+            for users, nbytes in base.bytes_by_users().items():
+                yield base, users, nbytes
+
+
+class BaseUse:
+    """The base arrays of one model: those it needs, and of these the ones that it holds.
+
+    `name`: the model's name. `held_bytes`: the bytes that it holds; while it is loaded, these are
+    all that it needs.
+    """
+
+    def __init__(self, bases: Bases, name: str):
+        self.name = name
+        self.held_bytes = 0
+        self._bases = bases
+        self._needed: Mapping[tuple[Base, str], int] = {}
+        self._held: Mapping[tuple[Base, str], int] = {}
+
+    # -- holding -----------------------------------------------------------------------------------
+
+    def find(self, folders: Iterable[Path]) -> None:
+        """Note that a model not loaded yet needs all arrays in memory of the bases `folders`."""
+        found = [self._bases.find(folder) for folder in folders]
+        self._needed = {
+            (base, name): array.nbytes
+            for base in found
+            for name in base.names()
+            if (array := base.get(name)) is not None
+        }
+
+    def claim(self) -> None:
+        """Hold those of the needed arrays that are in memory."""
+        held = dict(self._held)
+        for (base, name), nbytes in self._needed.items():
+            array = base.get(name)
+            if array is not None:
+                base.hold(name, array, self)
+                held[base, name] = nbytes
+        self._set_held(held)
+
+    def share(self, folder: Path, model: nn.Module) -> None:
+        """Replace arrays of `model` by those of the base in `folder` that are in memory.
+
+        `model` is built lazily from that folder, without adapters. Its other arrays are held, so
+        that models loaded later use them.
+        """
+        base, held = self._bases.find(folder), dict(self._held)
+
+        def choose(name: str, array: mx.array) -> mx.array:
+            present = base.get(name)
+            if present is None:
+                present = array
+            elif (present.shape, present.dtype) != (array.shape, array.dtype):
+                return array
+            base.hold(name, present, self)
+            held[base, name] = present.nbytes
+            return present
+
+        model.update(tree_map_with_path(choose, model.parameters()))
+        self._set_held(held)
+
+    def keep(self, model: nn.Module) -> None:
+        """Hold the arrays that `model` has, and release all others: the model needs no more."""
+        used = {id(array) for _, array in tree_flatten(model.parameters())}
+        held = {part: n for part, n in self._held.items() if id(part[0].get(part[1])) in used}
+        for base, name in self._held.keys() - held.keys():
+            base.release(name, self)
+        self._needed = held
+        self._set_held(held)
+
+    def release(self) -> None:
+        """Hold nothing any more. Arrays without another user are freed."""
+        for base, name in self._held:
+            base.release(name, self)
+        self._set_held({})
+
+    def _set_held(self, held: Mapping[tuple[Base, str], int]) -> None:
+        self._held = held
+        self.held_bytes = sum(held.values())
+        self._bases.note_change()
+
+    # -- sizes, from any thread --------------------------------------------------------------------
+
+    @property
+    def needed(self) -> Mapping[tuple[Base, str], int]:
+        """Sizes in bytes of the arrays that the model needs."""
+        return self._needed
+
+    @property
+    def shared_bytes(self) -> int:
+        """Bytes of the arrays that the model needs and other models hold."""
+        return sum(n for (base, name), n in self._needed.items() if base.has_others(name, self))
