@@ -28,7 +28,7 @@ from mlxcache.engine.task import Output, Task
 from mlxcache.model import kv
 from mlxcache.model.arrays import tree_arrays
 from mlxcache.model.guidance.guide import Guide
-from mlxcache.model.load import ModelSpec, load
+from mlxcache.model.load import Loaded, ModelSpec, load
 from mlxcache.model.sampling import make_processors, make_sampler
 from mlxcache.store.store import Store
 from mlxcache.tree.budget import Budget
@@ -98,8 +98,9 @@ class Bench:
         concurrency: int = 8,
         kv_bits: int | None = None,
         draft: Path | None = None,
+        loaded: Loaded | None = None,
     ):
-        loaded = load(ModelSpec(str(path), draft=str(draft) if draft else None))
+        loaded = loaded or load(ModelSpec(str(path), draft=str(draft) if draft else None))
         self.loaded = loaded
         self.model, self.tokenizer = loaded.model, loaded.tokenizer
         layout = kv.survey(self.model, kv_bits=kv_bits)

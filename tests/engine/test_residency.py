@@ -17,12 +17,13 @@ from mlxcache.engine.rounds import Rounds
 from mlxcache.engine.task import Task
 from mlxcache.errors import BadRequest, ModelError, StoreError
 from mlxcache.model.base_weights import BaseUse
-from mlxcache.model.load import ModelSpec
+from mlxcache.model.load import ModelSpec, load
 from mlxcache.model.resident_weights import Weights
 from mlxcache.types import Finished
 from tests.conftest import ToyMaker
 from tests.scheduled import Bench
 from tests.server.api import until
+from tests.toys.adapter import make_adapter
 
 
 class Clock:
@@ -91,17 +92,19 @@ class House:
         *,
         loaded: bool = True,
         disk: Path | None = None,
+        adapter: Path | None = None,
         **options: Any,
     ) -> Bench:
-        bench = Bench(path)
+        use = BaseUse(self.residency.account.bases, name)
+        spec = ModelSpec(str(path), adapter=str(adapter) if adapter else None)
+        bench = Bench(path, loaded=load(spec, use=use))
         bench.rounds, bench.thread = self.rounds, self.rounds.thread
         if disk is None:
             bench.use(bench.kv)
         else:
             bench.open_disk(disk)
         assert bench.loaded is not None
-        use = BaseUse(self.residency.account.bases, name)
-        weights = Weights(bench.loaded, ModelSpec(str(path)), use)
+        weights = Weights(bench.loaded, spec, use)
         resident = Resident(
             name,
             weights,
@@ -462,8 +465,126 @@ def test_other_replies_go_on_while_weights_are_read(
     assert task.out == b.cold(ids(2), 4)
 
 
-def _opened(path: Path) -> Any:
-    from mlxcache.model.load import load
+class TestSharedBase:
+    """A base and two adapters over it, with the bytes of its weights charged once."""
 
+    @pytest.fixture
+    def adapters(self, toy: ToyMaker, tmp_path: Path) -> dict[str, Path | None]:
+        made = {
+            name: make_adapter(toy("llama"), tmp_path / name, seed=seed)
+            for seed, name in enumerate(("coder", "writer"))
+        }
+        return {"base": None, **made}
+
+    @pytest.fixture
+    def weights(self, toy: ToyMaker) -> int:
+        return Weights(*_opened(toy("llama"))).nbytes
+
+    def house(self, path: Path, adapters: dict[str, Path | None], limit: int) -> House:
+        house = House(Memory(limit))
+        for name, adapter in adapters.items():
+            house.add(name, path, loaded=False, adapter=adapter)
+        return house
+
+    def test_the_base_is_charged_once_until_its_last_user_is_unloaded(
+        self, toy: ToyMaker, adapters: dict[str, Path | None], weights: int
+    ) -> None:
+        house = self.house(toy("llama"), adapters, 2 * weights)
+        memory = house.memory
+        assert memory is not None
+        assert not any(memory.kinds.values())
+        for name, bench in house.benches.items():
+            task = bench.put(ids(1), tokens=6)
+            house.run(task)
+            assert task.out == bench.cold(ids(1), 6), name
+        outs = {tuple(bench.cold(ids(1), 6)) for bench in house.benches.values()}
+        assert len(outs) == 3  # no reply came from the KV of another
+        own = {name: one.nbytes - weights for name, one in house.residents.items()}
+        assert own["base"] == 0 < own["coder"] == own["writer"] < 0.2 * weights
+        shared = "weights:toy (shared)"
+        used = {kind: n for kind, n in memory.kinds.items() if n}
+        assert used == {
+            shared: weights,
+            "weights:coder": own["coder"],
+            "weights:writer": own["writer"],
+        }
+        assert memory.highest == memory.used
+        order = ["base", "coder", "writer"]
+        for left, name in ((2, "base"), (1, "coder"), (0, "writer")):
+            one = house.residents[name]
+            assert one.shared_bytes == (weights if left else 0)
+            assert house.residency.unload(one.scheduler)
+            rest = sum(own[other] for other in order[3 - left :])
+            assert memory.used == (weights if left else 0) + rest
+        assert memory.used == 0
+
+    def test_the_base_stays_while_adapters_take_turns(
+        self, toy: ToyMaker, adapters: dict[str, Path | None], weights: int
+    ) -> None:
+        """A budget for one of them: the next one takes over the base of the one that goes."""
+        house = self.house(toy("llama"), adapters, 2 * weights)
+        coder, writer = (house.residents[name] for name in ("coder", "writer"))
+        assert house.memory is not None
+        house.memory.limit = coder.size + (coder.nbytes - weights) // 2
+        read: list[int] = []
+        for turn in range(4):
+            for name in ("coder", "writer"):
+                bench = house.benches[name]
+                before = _evaluated(house)
+                task = bench.put(ids(turn), tokens=4)
+                house.run(task)
+                assert task.out == bench.cold(ids(turn), 4)
+                assert [n for n, state in states(house).items() if state == "loaded"] == [name]
+                read.append(len(_evaluated(house) - before))
+                assert house.memory.used == coder.nbytes
+        assert (coder.loads, writer.loads) == (4, 4)
+        assert read[0] > 0
+        assert not any(read[1:])
+
+    def test_one_that_never_fits_beside_those_kept_is_told_what_it_needs_of_its_own(
+        self, toy: ToyMaker, adapters: dict[str, Path | None], weights: int
+    ) -> None:
+        house = House(Memory(10 * weights))
+        house.add("base", toy("llama"), keep=True)
+        coder = house.add("coder", toy("llama"), loaded=False, adapter=adapters["coder"])
+        other = house.add("other", toy("llama", seed=7), loaded=False)
+        assert house.memory is not None
+        house.memory.limit = int(1.5 * weights)
+        fits, refused = coder.put(ids(1), tokens=4), other.put(ids(1), tokens=4)
+        house.run(fits, refused)
+        assert fits.out == coder.cold(ids(1), 4)
+        assert isinstance(last_of(refused), BadRequest)
+
+    def test_unloading_one_of_two_sharers_is_not_promised_to_free_the_base(
+        self, toy: ToyMaker, adapters: dict[str, Path | None], weights: int
+    ) -> None:
+        """A third model waits while one of them is busy, and nothing is unloaded in vain."""
+        house = House(Memory(10 * weights))
+        base = house.add("base", toy("llama"))
+        house.add("coder", toy("llama"), adapter=adapters["coder"])
+        other = house.add("other", toy("llama", seed=7), loaded=False)
+        assert house.memory is not None
+        house.memory.limit = int(1.9 * weights)
+        running = base.put(ids(1), tokens=60)
+        while not running.out:
+            house.rounds.tick()
+        waiting = other.put(ids(2), tokens=4)
+        for _ in range(10):
+            house.rounds.tick()
+            assert states(house) == {"base": "loaded", "coder": "loaded", "other": "unloaded"}
+        house.run(running, waiting)
+        assert waiting.out == other.cold(ids(2), 4)
+        assert states(house)["base"] == states(house)["coder"] == "unloaded"
+        assert house.memory.used == weights
+
+
+def _evaluated(house: House) -> set[int]:
+    """Return the ids of the base arrays in memory."""
+    bases = house.residency.account.bases
+    found = bases.find(Path(house.benches["base"].loaded.path))
+    return {id(found.get(name)) for name in found.names()}
+
+
+def _opened(path: Path) -> Any:
     spec = ModelSpec(str(path))
     return load(spec), spec

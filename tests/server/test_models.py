@@ -21,6 +21,7 @@ from tests.served import served
 from tests.server.api import CHAT, MESSAGES, Api, until, user, words
 from tests.server.browser import browsing, installed
 from tests.server.dashboard import Page
+from tests.toys.adapter import make_adapter
 
 NEW = 64
 ROUTED = json.loads(Path(__file__).with_name("routed.json").read_text(encoding="utf-8"))
@@ -249,3 +250,52 @@ def test_a_file_of_mlx_lm_is_compared_only_with_weights_in_memory(api: Api) -> N
     api.http.post("/v1/models/large/load")
     until(lambda: states(api)["large"] == "loaded", 10, lambda: str(states(api)))
     assert api.http.post("/v1/sessions", content=file).status_code == 201
+
+
+@pytest.fixture(scope="module")
+def adapted(toy: ToyMaker, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Api]:
+    """A base and two adapters over it, with memory for the base once."""
+    home, base = tmp_path_factory.mktemp("adapted"), toy("llama", intermediate=10_000)
+    tables = [f'[models.base]\npath = "{base}"\n']
+    for seed, name in enumerate(("coder", "writer")):
+        adapter = make_adapter(base, home / name, seed=seed)
+        tables.append(f'[models.{name}]\npath = "{base}"\nadapter = "{adapter}"\n')
+    file = home / "config.toml"
+    file.write_text("\n".join(tables))
+    with served("--config", str(file), "--ram", "400MB", home=home) as server:
+        yield Api(server)
+
+
+def test_adapters_over_one_base_hold_it_once(adapted: Api) -> None:
+    """Each keeps a conversation of its own, and unloading any of them leaves the others."""
+    api, names = adapted, ("base", "coder", "writer")
+    talk = [user(words(5, 100))]
+
+    def reply(name: str) -> str:
+        said: str = ask(api, name, talk)["choices"][0]["message"]["content"]
+        return said
+
+    replies = {}
+    for name in names:
+        replies[name] = reply(name)
+        assert newest(api)["cached_tokens"] == 0, name
+    assert len(set(replies.values())) == 3
+    figures = api.http.get("/v1/cache").json()
+    models = {one["label"]: one for one in figures["models"]}
+    kinds = {k: n for k, n in figures["memory"]["kinds"].items() if k.startswith("weights:")}
+    shared = kinds.pop("weights:toy (shared)")
+    assert {one["shared_bytes"] for one in models.values()} == {shared}
+    assert shared > 5 * sum(kinds.values()) > 0
+    for name in (*names, *reversed(names)):
+        assert api.http.post(f"/v1/models/{name}/unload").status_code == 200
+        assert {reply(other) for other in names if other != name} == {
+            replies[other] for other in names if other != name
+        }
+        assert reply(name) == replies[name]
+        memory = api.http.get("/v1/cache").json()["memory"]
+        assert memory["kinds"]["weights:toy (shared)"] == shared
+        assert memory["used_bytes"] <= memory["limit_bytes"]
+    for name in names:
+        api.http.post(f"/v1/models/{name}/unload")
+    kinds = api.http.get("/v1/cache").json()["memory"]["kinds"]
+    assert not any(n for kind, n in kinds.items() if kind.startswith("weights:"))
