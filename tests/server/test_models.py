@@ -8,8 +8,10 @@ messages of the earlier request of that kind a request repeats.
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -224,6 +226,32 @@ class TestOneAtATime:
                 assert memory["high_water_bytes"] <= memory["limit_bytes"]
         loads = {one["label"]: one["loads"] for one in api.http.get("/v1/cache").json()["models"]}
         assert sum(loads.values()) >= 18, loads
+
+    @pytest.mark.slow
+    def test_no_weights_are_read_while_the_other_models_reply_is_written(
+        self, one_fits: Api
+    ) -> None:
+        api = one_fits
+        for name in ("small", "large"):
+            ask(api, name, [user("Hello.")])
+        seen = api.served.output.count("small: loading the weights")
+        done: list[str] = []
+
+        def other() -> None:
+            ask(api, "small", [user(words(8, 30))])
+            done.append("small")
+
+        asking = Thread(target=other)
+        with api.replying(words(7, 30), model="large", max_tokens=3000):
+            until(lambda: newest(api)["status"] == "decode", 30, lambda: str(newest(api)))
+            asking.start()
+            for _ in range(20):
+                assert states(api) == {"large": "loaded", "small": "unloaded"}
+                assert api.served.output.count("small: loading the weights") == seen
+                time.sleep(0.05)
+        asking.join(60)
+        assert done == ["small"]
+        assert api.served.output.count("small: loading the weights") == seen + 1
 
 
 def test_sessions_of_every_model_are_removed_from_ram(api: Api) -> None:
