@@ -119,9 +119,9 @@ async def test_requests_at_once_load_a_model_once(
     loads: list[str] = []
     whole = load.load
 
-    def counted(spec: load.ModelSpec, *args: Any) -> load.Loaded:
+    def counted(spec: load.ModelSpec, **given: Any) -> load.Loaded:
         loads.append(str(spec.id))
-        return whole(spec, *args)
+        return whole(spec, **given)
 
     async with running(entries, tmp_path / "cache") as models:
         monkeypatch.setattr(load, "load", counted)
@@ -135,11 +135,11 @@ def slow(monkeypatch: pytest.MonkeyPatch) -> tuple[Event, Event]:
     begun, may_go = Event(), Event()
     whole = load.load
 
-    def waits(spec: load.ModelSpec, *args: Any) -> load.Loaded:
+    def waits(spec: load.ModelSpec, **given: Any) -> load.Loaded:
         if spec.id == "b":
             begun.set()
             assert may_go.wait(30)
-        return whole(spec, *args)
+        return whole(spec, **given)
 
     monkeypatch.setattr(load, "load", waits)
     return begun, may_go

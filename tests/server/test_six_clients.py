@@ -36,6 +36,9 @@ TITLES = {
     "OpenAI/Python 2.20.0": "Say hello to the orange project",  # aider
 }
 
+SHORT = {"claude-cli": "claude", "QwenCode": "qwencode", "OpenAI": "openai"}
+"""Names of clients in `top`, where they differ from the one that they send."""
+
 CHANGING = {"QwenCode/0.24.4", "OpenAI/Python 2.20.0"}
 """They take text out of the message before: a reminder of the date, rules for edits."""
 
@@ -79,6 +82,11 @@ class Run:
                 if len(found) == 3:
                     return found
         raise AssertionError(f"the stream ended: {found}")
+
+    def named(self, session: dict[str, Any]) -> str:
+        """Return the name of `session` in `top`: its client and its title."""
+        client = str(session["client"]).split("/")[0]
+        return f"{SHORT.get(client, client)}: {session['title']}"
 
     def title_of(self, request: dict[str, Any]) -> str:
         return str(self.sessions[request["session"]]["title"])
@@ -149,16 +157,15 @@ def test_top_prints_the_requests_and_sessions_of_the_api(run: Run) -> None:
     for line, request in zip(lines[at + 2 : at + 12], reversed(run.requests), strict=False):
         found = re.fullmatch(r"\S+ +(.+?)((?: +[\d,-]+){4}) .*", line)
         assert found, line
-        named = found[1]
         counts = [int(n.replace(",", "").replace("-", "0")) for n in found[2].split()]
-        assert named == run.title_of(request)
+        assert found[1] == run.named(run.sessions[request["session"]])
         restored, fed = request["restored_tokens"], request["fed_tokens"]
         ram = request["cached_tokens"] - restored
         assert counts == [ram, restored, fed, request["generated_tokens"]]
     at = next(i for i, line in enumerate(lines) if line.startswith("Sessions"))
     listed = run.get("/v1/sessions")["data"]
     for line, one in zip(lines[at + 2 :], listed, strict=False):
-        assert line.startswith(one["title"])
+        assert line.startswith(run.named(one))
         assert f"{one['tokens']:,}" in line.split()
     total = f"{len(run.ids)} requests: "
     assert any(line.startswith(total) for line in lines)
