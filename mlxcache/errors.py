@@ -16,12 +16,12 @@
     ├── GenerationFailed        the model, its tokenizer or its template failed
     ├── ModelError              the model cannot be loaded or served
     ├── ConfigError             a flag, variable or key in config.toml is wrong
-    └── StoreError              an operation of the disk tier failed
-        ├── Corrupt             a file is damaged, or has the wrong content
-        ├── Gone                a file was evicted before it was read
-        ├── Vanished            the store's folder is missing; it is reopened within seconds
-        ├── PrefixNotStored     the prefix that a run builds on is not on disk
-        └── DiskFull            the disk, its limit or the reserve of free space is used up
+    ├── StoreError              an operation of the disk tier failed
+    │   ├── Corrupt             a file is damaged, or has the wrong content
+    │   ├── Gone                a file was evicted before it was read
+    │   ├── Vanished            the store's folder is missing; it is reopened within seconds
+    │   ├── PrefixNotStored     the prefix that a run builds on is not on disk
+    │   └── DiskFull            the disk, its limit or the reserve of free space is used up
 
 `api.errors` maps each to its status and to each API's own shape.
 """
@@ -147,3 +147,7 @@ class PrefixNotStored(StoreError):
 
 class DiskFull(StoreError):
     """Error raised if the disk, its limit or the reserve of free space is used up."""
+
+
+class RemoteUnavailable(MlxcacheError):
+    """Error raised if the shared remote is gone, too slow, refuses or is skipped for now."""

@@ -1,0 +1,430 @@
+"""Objects of the shared remote: reads and writes with deadlines, which raise one error only."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import re
+import threading
+from collections.abc import Coroutine, Sequence
+from concurrent.futures import CancelledError as FutureCancelled
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from mlxcache.config.remote_url import RemoteUrl, read_remote_url
+from mlxcache.errors import ConfigError, Corrupt, RemoteUnavailable
+from mlxcache.remote.breaker import Breaker
+from mlxcache.remote.failure import Failure
+from mlxcache.remote.figures import Figures
+from mlxcache.remote.form import Form, Plain
+from mlxcache.remote.storage import Storage
+
+log = logging.getLogger("mlxcache.remote")
+
+MARKER = "v1/mlxcache.json"
+"""Object that tells which key the others have. Neither its name nor its content is sealed."""
+
+LARGEST_BYTES = 1 << 30
+"""Maximum size of an object that is read; larger ones count as damaged."""
+
+_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*(/[A-Za-z0-9_-][A-Za-z0-9._-]*)*")
+
+T = TypeVar("T")
+Names = list[str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """Time limits of operations, and how many run at once.
+
+    An operation may take `operation_s`, and in addition its bytes at `least_down` or `least_up`
+    bytes per second. `start_s`: time for the check of the marker at the start. `small`, `large`:
+    most operations at once without and with content.
+    """
+
+    operation_s: float = 2.0
+    least_down: float = 2e6
+    least_up: float = 0.25e6
+    start_s: float = 3.0
+    small: int = 32
+    large: int = 8
+
+
+LIMITS = Limits()
+
+
+class Objects:
+    """Objects of one remote.
+
+    Owns a thread, which `close` ends, and on it the connections, the breakers and the figures.
+    Methods may be called on any thread, block up to their deadline (`Limits`) and raise
+    RemoteUnavailable, or ValueError for a name that is not made of parts such as `run` or `0f3a`
+    with slashes between them. `within`: seconds to wait at most, if less than the deadline. The
+    operation then goes on, and counts for the breakers by its own deadline.
+
+    After failures the remote is skipped: every method raises at once, until a probe in the
+    background succeeds. Reading and writing have a breaker each.
+    """
+
+    def __init__(self, storage: Storage, form: Form, limits: Limits = LIMITS):
+        self._storage, self._form, self._limits = storage, form, limits
+        self._reading, self._writing = Breaker(self._changed), Breaker(self._changed)
+        self._figures = Figures()
+        self._probes: dict[Breaker, asyncio.Task[None]] = {}
+        self._small, self._large = asyncio.Semaphore(limits.small), asyncio.Semaphore(limits.large)
+        self._closed = False
+        self._submitting = threading.Lock()
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run, name="mlxcache-remote", daemon=True)
+        self._thread.start()
+
+    @property
+    def url(self) -> RemoteUrl:
+        """The URL without secrets."""
+        return self._storage.url
+
+    # -- operations --------------------------------------------------------------------------
+
+    @property
+    def available(self) -> bool:
+        """Whether reads are tried. While False, they raise at once."""
+        return not (self._reading.is_open or self._closed)
+
+    @property
+    def writable(self) -> bool:
+        """Whether writes are tried. While False, they raise at once."""
+        return not (self._writing.is_open or self._closed)
+
+    @property
+    def bandwidth_down(self) -> float | None:
+        """Measured bytes per second of recent reads; None before the first."""
+        return self._figures.down.rate
+
+    def head(self, name: str, within: float | None = None) -> int | None:
+        """Return the size of an object's content in bytes, or None if it is absent."""
+        return self._wait(self._head(self._stored(name)), self._reading, within)
+
+    def head_many(self, names: Sequence[str], within: float | None = None) -> list[int | None]:
+        """Return what `head` does for each of `names`, which are asked for at the same time."""
+        stored = [self._stored(name) for name in names]
+        return self._wait(_all([self._head(one) for one in stored]), self._reading, within)
+
+    def get(self, name: str, within: float | None = None) -> bytes | None:
+        """Return the content of an object, or None if it is absent or damaged."""
+        found = self._wait(self._get(self._stored(name)), self._reading, within)
+        return None if found is None else self._unwrap(name, found)
+
+    def get_many(self, names: Sequence[str], within: float | None = None) -> list[bytes | None]:
+        """Return what `get` does for each of `names`, which are read at the same time.
+
+        None also stands for objects whose reading failed, unless all failed.
+        """
+        stored = [self._stored(name) for name in names]
+        work = _most([self._get(one) for one in stored])
+        found = self._wait(work, self._reading, within)
+        return [
+            None if one is None else self._unwrap(name, one)
+            for name, one in zip(names, found, strict=True)
+        ]
+
+    def put(self, name: str, data: bytes | memoryview) -> None:
+        """Write an object, or replace it. Others see it whole or not at all."""
+        stored = self._stored(name)
+        if not self.writable:
+            raise self._unavailable(self._writing)
+        wrapped = self._form.wrap(name, data)
+        self._wait(self._put(stored, wrapped), self._writing, None)
+
+    def list(self, prefix: str, limit: int, within: float | None = None) -> Names:
+        """Return the names of at most `limit` objects below `prefix`, sorted.
+
+        `prefix` is a name's first parts, with or without a slash at its end.
+        """
+        stored = self._stored(prefix.rstrip("/"))
+        found = self._wait(self._list(stored, limit), self._reading, within)
+        names = (self._form.plain_name(one) for one in found)
+        return sorted(name for name in names if name is not None)
+
+    def delete(self, name: str) -> None:
+        """Remove an object. An absent one is no error."""
+        self._wait(self._delete(self._stored(name)), self._writing, None)
+
+    def figures(self) -> dict[str, Any]:
+        """Return the state and counts of the remote, the object `remote` of `GET /v1/cache`."""
+        reading, writing = self._reading, self._writing
+        worst = reading if reading.is_open else writing
+        state = "unavailable" if reading.is_open else "read-only" if writing.is_open else "ok"
+        return {
+            "url": str(self.url),
+            "sealed": self._form.key_id is not None,
+            "state": state,
+            "reason": worst.reason,
+            "since": worst.since,
+            "errors": reading.errors + writing.errors,
+            **self._figures.as_dict(),
+        }
+
+    def check(self) -> None:
+        """Compare the marker in the remote with this server's key, and write it if it is absent.
+
+        Blocks for at most `Limits.start_s`. A remote that cannot be reached is only logged. Raises
+        ConfigError if the remote holds objects of another key, or of none.
+        """
+        with suppress(RemoteUnavailable):
+            wrong = self._wait(self._check_key(), self._reading, self._limits.start_s)
+            if wrong:
+                raise ConfigError(f"--remote {self.url}: {wrong}")
+
+    def close(self) -> None:
+        """End the thread. Operations that run are cancelled, and raise RemoteUnavailable."""
+        with self._submitting:
+            if not self._closed:
+                self._closed = True
+                self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+
+    # -- on the callers' threads -------------------------------------------------------------
+
+    def _stored(self, name: str) -> str:
+        if not _NAME.fullmatch(name):
+            raise ValueError(f"not the name of an object: {name!r}")
+        return self._form.stored_name(name)
+
+    def _wait(self, work: Coroutine[Any, Any, T], breaker: Breaker, within: float | None) -> T:
+        """Run `work` on the remote's thread and return its result. Raises RemoteUnavailable."""
+        with self._submitting:
+            if breaker.is_open or self._closed:
+                work.close()
+                raise self._unavailable(breaker)
+            future: Future[T] = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result(within)
+        except Failure as error:
+            raise RemoteUnavailable(f"the remote {self.url} failed: {error}") from error
+        except TimeoutError:
+            raise RemoteUnavailable(f"the remote {self.url} took over {within:g} s") from None
+        except FutureCancelled:
+            raise RemoteUnavailable(f"the remote {self.url} was closed") from None
+
+    def _unavailable(self, breaker: Breaker) -> RemoteUnavailable:
+        return RemoteUnavailable(f"the remote {self.url} is skipped: {breaker.reason or 'closed'}")
+
+    def _unwrap(self, name: str, stored: bytes) -> bytes | None:
+        """Return an object's content, or None if it is damaged, which is counted and logged."""
+        try:
+            return self._form.unwrap(name, stored)
+        except Corrupt as error:
+            self._figures.damaged += 1
+            log.warning("remote object is damaged, and not used: %s: %s", name, error)
+            reason = f"an object is damaged: {error}"
+            with self._submitting:
+                if not self._closed:
+                    self._loop.call_soon_threadsafe(self._note_damage, reason)
+            return None
+
+    # -- on the remote's thread --------------------------------------------------------------
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        try:
+            self._loop.run_forever()
+        finally:
+            tasks = asyncio.all_tasks(self._loop)
+            for task in tasks:
+                task.cancel()
+            if tasks:
+                self._loop.run_until_complete(asyncio.wait(tasks, timeout=1.0))
+            self._loop.close()
+
+    async def _head(self, stored: str) -> int | None:
+        async with self._small:
+            size = await self._timed(self._reading, self._storage.head(stored))
+        return None if size is None else max(0, size - self._form.overhead)
+
+    async def _get(self, stored: str) -> bytes | None:
+        async with self._large:
+            return await self._timed(self._reading, self._read(stored), own_deadline=True)
+
+    async def _read(self, stored: str) -> bytes | None:
+        """Return the bytes of an object as stored. Raises Failure and TimeoutError.
+
+        The deadline grows with the object's size once that is known.
+        """
+        async with asyncio.timeout(self._limits.operation_s) as limit:
+            found = await self._storage.open(stored)
+            if found is None:
+                return None
+            size, stream = found
+            if size > LARGEST_BYTES:
+                raise Failure(f"an object has {size:,} bytes", grave=True)
+            seconds = self._limits.operation_s + size / self._limits.least_down
+            limit.reschedule(self._loop.time() + seconds)
+            parts = []
+            with self._figures.down.transfer() as moved:
+                async for part in stream:
+                    parts.append(part)
+                    moved.add(len(part))
+        return b"".join(parts)
+
+    async def _put(self, stored: str, wrapped: bytes) -> None:
+        seconds = self._limits.operation_s + len(wrapped) / self._limits.least_up
+        async with self._large:
+            with self._figures.up.transfer() as moved:
+                await self._timed(self._writing, self._storage.put(stored, wrapped), seconds)
+                moved.add(len(wrapped))
+
+    async def _list(self, prefix: str, limit: int) -> Names:
+        async def listed() -> Names:
+            found: Names = []
+            async for page in self._storage.pages(prefix):
+                found += [one.path for one in page]
+                if len(found) >= limit:
+                    break
+            return found[:limit]
+
+        async with self._small:
+            return await self._timed(self._reading, listed())
+
+    async def _delete(self, stored: str) -> None:
+        async with self._small:
+            await self._timed(self._writing, self._storage.delete(stored))
+
+    async def _timed(
+        self,
+        breaker: Breaker,
+        work: Coroutine[Any, Any, T],
+        seconds: float | None = None,
+        *,
+        own_deadline: bool = False,
+    ) -> T:
+        """Await `work` with a deadline, and record its outcome. Raises Failure.
+
+        `seconds`: the deadline, `Limits.operation_s` if None; none with `own_deadline`.
+        """
+        if breaker.is_open and asyncio.current_task() is not self._probes.get(breaker):
+            work.close()
+            raise Failure(breaker.reason or "it is skipped", grave=False)
+        try:
+            async with asyncio.timeout(
+                None if own_deadline else seconds or self._limits.operation_s
+            ):
+                result = await work
+        except (Failure, TimeoutError) as error:
+            failure = error if isinstance(error, Failure) else too_slow()
+            breaker.fail(str(failure), grave=failure.grave)
+            raise failure from error
+        breaker.succeed()
+        return result
+
+    async def _check_key(self) -> str | None:
+        """Return why the remote cannot be used with this key, or None. Raises Failure."""
+        async with self._large:
+            work = self._read(MARKER)
+            found = await self._timed(self._reading, work, own_deadline=True)
+        if found is None:
+            await self._write_marker()
+            return None
+        return wrong_key(found, self._form.key_id)
+
+    async def _write_marker(self) -> None:
+        content = {"format": "mlxcache-remote", "version": 1, "key": self._form.key_id}
+        await self._timed(self._writing, self._storage.put(MARKER, json.dumps(content).encode()))
+
+    def _note_damage(self, reason: str) -> None:
+        self._reading.fail(reason, grave=False)
+
+    # -- breakers ----------------------------------------------------------------------------
+
+    def _changed(self, breaker: Breaker) -> None:
+        """Log a change of a breaker's state; begin to probe if it opened."""
+        what = "reading" if breaker is self._reading else "writing"
+        if not breaker.is_open:
+            log.info("remote is used again for %s: %s", what, self.url)
+            return
+        log.warning("remote is skipped for %s: %s: %s", what, self.url, breaker.reason)
+        self._probes[breaker] = self._loop.create_task(self._probe(breaker))
+
+    async def _probe(self, breaker: Breaker) -> None:
+        """Try the marker until the remote works again."""
+        try:
+            while breaker.is_open:
+                await asyncio.sleep(breaker.wait_s)
+                try:
+                    if breaker is self._reading:
+                        await self._check_key()
+                    else:
+                        await self._write_marker()
+                except Failure as error:
+                    breaker.postpone(str(error))
+        finally:
+            del self._probes[breaker]
+
+
+async def _all(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+    """Await all at once. Raises the first failure."""
+    return list(await asyncio.gather(*work))
+
+
+async def _most(work: Sequence[Coroutine[Any, Any, T]]) -> list[T | None]:
+    """Await all at once; None stands for those that failed. Raises a failure if all did."""
+    found = await asyncio.gather(*work, return_exceptions=True)
+    failures = [one for one in found if isinstance(one, Failure)]
+    if failures and len(failures) == len(found):
+        raise failures[0]
+    for one in found:
+        if isinstance(one, BaseException) and not isinstance(one, Failure):
+            raise one
+    return [None if isinstance(one, BaseException) else one for one in found]
+
+
+def too_slow() -> Failure:
+    """Return the failure of an operation that exceeded its deadline."""
+    return Failure("it is too slow, or does not answer", grave=True)
+
+
+def wrong_key(marker: bytes, key_id: str | None) -> str | None:
+    """Return why the owner of a key cannot use the remote with this marker, or None.
+
+    Raises Failure if the marker is damaged.
+    """
+    try:
+        known = json.loads(marker)
+        version, theirs = known["version"], known["key"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise Failure(f"its object {MARKER} is damaged", grave=True) from error
+    if version != 1:
+        return f"it was made by another version of mlxcache (format {version}): use another prefix"
+    if theirs == key_id:
+        return None
+    if theirs is None:
+        return "its objects are not sealed: leave out --remote-key-file, or use another prefix"
+    if key_id is None:
+        return "its objects are sealed: set --remote-key-file, or use another prefix"
+    return "its objects are sealed with another key: use that --remote-key-file, or another prefix"
+
+
+def open_remote(url: str, *, key: bytes | None = None, limits: Limits = LIMITS) -> Objects:
+    """Open the remote at `url`, check its key and return it. Blocks for `Limits.start_s` at most.
+
+    A remote that cannot be reached is skipped until it can be. `key`: 32 bytes to seal names and
+    contents with. Raises ConfigError for a URL or a key that cannot be right.
+    """
+    try:
+        address = read_remote_url(url)
+    except ValueError as error:
+        raise ConfigError(f"--remote {error}") from error
+    form: Form = Plain()
+    if key is not None:
+        from mlxcache.remote.sealing import Sealed  # noqa: PLC0415 - a library more
+
+        form = Sealed(key)
+    objects = Objects(Storage(address), form, limits)
+    try:
+        objects.check()
+    except ConfigError:
+        objects.close()
+        raise
+    return objects

@@ -1,0 +1,99 @@
+"""Sealed form of objects: names and contents encrypted with the key of `--remote-key-file`.
+
+- Three kinds of keys are derived from the file's key by HKDF-SHA256 (RFC 5869), told apart by
+  `info`: one for names, one per object for its content, and a public id to compare keys by.
+- Contents: AES-256-GCM (NIST SP 800-38D). The object's name and the header are associated data, so
+  an object under another name, or of another form, is damaged. A nonce must never repeat with one
+  key. It is 96 random bits, of which section 8.3 there allows 2**32 with one key; here that is the
+  number of times that one name may be written.
+- Names: AES-SIV (RFC 5297), part by part, with the parts before as associated data. It is
+  deterministic, so that equal names meet, and needs no nonce. Names are derived from prompts:
+  unkeyed, whoever lists the bucket could test guesses of a prompt.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import os
+
+from cryptography.exceptions import InvalidTag
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM, AESSIV
+from cryptography.hazmat.primitives.hashes import SHA256
+from cryptography.hazmat.primitives.kdf.hkdf import HKDF
+
+from mlxcache.errors import Corrupt
+from mlxcache.remote.form import HEAD_BYTES, SEALED, check_head, make_head
+
+KEY_BYTES = 32
+_NONCE_BYTES, _TAG_BYTES = 12, 16
+
+
+class Sealed:
+    """Form with a key of `KEY_BYTES` random bytes. Thread-safe.
+
+    The first part of a name, the version, stays readable.
+    """
+
+    overhead = HEAD_BYTES + _NONCE_BYTES + _TAG_BYTES
+
+    def __init__(self, key: bytes):
+        if len(key) != KEY_BYTES:
+            raise ValueError(f"a key has {KEY_BYTES} bytes, not {len(key)}")
+        self._key = key
+        self._names = AESSIV(_derive(key, b"names", 64))
+        self.key_id: str | None = _derive(key, b"id", 16).hex()
+
+    def stored_name(self, name: str) -> str:
+        """Return the name with each part but the first encrypted, in base 32."""
+        parts = name.encode().split(b"/")
+        return "/".join(
+            _encode(self._names.encrypt(part, parts[:place])) if place else part.decode()
+            for place, part in enumerate(parts)
+        )
+
+    def plain_name(self, stored: str) -> str | None:
+        """Return the name that `stored_name` made `stored` from, or None if it did not."""
+        first, *rest = stored.split("/")
+        parts = [first.encode()]
+        try:
+            for part in rest:
+                parts.append(self._names.decrypt(_decode(part), list(parts)))
+        except (InvalidTag, ValueError, binascii.Error):
+            return None
+        return b"/".join(parts).decode()
+
+    def wrap(self, name: str, content: bytes | memoryview) -> bytes:
+        """Return a header, a nonce, and the content encrypted with its tag."""
+        head, nonce = make_head(SEALED), os.urandom(_NONCE_BYTES)
+        return b"".join((head, nonce, self._cipher(name).encrypt(nonce, content, _bound(name))))
+
+    def unwrap(self, name: str, stored: bytes) -> bytes:
+        """Return the content. Raises Corrupt."""
+        check_head(stored, SEALED)
+        nonce, sealed = stored[HEAD_BYTES:][:_NONCE_BYTES], memoryview(stored)[HEAD_BYTES:]
+        try:
+            return self._cipher(name).decrypt(nonce, sealed[_NONCE_BYTES:], _bound(name))
+        except (InvalidTag, ValueError) as error:
+            raise Corrupt("it was changed, or sealed with another key") from error
+
+    def _cipher(self, name: str) -> AESGCM:
+        return AESGCM(_derive(self._key, b"object\0" + name.encode(), 32))
+
+
+def _derive(key: bytes, purpose: bytes, length: int) -> bytes:
+    return HKDF(SHA256(), length, salt=None, info=b"mlxcache remote 1 " + purpose).derive(key)
+
+
+def _bound(name: str) -> bytes:
+    """Return the associated data of an object's content."""
+    return make_head(SEALED) + name.encode()
+
+
+def _encode(raw: bytes) -> str:
+    """Return lower-case base 32: the file systems of shares may not tell case apart."""
+    return base64.b32encode(raw).decode().rstrip("=").lower()
+
+
+def _decode(text: str) -> bytes:
+    return base64.b32decode(text.upper() + "=" * (-len(text) % 8))

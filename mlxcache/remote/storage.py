@@ -1,0 +1,177 @@
+"""Client of object storage: one call for each operation. The only importer of obstore.
+
+Credentials come from the environment, under the names that each provider's own tools use, and for
+S3 also from ~/.aws.
+"""
+
+from __future__ import annotations
+
+import configparser
+import os
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import obstore
+from obstore import exceptions
+from obstore.store import AzureStore, GCSStore, LocalStore, S3Store
+
+from mlxcache.config.remote_url import RemoteUrl
+from mlxcache.errors import ConfigError
+from mlxcache.remote.failure import Failure, describe_failure
+
+if TYPE_CHECKING:
+    from obstore.store import ClientConfig, ObjectStore, RetryConfig, S3Config
+
+CONNECT_S = 1.5
+"""Seconds to connect, including the handshake of TLS."""
+
+_PART_BYTES = 1 << 20
+_PAGE = 1000
+_ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """An object in a listing. `size`: in bytes, as stored."""
+
+    path: str
+    size: int
+    modified: datetime
+
+
+class Storage:
+    """Client of the storage at `url`.
+
+    Nothing is repeated, and only connecting has a time limit: callers cancel what takes too long,
+    which closes its connection. Methods raise Failure, and no other error. A folder (`file://`)
+    must exist: a share that is not mounted would otherwise be made as a local folder. Nothing is
+    sent before the first operation. Raises ConfigError.
+    """
+
+    def __init__(self, url: RemoteUrl):
+        self.url = url
+        try:
+            self._store = _connect(url)
+        except (exceptions.BaseError, ValueError) as error:
+            raise ConfigError(f"--remote {url}: {_first_line(error)}") from error
+
+    async def head(self, path: str) -> int | None:
+        """Return the size of an object in bytes, or None if it is absent."""
+        try:
+            with _failures():
+                return int((await obstore.head_async(self._store, path))["size"])
+        except FileNotFoundError:
+            return None
+
+    async def open(self, path: str) -> tuple[int, AsyncIterator[bytes]] | None:
+        """Begin to read an object: return its size and its parts, or None if it is absent."""
+        try:
+            with _failures():
+                result = await obstore.get_async(self._store, path)
+        except FileNotFoundError:
+            return None
+        return int(result.meta["size"]), _parts(result)
+
+    async def put(self, path: str, data: bytes) -> None:
+        """Write an object in one request: it appears whole or not at all."""
+        try:
+            with _failures():
+                await obstore.put_async(self._store, path, data, use_multipart=False)
+        except FileNotFoundError:
+            raise Failure("there is no such bucket or folder", grave=True) from None
+
+    async def pages(self, prefix: str) -> AsyncIterator[list[Stored]]:
+        """Yield the objects below `prefix`, a page at a time."""
+        with _failures():
+            async for page in obstore.list(self._store, prefix, chunk_size=_PAGE):
+                yield [Stored(one["path"], one["size"], one["last_modified"]) for one in page]
+
+    async def delete(self, path: str) -> None:
+        """Remove an object. An absent one is no error."""
+        with suppress(FileNotFoundError), _failures():
+            await obstore.delete_async(self._store, path)
+
+
+async def _parts(result: obstore.GetResult) -> AsyncIterator[bytes]:
+    with _failures():
+        async for part in result.stream(min_chunk_size=_PART_BYTES):
+            yield bytes(part)
+
+
+@contextmanager
+def _failures() -> Iterator[None]:
+    """Convert the errors of obstore to Failure, except FileNotFoundError (an absent object)."""
+    try:
+        yield
+    except (Failure, FileNotFoundError):
+        raise
+    except (exceptions.BaseError, OSError, ValueError) as error:
+        raise describe_failure(error) from error
+
+
+def _connect(url: RemoteUrl) -> ObjectStore:
+    """Make the client. Raises ConfigError, and what obstore does."""
+    if url.scheme == "file":
+        if not Path(url.prefix).is_dir():
+            raise ConfigError(
+                f"--remote: there is no folder {url.prefix}: mount the share, or create it"
+            )
+        return LocalStore(url.prefix)
+    options: ClientConfig = {
+        "connect_timeout": timedelta(seconds=CONNECT_S),
+        "timeout": timedelta(hours=1),
+    }
+    retries: RetryConfig = {"max_retries": 0, "retry_timeout": timedelta(seconds=1)}
+    prefix = url.prefix or None
+    if url.scheme == "s3":
+        config = _s3_config()
+        if config.get("endpoint", "").startswith("http://"):
+            options["allow_http"] = True
+        return S3Store(
+            url.bucket, prefix=prefix, config=config, client_options=options, retry_config=retries
+        )
+    made = GCSStore if url.scheme == "gs" else AzureStore
+    return made(url.bucket, prefix=prefix, client_options=options, retry_config=retries)
+
+
+def _s3_config() -> S3Config:
+    """Return what obstore does not take from the environment itself.
+
+    The endpoint is among it because plain HTTP must be allowed for it. Keys and region are read
+    from ~/.aws where the environment has none, from the profile AWS_PROFILE. Raises ConfigError.
+    """
+    found: S3Config = {}
+    profile = os.environ.get("AWS_PROFILE") or "default"
+    if endpoint := next(filter(None, map(os.environ.get, _ENDPOINTS)), None):
+        found["endpoint"] = endpoint
+    if not os.environ.get("AWS_ACCESS_KEY_ID"):
+        keys = _section("AWS_SHARED_CREDENTIALS_FILE", "credentials", profile)
+        if "aws_access_key_id" in keys and "aws_secret_access_key" in keys:
+            found["access_key_id"] = keys["aws_access_key_id"]
+            found["secret_access_key"] = keys["aws_secret_access_key"]
+            if token := keys.get("aws_session_token"):
+                found["session_token"] = token
+    if not (os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")):
+        section = "default" if profile == "default" else f"profile {profile}"
+        if region := _section("AWS_CONFIG_FILE", "config", section).get("region"):
+            found["region"] = region
+    return found
+
+
+def _section(variable: str, name: str, section: str) -> dict[str, str]:
+    """Return a section of a file in ~/.aws, or of the file that `variable` names."""
+    path = Path(os.environ.get(variable) or Path.home() / ".aws" / name)
+    parser = configparser.RawConfigParser()
+    try:
+        parser.read(path, encoding="utf-8")
+    except (configparser.Error, UnicodeDecodeError) as error:
+        raise ConfigError(f"--remote: {path} is not a file of AWS settings: mend it") from error
+    return dict(parser[section]) if parser.has_section(section) else {}
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0]
