@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -66,6 +67,12 @@ class Figures:
     def __init__(self) -> None:
         self.up, self.down = Traffic(), Traffic()
         self.damaged = 0
+        self._lock = threading.Lock()
+
+    def add_damaged(self) -> None:
+        """Count an object that was read and not used. May be called on any thread."""
+        with self._lock:
+            self.damaged += 1
 
     def as_dict(self) -> dict[str, Any]:
         """Return the counts for `GET /v1/cache`."""

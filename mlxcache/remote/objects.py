@@ -217,7 +217,7 @@ class Objects:
         try:
             return self._form.unwrap(name, stored)
         except Corrupt as error:
-            self._figures.damaged += 1
+            self._figures.add_damaged()
             log.warning("remote object is damaged, and not used: %s: %s", name, error)
             reason = f"an object is damaged: {error}"
             with self._submitting:
