@@ -18,7 +18,7 @@ from mlx.utils import tree_flatten
 from mlxcache.cache.disk import DiskTier
 from mlxcache.cache.kv_cache import KVCache
 from mlxcache.engine import cost
-from mlxcache.engine import runtime as core
+from mlxcache.engine import memory as core
 from mlxcache.engine.decoder import Row
 from mlxcache.engine.lanes import Lane
 from mlxcache.engine.prefill import Limits, PrefillDecodeBalance

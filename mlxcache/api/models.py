@@ -61,10 +61,12 @@ def _infos(deps: Deps) -> list[ModelInfo | None]:
 
 
 def _listed(deps: Deps) -> list[dict[str, Any]]:
-    """Return an object for each model, with its `state` if the server has several."""
+    """Return an object for each model, with its `state`."""
     infos = _infos(deps)
     if deps.models is None:
-        return [describe_model(info) for info in infos if info is not None]
+        engine = deps.engine
+        state = {"aliases": list(engine.aliases), "default": True, **(engine.residence or {})}
+        return [describe_model(info) | state for info in infos if info is not None]
     return [
         (describe_model(info, state["label"]) if info is not None else _unknown(state["label"]))
         | {key: value for key, value in state.items() if key != "label"}

@@ -14,6 +14,7 @@ from mlxcache.cache.disk import DiskTier
 from mlxcache.cache.kv_cache import KVCache
 from mlxcache.config import Settings
 from mlxcache.engine.engine import Engine
+from mlxcache.engine.memory import Shared
 from mlxcache.engine.runtime import ModelRuntime
 from mlxcache.engine.stream import Stream
 from mlxcache.model.load import Loaded
@@ -145,8 +146,8 @@ class _Prepared(Engine):
         super().__init__(settings)
         self._prepare = prepare
 
-    def make_runtime(self, loaded: Loaded) -> ModelRuntime:
-        return super().make_runtime(self._prepare(loaded))
+    def make_runtime(self, loaded: Loaded, shared: Shared | None = None) -> ModelRuntime:
+        return super().make_runtime(self._prepare(loaded), shared)
 
 
 @asynccontextmanager

@@ -35,6 +35,11 @@ def pool_bytes(limit: int) -> int:
     return min(limit // 16, MOST_POOL)
 
 
+def with_pool(size: int) -> int:
+    """Return the least budget, in bytes, that leaves `size` bytes beside MLX's pool."""
+    return size + min(-(-size // 15), MOST_POOL)
+
+
 def pending_bytes(limit: int, layout: Layout) -> int:
     """Return the maximum bytes of copies that wait to be written to disk.
 

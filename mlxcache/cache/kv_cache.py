@@ -547,9 +547,12 @@ class KVCache:
     def fits_alone(self, tokens: int) -> bool:
         """Return whether a prompt of `tokens` tokens fits if no other model used the budget.
 
-        Call while no request is in progress.
+        Those that are always kept use it still. Call while no request is in progress.
         """
-        return self._least_bytes(tokens) <= self.budget.own_free + self.ram.idle_bytes
+        size, shared = self._least_bytes(tokens), self.ram.shared
+        if shared is not None:
+            return shared.fits_alone(self.ram, size)
+        return size <= self.budget.own_free + self.ram.idle_bytes
 
     def in_reach(self, tokens: int) -> bool:
         """Return whether a prompt of `tokens` tokens fits once all idle KV is evicted.

@@ -243,7 +243,7 @@ class RamTier:
         return self.shared.evict_least(size - self.budget.free)
 
     def _unload(self, size: int) -> bool:
-        """Unload an idle model if that may make room; return whether it freed any bytes."""
+        """Unload idle models if that makes room; return whether it did."""
         if self.shared is None or self.budget.own_free < size:
             return False
         return self.shared.unload(size)

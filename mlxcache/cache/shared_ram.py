@@ -38,15 +38,23 @@ class Room:
 class SharedRam:
     """RAM tiers of several models that share one budget, its members.
 
-    `budget`: all their bytes, and those of the models' weights. `free_idle(size)` unloads an idle
-    model because `size` bytes are needed, and returns whether it freed any. `clock`: the eviction
-    clock of all members, which makes their leaves comparable.
+    `budget`: all their bytes, and those of the models' weights. `free_idle(size)` unloads idle
+    models that free `size` bytes together, or returns False and unloads none. `ceiling(tier)`: the
+    most bytes that a member can have as long as the models that are always kept are loaded; by
+    default its own limit. `clock`: the eviction clock of all members, which makes their leaves
+    comparable.
     """
 
-    def __init__(self, budget: SharedBudget, free_idle: Callable[[int], bool]):
+    def __init__(
+        self,
+        budget: SharedBudget,
+        free_idle: Callable[[int], bool],
+        ceiling: Callable[[RamTier], int] = lambda tier: tier.budget.limit,
+    ):
         self.budget = budget
         self.clock = EvictionClock(self._tree_bytes)
         self._free_idle = free_idle
+        self._ceiling = ceiling
         self._tiers: dict[RamTier, None] = {}
         self._waiting: dict[RamTier, Room] = {}
 
@@ -127,18 +135,19 @@ class SharedRam:
             tier.compact_spare(lambda: self.budget.free >= size)
 
     def unload(self, size: int) -> bool:
-        """Unload an idle model because `size` bytes are needed; return whether that freed any."""
-        return self._free_idle(size)
+        """Unload idle models until `size` bytes are free; unload none if that cannot suffice.
+
+        Returns whether they are free.
+        """
+        return self._free_idle(size - self.budget.free)
 
     def reach(self, size: int, *, unload: bool) -> bool:
         """Return whether `size` bytes would be free if all idle KV were evicted. Evicts nothing.
 
-        With `unload`, idle models are unloaded until that is so.
+        With `unload`, idle models are unloaded if that makes it so.
         """
-        while self.budget.free + self._idle_bytes() < size:
-            if not unload or not self._free_idle(size):
-                return False
-        return True
+        missing = size - self.budget.free - self._idle_bytes()
+        return missing <= 0 or (unload and self._free_idle(missing))
 
     def make_room(self, size: int) -> bool:
         """Free `size` bytes for weights, and return whether they are free now.
@@ -154,7 +163,7 @@ class SharedRam:
         while self.budget.free < size:
             if self.evict_least(size - self.budget.free):
                 continue
-            if not unload or not self._free_idle(size):
+            if not unload or not self.unload(size):
                 return False
         return True
 
@@ -178,15 +187,25 @@ class SharedRam:
         """Return whether other models hold memory that `tier` may get later.
 
         They do if their KV is not on disk yet, or if `tier` could have more than is free or in idle
-        KV: then requests use it, or the other models are loaded. The own limit of a member must
-        therefore be what it would have if no other model were loaded.
+        KV: then requests use it, or the other models are loaded. Models that are always kept do not
+        count, so the own limit of a member may be what it would have if no other were loaded.
         """
         others = [one for one in self._tiers if one is not tier]
         if any(one.writing for one in others):
             return True
         idle = sum(one.idle_bytes for one in others)
-        lent = tier.budget.limit - tier.budget.used > self.budget.free + idle
+        lent = self._most(tier) - tier.budget.used > self.budget.free + idle
         return lent and any(one.budget.used for one in others)
+
+    def fits_alone(self, tier: RamTier, size: int) -> bool:
+        """Return whether `size` bytes fit in `tier` beside the models that are always kept.
+
+        Call while no request of `tier` is in progress.
+        """
+        return size <= self._most(tier) - tier.budget.used + tier.idle_bytes
+
+    def _most(self, tier: RamTier) -> int:
+        return min(tier.budget.limit, self._ceiling(tier))
 
     def in_reach(self, tier: RamTier, size: int) -> bool:
         """Return whether `size` bytes fit in `tier` once all idle KV is evicted.

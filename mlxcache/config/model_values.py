@@ -10,8 +10,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from mlxcache.config.models import Keep, ModelEntry, Route
+from mlxcache.config.sizes import read_size
 from mlxcache.config.values import (
     NO_LIMIT,
+    check_size,
     read_duration,
     read_number,
     read_table,
@@ -90,6 +92,14 @@ def read_keep(value: object) -> Keep:
         ) from error
 
 
+def read_share(value: object) -> str | int:
+    """Return a size of memory unchanged, after checking it; it may be a percentage, not "auto"."""
+    found = check_size(value)
+    if read_size(found) == "auto":
+        raise ValueError(f"must be a size such as 8GB or 50%, not {value!r}")
+    return found
+
+
 def read_idle(value: object) -> float | None:
     """Read the duration of `--idle-unload` in seconds; None for "off" or false."""
     if value is False or (isinstance(value, str) and value.strip().lower() == "off"):
@@ -133,6 +143,7 @@ _KEYS: Mapping[str, tuple[str, Callable[[object], Any]]] = {
     "aliases": ("aliases", read_names),
     "context": ("context", read_context),
     "keep": ("keep", read_keep),
+    "ram": ("ram", read_share),
     "adapter": ("adapter", read_text),
     "draft_model": ("draft_model", read_text),
     "chat_template_args": ("chat_template_args", read_table),

@@ -9,6 +9,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Literal
 
+from mlxcache.config.sizes import parse_size
 from mlxcache.errors import ConfigError
 
 Keep = Literal["always", "demand"] | float
@@ -30,7 +31,8 @@ class ModelEntry:
 
     `model`: path or Hub id, None for the built-in demo. `name`: key of its table in config.toml,
     None without one. `aliases`: further names that requests may use. `keep`: None for the
-    server's default. A field that is None or empty leaves the server's setting in force.
+    server's default. `ram`: the most that its weights and KV may take together, as in `share_of`. A
+    field that is None or empty leaves the server's setting in force.
 
     `id`, derived from `model`: the name that clients see if there is no `name`.
 
@@ -42,6 +44,7 @@ class ModelEntry:
     aliases: tuple[str, ...] = ()
     context: int | None = None
     keep: Keep | None = None
+    ram: str | int | None = None
     adapter: str | None = None
     draft_model: str | None = None
     chat_template_args: Mapping[str, Any] = field(default_factory=dict, hash=False)
@@ -58,6 +61,13 @@ class ModelEntry:
     def label(self) -> str:
         """Return `name`, or `id` without one. Labels of a server's models differ."""
         return self.name or self.id
+
+    def share_of(self, budget: int) -> int | None:
+        """Return the most bytes of weights and KV; None without a limit of the model's own.
+
+        `budget`: the bytes of `--ram`, of which a percentage in `ram` is a part.
+        """
+        return None if self.ram is None else parse_size(self.ram, total=budget)
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -16,6 +16,7 @@ from typing import Any, Literal, TypeVar
 
 from mlxcache.config import Settings
 from mlxcache.engine.keep_awake import KeepAwake, Timer
+from mlxcache.engine.memory import Shared, fewest_reserved
 from mlxcache.engine.metrics import Records, Tally, with_disk
 from mlxcache.engine.requests import LiveRequest, RequestTable, SharedReply, prefill_left_s
 from mlxcache.engine.residency import Newcomer, Resident, release_unused
@@ -25,7 +26,6 @@ from mlxcache.engine.runtime import (
     ModelRuntime,
     demo_spec,
     fetch_model,
-    fewest_reserved,
 )
 from mlxcache.engine.stream import Stream
 from mlxcache.engine.task import for_owner
@@ -75,8 +75,8 @@ class Engine:
     `failure`: the error that ended the MLX thread, or None. When that thread ends, `dead` is set,
     and committed KV is still written to disk. `on_progress(what, share)` is called on other threads
     while the model loads; `share` is from 0 to 1, or None if unknown. `on_request(record)` is
-    called on the event loop when a request is over. `label`: name of the model among those of the
-    server. `stall_s`: seconds without reading after which
+    called on the event loop when a request is over. `label`, `aliases`: names of the model among
+    those of the server. `stall_s`: seconds without reading after which
     a reader's request is cancelled. `awake`: prevents a Mac from sleeping while requests run; by
     default it is made from the settings. Engines in one process share `rounds`, the loop of the MLX
     thread, and `records`, the recent requests; `on_request` is not used then.
@@ -94,7 +94,7 @@ class Engine:
         records: Records | None = None,
     ):
         self.settings = settings
-        self.label = settings.entries[0].label
+        self.label, self.aliases = settings.entries[0].label, settings.entries[0].aliases
         self.state: State = "loading"
         self.failure: str | None = None
         self.dead = asyncio.Event()
@@ -165,7 +165,7 @@ class Engine:
             loaded = load.load(spec, use=use)
             weights = Weights(loaded, spec, use)
             account.grant(use, weights.nbytes)
-            runtime = self.make_runtime(loaded)
+            runtime = self.make_runtime(loaded, self._shared(weights))
         except BaseException as error:
             account.remove(use)
             clear_frames(error.__traceback__)  # they would keep the weights
@@ -192,15 +192,20 @@ class Engine:
             idle_s=keep if isinstance(keep, int | float) else None,
         )
 
-    def make_runtime(self, loaded: load.Loaded) -> ModelRuntime:
-        """Make the runtime of a loaded model. Call on the MLX thread."""
+    def _shared(self, weights: Weights) -> Shared | None:
+        """Return the memory of several models as this one finds it; None if there is one model."""
+        residency = self._rounds.residency
+        if residency.memory is None:
+            return None
+        return Shared(residency.memory, residency.size_beside_kept(weights))
+
+    def make_runtime(self, loaded: load.Loaded, shared: Shared | None = None) -> ModelRuntime:
+        """Make the runtime of a loaded model. Call on the MLX thread.
+
+        `shared`: the memory of several models.
+        """
         return ModelRuntime(
-            loaded,
-            self.settings,
-            self._thread,
-            self.submit,
-            self._on_progress,
-            shared=self._rounds.residency.memory,
+            loaded, self.settings, self._thread, self.submit, self._on_progress, shared=shared
         )
 
     def _close(self, runtime: ModelRuntime) -> None:

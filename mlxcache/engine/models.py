@@ -13,9 +13,10 @@ from mlxcache.cache.shared_ram import SharedRam
 from mlxcache.config import Settings
 from mlxcache.config.models import ModelEntry, match_model
 from mlxcache.engine.engine import Engine
+from mlxcache.engine.memory import open_shared_memory
 from mlxcache.engine.metrics import Records, add_up
 from mlxcache.engine.rounds import Rounds
-from mlxcache.engine.runtime import open_shared_memory, watch_pressure
+from mlxcache.engine.runtime import watch_pressure
 from mlxcache.errors import BadRequest, ModelError, NotFound
 from mlxcache.types import RequestRecord
 
@@ -76,7 +77,7 @@ class Models:
     def _share(self) -> SharedRam:
         """Open the memory that the models share. Runs on the MLX thread."""
         residency = self._rounds.residency
-        memory = open_shared_memory(self.settings, residency.free_idle)
+        memory = open_shared_memory(self.settings, residency.free_idle, residency.ceiling)
         residency.share(memory)
         return memory
 

@@ -16,6 +16,7 @@ from typing import Literal
 import mlx.core as mx
 
 from mlxcache.cache.kv_cache import KVCache
+from mlxcache.cache.ram import RamTier
 from mlxcache.cache.shared_ram import SharedRam
 from mlxcache.config import format_size
 from mlxcache.config.memory import trim_heap
@@ -160,6 +161,12 @@ class Resident:
         return sum(self._reserved.values())
 
     @property
+    def reserved_now(self) -> int:
+        """Bytes of `reserved` that are free as soon as the model is unloaded."""
+        waiting = self._reserved.get(PENDING, 0) if self.kv.writing else 0
+        return self.reserved - waiting
+
+    @property
     def size(self) -> int:
         """Bytes that the model takes while it is loaded, without KV."""
         return self.nbytes + self.reserved
@@ -294,6 +301,8 @@ class Residency:
         self.account.grant(resident.use, resident.nbytes)
         resident.note_loaded(self._clock())
         self.residents.append(resident)
+        if self.memory is not None:
+            self.memory.retry_waiting()  # what waits may fit no more, if this one is always kept
 
     def welcome(self, newcomer: Newcomer) -> None:
         """Make room for a model that is loaded for the first time, as soon as that is possible."""
@@ -425,7 +434,7 @@ class Residency:
     def _make_room(self, wanted: Resident | Newcomer, memory: SharedRam, now: float) -> bool:
         """Free the memory for what `wanted` does not hold yet; return whether it is free now."""
         others = [one for one in self.residents if one is not wanted]
-        if not self._can_fit(wanted, [one for one in others if one.keep], memory):
+        if not self._can_fit(wanted, [one for one in self._kept() if one in others], memory):
             return False
         size = wanted.size - wanted.use.held_bytes
         free = self._could_free(others, memory)
@@ -468,12 +477,15 @@ class Residency:
     def _could_free(self, others: list[Resident], memory: SharedRam) -> int:
         """Return the bytes that would be free without idle KV and without other idle models."""
         idle = sum(one.kv.ram.idle_bytes for one in self.residents)
-        models = self._freed_by([one for one in others if one.idle and not one.keep])
+        models = self._freed_by([one for one in self._unloadable() if one in others])
         return memory.free + idle + models
 
-    def _freed_by(self, residents: list[Resident]) -> int:
-        """Return the bytes that unloading all of `residents` would free, without their KV."""
-        reserved = sum(one.reserved for one in residents)
+    def _freed_by(self, residents: list[Resident], *, now: bool = False) -> int:
+        """Return the bytes that unloading all of `residents` would free, without their KV.
+
+        With `now`, bytes that are free only after writes to disk do not count.
+        """
+        reserved = sum(one.reserved_now if now else one.reserved for one in residents)
         return reserved + self.account.freed_by({one.use for one in residents})
 
     def _read_on(self, one: Resident) -> None:
@@ -510,18 +522,54 @@ class Residency:
     # -- unloading ---------------------------------------------------------------------------------
 
     def free_idle(self, size: int) -> bool:
-        """Unload the idle model that was used least recently; return False if that is of no use.
+        """Unload idle models until `size` more bytes are free; unload none if that cannot suffice.
 
-        Models whose weights stay in memory for a model in use, and that have nothing else, are not
-        unloaded. `size`: bytes that are needed, for the log.
+        Those used least recently go first, and none that the others make unnecessary. Returns
+        whether the bytes are free.
         """
-        idle = [one for one in self.residents if one.idle and not one.keep]
-        whole = self._freed_by(idle)
-        useful = [one for one in idle if self._freed_by([o for o in idle if o is not one]) < whole]
-        if not useful:
+        chosen: list[Resident] = []
+        for one in sorted(self._unloadable(), key=lambda one: one.used_at):
+            chosen.append(one)
+            if self._freed_by(chosen, now=True) >= size:
+                break
+        else:
             return False
-        self._unload(min(useful, key=lambda one: one.used_at), "memory", size)
+        for one in reversed(chosen[:-1]):
+            rest = [other for other in chosen if other is not one]
+            if self._freed_by(rest, now=True) >= size:
+                chosen = rest
+        for one in chosen:
+            self._unload(one, "memory", size)
         return True
+
+    def _unloadable(self) -> list[Resident]:
+        return [one for one in self.residents if one.idle and not one.keep]
+
+    def ceiling(self, tier: RamTier) -> int:
+        """Return the most bytes that a model's budget can have beside the models always kept.
+
+        `tier`: the model's RAM tier.
+        """
+        assert self.memory is not None
+        for one in self.residents:
+            if one.kv.ram is tier:
+                kept = [other for other in self._kept() if other is not one]
+                return self.memory.limit - _size_of([one, *kept]) + one.reserved
+        return tier.budget.limit
+
+    def size_beside_kept(self, weights: Weights) -> int:
+        """Return the bytes of `weights` and of all models that are always kept.
+
+        The model of `weights` is being loaded.
+        """
+        kept = self._kept()
+        besides = sum(one.reserved for one in kept)
+        own = (weights.use, weights.nbytes)
+        return besides + union_bytes([own, *((one.use, one.nbytes) for one in kept)])
+
+    def _kept(self) -> list[Resident]:
+        """Return the models in memory that are never unloaded."""
+        return [one for one in self.residents if one.keep and one.state != "unloaded"]
 
     def unload(self, scheduler: Scheduler) -> bool:
         """Unload the model of `scheduler` if it is idle; return whether it is unloaded now."""
@@ -547,6 +595,7 @@ class Residency:
         )
         one.drop(cause)
         self.account.remove(one.use)
+        one.settle()
         trim_heap()
 
 

@@ -7,47 +7,38 @@ from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from math import ceil
 from pathlib import Path
 from threading import Lock
 
 import mlx.core as mx
 import numpy as np
 
-from mlxcache.cache.capacity import (
-    MOST_PENDING,
-    copy_bytes,
-    pending_bytes,
-    pool_bytes,
-    transient_bytes,
-    warnings,
-)
+from mlxcache.cache.capacity import copy_bytes, warnings
 from mlxcache.cache.kv_cache import KVCache
 from mlxcache.cache.pressure import Pressure, Withholding
-from mlxcache.cache.shared_ram import POOL, SharedRam
-from mlxcache.config import (
-    Settings,
-    disk_limit,
-    explain_auto,
-    format_size,
-    machine_bytes,
-    memory_for,
-    ram_limit,
-)
+from mlxcache.config import Settings, disk_limit
 from mlxcache.config.memory import read_footprint
 from mlxcache.config.models import DEMO_ID
-from mlxcache.engine import cost, images
+from mlxcache.engine import images
 from mlxcache.engine.anticipate import NextTurnRenderer
 from mlxcache.engine.decoder import Drawn, Row
 from mlxcache.engine.loop_guard import LoopGuard
+from mlxcache.engine.memory import (
+    IMAGES_PART,
+    MIN_CONTEXT,
+    MemoryPlan,
+    Shared,
+    has_room,
+    plan_memory,
+)
 from mlxcache.engine.metrics import Figures, Totals
 from mlxcache.engine.prefill import Limits
 from mlxcache.engine.prefix_loss import PrefixLossReporter
 from mlxcache.engine.scheduler import Scheduler
 from mlxcache.engine.task import Output, Task
-from mlxcache.errors import BadRequest, Busy, ContextLengthExceeded, ModelError, StoreError
+from mlxcache.errors import BadRequest, Busy, ContextLengthExceeded, StoreError
 from mlxcache.mlx_thread import MlxThread
 from mlxcache.model import demo, device, kv, load, serialise
 from mlxcache.model.fingerprint import fingerprint
@@ -71,19 +62,10 @@ from mlxcache.store.reply_rows import ReplyRow
 from mlxcache.store.session_rows import Gain, SessionFigures
 from mlxcache.store.sessions import Sessions
 from mlxcache.store.store import Store
-from mlxcache.tree.budget import Budget, SharedBudget
 from mlxcache.tree.eviction import Worth
 from mlxcache.types import WARMING, Job, ModelInfo, Prompt, TokenLogprob, Tokens
 
 log = logging.getLogger("mlxcache.engine")
-
-MIN_CONTEXT = 512
-"""Fewest tokens for which the budget must have memory; with fewer an agent cannot work."""
-
-IMAGES_PART = 8
-"""Images have at most this part of the budget: an eighth."""
-
-_MOST_MEGABYTES = 1 << 20
 
 RESERVED = ("pool", "transient", "pending", "images")
 """Kinds of the budget that are reserved for a loaded model, whatever is cached."""
@@ -163,158 +145,6 @@ class PromptBuilders:
             known.learn(replies)
 
 
-@dataclass(frozen=True, slots=True)
-class MemoryPlan:
-    """Division of the memory of `--ram` before the first request, in bytes.
-
-    `cost`: measured costs of the model. `machine`: memory available to weights and cache together.
-    `transient` is set aside for forward passes, `pending` for copies waiting to be written to disk.
-    Both are already reserved in `budget`.
-    """
-
-    budget: Budget
-    cost: cost.Cost
-    machine: int
-    transient: int
-    pending: int
-
-
-def plan_memory(
-    loaded: Loaded, layout: Layout, settings: Settings, shared: SharedRam | None = None
-) -> MemoryPlan:
-    """Set aside memory for MLX's pool, forward passes, and copies to write to disk.
-
-    `shared`: the memory of several models, which includes the weights and already holds MLX's pool.
-
-    Measures forward passes for this. Raises ModelError if `--ram` is too small, and Busy if other
-    models use the memory. MLX thread only.
-    """
-    weights = loaded.info.weights_bytes
-    whole = memory_for(machine_bytes(), device.working_set_bytes())
-    if shared is None:
-        limit = read_ram_limit(settings, weights)
-        device.prepare(pool_bytes(limit))
-    else:
-        limit = max(0, shared.limit - weights)
-        shared.make_room(limit // 8)  # for the passes that are measured
-    kind, most = device.kind(), settings.prefill_chunk
-    measured = cost.measure(loaded.model, layout, limit // 8, kind=kind, most=most)
-    if loaded.draft is not None:  # a pass computes the logits of each drafted token too
-        measured = measured.for_drafts(settings.num_draft_tokens)
-    kinds = _divide(limit, loaded, layout, measured, settings)
-    if shared is None:
-        budget = Budget(limit)
-    else:
-        kinds["pool"] = 0
-        budget = Budget(limit, shared.budget)
-        shared.make_room(sum(kinds.values()))
-    if not all(budget.reserve(kind, size) for kind, size in kinds.items()):
-        budget.release_all()
-        if shared is not None and sum(kinds.values()) <= limit:
-            raise Busy("Other models use the memory that this one needs: try again.")
-        raise ModelError(
-            f"--ram {settings.ram} is too small to run this model: set at least "
-            f"{_least_ram(loaded, layout, measured, settings)}"
-        )
-    return MemoryPlan(budget, measured, whole, kinds["transient"], kinds["pending"])
-
-
-def read_ram_limit(settings: Settings, weights: int) -> int:
-    """Return the bytes that the setting `ram` allows besides `weights` bytes of weights."""
-    machine, working_set = machine_bytes(), device.working_set_bytes()
-    limit = ram_limit(
-        settings.ram,
-        machine_bytes=machine,
-        working_set_bytes=working_set,
-        weights_bytes=weights,
-    )
-    if settings.ram == "auto":
-        whole = memory_for(machine, working_set)
-        why = explain_auto(whole, weights, metal=working_set is not None)
-        log.info("--ram auto is %s: %s", format_size(limit), why)
-    return limit
-
-
-def open_shared_memory(settings: Settings, free_idle: Callable[[int], bool]) -> SharedRam:
-    """Return the memory that several models share, with MLX's pool set aside. MLX thread only.
-
-    `free_idle`: see `SharedRam`.
-    """
-    limit = read_ram_limit(settings, 0)
-    budget = SharedBudget(limit)
-    budget.charge(POOL, pool_bytes(limit))
-    device.prepare(pool_bytes(limit))
-    return SharedRam(budget, free_idle)
-
-
-def fewest_reserved(limit: int) -> int:
-    """Return the least bytes that are set aside for a model with a budget of `limit` bytes.
-
-    These are for forward passes and for writes to disk; the model itself need not be known.
-    """
-    return transient_bytes(limit) + min(limit // 16, MOST_PENDING) if limit > 0 else 0
-
-
-def _divide(
-    limit: int, loaded: Loaded, layout: Layout, measured: cost.Cost, settings: Settings
-) -> dict[str, int]:
-    """Return the bytes to set aside from a budget of `limit` bytes, by purpose.
-
-    The keys are `pool` for free buffers that MLX keeps, `transient` for forward passes, and
-    `pending` for copies waiting to be written to disk.
-    """
-    context = loaded.info.context_length
-    return {
-        "pool": pool_bytes(limit),
-        "transient": _transient(limit, layout, measured, context, settings.concurrency),
-        "pending": pending_bytes(limit, layout) if settings.disk != "off" else 0,
-    }
-
-
-def _least_ram(loaded: Loaded, layout: Layout, measured: cost.Cost, settings: Settings) -> str:
-    """Return the smallest `--ram` with memory for `MIN_CONTEXT` tokens, such as `12MB`."""
-    tokens = min(loaded.info.context_length, MIN_CONTEXT)
-
-    def is_enough(megabytes: int) -> bool:
-        limit = megabytes * 10**6
-        kinds = _divide(limit, loaded, layout, measured, settings)
-        images = limit // IMAGES_PART if loaded.vision is not None else 0
-        free = limit - sum(kinds.values()) - images
-        return _has_room(tokens, layout, measured, free=free, transient=kinds["transient"])
-
-    least = bisect_left(range(_MOST_MEGABYTES), True, key=is_enough)
-    return f"{ceil(least * cost.SAFETY)}MB"  # with more memory, passes are measured more exactly
-
-
-def _has_room(
-    tokens: int, layout: Layout, measured: cost.Cost, *, free: int, transient: int
-) -> bool:
-    """Return whether a prompt's KV fits into `free` bytes, and its passes into `transient` bytes.
-
-    `tokens`: tokens of the prompt.
-    """
-    states = layout.running_bytes + layout.checkpoint_bytes
-    needed = (tokens + 64) * layout.bytes_per_token + states
-    return needed <= free and measured.transient(cost.FEWEST, tokens) <= transient
-
-
-def _transient(
-    limit: int, layout: Layout, measured: cost.Cost, context: int, concurrency: int
-) -> int:
-    """Return the bytes to set aside for forward passes.
-
-    `limit`: bytes of the budget. `context`: tokens of the model's context. `concurrency`: requests
-    decoded at once.
-    """
-    rows = concurrency + 1 if concurrency > 1 else concurrency
-    longest = min(context, limit // max(1, layout.bytes_per_token))
-    least = max(
-        measured.transient(cost.FEWEST, longest),
-        measured.transient(1, longest // rows, rows),
-    )
-    return transient_bytes(limit, least)
-
-
 def open_store(
     loaded: Loaded, layout: Layout, settings: Settings
 ) -> tuple[Store | None, str | None]:
@@ -379,8 +209,8 @@ class ModelRuntime:
     Make it on the MLX thread. `submit`: `Engine.submit`. `on_progress(what, share)` reports what is
     being opened. `shared`: memory of several models, which already holds the weights of this one.
     `info.context_length` is reduced to the tokens that the budget has memory for. `pressure` is
-    None with `shared`, whose owner watches it. Raises ModelError if `--ram` is too small, and
-    StoreError if the table of sessions cannot be opened.
+    None with `shared`, whose owner watches it. Raises ModelError or BadRequest if the memory is too
+    small, and StoreError if the table of sessions cannot be opened.
     """
 
     def __init__(
@@ -391,7 +221,7 @@ class ModelRuntime:
         submit: Submit,
         on_progress: Callable[[str, float | None], None] = lambda what, share: None,
         *,
-        shared: SharedRam | None = None,
+        shared: Shared | None = None,
     ):
         self.loaded = loaded
         self.settings = settings
@@ -400,7 +230,7 @@ class ModelRuntime:
             log.warning(
                 "caching disabled, the model is served without it: cache class %s is unknown", name
             )
-        self._shared = shared
+        self._shared = shared.ram if shared is not None else None
         self._plan = plan = plan_memory(loaded, self.layout, settings, shared)
         self.cost = plan.cost
         with ExitStack() as on_failure:
@@ -540,19 +370,16 @@ class ModelRuntime:
     def _max_context(self) -> int:
         """Return the most tokens of a prompt and reply that both model and budget allow.
 
-        Raises ModelError if these are fewer than `MIN_CONTEXT`.
+        Raises as `plan_memory` if these are fewer than `MIN_CONTEXT`.
         """
-        ram, context = self.settings.ram, self.loaded.info.context_length
+        context = self.loaded.info.context_length
         longest = bisect_left(range(1, context + 1), True, key=lambda n: not self._fits(n))
         if longest < min(context, MIN_CONTEXT):
-            raise ModelError(
-                f"--ram {ram} has room for {longest} tokens of this model: set at least "
-                f"{_least_ram(self.loaded, self.layout, self.cost, self.settings)}"
-            )
+            self._plan.refuse(f"has room for {longest} tokens of this model")
         if longest < context:
             log.warning(
-                "context limited to %d of the model's %d tokens: --ram %s has no room for more",
-                *(longest, context, ram),
+                "context limited to %d of the model's %d tokens: %s has no room for more",
+                *(longest, context, self._plan.setting),
             )
         for line in warnings(
             self.layout, context=context, weights=self.loaded.info.weights_bytes,
@@ -567,7 +394,7 @@ class ModelRuntime:
         Call while nothing is cached.
         """
         free, transient = self._plan.budget.own_free, self._plan.transient
-        return _has_room(tokens, self.layout, self.cost, free=free, transient=transient)
+        return has_room(tokens, self.layout, self.cost, free=free, transient=transient)
 
     @property
     def reserved(self) -> Mapping[str, int]:
@@ -583,9 +410,8 @@ class ModelRuntime:
         if tokens == 0:
             raise BadRequest("The prompt is empty: it needs at least one token.", param="prompt")
         if tokens >= context:
-            own = self.loaded.info.context_length
-            ram = self.settings.ram
-            why = f" (all that --ram {ram} has room for)" if context < own else ""
+            own, setting = self.loaded.info.context_length, self._plan.setting
+            why = f" (all that {setting} has room for)" if context < own else ""
             raise ContextLengthExceeded(
                 f"prompt is too long: {tokens} tokens > {context - 1} maximum{why}"
             )

@@ -167,7 +167,7 @@ class FakeEngine:
         self.info: ModelInfo | None = INFO
         self.state: Literal["loading", "ready", "failed", "stopped"] = "ready"
         self.failure: str | None = None
-        self.label = "toy"
+        self.label, self.aliases = "toy", ("short",)
         self.residence: dict[str, Any] | None = None  # None: it was never loaded
         self.silent_s = 0.0
         self.script: Sequence[Step] = reply("Hello", ", ", "world")

@@ -77,6 +77,16 @@ async def test_the_model_tells_its_lengths(client: httpx.AsyncClient) -> None:
     assert model["sampling_defaults"] == {"temperature": 0.6, "top_k": 20}
 
 
+async def test_one_model_tells_its_state_as_several_do(
+    client: httpx.AsyncClient, engine: FakeEngine
+) -> None:
+    engine.residence = {"state": "loading", "progress": 0.5, "loads": 2}
+    (model,) = (await client.get("/v1/models")).json()["data"]
+    assert model["id"] == INFO.id
+    assert (model["state"], model["progress"], model["loads"]) == ("loading", 0.5, 2)
+    assert (model["aliases"], model["default"]) == (["short"], True)
+
+
 @pytest.mark.parametrize("name", ["org/model-4bit", "claude-opus-4", "current-model", "a/b/c"])
 async def test_any_name_is_the_one_that_is_served(client: httpx.AsyncClient, name: str) -> None:
     body = (await client.get(f"/v1/models/{name}")).json()

@@ -23,6 +23,7 @@ path = "~/small"
 aliases = ["s", "tiny"]
 context = 2000
 keep = "idle 10m"
+ram = "25%"
 adapter = "lora"
 chat_template_args = { enable_thinking = false }
 """
@@ -35,6 +36,7 @@ SMALL = ModelEntry(
     aliases=("s", "tiny"),
     context=2000,
     keep=600.0,
+    ram="25%",
     adapter="lora",
     chat_template_args={"enable_thinking": False},
 )
@@ -148,6 +150,8 @@ def test_tokens_to_draft_need_a_draft_model_of_any_table(write):
         ("[models.q2.5]\npath = 'p'", r'unknown key \'5\' in q2.*\[models."q2.5"\]'),
         ("[models.a]\npath = 'p'\nkeep = 'often'", "keep of a must be always, demand, or idle"),
         ("[models.a]\npath = 'p'\nkeep = '10m'", "keep of a must be always, demand, or idle"),
+        ("[models.a]\npath = 'p'\nram = 'auto'", "ram of a must be a size such as 8GB or 50%"),
+        ("[models.a]\npath = 'p'\nram = '8'", "ram of a .*: did you mean 8GB"),
         ("[models.a]\npath = 'p'\ncontext = 1", "context of a must be a number of at least 16"),
         ("[models.a]\npath = 'p'\naliases = [1]", "aliases of a must be a text"),
         ("[models.a]\npath = 'p'\n[models.A]\npath = 'q'", "models in FILE: two models .* 'a'"),

@@ -12,15 +12,16 @@ from pathlib import Path
 from threading import Event
 from typing import Any
 
+import numpy as np
 import pytest
 
 from mlxcache.config import Settings
 from mlxcache.config.models import ModelEntry
 from mlxcache.engine.models import Models
 from mlxcache.engine.runtime import ModelRuntime
-from mlxcache.errors import MlxcacheError, ModelError, NotReady, StoreError
+from mlxcache.errors import BadRequest, MlxcacheError, ModelError, NotReady, StoreError
 from mlxcache.model import load
-from mlxcache.types import Job
+from mlxcache.types import Job, Prompt
 from tests.conftest import ToyMaker
 
 
@@ -127,6 +128,47 @@ async def test_requests_at_once_load_a_model_once(
         monkeypatch.setattr(load, "load", counted)
         assert all(await asyncio.gather(*(reply(models, "b") for _ in range(4))))
         assert len(loads) == 1
+
+
+async def test_the_least_memory_of_several_models_includes_the_weights(
+    entries: list[ModelEntry], tmp_path: Path
+) -> None:
+    """What the error names is enough."""
+    weights = load.estimate_bytes(load.ModelSpec(str(entries[0].model)))
+    ram = weights + 3_000_000
+    with pytest.raises(ModelError, match=r"^--ram \d+ .* set at least \d+MB$") as raised:
+        async with running(entries, tmp_path / "cache", ram=ram):
+            pass
+    least = int(str(raised.value).rpartition(" ")[2].removesuffix("MB")) * 10**6
+    assert least > weights
+    async with running(entries, tmp_path / "cache", ram=least) as models:
+        assert await reply(models, "a")
+
+
+async def test_a_model_takes_no_more_than_its_share(
+    entries: list[ModelEntry], tmp_path: Path
+) -> None:
+    """Its weights and its KV together; what it needs more evicts its own KV alone."""
+    entries[1:] = [replace(entries[1], ram="4%"), replace(entries[2], ram="1MB")]
+    async with running(entries, tmp_path / "cache") as models:
+        a, b = [await models.of(name) for name in ("a", "b")]
+        assert b.info is not None
+        length = b.info.context_length // 2
+        assert await reply(models, "a")
+        kept = await a.call(lambda runtime: runtime.kv.tree.tokens)
+        most = await b.call(lambda runtime: runtime.kv.budget.limit)
+        assert b.residence is not None
+        assert most == 12_000_000 - b.residence["weights_bytes"]
+        for n in range(4):
+            ids = np.random.default_rng(n).integers(10, 400, length, np.int32)
+            job = Job(f"req_{n}", Prompt(ids), max_tokens=1, raw=True)
+            async with await b.submit(job) as stream:
+                assert [event async for event in stream]
+            assert await b.call(lambda runtime: runtime.kv.budget.used) <= most
+        assert await b.call(lambda runtime: runtime.kv.ram.dropped)
+        assert await a.call(lambda runtime: runtime.kv.tree.tokens) == kept
+        with pytest.raises(BadRequest, match=r"ram = 1MB of the model c .* set at least \d+MB$"):
+            await reply(models, "c")
 
 
 @pytest.fixture

@@ -326,6 +326,49 @@ class TestMemory:
         assert "The model b needs" in str(error)
         assert states(house) == {"b": "unloaded", "a": "loaded"}
 
+    def test_idle_models_are_unloaded_only_if_that_suffices(self, toy: ToyMaker) -> None:
+        """Those used least recently go first, without any that the others make unnecessary."""
+        small = Weights(*_opened(toy("llama"))).nbytes
+        house = House(Memory(20 * small))
+        for i, name in enumerate("abc"):
+            house.add(name, toy("llama", seed=i))
+            house.clock.now += 1.0
+        house.add("large", toy("llama", intermediate=3000))
+        house.add("kept", toy("llama", seed=5), keep=True)
+        large, size = house.residents["large"].size, house.residents["a"].size
+        assert large > 2 * size
+        residency, loaded = house.residency, "loaded"
+        assert not residency.free_idle(large + 3 * size + 1)
+        assert set(states(house).values()) == {loaded}
+        assert residency.free_idle(size + 1)
+        assert [name for name, state in states(house).items() if state == loaded] == [
+            *("c", "large", "kept")
+        ]
+        residency.ask(house.benches["a"].scheduler)
+        while states(house)["a"] != loaded:
+            residency.step()
+        # the large one alone suffices, so the older one stays
+        assert residency.free_idle(large)
+        assert states(house) | {"b": ""} == {
+            **dict.fromkeys(("a", "c", "kept"), loaded),
+            **{"b": "", "large": "unloaded"},
+        }
+
+    def test_models_that_are_kept_leave_the_others_what_they_do_not_take(
+        self, toy: ToyMaker
+    ) -> None:
+        memory = Memory(100_000_000)
+        house = House(memory)
+        a, b = (house.add(name, toy("llama", seed=i)) for i, name in enumerate("ab"))
+        one, other = house.residents["a"], house.residents["b"]
+        assert house.residency.ceiling(a.kv.ram) == memory.limit - one.nbytes
+        kept = house.add("kept", toy("llama", seed=5), keep=True)
+        taken = house.residents["kept"].size
+        assert house.residency.ceiling(b.kv.ram) == memory.limit - other.nbytes - taken
+        assert house.residency.size_beside_kept(other.weights) == other.nbytes + taken
+        assert house.residency.unload(kept.scheduler)
+        assert house.residency.ceiling(b.kv.ram) == memory.limit - other.nbytes
+
     def test_withheld_memory_is_used_when_a_model_needs_it(self, house: House) -> None:
         assert house.memory is not None
         house.memory.withheld = house.memory.limit // 2

@@ -9,7 +9,8 @@ import pytest
 
 from mlxcache.config import Settings
 from mlxcache.config.sizes import LEAST_RAM
-from mlxcache.engine.runtime import MIN_CONTEXT, ModelRuntime, demo_spec
+from mlxcache.engine.memory import MIN_CONTEXT
+from mlxcache.engine.runtime import ModelRuntime, demo_spec
 from mlxcache.errors import ModelError, StoreError
 from mlxcache.mlx_thread import MlxThread
 from mlxcache.model.load import ModelSpec, load

@@ -18,6 +18,7 @@ from mlxcache.config import Settings
 from mlxcache.engine import loop_guard
 from mlxcache.engine.decoder import Row
 from mlxcache.engine.engine import Engine
+from mlxcache.engine.memory import Shared
 from mlxcache.engine.runtime import ModelRuntime
 from mlxcache.engine.task import Output, Task
 from mlxcache.model.guidance.thinking_budget import ThinkingBudget, read_closing
@@ -105,7 +106,7 @@ class BeginningRuntime(ModelRuntime):
 class FamilyEngine(Engine):
     begins = ""
 
-    def make_runtime(self, loaded: Loaded) -> ModelRuntime:
+    def make_runtime(self, loaded: Loaded, shared: Shared | None = None) -> ModelRuntime:
         runtime = BeginningRuntime(loaded, self.settings, self._thread, self.submit)
         runtime.begins = self.begins
         return runtime

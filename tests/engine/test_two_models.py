@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from mlxcache.cache.kv_cache import KVCache
+from mlxcache.cache.ram import RamTier
 from mlxcache.cache.shared_ram import SharedRam
 from mlxcache.engine.rounds import Rounds
 from mlxcache.errors import ContextLengthExceeded
@@ -25,16 +26,25 @@ from tests.scheduled import Bench
 class Models:
     """Benches of several models on one thread, whose budgets share `tokens` of the first's KV.
 
-    `loaded`: bytes of idle models' weights, by name; `unload` releases the first.
+    `weights`: bytes of an idle model, which `unload` releases. `kept`: tokens of KV that the first
+    bench has less for the other, because its model is always kept.
     """
 
-    def __init__(self, *benches: Bench, tokens: int, weights: int = 0, disk: Path | None = None):
+    def __init__(
+        self,
+        *benches: Bench,
+        tokens: int,
+        weights: int = 0,
+        kept: int = 0,
+        disk: Path | None = None,
+    ):
         self.benches = benches
         self.limit = tokens * benches[0].kv.layout.bytes_per_token
         budget = SharedBudget(self.limit)
         budget.charge("weights:idle", weights)
         self.weights, self.asked = weights, 0
-        self.shared = SharedRam(budget, self.unload)
+        self.kept = kept * benches[0].kv.layout.bytes_per_token
+        self.shared = SharedRam(budget, self.unload, self.ceiling)
         self.rounds = Rounds()
         for i, bench in enumerate(benches):
             bench.rounds, bench.thread = self.rounds, self.rounds.thread
@@ -52,10 +62,15 @@ class Models:
             )
 
     def unload(self, size: int) -> bool:
+        if self.weights < size:
+            return False
         self.asked += 1
         freed, self.weights = self.weights, 0
         self.shared.budget.release("weights:idle", freed)
         return freed > 0
+
+    def ceiling(self, tier: RamTier) -> int:
+        return self.limit - (self.kept if tier is not self.benches[0].kv.ram else 0)
 
     @property
     def working(self) -> bool:
@@ -198,6 +213,28 @@ def test_what_can_never_fit_is_refused_while_the_other_model_runs(
     third = other.put(prompt(rng, 800), tokens=5)
     models.run()
     assert len(third.out) == 5
+
+
+def test_what_can_never_fit_beside_a_model_that_is_always_kept_is_refused(
+    pair: tuple[Bench, Bench], rng: np.random.Generator
+) -> None:
+    """Nothing that it could wait for will ever be free; what fits beside that model waits."""
+    one, other = pair
+    models = Models(one, other, tokens=900, kept=400)
+    one.kv.budget.charge("transient", 400 * one.kv.layout.bytes_per_token)
+    refused = other.put(prompt(rng, 600), tokens=3)
+    models.tick()
+    assert isinstance(error(refused), ContextLengthExceeded)
+    running = one.put(prompt(rng, 300), tokens=20)
+    while not len(one.scheduler.lanes):
+        models.tick()
+    fits = other.put(prompt(rng, 400), tokens=3)
+    models.tick()
+    models.tick()
+    assert not fits.over
+    models.run()
+    assert len(running.out) == 20
+    assert len(fits.out) == 3
 
 
 def test_a_waiting_request_that_is_cancelled_holds_up_nobody(

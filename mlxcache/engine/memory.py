@@ -1,0 +1,257 @@
+"""Division of the memory of `--ram`: what a model's budget is, and what is set aside in it.
+
+MLX thread only.
+"""
+
+from __future__ import annotations
+
+import logging
+from bisect import bisect_left
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import ceil
+from typing import NoReturn
+
+from mlxcache.cache.capacity import (
+    MOST_PENDING,
+    pending_bytes,
+    pool_bytes,
+    transient_bytes,
+    with_pool,
+)
+from mlxcache.cache.ram import RamTier
+from mlxcache.cache.shared_ram import POOL, SharedRam
+from mlxcache.config import (
+    Settings,
+    explain_auto,
+    format_size,
+    machine_bytes,
+    memory_for,
+    ram_limit,
+)
+from mlxcache.engine import cost
+from mlxcache.errors import BadRequest, Busy, ModelError
+from mlxcache.model import device
+from mlxcache.model.kv import Layout
+from mlxcache.model.load import Loaded
+from mlxcache.tree.budget import Budget, SharedBudget
+
+log = logging.getLogger("mlxcache.engine")
+
+MIN_CONTEXT = 512
+"""Fewest tokens for which the budget must have memory; with fewer an agent cannot work."""
+
+IMAGES_PART = 8
+"""Images have at most this part of the budget: an eighth."""
+
+_MOST_MEGABYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """The memory of several models, as one of them finds it when it is loaded.
+
+    `ram`: that memory, which already holds MLX's pool and the model's weights. `outside`: bytes of
+    it that the model's budget can never have: those of its weights, and those of models that are
+    always kept.
+    """
+
+    ram: SharedRam
+    outside: int
+
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """What limits the budget of a model.
+
+    `limit`: the most bytes of the budget. `setting`: the setting that limits it, as in `--ram 8GB`.
+    `least(size)`: the least value of that setting, in bytes, that allows a budget of `size` bytes.
+    """
+
+    limit: int
+    setting: str
+    least: Callable[[int], int]
+
+
+def _bound(settings: Settings, weights: int, shared: Shared | None) -> Bound:
+    """Return what limits the budget of a model with `weights` bytes of weights."""
+    if shared is None:
+        limit = whole = read_ram_limit(settings, weights)
+        bound = Bound(limit, f"--ram {settings.ram}", lambda size: size)
+    else:
+        outside, whole = shared.outside, shared.ram.budget.limit
+        limit = max(0, shared.ram.limit - outside)
+        bound = Bound(limit, f"--ram {settings.ram}", lambda size: with_pool(size + outside))
+    entry = settings.entries[0]
+    share = entry.share_of(whole)
+    if share is None or share - weights >= limit:
+        return bound
+    setting = f"ram = {entry.ram} of the model {entry.label}"
+    return Bound(max(0, share - weights), setting, lambda size: size + weights)
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """Division of the memory of a model before its first request, in bytes.
+
+    `cost`: measured costs of the model. `machine`: memory available to weights and cache together.
+    `transient` is set aside for forward passes, `pending` for copies waiting to be written to disk.
+    Both are already reserved in `budget`. `setting`: what limits the budget, such as `--ram 8GB`.
+    `refuse(what)` raises the error that the setting does or is `what`, and names the least value.
+    """
+
+    budget: Budget
+    cost: cost.Cost
+    machine: int
+    transient: int
+    pending: int
+    setting: str
+    refuse: Callable[[str], NoReturn]
+
+
+def plan_memory(
+    loaded: Loaded, layout: Layout, settings: Settings, shared: Shared | None = None
+) -> MemoryPlan:
+    """Set aside memory for MLX's pool, forward passes, and copies to write to disk.
+
+    `shared`: the memory of several models.
+
+    Measures forward passes for this. Raises ModelError, or BadRequest with `shared`, if the memory
+    is too small, and Busy if other models use it. MLX thread only.
+    """
+    whole = memory_for(machine_bytes(), device.working_set_bytes())
+    bound = _bound(settings, loaded.info.weights_bytes, shared)
+    limit = bound.limit
+    if shared is None:
+        device.prepare(pool_bytes(limit))
+    else:
+        shared.ram.make_room(limit // 8)  # for the passes that are measured
+    kind, most = device.kind(), settings.prefill_chunk
+    measured = cost.measure(loaded.model, layout, limit // 8, kind=kind, most=most)
+    if loaded.draft is not None:  # a pass computes the logits of each drafted token too
+        measured = measured.for_drafts(settings.num_draft_tokens)
+
+    def refuse(what: str) -> NoReturn:
+        least = _least_budget(loaded, layout, measured, settings, pooled=shared is None)
+        text = f"{bound.setting} {what}: set at least {ceil(bound.least(least) / 10**6)}MB"
+        raise ModelError(text) if shared is None else BadRequest(text, param="model")
+
+    kinds = _divide(limit, loaded, layout, measured, settings)
+    if shared is None:
+        budget = Budget(limit)
+    else:
+        kinds["pool"] = 0
+        budget = Budget(limit, shared.ram.budget)
+        shared.ram.make_room(sum(kinds.values()))
+    if not all(budget.reserve(kind, size) for kind, size in kinds.items()):
+        budget.release_all()
+        if shared is not None and sum(kinds.values()) <= limit:
+            raise Busy("Other models use the memory that this one needs: try again.")
+        refuse("is too small to run this model")
+    transient, pending = kinds["transient"], kinds["pending"]
+    return MemoryPlan(budget, measured, whole, transient, pending, bound.setting, refuse)
+
+
+def read_ram_limit(settings: Settings, weights: int) -> int:
+    """Return the bytes that the setting `ram` allows besides `weights` bytes of weights."""
+    machine, working_set = machine_bytes(), device.working_set_bytes()
+    limit = ram_limit(
+        settings.ram,
+        machine_bytes=machine,
+        working_set_bytes=working_set,
+        weights_bytes=weights,
+    )
+    if settings.ram == "auto":
+        whole = memory_for(machine, working_set)
+        why = explain_auto(whole, weights, metal=working_set is not None)
+        log.info("--ram auto is %s: %s", format_size(limit), why)
+    return limit
+
+
+def open_shared_memory(
+    settings: Settings, free_idle: Callable[[int], bool], ceiling: Callable[[RamTier], int]
+) -> SharedRam:
+    """Return the memory that several models share, with MLX's pool set aside. MLX thread only.
+
+    `free_idle`, `ceiling`: see `SharedRam`.
+    """
+    limit = read_ram_limit(settings, 0)
+    budget = SharedBudget(limit)
+    budget.charge(POOL, pool_bytes(limit))
+    device.prepare(pool_bytes(limit))
+    return SharedRam(budget, free_idle, ceiling)
+
+
+def fewest_reserved(limit: int) -> int:
+    """Return the least bytes that are set aside for a model with a budget of `limit` bytes.
+
+    These are for forward passes and for writes to disk; the model itself need not be known.
+    """
+    return transient_bytes(limit) + min(limit // 16, MOST_PENDING) if limit > 0 else 0
+
+
+def _divide(
+    limit: int, loaded: Loaded, layout: Layout, measured: cost.Cost, settings: Settings
+) -> dict[str, int]:
+    """Return the bytes to set aside from a budget of `limit` bytes, by purpose.
+
+    The keys are `pool` for free buffers that MLX keeps, `transient` for forward passes, and
+    `pending` for copies waiting to be written to disk.
+    """
+    context = loaded.info.context_length
+    return {
+        "pool": pool_bytes(limit),
+        "transient": _transient(limit, layout, measured, context, settings.concurrency),
+        "pending": pending_bytes(limit, layout) if settings.disk != "off" else 0,
+    }
+
+
+def _least_budget(
+    loaded: Loaded, layout: Layout, measured: cost.Cost, settings: Settings, *, pooled: bool
+) -> int:
+    """Return the smallest budget with memory for `MIN_CONTEXT` tokens, in bytes.
+
+    `pooled`: it includes MLX's pool.
+    """
+    tokens = min(loaded.info.context_length, MIN_CONTEXT)
+
+    def is_enough(megabytes: int) -> bool:
+        limit = megabytes * 10**6
+        kinds = _divide(limit, loaded, layout, measured, settings)
+        if not pooled:
+            kinds["pool"] = 0
+        images = limit // IMAGES_PART if loaded.vision is not None else 0
+        free = limit - sum(kinds.values()) - images
+        return has_room(tokens, layout, measured, free=free, transient=kinds["transient"])
+
+    least = bisect_left(range(_MOST_MEGABYTES), True, key=is_enough)
+    return ceil(least * cost.SAFETY) * 10**6  # with more memory, passes are measured more exactly
+
+
+def has_room(
+    tokens: int, layout: Layout, measured: cost.Cost, *, free: int, transient: int
+) -> bool:
+    """Return whether a prompt's KV fits into `free` bytes, and its passes into `transient` bytes.
+
+    `tokens`: tokens of the prompt.
+    """
+    states = layout.running_bytes + layout.checkpoint_bytes
+    needed = (tokens + 64) * layout.bytes_per_token + states
+    return needed <= free and measured.transient(cost.FEWEST, tokens) <= transient
+
+
+def _transient(
+    limit: int, layout: Layout, measured: cost.Cost, context: int, concurrency: int
+) -> int:
+    """Return the bytes to set aside for forward passes.
+
+    `limit`: bytes of the budget. `context`: tokens of the model's context. `concurrency`: requests
+    decoded at once.
+    """
+    rows = concurrency + 1 if concurrency > 1 else concurrency
+    longest = min(context, limit // max(1, layout.bytes_per_token))
+    least = max(
+        measured.transient(cost.FEWEST, longest),
+        measured.transient(1, longest // rows, rows),
+    )
+    return transient_bytes(limit, least)
