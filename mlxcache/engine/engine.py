@@ -26,6 +26,7 @@ from mlxcache.engine.runtime import (
     ModelRuntime,
     demo_spec,
     fetch_model,
+    hash_files,
 )
 from mlxcache.engine.stream import Stream
 from mlxcache.engine.task import for_owner
@@ -126,8 +127,11 @@ class Engine:
             if (spec := fetched) is None:
                 spec = await self._thread.ask(lambda: demo_spec(self.settings))
             wanted = spec
-            use = await self._await_room(wanted)
-            self._runtime = await self._thread.ask(lambda: self._load(wanted, use))
+            if self._rounds.residency.memory is not None:  # else nobody waits for the thread
+                await self._loop.run_in_executor(
+                    self._pool, lambda: hash_files(wanted, self.settings)
+                )
+            await self._load(wanted, await self._await_room(wanted))
         except BaseException:
             if self.state == "loading":
                 self.state = "failed"
@@ -135,50 +139,78 @@ class Engine:
         if self.state == "loading":
             self.state = "ready"
 
-    async def _await_room(self, spec: load.ModelSpec) -> BaseUse:
+    async def _await_room(self, spec: load.ModelSpec) -> Newcomer:
         """Wait until there is memory for the weights, and charge them.
 
-        Returns the model's use of weights that other models have in memory, at once if no other
-        models share the memory. Raises BadRequest if there can never be enough.
+        Returns at once if no other models share the memory. Raises BadRequest if there can never be
+        enough.
         """
         residency = self._rounds.residency
         use = BaseUse(residency.account.bases, self.label)
         if residency.memory is None:
-            return use
+            return Newcomer(use, on_read=self._note_read)
         size = await self._loop.run_in_executor(self._pool, load.estimate_bytes, spec)
         folders = await self._loop.run_in_executor(self._pool, load.base_folders, spec)
-        newcomer = Newcomer(use, folders, size, fewest_reserved(residency.memory.limit - size))
+        reserved = fewest_reserved(residency.memory.limit - size)
+        newcomer = Newcomer(use, folders, size, reserved, self._note_read)
         self._thread.post(lambda: residency.welcome(newcomer))
-        await asyncio.wrap_future(newcomer.room)
-        return use
-
-    def _load(self, spec: load.ModelSpec, use: BaseUse) -> ModelRuntime:
-        """Load the model and make its runtime. Runs on the MLX thread.
-
-        `use`: the base arrays that the model takes from others; its weights are charged already.
-        """
-        self._on_progress("loading the weights", None)
-        self._thread.heartbeat.rest()  # this takes minutes, and is no sign of a stalled device
-        account = self._rounds.residency.account
-        loaded = weights = None
         try:
-            loaded = load.load(spec, use=use)
-            weights = Weights(loaded, spec, use)
-            account.grant(use, weights.nbytes)
-            runtime = self.make_runtime(loaded, self._shared(weights))
-        except BaseException as error:
-            account.remove(use)
-            clear_frames(error.__traceback__)  # they would keep the weights
-            loaded = weights = None
-            release_unused()
+            await asyncio.wrap_future(newcomer.room)
+        except asyncio.CancelledError:
+            self._thread.post(residency.note_left)
             raise
+        return newcomer
+
+    def _note_read(self, share: float) -> None:
+        self._on_progress("loading the weights", share)
+
+    async def _load(self, spec: load.ModelSpec, newcomer: Newcomer) -> None:
+        """Load the model, reading its weights in parts, and make its runtime.
+
+        `newcomer`: the model, whose weights are charged already.
+        """
+        thread, residency = self._thread, self._rounds.residency
+        self._on_progress("loading the weights", None)
+        opened: tuple[load.Loaded, Weights] | None = None
+        try:
+            opened = await thread.ask(lambda: self._open(spec, newcomer.use))
+            loaded, weights = opened
+            thread.post(lambda: residency.read_first(newcomer, weights))
+            await asyncio.wrap_future(newcomer.read)
+            await thread.ask(lambda: self._serve(loaded, weights))
+        except BaseException as error:
+            clear_frames(error.__traceback__)  # they would keep the weights
+            opened = loaded = weights = None  # type: ignore[assignment]
+            if self._runtime is None:
+                thread.post(lambda: self._give_up(newcomer.use))
+            if not isinstance(error, asyncio.CancelledError):
+                await thread.ask(lambda: None)  # so that the memory is free when this raises
+            raise
+
+    def _open(self, spec: load.ModelSpec, use: BaseUse) -> tuple[load.Loaded, Weights]:
+        """Load the model without its weights. Runs on the MLX thread."""
+        self._thread.heartbeat.rest()  # this takes seconds, and is no sign of a stalled device
+        loaded = load.load(spec, lazy=True, use=use)
+        weights = Weights(loaded, spec, use, resident=False)
+        self._rounds.residency.account.grant(use, weights.nbytes)
+        return loaded, weights
+
+    def _give_up(self, use: BaseUse) -> None:
+        """Release the weights of a model that cannot be served. Runs on the MLX thread."""
+        self._rounds.residency.account.remove(use)
+        release_unused()
+
+    def _serve(self, loaded: load.Loaded, weights: Weights) -> None:
+        """Make the runtime of a model whose weights are read. Runs on the MLX thread."""
+        self._thread.heartbeat.rest()
+        runtime = self.make_runtime(loaded, self._shared(weights))
         if self.state == "stopped":  # `stop` found nothing to close
             runtime.close(died=False)
             raise _stopping()
         self._rounds.add(runtime.scheduler)
         self._resident = self._make_resident(runtime, weights)
         self._rounds.residency.add(self._resident)
-        return runtime
+        self._runtime = runtime
 
     def _make_resident(self, runtime: ModelRuntime, weights: Weights) -> Resident:
         entry = self.settings.entries[0]

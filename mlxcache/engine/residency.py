@@ -23,6 +23,7 @@ from mlxcache.config.memory import trim_heap
 from mlxcache.engine.scheduler import Scheduler
 from mlxcache.engine.weights_account import WeightsAccount, union_bytes
 from mlxcache.errors import BadRequest, MlxcacheError, ModelError
+from mlxcache.model import device
 from mlxcache.model.base_weights import BaseUse
 from mlxcache.model.resident_weights import Weights
 
@@ -46,20 +47,60 @@ Cause = Literal["idle", "memory", "asked"]
 
 
 class Newcomer:
-    """A model that was never loaded and needs memory for it. MLX thread only, except `room`.
+    """A model that is loaded for the first time. MLX thread only, except `room` and `read`.
 
     `use`: the base arrays that it takes from other models. `folders`: those of its bases. `nbytes`:
     estimated bytes of its weights, with these arrays. `reserved`: estimated bytes that are set
-    aside for it besides. `room` is done once the memory for the weights is charged, or has the
-    error that prevents it.
+    aside for it besides. `room` is done once the memory for the weights is charged, and `read` once
+    they are read, or has the error that prevents it. `on_read(share)` is called with the share of
+    the weights that is read, from 0 to 1.
     """
 
-    def __init__(self, use: BaseUse, folders: Sequence[Path], nbytes: int, reserved: int):
+    def __init__(
+        self,
+        use: BaseUse,
+        folders: Sequence[Path] = (),
+        nbytes: int = 0,
+        reserved: int = 0,
+        on_read: Callable[[float], None] = lambda share: None,
+    ):
         self.name, self.use, self.nbytes = use.name, use, nbytes
-        self._folders = folders
+        self._folders, self._on_read = folders, on_read
         self.size = nbytes + reserved
         self.room: Future[None] = Future()
+        self.read: Future[None] = Future()
         self.wanted_at = 0.0
+        self._reading: Iterator[int] = iter(())
+        self._whole = 1
+
+    @property
+    def left(self) -> bool:
+        """True if nobody waits for the model any more."""
+        return self.room.cancelled() or self.read.cancelled()
+
+    def begin(self, weights: Weights) -> None:
+        """Begin to read the weights."""
+        self._reading, self._whole = weights.read(), max(1, weights.nbytes)
+
+    def read_on(self) -> bool:
+        """Read one more part of the weights; return whether all are read.
+
+        Raises ModelError if that fails.
+        """
+        done = next(self._reading, None)
+        if done is not None:
+            self._on_read(done / self._whole)
+        return done is None
+
+    def end(self, error: Exception | None = None) -> None:
+        """Tell whoever waits that the weights are read, or why they cannot be."""
+        self._reading = iter(())
+        if not self.read.set_running_or_notify_cancel():
+            return
+        if error is None:
+            self.read.set_result(None)
+        else:
+            self.read.set_exception(error)
 
     def claim(self) -> None:
         """Hold the arrays of its bases that other models have in memory."""
@@ -284,10 +325,11 @@ class Residency:
     ):
         self.residents: list[Resident] = []
         self._newcomers: list[Newcomer] = []
+        self._opened: list[Newcomer] = []
         self.memory = memory
         self.account = WeightsAccount(self._charge)
         self._clock = clock
-        self._loading: Resident | None = None
+        self._loading: Resident | Newcomer | None = None
         self._claimer: Resident | Newcomer | None = None
         self._claimed_version = 0
         self._stepped = False
@@ -310,6 +352,16 @@ class Residency:
         self._newcomers.append(newcomer)
         self._stepped = True
 
+    def read_first(self, newcomer: Newcomer, weights: Weights) -> None:
+        """Read the weights of a model for the first time, in parts, as `step` is called."""
+        newcomer.begin(weights)
+        self._opened.append(newcomer)
+
+    def note_left(self) -> None:
+        """Note that nobody waits for some of the newcomers any more."""
+        self._newcomers = [one for one in self._newcomers if not one.left]
+        self._stepped = True
+
     def _charge(self, kind: str, nbytes: int) -> None:
         if self.memory is not None:
             self.memory.charge(kind, nbytes)
@@ -325,10 +377,15 @@ class Residency:
     @property
     def busy(self) -> bool:
         """True if `step` has more to do at once."""
-        if self._loading is not None or any(one.wanted_at is None for one in self._wanted):
+        if self.reading or any(one.wanted_at is None for one in self._wanted):
             return True
         settling = any(one.settling for one in self.residents)
         return self._stepped and (settling or bool(self._newcomers or self._wanted))
+
+    @property
+    def reading(self) -> bool:
+        """True while weights of a model are being read."""
+        return self._loading is not None or bool(self._opened)
 
     @property
     def _wanted(self) -> list[Resident]:
@@ -353,10 +410,11 @@ class Residency:
 
     # -- one step ----------------------------------------------------------------------------------
 
-    def step(self) -> None:
+    def step(self, *, read: bool = True) -> None:
         """Unload models that have been idle for too long, and load those that requests wait for.
 
-        Reads at most one part of a model's weights, so that others can compute in between.
+        With `read`, reads at most one part of a model's weights, so that others can compute in
+        between.
         """
         now = self._clock()
         self._stepped = False
@@ -364,8 +422,12 @@ class Residency:
             one.note_time(now)
         self._unload_idle(now)
         if self._loading is None:
-            self._loading = self._choose(now)
-        if self._loading is not None:
+            self._loading = self._opened.pop(0) if self._opened else self._choose(now)
+        if not read or self._loading is None:
+            return
+        if isinstance(self._loading, Newcomer):
+            self._read_first(self._loading)
+        else:
             self._read_on(self._loading)
 
     def _unload_idle(self, now: float) -> None:
@@ -487,6 +549,21 @@ class Residency:
         """
         reserved = sum(one.reserved_now if now else one.reserved for one in residents)
         return reserved + self.account.freed_by({one.use for one in residents})
+
+    def _read_first(self, one: Newcomer) -> None:
+        """Read one more part of the weights of a newcomer, whose engine releases them on errors."""
+        try:
+            over = one.left or one.read_on()
+        except Exception as error:
+            self._loading = None
+            one.end(error)
+            if device.is_device_error(error):  # it concerns the other models too
+                raise
+            return
+        self.account.settle()
+        if over:
+            self._loading = None
+            one.end()
 
     def _read_on(self, one: Resident) -> None:
         failure: str | None = None

@@ -34,6 +34,7 @@ class Rounds:
         self._clock = clock
         self._used: dict[Scheduler, float] = {}
         self._listeners: list[Callable[[BaseException], None]] = []
+        self._read_s = 0.0  # of reading weights, less what models have computed since
         self._started = self._stopping = False
 
     # -- from any thread ---------------------------------------------------------------------------
@@ -96,11 +97,12 @@ class Rounds:
         try:
             block = not (self._working() or self.residency.busy)
             self.thread.run_posted(block=block, wait_s=self.residency.wait_s())
-            self.residency.step()
+            self._step_residency()
             working = self._working()
             stepped = [self._next(working)] if working else list(self._used)
+            sharing = len(working) > 1 or self.residency.reading
             for scheduler in stepped:
-                self._step(scheduler, sharing=len(working) > 1)
+                self._step(scheduler, sharing=sharing)
             if working:
                 self.residency.note_step()
             self.residency.settle()
@@ -113,6 +115,12 @@ class Rounds:
             self.residency.note_step()
         for scheduler in stepped:
             scheduler.publish()
+
+    def _step_residency(self) -> None:
+        """Let models be loaded and unloaded; reading weights takes at most half of the time."""
+        began, reading = self._clock(), self.residency.reading
+        self.residency.step(read=self._read_s <= 0 or not self._working())
+        self._read_s = max(0.0, self._read_s) + self._clock() - began if reading else 0.0
 
     def _working(self) -> list[Scheduler]:
         admits = self.residency.admits
@@ -132,4 +140,6 @@ class Rounds:
     def _step(self, scheduler: Scheduler, *, sharing: bool) -> None:
         began = self._clock()
         scheduler.step(sharing=sharing, admitting=self.residency.admits(scheduler))
-        self._used[scheduler] += self._clock() - began
+        seconds = self._clock() - began
+        self._used[scheduler] += seconds
+        self._read_s -= seconds

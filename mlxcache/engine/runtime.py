@@ -145,6 +145,23 @@ class PromptBuilders:
             known.learn(replies)
 
 
+def hash_files(spec: load.ModelSpec, settings: Settings) -> None:
+    """Read the model's files, unless their digests are known, so that `open_store` need not.
+
+    Blocks; may be called on any thread. Raises ModelError if a file cannot be read.
+    """
+    if settings.disk == "off":
+        return
+    path, *draft = load.base_folders(spec)
+    fingerprint(
+        path,
+        adapter=Path(spec.adapter).expanduser() if spec.adapter else None,
+        memo=settings.cache_dir / "fingerprints.json",
+        layout_key="",
+        draft=draft[0] if draft else None,
+    )
+
+
 def open_store(
     loaded: Loaded, layout: Layout, settings: Settings
 ) -> tuple[Store | None, str | None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,11 @@ from mlxcache.model import device
 from mlxcache.model.base_weights import Bases, BaseUse, Stamp, file_stamps
 from mlxcache.model.load import Loaded, ModelSpec, load_again
 
-SLICE_BYTES = 512 << 20
-"""Bytes of weights that are read at once, between two chances for other models to compute."""
+SLICE_S = 0.25
+"""Seconds of reading between two chances for other models to compute, if no array takes longer."""
+
+MIN_SLICE, MAX_SLICE = 16 << 20, 512 << 20
+"""Bytes of weights that are read at once: the first time, and the most."""
 
 
 class Weights:
@@ -24,11 +28,14 @@ class Weights:
 
     `spec` and `use` must be those with which `loaded` was made; without `use`, no other model
     shares arrays with this one. `nbytes`: the size of all weights. `resident`: they are in memory,
-    so the model can run.
+    so the model can run; False at first if `loaded` is lazy.
     """
 
-    def __init__(self, loaded: Loaded, spec: ModelSpec, use: BaseUse | None = None):
-        self.resident = True
+    def __init__(
+        self, loaded: Loaded, spec: ModelSpec, use: BaseUse | None = None, *, resident: bool = True
+    ):
+        self.resident = resident
+        self._dropped = False
         self.use = use or BaseUse(Bases(), loaded.info.id)
         self._loaded, self._spec = loaded, spec
         arrays = tree_flatten(loaded.model.parameters())
@@ -45,30 +52,33 @@ class Weights:
         model = self._loaded.model
         model.update(tree_map(lambda _: mx.array([]), model.parameters()))
         self.use.release()
-        self.resident = False
+        self.resident, self._dropped = False, True
         mx.clear_cache()
 
-    def read(self, slice_bytes: int = SLICE_BYTES) -> Iterator[int]:
+    def read(self, pace: Pace | None = None) -> Iterator[int]:
         """Read the weights from disk into the model; yield the total bytes read after each part.
 
-        Arrays that other models have in memory are used as they are. A part has at least
-        `slice_bytes` bytes. The weights are in use after the last item. Raises ModelError if the
-        files cannot be read or have changed since the model was loaded, because the KV in the cache
-        belongs to the former weights; the weights stay dropped then.
+        Arrays that other models have in memory are used as they are. `pace`: how much to read at
+        once. The weights are in use after the last item. Raises ModelError if the files cannot be
+        read or have changed since the model was loaded, because the KV in the cache belongs to the
+        former weights; the weights are not in use then.
         """
+        pace, done = pace or Pace(), 0
         try:
-            parameters = self._open()
-            arrays = [array for _, array in tree_flatten(parameters)]
-            done = 0
-            for part in split(arrays, slice_bytes):
+            model = self._loaded.model
+            parameters = self._open() if self._dropped else model.parameters()
+            for part in split([array for _, array in tree_flatten(parameters)], pace):
+                began = time.perf_counter()
                 self._evaluate(part)
-                done += sum(array.nbytes for array in part)
+                size = sum(array.nbytes for array in part)
+                pace.note(size, time.perf_counter() - began)
+                done += size
                 yield done
         except BaseException:
             self.use.release()
             raise
-        self._loaded.model.update(parameters)
-        self.resident = True
+        model.update(parameters)
+        self.resident, self._dropped = True, False
 
     def _open(self) -> dict[str, Any]:
         """Return the parameters of the model, each of which is read when it is evaluated.
@@ -115,17 +125,32 @@ def is_resident(model: nn.Module) -> bool:
     return all(array.size for _, array in tree_flatten(model.parameters()))
 
 
-def split(arrays: list[mx.array], slice_bytes: int) -> Iterator[list[mx.array]]:
-    """Divide arrays into consecutive parts of at least `slice_bytes` bytes; the last may be less.
+class Pace:
+    """How many bytes of weights to read at once, so that it takes about `SLICE_S` seconds.
 
-    No arrays give no part.
+    `nbytes`: the bytes of the next part. `least`, `most`: its bounds.
+    """
+
+    def __init__(self, least: int = MIN_SLICE, most: int = MAX_SLICE):
+        self.nbytes, self._least, self._most = least, least, most
+
+    def note(self, nbytes: int, seconds: float) -> None:
+        """Note that reading `nbytes` bytes took `seconds`."""
+        fitting = int(nbytes * SLICE_S / max(seconds, 1e-6))
+        self.nbytes = min(self._most, max(self._least, fitting))
+
+
+def split(arrays: list[mx.array], pace: Pace) -> Iterator[list[mx.array]]:
+    """Divide arrays into consecutive parts of at least `pace.nbytes` bytes; the last may be less.
+
+    That is read for each part. No arrays give no part.
     """
     part: list[mx.array] = []
     size = 0
     for array in arrays:
         part.append(array)
         size += array.nbytes
-        if size >= slice_bytes:
+        if size >= pace.nbytes:
             yield part
             part, size = [], 0
     if part:

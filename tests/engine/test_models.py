@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import shutil
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +21,7 @@ from mlxcache.engine.models import Models
 from mlxcache.engine.runtime import ModelRuntime
 from mlxcache.errors import BadRequest, MlxcacheError, ModelError, NotReady, StoreError
 from mlxcache.model import load
+from mlxcache.model.resident_weights import Pace, Weights
 from mlxcache.types import Job, Prompt
 from tests.conftest import ToyMaker
 
@@ -128,6 +129,40 @@ async def test_requests_at_once_load_a_model_once(
         monkeypatch.setattr(load, "load", counted)
         assert all(await asyncio.gather(*(reply(models, "b") for _ in range(4))))
         assert len(loads) == 1
+
+
+async def test_replies_go_on_while_another_model_is_loaded_for_the_first_time(
+    entries: list[ModelEntry], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its weights are read in parts, with replies of the other model in between."""
+    seen: list[tuple[int, dict[str, Any]]] = []
+    read = Weights.read
+
+    def noted(self: Weights) -> Iterator[int]:
+        for done in read(self, Pace(100_000, 100_000)):
+            seen.append((record.generated_tokens, models.describe()[1]))
+            yield done
+
+    async with running(entries, tmp_path / "cache") as models:
+        monkeypatch.setattr(Weights, "read", noted)
+        a = models.default
+        job = Job("req_a", await a.render_text("Some text."), max_tokens=2000, raw=True)
+        async with await a.submit(job) as stream:
+            record = stream.record
+            events = aiter(stream)
+            while record.generated_tokens < 5:
+                await anext(events)
+            asked = asyncio.create_task(reply(models, "b"))
+            while not asked.done():
+                await anext(events)
+            assert await asked
+    written = [tokens for tokens, _ in seen]
+    assert len(seen) > 3
+    assert len(set(written)) > 3
+    shares = [one["progress"] for _, one in seen]
+    assert {one["state"] for _, one in seen} == {"loading"}
+    assert shares[1:] == sorted(shares[1:])
+    assert 0 < shares[1] < shares[-1] < 1
 
 
 async def test_the_least_memory_of_several_models_includes_the_weights(

@@ -18,7 +18,7 @@ from mlxcache.engine.task import Task
 from mlxcache.errors import BadRequest, ModelError, StoreError
 from mlxcache.model.base_weights import BaseUse
 from mlxcache.model.load import ModelSpec, load
-from mlxcache.model.resident_weights import Weights
+from mlxcache.model.resident_weights import Pace, Weights
 from mlxcache.types import Finished
 from tests.conftest import ToyMaker
 from tests.scheduled import Bench
@@ -482,9 +482,8 @@ class TestMemory:
 def test_other_replies_go_on_while_weights_are_read(
     toy: ToyMaker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("mlxcache.model.resident_weights.SLICE_BYTES", 1)
     read = Weights.read
-    monkeypatch.setattr(Weights, "read", lambda self: read(self, 200_000))
+    monkeypatch.setattr(Weights, "read", lambda self: read(self, Pace(200_000, 200_000)))
     house = House()
     a = house.add("a", toy("llama"))
     b = house.add("b", toy("llama", seed=7), loaded=False)

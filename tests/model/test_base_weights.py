@@ -15,7 +15,7 @@ from mlx.utils import tree_flatten
 from mlxcache.errors import ModelError
 from mlxcache.model.base_weights import Bases, BaseUse
 from mlxcache.model.load import Loaded, ModelSpec, load
-from mlxcache.model.resident_weights import Weights
+from mlxcache.model.resident_weights import Pace, Weights
 from tests.conftest import ToyMaker
 from tests.engine.drafts import make_draft
 from tests.toys.adapter import convert, make_adapter
@@ -72,7 +72,7 @@ class Shelf:
             loaded = load(self.specs[name], use=use)
             self.models[name] = loaded, Weights(loaded, self.specs[name], use)
         elif not self.weights(name).resident:
-            list(self.weights(name).read(1 << 18))
+            list(self.weights(name).read(Pace(1 << 18, 1 << 18)))
 
     def weights(self, name: str) -> Weights:
         return self.models[name][1]

@@ -11,7 +11,7 @@ import pytest
 
 from mlxcache.errors import ModelError
 from mlxcache.model.load import ModelSpec, load
-from mlxcache.model.resident_weights import Weights, split
+from mlxcache.model.resident_weights import Pace, Weights, split
 from tests.conftest import ToyMaker
 from tests.engine.drafts import make_draft
 from tests.toys.configs import FAMILIES
@@ -43,7 +43,7 @@ def test_the_same_model_is_there_again(toy: ToyMaker, family: str) -> None:
         weights.drop()
         assert not weights.resident
         assert held - mx.get_active_memory() > 0.9 * weights.nbytes
-        parts = list(weights.read(weights.nbytes // 5))
+        parts = list(weights.read(Pace(size := weights.nbytes // 5, size)))
         assert len(parts) > 2
         assert parts[-1] == weights.nbytes
         assert weights.resident
@@ -81,7 +81,31 @@ def test_files_that_changed_are_refused(toy: ToyMaker, tmp_path: Path) -> None:
 
 def test_parts_hold_every_array_once() -> None:
     arrays = [mx.zeros((n,)) for n in (1, 2, 300, 4, 5, 600)]
-    parts = list(split(arrays, 1000))
+    parts = list(split(arrays, Pace(1000, 1000)))
     assert [id(a) for part in parts for a in part] == [id(a) for a in arrays]
     assert all(sum(a.nbytes for a in part) >= 1000 for part in parts[:-1])
-    assert list(split([], 1000)) == []
+    assert list(split([], Pace())) == []
+
+
+def test_as_much_is_read_at_once_as_takes_a_quarter_of_a_second() -> None:
+    """From the first part on, and within bounds."""
+    pace = Pace(1000, 50_000)
+    assert pace.nbytes == 1000
+    for seconds, then in ((0.1, 2500), (0.001, 50_000), (10.0, 1000)):
+        pace.note(1000, seconds)
+        assert pace.nbytes == then
+
+
+def test_weights_of_a_lazy_model_are_read_the_first_time(toy: ToyMaker) -> None:
+    spec = ModelSpec(str(toy("llama")))
+    first = logits(load(spec).model)
+    gc.collect()
+    before = mx.get_active_memory()
+    loaded = load(spec, lazy=True)
+    weights = Weights(loaded, spec, resident=False)
+    assert not weights.resident
+    assert mx.get_active_memory() - before < 0.1 * weights.nbytes
+    assert list(weights.read(Pace(size := weights.nbytes // 5, size)))[-1] == weights.nbytes
+    assert weights.resident
+    assert mx.get_active_memory() - before >= weights.nbytes
+    assert mx.array_equal(logits(loaded.model), first)
