@@ -88,7 +88,8 @@ class Talker:
             seen.turns += 1
 
 
-def _watch(client: Client, seen: Seen, over: threading.Event) -> None:
+def watch(client: Client, seen: Seen, over: threading.Event) -> None:
+    """Read the latest sessions all the time until the server is gone, or `over` is set."""
     while not over.wait(WATCH_S):
         try:
             seen.take(client.get(f"/v1/sessions?limit={WATCHED}")["data"])
@@ -107,7 +108,7 @@ def under_load(lives: Lives, talkers: Sequence[Talker], seen: Seen, seconds: flo
         except BaseException as error:  # noqa: BLE001 - it is raised again below
             failed.append(error)
 
-    works = [*(one.talk for one in talkers), _watch]
+    works = [*(one.talk for one in talkers), watch]
     threads = [threading.Thread(target=guarded, args=(work,)) for work in works]
     for thread in threads:
         thread.start()

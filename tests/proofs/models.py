@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 from tokenizers import Tokenizer
@@ -40,6 +42,22 @@ def of_family(path: Path, family: str) -> Path:
 def tiny(path: Path, family: str) -> Path:
     """Make the smallest model of a family, where only the server matters. Raises KeyError."""
     return _lonely_replies(make_toy(path, family))
+
+
+def of_experts(
+    path: Path, family: str, seed: int, kv_heads: int, experts: Mapping[str, Any]
+) -> Path:
+    """Make a model of `family` with many experts of which a token uses few.
+
+    `experts`: the keys of its configuration that say how many and how large. A token has
+    `kv_heads` x 4 KB of KV if all layers attend.
+    """
+    return _lonely_replies(
+        make_toy(
+            path, family, seed=seed, hidden=256, heads=8, kv_heads=kv_heads, head_dim=128,
+            more=experts,
+        )
+    )  # fmt: skip
 
 
 def _middling(path: Path, family: str) -> Path:

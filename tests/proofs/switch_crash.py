@@ -1,0 +1,445 @@
+"""Crash proof of several models: kill -9 while weights are read or dropped, and KV is written.
+
+`python -m tests.proofs.switch_crash --kills 60` takes about 15 minutes; exit status 1 on a
+violation. Each kill comes at a moment of `MOMENTS`, in turn; its log then tells what the server
+was doing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import re
+import shutil
+import sys
+import tempfile
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from mlxcache.bench.client import Client, Refused, Reply
+from mlxcache.bench.process import Lives, NotStarted
+from mlxcache.bench.text import Filler
+from tests.proofs.crash import Seen, look, told, watch
+from tests.proofs.pair import (
+    NEW,
+    Conversation,
+    Log,
+    NotReached,
+    excess,
+    launch_of,
+    make_pair,
+    wrong_texts,
+)
+
+FAMILIES = ("qwen3_moe", "qwen3_next")
+WEIGHTS_BYTES = 250_000_000
+RAM = "400MB"
+"""Budget that holds one of the models with its KV."""
+
+TALKS, TURNS = 2, 8
+"""Conversations with each model, and turns after which a new one takes the place of each."""
+
+FIRST_TOKENS, TURN_TOKENS, LONG_TOKENS, REPLY_TOKENS = 300, 40, 1200, 16
+READ_S, FIRST_LOAD_S, DROP_S, WRITE_S, RANDOM_S = 0.25, 2.0, 0.02, 0.1, 3.0
+"""Longest time to a kill: from the line about reading, about a first load, about dropping, from
+the first file that is written, and from the start of random load, in seconds."""
+
+IDLE = ("--idle-unload", "0.3s")
+START_S, JOIN_S = 60.0, 60.0
+
+READING, FIRST, DROPPED, WRITING = "weights read", "first load", "weights dropped", "KV written"
+"""What a killed server was doing."""
+
+
+def struck(printed: str, store: Path) -> set[str]:
+    """Return what a killed server was doing, by its log and by unfinished files in `store`."""
+    doing: dict[str, str] = {}
+    last = ""
+    for line in printed.splitlines():
+        if (found := re.search(r"(\w+): loading the model for the first time", line)) is not None:
+            doing[found[1]] = FIRST
+        elif (found := re.search(r"(\w+): loading the weights", line)) is not None:
+            doing[found[1]] = READING
+        elif (found := re.search(r"(\w+): loaded in", line)) is not None:
+            doing.pop(found[1], None)
+        last = line
+    found_now = set(doing.values())
+    if re.search(r"weights of .* unloaded: ", last):
+        found_now.add(DROPPED)
+    if unfinished(store):
+        found_now.add(WRITING)
+    return found_now
+
+
+def unfinished(store: Path) -> bool:
+    """Return whether a file of KV is being written, or was when its server was killed."""
+    return any(True for kind in ("runs", "checkpoints") for _ in (store / kind).glob("*/.*.tmp"))
+
+
+@dataclass(slots=True)
+class Stage:
+    """A running server before it is killed.
+
+    `talks`: the conversations, those with the model that is loaded first. `ask` sends a turn and
+    checks what it fed; `aside` does so in a thread that may lose its server.
+    """
+
+    client: Client
+    log: Log
+    store: Path
+    rng: random.Random
+    talks: list[Conversation]
+    ask: Callable[[Conversation, int], None]
+    aside: Callable[[Conversation, int], None]
+
+    @property
+    def here(self) -> Conversation:
+        """A conversation with the model that was used last."""
+        return self.talks[0]
+
+    @property
+    def there(self) -> Conversation:
+        """A conversation with the other model."""
+        return next(one for one in self.talks if one.model != self.here.model)
+
+    def pause(self, seconds: float) -> None:
+        """Wait a random time of at most `seconds`."""
+        time.sleep(self.rng.uniform(0.0, seconds))
+
+
+def while_first_loading(stage: Stage) -> None:
+    """Return while the other model is loaded for the first time."""
+    words = f"{stage.there.model}: loading the model for the first time"
+    stage.aside(stage.there, TURN_TOKENS)
+    stage.log.wait(words, 1)
+    stage.pause(FIRST_LOAD_S)
+
+
+def while_reading(stage: Stage) -> None:
+    """Return while the weights of the other model are read again."""
+    words = f"{stage.there.model}: loading the weights"
+    before = stage.log.count(words)
+    stage.aside(stage.there, TURN_TOKENS)
+    stage.log.wait(words, before + 1)
+    stage.pause(READ_S)
+
+
+def while_dropping(stage: Stage) -> None:
+    """Return while this model's weights are dropped for the other one."""
+    words = f"{stage.here.model}: weights of"
+    before = stage.log.count(words)
+    stage.aside(stage.there, TURN_TOKENS)
+    stage.log.wait(words, before + 1)
+    stage.pause(DROP_S)
+
+
+def while_writing(stage: Stage) -> None:
+    """Return while KV of this model is written, and the other one waits for its memory."""
+    stage.ask(stage.here, LONG_TOKENS)
+    stage.aside(stage.there, TURN_TOKENS)
+    end = time.monotonic() + WRITE_S
+    while not unfinished(stage.store) and time.monotonic() < end:
+        time.sleep(0.0005)
+    stage.pause(WRITE_S if stage.rng.random() < 0.5 else 0.002)
+
+
+def when_asked(stage: Stage) -> None:
+    """Return while a client unloads this model, or after it was loaded again."""
+    here = stage.here.model
+    words, before = f"{here}: weights of", stage.log.count(f"{here}: weights of")
+    _post(stage.client, f"/v1/models/{here}/unload")
+    stage.log.wait(words, before + 1)
+    if stage.rng.random() < 0.5:
+        _post(stage.client, f"/v1/models/{here}/load")
+    stage.pause(DROP_S)
+
+
+def _post(client: Client, path: str) -> None:
+    """Send a POST without a body; a server that refuses is asked again. Raises Refused."""
+    request = urllib.request.Request(f"http://127.0.0.1:{client.port}{path}", b"", method="POST")
+    for _ in range(20):
+        try:
+            with urllib.request.urlopen(request, timeout=client.timeout):
+                return
+        except urllib.error.HTTPError as error:
+            if error.code != 503:
+                raise Refused(error.code, str(error)) from error
+            time.sleep(0.05)
+    raise Refused(503, f"POST {path} was refused for a second")
+
+
+def when_idle(stage: Stage) -> None:
+    """Return while a model is unloaded for being idle."""
+    before = stage.log.count("unloaded: idle for")
+    stage.ask(stage.here, LONG_TOKENS)
+    stage.log.wait("unloaded: idle for", before + 1)
+    stage.pause(DROP_S)
+
+
+def while_reading_idle(stage: Stage) -> None:
+    """Return while weights are read again that were dropped for being idle."""
+    stage.log.wait(f"{stage.here.model}: weights of", 1)
+    while_reading(replaced(stage))
+
+
+def replaced(stage: Stage) -> Stage:
+    """Return a stage on which the model that was used last is the other one."""
+    return Stage(
+        stage.client,
+        stage.log,
+        stage.store,
+        stage.rng,
+        [stage.there, stage.here],
+        stage.ask,
+        stage.aside,
+    )
+
+
+def at_random(stage: Stage) -> None:
+    """Return a random time after both models got turns at once."""
+    stage.aside(stage.here, TURN_TOKENS)
+    stage.aside(stage.there, TURN_TOKENS)
+    stage.pause(RANDOM_S)
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """A moment at which to kill. `reach` returns when it has come.
+
+    `shows`: what the server should be doing. `flags`: those of the server, besides its budget.
+    `both`: turns of both models precede it, else of one.
+    """
+
+    reach: Callable[[Stage], None]
+    shows: str | None = None
+    flags: tuple[str, ...] = ()
+    both: bool = True
+
+
+MOMENTS: dict[str, Moment] = {
+    "first load": Moment(while_first_loading, FIRST, both=False),
+    "reload": Moment(while_reading, READING),
+    "drop": Moment(while_dropping, DROPPED),
+    "write": Moment(while_writing, WRITING),
+    "asked": Moment(when_asked, DROPPED),
+    "idle": Moment(when_idle, DROPPED, IDLE),
+    "reload after idle": Moment(while_reading_idle, READING, IDLE),
+    "random": Moment(at_random),
+}
+
+
+@dataclass(slots=True)
+class Checked:
+    """Turns that followed a kill: their number, and those whose whole conversation was durable.
+
+    `most`: the largest number of tokens fed besides new ones, of all turns.
+    """
+
+    turns: int = 0
+    after_kill: int = 0
+    durable: int = 0
+    most: int = -(10**9)
+
+
+@dataclass(slots=True)
+class Proof:
+    """Servers of two models, killed one after another, and the violations found."""
+
+    folder: Path
+    rng: random.Random
+    say: Callable[[str], None]
+    families: tuple[str, str] = FAMILIES
+    weights_bytes: int = WEIGHTS_BYTES
+    seen: Seen = field(default_factory=Seen)
+    wrong: list[str] = field(default_factory=list)
+    struck: Counter[str] = field(default_factory=Counter)
+    hit: Counter[str] = field(default_factory=Counter)
+    checked: Checked = field(default_factory=Checked)
+    talks: list[Conversation] = field(default_factory=list)
+    over: list[Conversation] = field(default_factory=list)
+    _asides: list[threading.Thread] = field(default_factory=list)
+    _fresh: set[str] = field(default_factory=set)
+    _named: int = 0
+    _told: int = 0
+
+    @property
+    def store(self) -> Path:
+        """The folder that all servers use."""
+        return self.folder / "cache" / "store"
+
+    def run(self, kills: int, deadline: float) -> None:
+        """Kill servers `kills` times, or until `deadline`, then check all texts.
+
+        Raises Refused, NotStarted and NotReached.
+        """
+        paths = make_pair(self.folder, self.families, self.weights_bytes)
+        fillers = {name: Filler(path) for name, path in paths.items()}
+        names = list(MOMENTS)
+        for kill in range(kills):
+            if time.monotonic() > deadline:
+                break
+            self._renew(fillers)
+            moment = names[kill % len(names)]
+            flags = ("--ram", RAM, "--disk", "4GB", *MOMENTS[moment].flags)
+            lives = Lives(launch_of(paths, self.folder, *flags), paths["one"], self.folder, START_S)
+            with self._watched(lives) as log:
+                self._reach(moment, lives, log)
+                lives.kill()
+            self._note_kill(moment, log)
+            if self.rng.random() < 0.5 or kill == kills - 1:  # else the next server repairs first
+                self.wrong += look(self.store, self.seen)
+            self._tell(f"{kill + 1}/{kills} kills, {moment}")
+        self._end(paths)
+
+    def _end(self, paths: dict[str, Path]) -> None:
+        """Go on with each conversation once more, stop cleanly, and compare all texts."""
+        launch = launch_of(paths, self.folder, "--ram", RAM, "--disk", "4GB")
+        lives = Lives(launch, paths["one"], self.folder, START_S)
+        with self._watched(lives):
+            for talk in self.talks:
+                self.ask(lives.server.client, talk, TURN_TOKENS)
+            found = lives.server.client.get("/v1/cache/check")["data"]
+            self.wrong += [f"the server's check found {problem}" for problem in found]
+            lives.stop(30.0)
+        self.wrong += look(self.store, self.seen)
+        self.wrong += wrong_texts(paths, self.over + self.talks)
+        self._tell("texts compared with mlx-lm")
+
+    def _renew(self, fillers: dict[str, Filler]) -> None:
+        """Replace conversations that are long enough."""
+        ended = [one for one in self.talks if len(one.messages) >= 2 * TURNS]
+        self.over += ended
+        self.talks = [one for one in self.talks if one not in ended]
+        for name, filler in fillers.items():
+            while sum(one.model == name for one in self.talks) < TALKS:
+                self._named += 1
+                self.talks.append(Conversation(name, filler, f"{name} {self._named}"))
+
+    @contextlib.contextmanager
+    def _watched(self, lives: Lives) -> Iterator[Log]:
+        """Start a server, and read its sessions all the time until the block ends."""
+        self._fresh.clear()
+        client, over = lives.server.client, threading.Event()
+        self.wrong += told(client, self.seen)
+        watching = threading.Thread(target=watch, args=(client, self.seen, over))
+        watching.start()
+        try:
+            yield Log(self.folder, client.port)
+        finally:
+            lives.kill()
+            over.set()
+            for thread in (watching, *self._asides):
+                thread.join(JOIN_S)
+            self._asides.clear()
+            lives.end()
+
+    def _reach(self, name: str, lives: Lives, log: Log) -> None:
+        """Check the conversations after the last kill, and come to the moment `name`."""
+        client, moment = lives.server.client, MOMENTS[name]
+        first = "one" if not moment.both else self.rng.choice(("one", "two"))
+        talks = sorted(self.talks, key=lambda one: one.model != first)
+        for talk in talks if moment.both else [one for one in talks if one.model == first]:
+            self.ask(client, talk, TURN_TOKENS)
+        if moment.both:
+            talks.reverse()
+        moment.reach(
+            Stage(
+                *(client, log, self.store, self.rng, talks),
+                ask=lambda talk, tokens: self.ask(client, talk, tokens),
+                aside=lambda talk, tokens: self._ask_aside(client, talk, tokens),
+            )
+        )
+
+    def ask(self, client: Client, talk: Conversation, tokens: int) -> None:
+        """Send a turn, and check that it feeds only what is new or was not durable."""
+        known, killed = talk.tokens, talk.name not in self._fresh
+        if killed:
+            known = min(known, self.seen.durable.get(talk.session or "", 0))
+        begun = bool(talk.tokens)
+        durable = known == talk.tokens
+        reply = talk.ask(client, tokens if talk.messages else FIRST_TOKENS, REPLY_TOKENS)
+        talk.note_session(client, reply)
+        self._fresh.add(talk.name)
+        self.seen.turns += 1
+        if begun:
+            self._check(talk, reply, known, after_kill=killed, durable=durable)
+
+    def _check(
+        self, talk: Conversation, reply: Reply, known: int, *, after_kill: bool, durable: bool
+    ) -> None:
+        more, checked = excess(reply, known), self.checked
+        checked.turns += 1
+        checked.after_kill += after_kill
+        checked.durable += after_kill and durable
+        checked.most = max(checked.most, more)
+        if more > NEW:
+            self.wrong.append(
+                f"{talk.name}: {reply.fed_tokens} of {reply.prompt_tokens} tokens were fed, "
+                f"of which {known} were {'durable' if after_kill else 'computed'}"
+            )
+
+    def _ask_aside(self, client: Client, talk: Conversation, tokens: int) -> None:
+        """Send a turn in a thread. That its server is killed meanwhile is no violation."""
+
+        def ask() -> None:
+            try:
+                self.ask(client, talk, tokens)
+            except Refused as refused:
+                if refused.status:
+                    self.wrong.append(f"{talk.name}: {refused}")
+
+        thread = threading.Thread(target=ask)
+        self._asides.append(thread)
+        thread.start()
+
+    def _note_kill(self, moment: str, log: Log) -> None:
+        doing = struck(log.text, self.store)
+        self.struck.update(doing or {"nothing of these"})
+        shows = MOMENTS[moment].shows
+        self.hit[moment] += shows is None or shows in doing
+
+    def _tell(self, what: str) -> None:
+        checked = self.checked
+        self.say(
+            f"{what}: {self.seen.turns} turns, {checked.after_kill} after a kill "
+            f"({checked.durable} of them wholly durable), at most {checked.most} tokens fed "
+            f"besides new ones, {len(self.wrong)} violations"
+        )
+        for sentence in self.wrong[self._told :]:
+            self.say(f"  {sentence}")
+        self._told = len(self.wrong)
+
+
+Kills = Annotated[int, typer.Option(min=1, help="Number of kills.")]
+Minutes = Annotated[float, typer.Option(help="Time in minutes after which no kill begins.")]
+Seed = Annotated[int | None, typer.Option(help="Seed of the random times; default: a new one.")]
+
+
+def switch_crash(kills: Kills = 60, minutes: Minutes = 60.0, seed: Seed = None) -> None:
+    """Kill servers of two models while they load, unload and switch; check what survives."""
+    seed = random.randrange(10**6) if seed is None else seed
+    folder = Path(tempfile.mkdtemp(prefix="mlxcache-switch-crash-"))
+    proof = Proof(folder, random.Random(seed), lambda line: print(line, flush=True))
+    try:
+        proof.run(kills, time.monotonic() + 60 * minutes)
+    except (NotStarted, NotReached, Refused) as error:
+        proof.wrong.append(f"a server failed: {error}")
+    print(f"seed {seed}: killed while {dict(proof.struck)}; moments hit: {dict(proof.hit)}")
+    print("\n".join(proof.wrong) or "no violation")
+    if proof.wrong or not proof.checked.durable:
+        print(f"files kept for inspection: {folder}")
+        sys.exit(1)
+    shutil.rmtree(folder)
+
+
+if __name__ == "__main__":
+    typer.run(switch_crash)
