@@ -31,6 +31,7 @@ from mlxcache.bench.text import Filler
 from tests.proofs.crash import Seen, look, told, watch
 from tests.proofs.pair import (
     NEW,
+    WAIT_S,
     Conversation,
     Log,
     NotReached,
@@ -41,7 +42,7 @@ from tests.proofs.pair import (
 )
 
 FAMILIES = ("qwen3_moe", "qwen3_next")
-WEIGHTS_BYTES = 250_000_000
+WEIGHTS_BYTES, KV_HEADS = 250_000_000, 4
 RAM = "400MB"
 """Budget that holds one of the models with its KV."""
 
@@ -49,9 +50,12 @@ TALKS, TURNS = 2, 8
 """Conversations with each model, and turns after which a new one takes the place of each."""
 
 FIRST_TOKENS, TURN_TOKENS, LONG_TOKENS, REPLY_TOKENS = 300, 40, 1200, 16
-READ_S, FIRST_LOAD_S, DROP_S, WRITE_S, RANDOM_S = 0.25, 2.0, 0.02, 0.1, 3.0
-"""Longest time to a kill: from the line about reading, about a first load, about dropping, from
-the first file that is written, and from the start of random load, in seconds."""
+READ_S, FIRST_LOAD_S, DROP_S, RANDOM_S = 0.25, 2.0, 0.01, 3.0
+"""Longest time to a kill: from the line about reading, about a first load, about dropping, and
+from the start of random load, in seconds."""
+
+WRITE_S = 2.0
+"""Longest wait for a file that is being written, in seconds."""
 
 IDLE = ("--idle-unload", "0.3s")
 START_S, JOIN_S = 60.0, 60.0
@@ -149,7 +153,6 @@ def while_writing(stage: Stage) -> None:
     end = time.monotonic() + WRITE_S
     while not unfinished(stage.store) and time.monotonic() < end:
         time.sleep(0.0005)
-    stage.pause(WRITE_S if stage.rng.random() < 0.5 else 0.002)
 
 
 def when_asked(stage: Stage) -> None:
@@ -187,8 +190,18 @@ def when_idle(stage: Stage) -> None:
 
 def while_reading_idle(stage: Stage) -> None:
     """Return while weights are read again that were dropped for being idle."""
-    stage.log.wait(f"{stage.here.model}: weights of", 1)
+    end = time.monotonic() + WAIT_S
+    while _state(stage.client, stage.here.model) != "unloaded":
+        if time.monotonic() > end:
+            raise NotReached(f"{stage.here.model} is idle and not unloaded")
+        time.sleep(0.02)
     while_reading(replaced(stage))
+
+
+def _state(client: Client, model: str) -> str:
+    """Return where the weights of a model are. Raises Refused."""
+    listed = client.get("/v1/models")["data"]
+    return next(str(one["state"]) for one in listed if one["id"] == model)
 
 
 def replaced(stage: Stage) -> Stage:
@@ -247,7 +260,7 @@ class Checked:
     turns: int = 0
     after_kill: int = 0
     durable: int = 0
-    most: int = -(10**9)
+    most: int = 0
 
 
 @dataclass(slots=True)
@@ -281,9 +294,10 @@ class Proof:
 
         Raises Refused, NotStarted and NotReached.
         """
-        paths = make_pair(self.folder, self.families, self.weights_bytes)
+        paths = make_pair(self.folder, self.families, self.weights_bytes, KV_HEADS)
         fillers = {name: Filler(path) for name, path in paths.items()}
         names = list(MOMENTS)
+        self.say(f"kills at these moments, in turn: {', '.join(names)}")
         for kill in range(kills):
             if time.monotonic() > deadline:
                 break

@@ -13,7 +13,7 @@ import psutil
 
 from mlxcache.config.memory import read_footprint
 
-SAMPLE_S = 0.01
+SAMPLE_S = 0.02
 
 
 @dataclass(slots=True)
@@ -55,7 +55,7 @@ class Count:
 
 @contextlib.contextmanager
 def counting(pid: int) -> Iterator[Count]:
-    """Sample process `pid` every 10 ms while the block lasts."""
+    """Sample process `pid` every 20 ms while the block lasts."""
     count, over = Count(), threading.Event()
     process = psutil.Process(pid)
 
