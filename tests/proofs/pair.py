@@ -13,13 +13,16 @@ from mlxcache.bench.client import Client, Reply
 from mlxcache.bench.process import Launch
 from mlxcache.bench.text import Filler
 from tests.proofs import models
-from tests.soak.reference import Reference
+from tests.soak.reference import TOLERANCE, Reference
 
 NEW = 64
 """Most tokens that a warm turn feeds besides its new ones."""
 
 WAIT_S, POLL_S = 60.0, 0.001
 """Longest wait for a line of a server's log, and the interval at which its file is read."""
+
+CHUNK = 512
+"""Tokens that the reference computes at once."""
 
 EXPERT_BYTES = 4 * 3 * 256 * 320 * 4
 """Bytes of one expert in all layers of a model that `make_pair` makes."""
@@ -130,13 +133,30 @@ def excess(reply: Reply, known: int) -> int:
 
 
 def wrong_texts(paths: Mapping[str, Path], talks: Sequence[Conversation]) -> list[str]:
-    """Compare all replies with mlx-lm, one model in memory at a time; violations, as sentences."""
+    """Compare all replies with mlx-lm, one model in memory at a time; violations, as sentences.
+
+    A conversation is computed in one go, because each prompt continues the turn before it.
+    """
     wrong = []
     for name, path in paths.items():
         reference = Reference(path)
-        for talk in (one for one in talks if one.model == name):
-            for said in talk.said:
-                found = reference.check(said.messages, said.reply, said.prompt_tokens)
-                if found is not None:
-                    wrong.append(f"{talk.name}: {found}")
+        for talk in (one for one in talks if one.model == name and one.said):
+            wrong += [f"{talk.name}: {found}" for found in _wrong_replies(reference, talk.said)]
+    return wrong
+
+
+def _wrong_replies(reference: Reference, turns: Sequence[Said]) -> list[str]:
+    last = turns[-1]
+    ids = reference.prompt(last.messages) + reference.tokens(last.reply)
+    short = reference.shortfalls(ids, CHUNK)
+    wrong = []
+    for said in turns:
+        prompt, out = reference.prompt(said.messages), reference.tokens(said.reply)
+        end = len(prompt) + len(out)
+        if ids[:end] != prompt + out:
+            wrong.append(f"a turn of {len(prompt)} tokens is not a part of the last one")
+        elif said.prompt_tokens != len(prompt):
+            wrong.append(f"a prompt of {len(prompt)} tokens was counted as {said.prompt_tokens}")
+        elif (worst := short[len(prompt) - 1 : end - 1].max(initial=0.0)) > TOLERANCE:
+            wrong.append(f"a reply to {len(prompt)} tokens is not the likeliest, by {worst:.4f}")
     return wrong

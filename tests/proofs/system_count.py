@@ -8,6 +8,7 @@ import time
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import psutil
 
@@ -73,6 +74,18 @@ def counting(pid: int) -> Iterator[Count]:
     finally:
         over.set()
         thread.join()
+
+
+def read_peak(pid: int) -> int | None:
+    """Return the largest resident bytes that a process has ever had; None except on Linux.
+
+    Source: https://man7.org/linux/man-pages/man5/proc_pid_status.5.html
+    """
+    status = Path(f"/proc/{pid}/status")
+    if not status.exists():
+        return None
+    (line,) = (x for x in status.read_text().splitlines() if x.startswith("VmHWM:"))
+    return int(line.split()[1]) * 1024
 
 
 def _read_bytes(process: psutil.Process) -> int | None:

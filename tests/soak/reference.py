@@ -11,6 +11,7 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import load_model
+from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from mlxcache.model import demo
@@ -40,26 +41,39 @@ class Reference:
         ids: list[int] = []
         for message in messages:
             text = f"{message['role']}\n{message['content']}"
-            ids += [self.turn_start, *self._text(text), self.turn_end, *self._text("\n")]
-        return [*ids, self.turn_start, *self._text("assistant\n")]
+            ids += [self.turn_start, *self.tokens(text), self.turn_end, *self.tokens("\n")]
+        return [*ids, self.turn_start, *self.tokens("assistant\n")]
 
-    def _text(self, text: str) -> list[int]:
+    def tokens(self, text: str) -> list[int]:
+        """Return the token ids of a text, none of which is a control token."""
         return list(self._plain.encode(text, add_special_tokens=False).ids)
+
+    def shortfalls(self, ids: list[int], chunk: int | None = None) -> NDArray[np.float32]:
+        """Return how far the logit of each token but the first is below the largest.
+
+        The shape is (n - 1,) for n tokens. `chunk`: tokens that are computed at once, all of them
+        if None.
+        """
+        cache, found = make_prompt_cache(self._model), []
+        for start in range(0, len(ids) - 1, chunk or len(ids)):
+            fed = ids[start : min(len(ids) - 1, start + (chunk or len(ids)))]
+            logits = self._model(mx.array([fed]), cache=cache)[0]
+            rows = np.asarray(logits.astype(mx.float32))
+            drawn = ids[start + 1 : start + 1 + len(fed)]
+            found.append(rows.max(axis=-1) - rows[np.arange(len(fed)), drawn])
+        return np.concatenate(found)
 
     def check(self, messages: Sequence[Mapping[str, Any]], reply: str, prompt: int) -> str | None:
         """Check a greedy reply and its number of prompt tokens.
 
         Returns a sentence on the first error, or None.
         """
-        ids, out = self.prompt(messages), self._text(reply)
+        ids, out = self.prompt(messages), self.tokens(reply)
         if len(ids) != prompt:
             return f"a prompt of {len(ids)} tokens was counted as {prompt}"
         if not out:
             return None
-        cache = make_prompt_cache(self._model)
-        logits = self._model(mx.array([ids + out[:-1]]), cache=cache)[0]
-        rows = np.asarray(logits[len(ids) - 1 :].astype(mx.float32))
-        short = rows.max(axis=-1) - rows[np.arange(len(out)), out]
+        short = self.shortfalls(ids + out)[len(ids) - 1 :]
         parts = np.flatnonzero(short > TOLERANCE)
         if not len(parts):
             return None
