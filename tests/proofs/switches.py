@@ -112,7 +112,10 @@ def alternate(client: Client, talks: list[Conversation], switches: int) -> Playe
         assert pending is not None
         played.turns.append(pending.result())
     records = client.get("/v1/requests?limit=1000")["data"]
-    played.lost = sum(one["lost"] is not None for one in records)
+    lost = [one for one in records if one["lost"] is not None]
+    for one in lost:
+        print(f"lost: {one}")
+    played.lost = len(lost)
     played.restored = sum(one["restored_tokens"] for one in records)
     return played
 
@@ -145,6 +148,8 @@ def twenty_switches(folder: Path, weights_bytes: int, switches: int) -> list[Che
             played = alternate(server.client, talks, switches)
         figures = server.client.get("/v1/cache")
         loads = sum(one["loads"] for one in figures["models"])
+        if played.most > NEW:
+            print(Log(folder, server.client.port).text)
         peak = max(count.most, read_peak(server.pid) or 0)
     over = (peak - base - ram) / ram
     read = read_beside(played, count)
