@@ -165,12 +165,32 @@ def read_header(fd: int, *, own: bool = True) -> Header:
     length = _header_length(fd, MAX_HEADER)
     raw = _pread(fd, _LENGTH + length, 0)
     if own:
-        at = _LENGTH + len(OPENING)
-        stored = raw[at : at + len(_NO_CHECK)]
-        zeroed = raw[:at] + _NO_CHECK + raw[at + len(_NO_CHECK) :]
-        if raw[_LENGTH:at] != OPENING or stored != xxh3_64_hexdigest(zeroed).encode():
-            raise Malformed("its header is damaged, or not of mlxcache")
+        _verify_check(raw)
     return parse(raw[_LENGTH:], size)
+
+
+def header_of(data: bytes) -> Header:
+    """Read the header of a file of mlxcache that is in memory, and check it against its size.
+
+    The file may come from another machine. Raises Malformed.
+    """
+    length = int.from_bytes(data[:_LENGTH], "little")
+    if not 2 <= length <= min(MOST_FOREIGN, len(data) - _LENGTH):
+        raise Malformed("its header does not fit into it")
+    raw = data[: _LENGTH + length]
+    _verify_check(raw)
+    if not is_foreign_size(raw):
+        raise Malformed("its header has too many entries")
+    return parse(raw[_LENGTH:], len(data))
+
+
+def _verify_check(raw: bytes) -> None:
+    """Raise Malformed unless the header `raw`, with its length, has a correct checksum."""
+    at = _LENGTH + len(OPENING)
+    stored = raw[at : at + len(_NO_CHECK)]
+    zeroed = raw[:at] + _NO_CHECK + raw[at + len(_NO_CHECK) :]
+    if raw[_LENGTH:at] != OPENING or stored != xxh3_64_hexdigest(zeroed).encode():
+        raise Malformed("its header is damaged, or not of mlxcache")
 
 
 def read_foreign_header(fd: int, *, own: bool) -> Header:

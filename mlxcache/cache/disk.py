@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mlxcache.cache.restore import Restorer
 from mlxcache.cache.write_behind import WriteBehind
@@ -12,6 +12,9 @@ from mlxcache.errors import StoreError
 from mlxcache.model.kv import Layout
 from mlxcache.store.store import Store
 from mlxcache.tree.prefix_tree import PrefixTree
+
+if TYPE_CHECKING:
+    from mlxcache.remote.tier import RemoteTier
 
 COPY_SHARE = 0.05
 """Share of the MLX thread's time that copies for the disk may take while replies are decoded."""
@@ -27,8 +30,9 @@ class DiskTier:
     """The disk tier of one namespace: its store, pending writes and restores.
 
     It owns the store and closes it. `pending_limit`: maximum bytes of copies that wait to be
-    written. `wake()` is called from other threads when there is work for the MLX thread. Methods
-    must be called on the MLX thread, except `figures`.
+    written. `wake()` is called from other threads when there is work for the MLX thread. `remote`:
+    what is exchanged with other servers, or None; it is closed too. Methods must be called on the
+    MLX thread, except `figures`.
     """
 
     def __init__(
@@ -38,10 +42,16 @@ class DiskTier:
         tree: PrefixTree,
         pending_limit: int,
         wake: Callable[[], None],
+        *,
+        remote: RemoteTier | None = None,
     ):
         self.store = store
-        self.write_behind = WriteBehind(layout, tree, store, pending_limit, wake)
-        self.restorer = Restorer(store, layout, wake)
+        self.remote = remote
+        on_durable = remote.share if remote is not None else None
+        self.write_behind = WriteBehind(
+            layout, tree, store, pending_limit, wake, on_durable=on_durable
+        )
+        self.restorer = Restorer(store, layout, wake, remote)
         self._figures: dict[str, Any] = {}
         self._figures_at = 0.0
         self._next_copy_at = 0.0
@@ -100,5 +110,7 @@ class DiskTier:
         left = self.write_behind.drain(seconds - min(END_S, seconds / 2))
         self.restorer.close()
         self.write_behind.close(max(0.0, deadline - time.monotonic()))
+        if self.remote is not None:
+            self.remote.close()
         self.store.close()
         return left

@@ -19,7 +19,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import mlx.core as mx
 
@@ -27,7 +27,7 @@ from mlxcache.cache.disk import DiskTier
 from mlxcache.cache.main_conversation import NO_HINTS, CacheHints, MainConversations
 from mlxcache.cache.placement import Placement, intact, reusable
 from mlxcache.cache.ram import STEP, Evict, RamTier
-from mlxcache.cache.restore import DiskLookup
+from mlxcache.cache.restore import MIN_UNKNOWN, DiskLookup
 from mlxcache.cache.shared_ram import SharedRam
 from mlxcache.model import device
 from mlxcache.model.finite import ends_finite, finite_upto, state_is_finite
@@ -41,6 +41,9 @@ from mlxcache.tree.eviction import Worth
 from mlxcache.tree.node import NO_TOKENS, Node
 from mlxcache.tree.prefix_tree import PrefixTree
 from mlxcache.types import Tokens
+
+if TYPE_CHECKING:
+    from mlxcache.remote.tier import RemoteTier
 
 log = logging.getLogger("mlxcache.engine")
 
@@ -111,6 +114,7 @@ class KVCache:
         device_buffers: int | None = None,
         copy_bytes: int = 0,
         shared: SharedRam | None = None,
+        remote: RemoteTier | None = None,
     ) -> KVCache:
         """Open a cache for models of `layout`, with a disk tier if `store` is given.
 
@@ -120,11 +124,14 @@ class KVCache:
         number of buffers that the device can hold, None for no limit. `copy_bytes`: bytes of KV
         copied in one evaluation, 0 for one array at a time. `shared`: the RAM of several models,
         which the cache joins until it is closed; `budget` must then be a member of its budget.
+        `remote`: what the disk tier exchanges with other servers, or None.
         """
         worth = worth or Worth(layout.bytes_per_token, layout.checkpoint_bytes)
         clock = shared.clock if shared is not None else None
         tree = PrefixTree(layout.bytes_per_token, worth, clock=clock)
-        disk = DiskTier(store, layout, tree, pending_limit, wake) if store is not None else None
+        disk = None
+        if store is not None:
+            disk = DiskTier(store, layout, tree, pending_limit, wake, remote=remote)
         write_behind = disk.write_behind if disk is not None else None
         ram = RamTier(
             layout,
@@ -256,6 +263,16 @@ class KVCache:
         """
         return self.disk.restorer.look_up(ids, known) if self.disk is not None else None
 
+    @property
+    def is_shared(self) -> bool:
+        """True if what is on disk is uploaded for other servers."""
+        return self.disk is not None and self.disk.remote is not None
+
+    @property
+    def min_unknown(self) -> int:
+        """Least prompt tokens not in RAM for which `look_up` is of use."""
+        return self.disk.restorer.min_unknown if self.disk is not None else MIN_UNKNOWN
+
     def can_restore(self, lease: Lease, lookup: DiskLookup) -> bool:
         """Return whether `restore` has a verified file to load or an error to raise.
 
@@ -377,7 +394,7 @@ class KVCache:
             return
         write_behind = self.disk.write_behind
         if whole:
-            write_behind.add(lease.node, ids[: lease.node.end], lease.cached)
+            write_behind.add(lease.node, ids[: lease.node.end], lease.cached, whole=True)
         elif lease.length - lease.written >= PERSIST_TOKENS:
             lease.written = lease.length // BLOCK * BLOCK
             write_behind.add(lease.node, ids[: lease.written])

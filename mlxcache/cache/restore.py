@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import zip_longest
+from typing import TYPE_CHECKING
 
 import mlx.core as mx
 
@@ -21,6 +22,9 @@ from mlxcache.model.lineage import Lineage
 from mlxcache.store.found import Found, Piece, Saved
 from mlxcache.store.store import Store
 from mlxcache.types import Tokens
+
+if TYPE_CHECKING:
+    from mlxcache.remote.tier import RemoteTier
 
 log = logging.getLogger("mlxcache.engine")
 
@@ -75,10 +79,19 @@ class Restorer:
     """Reader of the disk tier: looks prompts up, verifies files and loads them.
 
     `layout`: that of the model for whose lineages it reads. `wake` is called on a lookup's thread
-    when the lookup has a result or has ended.
+    when the lookup has a result or has ended. `remote`: where files that are not on disk are
+    fetched from, or None. `min_unknown`: least prompt tokens not in RAM for which a lookup is made.
     """
 
-    def __init__(self, store: Store, layout: Layout, wake: Callable[[], None]):
+    def __init__(
+        self,
+        store: Store,
+        layout: Layout,
+        wake: Callable[[], None],
+        remote: RemoteTier | None = None,
+    ):
+        self.min_unknown = MIN_UNKNOWN if remote is None else MIN_GAIN
+        self._remote = remote
         self._store = store
         self._layout = layout
         self._wake = wake
@@ -92,7 +105,7 @@ class Restorer:
         `known`: leading tokens that are in RAM. Does not block.
         """
         lookup = DiskLookup(ids, known)
-        self._pool.submit(self._search, lookup)
+        self._pool.submit(self._search, lookup, first=True)
         return lookup
 
     def close(self) -> None:
@@ -101,12 +114,15 @@ class Restorer:
 
     # -- on the lookup's threads -------------------------------------------------------------------
 
-    def _search(self, lookup: DiskLookup) -> None:
+    def _search(self, lookup: DiskLookup, *, first: bool) -> None:
+        """Search the disk, and unless that was done before (`first`) have more fetched to it."""
         try:
-            self._plan(lookup, self._store.find(lookup.ids))
+            found = self._store.find(lookup.ids)
+            if first and self._fetch(lookup, found):
+                return
+            self._plan(lookup, found)
             self._last_warning = ""
-            lookup.found = True
-            self._wake()
+            self._end_search(lookup)
             if lookup.target:
                 self._verify(lookup)
         except StoreError as error:
@@ -115,9 +131,33 @@ class Restorer:
         except Exception:
             log.exception("disk lookup failed for a prompt of %d tokens", len(lookup.ids))
             lookup.failed = True
-        finally:
-            lookup.found = True
-            self._wake()
+        self._end_search(lookup)
+
+    def _end_search(self, lookup: DiskLookup) -> None:
+        lookup.found = True
+        self._wake()
+
+    def _fetch(self, lookup: DiskLookup, found: Found) -> bool:
+        """Have files fetched that others wrote, and search again then; return False if none can be.
+
+        `found`: what is on disk. Does not block.
+        """
+        if self._remote is None:
+            return False
+        return self._remote.look_up(
+            lookup.ids,
+            lookup.known,
+            found,
+            lambda: self._search_again(lookup),
+            lambda: lookup.dropped,
+        )
+
+    def _search_again(self, lookup: DiskLookup) -> None:
+        try:
+            self._pool.submit(self._search, lookup, first=False)
+        except RuntimeError:  # it was closed
+            lookup.failed = True
+            self._end_search(lookup)
 
     def _warn_once(self, why: str) -> None:
         """Log a warning that the disk tier cannot be read, with its cause `why`.

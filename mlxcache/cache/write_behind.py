@@ -189,19 +189,22 @@ class PathWrite:
     position of the next token to hand to the writer, and `states` are the checkpoints to write
     after the runs. `in_flight`: number of jobs that the writer has. `lost`: files that this path
     continues were evicted in the meantime. `reused`: prompt tokens that the request reused, to be
-    counted as a use of their files. `tries`: number of restarts.
+    counted as a use of their files. `whole`: the path ends where a request ended. `tries`: number
+    of restarts.
     """
 
     node: Node
     ids: Tokens
     wanted: States
     reused: int = 0
+    whole: bool = False
     asked: bool = False
     at: int = 0
     states: States = field(default_factory=list)
     in_flight: int = 0
     lost: bool = False
     tries: int = 0
+    stopped: bool = False
 
     @property
     def handed_over(self) -> bool:
@@ -241,6 +244,7 @@ class PathWrite:
         With `lost`, the path starts again when the jobs that the writer has are done.
         """
         self.asked, self.at, self.states, self.lost = True, len(self.ids), [], lost
+        self.stopped = True
 
     def drop_checkpoint(self, state: State) -> None:
         """Release the checkpoint `state` without writing it."""
@@ -249,7 +253,7 @@ class PathWrite:
 
     def restart(self) -> None:
         """Start the write of the path again, with a new search of the store for it."""
-        self.asked, self.at, self.lost = False, 0, False
+        self.asked, self.at, self.lost, self.stopped = False, 0, False, False
         self.tries += 1
 
 
@@ -274,7 +278,9 @@ class WriteBehind:
     """Queue of paths between the prefix tree and the store's writer thread.
 
     At most `pending_limit` bytes of copies wait to be written. `wake()` is called from the writer's
-    thread when the MLX thread has results to collect. It owns the writer, which `close` ends.
+    thread when the MLX thread has results to collect. `on_durable(ids)` is called on the MLX thread
+    with each path that ends where a request ended, once it is on disk; it must not block. It owns
+    the writer, which `close` ends.
     """
 
     def __init__(
@@ -285,10 +291,12 @@ class WriteBehind:
         pending_limit: int,
         wake: Callable[[], None],
         *,
+        on_durable: Callable[[Tokens], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
         self.layout = layout
         self.pending_bytes = 0
+        self._on_durable = on_durable
         self.run_tokens = run_tokens(layout, pending_limit)
         self.buffers = StagingBuffers(serialise.run_bytes(layout, self.run_tokens))
         self.backoff = RetryBackoff(self._wake_in, clock)
@@ -343,12 +351,12 @@ class WriteBehind:
 
     # -- choosing what to write ------------------------------------------------------------------
 
-    def add(self, node: Node, ids: Tokens, reused: int = 0) -> None:
+    def add(self, node: Node, ids: Tokens, reused: int = 0, *, whole: bool = False) -> None:
         """Queue the path `ids` with its checkpoints for writing, and lock `node`.
 
         `node`: the node at which the path ends, or one below it. `reused`: prompt tokens that the
-        request reused, counted as a use of their files. During a pause after a disk error nothing
-        is locked, and the path is only remembered.
+        request reused, counted as a use of their files. `whole`: the path ends where a request
+        ended. During a pause after a disk error nothing is locked, and the path is only remembered.
         """
         if node is self._tree.root:
             return
@@ -358,7 +366,7 @@ class WriteBehind:
         wanted = _states_of(node)
         if self.layout.specs or wanted:
             self._tree.lock(node)
-            self._queue.append(PathWrite(node, ids, wanted, reused))
+            self._queue.append(PathWrite(node, ids, wanted, reused, whole))
 
     def count_locks(self, node: Node) -> int:
         """Return how many locks on `node` are held by paths that are being written."""
@@ -554,8 +562,11 @@ class WriteBehind:
         if path.lost and path.tries < TRIES and not path.node.detached:
             path.restart()
             self._queue.append(path)
-        elif not path.node.detached:
-            self._tree.unlock(path.node)
+        else:
+            if path.whole and not path.stopped and self._on_durable is not None:
+                self._on_durable(path.ids)
+            if not path.node.detached:
+                self._tree.unlock(path.node)
 
     # -- waiting -----------------------------------------------------------------------------------
 

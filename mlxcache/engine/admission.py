@@ -13,7 +13,6 @@ from mlxcache.cache.checkpoints import stops
 from mlxcache.cache.kv_cache import KVCache, Lease
 from mlxcache.cache.main_conversation import CacheHints
 from mlxcache.cache.ram import Evict
-from mlxcache.cache.restore import MIN_UNKNOWN
 from mlxcache.common_prefix import common_length
 from mlxcache.engine.cost import Cost
 from mlxcache.engine.prefill import Limits
@@ -138,7 +137,7 @@ class Admission:
             enough = 1 if task.deferred or whole else MIN_SHARED
             if shared - known >= enough and other.held.length < shared:
                 return task.defer(self._kv.layout.cacheable)
-        least = MIN_UNKNOWN_BESIDE if prefilling else MIN_UNKNOWN
+        least = MIN_UNKNOWN_BESIDE if prefilling else self._kv.min_unknown
         if task.lookup is not None or task.target - known < least:
             return False
         task.await_lookup(self._kv.look_up(task.ids, known))

@@ -195,9 +195,15 @@ class IdlePrefill:
         return True
 
     def _release(self, task: Task) -> None:
-        """Commit the tokens computed for a turn, and release its lease."""
+        """Commit the tokens computed for a turn, and release its lease.
+
+        A complete turn is also written to disk if other servers can fetch it from there, because
+        the conversation may continue on one of them.
+        """
         lease = task.held
         self._kv.commit(lease, task.ids, checkpoint=True)
+        if self._kv.is_shared and not task.remaining:
+            self._kv.persist(lease, task.ids, whole=True)
         task.give_up_lease()
         if lease.length > lease.cached:
             self._computed.append((task.ids[: lease.length], lease.cached))

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from traceback import clear_frames
-from typing import Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from mlxcache.config import Settings
 from mlxcache.engine.keep_awake import KeepAwake, Timer
@@ -52,6 +52,9 @@ from mlxcache.types import (
     RequestRecord,
 )
 
+if TYPE_CHECKING:
+    from mlxcache.remote.objects import Objects
+
 log = logging.getLogger("mlxcache.engine")
 
 T = TypeVar("T")
@@ -80,7 +83,8 @@ class Engine:
     those of the server. `stall_s`: seconds without reading after which
     a reader's request is cancelled. `awake`: prevents a Mac from sleeping while requests run; by
     default it is made from the settings. Engines in one process share `rounds`, the loop of the MLX
-    thread, and `records`, the recent requests; `on_request` is not used then.
+    thread, and `records`, the recent requests; `on_request` is not used then. `remote`: storage
+    that is shared with other servers, or None; the caller closes it.
     """
 
     def __init__(
@@ -93,6 +97,7 @@ class Engine:
         awake: KeepAwake | None = None,
         rounds: Rounds | None = None,
         records: Records | None = None,
+        remote: Objects | None = None,
     ):
         self.settings = settings
         self.label, self.aliases = settings.entries[0].label, settings.entries[0].aliases
@@ -108,6 +113,7 @@ class Engine:
         self._thread = self._rounds.thread
         self._runtime: ModelRuntime | None = None
         self._resident: Resident | None = None
+        self._remote = remote
         self._pool = ThreadPoolExecutor(RENDER_THREADS, thread_name_prefix="mlxcache-render")
         # apart, so that a grammar that takes long keeps no prompt from being rendered
         self._compilers = ThreadPoolExecutor(COMPILE_THREADS, thread_name_prefix="mlxcache-grammar")
@@ -237,7 +243,13 @@ class Engine:
         `shared`: the memory of several models.
         """
         return ModelRuntime(
-            loaded, self.settings, self._thread, self.submit, self._on_progress, shared=shared
+            loaded,
+            self.settings,
+            self._thread,
+            self.submit,
+            self._on_progress,
+            shared=shared,
+            remote=self._remote,
         )
 
     def _close(self, runtime: ModelRuntime) -> None:
@@ -302,10 +314,11 @@ class Engine:
         runtime, owner = self._ready(), OWNER.get()
 
         def make() -> Prompt:
-            return _rendered(lambda: runtime.builders.of(owner).chat(chat, session, stop))
+            runtime.fetch_replies(chat, session, owner)
+            return runtime.builders.of(owner).chat(chat, session, stop)
 
         await runtime.book.refresh_replies()
-        return await self._loop.run_in_executor(self._pool, make)
+        return await self._loop.run_in_executor(self._pool, _rendered, make)
 
     async def render_text(self, text: str) -> Prompt:
         """Return the prompt of plain `text`, without a chat template. Raises as `render`."""

@@ -11,6 +11,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from threading import Lock
+from typing import TYPE_CHECKING
 
 import mlx.core as mx
 import numpy as np
@@ -63,7 +64,11 @@ from mlxcache.store.session_rows import Gain, SessionFigures
 from mlxcache.store.sessions import Sessions
 from mlxcache.store.store import Store
 from mlxcache.tree.eviction import Worth
-from mlxcache.types import WARMING, Job, ModelInfo, Prompt, TokenLogprob, Tokens
+from mlxcache.types import WARMING, Chat, Job, ModelInfo, Prompt, TokenLogprob, Tokens
+
+if TYPE_CHECKING:
+    from mlxcache.remote.objects import Objects
+    from mlxcache.remote.tier import RemoteTier
 
 log = logging.getLogger("mlxcache.engine")
 
@@ -188,6 +193,17 @@ def open_store(
     return store, None
 
 
+def open_tier(
+    objects: Objects, store: Store, layout: Layout, seconds: Callable[[int, int], float]
+) -> RemoteTier:
+    """Open the part of the shared remote that is of one model. `seconds` estimates prefill."""
+    from mlxcache.remote.fetch import Shape  # noqa: PLC0415 - only with --remote
+    from mlxcache.remote.tier import RemoteTier  # noqa: PLC0415
+
+    shape = Shape(layout.bytes_per_token, layout.checkpoint_bytes, bool(layout.opaque))
+    return RemoteTier(objects, store, shape, seconds, layout.vocab_size)
+
+
 def open_images(loaded: Loaded, plan: MemoryPlan, settings: Settings) -> images.Images | None:
     """Reserve memory for images; return None if there is no memory or the model takes no images."""
     vision = loaded.vision
@@ -225,6 +241,7 @@ class ModelRuntime:
 
     Make it on the MLX thread. `submit`: `Engine.submit`. `on_progress(what, share)` reports what is
     being opened. `shared`: memory of several models, which already holds the weights of this one.
+    `remote`: storage that is shared with other servers, or None.
     `info.context_length` is reduced to the tokens that the budget has memory for. `pressure` is
     None with `shared`, whose owner watches it. Raises ModelError or BadRequest if the memory is too
     small, and StoreError if the table of sessions cannot be opened.
@@ -239,6 +256,7 @@ class ModelRuntime:
         on_progress: Callable[[str, float | None], None] = lambda what, share: None,
         *,
         shared: Shared | None = None,
+        remote: Objects | None = None,
     ):
         self.loaded = loaded
         self.settings = settings
@@ -248,6 +266,8 @@ class ModelRuntime:
                 "caching disabled, the model is served without it: cache class %s is unknown", name
             )
         self._shared = shared.ram if shared is not None else None
+        self._objects = remote
+        self.remote: RemoteTier | None = None
         self._plan = plan = plan_memory(loaded, self.layout, settings, shared)
         self.cost = plan.cost
         with ExitStack() as on_failure:
@@ -313,6 +333,8 @@ class ModelRuntime:
             store, self._no_disk = open_store(self.loaded, layout, self.settings)
             if store is None:
                 plan.budget.release("pending", plan.pending)
+        if store is not None and self._objects is not None and layout.cacheable:
+            self.remote = open_tier(self._objects, store, layout, self.cost.seconds)
         worth = Worth(layout.bytes_per_token, layout.checkpoint_bytes, self.cost.growth)
         return KVCache.open(
             layout,
@@ -324,6 +346,7 @@ class ModelRuntime:
             device_buffers=device.buffer_limit(),
             copy_bytes=copy_bytes(plan.transient, device.kind()),
             shared=self._shared,
+            remote=self.remote,
         )
 
     def _make_builder(self, context: int, replies: Replies) -> PromptBuilder:
@@ -502,8 +525,29 @@ class ModelRuntime:
             figures = self._totals.add(task.record, self.scheduler.prefill.speed)
             reply = task.generated()
             self.builders.of(task.job.owner).remember(reply)
+            self._share_reply(task, reply)
             self._add_turn(task, reply, figures)
         self._publish()
+
+    def _share_reply(self, task: Task, reply: GeneratedReply | None) -> None:
+        """Upload a reply, so that other servers can replay it too. Returns at once."""
+        found = task.job.prompt.source.canonical.found if reply is not None else None
+        if self.remote is not None and found is not None and reply is not None and found.asked:
+            self.remote.share_reply(task.job.owner, found.asked, reply.row)
+
+    def fetch_replies(self, chat: Chat, session: str | None, owner: str | None) -> None:
+        """Learn the replies in a conversation that other servers generated.
+
+        Blocks for a small part of the time that computing the conversation would take; returns at
+        once without a remote. `session`: label of the session. Any thread.
+        """
+        if self.remote is None:
+            return
+        unknown = self.builders.of(owner).unknown_replies(chat, session)
+        characters = sum(len(str(message.get("content") or "")) for message in chat.messages)
+        rows = self.remote.replies_to(owner, unknown, characters) if unknown else []
+        if rows:
+            self.builders.learn({owner: rows})
 
     def _publish(self) -> None:
         self.figures.publish()

@@ -199,8 +199,9 @@ class PromptBuilder:
         position = self._tokeniser.position(prompt, generation)
         marks = find_marks(prompt, self.openers, position)
         end = self._breakpoint(chat, prompt, position)
-        known = tuple(dict.fromkeys((*canonical.replies, *replayed.replies)))
-        key = PromptKey(replayed.digest, len(rendered.text), replayed.tail, canonical.history)
+        known = tuple(dict.fromkeys((*canonical.found.keys, *replayed.replies)))
+        history = canonical.found.history
+        key = PromptKey(replayed.digest, len(rendered.text), replayed.tail, history)
         made = Prompt(
             ids=prompt.ids,
             marks=marks,
@@ -225,6 +226,18 @@ class PromptBuilder:
         """Remember a reply, to replay it when a client sends it back. Returns at once."""
         if self._replay is not None and reply is not None:
             self._replay.replies.add(reply)
+
+    def unknown_replies(self, chat: Chat, session: str | None = None) -> tuple[bytes, ...]:
+        """Return digests of what precedes each reply in a conversation that is not known.
+
+        See `canonical.replies.Found`. `session`: as for `chat`.
+        """
+        if self._replay is None or not any(m.get("role") == "assistant" for m in chat.messages):
+            return ()
+        try:
+            return self.canonicaliser.canonicalise(chat, session).found.unknown
+        except RecursionError as error:
+            raise too_deep() from error
 
     def message_position(self, source: Source, leading: int) -> int:
         """Return the token position at which the message with index `leading` begins in a prompt.

@@ -146,7 +146,14 @@ def read_run(fd: int) -> RunHeader:
 
     Raises Malformed if the file is not a run of this format, and OSError.
     """
-    header = read_header(fd)
+    return run_of(read_header(fd))
+
+
+def run_of(header: Header) -> RunHeader:
+    """Return the metadata in the header of a run file, checked for consistency.
+
+    Raises Malformed if the file is not a run of this format.
+    """
     try:
         _expect(header, RUN)
         words = header.metadata
@@ -183,7 +190,14 @@ def read_checkpoint(fd: int) -> CheckpointHeader:
 
     Raises Malformed if the file is not a checkpoint of this format, and OSError.
     """
-    header = read_header(fd)
+    return checkpoint_of(read_header(fd))
+
+
+def checkpoint_of(header: Header) -> CheckpointHeader:
+    """Return the metadata in the header of a checkpoint file, checked for consistency.
+
+    Raises Malformed if the file is not a checkpoint of this format.
+    """
     try:
         _expect(header, CHECKPOINT)
         words = header.metadata
@@ -321,6 +335,21 @@ def _chunks(fd: int, start: int, stop: int, ahead: int) -> Iterator[tuple[int, m
             raise Malformed("it ends before its last tensor")
         yield start, view[:count]
         start += count
+
+
+def read_range(fd: int, at: int, into: memoryview) -> None:
+    """Read the bytes from offset `at` of an open file into the whole of `into`.
+
+    Raises Malformed if the file ends early, and OSError.
+    """
+    file = io.FileIO(fd, closefd=False)
+    file.seek(at)
+    done = 0
+    while done < len(into):
+        count = file.readinto(into[done : done + READ_BYTES])
+        if not count:
+            raise Malformed("it ends before its last tensor")
+        done += count
 
 
 def check_run(

@@ -13,7 +13,7 @@ from mlxcache.safetensors import Malformed, Tensor
 from mlxcache.store import index, maintenance
 from mlxcache.store.context import StoreContext
 from mlxcache.store.database import Database, store_errors
-from mlxcache.store.digests import Chains, root_digest
+from mlxcache.store.digests import Chain, Chains, root_digest
 from mlxcache.store.eviction import Space
 from mlxcache.store.folder import CHECKPOINT, RUN, Folder
 from mlxcache.store.found import Found, Piece, Problem, Saved, StoreStats
@@ -131,6 +131,10 @@ class Store:
         Later calls raise StoreError.
         """
         self.context.close()
+
+    def chain(self, ids: Tokens) -> Chain:
+        """Return the digests of the prefixes of `ids`, by which files and objects are named."""
+        return self._chains.of(ids)
 
     # -- finding and verifying -------------------------------------------------------------------
 

@@ -13,9 +13,11 @@ from mlxcache.engine.engine import Engine
 
 
 @asynccontextmanager
-async def started(model: Path, folder: Path, **more: Any) -> AsyncIterator[Engine]:
+async def started(
+    model: Path, folder: Path, *, remote: Any = None, **more: Any
+) -> AsyncIterator[Engine]:
     settings = {"ram": "300MB", "disk": "off"} | more
-    engine = Engine(Settings(model=str(model), cache_dir=folder, **settings))
+    engine = Engine(Settings(model=str(model), cache_dir=folder, **settings), remote=remote)
     await engine.start()
     try:
         yield engine

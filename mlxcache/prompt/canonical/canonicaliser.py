@@ -40,16 +40,14 @@ class Canonical:
     """A canonicalised conversation.
 
     `rules`: names of the rules that changed something, in the order of `RULES`. `names` maps texts
-    that the model may write to the texts that the client gets instead. `history`: digest of the
-    messages, empty if no replies are looked up. `replies`: keys of the known replies in the
-    conversation.
+    that the model may write to the texts that the client gets instead. `found`: what is known of
+    the replies in it; empty if no replies are looked up.
     """
 
     chat: Chat
     rules: tuple[str, ...] = ()
     names: Mapping[str, str] = field(default_factory=dict)
-    history: bytes = b""
-    replies: tuple[bytes, ...] = ()
+    found: replies.Found = replies.NOTHING
 
 
 class Canonicaliser:
@@ -105,16 +103,15 @@ class Canonicaliser:
         if status:
             git_status.place(draft, status, self._places, session)
             draft.hits.add("git_status")
-        history: bytes = b""
-        keys: tuple[bytes, ...] = ()
+        found = replies.NOTHING
         if self._known_reply is not None and (on["thinking"] or on["replay"]):
-            history, keys = replies.apply(
+            found = replies.apply(
                 draft, self._known_reply, thinking=on["thinking"], blanks=on["replay"]
             )
         if not draft.hits:
-            return Canonical(chat, history=history, replies=keys)
+            return Canonical(chat, found=found)
         rules = tuple(r for r in RULES if r in draft.hits)
-        return Canonical(draft.chat(), rules, draft.names, history, keys)
+        return Canonical(draft.chat(), rules, draft.names, found)
 
     def _apply_with_memory(self, draft: Draft, on: Mapping[str, bool]) -> None:
         """Apply the enabled rules that use texts remembered from earlier requests.

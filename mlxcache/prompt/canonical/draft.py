@@ -131,9 +131,18 @@ class History:
         """Digest of all messages added so far, 16 bytes."""
         return self._hash.digest()
 
-    def add(self, message: Message) -> None:
-        """Add a message, including its role, texts, calls and images, to the digest."""
-        self._hash.update(_ENCODER.encode(message).encode())
+    def add(self, message: Message) -> bytes:
+        """Add a message, including its role, texts, calls and images, to the digest.
+
+        Returns the bytes that were added.
+        """
+        encoded = _ENCODER.encode(message).encode()
+        self._hash.update(encoded)
+        return encoded
+
+    def add_bytes(self, encoded: bytes) -> None:
+        """Add the bytes that `add` returned for a message."""
+        self._hash.update(encoded)
 
 
 def as_text(value: object) -> str:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from mlxcache.prompt.canonical.draft import Draft, History, Message
@@ -53,25 +54,46 @@ thinking may also be the beginning of the text.
 """
 
 
-def apply(
-    draft: Draft, known_reply: KnownReply, *, thinking: bool, blanks: bool
-) -> tuple[bytes, tuple[bytes, ...]]:
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What is known of the replies in a conversation.
+
+    `history`: digest of all messages. `keys`: keys of the known replies, in order. `asked`: digest
+    of the messages that are no replies, and of the places of replies among them. `unknown`: such
+    digests of what precedes each reply that is not known, in order.
+    """
+
+    history: bytes = b""
+    keys: tuple[bytes, ...] = ()
+    asked: bytes = b""
+    unknown: tuple[bytes, ...] = ()
+
+
+NOTHING = Found()
+
+_REPLY = b"reply"
+"""What stands for any reply in the digest of what was asked."""
+
+
+def apply(draft: Draft, known_reply: KnownReply, *, thinking: bool, blanks: bool) -> Found:
     """Give replies in the history the form in which the model wrote them, where it is known.
 
     `thinking`: restore missing thinking. `blanks`: restore white space and the form of calls.
-    `known_reply(history, message, tools)` returns the reply that the model wrote, or None. Returns
-    the digest of all messages, and the keys of the known replies among them. If the request
-    continues the last reply, the end of that reply is not changed, because the client appends the
-    rest to it.
+    `known_reply(history, message, tools)` returns the reply that the model wrote, or None. If the
+    request continues the last reply, the end of that reply is not changed, because the client
+    appends the rest to it.
     """
-    history = History("replies")
+    history, asked = History("replies"), History("asked")
     keys: list[bytes] = []
+    unknown: list[bytes] = []
     for at, message in enumerate(draft.messages):
         if draft.role(at) == "assistant":
             said = known_reply(history.digest, message, draft.tools)
             plain = {key: value for key, value in message.items() if key != TEXTS}
             whole = not draft.continues or at < len(draft.messages) - 1
-            if said is not None:
+            if said is None:
+                unknown.append(asked.digest)
+            else:
                 keys.append(said.key)
                 inside = _thinking_is_text(plain, said)
                 if inside and thinking and whole:
@@ -81,8 +103,11 @@ def apply(
                         draft, plain, said, thinking=thinking, blanks=blanks and whole
                     )
             draft.messages[at] = plain
-        history.add(draft.messages[at])
-    return history.digest, tuple(keys)
+            history.add(plain)
+            asked.add_bytes(_REPLY)
+        else:
+            asked.add_bytes(history.add(message))
+    return Found(history.digest, tuple(keys), asked.digest, tuple(unknown))
 
 
 def _thinking_is_text(message: Message, said: Said) -> bool:

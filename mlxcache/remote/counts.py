@@ -1,0 +1,41 @@
+"""Counts of what was exchanged with the remote since the server started."""
+
+from __future__ import annotations
+
+import threading
+
+NAMES = (
+    "lookups",
+    "fetched_objects",
+    "fetched_bytes",
+    "fetched_tokens",
+    "fetched_checkpoints",
+    "fetched_replies",
+    "uploaded_objects",
+    "uploaded_bytes",
+    "corrupt",
+    "expired",
+    "slower",
+    "dropped",
+)
+"""Lookups; what was fetched and uploaded; objects with the wrong content; lookups that took too
+long; fetches that were not made because prefill is faster; uploads given up.
+"""
+
+
+class Counts:
+    """Counters by name, one for each of `NAMES`. Any thread."""
+
+    def __init__(self) -> None:
+        self._held = dict.fromkeys(NAMES, 0)
+        self._lock = threading.Lock()
+
+    def add(self, name: str, by: int = 1) -> None:
+        """Add to a counter."""
+        with self._lock:
+            self._held[name] += by
+
+    def figures(self) -> dict[str, int]:
+        """Return all counters."""
+        with self._lock:
+            return dict(self._held)

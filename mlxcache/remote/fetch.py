@@ -1,0 +1,405 @@
+"""Fetching: the part of a prompt's prefix that other servers computed becomes ordinary files.
+
+A lookup has a time limit in proportion to what computing the prompt would take, and fetches only
+what is expected to arrive sooner than it could be computed.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TypeVar
+
+from mlxcache.errors import RemoteUnavailable, StoreError
+from mlxcache.remote import grid
+from mlxcache.remote.counts import Counts
+from mlxcache.remote.names import KnownNames
+from mlxcache.remote.objects import Objects
+from mlxcache.remote.pace import Allowance, Pace
+from mlxcache.remote.run_objects import FetchedRun, unpack_checkpoint, unpack_run
+from mlxcache.safetensors import Malformed, Tensor
+from mlxcache.store.digests import BLOCK, Chain
+from mlxcache.store.found import Found
+from mlxcache.store.store import Store
+from mlxcache.types import Tokens
+
+log = logging.getLogger("mlxcache.engine")
+
+T = TypeVar("T")
+
+MIN_GAIN = 64
+"""Least tokens beyond those known for which something is fetched."""
+
+COLD_SHARE = 0.06
+"""Share of the prompt's whole prefill that a lookup without a result may take."""
+
+UNKNOWN_SHARE = 0.5
+"""Share of the prefill of the unknown part that a lookup without a result may take."""
+
+WORTH = 0.8
+"""Largest ratio of the expected seconds of a fetch to those of the prefill that it spares."""
+
+PARALLEL = 4
+"""Number of objects that are read at once."""
+
+STALL = 4.0
+"""Factor of the expected seconds of an object after which waiting for it ends."""
+
+LISTED = 100
+"""Most checkpoints of a cell that are listed."""
+
+BACK = 4
+"""Number of cells before the last one whose checkpoints are listed too, if that one has none."""
+
+
+PrefillSeconds = Callable[[int, int], float]
+"""Callable that estimates the seconds for computing the tokens [start, stop) of a prompt."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Sizes of a model's KV and states.
+
+    `bytes_per_token`: bytes of the KV of a token, 0 for a model without layers that keep KV.
+    `checkpoint_bytes`: bytes of a checkpoint. `opaque`: the model needs checkpoints.
+    """
+
+    bytes_per_token: int
+    checkpoint_bytes: int
+    opaque: bool
+
+    @property
+    def cell(self) -> int:
+        """Tokens of a cell of the grid."""
+        return grid.cell_tokens(self.bytes_per_token)
+
+
+class _Expired(Exception):
+    """Signal that a lookup has used up its allowance."""
+
+
+@dataclass(slots=True, eq=False)
+class _Lookup:
+    """One lookup: the prompt's chain, what is known of it, and its time limit.
+
+    `local`: tokens whose runs are on disk. `have`: tokens that the request reuses without the
+    remote. `most`: most tokens that it can reuse.
+    """
+
+    chain: Chain
+    local: int
+    have: int
+    most: int
+    allowance: Allowance
+    dropped: Callable[[], bool]
+
+
+class Fetcher:
+    """Fetches runs and checkpoints of prompts into the store.
+
+    `seconds` estimates prefill. `pool` makes the calls to the remote. Any thread.
+    """
+
+    def __init__(
+        self,
+        objects: Objects,
+        store: Store,
+        shape: Shape,
+        seconds: PrefillSeconds,
+        *,
+        names: KnownNames,
+        counts: Counts,
+        pool: ThreadPoolExecutor,
+        pace: Pace | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        self.pace = pace or Pace(clock)
+        self._objects, self._store, self._shape = objects, store, shape
+        self._seconds, self._names, self._counts = seconds, names, counts
+        self._pool, self._clock = pool, clock
+
+    def wanted(self, ids: Tokens, known: int, found: Found) -> bool:
+        """Return whether to look up a prompt in the remote. Does not block.
+
+        `known`: leading tokens that can be reused from RAM. `found`: the part on disk.
+        """
+        most = len(ids) - 1
+        have = max(known, self._usable(found, most))
+        if most - have < MIN_GAIN or not self._objects.available:
+            return False
+        call = self.pace.call_s
+        return call is None or call < self._allowed(have, len(ids))
+
+    def _usable(self, found: Found, most: int) -> int:
+        """Return how many leading tokens can be restored from the files of `found`."""
+        length = min(found.length, most)
+        if not self._shape.opaque:
+            return length
+        reach = length if self._shape.bytes_per_token else most
+        return max((one.position for one in found.checkpoints if one.position <= reach), default=0)
+
+    def _allowed(self, have: int, length: int) -> float:
+        whole, unknown = self._seconds(0, length), self._seconds(have, length)
+        return min(COLD_SHARE * whole, UNKNOWN_SHARE * unknown)
+
+    def fetch(
+        self, ids: Tokens, known: int, began: float, dropped: Callable[[], bool] = lambda: False
+    ) -> int:
+        """Fetch what the remote has of a prompt, and save it; return the tokens of new runs.
+
+        `known`: leading tokens that can be reused from RAM. `began`: time by the clock from which
+        the time limit counts. `dropped()`: nobody waits for the result any more. Blocks within the
+        time limit. Raises StoreError if the store cannot be read.
+        """
+        found = self._store.find(ids, touch=False)
+        most = len(ids) - 1
+        have = max(known, self._usable(found, most))
+        allowance = Allowance(began, self._allowed(have, len(ids)), self._clock)
+        chain = self._store.chain(ids)
+        lookup = _Lookup(chain, found.length, have, most, allowance, dropped)
+        self._counts.add("lookups")
+        try:
+            return self._fetch(lookup)
+        except _Expired:
+            self._counts.add("expired")
+        except RemoteUnavailable as error:
+            log.debug("lookup in the remote ended: %s", error)
+        return 0
+
+    def _fetch(self, lookup: _Lookup) -> int:
+        ends = self._find_runs(lookup) if self._shape.bytes_per_token else []
+        reach = min(ends[-1] + BLOCK - 1 if ends else lookup.local, lookup.most)
+        if not self._shape.bytes_per_token:
+            reach = lookup.most
+        position = self._find_checkpoint(lookup, reach) if self._shape.opaque else None
+        if self._shape.opaque:
+            if position is None:
+                return 0
+            ends = [end for end in ends if grid.cell_start(end, self._shape.cell) < position]
+        target = position or (min(ends[-1], lookup.most) if ends else 0)
+        if target - lookup.have < MIN_GAIN or not self._is_worth(lookup, ends, target):
+            return 0
+        state = self._get_checkpoint(lookup, position) if position is not None else None
+        if position is not None and state is None:
+            return 0
+        saved = self._save_runs(lookup, ends, target)
+        if position is not None and state is not None and self._covers(lookup, position):
+            self._store.write_checkpoint(lookup.chain.ids[:position], state)
+            self._counts.add("fetched_checkpoints")
+        return saved
+
+    def _covers(self, lookup: _Lookup, position: int) -> bool:
+        if not self._shape.bytes_per_token:
+            return True
+        return self._store.find(lookup.chain.ids[:position], touch=False).length >= position
+
+    # -- what is there -----------------------------------------------------------------------------
+
+    def _find_runs(self, lookup: _Lookup) -> list[int]:
+        """Return the ends of the objects to read: whole cells, then the tail if there is one."""
+        chain, cell = lookup.chain, self._shape.cell
+        length = len(chain.ids)
+
+        def exist(cells: Sequence[int]) -> list[bool]:
+            sizes = self._heads(lookup, [grid.run_name(chain, n * cell) for n in cells])
+            return [size is not None for size in sizes]
+
+        first = lookup.local // cell
+        last = grid.find_last(first, length // cell, exist)
+        ends = [n * cell for n in range(first + 1, last + 1)]
+        tails = grid.tail_ends(last * cell, lookup.local, length, cell)
+        if tails:
+            sizes = self._heads(lookup, [grid.run_name(chain, end) for end in tails])
+            held = [end for end, size in zip(tails, sizes, strict=True) if size is not None]
+            ends += held[-1:]
+        return ends
+
+    def _heads(self, lookup: _Lookup, names: Sequence[str]) -> list[int | None]:
+        return self._call(lookup, lambda left: self._objects.head_many(names, left))
+
+    def _find_checkpoint(self, lookup: _Lookup, reach: int) -> int | None:
+        """Return the position of the last checkpoint in the remote up to `reach` that is useful.
+
+        None if there is none beyond what the request has.
+        """
+        cell = self._shape.cell
+        cells = range(reach // cell, max(-1, reach // cell - 1 - BACK), -1)
+        for n, at in enumerate(cells):
+            if n and (at + 1) * cell - lookup.have < MIN_GAIN:
+                return None
+            prefix = grid.checkpoint_prefix(lookup.chain, at * cell, cell)
+            names = self._list(lookup, prefix)
+            found = grid.checkpoint_positions(lookup.chain, names, reach)
+            if found:
+                return found[-1] if found[-1] - lookup.have >= MIN_GAIN else None
+        return None
+
+    def _list(self, lookup: _Lookup, prefix: str) -> list[str]:
+        return self._call(lookup, lambda left: self._objects.list(prefix, LISTED, left))
+
+    def _is_worth(
+        self, lookup: _Lookup, ends: Sequence[int], target: int, at: int | None = None
+    ) -> bool:
+        """Return whether fetching is expected to take less time than computing.
+
+        `ends`: names of the runs still to fetch, for a prefix of `target` tokens. `at`: tokens that
+        were fetched already; None before the first.
+        """
+        nbytes = sum(self._run_bytes(end) for end in ends)
+        if at is None and self._shape.opaque:
+            nbytes += self._shape.checkpoint_bytes
+        expected = self.pace.seconds(nbytes)
+        have = lookup.have if at is None or self._shape.opaque else max(at, lookup.have)
+        spared = self._seconds(have, target)
+        if expected is None or expected < WORTH * spared:
+            return True
+        self._counts.add("slower")
+        return False
+
+    def _run_bytes(self, end: int) -> int:
+        tokens = end - grid.cell_start(end, self._shape.cell)
+        return tokens * self._shape.bytes_per_token
+
+    # -- reading -----------------------------------------------------------------------------------
+
+    def _get_checkpoint(self, lookup: _Lookup, position: int) -> list[Tensor] | None:
+        """Read and verify a checkpoint; None if it is missing or damaged. Raises _Expired."""
+        name = grid.checkpoint_name(lookup.chain, position, self._shape.cell)
+        began, nbytes = self._clock(), self._shape.checkpoint_bytes
+        data = self._result(lookup, self._begin(lookup, name), name, nbytes, began)
+        if data is None:
+            return None
+        self._note_read(data, len(data), began)
+        try:
+            state = unpack_checkpoint(data, lookup.chain, position)
+        except Malformed as error:
+            self._note_wrong(name, error)
+            return None
+        self._names.note_present(name, position)
+        return state
+
+    def _save_runs(self, lookup: _Lookup, ends: Sequence[int], target: int) -> int:
+        """Read the runs named by `ends` and save them, in order; return the tokens saved.
+
+        Ends early at one that is missing, damaged, late, or not worth its time.
+        """
+        at, saved = lookup.local, 0
+        try:
+            for end, data in self._read(lookup, ends):
+                run = self._verified(lookup, end, data)
+                if run is None or not self._save(lookup, run):
+                    break
+                lookup.allowance.gain(self._seconds(max(at, lookup.have), min(run.stop, target)))
+                saved += run.stop - max(at, run.start)
+                at = run.stop
+                left = [each for each in ends if each > end]
+                if lookup.dropped() or (left and not self._is_worth(lookup, left, target, at)):
+                    break
+        except _Expired:
+            self._counts.add("expired")
+        self._counts.add("fetched_tokens", saved)
+        return saved
+
+    def _verified(self, lookup: _Lookup, end: int, data: bytes) -> FetchedRun | None:
+        name = grid.run_name(lookup.chain, end)
+        try:
+            run = unpack_run(data, lookup.chain, grid.cell_start(end, self._shape.cell), end)
+        except Malformed as error:
+            self._note_wrong(name, error)
+            return None
+        self._names.note_present(name, run.stop)
+        return run
+
+    def _save(self, lookup: _Lookup, run: FetchedRun) -> bool:
+        try:
+            ids = lookup.chain.ids[: run.stop]
+            self._store.write_run(ids, run.start, run.tensors, run.late)
+        except (StoreError, ValueError) as error:
+            log.warning("KV fetched from the remote was not saved: %s", error)
+            return False
+        return True
+
+    def _read(self, lookup: _Lookup, ends: Sequence[int]) -> Iterator[tuple[int, bytes]]:
+        """Yield the objects of runs in order, each with its end, reading several at once.
+
+        Stops at one that is missing. Raises _Expired.
+        """
+        waiting = deque(ends)
+        reading: deque[tuple[int, str, Future[bytes | None]]] = deque()
+        began, total = self._clock(), 0
+        try:
+            while waiting or reading:
+                while waiting and len(reading) < PARALLEL:
+                    end = waiting.popleft()
+                    name = grid.run_name(lookup.chain, end)
+                    reading.append((end, name, self._begin(lookup, name)))
+                end, name, future = reading.popleft()
+                data = self._result(lookup, future, name, total + self._run_bytes(end), began)
+                if data is None:
+                    return
+                total += len(data)
+                self._note_read(data, total, began)
+                yield end, data
+        finally:
+            for _, _, future in reading:
+                future.cancel()
+
+    def _begin(self, lookup: _Lookup, name: str) -> Future[bytes | None]:
+        """Start reading an object. It ends by itself once no fetch of the prompt is worth it."""
+        within = max(0.0, lookup.allowance.left) + self._seconds(lookup.have, lookup.most)
+        return self._pool.submit(self._objects.get, name, within)
+
+    def _result(
+        self,
+        lookup: _Lookup,
+        future: Future[bytes | None],
+        name: str,
+        nbytes: int,
+        began: float,
+    ) -> bytes | None:
+        """Wait for the content of an object; None if it is missing or damaged. Raises _Expired.
+
+        `nbytes`: bytes expected since `began`.
+        """
+        expected, wait = self.pace.seconds(nbytes), lookup.allowance.left
+        if expected is not None:
+            wait = min(wait, max(STALL * expected, lookup.allowance.least))
+        try:
+            data = future.result(max(0.0, wait))
+        except TimeoutError:
+            future.cancel()
+            self.pace.note_unfinished(nbytes, self._clock() - began)
+            raise _Expired from None
+        if data is None:  # it was there a moment ago
+            self._names.note_wrong(name)
+        return data
+
+    def _note_read(self, data: bytes, total: int, began: float) -> None:
+        """Count an object that was read; `total` bytes were read since `began`."""
+        self.pace.note_bytes(total, self._clock() - began)
+        self._counts.add("fetched_objects")
+        self._counts.add("fetched_bytes", len(data))
+
+    def _call(self, lookup: _Lookup, action: Callable[[float], T]) -> T:
+        """Make a small call to the remote, which gets the seconds left. Raises _Expired."""
+        began, left = self._clock(), lookup.allowance.left
+        if left <= 0 or lookup.dropped():
+            raise _Expired
+        try:
+            found = action(left)
+        except RemoteUnavailable:
+            if lookup.allowance.left > 0:
+                raise
+            self.pace.note_silence(self._clock() - began)
+            raise _Expired from None
+        self.pace.note_call(self._clock() - began)
+        return found
+
+    def _note_wrong(self, name: str, error: Malformed) -> None:
+        self._names.note_wrong(name)
+        self._counts.add("corrupt")
+        log.warning("object of the remote discarded: %s: %s", name, error)

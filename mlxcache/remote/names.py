@@ -1,0 +1,45 @@
+"""Names of objects that are known to be in the remote, or to hold something else than they should.
+
+It spares the uploader a question about each object of a conversation at every turn.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from mlxcache.lru import LRU
+
+MOST_NAMES = 1 << 16
+"""Most names that are remembered."""
+
+RECENT_S = 6 * 3600.0
+"""Seconds after which an object may have expired, so that its presence is asked for again."""
+
+
+class KnownNames:
+    """Names of objects that were seen or written, and of objects found damaged. Any thread."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic):
+        self._clock = clock
+        self._present: LRU[str, tuple[float, int]] = LRU(MOST_NAMES)
+        self._wrong: LRU[str, bool] = LRU(MOST_NAMES)
+
+    def note_present(self, name: str, stop: int) -> None:
+        """Remember that an object is there, with what ends at token `stop`."""
+        self._wrong.pop(name)
+        self._present.put(name, (self._clock(), stop))
+
+    def note_wrong(self, name: str) -> None:
+        """Remember that the content of an object is damaged, so that it must be written again."""
+        self._present.pop(name)
+        self._wrong.put(name, True)
+
+    def is_present(self, name: str, stop: int) -> bool:
+        """Return whether an object is there that ends at token `stop` or later."""
+        known = self._present.get(name)
+        return known is not None and known[1] >= stop and self._clock() - known[0] < RECENT_S
+
+    def is_wrong(self, name: str) -> bool:
+        """Return whether an object must be written, even if there is one of its name."""
+        return self._wrong.peek(name) is not None

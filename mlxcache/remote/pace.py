@@ -1,0 +1,94 @@
+"""Time limits of a lookup in the remote, and its measured speed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+Clock = Callable[[], float]
+
+NEWEST = 0.3
+"""Weight of the newest measurement in a moving average."""
+
+FORGET_S = 60.0
+"""Seconds after which a measurement no longer decides anything, so that it is made again."""
+
+
+class Allowance:
+    """Seconds that a request may wait for the remote, from its start on.
+
+    What was fetched spares prefill, and its seconds are added to those allowed at first. So a
+    request never takes longer than a cold one by more than the seconds allowed at first.
+    """
+
+    def __init__(self, began: float, seconds: float, clock: Clock = time.monotonic):
+        self.least = seconds
+        self._end = began + seconds
+        self._clock = clock
+
+    def gain(self, seconds: float) -> None:
+        """Add seconds of prefill that were spared."""
+        self._end += seconds
+
+    @property
+    def left(self) -> float:
+        """Seconds that the request may still wait; negative if it has waited for too long."""
+        return self._end - self._clock()
+
+
+class Pace:
+    """Measured speed of reading from the remote: seconds of a small call, and bytes per second.
+
+    Both are moving averages, or None if nothing was measured for `FORGET_S` seconds. Any thread.
+    """
+
+    def __init__(self, clock: Clock = time.monotonic):
+        self._clock = clock
+        self._call: tuple[float, float] | None = None
+        self._rate: tuple[float, float] | None = None
+
+    def note_call(self, seconds: float) -> None:
+        """Add the seconds of a call that moved almost no data."""
+        self._call = self._averaged(self._call, seconds)
+
+    def note_bytes(self, nbytes: int, seconds: float) -> None:
+        """Add a measured read of `nbytes` bytes."""
+        self._rate = self._averaged(self._rate, seconds / max(1, nbytes))
+
+    def note_unfinished(self, nbytes: int, seconds: float) -> None:
+        """Add a read of `nbytes` bytes that was given up after `seconds`, so it takes longer."""
+        slow = seconds / max(1, nbytes)
+        rate = self._recent(self._rate)
+        if rate is None or rate < slow:
+            self._rate = (slow, self._clock())
+
+    def note_silence(self, seconds: float) -> None:
+        """Add a small call that was given up after `seconds`, so it takes longer."""
+        call = self._recent(self._call)
+        if call is None or call < seconds:
+            self._call = (seconds, self._clock())
+
+    @property
+    def call_s(self) -> float | None:
+        """Seconds of a call that moves almost no data."""
+        return self._recent(self._call)
+
+    @property
+    def bytes_per_s(self) -> float | None:
+        """Bytes per second of reading."""
+        rate = self._recent(self._rate)
+        return None if rate is None else 1 / max(rate, 1e-12)
+
+    def seconds(self, nbytes: int) -> float | None:
+        """Return the expected seconds for reading `nbytes` bytes; None if it is not known."""
+        rate = self._recent(self._rate)
+        return None if rate is None else (self.call_s or 0.0) + nbytes * rate
+
+    def _averaged(self, before: tuple[float, float] | None, value: float) -> tuple[float, float]:
+        known = self._recent(before)
+        return (value if known is None else known + NEWEST * (value - known), self._clock())
+
+    def _recent(self, measured: tuple[float, float] | None) -> float | None:
+        if measured is None or self._clock() - measured[1] > FORGET_S:
+            return None
+        return measured[0]

@@ -1,0 +1,183 @@
+"""Replies as the model generated them, exchanged so that other servers can replay them.
+
+An object holds the replies to one prompt. It is found by a digest of what was asked: the messages
+before the reply, without other replies, in their canonical form. So all replies of a conversation
+can be looked up at once, from the messages as a client sends them. That a reply belongs into a
+prompt is checked when it is replayed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Sequence
+from typing import Annotated
+
+import msgspec
+import numpy as np
+from xxhash import xxh3_64_digest
+
+from mlxcache.errors import RemoteUnavailable
+from mlxcache.lru import LRU
+from mlxcache.remote import grid
+from mlxcache.remote.counts import Counts
+from mlxcache.remote.objects import Objects
+from mlxcache.remote.upload import Uploader
+from mlxcache.store.reply_rows import KEY_BYTES, ReplyRow
+
+log = logging.getLogger("mlxcache.engine")
+
+VERSION = 1
+
+MOST_REPLIES = 16
+"""Most replies to one prompt that an object holds."""
+
+MOST_WANTED = 128
+"""Most replies that are looked up for one prompt: the newest unknown ones."""
+
+TRIES = 3
+"""Number of times that a reply is looked up, if it is not there."""
+
+MOST_TRIED = 1 << 14
+"""Most names of objects that are remembered."""
+
+_CHECK_BYTES = 8
+_Digest = Annotated[bytes, msgspec.Meta(min_length=KEY_BYTES, max_length=KEY_BYTES)]
+_Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 40)]
+
+
+class _Reply(msgspec.Struct, frozen=True, array_like=True):
+    """A reply; `ids` are little-endian int32, the other fields are those of `ReplyRow`."""
+
+    digest: _Digest
+    length: _Count
+    tail: Annotated[str, msgspec.Meta(max_length=64)]
+    history: Annotated[bytes, msgspec.Meta(max_length=KEY_BYTES)]
+    ids: bytes
+    calls: bool
+    thinking_open: bool
+    generic_tools: bool
+    stopped: str | None
+
+
+class _Object(msgspec.Struct, frozen=True, array_like=True):
+    version: int
+    replies: Annotated[list[_Reply], msgspec.Meta(max_length=MOST_REPLIES)]
+
+
+_DECODER = msgspec.msgpack.Decoder(_Object)
+
+
+class Damaged(ValueError):
+    """Error raised if the object of a reply has the wrong content."""
+
+
+def encode(rows: Sequence[ReplyRow]) -> bytes:
+    """Return the object of replies to one prompt: a checksum, and a version and rows as msgpack."""
+    replies = [
+        _Reply(
+            row.digest,
+            row.length,
+            row.tail,
+            row.history,
+            np.ascontiguousarray(row.ids, "<i4").tobytes(),
+            row.calls,
+            row.thinking_open,
+            row.generic_tools,
+            row.stopped,
+        )
+        for row in rows[-MOST_REPLIES:]
+    ]
+    body = msgspec.msgpack.encode(_Object(VERSION, replies))
+    return xxh3_64_digest(body) + body
+
+
+def decode(data: bytes, vocab_size: int) -> list[ReplyRow]:
+    """Return the replies in an object, oldest first; none if a later version wrote it.
+
+    `vocab_size`: number of token ids of the model. Raises Damaged.
+    """
+    body = data[_CHECK_BYTES:]
+    if xxh3_64_digest(body) != data[:_CHECK_BYTES]:
+        raise Damaged("its checksum is wrong")
+    try:
+        found = _DECODER.decode(body)
+    except (msgspec.MsgspecError, RecursionError) as error:
+        raise Damaged(str(error)) from error
+    if found.version != VERSION:
+        return []
+    rows = []
+    for one in found.replies:
+        if not one.ids or len(one.ids) % 4:
+            raise Damaged("a reply has no token ids")
+        ids = np.frombuffer(one.ids, "<i4").astype(np.int32)
+        if ids.min() < 0 or ids.max() >= vocab_size:
+            raise Damaged("a reply has token ids that the model does not have")
+        flags = (one.calls, one.thinking_open, one.generic_tools)
+        rows.append(
+            ReplyRow(one.digest, one.length, one.tail, one.history, ids, *flags, one.stopped)
+        )
+    return rows
+
+
+class SharedReplies:
+    """Exchange of the replies of one namespace. Any thread."""
+
+    def __init__(
+        self, objects: Objects, uploader: Uploader, counts: Counts, namespace: str, vocab_size: int
+    ):
+        self._objects, self._uploader, self._counts = objects, uploader, counts
+        self._namespace, self._vocab_size = namespace, vocab_size
+        self._tried: LRU[str, int] = LRU(MOST_TRIED)
+
+    def _name(self, owner: str | None, asked: bytes) -> str:
+        words = b"" if owner is None else owner.encode()
+        digest = hashlib.blake2b(asked + words, digest_size=KEY_BYTES, person=b"mlxcache reply")
+        return f"{grid.VERSION}/{self._namespace}/reply/{digest.hexdigest()}"
+
+    def offer(self, owner: str | None, asked: bytes, row: ReplyRow) -> None:
+        """Queue a reply for the upload. `asked`: digest of what was asked. Does not block."""
+        name = self._name(owner, asked)
+        self._tried.put(name, TRIES)
+        self._uploader.add_record(f"{name} {row.key.hex()}", lambda: self._put(name, row))
+
+    def _put(self, name: str, row: ReplyRow) -> None:
+        """Add a reply to the object of its prompt. Raises RemoteUnavailable."""
+        held = self._decoded(name, self._objects.get(name))
+        if all(one.key != row.key for one in held):
+            data = encode([*held, row])
+            self._objects.put(name, data)
+            self._counts.add("uploaded_objects")
+            self._counts.add("uploaded_bytes", len(data))
+
+    def fetch(self, owner: str | None, asked: Sequence[bytes], seconds: float) -> list[ReplyRow]:
+        """Return the replies to what was `asked`, as far as the remote has them in time.
+
+        `asked`: digests, oldest first. Blocks for at most `seconds`.
+        """
+        names = [self._name(owner, digest) for digest in asked]
+        names = [name for name in names if (self._tried.get(name) or 0) < TRIES][-MOST_WANTED:]
+        if not names or seconds <= 0 or not self._objects.available:
+            return []
+        try:
+            found = self._objects.get_many(names, seconds)
+        except RemoteUnavailable as error:
+            log.debug("replies not looked up in the remote: %s", error)
+            return []
+        rows: list[ReplyRow] = []
+        for name, data in zip(names, found, strict=True):
+            held = self._decoded(name, data)
+            self._tried.put(name, TRIES if held else (self._tried.get(name) or 0) + 1)
+            rows += held
+        self._counts.add("fetched_replies", len(rows))
+        return rows
+
+    def _decoded(self, name: str, data: bytes | None) -> list[ReplyRow]:
+        if data is None:
+            return []
+        try:
+            return decode(data, self._vocab_size)
+        except Damaged as error:
+            self._counts.add("corrupt")
+            log.warning("object of the remote discarded: %s: %s", name, error)
+            return []

@@ -1,0 +1,167 @@
+"""Objects of runs and checkpoints: made from files of the store, and verified before use.
+
+The object of a run is a run file as the store writes it, of other tokens: it is cut from the files
+that cover them. The object of a checkpoint is the checkpoint's file. See docs/disk-format.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from mlxcache.common_prefix import common_length
+from mlxcache.errors import Corrupt
+from mlxcache.safetensors import Header, Malformed, Place, Tensor, header_of
+from mlxcache.store.digests import BLOCK, Chain
+from mlxcache.store.found import Found, Saved
+from mlxcache.store.kv_files import (
+    RunHeader,
+    block_checksums,
+    checkpoint_of,
+    checksum_of,
+    compose_run,
+    open_file,
+    read_range,
+    read_run,
+    run_of,
+)
+from mlxcache.store.store import Store
+from mlxcache.types import Tokens
+
+_NO_HEADER = Header({}, (), 0)
+
+
+@dataclass(frozen=True, slots=True)
+class FetchedRun:
+    """The verified KV of a prompt's tokens [start, stop), ready to be saved.
+
+    `late`: names of tensors that hold sliding windows; see `Store.write_run`.
+    """
+
+    start: int
+    stop: int
+    tensors: Sequence[Tensor]
+    late: frozenset[str]
+
+
+def pack_run(store: Store, found: Found, chain: Chain, start: int, stop: int) -> bytes:
+    """Return the object of the run of tokens [start, stop), from the files in `found`.
+
+    `found`: result of a search for the chain's token ids. The files are verified first. Blocks for
+    reading. Raises StoreError if the files do not cover the tokens, or one of them is damaged.
+    """
+    places: tuple[Place, ...] = ()
+    late: frozenset[str] = frozenset()
+    buffers: dict[str, bytearray] = {}
+    for piece in found.pieces:
+        first, last = max(piece.start, start), min(piece.end, stop)
+        if first >= last:
+            continue
+        store.verify(piece, chain.ids)
+        with open_file(piece.path) as fd:
+            try:
+                head = read_run(fd)
+            except Malformed as error:
+                raise Corrupt(f"{piece.path.name} is damaged: {error}.") from error
+            places, late = head.header.places, head.late
+            for place in places:
+                row = place.nbytes // len(head.tokens)
+                at = place.offset + (first - head.start) * row
+                whole = buffers.setdefault(place.name, bytearray((stop - start) * row))
+                part = memoryview(whole)[(first - start) * row : (last - start) * row]
+                read_range(fd, at, part)
+    tensors = [
+        Tensor(
+            place.name,
+            place.dtype,
+            (stop - start, *place.shape[1:]),
+            memoryview(buffers[place.name]),
+        )
+        for place in places
+    ]
+    return _composed(chain, start, stop, tensors, late)
+
+
+def _composed(
+    chain: Chain, start: int, stop: int, tensors: list[Tensor], late: frozenset[str]
+) -> bytes:
+    sums, late_sums = (
+        block_checksums([t.bytes for t in tensors if (t.name in late) is is_late], stop - start)
+        for is_late in (False, True)
+    )
+    words = RunHeader(
+        _NO_HEADER,
+        chain.namespace,
+        chain.whole[start // BLOCK],
+        start,
+        chain.ids[start:stop],
+        tuple(sums),
+        late,
+        tuple(late_sums) if late else (),
+    )
+    return b"".join([compose_run(words, tensors), *(tensor.bytes for tensor in tensors)])
+
+
+def unpack_run(data: bytes, chain: Chain, start: int, end: int) -> FetchedRun:
+    """Verify the object of a run, and return the part of it that a prompt shares.
+
+    `data`: the object. `start`, `end`: the tokens that its name stands for; it may hold more after
+    them, which are returned as far as the chain has the same. Raises Malformed.
+    """
+    head = run_of(header_of(data))
+    if head.namespace != chain.namespace or head.base != chain.whole[start // BLOCK]:
+        raise Malformed("it belongs to another prefix")
+    count = len(head.tokens)
+    shared = common_length(head.tokens, chain.ids[start:])
+    if head.start != start or start + shared < end:
+        raise Malformed("it holds other tokens")
+    view = memoryview(data)
+    tensors = [_tensor(view, place) for place in head.header.places]
+    for tensor in tensors:
+        if not tensor.shape or tensor.shape[0] != count:
+            raise Malformed(f"tensor {tensor.name!r} does not have one row per token")
+    if not tensors:
+        raise Malformed("it holds no KV")
+    for is_late, sums in ((False, head.checksums), (True, head.late_checksums)):
+        held = [tensor.bytes for tensor in tensors if (tensor.name in head.late) is is_late]
+        if (held or sums) and tuple(block_checksums(held, count)) != sums:
+            raise Malformed("the checksum of a block is wrong")
+    kept = [_first_rows(tensor, shared) for tensor in tensors]
+    return FetchedRun(start, start + shared, kept, head.late)
+
+
+def pack_checkpoint(store: Store, saved: Saved, ids: Tokens) -> bytes:
+    """Return the object of a checkpoint: its file, verified first. Blocks. Raises StoreError."""
+    store.verify_checkpoint(saved, ids)
+    data = bytearray(saved.nbytes)
+    with open_file(saved.path) as fd:
+        read_range(fd, 0, memoryview(data))
+    return bytes(data)
+
+
+def unpack_checkpoint(data: bytes, chain: Chain, position: int) -> list[Tensor]:
+    """Verify the object of a checkpoint, and return its tensors. Raises Malformed.
+
+    `data`: the object. `position`: number of tokens of the chain before the checkpoint.
+    """
+    head = checkpoint_of(header_of(data))
+    if head.namespace != chain.namespace or head.digest != chain.at(position):
+        raise Malformed("it belongs to another prefix")
+    if head.position != position:
+        raise Malformed("it holds another position")
+    view = memoryview(data)
+    tensors = [_tensor(view, place) for place in head.header.places]
+    if checksum_of([tensor.bytes for tensor in tensors]) != head.checksum:
+        raise Malformed("its checksum is wrong")
+    return tensors
+
+
+def _tensor(data: memoryview, place: Place) -> Tensor:
+    held = data[place.offset : place.offset + place.nbytes]
+    return Tensor(place.name, place.dtype, place.shape, held)
+
+
+def _first_rows(tensor: Tensor, count: int) -> Tensor:
+    """Return a view of a tensor's first `count` rows."""
+    nbytes = tensor.nbytes // tensor.shape[0] * count
+    return Tensor(tensor.name, tensor.dtype, (count, *tensor.shape[1:]), tensor.bytes[:nbytes])

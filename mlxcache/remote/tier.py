@@ -1,0 +1,138 @@
+"""The remote tier of one namespace: what is fetched before a request and uploaded after it."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from mlxcache.errors import StoreError
+from mlxcache.remote.counts import Counts
+from mlxcache.remote.fetch import PARALLEL, Fetcher, PrefillSeconds, Shape
+from mlxcache.remote.names import KnownNames
+from mlxcache.remote.objects import Objects
+from mlxcache.remote.replies import SharedReplies
+from mlxcache.remote.upload import Uploader
+from mlxcache.store.found import Found
+from mlxcache.store.reply_rows import ReplyRow
+from mlxcache.store.store import Store
+from mlxcache.types import Tokens
+
+log = logging.getLogger("mlxcache.engine")
+
+LOOKUPS = 8
+"""Most lookups at once; each waits for the remote on a thread of its own."""
+
+REPLIES_SHARE = 0.02
+"""Share of a prompt's whole prefill that looking up its replies may take."""
+
+MOST_REPLIES_S = 1.0
+"""Most seconds for looking up the replies of a prompt."""
+
+CHARACTERS = 4
+"""Characters of text that count as one token, before it is tokenised."""
+
+CLOSE_S = 1.0
+"""Most seconds for uploads in progress when the server stops."""
+
+
+class RemoteTier:
+    """What a model's server exchanges with other servers, by way of `objects`.
+
+    Any thread; nothing but `replies_to` and `close` blocks. `store`: of the model's namespace; the
+    caller closes both. `seconds` estimates prefill. `vocab_size`: number of token ids.
+    """
+
+    def __init__(
+        self,
+        objects: Objects,
+        store: Store,
+        shape: Shape,
+        seconds: PrefillSeconds,
+        vocab_size: int,
+    ):
+        self._objects, self._seconds = objects, seconds
+        self._counts = counts = Counts()
+        names = KnownNames()
+        self._reading = ThreadPoolExecutor(2 * PARALLEL, thread_name_prefix="mlxcache-fetch")
+        self._lookups = ThreadPoolExecutor(LOOKUPS, thread_name_prefix="mlxcache-lookup")
+        self.fetcher = Fetcher(
+            objects, store, shape, seconds, names=names, counts=counts, pool=self._reading
+        )
+        self.uploader = Uploader(objects, store, shape, names, counts)
+        self._replies = SharedReplies(objects, self.uploader, counts, store.namespace, vocab_size)
+
+    # -- KV ----------------------------------------------------------------------------------------
+
+    def look_up(
+        self,
+        ids: Tokens,
+        known: int,
+        found: Found,
+        then: Callable[[], None],
+        dropped: Callable[[], bool],
+    ) -> bool:
+        """Fetch what other servers computed of a prompt, unless it is not worth a lookup.
+
+        `known`: leading tokens that can be reused from RAM. `found`: the part on disk. Returns
+        False if nothing is looked up. Otherwise `then()` is called on another thread at the end,
+        whether something was fetched or not. `dropped()`: see `Fetcher.fetch`.
+        """
+        if not self.fetcher.wanted(ids, known, found):
+            return False
+        began = time.monotonic()
+
+        def run() -> None:
+            try:
+                self.fetcher.fetch(ids, known, began, dropped)
+            except StoreError as error:
+                log.debug("lookup in the remote ended: %s", error)
+            except Exception:
+                log.exception("lookup in the remote failed for a prompt of %d tokens", len(ids))
+            finally:
+                then()
+
+        try:
+            self._lookups.submit(run)
+        except RuntimeError:  # the server is stopping
+            return False
+        return True
+
+    def share(self, ids: Tokens) -> None:
+        """Upload the KV of a path that is on disk now, behind everything else."""
+        self.uploader.add_path(ids)
+
+    # -- replies -----------------------------------------------------------------------------------
+
+    def share_reply(self, owner: str | None, asked: bytes, row: ReplyRow) -> None:
+        """Upload a reply. `asked`: digest of what was asked; see `SharedReplies`."""
+        self._replies.offer(owner, asked, row)
+
+    def replies_to(
+        self, owner: str | None, asked: Sequence[bytes], characters: int
+    ) -> list[ReplyRow]:
+        """Return the replies of an owner to what was `asked`, as far as they are there in time.
+
+        `characters`: length of the conversation. Blocks for a small part of the time that computing
+        it would take.
+        """
+        if not asked or not self._objects.available:
+            return []
+        whole = self._seconds(0, characters // CHARACTERS)
+        return self._replies.fetch(owner, asked, min(MOST_REPLIES_S, REPLIES_SHARE * whole))
+
+    # -- state -------------------------------------------------------------------------------------
+
+    def figures(self) -> dict[str, Any]:
+        """Return the counts of this model since the server started."""
+        return {**self._counts.figures(), "waiting": self.uploader.waiting}
+
+    def close(self, seconds: float = CLOSE_S) -> None:
+        """End all threads; finish an upload in progress within `seconds`. Blocks."""
+        self._lookups.shutdown(wait=False, cancel_futures=True)
+        self._reading.shutdown(wait=False, cancel_futures=True)
+        left = self.uploader.close(seconds)
+        if left:
+            log.info("shutdown: %d conversations or replies were not uploaded", left)

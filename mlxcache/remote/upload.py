@@ -1,0 +1,234 @@
+"""Uploading: what became durable on disk is put into the remote behind the requests.
+
+One thread does it, in order. What cannot be uploaded now stays in a bounded queue; what falls out
+of that is uploaded with the conversation's next turn.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from mlxcache.errors import RemoteUnavailable, StoreError
+from mlxcache.remote import grid
+from mlxcache.remote.counts import Counts
+from mlxcache.remote.fetch import Shape
+from mlxcache.remote.names import KnownNames
+from mlxcache.remote.objects import Objects
+from mlxcache.remote.run_objects import pack_checkpoint, pack_run
+from mlxcache.safetensors import Malformed
+from mlxcache.store.digests import BLOCK, Chain
+from mlxcache.store.found import Found
+from mlxcache.store.store import Store
+from mlxcache.types import Tokens
+
+log = logging.getLogger("mlxcache.engine")
+
+MOST_PATHS, MOST_BYTES = 256, 64 << 20
+"""Most conversations that wait to be uploaded, and most bytes of their token ids."""
+
+MOST_RECORDS = 4096
+"""Most small objects that wait to be uploaded."""
+
+FIRST_RETRY_S, RETRY_S = 1.0, 30.0
+"""Pause after a failed upload, in seconds: the first one, and the longest. Each pause doubles."""
+
+NEWEST_STATES = 3
+"""Number of a path's newest checkpoints that are uploaded, besides its first one."""
+
+
+HEADS = 64
+"""Number of objects whose presence is asked for at once."""
+
+
+class Uploader:
+    """A thread that puts runs, checkpoints and records into the remote.
+
+    Methods may be called on any thread and do not block, except `wait` and `close`.
+    """
+
+    def __init__(
+        self, objects: Objects, store: Store, shape: Shape, names: KnownNames, counts: Counts
+    ):
+        self._objects, self._store, self._shape = objects, store, shape
+        self._names, self._counts = names, counts
+        self._paths: list[Tokens] = []
+        self._records: OrderedDict[str, Callable[[], None]] = OrderedDict()
+        self._state = threading.Condition()
+        self._busy = self._closing = False
+        self._pause = 0.0
+        self._thread = threading.Thread(target=self._run, name="mlxcache-upload", daemon=True)
+        self._thread.start()
+
+    def add_path(self, ids: Tokens) -> None:
+        """Queue the runs and checkpoints of a path that is on disk.
+
+        It replaces queued paths that it continues.
+        """
+        with self._state:
+            kept = [path for path in self._paths if not _continues(ids, path)]
+            kept.append(ids)
+            while len(kept) > MOST_PATHS or (
+                len(kept) > 1 and sum(path.nbytes for path in kept) > MOST_BYTES
+            ):
+                kept.pop(0)
+                self._counts.add("dropped")
+            self._paths = kept
+            self._state.notify_all()
+
+    def add_record(self, name: str, put: Callable[[], None]) -> None:
+        """Queue `put`, which writes the small object `name`; it replaces a queued one.
+
+        `put` is called on the uploader's thread and may raise RemoteUnavailable.
+        """
+        with self._state:
+            self._records[name] = put
+            self._records.move_to_end(name)
+            while len(self._records) > MOST_RECORDS:
+                self._records.popitem(last=False)
+                self._counts.add("dropped")
+            self._state.notify_all()
+
+    @property
+    def waiting(self) -> int:
+        """Number of paths and records that are not uploaded yet."""
+        with self._state:
+            return len(self._paths) + len(self._records) + self._busy
+
+    def wait(self, seconds: float) -> bool:
+        """Block until nothing waits to be uploaded; return False after `seconds`."""
+        deadline = time.monotonic() + seconds
+        with self._state:
+            while self._paths or self._records or self._busy:
+                left = deadline - time.monotonic()
+                if left <= 0 or not self._thread.is_alive():
+                    return False
+                self._state.wait(left)
+        return True
+
+    def close(self, seconds: float) -> int:
+        """End the thread after its present object, waiting at most `seconds`.
+
+        Returns the number of paths and records that were not uploaded.
+        """
+        with self._state:
+            self._closing = True
+            self._state.notify_all()
+        self._thread.join(seconds)
+        return self.waiting
+
+    # -- on the uploader's thread ------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while (item := self._next()) is not None:
+            try:
+                self._upload(item)
+                self._pause = 0.0
+            except RemoteUnavailable as error:
+                log.debug("upload postponed: %s", error)
+                self._put_back(item)
+                self._pause = min(RETRY_S, 2 * self._pause or FIRST_RETRY_S)
+            except (StoreError, OSError, Malformed) as error:  # evicted or damaged meanwhile
+                log.debug("upload given up: %s", error)
+            except Exception:
+                log.exception("upload failed")
+            finally:
+                with self._state:
+                    self._busy = False
+                    self._state.notify_all()
+
+    def _next(self) -> tuple[str, Callable[[], None]] | Tokens | None:
+        """Wait for the next item, and for the end of a pause; None if the uploader is closing."""
+        with self._state:
+            if self._pause and not self._closing:
+                end = time.monotonic() + self._pause
+                while not self._closing and (left := end - time.monotonic()) > 0:
+                    self._state.wait(left)
+            while not (self._paths or self._records or self._closing):
+                self._state.wait()
+            if self._closing:
+                return None
+            self._busy = True
+            if self._records:
+                return self._records.popitem(last=False)
+            return self._paths.pop(0)
+
+    def _put_back(self, item: tuple[str, Callable[[], None]] | Tokens) -> None:
+        with self._state:
+            if isinstance(item, tuple):
+                self._records.setdefault(*item)
+                self._records.move_to_end(item[0], last=False)
+            elif not any(_continues(path, item) for path in self._paths):
+                self._paths.insert(0, item)
+
+    def _upload(self, item: tuple[str, Callable[[], None]] | Tokens) -> None:
+        if isinstance(item, tuple):
+            item[1]()
+            return
+        chain = self._store.chain(item)
+        found = self._store.find(item, touch=False)
+        ends = self._run_ends(min(found.length, len(item)))
+        self._note_held(chain, [end for end, stop in ends if stop == end])
+        for end, stop in ends[:-1]:
+            self._put_run(chain, found, end, stop)
+        self._put_checkpoints(chain, found)
+        for end, stop in ends[-1:]:  # the last object shows others that all of it is there
+            self._put_run(chain, found, end, stop)
+
+    def _note_held(self, chain: Chain, ends: Sequence[int]) -> None:
+        """Ask which objects of runs of whole blocks the remote has, unless that is known."""
+        names = [(grid.run_name(chain, end), end) for end in ends]
+        names = [one for one in names if not self._names.is_present(*one)]
+        for at in range(0, len(names), HEADS):
+            part = names[at : at + HEADS]
+            sizes = self._objects.head_many([name for name, _ in part])
+            for (name, end), size in zip(part, sizes, strict=True):
+                if size is not None and not self._names.is_wrong(name):
+                    self._names.note_present(name, end)
+
+    def _run_ends(self, length: int) -> list[tuple[int, int]]:
+        """Return the end that names each object of a path of `length` tokens, and its last token.
+
+        These are the whole cells and the tail. The last one also has the tokens of an incomplete
+        block.
+        """
+        cell, whole = self._shape.cell, length // BLOCK * BLOCK
+        ends = [*range(cell, whole, cell), *([whole] if whole else [])]
+        return [(end, length if end == whole else end) for end in ends]
+
+    def _put_run(self, chain: Chain, found: Found, end: int, stop: int) -> None:
+        """Put one object of a run, unless the remote has one that is as long."""
+        name = grid.run_name(chain, end)
+        if self._names.is_present(name, stop):
+            return
+        data = pack_run(self._store, found, chain, grid.cell_start(end, self._shape.cell), stop)
+        known = stop == end or self._names.is_wrong(name)  # that it is not there, or is useless
+        size = None if known else self._objects.head(name)
+        if size is None or size < len(data):
+            self._put(name, data)
+        self._names.note_present(name, stop)
+
+    def _put_checkpoints(self, chain: Chain, found: Found) -> None:
+        saved = found.checkpoints
+        for one in [*saved[:1], *saved[max(1, len(saved) - NEWEST_STATES) :]]:
+            name = grid.checkpoint_name(chain, one.position, self._shape.cell)
+            if self._names.is_present(name, one.position):
+                continue
+            if self._names.is_wrong(name) or self._objects.head(name) is None:
+                self._put(name, pack_checkpoint(self._store, one, chain.ids))
+            self._names.note_present(name, one.position)
+
+    def _put(self, name: str, data: bytes) -> None:
+        self._objects.put(name, data)
+        self._counts.add("uploaded_objects")
+        self._counts.add("uploaded_bytes", len(data))
+
+
+def _continues(ids: Tokens, path: Tokens) -> bool:
+    """Return whether `ids` begin with `path`."""
+    return len(path) <= len(ids) and bool(np.array_equal(path, ids[: len(path)]))

@@ -1,0 +1,121 @@
+"""A conversation that alternates between two servers with one remote."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mlxcache.engine.engine import Engine
+from mlxcache.remote import fetch, tier
+from mlxcache.remote.objects import Objects, open_remote
+from tests.conftest import ToyMaker
+from tests.engine.running import started
+from tests.engine.test_turns import MORE, READ, TEXT, THOUGHT, WRITE, Live, of_family, scripts
+from tests.prompt.families import FAMILIES
+
+__all__ = ["scripts"]
+
+DISK = {"disk": "1GB"}
+
+
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lookups have time: a toy computes a prompt sooner than anything can be fetched."""
+    monkeypatch.setattr(fetch, "COLD_SHARE", 1000.0)
+    monkeypatch.setattr(fetch, "UNKNOWN_SHARE", 1000.0)
+    monkeypatch.setattr(fetch, "WORTH", 1000.0)
+    monkeypatch.setattr(tier, "REPLIES_SHARE", 1000.0)
+
+
+@pytest.fixture
+def remote(tmp_path: Path) -> Iterator[Objects]:
+    """A remote in a folder."""
+    folder = tmp_path / "share"
+    folder.mkdir()
+    objects = open_remote(f"file://{folder}")
+    yield objects
+    objects.close()
+
+
+@asynccontextmanager
+async def two(model: Path, folder: Path, objects: Objects) -> AsyncIterator[list[Engine]]:
+    async with (
+        started(model, folder / "one", remote=objects, **DISK) as one,
+        started(model, folder / "other", remote=objects, **DISK) as other,
+    ):
+        yield [one, other]
+
+
+async def shared(engine: Engine) -> None:
+    """Wait until all of an engine's conversations are in the remote."""
+    await engine.sessions.settled()
+    runtime = await engine.call(lambda runtime: runtime)
+    assert runtime.remote is not None
+    assert await asyncio.to_thread(runtime.remote.uploader.wait, 20.0)
+
+
+class Alternating:
+    """A conversation whose turns go to each of `engines` in turn."""
+
+    def __init__(self, engines: list[Engine], name: str, api: str):
+        self.engines, self.number = engines, 0
+        self.talk = Live(engines[0], name, api)
+
+    async def ask(self, *reply: Any, tokens: int = 900) -> Any:
+        engine = self.engines[self.number % len(self.engines)]
+        self.talk.engine = engine
+        self.number += 1
+        record = await self.talk.ask(*reply, tokens=tokens)
+        await shared(engine)
+        return record
+
+
+ROWS = [
+    ("qwen3", "llama", "chat"),
+    ("gemma3", "gemma3", "chat"),
+    ("qwen3.5", "qwen3_5", "messages"),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("scripts", "patient")
+@pytest.mark.parametrize("row", ROWS, ids="-".join)
+async def test_turns_on_alternating_servers_feed_what_is_new(
+    toy: ToyMaker, tmp_path: Path, remote: Objects, row: tuple[str, str, str]
+):
+    """With calls, thinking and a client that rewrites replies; the last reply is the cold one's."""
+    name, layers, api = row
+    folder = tmp_path / "model"
+    folder.mkdir()
+    model = of_family(toy(layers, vocab_size=1024), folder, name)
+    several = FAMILIES[name].several
+    async with two(model, tmp_path, remote) as engines:
+        turns = Alternating(engines, name, api)
+        talk = turns.talk
+        talk.trim = lambda texts: [one.strip() for one in texts]
+        talk.user("Please read the file. " * 3)
+        await turns.ask(THOUGHT, f" {TEXT}\n" if name != "gpt-oss" else "", [READ])
+        talk.results("It is so.")
+        await turns.ask(THOUGHT, "", [READ, WRITE][: 1 + several])
+        talk.results("And so.")
+        await turns.ask(THOUGHT, TEXT, [])
+        talk.user("And then? Go on with the other one, please.")
+        await turns.ask(THOUGHT, "", [WRITE])
+        talk.results("It is done.")
+        await turns.ask(THOUGHT, TEXT, [])
+        talk.user("Go on, please.")
+        warm = await turns.ask(tokens=12)
+        print(name, layers, talk.warm, warm)
+        assert max(talk.warm[1:]) <= MORE
+        said = talk.pieces
+        await talk.engine.call(lambda runtime: runtime.kv.clear())
+        async with started(model, tmp_path / "cold", **DISK) as engine:
+            talk.engine = engine
+            cold = await talk.run(talk.prompt, 12)
+            assert cold.cached_tokens == 0
+            assert talk.pieces == said

@@ -1,0 +1,73 @@
+"""Names of objects, and the search for those of a prompt."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+
+from mlxcache.remote import grid
+from mlxcache.store.digests import Chains
+from tests.store.content import branch, tokens
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "cell"),
+    [(0, 2048), (1, 2048), (16 << 10, 2048), (128 << 10, 256), (130_000, 256), (1 << 20, 64)],
+)
+def test_a_cell_is_the_largest_power_of_two_of_blocks_within_its_bytes(nbytes: int, cell: int):
+    """131,072 bytes per token are those of a model with 8 billion parameters."""
+    assert grid.cell_tokens(nbytes) == cell
+
+
+def test_the_last_cell_is_found_in_few_rounds():
+    """Wherever it is; each round asks for at most `PROBES` cells at once."""
+    drawn = random.Random(1)
+    for _ in range(300):
+        low = drawn.randrange(50)
+        high = low + drawn.randrange(900)
+        last = drawn.randint(low, high)
+        rounds: list[int] = []
+
+        def exist(cells, last=last, rounds=rounds):
+            rounds.append(len(cells))
+            return [cell <= last for cell in cells]
+
+        assert grid.find_last(low, high, exist) == last
+        assert len(rounds) <= 4
+        assert max(rounds, default=0) <= grid.PROBES
+
+
+def test_servers_agree_on_names_as_far_as_prompts_are_equal():
+    """Names depend on all tokens before, and on nothing else."""
+    ids = tokens(700)
+    one, other = Chains("space").of(ids), Chains("space").of(branch(ids, 300, 700))
+    assert grid.run_name(one, 256) == grid.run_name(other, 256)
+    assert grid.run_name(one, 320) != grid.run_name(other, 320)
+    assert grid.run_name(one, 64) != grid.run_name(Chains("else").of(ids), 64)
+
+
+def test_a_tail_may_end_at_any_whole_block_of_the_cell_that_is_not_known():
+    """Up to the prompt's last whole block, and not at the cell's own end."""
+    assert grid.tail_ends(256, 256, 500, 256) == [320, 384, 448]
+    assert grid.tail_ends(256, 330, 5000, 256) == [384, 448]
+    assert grid.tail_ends(256, 256, 300, 256) == []
+
+
+def test_checkpoints_of_a_prompt_are_told_from_others_by_their_names():
+    """Others are after other tokens, later, or no checkpoints at all."""
+    ids = tokens(700)
+    chain, other = Chains("space").of(ids), Chains("space").of(branch(ids, 600, 700))
+    names = [grid.checkpoint_name(chain, at, 256) for at in (530, 600, 690)]
+    names += [grid.checkpoint_name(other, 650, 256), "v1/space/ckpt/x/5", "9999999999-aa", "a-b"]
+    assert all(name.startswith(grid.checkpoint_prefix(chain, 512, 256)) for name in names[:4])
+    assert grid.checkpoint_positions(chain, names, 650) == [530, 600]
+    assert grid.checkpoint_positions(chain, names, 700) == [530, 600, 690]
+
+
+def test_a_name_stands_for_the_cell_of_its_last_block():
+    """Also at the boundary of two cells."""
+    ends = np.arange(64, 1025, 64)
+    assert {grid.cell_start(int(end), 256) for end in ends} == {0, 256, 512, 768}
+    assert grid.cell_start(256, 256) == 0
