@@ -20,6 +20,7 @@ from mlxcache.config import SETTINGS, Settings, load_settings
 from mlxcache.errors import ConfigError, Unsupported
 from mlxcache.store.lock import serving
 from mlxcache.store.mac_folder import prepare_cache_dir
+from mlxcache.store.network_folder import require_local
 from mlxcache.types import FinishReason, Job, ModelInfo, ToolCall
 from mlxcache.wire.decode import decode
 from mlxcache.wire.openai_output import read_format, read_tool_use
@@ -66,9 +67,9 @@ class Model:
 
     `model` is a folder or a Hub id; None is the built-in demo. `settings` are keys of config.toml,
     with the same meaning; that file and environment variables are not read. Raises ConfigError for
-    an unknown setting. Entering raises ModelError or ConfigError if the model cannot be loaded, and
-    InUse while a command changes the cache folder. On a Mac, the default cache folder of earlier
-    versions is moved to the current place first.
+    an unknown setting, and for a cache folder on a network share. Entering raises ModelError or
+    ConfigError if the model cannot be loaded, and InUse while a command changes the cache folder.
+    On a Mac, the default cache folder of earlier versions is moved to the current place first.
     """
 
     def __init__(self, model: str | None = None, **settings: Any):
@@ -77,6 +78,8 @@ class Model:
             raise ConfigError(f"unknown setting {unknown[0]!r}; expected {', '.join(SETTINGS)}")
         no_file = {"MLXCACHE_CONFIG": os.devnull}
         wanted = load_settings({"model": model, **settings}, no_file)
+        if wanted.disk != "off":
+            require_local(wanted.cache_dir)
         folder = prepare_cache_dir(wanted.cache_dir)
         self.settings: Settings = replace(wanted, cache_dir=folder)
         # mlx_lm and its HTTP client for downloads are loaded with the first model, not on import

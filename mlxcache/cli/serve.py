@@ -25,6 +25,9 @@ def serve(*, flags: Flags, config: Config = None) -> None:
         # Here and not above: MLX and the tokenizers take seconds to import, --help needs neither.
         from mlxcache.cli.server import run  # noqa: PLC0415
         from mlxcache.store.mac_folder import prepare_cache_dir  # noqa: PLC0415
+        from mlxcache.store.network_folder import require_local  # noqa: PLC0415
 
+        if settings.disk != "off":
+            require_local(settings.cache_dir)
         folder = prepare_cache_dir(settings.cache_dir)
         asyncio.run(run(replace(settings, cache_dir=folder), out))

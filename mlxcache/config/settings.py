@@ -21,6 +21,7 @@ from mlxcache.config.model_values import (
     read_routes,
 )
 from mlxcache.config.models import Keep, ModelEntry, Route, check_names, check_routes, match_model
+from mlxcache.config.remote import RemoteUrl, read_remote_url
 from mlxcache.config.rules import RULES, read_rules
 from mlxcache.config.sizes import read_size
 from mlxcache.config.values import (
@@ -320,6 +321,22 @@ class Settings:
         "The folder of the server's files.",
         shown="mlxcache in the user's cache folder, on a Mac in Application Support",
     )
+    remote: RemoteUrl | None = _setting(
+        _OTHER,
+        None,
+        read_remote_url,
+        "URL",
+        "Share conversations with other servers through s3://BUCKET/PREFIX, gs://..., az://... or "
+        "file:///FOLDER. Credentials come from the environment.",
+    )
+    remote_key_file: Path | None = _setting(
+        _OTHER,
+        None,
+        read_path,
+        "FILE",
+        "A key that seals all that is in the remote: 64 hexadecimal digits, the same for all "
+        "servers.",
+    )
     log_level: LogLevel = _setting(
         _OTHER,
         "info",
@@ -358,6 +375,12 @@ class Settings:
         if self.disk != "off":
             read_size(self.disk)
         self._check_models()
+        if self.remote_key_file is not None and self.remote is None:
+            raise ConfigError("--remote-key-file needs a remote: add --remote URL")
+        if self.remote is not None and self.disk == "off":
+            raise ConfigError(
+                "--remote needs the disk, where what is fetched is kept: remove --disk off"
+            )
         has_key = bool(self.api_key) or self.api_keys_file is not None
         if not (self.insecure or has_key or is_loopback(self.host)):
             raise ConfigError(

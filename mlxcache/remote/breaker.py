@@ -1,65 +1,53 @@
-"""Breaker: whether the remote is used or skipped, and why."""
+"""Breaker: whether one kind of use of the remote is tried or skipped, and why."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 
 FAILURES = 3
-"""Failures in a row that open a breaker, if none of them alone does."""
+"""Failures in a row that open a breaker, if none of them is grave."""
 
-PROBE_S, MOST_PROBE_S = 1.0, 30.0
-"""Seconds before the first probe, and at most between two."""
+MOST_PROBE_S = 30.0
+"""Most seconds between two probes."""
 
 STEADY_S = 60.0
-"""Seconds of use after which the time between probes starts again from `PROBE_S`."""
+"""Seconds of use after which the time before a probe is the shortest again."""
 
 
 class Breaker:
-    """State of one kind of use of the remote, such as reading.
+    """State of reading, or of writing. Records come from one thread; any may read attributes.
 
-    `changed(self)` is called after each change of state. Records must come from one thread;
-    attributes may be read from any. `is_open`: the remote is to be skipped. `reason`: why, None
-    while it is used. `since`: time of the last change, in seconds since the epoch. `errors`: number
-    of failures so far.
+    `probe_s`: seconds before the first probe; each later one comes after twice the time, up to
+    `MOST_PROBE_S`. `is_open`: operations are to be skipped. `reason`: why, None if they are not.
+    `errors`: failures so far.
     """
 
-    def __init__(self, changed: Callable[[Breaker], None]):
-        self._changed = changed
+    def __init__(self, probe_s: float):
+        self._probe_s = probe_s
         self.is_open = False
         self.reason: str | None = None
-        self.since = time.time()
         self.errors = 0
+        self.wait_s = probe_s
         self._in_a_row = 0
-        self._wait_s = PROBE_S
         self._closed_at = -STEADY_S
 
-    @property
-    def wait_s(self) -> float:
-        """Seconds to the next probe."""
-        return self._wait_s
-
     def succeed(self) -> None:
-        """Record a success: the remote is used."""
+        """Record a success: operations are tried."""
         self._in_a_row = 0
         if self.is_open:
             self._closed_at = time.monotonic()
-            self._set(False, None)
+            self.is_open, self.reason = False, None
 
     def fail(self, reason: str, *, grave: bool) -> None:
-        """Record a failure. If it is grave, or the third in a row, the remote is skipped."""
+        """Record a failure. If it is grave, or one of several in a row, operations are skipped."""
         self.errors += 1
         self._in_a_row += 1
         if not self.is_open and (grave or self._in_a_row >= FAILURES):
-            steady = time.monotonic() - self._closed_at > STEADY_S
-            self._wait_s = PROBE_S if steady else min(2 * self._wait_s, MOST_PROBE_S)
-            self._set(True, reason)
+            steady = time.monotonic() - self._closed_at >= STEADY_S
+            self.wait_s = self._probe_s if steady else min(2 * self.wait_s, MOST_PROBE_S)
+            self.is_open, self.reason = True, reason
 
     def postpone(self, reason: str) -> None:
-        """Record a failed probe: the next one comes after twice the time."""
-        self._wait_s = min(2 * self._wait_s, MOST_PROBE_S)
+        """Record a failed probe."""
+        self.wait_s = min(2 * self.wait_s, MOST_PROBE_S)
         self.reason = reason
-
-    def _set(self, is_open: bool, reason: str | None) -> None:
-        self.is_open, self.reason, self.since = is_open, reason, time.time()
-        self._changed(self)

@@ -6,6 +6,7 @@ import re
 
 _STATUS = re.compile(r"status code: (\d+)(?: ([A-Za-z ]+))?")
 _CODE = re.compile(r"<Code>(\w{1,64})</Code>")
+_SLOW_DOWN = (408, 425, 429)
 
 _CAUSES = {
     "connection refused": "connection refused",
@@ -14,39 +15,57 @@ _CAUSES = {
     "connection closed": "connection closed",
     "certificate": "its certificate is not valid",
     "permission denied": "permission denied",
+    "read-only file system": "it is read-only",
     "no space left": "the share is full",
+    "quota exceeded": "the share is full",
     "timed out": "it does not answer",
+    "invalid http": "its answers are not HTTP",
 }
+"""Reasons by a part of obstore's text, in lower case."""
+
+_LOCAL = ("permission denied", "it is read-only", "the share is full")
+"""Reasons that do not concern reading."""
 
 
 class Failure(Exception):
     """Error of one operation; its text is a short reason without secrets.
 
-    `grave`: the next operations would fail too.
+    `grave`: the next operations of this kind would fail too. `gone`: those of all kinds would.
     """
 
-    def __init__(self, reason: str, *, grave: bool):
+    def __init__(self, reason: str, *, grave: bool, gone: bool = False):
         super().__init__(reason)
         self.grave = grave
+        self.gone = gone
+
+
+class WrongKey(Failure):
+    """The remote holds objects of another key, or of none."""
+
+    def __init__(self, reason: str):
+        super().__init__(reason, grave=True, gone=True)
 
 
 def describe_failure(error: Exception) -> Failure:
     """Return the failure for an error of obstore.
 
     Its own text is not used: it holds URLs, which may be signed. Answers such as 503 are not grave,
-    because they may be the provider's way to slow a client down; a refusal (4xx) is.
+    because they may be the provider's way to slow a client down. A refusal (4xx) is.
     """
     text = str(error)
     if status := _STATUS.search(text):
         code = _CODE.search(text)
         words = [status[1], (status[2] or "").strip(), f"({code[1]})" if code else ""]
         number = int(status[1])
-        return Failure(
-            "it answered " + " ".join(filter(None, words)),
-            grave=400 <= number < 500 and number not in (408, 429),
-        )
+        reason = "it answered " + " ".join(filter(None, words))
+        return Failure(reason, grave=400 <= number < 500 and number not in _SLOW_DOWN)
     lower = text.lower()
     for sign, reason in _CAUSES.items():
         if sign in lower:
-            return Failure(reason, grave=True)
+            return Failure(reason, grave=True, gone=reason not in _LOCAL)
     return Failure(f"{type(error).__name__} of the storage", grave=True)
+
+
+def too_slow() -> Failure:
+    """Return the failure of an operation that exceeded its deadline."""
+    return Failure("it is too slow, or does not answer", grave=True)

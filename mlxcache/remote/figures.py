@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Iterator
@@ -14,23 +15,37 @@ LEAST_MEASURED = 256 * 1024
 _WEIGHT = 0.3
 """Weight of the newest measurement in the bandwidth."""
 
+LASTING_S = 300.0
+"""Seconds for which a measurement holds. A remote that was slow is then tried again."""
+
+_BROKEN_S = 0.2
+"""Seconds from which a transfer that was broken off is measured, whatever it moved."""
+
 _PERIOD_S = 1.0
 """Seconds of transfers after which the bandwidth is measured, if they do not pause before."""
 
 
 class Traffic:
-    """Objects and bytes moved in one direction, on one thread.
-
-    `rate`: smoothed bytes per second of all transfers at the same time; None before the first
-    measurement. Transfers that were broken off count for it too.
-    """
+    """Objects and bytes moved in one direction, on one thread."""
 
     def __init__(self) -> None:
         self.objects = 0
         self.bytes = 0
-        self.rate: float | None = None
+        self._rate: float | None = None
+        self._measured_at = 0.0
         self._running = 0
         self._began, self._moved = 0.0, 0
+
+    @property
+    def rate(self) -> float | None:
+        """Smoothed bytes per second of all transfers that run at the same time.
+
+        None before the first measurement, and `LASTING_S` after the newest. Transfers that were
+        broken off count too.
+        """
+        if self._rate is None or time.monotonic() - self._measured_at > LASTING_S:
+            return None
+        return self._rate
 
     def add(self, count: int) -> None:
         """Record bytes of a running transfer."""
@@ -43,21 +58,25 @@ class Traffic:
         if not self._running:
             self._began, self._moved = time.monotonic(), 0
         self._running += 1
+        whole = False
         try:
             yield self
             self.objects += 1
+            whole = True
         finally:
             self._running -= 1
-            self._measure()
+            self._measure(least_s=math.inf if whole else _BROKEN_S)
 
-    def _measure(self) -> None:
+    def _measure(self, least_s: float) -> None:
+        """Measure the bandwidth if enough was moved, or `least_s` have passed."""
         now = time.monotonic()
         seconds = max(now - self._began, 1e-6)
         if self._running and seconds < _PERIOD_S:
             return
-        if self._moved >= LEAST_MEASURED or seconds > _PERIOD_S:
-            rate = self._moved / seconds
-            self.rate = rate if self.rate is None else self.rate + _WEIGHT * (rate - self.rate)
+        if self._moved >= LEAST_MEASURED or seconds > least_s:
+            before, now_rate = self.rate, self._moved / seconds
+            self._rate = now_rate if before is None else before + _WEIGHT * (now_rate - before)
+            self._measured_at = now
         self._began, self._moved = now, 0
 
 
@@ -67,12 +86,20 @@ class Figures:
     def __init__(self) -> None:
         self.up, self.down = Traffic(), Traffic()
         self.damaged = 0
+        self._in_a_row = 0
         self._lock = threading.Lock()
 
-    def add_damaged(self) -> None:
-        """Count an object that was read and not used. May be called on any thread."""
+    def add_damaged(self) -> int:
+        """Count a damaged object, and return how many there were in a row. For any thread."""
         with self._lock:
             self.damaged += 1
+            self._in_a_row += 1
+            return self._in_a_row
+
+    def add_intact(self) -> None:
+        """Record an object that was not damaged. For any thread."""
+        with self._lock:
+            self._in_a_row = 0
 
     def as_dict(self) -> dict[str, Any]:
         """Return the counts for `GET /v1/cache`."""

@@ -35,7 +35,7 @@ class Form(Protocol):
     def wrap(self, name: str, content: bytes | memoryview) -> bytes:
         """Return the bytes to store."""
 
-    def unwrap(self, name: str, stored: bytes) -> bytes:
+    def unwrap(self, name: str, stored: bytes | bytearray) -> bytes:
         """Return the content. Raises Corrupt for anything that `wrap` has not made."""
 
 
@@ -57,13 +57,13 @@ class Plain:
         """Return a header, a checksum (XXH3, 128 bits) and the content."""
         return b"".join((make_head(PLAIN), _checksum(name, content), content))
 
-    def unwrap(self, name: str, stored: bytes) -> bytes:
+    def unwrap(self, name: str, stored: bytes | bytearray) -> bytes:
         """Return the content. Raises Corrupt."""
         check_head(stored, PLAIN)
-        content = stored[self.overhead :]
+        content = memoryview(stored)[self.overhead :]
         if stored[HEAD_BYTES : self.overhead] != _checksum(name, content):
             raise Corrupt("its checksum is wrong")
-        return content
+        return bytes(content)
 
 
 def make_head(form: int) -> bytes:
@@ -71,7 +71,7 @@ def make_head(form: int) -> bytes:
     return MAGIC + bytes((VERSION, form)) + bytes(6)
 
 
-def check_head(stored: bytes, form: int) -> None:
+def check_head(stored: bytes | bytearray, form: int) -> None:
     """Check the first bytes of an object. Raises Corrupt."""
     if stored[: len(MAGIC)] != MAGIC:
         raise Corrupt("it is not an object of mlxcache")

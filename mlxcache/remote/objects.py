@@ -7,17 +7,19 @@ import json
 import logging
 import re
 import threading
-from collections.abc import Coroutine, Sequence
+import time
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import CancelledError as FutureCancelled
 from concurrent.futures import Future
-from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
-from mlxcache.config.remote_url import RemoteUrl, read_remote_url
+from mlxcache.config import Settings
+from mlxcache.config.remote import RemoteUrl, read_remote_key, read_remote_url
 from mlxcache.errors import ConfigError, Corrupt, RemoteUnavailable
-from mlxcache.remote.breaker import Breaker
-from mlxcache.remote.failure import Failure
+from mlxcache.remote.breaker import FAILURES, Breaker
+from mlxcache.remote.failure import Failure, WrongKey, too_slow
 from mlxcache.remote.figures import Figures
 from mlxcache.remote.form import Form, Plain
 from mlxcache.remote.storage import Storage
@@ -33,6 +35,7 @@ LARGEST_BYTES = 1 << 30
 _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*(/[A-Za-z0-9_-][A-Za-z0-9._-]*)*")
 
 T = TypeVar("T")
+Work = Callable[[], Coroutine[Any, Any, T]]
 Names = list[str]
 
 
@@ -41,14 +44,16 @@ class Limits:
     """Time limits of operations, and how many run at once.
 
     An operation may take `operation_s`, and in addition its bytes at `least_down` or `least_up`
-    bytes per second. `start_s`: time for the check of the marker at the start. `small`, `large`:
-    most operations at once without and with content.
+    bytes per second. `start_s`: time for the check of the marker at the start. `probe_s`:
+    time before the first probe of a remote that is skipped. `small`, `large`: most operations at
+    once without and with content.
     """
 
     operation_s: float = 2.0
     least_down: float = 2e6
     least_up: float = 0.25e6
     start_s: float = 3.0
+    probe_s: float = 1.0
     small: int = 32
     large: int = 8
 
@@ -71,9 +76,10 @@ class Objects:
 
     def __init__(self, storage: Storage, form: Form, limits: Limits = LIMITS):
         self._storage, self._form, self._limits = storage, form, limits
-        self._reading, self._writing = Breaker(self._changed), Breaker(self._changed)
+        self._reading, self._writing = Breaker(limits.probe_s), Breaker(limits.probe_s)
+        self._probing: asyncio.Task[None] | None = None
+        self._announced, self._since = "ok", time.time()
         self._figures = Figures()
-        self._probes: dict[Breaker, asyncio.Task[None]] = {}
         self._small, self._large = asyncio.Semaphore(limits.small), asyncio.Semaphore(limits.large)
         self._closed = False
         self._submitting = threading.Lock()
@@ -96,7 +102,7 @@ class Objects:
     @property
     def writable(self) -> bool:
         """Whether writes are tried. While False, they raise at once."""
-        return not (self._writing.is_open or self._closed)
+        return not (self._writing.is_open or self._reading.is_open or self._closed)
 
     @property
     def bandwidth_down(self) -> float | None:
@@ -105,16 +111,16 @@ class Objects:
 
     def head(self, name: str, within: float | None = None) -> int | None:
         """Return the size of an object's content in bytes, or None if it is absent."""
-        return self._wait(self._head(self._stored(name)), self._reading, within)
+        return self._wait(partial(self._head, self._stored(name)), self._reading, within)
 
     def head_many(self, names: Sequence[str], within: float | None = None) -> list[int | None]:
         """Return what `head` does for each of `names`, which are asked for at the same time."""
         stored = [self._stored(name) for name in names]
-        return self._wait(_all([self._head(one) for one in stored]), self._reading, within)
+        return self._wait(lambda: _all([self._head(one) for one in stored]), self._reading, within)
 
     def get(self, name: str, within: float | None = None) -> bytes | None:
         """Return the content of an object, or None if it is absent or damaged."""
-        found = self._wait(self._get(self._stored(name)), self._reading, within)
+        found = self._wait(partial(self._get, self._stored(name)), self._reading, within)
         return None if found is None else self._unwrap(name, found)
 
     def get_many(self, names: Sequence[str], within: float | None = None) -> list[bytes | None]:
@@ -123,8 +129,7 @@ class Objects:
         None also stands for objects whose reading failed, unless all failed.
         """
         stored = [self._stored(name) for name in names]
-        work = _most([self._get(one) for one in stored])
-        found = self._wait(work, self._reading, within)
+        found = self._wait(lambda: _most([self._get(one) for one in stored]), self._reading, within)
         return [
             None if one is None else self._unwrap(name, one)
             for name, one in zip(names, found, strict=True)
@@ -134,9 +139,9 @@ class Objects:
         """Write an object, or replace it. Others see it whole or not at all."""
         stored = self._stored(name)
         if not self.writable:
-            raise self._unavailable(self._writing)
+            raise self._unavailable()
         wrapped = self._form.wrap(name, data)
-        self._wait(self._put(stored, wrapped), self._writing, None)
+        self._wait(partial(self._put, stored, wrapped), self._writing, None)
 
     def list(self, prefix: str, limit: int, within: float | None = None) -> Names:
         """Return the names of at most `limit` objects below `prefix`, sorted.
@@ -144,26 +149,24 @@ class Objects:
         `prefix` is a name's first parts, with or without a slash at its end.
         """
         stored = self._stored(prefix.rstrip("/"))
-        found = self._wait(self._list(stored, limit), self._reading, within)
+        found = self._wait(partial(self._list, stored, limit), self._reading, within)
         names = (self._form.plain_name(one) for one in found)
         return sorted(name for name in names if name is not None)
 
     def delete(self, name: str) -> None:
         """Remove an object. An absent one is no error."""
-        self._wait(self._delete(self._stored(name)), self._writing, None)
+        self._wait(partial(self._delete, self._stored(name)), self._writing, None)
 
     def figures(self) -> dict[str, Any]:
         """Return the state and counts of the remote, the object `remote` of `GET /v1/cache`."""
-        reading, writing = self._reading, self._writing
-        worst = reading if reading.is_open else writing
-        state = "unavailable" if reading.is_open else "read-only" if writing.is_open else "ok"
+        state, reason = self._state()
         return {
             "url": str(self.url),
             "sealed": self._form.key_id is not None,
             "state": state,
-            "reason": worst.reason,
-            "since": worst.since,
-            "errors": reading.errors + writing.errors,
+            "reason": reason,
+            "since": self._since,
+            "errors": self._reading.errors + self._writing.errors,
             **self._figures.as_dict(),
         }
 
@@ -173,10 +176,12 @@ class Objects:
         Blocks for at most `Limits.start_s`. A remote that cannot be reached is only logged. Raises
         ConfigError if the remote holds objects of another key, or of none.
         """
-        with suppress(RemoteUnavailable):
-            wrong = self._wait(self._check_key(), self._reading, self._limits.start_s)
-            if wrong:
-                raise ConfigError(f"--remote {self.url}: {wrong}")
+        try:
+            check = partial(self._check_marker, probe=False)
+            self._wait(check, self._reading, self._limits.start_s)
+        except RemoteUnavailable as error:
+            if isinstance(error.__cause__, WrongKey):
+                raise ConfigError(f"--remote {self.url}: {error.__cause__}") from error
 
     def close(self) -> None:
         """End the thread. Operations that run are cancelled, and raise RemoteUnavailable."""
@@ -193,13 +198,12 @@ class Objects:
             raise ValueError(f"not the name of an object: {name!r}")
         return self._form.stored_name(name)
 
-    def _wait(self, work: Coroutine[Any, Any, T], breaker: Breaker, within: float | None) -> T:
-        """Run `work` on the remote's thread and return its result. Raises RemoteUnavailable."""
+    def _wait(self, work: Work[T], breaker: Breaker, within: float | None) -> T:
+        """Run `work()` on the remote's thread and return its result. Raises RemoteUnavailable."""
         with self._submitting:
-            if breaker.is_open or self._closed:
-                work.close()
-                raise self._unavailable(breaker)
-            future: Future[T] = asyncio.run_coroutine_threadsafe(work, self._loop)
+            if breaker.is_open or self._reading.is_open or self._closed:
+                raise self._unavailable()
+            future: Future[T] = asyncio.run_coroutine_threadsafe(work(), self._loop)
         try:
             return future.result(within)
         except Failure as error:
@@ -209,21 +213,24 @@ class Objects:
         except FutureCancelled:
             raise RemoteUnavailable(f"the remote {self.url} was closed") from None
 
-    def _unavailable(self, breaker: Breaker) -> RemoteUnavailable:
-        return RemoteUnavailable(f"the remote {self.url} is skipped: {breaker.reason or 'closed'}")
+    def _unavailable(self) -> RemoteUnavailable:
+        reason = "it is closed" if self._closed else self._state()[1]
+        return RemoteUnavailable(f"the remote {self.url} is skipped: {reason}")
 
-    def _unwrap(self, name: str, stored: bytes) -> bytes | None:
+    def _unwrap(self, name: str, stored: bytearray) -> bytes | None:
         """Return an object's content, or None if it is damaged, which is counted and logged."""
         try:
-            return self._form.unwrap(name, stored)
+            content = self._form.unwrap(name, stored)
         except Corrupt as error:
-            self._figures.add_damaged()
             log.warning("remote object is damaged, and not used: %s: %s", name, error)
-            reason = f"an object is damaged: {error}"
-            with self._submitting:
-                if not self._closed:
-                    self._loop.call_soon_threadsafe(self._note_damage, reason)
+            if self._figures.add_damaged() >= FAILURES:
+                failure = Failure(f"its objects are damaged: {error}", grave=True)
+                with self._submitting:
+                    if not self._closed:
+                        self._loop.call_soon_threadsafe(self._record, self._reading, failure)
             return None
+        self._figures.add_intact()
+        return content
 
     # -- on the remote's thread --------------------------------------------------------------
 
@@ -244,11 +251,11 @@ class Objects:
             size = await self._timed(self._reading, self._storage.head(stored))
         return None if size is None else max(0, size - self._form.overhead)
 
-    async def _get(self, stored: str) -> bytes | None:
+    async def _get(self, stored: str) -> bytearray | None:
         async with self._large:
             return await self._timed(self._reading, self._read(stored), own_deadline=True)
 
-    async def _read(self, stored: str) -> bytes | None:
+    async def _read(self, stored: str) -> bytearray | None:
         """Return the bytes of an object as stored. Raises Failure and TimeoutError.
 
         The deadline grows with the object's size once that is known.
@@ -262,12 +269,15 @@ class Objects:
                 raise Failure(f"an object has {size:,} bytes", grave=True)
             seconds = self._limits.operation_s + size / self._limits.least_down
             limit.reschedule(self._loop.time() + seconds)
-            parts = []
+            content, done = bytearray(size), 0
             with self._figures.down.transfer() as moved:
                 async for part in stream:
-                    parts.append(part)
+                    content[done : done + len(part)] = part
+                    done += len(part)
                     moved.add(len(part))
-        return b"".join(parts)
+            if done != size or len(content) != size:
+                raise Failure("an object ended early", grave=False)
+        return content
 
     async def _put(self, stored: str, wrapped: bytes) -> None:
         seconds = self._limits.operation_s + len(wrapped) / self._limits.least_up
@@ -299,68 +309,96 @@ class Objects:
         seconds: float | None = None,
         *,
         own_deadline: bool = False,
+        probe: bool = False,
     ) -> T:
         """Await `work` with a deadline, and record its outcome. Raises Failure.
 
-        `seconds`: the deadline, `Limits.operation_s` if None; none with `own_deadline`.
+        `seconds`: the deadline, `Limits.operation_s` if None; none with `own_deadline`. A `probe`
+        is tried while the breaker is open, and its failure is recorded by `_probe`.
         """
-        if breaker.is_open and asyncio.current_task() is not self._probes.get(breaker):
+        if breaker.is_open and not probe:
             work.close()
             raise Failure(breaker.reason or "it is skipped", grave=False)
         try:
-            async with asyncio.timeout(
-                None if own_deadline else seconds or self._limits.operation_s
-            ):
+            limit = None if own_deadline else seconds or self._limits.operation_s
+            async with asyncio.timeout(limit):
                 result = await work
         except (Failure, TimeoutError) as error:
             failure = error if isinstance(error, Failure) else too_slow()
-            breaker.fail(str(failure), grave=failure.grave)
+            if not probe:
+                self._record(breaker, failure)
             raise failure from error
         breaker.succeed()
+        self._announce()
         return result
 
-    async def _check_key(self) -> str | None:
-        """Return why the remote cannot be used with this key, or None. Raises Failure."""
-        async with self._large:
-            work = self._read(MARKER)
-            found = await self._timed(self._reading, work, own_deadline=True)
-        if found is None:
-            await self._write_marker()
-            return None
-        return wrong_key(found, self._form.key_id)
+    def _record(self, breaker: Breaker, failure: Failure) -> None:
+        """Record the failure of an operation; begin to probe if it opened a breaker."""
+        breaker.fail(str(failure), grave=failure.grave)
+        if failure.gone and breaker is not self._reading:
+            self._reading.fail(str(failure), grave=True)
+        self._announce()
+        if (self._reading.is_open or self._writing.is_open) and self._probing is None:
+            self._probing = self._loop.create_task(self._probe())
 
-    async def _write_marker(self) -> None:
-        content = {"format": "mlxcache-remote", "version": 1, "key": self._form.key_id}
-        await self._timed(self._writing, self._storage.put(MARKER, json.dumps(content).encode()))
+    # -- probes and the marker ---------------------------------------------------------------
 
-    def _note_damage(self, reason: str) -> None:
-        self._reading.fail(reason, grave=False)
-
-    # -- breakers ----------------------------------------------------------------------------
-
-    def _changed(self, breaker: Breaker) -> None:
-        """Log a change of a breaker's state; begin to probe if it opened."""
-        what = "reading" if breaker is self._reading else "writing"
-        if not breaker.is_open:
-            log.info("remote is used again for %s: %s", what, self.url)
-            return
-        log.warning("remote is skipped for %s: %s: %s", what, self.url, breaker.reason)
-        self._probes[breaker] = self._loop.create_task(self._probe(breaker))
-
-    async def _probe(self, breaker: Breaker) -> None:
-        """Try the marker until the remote works again."""
+    async def _probe(self) -> None:
+        """Read, then write the marker again and again, until neither breaker is open."""
         try:
-            while breaker.is_open:
+            while self._reading.is_open or self._writing.is_open:
+                breaker = self._reading if self._reading.is_open else self._writing
                 await asyncio.sleep(breaker.wait_s)
                 try:
                     if breaker is self._reading:
-                        await self._check_key()
+                        await self._check_marker(probe=True)
                     else:
-                        await self._write_marker()
-                except Failure as error:
-                    breaker.postpone(str(error))
+                        await self._write_marker(probe=True)
+                except Failure as failure:
+                    breaker.postpone(str(failure))
         finally:
-            del self._probes[breaker]
+            self._probing = None
+
+    async def _check_marker(self, *, probe: bool) -> None:
+        """Compare the marker with this server's key; write it if it is absent. Raises Failure."""
+        found = await self._timed(
+            self._reading, self._read_marker(), own_deadline=True, probe=probe
+        )
+        if found is None and not self._writing.is_open:
+            await self._write_marker(probe=False)
+
+    async def _read_marker(self) -> bytearray | None:
+        """Return the marker, None if it is absent. Raises Failure, WrongKey and TimeoutError."""
+        found = await self._read(MARKER)
+        if found is not None and (wrong := wrong_key(found, self._form.key_id)):
+            raise WrongKey(wrong)
+        return found
+
+    async def _write_marker(self, *, probe: bool) -> None:
+        content = {"format": "mlxcache-remote", "version": 1, "key": self._form.key_id}
+        work = self._storage.put(MARKER, json.dumps(content).encode())
+        await self._timed(self._writing, work, probe=probe)
+
+    # -- state -------------------------------------------------------------------------------
+
+    def _announce(self) -> None:
+        """Log the state if it changed."""
+        state, reason = self._state()
+        if state == self._announced:
+            return
+        self._announced, self._since = state, time.time()
+        if state == "ok":
+            log.info("remote is used: %s", self.url)
+        elif state == "read-only":
+            log.warning("remote is read but not written: %s: %s", self.url, reason)
+        else:
+            log.warning("remote is not used: %s: %s", self.url, reason)
+
+    def _state(self) -> tuple[str, str | None]:
+        """Return `ok`, `read-only` or `unavailable`, and the reason."""
+        if self._reading.is_open:
+            return "unavailable", self._reading.reason
+        return ("read-only" if self._writing.is_open else "ok"), self._writing.reason
 
 
 async def _all(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
@@ -380,12 +418,7 @@ async def _most(work: Sequence[Coroutine[Any, Any, T]]) -> list[T | None]:
     return [None if isinstance(one, BaseException) else one for one in found]
 
 
-def too_slow() -> Failure:
-    """Return the failure of an operation that exceeded its deadline."""
-    return Failure("it is too slow, or does not answer", grave=True)
-
-
-def wrong_key(marker: bytes, key_id: str | None) -> str | None:
+def wrong_key(marker: bytearray, key_id: str | None) -> str | None:
     """Return why the owner of a key cannot use the remote with this marker, or None.
 
     Raises Failure if the marker is damaged.
@@ -406,7 +439,9 @@ def wrong_key(marker: bytes, key_id: str | None) -> str | None:
     return "its objects are sealed with another key: use that --remote-key-file, or another prefix"
 
 
-def open_remote(url: str, *, key: bytes | None = None, limits: Limits = LIMITS) -> Objects:
+def open_remote(
+    url: str | RemoteUrl, *, key: bytes | None = None, limits: Limits = LIMITS
+) -> Objects:
     """Open the remote at `url`, check its key and return it. Blocks for `Limits.start_s` at most.
 
     A remote that cannot be reached is skipped until it can be. `key`: 32 bytes to seal names and
@@ -428,3 +463,11 @@ def open_remote(url: str, *, key: bytes | None = None, limits: Limits = LIMITS) 
         objects.close()
         raise
     return objects
+
+
+def open_configured(settings: Settings) -> Objects | None:
+    """Open the remote of `settings`, or return None if they have none. Raises as `open_remote`."""
+    if settings.remote is None:
+        return None
+    file = settings.remote_key_file
+    return open_remote(settings.remote, key=None if file is None else read_remote_key(file))

@@ -22,10 +22,10 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM, AESSIV
 from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
+from mlxcache.config.remote import KEY_BYTES
 from mlxcache.errors import Corrupt
 from mlxcache.remote.form import HEAD_BYTES, SEALED, check_head, make_head
 
-KEY_BYTES = 32
 _NONCE_BYTES, _TAG_BYTES = 12, 16
 
 
@@ -68,12 +68,13 @@ class Sealed:
         head, nonce = make_head(SEALED), os.urandom(_NONCE_BYTES)
         return b"".join((head, nonce, self._cipher(name).encrypt(nonce, content, _bound(name))))
 
-    def unwrap(self, name: str, stored: bytes) -> bytes:
+    def unwrap(self, name: str, stored: bytes | bytearray) -> bytes:
         """Return the content. Raises Corrupt."""
         check_head(stored, SEALED)
-        nonce, sealed = stored[HEAD_BYTES:][:_NONCE_BYTES], memoryview(stored)[HEAD_BYTES:]
+        after = memoryview(stored)[HEAD_BYTES:]
+        nonce, sealed = bytes(after[:_NONCE_BYTES]), after[_NONCE_BYTES:]
         try:
-            return self._cipher(name).decrypt(nonce, sealed[_NONCE_BYTES:], _bound(name))
+            return self._cipher(name).decrypt(nonce, sealed, _bound(name))
         except (InvalidTag, ValueError) as error:
             raise Corrupt("it was changed, or sealed with another key") from error
 

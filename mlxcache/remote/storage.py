@@ -19,7 +19,7 @@ import obstore
 from obstore import exceptions
 from obstore.store import AzureStore, GCSStore, LocalStore, S3Store
 
-from mlxcache.config.remote_url import RemoteUrl
+from mlxcache.config.remote import RemoteUrl
 from mlxcache.errors import ConfigError
 from mlxcache.remote.failure import Failure, describe_failure
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 CONNECT_S = 1.5
 """Seconds to connect, including the handshake of TLS."""
 
-_PART_BYTES = 1 << 20
+_PART_BYTES = 1 << 18
 _PAGE = 1000
 _ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
 
@@ -67,7 +67,7 @@ class Storage:
         except FileNotFoundError:
             return None
 
-    async def open(self, path: str) -> tuple[int, AsyncIterator[bytes]] | None:
+    async def open(self, path: str) -> tuple[int, AsyncIterator[memoryview]] | None:
         """Begin to read an object: return its size and its parts, or None if it is absent."""
         try:
             with _failures():
@@ -96,10 +96,10 @@ class Storage:
             await obstore.delete_async(self._store, path)
 
 
-async def _parts(result: obstore.GetResult) -> AsyncIterator[bytes]:
+async def _parts(result: obstore.GetResult) -> AsyncIterator[memoryview]:
     with _failures():
         async for part in result.stream(min_chunk_size=_PART_BYTES):
-            yield bytes(part)
+            yield memoryview(part)
 
 
 @contextmanager
@@ -109,7 +109,7 @@ def _failures() -> Iterator[None]:
         yield
     except (Failure, FileNotFoundError):
         raise
-    except (exceptions.BaseError, OSError, ValueError) as error:
+    except (exceptions.BaseError, OSError, RuntimeError, ValueError) as error:
         raise describe_failure(error) from error
 
 

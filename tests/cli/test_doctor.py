@@ -171,6 +171,16 @@ def test_the_cache_folder_must_be_writable_and_private(tmp_path: Path) -> None:
     assert disk.examine_folder(file / "below").status == "fail"
 
 
+def test_a_cache_folder_on_a_share_is_a_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server would refuse it."""
+    monkeypatch.setattr(disk, "network_type", lambda folder: "smbfs")
+    found = disk.examine_folder(tmp_path)
+    assert (found.status, "--remote" in str(found.remedy)) == ("fail", True)
+    assert "smbfs" in found.value
+
+
 def test_free_disk_space_is_compared_with_the_limit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -7,6 +7,7 @@ import pytest
 
 from mlxcache.config import SETTINGS, Settings, load_settings, unknown_variables
 from mlxcache.config.models import Route
+from mlxcache.config.remote import RemoteUrl
 from mlxcache.errors import ConfigError
 
 
@@ -76,6 +77,8 @@ VALUES = {
     "trust_remote_code": ("1", True),
     "log_level": ("DEBUG", "debug"),
     "keep_awake": ("off", False),
+    "remote": ("s3://bucket/team/", RemoteUrl("s3", "bucket", "team")),
+    "remote_key_file": ("/key", Path("/key")),
     "warm": (__file__, (Path(__file__),)),
 }
 
@@ -84,12 +87,15 @@ assert set(VALUES) == set(SETTINGS) - {"models"}
 OTHERS = {"MLXCACHE_MODEL": "org/name", "MLXCACHE_DRAFT_MODEL": "org/small"}
 """Other settings that some settings require."""
 
+NEEDED = {"remote_key_file": {"MLXCACHE_REMOTE": "s3://bucket"}}
+"""Other settings that one setting requires, and that others contradict."""
+
 
 @pytest.mark.parametrize("name", sorted(VALUES))
 def test_every_setting_can_come_from_the_environment(home, name):
     """Its text is converted to the setting's type."""
     text, value = VALUES[name]
-    environ = OTHERS | {"MLXCACHE_" + name.upper(): text}
+    environ = OTHERS | NEEDED.get(name, {}) | {"MLXCACHE_" + name.upper(): text}
     assert getattr(load_settings({}, environ), name) == value
 
 
@@ -108,6 +114,7 @@ def test_every_setting_can_come_from_the_file(home, name):
         line = f'{name} = "{text}"'
     write(home, line)
     environ = {k: v for k, v in OTHERS.items() if k != "MLXCACHE_" + name.upper()}
+    environ |= NEEDED.get(name, {})
     assert getattr(load_settings({}, environ), name) == value
 
 

@@ -15,6 +15,7 @@ from mlxcache.cli.doctor.finding import Finding
 from mlxcache.config import disk_limit, format_size
 from mlxcache.disk_calls import sync
 from mlxcache.private import make_folder
+from mlxcache.store.network_folder import network_type
 
 TEST_BYTES = 256 << 20
 PART_BYTES = 8 << 20
@@ -42,6 +43,10 @@ def examine_folder(folder: Path) -> Finding:
     if not os.access(there, os.W_OK | os.X_OK) or not there.is_dir():
         value = f"{folder} cannot be written"
         remedy = f"make {there} writable (chown), or choose another folder with --cache-dir"
+        return Finding("cache folder", "fail", value, remedy)
+    if (kind := network_type(folder)) is not None:
+        value = f"{folder} is on a network file system ({kind})"
+        remedy = "choose a folder on a local disk with --cache-dir; share through --remote"
         return Finding("cache folder", "fail", value, remedy)
     if there != folder.absolute():
         return Finding("cache folder", "ok", f"{folder}, not created yet")
