@@ -39,6 +39,7 @@ from mlxcache.wire.titles import title_from_messages
 
 if TYPE_CHECKING:
     from mlxcache.engine.stream import Stream
+    from mlxcache.remote.objects import Objects
     from mlxcache.sessions.book import SessionBook
 
 URL = "http://127.0.0.1:0"
@@ -85,7 +86,12 @@ class Model:
         # mlx_lm and its HTTP client for downloads are loaded with the first model, not on import
         from mlxcache.engine.engine import Engine  # noqa: PLC0415
 
-        self._engine = Engine(self.settings)
+        self._remote: Objects | None = None
+        if self.settings.remote is not None:
+            from mlxcache.remote.objects import open_configured  # noqa: PLC0415
+
+            self._remote = open_configured(self.settings)
+        self._engine = Engine(self.settings, remote=self._remote)
         self._folder_lock = ExitStack()
 
     async def __aenter__(self) -> Self:
@@ -106,6 +112,8 @@ class Model:
         """Cancel running replies, write computed KV to disk, and unload the model. Idempotent."""
         with self._folder_lock:
             await self._engine.stop()
+            if self._remote is not None:
+                self._remote.close()
 
     @property
     def info(self) -> ModelInfo:

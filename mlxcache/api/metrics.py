@@ -167,12 +167,36 @@ _DISK = (
     _counter("restores", "Files verified before use.", "restores", "outcome"),
 )
 
+_REMOTE = (
+    _gauge("remote_available", "1 while the remote is read.", "remote.available"),
+    _gauge("remote_writable", "1 while the remote is written.", "remote.writable"),
+    _gauge("remote_waiting_uploads", "Uploads that wait.", "remote.exchange.waiting"),
+    _gauge(
+        "remote_bytes_per_second",
+        "Measured bandwidth of recent transfers.",
+        "remote.bandwidth",
+        "direction",
+    ),
+    _counter(
+        "remote_transferred_bytes",
+        "Bytes of objects moved.",
+        "remote.moved_bytes",
+        "direction",
+    ),
+    _counter("remote_transferred_objects", "Objects moved.", "remote.moved_objects", "direction"),
+    _counter("remote_errors", "Operations that failed.", "remote.errors"),
+    _counter("remote_damaged_objects", "Objects read and not used.", "remote.damaged_objects"),
+    _counter(
+        "remote_fetched_tokens", "Tokens fetched for prompts.", "remote.exchange.fetched_tokens"
+    ),
+)
+
 _SERVER = (
     _gauge("ready", "1 while requests are served.", "ready"),
     _gauge("mlx_thread_silent_seconds", "Duration of the current step.", "silent_s"),
 )
 
-FAMILIES = (*_REQUESTS, *_MEMORY, *_MODELS, *_DISK, *_SERVER)
+FAMILIES = (*_REQUESTS, *_MEMORY, *_MODELS, *_DISK, *_REMOTE, *_SERVER)
 
 
 def arrange_figures(figures: Mapping[str, Any]) -> dict[str, Any]:
@@ -198,7 +222,23 @@ def arrange_figures(figures: Mapping[str, Any]) -> dict[str, Any]:
     }
     if "state" in disk:
         made["disk"] = {**disk, "suspended": disk["state"] != "ok"}
+    if (remote := figures.get("remote")) is not None:
+        made["remote"] = _arrange_remote(remote)
     return {**figures, **made}
+
+
+def _arrange_remote(remote: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the figures of the remote, with mappings from the direction, `up` or `down`."""
+    ways = {"up": "upload", "down": "download"}
+    rates = {way: remote[f"{name}_bytes_per_s"] for way, name in ways.items()}
+    return {
+        **remote,
+        "available": remote["state"] != "unavailable",
+        "writable": remote["state"] == "ok",
+        "bandwidth": {way: rate for way, rate in rates.items() if rate is not None},
+        "moved_bytes": {way: remote[f"{name}ed_bytes"] for way, name in ways.items()},
+        "moved_objects": {way: remote[f"{name}ed_objects"] for way, name in ways.items()},
+    }
 
 
 def routes(deps: Deps) -> list[Route]:

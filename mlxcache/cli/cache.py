@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -11,11 +13,12 @@ import typer
 from mlxcache.cli import show
 from mlxcache.cli.confirm import Yes, confirm, require_terminal_or_yes
 from mlxcache.cli.figures import print_figures
-from mlxcache.cli.output import console
+from mlxcache.cli.output import console, reporting
 from mlxcache.cli.progress import count_bar
+from mlxcache.cli.shared import prune_remote, show_remote
 from mlxcache.cli.show import Result
-from mlxcache.cli.target import Where, located
-from mlxcache.config import format_size, parse_size
+from mlxcache.cli.target import TARGET, Where, located
+from mlxcache.config import Settings, format_size, load_settings, parse_size
 from mlxcache.errors import ConfigError
 
 app = typer.Typer(
@@ -26,10 +29,39 @@ app = typer.Typer(
 )
 
 
+@app.callback()
+def group(
+    ctx: typer.Context,
+    remote: Annotated[
+        str | None,
+        typer.Option(metavar="URL", help="Take the shared remote at URL, for stats and prune."),
+    ] = None,
+    remote_key_file: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="The remote's key, for stats."),
+    ] = None,
+) -> None:
+    """Show figures of the cache, verify its files, prune and clear it."""
+    with reporting():
+        if remote is not None:
+            given = {"remote": remote, "remote_key_file": remote_key_file}
+            ctx.meta[TARGET] = load_settings(given, os.environ)
+        elif remote_key_file is not None:
+            raise ConfigError("--remote-key-file needs a remote: add --remote URL")
+    if remote is not None and ctx.invoked_subcommand not in ("stats", "prune"):
+        with reporting():
+            raise ConfigError(f"--remote has no {ctx.invoked_subcommand}: use stats or prune")
+
+
 @app.command()
 @located
 def stats(where: Where) -> Result:
-    """Show what the cache holds and how much it was reused."""
+    """Show what the cache holds and how much it was reused.
+
+    With --remote before the command, show what the shared remote holds.
+    """
+    if isinstance(where, Settings):
+        return show_remote(where)
     found = where.stats()
     return Result(found, partial(print_figures, found))
 
@@ -62,6 +94,10 @@ def _print_problems(problems: Sequence[Mapping[str, str]]) -> None:
 def prune(
     where: Where,
     *,
+    older_than: Annotated[
+        str | None,
+        typer.Option(metavar="AGE", help="Of a remote: remove what was written before, as 30d."),
+    ] = None,
     to: Annotated[
         str | None,
         typer.Option("--to", metavar="SIZE", help="Then evict down to SIZE, such as 5GB."),
@@ -71,7 +107,13 @@ def prune(
 
     With --to, also evict files until that size is left: those used least often and longest ago
     first, pinned ones last.
+
+    With --remote before the command and --older-than, remove old objects of the shared remote.
     """
+    if isinstance(where, Settings):
+        return prune_remote(where, older_than)
+    if older_than is not None:
+        raise ConfigError("--older-than is of a remote: add --remote URL before prune")
     limit = None if to is None else _parse_limit(to)
     with count_bar("reading the files") as progress:
         found = where.prune(limit, progress)

@@ -16,11 +16,11 @@ import socket
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
 from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import uvicorn
 from rich.console import Console
@@ -45,6 +45,9 @@ from mlxcache.errors import MlxcacheError, ModelError, StoreError
 from mlxcache.owner import OWNER, owner_of
 from mlxcache.store.lock import InUse, serving
 from mlxcache.types import RequestRecord
+
+if TYPE_CHECKING:
+    from mlxcache.remote.objects import Objects
 
 STOP_S = 7
 """Seconds for the engine and the connections to end, so that a stop takes less than ten."""
@@ -83,17 +86,35 @@ async def run(settings: Settings, console: Console) -> None:
     sockets = listen(settings.host, settings.port)
     url = base_url(settings.host, sockets[0].getsockname()[1])
     with announced(settings, url):
-        await _serve(settings, keys, console, sockets, url)
+        remote = await asyncio.to_thread(_open_remote, settings)
+        with closing(remote) if remote is not None else nullcontext():
+            await _serve(settings, keys, console, sockets, url, remote=remote)
+
+
+def _open_remote(settings: Settings) -> Objects | None:
+    """Open the shared remote, if there is one. Blocks for seconds. Raises ConfigError."""
+    if settings.remote is None:
+        return None
+    from mlxcache.remote.objects import open_configured  # noqa: PLC0415 - only with --remote
+
+    return open_configured(settings)
 
 
 async def _serve(
-    settings: Settings, keys: Keys, console: Console, sockets: list[socket.socket], url: str
+    settings: Settings,
+    keys: Keys,
+    console: Console,
+    sockets: list[socket.socket],
+    url: str,
+    *,
+    remote: Objects | None,
 ) -> None:
     stop = asyncio.Event()
     recorder = Recorder(settings.record) if settings.record is not None else None
     _on_signals(stop, console)
     with loading_bar(console) as progress:
-        models = Models(settings, progress, partial(_log_request, len(settings.entries) > 1))
+        log_request = partial(_log_request, len(settings.entries) > 1)
+        models = Models(settings, progress, log_request, remote=remote)
         engine, several = models.default, len(models.engines) > 1
         api = _api_settings(settings, keys, recorder)
         app = create_app(engine, api, models if several else None)

@@ -27,6 +27,9 @@ if TYPE_CHECKING:
 
 URL_VARIABLE = "MLXCACHE_URL"
 
+TARGET = "mlxcache.target"
+"""Key in the context's `meta` of a target that the options of a group chose."""
+
 
 def _where(metavar: str, help: str) -> Any:
     return typer.Option(metavar=metavar, rich_help_panel="Where", show_default=False, help=help)
@@ -119,7 +122,8 @@ def located(
 
     They are --json, --url, --api-key and --cache-dir. The wrapper passes the target that `find`
     returns as `where`, and prints the command's result. Options of the command override those of
-    its group. A MlxcacheError is printed and ends the command.
+    its group. A target in the context's `meta` is passed instead. A MlxcacheError is printed
+    and ends the command.
     """
     signature = inspect.signature(command)
     hints = get_type_hints(command, include_extras=True)
@@ -153,7 +157,8 @@ def located(
             for mine, theirs in zip((url, api_key, cache_dir), group, strict=True)
         )
         with reporting():
-            command(find(*chosen), **own).print(as_json=as_json)
+            where = ctx.meta[TARGET] if TARGET in ctx.meta else find(*chosen)
+            command(where, **own).print(as_json=as_json)
 
     run.__signature__ = signature.replace(parameters=[*parameters, *added])  # type: ignore[attr-defined]
     run.__annotations__ = {one.name: one.annotation for one in (*parameters, *added)}

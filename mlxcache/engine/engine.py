@@ -522,6 +522,9 @@ class Engine:
         figures, disk = runtime.figures.latest, runtime.kv.disk
         if disk is not None:
             figures = with_disk(figures, disk.figures())
+        if self._remote is not None and figures:
+            exchange = runtime.remote.figures() if runtime.remote is not None else {}
+            figures = {**figures, "remote": {**self._remote.figures(), "exchange": exchange}}
         return figures | {
             "sessions": runtime.book.count,
             **({"pressure": runtime.pressure.figures()} if runtime.pressure else {}),

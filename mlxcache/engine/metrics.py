@@ -329,6 +329,9 @@ def add_up(
         restores = {"restores": figures["restores"]}
         stats = {**disks[0], **_sums(disks, DISK_COUNTS), **state, **restores}
         figures = with_disk(figures, stats)
+    if "remote" in figures:
+        exchange = _sums([one["remote"]["exchange"] for one in models])
+        figures["remote"] = {**figures["remote"], "exchange": exchange}
     return figures
 
 

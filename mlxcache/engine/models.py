@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mlxcache.cache.pressure import Pressure
 from mlxcache.cache.shared_ram import SharedRam
@@ -19,6 +19,9 @@ from mlxcache.engine.rounds import Rounds
 from mlxcache.engine.runtime import watch_pressure
 from mlxcache.errors import BadRequest, ModelError, NotFound
 from mlxcache.types import RequestRecord
+
+if TYPE_CHECKING:
+    from mlxcache.remote.objects import Objects
 
 log = logging.getLogger("mlxcache.engine")
 
@@ -37,6 +40,7 @@ class Models:
         on_request: Callable[[RequestRecord], None] = lambda record: None,
         *,
         stall_s: float = 30.0,
+        remote: Objects | None = None,
     ):
         self.settings = settings
         self.entries: Sequence[ModelEntry] = settings.entries
@@ -51,6 +55,7 @@ class Models:
                 stall_s=stall_s,
                 rounds=self._rounds,
                 records=records,
+                remote=remote,
             )
             for entry in self.entries
         ]

@@ -29,6 +29,9 @@ log = logging.getLogger("mlxcache.remote")
 MARKER = "v1/mlxcache.json"
 """Object that tells which key the others have. Neither its name nor its content is sealed."""
 
+TRIAL = "v1/trial"
+"""Name of an object that tests whether the remote can be written."""
+
 LARGEST_BYTES = 1 << 30
 """Maximum size of an object that is read; larger ones count as damaged."""
 
@@ -451,12 +454,7 @@ def open_remote(
         address = read_remote_url(url)
     except ValueError as error:
         raise ConfigError(f"--remote {error}") from error
-    form: Form = Plain()
-    if key is not None:
-        from mlxcache.remote.sealing import Sealed  # noqa: PLC0415 - a library more
-
-        form = Sealed(key)
-    objects = Objects(Storage(address), form, limits)
+    objects = Objects(Storage(address), form_of(key), limits)
     try:
         objects.check()
     except ConfigError:
@@ -465,9 +463,18 @@ def open_remote(
     return objects
 
 
-def open_configured(settings: Settings) -> Objects | None:
-    """Open the remote of `settings`, or return None if they have none. Raises as `open_remote`."""
+def form_of(key: bytes | None) -> Form:
+    """Return the form of objects under a key, or without one."""
+    if key is None:
+        return Plain()
+    from mlxcache.remote.sealing import Sealed  # noqa: PLC0415 - a library more
+
+    return Sealed(key)
+
+
+def open_configured(settings: Settings) -> Objects:
+    """Open the remote of `settings`, which must have one. Raises as `open_remote`."""
     if settings.remote is None:
-        return None
+        raise ConfigError("there is no remote: set --remote URL")
     file = settings.remote_key_file
     return open_remote(settings.remote, key=None if file is None else read_remote_key(file))

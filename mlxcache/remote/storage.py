@@ -90,10 +90,10 @@ class Storage:
             async for page in obstore.list(self._store, prefix, chunk_size=_PAGE):
                 yield [Stored(one["path"], one["size"], one["last_modified"]) for one in page]
 
-    async def delete(self, path: str) -> None:
-        """Remove an object. An absent one is no error."""
+    async def delete(self, *paths: str) -> None:
+        """Remove objects, in one request where the storage can. An absent one is no error."""
         with suppress(FileNotFoundError), _failures():
-            await obstore.delete_async(self._store, path)
+            await obstore.delete_async(self._store, list(paths))
 
 
 async def _parts(result: obstore.GetResult) -> AsyncIterator[memoryview]:

@@ -219,6 +219,16 @@ def test_faults_are_shown():
     assert "Disk off" in " ".join("\n".join(lines(state(cache=off))).split())
 
 
+def test_the_remote_is_shown():
+    """What it moved, or why it is not used."""
+    remote = {"state": "ok", "reason": None, "uploaded_bytes": 12_000_000, "downloaded_bytes": 0}
+    text = "\n".join(lines(state(cache=CACHE | {"remote": remote})))
+    assert "remote: 12 MB sent, 0 bytes received" in text
+    remote |= {"state": "unavailable", "reason": "connection refused"}
+    text = "\n".join(lines(state(cache=CACHE | {"remote": remote})))
+    assert "remote unavailable: connection refused" in text
+
+
 def test_running_requests_show_their_progress():
     """The wait, the prompt's progress, the reply's speed; the oldest first."""
     found = lines(state(*ROWS))

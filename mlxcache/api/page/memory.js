@@ -99,7 +99,15 @@ function diskNote(cache, off) {
   if (off) return `The disk tier is off: what is evicted from memory is lost. ${reason}`.trim();
   if (disk.state === "suspended") return `Nothing can be written to disk, and requests are served from memory. ${reason || "See the server's log."}`;
   const waits = cache.pending_bytes ? `${bytes(cache.pending_bytes)} being written. ` : "";
-  return `${waits}${plural(disk.files, "file")}, ${bytes(disk.written_bytes ?? 0)} written since the start.`;
+  return `${waits}${plural(disk.files, "file")}, ${bytes(disk.written_bytes ?? 0)} written since the start. ${remoteNote(cache)}`.trim();
+}
+
+// The storage that is shared with other servers, if there is one.
+function remoteNote({ remote }) {
+  if (!remote) return "";
+  if (remote.state === "unavailable") return `The remote is not used: ${remote.reason}.`;
+  const moved = `Remote: ${bytes(remote.uploaded_bytes)} sent, ${bytes(remote.downloaded_bytes)} received`;
+  return remote.state === "ok" ? `${moved}.` : `${moved}; it is not written: ${remote.reason}.`;
 }
 
 function budget(name) {

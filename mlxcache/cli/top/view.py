@@ -122,7 +122,17 @@ def _budgets(cache: Mapping[str, Any] | None) -> list[RenderableType]:
         grid.add_row("Disk", _bar(disk["used_bytes"], disk), text)
     else:
         grid.add_row("Disk", "", "off")
-    return [Text(), *_ram(cache), grid, _totals(cache)]
+    remote = [_remote(cache["remote"])] if "remote" in cache else []
+    return [Text(), *_ram(cache), grid, *remote, _totals(cache)]
+
+
+def _remote(remote: Mapping[str, Any]) -> Text:
+    """Return a line with what the shared remote moved, or why it is not used."""
+    up, down = (format_size(remote[f"{way}_bytes"]) for way in ("uploaded", "downloaded"))
+    text, style = f"remote: {up} sent, {down} received", ""
+    if remote["state"] != "ok":
+        text, style = f"remote {remote['state']}: {remote['reason']}", "yellow"
+    return Text(f"     {text}", style, no_wrap=True, overflow="ellipsis")
 
 
 def _tier_grid() -> Table:

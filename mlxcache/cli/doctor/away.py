@@ -1,0 +1,41 @@
+"""Check of the shared remote."""
+
+from __future__ import annotations
+
+import time
+from contextlib import closing, suppress
+
+from mlxcache.cli.doctor.finding import Finding
+from mlxcache.config import Settings
+from mlxcache.errors import ConfigError, RemoteUnavailable
+
+
+def examine_remote(settings: Settings) -> Finding:
+    """Open the remote, compare its key, and write and read a small object. Blocks for seconds.
+
+    The settings must have a remote.
+    """
+    from mlxcache.remote.objects import TRIAL, open_configured  # noqa: PLC0415 - only with --remote
+
+    try:
+        objects = open_configured(settings)
+    except ConfigError as error:
+        return Finding("remote", "fail", str(error), "see docs/remote.md")
+    content, found, took = str(time.time_ns()).encode(), None, 0.0
+    with closing(objects), suppress(RemoteUnavailable):  # which its state tells
+        began = time.perf_counter()
+        objects.put(TRIAL, content)
+        found = objects.get(TRIAL)
+        took = time.perf_counter() - began
+        objects.delete(TRIAL)
+    figures = objects.figures()
+    if figures["state"] != "ok":
+        value = f"{figures['url']} is {figures['state']}: {figures['reason']}"
+        remedy = "servers run without it; check the address, the credentials and the network"
+        return Finding("remote", "warn", value, remedy)
+    if found != content:
+        value = f"{figures['url']} did not return what was written"
+        return Finding("remote", "fail", value, "use storage that is consistent")
+    sealed = "sealed" if figures["sealed"] else "not sealed: add --remote-key-file"
+    value = f"{figures['url']} writes and reads in {1000 * took:.0f} ms; {sealed}"
+    return Finding("remote", "ok", value, figures={"round_trip_s": round(took, 3)})
