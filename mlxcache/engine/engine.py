@@ -398,6 +398,7 @@ class Engine:
         self, job: Job, record: RequestRecord, runtime: ModelRuntime, guide: Guide | None
     ) -> SharedReply:
         """Submit `job` to the scheduler; return the reply that readers can join."""
+        runtime.note_begin(job)
         keep = not self.settings.no_anticipate and runtime.next_turns.note_begin(job)
         scheduler = runtime.scheduler
         live = self._requests.add(

@@ -59,6 +59,7 @@ from mlxcache.sessions.files import remove_stale
 from mlxcache.sessions.journal import Served
 from mlxcache.sessions.mlx_lm_files import PromptCacheReader, Submit
 from mlxcache.store.database import TemporaryDatabase
+from mlxcache.store.leaves import conversation_key_tokens, digest_of
 from mlxcache.store.reply_rows import ReplyRow
 from mlxcache.store.session_rows import Gain, SessionFigures
 from mlxcache.store.sessions import Sessions
@@ -534,6 +535,16 @@ class ModelRuntime:
         found = task.job.prompt.source.canonical.found if reply is not None else None
         if self.remote is not None and found is not None and reply is not None and found.asked:
             self.remote.share_reply(task.job.owner, found.asked, reply.row)
+
+    def note_begin(self, job: Job) -> None:
+        """Have the session of a request looked up in the remote, if there is one.
+
+        Returns at once. Any thread.
+        """
+        if self.remote is not None and job.api != WARMING:
+            ids = job.prompt.ids
+            key = conversation_key_tokens(job.prompt.marks, len(ids))
+            self.remote.sessions.look_up(job.owner, digest_of(ids[:key]))
 
     def fetch_replies(self, chat: Chat, session: str | None, owner: str | None) -> None:
         """Learn the replies in a conversation that other servers generated.

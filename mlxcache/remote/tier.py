@@ -14,6 +14,7 @@ from mlxcache.remote.fetch import PARALLEL, Fetcher, PrefillSeconds, Shape
 from mlxcache.remote.names import KnownNames
 from mlxcache.remote.objects import Objects
 from mlxcache.remote.replies import SharedReplies
+from mlxcache.remote.session_records import SharedSessions
 from mlxcache.remote.upload import Uploader
 from mlxcache.store.found import Found
 from mlxcache.store.reply_rows import ReplyRow
@@ -41,8 +42,9 @@ CLOSE_S = 1.0
 class RemoteTier:
     """What a model's server exchanges with other servers, by way of `objects`.
 
-    Any thread; nothing but `replies_to` and `close` blocks. `store`: of the model's namespace; the
-    caller closes both. `seconds` estimates prefill. `vocab_size`: number of token ids.
+    Any thread; nothing but `replies_to` and `close` blocks. `sessions`: records of sessions.
+    `store`: of the model's namespace; the caller closes it and `objects`. `seconds` estimates
+    prefill. `vocab_size`: number of token ids.
     """
 
     def __init__(
@@ -62,6 +64,9 @@ class RemoteTier:
             objects, store, shape, seconds, names=names, counts=counts, pool=self._reading
         )
         self.uploader = Uploader(objects, store, shape, names, counts)
+        self.sessions = SharedSessions(
+            objects, self.uploader, counts, store.namespace, self._submit
+        )
         self._replies = SharedReplies(objects, self.uploader, counts, store.namespace, vocab_size)
 
     # -- KV ----------------------------------------------------------------------------------------
@@ -94,9 +99,13 @@ class RemoteTier:
             finally:
                 then()
 
+        return self._submit(run)
+
+    def _submit(self, action: Callable[[], None]) -> bool:
+        """Run `action` on a thread that may wait for the remote; return False at the end."""
         try:
-            self._lookups.submit(run)
-        except RuntimeError:  # the server is stopping
+            self._lookups.submit(action)
+        except RuntimeError:  # it was shut down
             return False
         return True
 

@@ -70,7 +70,9 @@ class SessionBook:
         self._kv = kv
         self._thread = thread
         self._before_removal = before_removal
-        self._writer = SessionWriter(sessions, model, self.store)
+        remote = kv.disk.remote if kv.disk is not None else None
+        shared = remote.sessions if remote is not None else None
+        self._writer = SessionWriter(sessions, model, self.store, shared)
         self._checking = asyncio.Lock()
         self._closed = False
         self._replies = ReplyFeed(sessions, self.store, learn) if self.store is not None else None

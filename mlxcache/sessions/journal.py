@@ -14,19 +14,22 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from mlxcache.errors import Busy, DiskFull, NotFound, NotReady, StoreError
 from mlxcache.lru import LRU
 from mlxcache.sessions.late_turns import LateTurn, LateTurns
 from mlxcache.store.database import Locked
-from mlxcache.store.leaves import conversation_key_tokens
+from mlxcache.store.leaves import conversation_key_tokens, digest_of
 from mlxcache.store.reply_rows import ReplyRow
 from mlxcache.store.session_rows import Gain
 from mlxcache.store.sessions import Sessions, Turn
 from mlxcache.store.snapshot_format import Spec
 from mlxcache.store.store import Store
 from mlxcache.types import Job, Tokens
+
+if TYPE_CHECKING:
+    from mlxcache.remote.session_records import SharedSessions
 
 log = logging.getLogger("mlxcache.engine")
 
@@ -75,11 +78,19 @@ class Served:
 class SessionWriter:
     """The one thread that writes the table of sessions; its actions run in order.
 
-    `count`: number of sessions after this process's last write. `close` ends the thread.
+    `count`: number of sessions after this process's last write. `shared`: records of sessions that
+    servers exchange, or None. `close` ends the thread.
     """
 
-    def __init__(self, sessions: Sessions, model: Served, store: Store | None):
+    def __init__(
+        self,
+        sessions: Sessions,
+        model: Served,
+        store: Store | None,
+        shared: SharedSessions | None = None,
+    ):
         self.count = 0
+        self._shared = shared
         self._sessions = sessions
         self._model = model
         self._store = store
@@ -177,11 +188,15 @@ class SessionWriter:
 
     def _write(self, late: LateTurn) -> None:
         """Write one turn to the table. Raises StoreError."""
-        turn = late.turn
-        record = partial(self._sessions.record_turn, turn, late.session)
+        turn, shared = late.turn, self._shared
+        key = digest_of(turn.ids[: turn.key_tokens])
+        origin = shared.find(turn.owner, key) if shared is not None else None
+        record = partial(self._sessions.record_turn, turn, late.session, origin)
         id = self.with_room(len(turn.ids), record)
         self._resolved.put(late.request, id)
         self._note_written(id)
+        if shared is not None:
+            shared.share(self._sessions.get(id), key)
 
     def _retry(self) -> None:
         self._retry_timer = None

@@ -127,6 +127,15 @@ class Turn:
         return self.known if self.reply is None else (*self.known, self.reply.key)
 
 
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """A session of another server, of which a conversation is a part; see `Session`."""
+
+    id: str
+    name: str | None
+    created_at: float
+
+
 SESSION_FIELDS = (
     "id, namespace, model, label, name, title, client, turns, pinned, created_at, last_used_at"
     ", owner"
@@ -198,10 +207,16 @@ def insert_session(db: sqlite3.Connection, session: Session) -> None:
     db.execute(f"INSERT INTO sessions ({SESSION_FIELDS}) VALUES ({places})", astuple(session))
 
 
-def new_session(id: str, turn: Turn) -> Session:
-    """Return the session that begins with `turn`, before its first turn is counted."""
-    names = (turn.label, None, None, turn.client)
-    return Session(id, turn.namespace, turn.model, *names, 0, False, turn.at, turn.at, turn.owner)
+def new_session(id: str, turn: Turn, origin: Origin | None = None) -> Session:
+    """Return the session that begins with `turn`, before its first turn is counted.
+
+    `origin`: a session of another server; its name and its time are taken if it has the same id.
+    """
+    name, began = None, turn.at
+    if origin is not None and origin.id == id:
+        name, began = origin.name, min(origin.created_at, began)
+    names = (turn.label, name, None, turn.client)
+    return Session(id, turn.namespace, turn.model, *names, 0, False, began, turn.at, turn.owner)
 
 
 def find_labelled(db: sqlite3.Connection, turn: Turn) -> str | None:

@@ -176,11 +176,13 @@ class Sessions:
         with self._database.write() as db:
             response_rows.delete_response(db, id, owner)
 
-    def record_turn(self, turn: Turn, id: str | None = None) -> str:
+    def record_turn(
+        self, turn: Turn, id: str | None = None, origin: rows.Origin | None = None
+    ) -> str:
         """Record a finished request; return the id of the session to which it belongs.
 
         A new session is inserted if the request continues none, with the given `id` if that is
-        unused.
+        unused, or else with the id of `origin`, its session on another server.
         """
         with self._database.write() as db:
             session = rows.find_labelled(db, turn)
@@ -190,8 +192,8 @@ class Sessions:
             if leaf is not None:
                 session = leaf.session
             if session is None:
-                session = self._id_for(db, turn, id)
-                rows.insert_session(db, rows.new_session(session, turn))
+                session = self._id_for(db, turn, id, origin)
+                rows.insert_session(db, rows.new_session(session, turn, origin))
                 rows.trim_sessions(db)
             rows.write_leaf(db, turn, session, leaf)
             if turn.reply is not None:
@@ -207,10 +209,17 @@ class Sessions:
             )
         return session
 
-    def _id_for(self, db: sqlite3.Connection, turn: Turn, id: str | None) -> str:
-        """Return an unused id for the session that begins with `turn`: `id` if possible."""
+    def _id_for(
+        self, db: sqlite3.Connection, turn: Turn, id: str | None, origin: rows.Origin | None
+    ) -> str:
+        """Return an unused id for the session that begins with `turn`.
+
+        If possible, that is `id`, else that of the turn's label, else that of `origin`.
+        """
         if id is None and turn.label:
             id = id_of(turn.namespace, turn.label, turn.owner)
+        if id is None and origin is not None:
+            id = origin.id
         taken = "SELECT 1 FROM sessions WHERE id = ?"
         return new_id() if id is None or db.execute(taken, (id,)).fetchone() else id
 

@@ -1,0 +1,132 @@
+"""Small records of sessions, so that a conversation is the same session on every server.
+
+A record is found by the beginning of the conversation, which identifies it in the table of sessions
+too; see `store.leaves.conversation_key_tokens`. It is read while the conversation's first request
+on a server runs, and no request waits for it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Callable
+from typing import Annotated
+
+import msgspec
+
+from mlxcache.errors import RemoteUnavailable
+from mlxcache.lru import LRU
+from mlxcache.remote import grid
+from mlxcache.remote.counts import Counts
+from mlxcache.remote.objects import Objects
+from mlxcache.remote.upload import Uploader
+from mlxcache.store.reply_rows import KEY_BYTES
+from mlxcache.store.session_rows import Origin, Session
+from mlxcache.store.sessions import ID
+
+log = logging.getLogger("mlxcache.engine")
+
+VERSION = 1
+
+MOST_KNOWN = 4096
+"""Most conversations that are remembered."""
+
+_Text = Annotated[str, msgspec.Meta(max_length=4096)]
+
+
+class SessionRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """What servers tell each other of a session; the fields are those of `Session`."""
+
+    version: int = VERSION
+    id: str
+    label: _Text | None
+    name: _Text | None
+    title: _Text | None
+    client: _Text | None
+    created_at: float
+
+
+_DECODER = msgspec.json.Decoder(SessionRecord)
+
+
+class SharedSessions:
+    """Records of sessions in the remote. Methods may be called on any thread and do not block.
+
+    `submit` runs an action on a thread that may block.
+    """
+
+    def __init__(
+        self,
+        objects: Objects,
+        uploader: Uploader,
+        counts: Counts,
+        namespace: str,
+        submit: Callable[[Callable[[], None]], object],
+    ):
+        self._namespace = namespace
+        self._objects, self._uploader, self._counts = objects, uploader, counts
+        self._submit = submit
+        self._uploaded: LRU[str, SessionRecord] = LRU(MOST_KNOWN)
+        self._found: LRU[str, tuple[SessionRecord | None]] = LRU(MOST_KNOWN)
+
+    def look_up(self, owner: str | None, key: bytes) -> None:
+        """Begin to read the record of a conversation, unless it was read before.
+
+        `key`: digest of the beginning of the conversation, as its owner's tokens are cached.
+        """
+        name = self._name(owner, key)
+        if self._found.get(name) is not None or not self._objects.available:
+            return
+        self._found.put(name, (None,))
+        self._submit(lambda: self._read(name))
+
+    def _read(self, name: str) -> None:
+        try:
+            data = self._objects.get(name)
+        except RemoteUnavailable as error:
+            log.debug("session not looked up in the remote: %s", error)
+            self._found.pop(name)
+            return
+        if data is None:
+            return
+        try:
+            found = _DECODER.decode(data)
+        except (msgspec.MsgspecError, RecursionError) as error:
+            self._counts.add("corrupt")
+            log.warning("object of the remote discarded: %s: %s", name, error)
+            return
+        if found.version == VERSION and ID.fullmatch(found.id):
+            self._found.put(name, (found,))
+
+    def find(self, owner: str | None, key: bytes) -> Origin | None:
+        """Return where a conversation began, if its record is there and was read by now."""
+        record = (self._found.get(self._name(owner, key)) or (None,))[0]
+        return None if record is None else Origin(record.id, record.name, record.created_at)
+
+    def share(self, session: Session, key: bytes) -> None:
+        """Upload the record of a session after a turn, if it changed. `key`: see `look_up`."""
+        record = SessionRecord(
+            id=session.id,
+            label=session.label,
+            name=session.name,
+            title=session.title,
+            client=session.client,
+            created_at=session.created_at,
+        )
+        name = self._name(session.owner, key)
+        if self._uploaded.get(name) == record:
+            return
+        self._uploaded.put(name, record)
+        self._found.put(name, (record,))
+        self._uploader.add_record(name, lambda: self._put(name, record))
+
+    def _put(self, name: str, record: SessionRecord) -> None:
+        data = msgspec.json.encode(record)
+        self._objects.put(name, data)
+        self._counts.add("uploaded_objects")
+        self._counts.add("uploaded_bytes", len(data))
+
+    def _name(self, owner: str | None, key: bytes) -> str:
+        words = b"" if owner is None else owner.encode()
+        digest = hashlib.blake2b(key + words, digest_size=KEY_BYTES, person=b"mlxcache session")
+        return f"{grid.VERSION}/{self._namespace}/session/{digest.hexdigest()}"

@@ -1,0 +1,128 @@
+"""Replies and sessions, as servers tell each other of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mlxcache.prompt.canonical.canonicaliser import Canonicaliser
+from mlxcache.remote.objects import Objects, open_remote
+from mlxcache.remote.replies import TRIES, Damaged, decode, encode
+from mlxcache.store.reply_rows import ReplyRow
+from mlxcache.store.session_rows import Origin, Turn
+from mlxcache.store.sessions import Sessions
+from mlxcache.types import Chat
+from tests.remote.servers import server
+from tests.store.content import NAMESPACE, tokens
+
+ASKED = b"asked".ljust(16)
+
+
+@pytest.fixture
+def remote(tmp_path: Path) -> Iterator[Objects]:
+    """A remote in a folder."""
+    folder = tmp_path / "share"
+    folder.mkdir()
+    objects = open_remote(f"file://{folder}")
+    yield objects
+    objects.close()
+
+
+def reply(seed: int = 0, stopped: str | None = None) -> ReplyRow:
+    digest = bytes([seed]) * 16
+    return ReplyRow(digest, 70, "tail", b"", tokens(9, seed), True, False, False, stopped)
+
+
+def test_replies_come_back_as_they_were():
+    """All fields, as their keys show; the newest of many."""
+    rows = [reply(n, "stop" if n % 2 else None) for n in range(20)]
+    assert [row.key for row in decode(encode(rows), 50_000)] == [row.key for row in rows[-16:]]
+
+
+@pytest.mark.parametrize("damage", ["flipped", "short", "empty", "vocabulary", "no ids"])
+def test_a_damaged_reply_is_refused(damage: str):
+    """Each byte counts, and so do ids that the model does not have."""
+    row = replace(reply(), ids=np.empty(0, np.int32)) if damage == "no ids" else reply()
+    data = encode([row])
+    data = {"flipped": data[:-3] + b"\0" + data[-2:], "short": data[:-1], "empty": b""}.get(
+        damage, data
+    )
+    with pytest.raises(Damaged):
+        decode(data, 10 if damage == "vocabulary" else 50_000)
+
+
+def test_servers_learn_replies_of_one_owner_only(tmp_path: Path, remote: Objects):
+    """Several to one prompt, of several servers. What is not there is asked for a few times."""
+    with server(tmp_path / "a", remote) as one, server(tmp_path / "b", remote) as other:
+        for n, at in enumerate((one, other, one)):
+            at.tier.share_reply("me", ASKED, reply(n))
+            assert at.tier.uploader.wait(10)
+        with server(tmp_path / "c", remote) as third:
+            found = third.tier.replies_to("me", [b"x" * 16, ASKED], 10_000)
+            assert [row.key for row in found] == [reply(n).key for n in range(3)]
+            for owner in (None, "you"):
+                assert third.tier.replies_to(owner, [ASKED], 10_000) == []
+            assert third.tier.replies_to("me", [ASKED], 10_000) == []  # it has them
+            asked: list[int] = []
+            third.tier._replies._objects = Counting(remote, asked)  # type: ignore[assignment]
+            for _ in range(TRIES + 2):
+                third.tier.replies_to("me", [b"x" * 16], 10_000)
+            assert sum(asked) == TRIES - 1
+
+
+class Counting:
+    """A remote that counts the objects asked for."""
+
+    available = True
+
+    def __init__(self, objects: Objects, asked: list[int]):
+        self.objects, self.asked = objects, asked
+
+    def get_many(self, names: list[str], within: float) -> Any:
+        self.asked.append(len(names))
+        return self.objects.get_many(names, within)
+
+
+def test_what_was_asked_is_the_same_whatever_becomes_of_replies():
+    """A client may rewrite replies, or leave thinking out; then, they are looked up together."""
+    first = {"role": "user", "content": "one"}
+    said = {"role": "assistant", "content": " yes\n", "reasoning_content": "hm"}
+    second = {"role": "user", "content": "two"}
+
+    def found(*messages: Any) -> Any:
+        return Canonicaliser(None, lambda *_: None).canonicalise(Chat(messages)).found
+
+    prompts = [found(first).asked, found(first, said, second).asked]
+    other = {"role": "assistant", "content": "yes"}
+    assert list(found(first, other, second, other, first).unknown) == prompts
+    assert found(second, other, second).unknown[0] != prompts[0]
+    assert found(first, second).asked != prompts[1]
+
+
+def test_a_session_is_the_same_on_both_servers(tmp_path: Path, remote: Objects):
+    """Without a label: its id, its name and when it began; not that of another owner."""
+    ids = tokens(300)
+    with server(tmp_path / "a", remote) as one, server(tmp_path / "b", remote) as other:
+        turn = Turn(NAMESPACE, "m", ids, 250, 100, 50, 1000.0, title="hello", owner="me")
+        here, there = Sessions(one.store.database), Sessions(other.store.database)
+        id = here.record_turn(turn)
+        here.update(id, name="mine")
+        one.tier.sessions.share(here.get(id), ASKED)
+        assert one.tier.uploader.wait(10)
+        for owner in ("me", "you"):
+            other.tier.sessions.look_up(owner, ASKED)
+        other.tier._lookups.shutdown()
+        assert other.tier.sessions.find("you", ASKED) is None
+        origin = other.tier.sessions.find("me", ASKED)
+        assert origin == Origin(id, "mine", 1000.0)
+        late = replace(turn, at=2000.0)
+        assert there.record_turn(late, None, origin) == id
+        made = there.get(id)
+        assert (made.name, made.created_at, made.last_used_at) == ("mine", 1000.0, 2000.0)
+        foreign = replace(late, ids=tokens(300, seed=3), title="else")
+        assert there.record_turn(foreign, None, origin) != id
