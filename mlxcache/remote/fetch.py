@@ -301,6 +301,8 @@ class Fetcher:
                     break
         except _Expired:
             self._counts.add("expired")
+        except RemoteUnavailable as error:
+            log.debug("fetching from the remote ended: %s", error)
         self._counts.add("fetched_tokens", saved)
         return saved
 

@@ -36,7 +36,7 @@ CHARACTERS = 4
 """Characters of text that count as one token, before it is tokenised."""
 
 CLOSE_S = 1.0
-"""Most seconds for uploads in progress when the server stops."""
+"""Most seconds for uploads when the server stops, and again for the object in progress."""
 
 
 class RemoteTier:
@@ -139,9 +139,11 @@ class RemoteTier:
         return {**self._counts.figures(), "waiting": self.uploader.waiting}
 
     def close(self, seconds: float = CLOSE_S) -> None:
-        """End all threads; finish an upload in progress within `seconds`. Blocks."""
+        """End all threads, after uploading what waits, for at most `seconds`. Blocks."""
         self._lookups.shutdown(wait=False, cancel_futures=True)
         self._reading.shutdown(wait=False, cancel_futures=True)
+        if self._objects.writable:
+            self.uploader.wait(seconds)
         left = self.uploader.close(seconds)
         if left:
             log.info("shutdown: %d conversations or replies were not uploaded", left)

@@ -33,20 +33,19 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def remote(tmp_path: Path) -> Iterator[Objects]:
-    """A remote in a folder."""
-    folder = tmp_path / "share"
-    folder.mkdir()
-    objects = open_remote(f"file://{folder}")
-    yield objects
-    objects.close()
+def remotes(bucket: str) -> Iterator[list[Objects]]:
+    """A sealed remote in object storage, as two servers open it."""
+    made = [open_remote(bucket, key=b"k" * 32) for _ in range(2)]
+    yield made
+    for one in made:
+        one.close()
 
 
 @asynccontextmanager
-async def two(model: Path, folder: Path, objects: Objects) -> AsyncIterator[list[Engine]]:
+async def two(model: Path, folder: Path, remotes: list[Objects]) -> AsyncIterator[list[Engine]]:
     async with (
-        started(model, folder / "one", remote=objects, **DISK) as one,
-        started(model, folder / "other", remote=objects, **DISK) as other,
+        started(model, folder / "one", remote=remotes[0], **DISK) as one,
+        started(model, folder / "other", remote=remotes[1], **DISK) as other,
     ):
         yield [one, other]
 
@@ -86,7 +85,7 @@ ROWS = [
 @pytest.mark.usefixtures("scripts", "patient")
 @pytest.mark.parametrize("row", ROWS, ids="-".join)
 async def test_turns_on_alternating_servers_feed_what_is_new(
-    toy: ToyMaker, tmp_path: Path, remote: Objects, row: tuple[str, str, str]
+    toy: ToyMaker, tmp_path: Path, remotes: list[Objects], row: tuple[str, str, str]
 ):
     """With calls, thinking and a client that rewrites replies; the last reply is the cold one's."""
     name, layers, api = row
@@ -94,7 +93,7 @@ async def test_turns_on_alternating_servers_feed_what_is_new(
     folder.mkdir()
     model = of_family(toy(layers, vocab_size=1024), folder, name)
     several = FAMILIES[name].several
-    async with two(model, tmp_path, remote) as engines:
+    async with two(model, tmp_path, remotes) as engines:
         turns = Alternating(engines, name, api)
         talk = turns.talk
         talk.trim = lambda texts: [one.strip() for one in texts]
@@ -112,6 +111,8 @@ async def test_turns_on_alternating_servers_feed_what_is_new(
         warm = await turns.ask(tokens=12)
         print(name, layers, talk.warm, warm)
         assert max(talk.warm[1:]) <= MORE
+        (one,), (other,) = [await engine.sessions.list() for engine in engines]
+        assert (one.session.id, one.session.title) == (other.session.id, other.session.title)
         said = talk.pieces
         await talk.engine.call(lambda runtime: runtime.kv.clear())
         async with started(model, tmp_path / "cold", **DISK) as engine:
