@@ -28,6 +28,7 @@ from mlxcache.api import (
     responses,
     sessions,
     status,
+    trace,
 )
 from mlxcache.api import (
     models as model_routes,
@@ -85,6 +86,7 @@ def create_app(
         *status.routes(deps),
         *model_routes.routes(deps),
         *live.routes(deps),
+        *trace.routes(deps),
         *dashboard.routes(),
         *metrics.routes(deps),
     ]

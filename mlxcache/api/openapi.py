@@ -129,6 +129,7 @@ OPERATIONS: Mapping[str, Operation] = {
     "GET /v1/requests": Operation("Server", query=_LIMIT, answer="List"),
     "GET /v1/requests/{id}": Operation("Server"),
     "GET /v1/live": Operation("Server", query={"parts": _TEXT}, types=(EVENTS,)),
+    "GET /v1/trace": Operation("Server", types=(EVENTS,)),
     "GET /health": Operation("Server"),
     "GET /metrics": Operation("Server", types=("text/plain",)),
     "GET /": Operation("Server", types=(), status=307),

@@ -202,7 +202,7 @@ def _held(layout: Layout, talk: Talk, tokens: int, budget: Fit) -> Held:
         begin = end // BLOCK * BLOCK
     ram_bytes = with_slack(tokens) * layout.bytes_per_token
     ram_bytes += len(in_ram) * layout.checkpoint_bytes
-    size += len(on_disk) * _file(layout.checkpoint_bytes)
+    size += len(on_disk) * file_bytes(layout.checkpoint_bytes)
     return Held(
         tokens, ram_bytes, len(in_ram), size, len(on_disk),
         budget.room // max(1, ram_bytes), budget.disk // max(1, size),
@@ -234,9 +234,9 @@ def _run_bytes(layout: Layout, tokens: int) -> int:
     most = max(BLOCK, min(RUN_TOKENS, RUN_BYTES // per_token) // BLOCK * BLOCK)
     whole, rest = divmod(tokens, most)
     one = per_token + TOKEN_BYTES
-    return whole * _file(most * one) + (_file(rest * one) if rest else 0)
+    return whole * file_bytes(most * one) + (file_bytes(rest * one) if rest else 0)
 
 
-def _file(payload: int) -> int:
+def file_bytes(payload: int) -> int:
     """Return the bytes that a file with `payload` bytes of tensors occupies on disk."""
     return -(-(payload + HEADER_BYTES) // FILE_BLOCK) * FILE_BLOCK

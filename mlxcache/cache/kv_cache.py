@@ -115,6 +115,7 @@ class KVCache:
         copy_bytes: int = 0,
         shared: SharedRam | None = None,
         remote: RemoteTier | None = None,
+        lineage: type[Lineage] = Lineage,
     ) -> KVCache:
         """Open a cache for models of `layout`, with a disk tier if `store` is given.
 
@@ -125,6 +126,7 @@ class KVCache:
         copied in one evaluation, 0 for one array at a time. `shared`: the RAM of several models,
         which the cache joins until it is closed; `budget` must then be a member of its budget.
         `remote`: what the disk tier exchanges with other servers, or None.
+        `lineage`: class of the lineages; `mlxcache plan` has one without arrays.
         """
         worth = worth or Worth(layout.bytes_per_token, layout.checkpoint_bytes)
         clock = shared.clock if shared is not None else None
@@ -141,6 +143,7 @@ class KVCache:
             device_buffers=device_buffers,
             copy_bytes=copy_bytes,
             shared=shared,
+            lineage=lineage,
         )
         if shared is not None:
             shared.join(ram)

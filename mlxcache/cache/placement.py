@@ -205,7 +205,7 @@ class Placement:
         capacity = self._ram.reserve_buffer(0, least, evict)
         if capacity is None:
             return None
-        lineage = Lineage(self._layout, self._ram.copy_bytes)
+        lineage = self._ram.make_lineage(self._layout, self._ram.copy_bytes)
         with self.charged(lineage, capacity):
             lineage.fill(spans, capacity)
         if not self._layout.specs:

@@ -107,6 +107,7 @@ class RamTier:
     `write_behind` is None without a disk tier. `device_buffers`: maximum number of buffers of the
     device. `copy_bytes`: bytes that new lineages copy in one evaluation. `shared`: the RAM of
     several models under one budget; if that is what is short, room is made in all of their tiers.
+    `lineage`: class of the lineages.
     `dropped` counts evictions of KV that is then lost, `spilled` those of KV that is on disk too.
     """
 
@@ -120,6 +121,7 @@ class RamTier:
         device_buffers: int | None = None,
         copy_bytes: int = 0,
         shared: SharedRam | None = None,
+        lineage: type[Lineage] = Lineage,
     ):
         self.layout = layout
         self.budget = budget
@@ -127,6 +129,7 @@ class RamTier:
         self.buffers = BufferCount(layout, device_buffers)
         self.copy_bytes = copy_bytes
         self.shared = shared
+        self.make_lineage = lineage
         self.idle: dict[int, Lineage] = {}
         self.busy: dict[int, Lineage] = {}
         self.dropped = self.spilled = 0

@@ -219,7 +219,7 @@ class PathWrite:
         whole = found.length // BLOCK * BLOCK if found.length < len(self.ids) else len(self.ids)
         self.at = whole if layout.specs else len(self.ids)
         present = [one.position for one in found.checkpoints]
-        lacking = _lacking([at for at, _ in self.wanted if at <= len(self.ids)], present)
+        lacking = lacking_checkpoints([at for at, _ in self.wanted if at <= len(self.ids)], present)
         size, kv_bytes = layout.checkpoint_bytes, len(self.ids) * layout.bytes_per_token
         most = allowed(kv_bytes, size, limit) // max(1, size)
         dropped = checkpoints_to_drop(sorted({*present, *lacking}), len(self.ids), most)
@@ -257,7 +257,7 @@ class PathWrite:
         self.tries += 1
 
 
-def _lacking(positions: list[int], present: list[int]) -> set[int]:
+def lacking_checkpoints(positions: list[int], present: list[int]) -> set[int]:
     """Return the positions of a path's checkpoints to write.
 
     `positions`: those of its checkpoints, ascending. `present`: those of its checkpoints on disk. A

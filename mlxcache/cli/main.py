@@ -66,6 +66,14 @@ COMMANDS = {
         "mlxcache.cli.uninstall:uninstall",
         "Remove the sessions, settings and other files of mlxcache, after asking.",
     ),
+    "plan": Lazy(
+        "mlxcache.cli.plan:plan",
+        "Predict what users of a model get from a machine: hit rates, first tokens, load, disk.",
+    ),
+    "trace": Lazy(
+        "mlxcache.cli.trace:trace",
+        "Record the requests of a running server as a trace without any text.",
+    ),
     "bench": Lazy(
         "mlxcache.bench.command:bench",
         "Measure latency, speed and memory of this server and others on the same model, in turn.",

@@ -270,14 +270,17 @@ class Remote:
         Parts are those of `GET /v1/live`, such as `requests`. Blocks between updates and ends when
         the server ends the stream.
         """
-        name = ""
         with self._request("GET", "/v1/live", params={"parts": ",".join(parts)}) as response:
-            for line in response.iter_lines():
-                field, _, value = line.partition(": ")
-                if field == "event":
-                    name = value
-                elif field == "data" and name != "end":
-                    yield name, json.loads(value)
+            yield from ((name, body) for name, body in _events(response) if name not in ("end", ""))
+
+    def trace(self) -> Iterator[tuple[str, Any]]:
+        """Yield the events of `GET /v1/trace` as pairs of a name and a body.
+
+        Names are `trace`, `request` and `end`. Between events, at least every ten seconds, the
+        name is empty. Blocks until the server ends the stream.
+        """
+        with self._request("GET", "/v1/trace") as response:
+            yield from _events(response)
 
     # -- HTTP --------------------------------------------------------------------------------
 
@@ -296,6 +299,19 @@ class Remote:
                 yield response
         except httpx.TransportError as error:
             raise NoServer(f"The server at {self.url} does not answer: {error}.") from error
+
+
+def _events(response: httpx.Response) -> Iterator[tuple[str, Any]]:
+    """Yield the name and the body of each server-sent event; both are empty for a comment."""
+    name = ""
+    for line in response.iter_lines():
+        field, _, value = line.partition(": ")
+        if field == "event":
+            name = value
+        elif field == "data":
+            yield name, json.loads(value)
+        elif line.startswith(":"):
+            yield "", None
 
 
 def _path(id: str) -> str:

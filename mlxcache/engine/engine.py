@@ -30,6 +30,7 @@ from mlxcache.engine.runtime import (
 )
 from mlxcache.engine.stream import Stream
 from mlxcache.engine.task import for_owner
+from mlxcache.engine.trace import Recordings
 from mlxcache.errors import BadRequest, Busy, GenerationFailed, MlxcacheError, NotReady
 from mlxcache.model import load
 from mlxcache.model.base_weights import BaseUse
@@ -433,6 +434,7 @@ class Engine:
         runtime, task = self._runtime, live.task
         if runtime is None or not self._requests.remove(live):
             return
+        self._records.recordings.note(task)
         runtime.prefix_loss.note_end(task, lambda: self._records.end(task.record))
         for record in live.shared.close():
             self._records.end(record)
@@ -501,6 +503,11 @@ class Engine:
     def tally(self) -> Tally:
         """Counts of the requests since the server started."""
         return self._records.tally
+
+    @property
+    def recordings(self) -> Recordings:
+        """The traces that are being recorded."""
+        return self._records.recordings
 
     @property
     def silent_s(self) -> float:

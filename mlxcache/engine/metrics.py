@@ -14,6 +14,7 @@ import mlx.core as mx
 from mlxcache.cache.kv_cache import KVCache
 from mlxcache.config.rules import RULES
 from mlxcache.engine.cost import PrefillSpeed, figures_of
+from mlxcache.engine.trace import Recordings
 from mlxcache.lru import LRU
 from mlxcache.store.session_rows import SessionFigures
 from mlxcache.types import WARMING, Job, RequestRecord
@@ -146,11 +147,13 @@ MAX_RECORDS = 1000
 class Records:
     """Records of the latest requests by id, and the tally of all. Use on the event loop.
 
+    `recordings`: traces that are being recorded.
     `on_over(record)` is called for each request that is over.
     """
 
     def __init__(self, on_over: Callable[[RequestRecord], None]) -> None:
         self.tally = Tally()
+        self.recordings = Recordings()
         self._on_over = on_over
         self._kept: LRU[str, RequestRecord] = LRU(MAX_RECORDS)
 

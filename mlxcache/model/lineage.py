@@ -183,7 +183,7 @@ class Lineage:
 
     def detach(self, start: int, end: int) -> Lineage:
         """Copy positions [start, end) into a new lineage with buffers of exactly that size."""
-        twin = Lineage(self.layout, self.copy_bytes)
+        twin = type(self)(self.layout, self.copy_bytes)
         twin.fill([(self, start, end)], end - start)
         return twin
 

@@ -1,0 +1,336 @@
+"""The command `mlxcache plan`: what a machine brings to some users, before it is bought."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from mlxcache.cli.options import Config, Flags, with_settings
+from mlxcache.cli.output import console, reporting
+from mlxcache.cli.progress import count_bar
+from mlxcache.cli.show import format_duration, print_facts, print_json, print_table
+from mlxcache.cli.target import ApiKey, Json
+from mlxcache.config import Settings, disk_limit, format_size, load_settings, parse_size, ram_limit
+from mlxcache.errors import ConfigError
+
+if TYPE_CHECKING:
+    from mlxcache.model.examine import Examined
+    from mlxcache.plan.cache import Memory
+    from mlxcache.plan.plan import Plan
+    from mlxcache.plan.trace import Trace
+
+BAR = 30
+"""Columns of a bar for 100%."""
+
+Model = Annotated[
+    str | None,
+    typer.Option(metavar="PATH|HUB_ID", help="The model. Its weights need not be on this machine."),
+]
+Users = Annotated[
+    int | None,
+    typer.Option(
+        metavar="N",
+        min=1,
+        max=10_000,
+        help="People or agents who work at once. Default: 1; with --trace, those of the trace.",
+    ),
+]
+Context = Annotated[
+    int | None,
+    typer.Option(
+        metavar="N",
+        min=256,
+        help="Tokens to which conversations grow. Default: 100,000, or the model's own length if "
+        "it is shorter. Not with --trace.",
+    ),
+]
+TraceFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--trace",
+        metavar="FILE",
+        help="Requests to plan for: a file of `mlxcache trace`, of AIPerf's generator of agents, "
+        "or in Mooncake's form. Default: synthetic agents.",
+    ),
+]
+BlockTokens = Annotated[
+    int | None,
+    typer.Option(
+        metavar="N", min=1, help="Tokens per block of the trace, if its lengths leave that open."
+    ),
+]
+Count = Annotated[
+    int | None,
+    typer.Option("--requests", metavar="N", min=1, help="Use the first N requests of the trace."),
+]
+PrefillSpeed = Annotated[
+    float | None,
+    typer.Option(metavar="TOKENS/S", min=0.001, help="Speed of prefill at a prompt's beginning."),
+]
+DecodeSpeed = Annotated[
+    float | None, typer.Option(metavar="TOKENS/S", min=0.001, help="Speed of one reply.")
+]
+DiskSpeed = Annotated[
+    str | None, typer.Option(metavar="SIZE", help="Bytes per second read from disk, such as 2GB.")
+]
+RemoteSpeed = Annotated[
+    str | None,
+    typer.Option(
+        metavar="SIZE",
+        help="Plan with a remote that keeps everything, read at so many bytes per second.",
+    ),
+]
+Url = Annotated[
+    str | None,
+    typer.Option(
+        metavar="URL",
+        help="Take speeds from the recent requests of the server at this address, and --ram and "
+        "--disk too if they are not given.",
+    ),
+]
+Plot = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="Also draw the hit rate by RAM as SVG.")
+]
+
+
+@with_settings("ram", "disk", "concurrency", "adapter", "kv_bits", "trust_remote_code")
+def plan(
+    *,
+    model: Model = None,
+    users: Users = None,
+    context: Context = None,
+    trace: TraceFile = None,
+    block_tokens: BlockTokens = None,
+    requests: Count = None,
+    prefill_speed: PrefillSpeed = None,
+    decode_speed: DecodeSpeed = None,
+    disk_speed: DiskSpeed = None,
+    remote_speed: RemoteSpeed = None,
+    flags: Flags,
+    url: Url = None,
+    api_key: ApiKey = None,
+    plot: Plot = None,
+    config: Config = None,
+    as_json: Json = False,
+) -> None:
+    """Predict what users of a model get from a machine: hit rates, first tokens, load, disk.
+
+    The server's own cache is played without a model, over a trace or synthetic agents. No server is
+    needed. Blocks for seconds to minutes.
+    """
+    with reporting():
+        settings = load_settings({"model": model, **flags}, os.environ, config).for_request(None)
+        if settings.model is None:
+            raise ConfigError("--model is missing: name the model to plan for")
+        if trace is not None and context is not None:
+            raise ConfigError("--context and --trace exclude each other: a trace has its lengths")
+        from mlxcache.plan.measured import speed_of  # noqa: PLC0415 - numpy and MLX take a while
+        from mlxcache.plan.plan import make_plan  # noqa: PLC0415
+        from mlxcache.plan.simulate import Speed  # noqa: PLC0415
+        from mlxcache.plan.trace import read_trace  # noqa: PLC0415
+
+        given = read_trace(trace, block_tokens) if trace is not None else None
+        with nullcontext(_nothing) if as_json else count_bar("planning, in requests") as step:
+            examined = _examine(settings, context)
+            played = given or _synthetic(users or 1, context, examined)
+            if requests is not None:
+                played = played.first(requests)
+            server = _server(url, api_key)
+            memory = _memory(settings, flags, examined, server, remote=remote_speed is not None)
+            speed = (
+                Speed()
+                if server is None
+                else speed_of(server["requests"], examined.layout.bytes_per_token)
+            )
+            speed = speed.with_given(
+                prefill=prefill_speed,
+                decode=decode_speed,
+                disk=_bytes_per_s("--disk-speed", disk_speed),
+                remote=_bytes_per_s("--remote-speed", remote_speed),
+            )
+            found = make_plan(
+                played,
+                examined.layout,
+                memory,
+                speed,
+                users=users if given is not None else users or 1,
+                at_once=settings.concurrency,
+                progress=step,
+            )
+        if plot is not None:
+            from mlxcache.plan.chart import draw  # noqa: PLC0415
+
+            _write(plot, draw(found))
+    if as_json:
+        print_json(found.as_object())
+    else:
+        show(found)
+
+
+def _nothing(_: int, __: int) -> None:
+    """Ignore a progress report, because no progress is shown with --json."""
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"--plot {path} cannot be written: {error.strerror}") from error
+
+
+def _examine(settings: Settings, context: int | None) -> Examined:
+    """Examine the model of the settings. Raises ModelError and ConfigError."""
+    from mlxcache.model.examine import examine  # noqa: PLC0415 - mlx-lm takes seconds
+    from mlxcache.model.load import ModelSpec  # noqa: PLC0415
+
+    assert settings.model is not None
+    spec = ModelSpec(
+        settings.model, adapter=settings.adapter, trust_remote_code=settings.trust_remote_code
+    )
+    found = examine(spec, settings.kv_bits)
+    if context is not None and context > found.info.max_context_length:
+        raise ConfigError(
+            f"--context {context} is more than the {found.info.max_context_length} tokens that "
+            "this model was made for"
+        )
+    return found
+
+
+def _synthetic(users: int, context: int | None, examined: Examined) -> Trace:
+    from mlxcache.plan.synthetic import CONTEXT, synthetic_trace  # noqa: PLC0415
+
+    return synthetic_trace(users, context or min(CONTEXT, examined.info.context_length))
+
+
+def _server(url: str | None, api_key: str | None) -> Mapping[str, Any] | None:
+    """Return figures and recent requests of the server at `url`, or None without one."""
+    if url is None:
+        return None
+    from mlxcache.cli.target import find_server  # noqa: PLC0415 - httpx takes a while
+
+    remote = find_server(url, api_key)
+    return {"figures": remote.stats(), "requests": remote.requests(1000)}
+
+
+def _memory(
+    settings: Settings,
+    flags: Flags,
+    examined: Examined,
+    server: Mapping[str, Any] | None,
+    *,
+    remote: bool,
+) -> Memory:
+    """Return the memory to plan with: that of the flags, else of the server, else of `auto`."""
+    from mlxcache.config.sizes import machine_bytes  # noqa: PLC0415
+    from mlxcache.model.device import working_set_bytes  # noqa: PLC0415
+    from mlxcache.plan.cache import Memory  # noqa: PLC0415
+
+    ram = ram_limit(
+        settings.ram,
+        machine_bytes=machine_bytes(),
+        working_set_bytes=working_set_bytes(),
+        weights_bytes=examined.info.weights_bytes,
+    )
+    disk = disk_limit(settings.disk, settings.cache_dir / "store")
+    found = Memory(ram, disk, remote=remote)
+    if server is None:
+        return found
+    held, stored = server["figures"]["ram"], server["figures"]["disk"]
+    if "disk" not in flags:
+        found = replace(found, disk=stored.get("limit_bytes") or 0)
+    if "ram" not in flags:
+        kinds = {name: held["kinds"].get(name, 0) for name in ("pool", "transient", "pending")}
+        found = replace(found, ram=held["limit_bytes"], reserved=kinds)
+    return found
+
+
+def _bytes_per_s(flag: str, text: str | None) -> float | None:
+    if text is None:
+        return None
+    size = parse_size(text, total=0)
+    if not size:
+        raise ConfigError(f"{flag} must be bytes per second such as 2GB, not {text!r}")
+    return float(size)
+
+
+# -- printing --------------------------------------------------------------------------------------
+
+
+def show(plan: Plan) -> None:
+    """Print a plan as tables."""
+    out = console()
+    print_facts(_facts(plan))
+    out.print()
+    columns = (("prompt tokens from", "left"), ("share", "right"), ("", "left"))
+    print_table(columns, _tiers(plan))
+    out.print()
+    columns = (("RAM for conversations", "right"), ("reused", "right"), ("", "left"))
+    print_table(columns, _curve(plan))
+    if not plan.speed.times:
+        out.print(
+            "\nNo times: give --prefill-speed and --decode-speed, or the --url of a server that "
+            "has served some requests with this model."
+        )
+
+
+def _facts(plan: Plan) -> Iterator[tuple[str, str]]:
+    from mlxcache.plan.plan import FULL, NEAR  # noqa: PLC0415
+
+    trace, outcome, layout = plan.trace, plan.outcome, plan.layout
+    kind = {"synthetic": "synthetic agents", "agentic": "AIPerf's form", "mooncake": "Mooncake's"}
+    users = f", {plan.users:,} at once" if plan.users else ""
+    yield (
+        "Requests",
+        f"{len(trace.requests):,} of {len(trace.strands()):,} sessions{users} "
+        f"({kind.get(trace.form, 'recorded')})",
+    )
+    if outcome.refused:
+        yield "Refused", f"{outcome.refused:,}, whose prompts do not fit"
+    yield "KV", f"{format_size(layout.bytes_per_token)} per token"
+    disk = format_size(plan.memory.disk) if plan.memory.disk else "off"
+    room = f"--ram {format_size(plan.memory.ram)}, of it {format_size(max(0, plan.room))}"
+    yield "Machine", f"{room} for conversations; --disk {disk}"
+    fed = sum(one.reuse.fed for one in outcome.served)
+    yield "Fed", f"{fed:,} of {outcome.prompt_tokens:,} prompt tokens"
+    if (recorded := plan.recorded()) is not None:
+        yield "Recorded", f"{recorded:.1%} reused by the server of the trace"
+    tokens = plan.enough // max(1, layout.bytes_per_token)
+    yield f"{NEAR:.0%} of ceiling", f"with {format_size(plan.enough)} ({tokens:,} tokens) in RAM"
+    if (first := plan.first_token_s()) is not None:
+        median, late = map(format_duration, first)
+        yield "First token", f"{median} median, {late} for the slowest 5%"
+        yield "MLX thread", f"busy {outcome.busy:.0%} of {format_duration(outcome.span_s)}"
+    if (most := plan.users_per_machine()) is not None:
+        yield "Users", f"{most:,.1f} keep one such machine busy for {FULL:.0%} of its time"
+    if plan.memory.disk:
+        day = plan.written_per_day()
+        text = f"{format_size(outcome.written)} written"
+        yield "Disk", text if day is None else f"{text}, {format_size(round(day))} a day"
+
+
+def _tiers(plan: Plan) -> Iterator[tuple[str, str, str]]:
+    outcome = plan.outcome
+    rows = [
+        ("RAM", outcome.share(lambda reuse: reuse.cached - reuse.restored)),
+        ("disk", outcome.share(lambda reuse: reuse.disk)),
+    ]
+    if plan.memory.remote:
+        rows.append(("remote", outcome.share(lambda reuse: reuse.remote)))
+    rows += [("all", outcome.hit_rate), ("ceiling: a cache without limits", plan.ceiling)]
+    for name, share in rows:
+        yield name, f"{share:.1%}", _bar(share)
+
+
+def _curve(plan: Plan) -> Iterator[tuple[str, str, str]]:
+    for one in plan.curve:
+        yield format_size(one.nbytes), f"{one.hit_rate:.1%}", _bar(one.hit_rate)
+
+
+def _bar(share: float) -> str:
+    return "█" * round(BAR * share)

@@ -1,0 +1,185 @@
+"""One server's cache in a plan: what each request of a trace reuses, and what it displaces."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from mlxcache.cache.capacity import pending_bytes, pool_bytes, transient_bytes
+from mlxcache.cache.checkpoints import stops
+from mlxcache.cache.kv_cache import KVCache, Lease
+from mlxcache.cache.main_conversation import CacheHints
+from mlxcache.cache.restore import MIN_UNKNOWN
+from mlxcache.model.kv import Layout
+from mlxcache.plan.disk import UNLIMITED, CountedDisk
+from mlxcache.plan.lineage import CountedLineage
+from mlxcache.plan.trace import Request
+from mlxcache.tree.budget import Budget
+from mlxcache.types import Tokens
+
+GENERATION_TOKENS = 4
+"""Tokens assumed for the generation prompt, before which a prefill takes a checkpoint."""
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Memory of one server in bytes.
+
+    `ram`: the budget of `--ram` without weights. `disk`: the limit of `--disk`, 0 for none.
+    `reserved`: what a running server has set aside of `ram`, by kind; None estimates it. `remote`:
+    a remote that keeps everything is used too.
+    """
+
+    ram: int
+    disk: int = 0
+    reserved: Mapping[str, int] | None = None
+    remote: bool = False
+
+    def set_aside(self, layout: Layout) -> Mapping[str, int]:
+        """Return the bytes of `ram` that are not for conversations, by kind."""
+        if self.reserved is not None:
+            return self.reserved
+        if self.ram >= UNLIMITED:
+            return {}
+        return {
+            "pool": pool_bytes(self.ram),
+            "transient": transient_bytes(self.ram),
+            "pending": pending_bytes(self.ram, layout) if self.disk else 0,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Reuse:
+    """Tokens of one prompt by where they come from.
+
+    `cached` of the `prompt` tokens are reused; of these, `disk` were read from disk and `remote`
+    from the remote.
+    """
+
+    prompt: int
+    cached: int
+    disk: int = 0
+    remote: int = 0
+
+    @property
+    def restored(self) -> int:
+        """Tokens read from disk or from the remote."""
+        return self.disk + self.remote
+
+    @property
+    def fed(self) -> int:
+        """Tokens that the model is fed."""
+        return self.prompt - self.cached
+
+
+@dataclass(slots=True)
+class Running:
+    """A request between its start and its end. `ids`: its prompt and reply, shape (n,)."""
+
+    request: Request
+    ids: Tokens
+    lease: Lease
+    reuse: Reuse
+
+
+class PlannedCache:
+    """The cache of one server: a `KVCache` over counted lineages, and a counted disk.
+
+    `now()`: the time in the plan, in seconds.
+    """
+
+    def __init__(self, layout: Layout, memory: Memory, now: Callable[[], float]):
+        budget = Budget(memory.ram)
+        reserved = memory.set_aside(layout)
+        self.fits = all(budget.reserve(kind, size) for kind, size in reserved.items())
+        self.kv = KVCache.open(layout, budget, lineage=CountedLineage)
+        pending = reserved.get("pending", 0)
+        self.disk = CountedDisk(layout, memory.disk, pending, now) if memory.disk else None
+        self.remote = CountedDisk(layout, UNLIMITED, UNLIMITED, now) if memory.remote else None
+        self._layout = layout
+
+    def close(self) -> None:
+        """Release the indexes of disk and remote."""
+        for tier in (self.disk, self.remote):
+            if tier is not None:
+                tier.close()
+
+    def start(self, request: Request) -> Running | None:
+        """Begin a request: reuse what RAM, disk and remote have, and hold memory for its prompt.
+
+        Returns None if other requests hold that memory, or if the prompt can never fit.
+        """
+        ids = request.tokens()
+        prompt = ids[: request.prompt_tokens]
+        target, on_disk, shared = self._look_up(prompt)
+        lease = self._acquire(request, prompt, target)
+        if lease is None:
+            return None
+        in_ram = lease.cached
+        if lease.awaiting_state or lease.cached < target:
+            lease.awaiting_state = False
+            lease.lineage.append((), target - lease.length)
+            self.kv.commit(lease, prompt, checkpoint=self._layout.opaque)
+            lease.cached = lease.written = lease.length
+        disk = max(0, min(on_disk, lease.cached) - in_ram)
+        remote = lease.cached - in_ram - disk
+        running = Running(request, ids, lease, Reuse(len(prompt), lease.cached, disk, remote))
+        self._prefill(running, prompt, max(lease.matched, shared))
+        return running
+
+    def _look_up(self, prompt: Tokens) -> tuple[int, int, int]:
+        """Return the position up to which to restore, that on disk, and the tokens shared there."""
+        known = self.kv.reusable(prompt)
+        target = on_disk = shared = 0
+        if len(prompt) - 1 - known < MIN_UNKNOWN:
+            return 0, 0, 0
+        if self.disk is not None:
+            on_disk, shared = self.disk.look_up(prompt, known)
+            target = on_disk
+        if self.remote is not None:
+            there, _ = self.remote.look_up(prompt, max(known, target))
+            target = max(target, there)
+        return target, on_disk, shared
+
+    def _acquire(self, request: Request, prompt: Tokens, target: int) -> Lease | None:
+        hints = CacheHints(
+            conversation_key=request.key, head=request.head, label=request.session, asked=True
+        )
+        reply = max(1, request.reply_tokens)
+        lease = self.kv.acquire(prompt, reply, planned=target, hints=hints)
+        if lease is None and not self.kv.ram.busy:
+            self.kv.clear()
+            lease = self.kv.acquire(prompt, reply, planned=target, hints=hints)
+            lease = lease or self.kv.acquire(prompt, 1, planned=target, hints=hints)
+        return lease
+
+    def _prefill(self, running: Running, prompt: Tokens, parted: int) -> None:
+        lease = running.lease
+        at: tuple[int, ...] = ()
+        if self._layout.opaque:
+            request = running.request
+            marks = sorted({request.head, request.key or 0, len(prompt) - GENERATION_TOKENS} - {0})
+            most = self.kv.ram.max_checkpoints(len(prompt))
+            at = stops(marks, lease.cached, len(prompt), parted=parted, most=most)
+        for end in (*at, len(prompt)):
+            lease.lineage.append((), end - lease.length)
+            self.kv.commit(lease, prompt, checkpoint=end != len(prompt))
+
+    def end(self, running: Running) -> None:
+        """End a request: its reply is committed and written, and its memory is released.
+
+        The last token of a reply is drawn and not fed, so it has no KV.
+        """
+        lease = running.lease
+        length = max(lease.length, len(running.ids) - 1)
+        if not self.kv.extend(lease, length):
+            length = min(length, lease.lineage.capacity)
+        lease.lineage.append((), length - lease.length)
+        self.kv.commit(lease, running.ids, checkpoint=True)
+        if lease.node is not None:
+            ids = running.ids[: lease.length]
+            held = [node.end for node in lease.node.path() if node.checkpoint is not None]
+            for tier in (self.disk, self.remote):
+                if tier is not None:
+                    tier.write(ids, running.reuse.cached, held)
+        self.kv.release(lease)

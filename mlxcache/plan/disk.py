@@ -1,0 +1,221 @@
+"""The disk tier without files: the store's own index, in memory, with the sizes files would have.
+
+What is found, what is reused, and what is evicted is decided by the functions of `mlxcache.store`.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from mlxcache.cache.capacity import TOKEN_BYTES, file_bytes
+from mlxcache.cache.restore import MIN_GAIN
+from mlxcache.cache.write_behind import lacking_checkpoints, run_tokens
+from mlxcache.errors import DiskFull
+from mlxcache.model.kv import Layout
+from mlxcache.store import index
+from mlxcache.store.database import WAL_PAGES
+from mlxcache.store.digests import BLOCK, Chain, Chains
+from mlxcache.store.eviction import Space
+from mlxcache.store.folder import CHECKPOINT, RUN, Folder
+from mlxcache.store.index import Match, Row
+from mlxcache.store.thinning import checkpoints_over_share, surplus_checkpoints
+from mlxcache.types import Tokens
+
+NAMESPACE = "plan"
+UNLIMITED = 1 << 60
+
+_BLOCK_BYTES, _PAGE_BYTES = 4096, 4096
+_BEING_WRITTEN = "plan"
+
+
+class CountedFolder(Folder):
+    """A store folder without files. `index_bytes()`: bytes of its index."""
+
+    def __init__(self, index_bytes: Callable[[], int]):
+        super().__init__(Path("/nonexistent/mlxcache-plan"))
+        self._index_bytes = index_bytes
+
+    def overhead(self) -> int:
+        """Return the bytes of the index and its log."""
+        return self._index_bytes() + self.log_bytes()
+
+    def log_bytes(self) -> int:
+        """Return the bytes that the index's log has after some use."""
+        return min(WAL_PAGES * _PAGE_BYTES, 2 * self._index_bytes())
+
+    def quarantined(self) -> list[tuple[Path, int]]:
+        """Return an empty list: nothing is damaged."""
+        return []
+
+    def free(self) -> int:
+        """Return a number that is larger than any limit."""
+        return UNLIMITED
+
+    def block_size(self) -> int:
+        """Return the allocation unit in bytes."""
+        return _BLOCK_BYTES
+
+
+class CountedDisk:
+    """The disk tier for KV of one layout, in a folder that may take `limit` bytes.
+
+    `now()`: the time in the plan, in seconds. `pending`: bytes of copies that may wait to be
+    written, which bound the length of a run. `written`: bytes written so far.
+    """
+
+    def __init__(self, layout: Layout, limit: int, pending: int, now: Callable[[], float]):
+        self.written = 0
+        self.evicted = 0
+        self._layout = layout
+        self._limit = limit
+        self._now = now
+        self._run_tokens = run_tokens(layout, pending)
+        self._chains = Chains(NAMESPACE)
+        self._latest = 0.0
+        self._index = sqlite3.connect(":memory:", isolation_level=None)
+        self._index.executescript(index.SCHEMA)
+        self._space = Space(CountedFolder(self._index_bytes), limit, 0)
+
+    def close(self) -> None:
+        """Release the index."""
+        self._index.close()
+
+    @property
+    def used(self) -> int:
+        """Bytes of the files and the index."""
+        return self._space.used(self._index)
+
+    # -- reading -----------------------------------------------------------------------------------
+
+    def look_up(self, ids: Tokens, known: int) -> tuple[int, int]:
+        """Return up to which position a server would restore `ids`, and how far they are on disk.
+
+        `known`: leading tokens that are in RAM. The first is 0 if too little would be gained. Notes
+        a use of the files found.
+        """
+        match = self._find(ids)
+        self._touch(match)
+        most = len(ids) - 1
+        shared = target = min(match.length, most)
+        if self._layout.opaque:
+            reach = target if self._layout.specs else most
+            target = max((row.start for row in match.checkpoints if row.start <= reach), default=0)
+        return (target if target - known >= MIN_GAIN else 0), shared
+
+    def _find(self, ids: Tokens) -> Match:
+        return index.lookup(self._index, self._chains.of(ids))
+
+    def _touch(self, match: Match) -> None:
+        # the store's clock never stands still, so that uses are ordered
+        self._latest = max(self._now(), self._latest + 1e-5)
+        rows = [*(row for row, _, _ in match.cover), *match.checkpoints]
+        index.touch(self._index, [(self._latest, row.id) for row in rows])
+
+    # -- writing -----------------------------------------------------------------------------------
+
+    def write(self, ids: Tokens, reused: int, checkpoints: Sequence[int]) -> None:
+        """Write what is not on disk of the path `ids`, with the checkpoints at these positions.
+
+        `reused`: prompt tokens that the request reused, which is counted for their files.
+        """
+        match = self._find(ids)
+        counted = [row.id for row, start, _ in match.cover if start < reused]
+        counted += [row.id for row in match.checkpoints if row.start <= reused]
+        index.count_reuses(self._index, counted)
+        self._touch(match)
+        try:
+            if self._layout.specs:
+                match = self._write_runs(ids, match)
+            if self._layout.opaque:
+                present = [row.start for row in match.checkpoints]
+                for at in sorted(lacking_checkpoints(list(checkpoints), present)):
+                    self._write_checkpoint(self._chains.of(ids[:at]))
+        except DiskFull:
+            return
+
+    def _write_runs(self, ids: Tokens, match: Match) -> Match:
+        """Write the runs that `match`, the part of `ids` on disk, lacks; return the new match."""
+        start, gone = match.length // BLOCK * BLOCK, self.evicted
+        before = match.run_before(start)
+        parent = before.id if before is not None else None
+        whole = self._chains.of(ids)
+        while start < len(ids) and match.length < len(ids):
+            stop = min(len(ids), start + self._run_tokens)
+            chain = Chain(NAMESPACE, ids[:stop], whole.whole[: stop // BLOCK + 1])
+            one = self._layout.bytes_per_token + TOKEN_BYTES
+            row = self._row(RUN, chain, start, parent, None)
+            parent = self._save(row, file_bytes((stop - start) * one))
+            index.put_tokens(self._index, parent, ids[start:stop])
+            for checkpoint in match.checkpoints:
+                if checkpoint.parent is None and start < checkpoint.start <= stop:
+                    self._index.execute(
+                        "UPDATE file SET parent = ? WHERE id = ?", (parent, checkpoint.id)
+                    )
+            start = stop
+            if self.evicted > gone:
+                gone = self.evicted
+                if self._find(ids[:start]).length < start:
+                    break  # its beginning was evicted for its end
+        return self._find(ids) if self._layout.opaque else match
+
+    def _write_checkpoint(self, chain: Chain) -> None:
+        nbytes = self._layout.checkpoint_bytes
+        match = index.lookup(self._index, chain)
+        if match.cover:
+            coming = self._space.estimate(nbytes, 0)
+            rows = checkpoints_over_share(self._index, coming, self._limit)
+            self._space.remove(self._index, rows)
+            match = index.lookup(self._index, chain)
+        position = len(chain.ids)
+        previous = match.checkpoints[-1].id if match.checkpoints else None
+        before = match.run_before(position)
+        parent = before.id if before is not None else None
+        row = self._row(CHECKPOINT, chain, position, parent, previous)
+        self._save(row, file_bytes(nbytes))
+        path = index.lookup(self._index, chain)
+        gone = surplus_checkpoints(self._index, NAMESPACE, chain.ids, path, self._limit)
+        self._space.remove(self._index, gone)
+
+    def _row(
+        self, kind: str, chain: Chain, start: int, parent: int | None, previous: int | None
+    ) -> Row:
+        stop = len(chain.ids)
+        base = chain.whole[start // BLOCK]
+        return Row(
+            id=0,
+            kind=kind,
+            digest=chain.at(stop),
+            base=base,
+            key=base if kind == CHECKPOINT else chain.at(min(start + BLOCK, stop)),
+            start=start,
+            stop=stop,
+            nbytes=1,
+            disk=0,
+            used=self._latest,
+            parent=parent,
+            previous=previous,
+            owner=_BEING_WRITTEN,
+        )
+
+    def _save(self, row: Row, nbytes: int) -> int:
+        """Insert the row of a file, evict others for it, and return its id. Raises DiskFull."""
+        self._index.execute(
+            "DELETE FROM file WHERE kind = ? AND digest = ?", (row.kind, row.digest)
+        )
+        size = self._space.estimate(nbytes, row.stop - row.start)
+        id = index.insert(self._index, replace(row, nbytes=nbytes, disk=size))
+        try:
+            self.evicted += len(self._space.make_room(self._index, size, has_row=True))
+        except DiskFull:
+            self._index.execute("DELETE FROM file WHERE id = ?", (id,))
+            raise
+        self._index.execute("UPDATE file SET owner = NULL, disk = ? WHERE id = ?", (nbytes, id))
+        self.written += nbytes
+        return id
+
+    def _index_bytes(self) -> int:
+        (pages,) = self._index.execute("PRAGMA page_count").fetchone()
+        return int(pages) * _PAGE_BYTES

@@ -1,0 +1,75 @@
+"""Lineages that hold no arrays: positions are counted, and their bytes follow from the layout."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import mlx.core as mx
+
+from mlxcache.model.kv import Layout, State
+from mlxcache.model.lineage import Lineage, Span
+
+STATE: State = ("counted",)
+"""Stands for the state of layers that cannot be sliced."""
+
+
+class CountedLineage(Lineage):
+    """A lineage of which only lengths exist, with the lengths and bytes of a real one."""
+
+    __slots__ = ("_held",)
+
+    def __init__(self, layout: Layout, copy_bytes: int = 0):
+        self.layout = layout
+        self.copy_bytes = copy_bytes
+        self.caches, self.slots, self.linear = [], [], []
+        self.base = self.length = self.capacity = self.window_valid_from = self.passes = 0
+        self._addresses = None
+        self._held = True
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes that a copy of the states of the opaque slots takes."""
+        return self.layout.checkpoint_bytes
+
+    @property
+    def lost(self) -> bool:
+        """True if the lineage was released."""
+        return not self._held
+
+    def _refill(self, sources: Sequence[Span], capacity: int) -> None:
+        base, end = (sources[0][1], sources[-1][2]) if sources else (0, 0)
+        self.base, self.length, self.capacity = base, end, capacity
+
+    def append(
+        self,
+        tail: Iterable[Sequence[mx.array]],
+        count: int,
+        *,
+        windows: bool = True,
+        held: int | None = None,
+    ) -> None:
+        """Count `count` more positions; `tail` is not read."""
+        self.truncate(self.length + count)
+
+    def append_span(self, span: Span) -> None:
+        """Count the positions of a range of another lineage."""
+        self.truncate(self.length + span[2] - span[1])
+
+    def capture(self) -> State:
+        """Return what stands for a state."""
+        return STATE
+
+    def restore(self, state: State | None) -> None:
+        """Do nothing: there are no states."""
+
+    def rest(self) -> None:
+        """Do nothing: there are no states."""
+
+    def sound(self) -> bool:
+        """Return True: there is nothing that could fail."""
+        return True
+
+    def release(self) -> None:
+        """Release the positions."""
+        super().release()
+        self._held = False

@@ -1,0 +1,244 @@
+"""A plan: one trace on one machine, its ceiling, and the capacity that nearly reaches it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from statistics import quantiles
+from typing import Any
+
+from mlxcache.config import format_size
+from mlxcache.errors import ConfigError
+from mlxcache.model.kv import Layout
+from mlxcache.plan.cache import Memory
+from mlxcache.plan.disk import UNLIMITED
+from mlxcache.plan.simulate import Outcome, Simulation, Speed
+from mlxcache.plan.trace import Trace
+
+NEAR = 0.95
+"""Share of the ceiling of which the capacity is sought."""
+
+STEPS = 6
+"""Runs that narrow that capacity down; each halves the range of its logarithm."""
+
+FULL = 0.8
+"""Share of its time for which a MLX thread may be busy before requests wait long."""
+
+DAY_S = 86_400
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """Hit rate of a server with `nbytes` bytes in RAM for conversations, and no disk."""
+
+    nbytes: int
+    hit_rate: float
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Result of `make_plan`.
+
+    `outcome`: the trace on the machine as it is. `ceiling`: the hit rate of a cache without limits.
+    `curve`: hit rates by capacity, ascending. `enough`: bytes for `NEAR` of the ceiling. `room`:
+    bytes of the machine's RAM for conversations.
+    """
+
+    trace: Trace
+    layout: Layout
+    memory: Memory
+    speed: Speed
+    users: int | None
+    outcome: Outcome
+    ceiling: float
+    curve: tuple[Point, ...]
+    enough: int
+    room: int
+
+    def first_token_s(self) -> tuple[float, float] | None:
+        """Return the median and the 95th percentile of the seconds to the first token.
+
+        None without measured speeds.
+        """
+        if not self.speed.times or not self.outcome.served:
+            return None
+        times = [one.first_token_s for one in self.outcome.served]
+        if len(times) == 1:
+            return times[0], times[0]
+        cuts = quantiles(times, n=20, method="inclusive")
+        return cuts[9], cuts[18]
+
+    def users_per_machine(self) -> float | None:
+        """Return how many users keep the MLX thread busy for `FULL` of its time.
+
+        Each user sends the next request a pause after the reply to the last one, as in the trace,
+        and the hit rate is taken to stay. None without speeds, and for traces without pauses.
+        """
+        if not self.speed.times or not self.trace.closed:
+            return None
+        busy = sum(one.busy_s for one in self.outcome.served)
+        pauses = sum(one.delay or 0.0 for one in self.outcome.order)
+        return FULL * (busy + pauses) / busy if busy else None
+
+    def written_per_day(self) -> float | None:
+        """Return the bytes that are written to disk in a day at this load; None without times."""
+        if not self.speed.times or not self.outcome.span_s:
+            return None
+        return self.outcome.written * DAY_S / self.outcome.span_s
+
+    def as_object(self) -> dict[str, Any]:
+        """Return the plan for JSON. Sizes are in bytes, times in seconds."""
+        outcome, first = self.outcome, self.first_token_s()
+        served = outcome.served
+        return {
+            "object": "plan",
+            "trace": {
+                "form": self.trace.form,
+                "block_tokens": self.trace.block_tokens,
+                "requests": len(self.trace.requests),
+                "sessions": len(self.trace.strands()),
+                "users": self.users,
+            },
+            "machine": {
+                "ram_bytes": self.memory.ram,
+                "room_bytes": self.room,
+                "disk_bytes": self.memory.disk,
+                "remote": self.memory.remote,
+                "bytes_per_token": self.layout.bytes_per_token,
+                "checkpoint_bytes": self.layout.checkpoint_bytes,
+                "speed": asdict(self.speed),
+            },
+            "requests": {"served": len(served), "refused": outcome.refused},
+            "tokens": {
+                "prompt": outcome.prompt_tokens,
+                "cached": sum(one.reuse.cached for one in served),
+                "restored": sum(one.reuse.restored for one in served),
+                "fed": sum(one.reuse.fed for one in served),
+                "generated": sum(one.generated for one in served),
+            },
+            "hit_rate": {
+                "all": outcome.hit_rate,
+                "ram": outcome.share(lambda reuse: reuse.cached - reuse.restored),
+                "disk": outcome.share(lambda reuse: reuse.disk),
+                "remote": outcome.share(lambda reuse: reuse.remote),
+                "ceiling": self.ceiling,
+                "recorded": self.recorded(),
+            },
+            "capacity": {
+                "share_of_ceiling": NEAR,
+                "bytes": self.enough,
+                "tokens": self.enough // max(1, self.layout.bytes_per_token),
+                "curve": [asdict(one) for one in self.curve],
+            },
+            "first_token_s": None if first is None else {"p50": first[0], "p95": first[1]},
+            "mlx_thread": {
+                "busy": outcome.busy if self.speed.times else None,
+                "users_per_machine": self.users_per_machine(),
+            },
+            "disk": {
+                "written_bytes": outcome.written,
+                "written_bytes_per_day": self.written_per_day(),
+            },
+            "span_s": outcome.span_s if self.speed.times else None,
+        }
+
+    def recorded(self) -> float | None:
+        """Return the hit rate of the server that the trace was recorded from, None if unknown."""
+        requests = self.trace.requests
+        if not requests or any(one.cached is None for one in requests):
+            return None
+        cached = sum(one.cached or 0 for one in requests)
+        return cached / max(1, sum(one.prompt_tokens for one in requests))
+
+
+Progress = Callable[[int, int], None]
+
+
+def make_plan(
+    trace: Trace,
+    layout: Layout,
+    memory: Memory,
+    speed: Speed,
+    *,
+    users: int | None = None,
+    at_once: int = 8,
+    progress: Progress = lambda done, total: None,
+) -> Plan:
+    """Play `trace` to a machine, to one without limits, and to some of other capacities.
+
+    `users`: sessions open at once, for traces whose later turns follow earlier ones; None for each
+    at its own time. `at_once`: requests that a server computes at once. `progress` is called with
+    the number of requests played and their total. Blocks for seconds to minutes. Raises ConfigError
+    if the longest prompt does not fit the memory, or the layout cannot be cached.
+    """
+    runs = STEPS + 4
+    _check(trace, layout, memory)
+    done = 0
+
+    def played(one: int) -> None:
+        progress(done + one, runs * len(trace.requests))
+
+    def run(here: Memory) -> tuple[Outcome, int]:
+        nonlocal done
+        simulation = Simulation(layout, here, speed, at_once=at_once, on_request=played)
+        outcome = simulation.run(trace, users)
+        done += len(trace.requests)
+        return outcome, simulation.high_water
+
+    outcome, _ = run(memory)
+    unlimited, most = run(Memory(UNLIMITED))
+    curve = {most: unlimited.hit_rate}
+
+    def measured(nbytes: int) -> float:
+        if nbytes not in curve:
+            curve[nbytes] = run(Memory(nbytes, reserved={}))[0].hit_rate
+        return curve[nbytes]
+
+    least = min(most, _longest_bytes(trace, layout))
+    enough = _enough(measured, least, most, NEAR * unlimited.hit_rate)
+    measured(round((least * most) ** 0.5))
+    points = tuple(Point(nbytes, curve[nbytes]) for nbytes in sorted(curve))
+    room = memory.ram - sum(memory.set_aside(layout).values())
+    return Plan(
+        trace, layout, memory, speed, users, outcome, unlimited.hit_rate, points, enough, room
+    )
+
+
+def _enough(measured: Callable[[int], float], least: int, most: int, wanted: float) -> int:
+    """Return about the smallest capacity with a hit rate of `wanted`, between two sizes."""
+    if measured(least) >= wanted:
+        return least
+    low, high = least, most
+    for _ in range(STEPS):
+        middle = round((low * high) ** 0.5)
+        if measured(middle) >= wanted:
+            high = middle
+        else:
+            low = middle
+    return high
+
+
+def _longest_bytes(trace: Trace, layout: Layout) -> int:
+    """Return the bytes with which the longest request of a trace fits, and a little more."""
+    tokens = max(one.prompt_tokens + one.reply_tokens for one in trace.requests)
+    one = (tokens + 512) * layout.bytes_per_token + layout.running_bytes
+    return one + 8 * layout.checkpoint_bytes + tokens // 24 * layout.bytes_per_token
+
+
+def _check(trace: Trace, layout: Layout, memory: Memory) -> None:
+    if not layout.cacheable:
+        raise ConfigError(
+            f"nothing can be planned: this model is not cached, because its cache class "
+            f"{', '.join(layout.unknown)} is unknown"
+        )
+    if not trace.requests:
+        raise ConfigError("the trace has no requests")
+    room = memory.ram - sum(memory.set_aside(layout).values())
+    longest = max(one.prompt_tokens for one in trace.requests)
+    needed = (longest + 64) * layout.bytes_per_token + layout.running_bytes
+    if room < needed:
+        raise ConfigError(
+            f"the longest prompt has {longest:,} tokens and takes {format_size(needed)}, but "
+            f"--ram has room for {format_size(max(0, room))}: raise --ram, or plan a shorter "
+            "context or smaller KV (--kv-bits)"
+        )

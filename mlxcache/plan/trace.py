@@ -1,0 +1,423 @@
+"""Traces: requests as blocks that can be compared, without any text. Three forms are read.
+
+- That of `mlxcache trace`: a first line that names it, then one line a request.
+- That of AIPerf's generator of agents: sessions whose later turns hold new blocks only, and follow
+  the reply of the turn before.
+  Source: https://docs.nvidia.com/aiperf/tutorials/datasets-inputs/agentic-code-dataset-generator
+- Mooncake's: each line has all blocks of a prompt.
+  Source: https://github.com/kvcache-ai/Mooncake#-open-source-trace
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from mlxcache.errors import MlxcacheError
+from mlxcache.types import Tokens
+
+Form = Literal["mlxcache", "agentic", "mooncake", "synthetic"]
+"""Where a trace comes from: the three forms of files, and `plan` itself."""
+
+BLOCK_SIZES = (512, 16, 32, 64, 128, 256, 1024)
+"""Tokens per block that are tried for a file which does not state them, the usual one first."""
+
+VERSION = 1
+
+MAX_TOKENS = 1 << 27
+"""Most tokens of one request; more are a mistake."""
+
+
+class TraceError(MlxcacheError):
+    """Error raised if a trace cannot be read. The message names the file and the line."""
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One request of a trace.
+
+    `ids` and `lengths`: the parts of its path, that is, its prompt and then its reply, as int32
+    arrays of shape (n,): an id from 1 on, and a number of tokens. Two requests share a prefix as
+    far as their ids agree. The first `prompt_parts` parts are the prompt. `time`: seconds since the
+    trace began, when it arrived. `delay`: seconds between the end of the turn before, in the same
+    session, and this request; None for a request that arrives at its `time`. `key` and `head`: see
+    `CacheHints`. `cached` and `restored`: tokens that the recorded server reused, None if unknown.
+    `took`: seconds that it took there. `strand`: name of the requests that follow one another; by
+    default those of the session.
+    """
+
+    time: float
+    session: str | None
+    ids: Tokens
+    lengths: Tokens
+    prompt_parts: int
+    delay: float | None = None
+    key: int | None = None
+    head: int = 0
+    cached: int | None = None
+    restored: int = 0
+    took: float = 0.0
+    strand: str | None = None
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of the prompt."""
+        return int(self.lengths[: self.prompt_parts].sum())
+
+    @property
+    def reply_tokens(self) -> int:
+        """Tokens of the reply."""
+        return int(self.lengths[self.prompt_parts :].sum())
+
+    def tokens(self) -> Tokens:
+        """Return integers in place of the path's token ids, int32, shape (n,).
+
+        Each part is its id and then zeros, so two paths are equal just as far as their parts are.
+        """
+        starts = np.cumsum(self.lengths) - self.lengths
+        found = np.zeros(int(self.lengths.sum()), np.int32)
+        found[starts] = self.ids
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """Requests in the order of their lines, and where they come from.
+
+    `block_tokens`: tokens of a whole block.
+    """
+
+    requests: tuple[Request, ...]
+    form: Form
+    block_tokens: int
+
+    @property
+    def closed(self) -> bool:
+        """True if the time of later turns follows from the end of earlier ones."""
+        return any(one.delay is not None for one in self.requests)
+
+    def scaled(self, factor: float) -> Trace:
+        """Return the trace with all lengths multiplied by `factor`, each part at least 1 token.
+
+        Which prompts share which part of each other stays the same.
+        """
+        if factor == 1.0:
+            return self
+        return replace(self, requests=tuple(_scaled(one, factor) for one in self.requests))
+
+    def first(self, count: int) -> Trace:
+        """Return the trace with its first `count` requests only."""
+        return replace(self, requests=self.requests[:count])
+
+    def strands(self) -> list[list[Request]]:
+        """Return the requests that follow one another; one without a session is alone."""
+        found: dict[object, list[Request]] = {}
+        for number, one in enumerate(self.requests):
+            name = one.strand or one.session
+            found.setdefault(number if name is None else name, []).append(one)
+        return list(found.values())
+
+
+def _scaled(one: Request, factor: float) -> Request:
+    lengths = np.maximum(1, np.rint(one.lengths * factor)).astype(np.int32)
+    ends = np.concatenate([[0], np.cumsum(lengths)])
+    starts = np.concatenate([[0], np.cumsum(one.lengths)])
+
+    def moved(position: int) -> int:
+        return int(ends[np.searchsorted(starts, position)])
+
+    return replace(
+        one,
+        lengths=lengths,
+        key=None if one.key is None else moved(one.key),
+        head=moved(one.head),
+        cached=None,
+        restored=0,
+    )
+
+
+class Ids:
+    """Numbers from 1 on for the hashes of blocks, and for parts that only one request has."""
+
+    def __init__(self) -> None:
+        self._known: dict[object, int] = {}
+        self._count = 0
+
+    def of(self, name: object) -> int:
+        """Return the number of the part called `name`, a new one if it is unknown."""
+        found = self._known.get(name)
+        if found is None:
+            found = self._known[name] = self.new()
+        return found
+
+    def new(self) -> int:
+        """Return a number that no other part has."""
+        self._count += 1
+        return self._count
+
+
+def path_of(parts: Iterable[tuple[int, int]]) -> tuple[Tokens, Tokens]:
+    """Return the ids and the lengths of parts (id, tokens) as arrays, without empty parts."""
+    kept = [part for part in parts if part[1]]
+    both = np.array(kept, np.int32).reshape(len(kept), 2)
+    return both[:, 0].copy(), both[:, 1].copy()
+
+
+def read_trace(path: Path, block_tokens: int | None = None) -> Trace:
+    """Read a trace of any of the three forms.
+
+    `block_tokens`: tokens per block of AIPerf's and Mooncake's form, which do not state them; by
+    default the first of `BLOCK_SIZES` that fits all lines. Raises TraceError, with the number of
+    the wrong line.
+    """
+    try:
+        with path.open(encoding="utf-8") as file:
+            lines = [(n, _object(path, n, text)) for n, text in enumerate(file, 1) if text.strip()]
+    except OSError as error:
+        raise TraceError(f"{path} cannot be read: {error.strerror}.") from error
+    except UnicodeDecodeError as error:
+        raise TraceError(f"{path} is not a trace: it is not text in UTF-8.") from error
+    if not lines:
+        raise TraceError(f"{path} is empty: a trace has one request a line.")
+    first = _Line(path, *lines[0])
+    if first.fields.get("trace") == "mlxcache":
+        return _Recorded(first).read(_Line(path, *one) for one in lines[1:])
+    rows = [_Line(path, *one) for one in lines]
+    if "hash_ids" not in first.fields:
+        raise first.error(
+            "is of no known form: expected a line of `mlxcache trace`, or the fields input_length, "
+            "output_length and hash_ids"
+        )
+    size = _block_size(rows, block_tokens)
+    agentic = "session_id" in first.fields
+    requests = _agentic(rows, size) if agentic else _mooncake(rows, size)
+    return Trace(tuple(requests), "agentic" if agentic else "mooncake", size)
+
+
+def _object(path: Path, number: int, text: str) -> Mapping[str, Any]:
+    try:
+        found = json.loads(text)
+    except ValueError as error:
+        raise TraceError(f"{path}, line {number}: not JSON: {error}.") from error
+    if not isinstance(found, dict):
+        raise TraceError(f"{path}, line {number}: expected a JSON object.")
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Line:
+    """One line of a file: its number from 1 on, and its fields."""
+
+    path: Path
+    number: int
+    fields: Mapping[str, Any]
+
+    def error(self, what: str) -> TraceError:
+        """Return an error that names the file and the line."""
+        return TraceError(f"{self.path}, line {self.number}: {what}.")
+
+    def count(self, name: str, *, least: int = 0, default: int | None = None) -> int:
+        """Return a whole number of at least `least`. Raises TraceError."""
+        value = self.fields.get(name, default)
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise self.error(f"{name} is {value!r}: expected a whole number of {least} or more")
+        if value > MAX_TOKENS:
+            raise self.error(f"{name} is {value}: expected at most {MAX_TOKENS}")
+        return value
+
+    def seconds(self, name: str, scale: float = 1.0) -> float:
+        """Return a time of 0 or more, divided by `scale`. Raises TraceError."""
+        value = self.fields.get(name)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1e15:
+            raise self.error(f"{name} is {value!r}: expected a time of 0 or more")
+        return value / scale
+
+    def label(self, name: str) -> str | None:
+        """Return a text, or None if there is none. Raises TraceError."""
+        value = self.fields.get(name)
+        if value is not None and not isinstance(value, str):
+            raise self.error(f"{name} is {value!r}: expected a text")
+        return value
+
+    def list(self, name: str) -> Sequence[Any]:
+        """Return a list. Raises TraceError."""
+        value = self.fields.get(name)
+        if not isinstance(value, list):
+            raise self.error(f"{name} must be a list")
+        return value
+
+    def hashes(self) -> Sequence[int | str]:
+        """Return the block hashes of AIPerf's and Mooncake's form. Raises TraceError."""
+        found = self.list("hash_ids")
+        for one in found:
+            if isinstance(one, bool) or not isinstance(one, int | str):
+                raise self.error(f"hash_ids holds {one!r}: expected numbers or texts")
+        return found
+
+
+def _block_size(rows: Sequence[_Line], asked: int | None) -> int:
+    """Return the tokens per block with which the lengths and hashes of all lines agree."""
+    wrong = rows[0]
+    for size in BLOCK_SIZES if asked is None else (asked,):
+        for row in rows:
+            tokens = row.count("input_length", least=1)
+            if len(row.hashes()) != -(-tokens // size):
+                wrong = row
+                break
+        else:
+            return size
+    tokens, count = wrong.count("input_length"), len(wrong.hashes())
+    what = "any usual number of" if asked is None else f"{asked}"
+    raise wrong.error(
+        f"{tokens} tokens and {count} hash_ids do not agree with {what} tokens per block: "
+        "name the right one with --block-tokens"
+    )
+
+
+def _blocks(row: _Line, size: int, ids: Ids) -> list[tuple[int, int]]:
+    tokens, hashes = row.count("input_length", least=1), row.hashes()
+    lengths = [size] * (len(hashes) - 1) + [tokens - size * (len(hashes) - 1)]
+    return [(ids.of(one), length) for one, length in zip(hashes, lengths, strict=True)]
+
+
+def _mooncake(rows: Iterable[_Line], size: int) -> Iterator[Request]:
+    ids = Ids()
+    for row in rows:
+        prompt = _blocks(row, size, ids)
+        reply = row.count("output_length")
+        path = path_of([*prompt, (ids.new(), reply)])
+        yield Request(row.seconds("timestamp", 1e3), None, *path, len(prompt))
+
+
+def _agentic(rows: Iterable[_Line], size: int) -> Iterator[Request]:
+    """Yield the requests of sessions whose lines have only what is new since the last reply."""
+    ids = Ids()
+    paths: dict[str, list[tuple[int, int]]] = {}
+    keys: dict[str, int] = {}
+    for row in rows:
+        session = row.label("session_id")
+        if session is None:
+            raise row.error("session_id is missing, which the first line has")
+        before = paths.get(session)
+        parts = [*(before or ()), *_blocks(row, size, ids)]
+        reply = row.count("output_length")
+        paths[session] = [*parts, (ids.new(), reply)] if reply else parts
+        first = before is None
+        keys.setdefault(session, row.count("input_length"))
+        yield Request(
+            row.seconds("timestamp", 1e3) if first and "timestamp" in row.fields else 0.0,
+            session,
+            *path_of(paths[session]),
+            len(parts),
+            delay=None if first else row.seconds("delay", 1e3) if "delay" in row.fields else 0.0,
+            key=keys[session],
+        )
+
+
+class _Recorded:
+    """Reader of the form that `mlxcache trace` writes. `first`: its first line.
+
+    A block may be cut where a prompt or a reply ended. The names are those of all tokens up to the
+    end of a part, so a cut that one line shows is made in all lines with the same block.
+    """
+
+    def __init__(self, first: _Line):
+        version = first.count("version", least=1)
+        if version > VERSION:
+            raise first.error(
+                f"version {version} of the format is newer than {VERSION}: use a newer mlxcache"
+            )
+        self._size = first.count("block_tokens", least=1)
+        self._ids = Ids()
+        self._last: dict[str | None, list[tuple[int, int]]] = {}
+        self._cuts: dict[int, dict[int, int]] = {}
+        self._ends: dict[str | None, list[float]] = {}
+
+    def read(self, rows: Iterable[_Line]) -> Trace:
+        """Return the trace of the lines after the first, in the order of their times."""
+        made = sorted((self._request(row) for row in rows), key=lambda one: one.time)
+        cut = (replace_path(one, self._cut(one.ids, one.lengths)) for one in made)
+        return Trace(tuple(map(self._placed, cut)), "mlxcache", self._size)
+
+    def _request(self, row: _Line) -> Request:
+        session, same = row.label("session"), row.count("same", default=0)
+        before = self._last.get(session, [])
+        if same > len(before):
+            raise row.error(f"same is {same}, but the line before it has {len(before)} blocks")
+        parts = before[:same] + [self._part(row, one) for one in row.list("blocks")]
+        self._last[session] = parts
+        self._note_cuts(parts)
+        prompt = row.count("prompt_tokens", least=1)
+        path = prompt + row.count("generated_tokens")
+        ends = np.cumsum([tokens for _, tokens in parts]) if parts else np.zeros(1, int)
+        if int(ends[-1]) != path or prompt not in ends:
+            raise row.error(
+                f"the blocks hold {int(ends[-1])} tokens: expected {path}, with an end after the "
+                f"{prompt} of the prompt"
+            )
+        return Request(
+            row.seconds("time"),
+            session,
+            *path_of(parts),
+            int(np.searchsorted(ends, prompt)) + 1,
+            key=row.count("key") if row.fields.get("key") is not None else None,
+            head=row.count("head", default=0),
+            cached=row.count("cached_tokens") if "cached_tokens" in row.fields else None,
+            restored=row.count("restored_tokens", default=0),
+            took=row.seconds("seconds") if "seconds" in row.fields else 0.0,
+        )
+
+    def _part(self, row: _Line, one: Any) -> tuple[int, int]:
+        name, tokens = one if isinstance(one, list) and len(one) == 2 else (one, self._size)
+        whole = isinstance(tokens, int) and 0 < tokens <= self._size
+        if not isinstance(name, str) or not whole:
+            raise row.error(
+                f"blocks holds {one!r}: expected a hash, or a list of a hash and a number of "
+                f"tokens up to {self._size}"
+            )
+        return self._ids.of(name), tokens
+
+    def _note_cuts(self, parts: Iterable[tuple[int, int]]) -> None:
+        within: list[tuple[int, int]] = []
+        at = 0
+        for id, tokens in parts:
+            if within:
+                self._cuts.setdefault(id, {}).update(within)
+            at = (at + tokens) % self._size
+            within = [*within, (at, id)] if at else []
+
+    def _cut(self, ids: Tokens, lengths: Tokens) -> Iterator[tuple[int, int]]:
+        """Yield the parts of a path, cut wherever any line shows a cut."""
+        at = 0
+        for id, tokens in zip(ids.tolist(), lengths.tolist(), strict=True):
+            end = at + tokens
+            for position, name in sorted(self._cuts.get(id, {}).items()):
+                if at < position < end:
+                    yield name, position - at
+                    at = position
+            yield id, end - at
+            at = end % self._size
+
+    def _placed(self, one: Request) -> Request:
+        """Return the request as the next one of those of its session that it did not overlap."""
+        ends = self._ends.setdefault(one.session, [])
+        before = max((end for end in ends if end <= one.time), default=None)
+        if one.session is None or before is None:
+            ends.append(one.time + one.took)
+            return replace(one, strand=f"{one.session}/{len(ends)}" if one.session else None)
+        at = ends.index(before)
+        ends[at] = one.time + one.took
+        return replace(one, strand=f"{one.session}/{at + 1}", delay=one.time - before)
+
+
+def replace_path(one: Request, parts: Iterable[tuple[int, int]]) -> Request:
+    """Return the request with other parts for the same tokens."""
+    ids, lengths = path_of(parts)
+    ends = np.cumsum(lengths)
+    prompt = int(np.searchsorted(ends, one.prompt_tokens)) + 1
+    return replace(one, ids=ids, lengths=lengths, prompt_parts=prompt)
