@@ -196,9 +196,13 @@ class Recordings:
 
     def note(self, task: Task) -> None:
         """Add a task that is over to the recordings of its owner, if it was computed."""
-        if not self._open or not task.admitted:
+        readers = [
+            recording
+            for recording in self._open
+            if recording.owner == task.job.owner and not recording.lagging
+        ]
+        if not readers or not task.admitted:
             return
         one = TracedRequest.of(task)
-        for recording in self._open:
-            if recording.owner == task.job.owner and not recording.lagging:
-                recording.put(one)
+        for recording in readers:
+            recording.put(one)

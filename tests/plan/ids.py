@@ -32,7 +32,10 @@ class IdsPlayer:
         return self.cached_tokens / self.prompt_tokens
 
     def play(self, requests: Iterable[Request]) -> None:
-        """Send requests one after another, each with what the server replied before."""
+        """Send requests one after another, each with what the server replied before.
+
+        Replies are random: greedy ones repeat themselves, and the server ends those.
+        """
         for one in requests:
             prompt = slice(one.prompt_parts)
             pairs = zip(one.ids[prompt].tolist(), one.lengths[prompt].tolist(), strict=True)
@@ -42,7 +45,7 @@ class IdsPlayer:
             headers = {"Content-Type": "application/json"}
             if one.session is not None:
                 headers["X-Session-Id"] = one.session
-            data = json.dumps(body | {"temperature": 0}).encode()
+            data = json.dumps(body | {"temperature": 1.0, "seed": 1}).encode()
             with urlopen(HttpRequest(f"{self._url}/v1/completions", data, headers)) as response:
                 answer = json.load(response)
             usage = answer["usage"]
