@@ -9,11 +9,15 @@ from typing import Annotated, NamedTuple
 import typer
 
 from mlxcache.bench.process import Launch, mlx_lm_server, parse_against
+from mlxcache.bench.replay import Replay
 from mlxcache.bench.run import Bench, Options, conduct
 from mlxcache.bench.scenarios import PARTING, SCENARIOS
+from mlxcache.config import parse_size
 from mlxcache.config.models import DEMO_ID
+from mlxcache.errors import MlxcacheError
 from mlxcache.model.demo import materialise
 from mlxcache.model.hub import resolve
+from mlxcache.plan.trace import read_trace
 
 
 class MeasurementSet(NamedTuple):
@@ -88,6 +92,36 @@ Wait = Annotated[float, typer.Option(metavar="SECONDS", help="Time that a server
 JsonFile = Annotated[
     Path | None, typer.Option("--json", metavar="FILE", help="Also write all figures to FILE.")
 ]
+TraceFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--trace",
+        metavar="FILE",
+        help="Play this trace to all servers, one after another, in place of the measurements: "
+        "a file that `mlxcache plan` takes.",
+    ),
+]
+TraceScale = Annotated[
+    float,
+    typer.Option(metavar="SHARE", min=1e-4, max=1.0, help="Multiply the trace's lengths by this."),
+]
+TraceRequests = Annotated[
+    int | None, typer.Option(metavar="N", min=1, help="Play the trace's first N requests only.")
+]
+TraceUsers = Annotated[
+    int, typer.Option(metavar="N", min=1, help="Sessions of the trace that are open at once.")
+]
+TraceRam = Annotated[
+    str,
+    typer.Option(
+        metavar="SIZE",
+        help="RAM of each server for the trace: --ram here, --prompt-cache-bytes of "
+        "mlx_lm.server, {ram_mb} in commands of --against.",
+    ),
+]
+TraceDisk = Annotated[
+    str, typer.Option(metavar="SIZE", help="--disk of this server for the trace.")
+]
 Strict = Annotated[bool, typer.Option("--assert", help="Exit with 1 if a bound does not hold.")]
 
 
@@ -102,15 +136,27 @@ def bench(
     mlx_lm: MlxLm = True,
     keep: Keep = False,
     wait: Wait = 300.0,
+    trace: TraceFile = None,
+    trace_scale: TraceScale = 1.0,
+    trace_requests: TraceRequests = None,
+    trace_users: TraceUsers = 4,
+    trace_ram: TraceRam = "1GB",
+    trace_disk: TraceDisk = "10GB",
     json_file: JsonFile = None,
     strict: Strict = False,
 ) -> None:
     """Measure latency, speed and memory of this server and others on the same model, in turn."""
     names = chosen_names(only or ()) or DEFAULT
+    played = read_replay(
+        trace, trace_scale, trace_requests, users=trace_users, ram=trace_ram, disk=trace_disk
+    )
     options = Options(tokens, runs, reply, launches(against or (), mlx_lm), wait, keep)
 
     def measure(run: Bench) -> None:
         path = materialise() if model is None else resolve(model)
+        if played is not None:
+            run.trace(path, played)
+            return
         scenarios = [name for name in SCENARIOS if name in names]
         if scenarios:
             run.speed(path, scenarios)
@@ -127,6 +173,25 @@ def chosen_names(only: Sequence[str]) -> Sequence[str]:
     """
     check_names(only, (*SETS, *NAMES))
     return [name for one in only for name in (SETS[one].names if one in SETS else (one,))]
+
+
+def read_replay(
+    path: Path | None, scale: float, requests: int | None, *, users: int, ram: str, disk: str
+) -> Replay | None:
+    """Return the trace in the file `path` with the limits of the servers; None without a file.
+
+    Raises typer.BadParameter.
+    """
+    if path is None:
+        return None
+    try:
+        trace = read_trace(path).scaled(scale)
+        sizes = [parse_size(text, total=0) or 0 for text in (ram, disk)]
+    except MlxcacheError as error:
+        raise typer.BadParameter(str(error)) from error
+    if not all(sizes):
+        raise typer.BadParameter("--trace-ram and --trace-disk must be sizes such as 2GB")
+    return Replay(trace if requests is None else trace.first(requests), users, *sizes)
 
 
 def launches(against: Sequence[str], mlx_lm: bool) -> list[Launch]:

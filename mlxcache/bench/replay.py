@@ -6,14 +6,65 @@ the reply of an earlier request, it contains what that server really replied.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
 from statistics import quantiles
 from typing import Any
 
+from rich.console import Console
+from rich.table import Table
+
 from mlxcache.bench.client import Client, Reply
+from mlxcache.bench.process import Launch, ours, running
 from mlxcache.bench.text import Filler
-from mlxcache.plan.trace import Request
+from mlxcache.config import format_size
+from mlxcache.model.examine import examine
+from mlxcache.model.load import ModelSpec
+from mlxcache.plan.cache import Memory
+from mlxcache.plan.disk import UNLIMITED
+from mlxcache.plan.simulate import Simulation, Speed
+from mlxcache.plan.trace import Request, Trace
+
+SPEED = Speed(prefill=1000, decode=50)
+"""Speeds that decide which user's turn comes next; all servers get the same order."""
+
+
+@dataclass(frozen=True, slots=True)
+class Replay:
+    """A trace and the limits of the servers that play it.
+
+    `users`: sessions open at once, for traces whose later turns follow earlier ones. `ram` and
+    `disk`: limits in bytes; other servers than this one have no disk.
+    """
+
+    trace: Trace
+    users: int
+    ram: int
+    disk: int
+
+    def order(self, model: Path) -> list[Request]:
+        """Return the requests in the order in which they are sent."""
+        layout = examine(ModelSpec(str(model))).layout
+        simulation = Simulation(layout, Memory(UNLIMITED), SPEED, at_once=1)
+        return simulation.run(self.trace, self.users).order
+
+    def launches(self, folder: Path, others: Iterable[Launch]) -> Iterator[Launch]:
+        """Yield how to start each server: this one with its disk and without, then `others`.
+
+        In the commands of others, {ram_mb} is the limit in MB.
+        """
+        limits = ("--ram", str(self.ram), "--disk")
+        yield ours(folder / "cache-trace", *limits, str(self.disk))
+        without = ours(folder / "cache-trace-ram", *limits, "off")
+        yield replace(without, name=f"{without.name}, --disk off")
+        for one in others:
+            command = tuple(
+                part.replace("{ram_mb}", str(self.ram // 10**6)) for part in one.command
+            )
+            if "mlx_lm" in command:
+                command += ("--prompt-cache-bytes", str(self.ram))
+            yield replace(one, command=command)
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,10 +72,12 @@ class Played:
     """What one server did with a trace.
 
     `replies`: those of all requests in order. `prompt_tokens` and `cached_tokens`: sums of what the
-    server reported; `cached_tokens` is None if it reported none.
+    server reported; `cached_tokens` is None if it reported none. `peak_bytes`: most memory of its
+    process and its children.
     """
 
     replies: tuple[Reply, ...]
+    peak_bytes: int = 0
 
     @property
     def prompt_tokens(self) -> int:
@@ -65,6 +118,7 @@ class Played:
             "hit_rate": self.hit_rate,
             "first_token_s": {"p50": median, "p95": late},
             "generated_tokens": sum(one.generated_tokens for one in self.replies),
+            "peak_bytes": self.peak_bytes,
         }
 
 
@@ -106,3 +160,59 @@ class Player:
             else:
                 messages.append({"role": role, "content": text})
         return messages
+
+
+def replay(
+    plan: Replay,
+    model: Path,
+    folder: Path,
+    others: Iterable[Launch],
+    *,
+    wait_s: float,
+    status: Callable[[str], None],
+) -> dict[str, Played]:
+    """Play a trace to each server in turn, one server at a time; return what each did.
+
+    A server that refuses a request or does not start is an error: raises Refused or NotStarted.
+    """
+    order, filler = plan.order(model), Filler(model)
+    found: dict[str, Played] = {}
+    for launch in plan.launches(folder, others):
+        with running(launch, model, folder, wait_s) as server:
+
+            def on_reply(done: int, name: str = launch.name) -> None:
+                status(f"{name}: {done} of {len(order)} requests")
+
+            found[launch.name] = Player(server.client, filler).play(order, on_reply)
+            found[launch.name] = replace(found[launch.name], peak_bytes=server.peak_bytes)
+    return found
+
+
+def show(console: Console, plan: Replay, found: Mapping[str, Played]) -> None:
+    """Print a table with a row for each server."""
+    console.print(
+        f"\nA trace of {len(plan.trace.requests):,} requests ({plan.trace.form}), "
+        f"{format_size(plan.ram)} of RAM each",
+        style="bold",
+        markup=False,
+    )
+    columns = ("server", "fed, of prompt tokens", "reused", "first token p50", "p95", "peak memory")
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for at, heading in enumerate(columns):
+        table.add_column(heading, justify="right" if at else "left")
+    for name, one in found.items():
+        table.add_row(name, *_row(one))
+    console.print(table)
+
+
+def _row(one: Played) -> Sequence[str]:
+    median, late = one.first_token_s()
+    rate, cached = one.hit_rate, one.cached_tokens
+    fed = "-" if cached is None else f"{one.prompt_tokens - cached:,}"
+    return (
+        f"{fed} of {one.prompt_tokens:,}",
+        "-" if rate is None else f"{rate:.1%}",
+        f"{median:.2f} s",
+        f"{late:.2f} s",
+        format_size(one.peak_bytes) if one.peak_bytes else "-",
+    )

@@ -16,7 +16,7 @@ from typing import Any
 
 from rich.console import Console
 
-from mlxcache.bench import checks, report, restart
+from mlxcache.bench import checks, replay, report, restart
 from mlxcache.bench.checks import Check
 from mlxcache.bench.client import Client, Refused
 from mlxcache.bench.measure import Plan, Results, play
@@ -101,6 +101,21 @@ class Bench:
         restart.show(self.console, rounds, name)
         self.found.setdefault("restart", {})[name] = restart.as_json(rounds)
         self.checks += restart.checks(rounds)
+
+    def trace(self, model: Path, plan: replay.Replay) -> None:
+        """Play a trace to every server at equal RAM. The figures are stored under `trace`."""
+        options = self.options
+        with self.console.status("trace") as status:
+            found = replay.replay(
+                plan,
+                model,
+                self.folder,
+                options.launches,
+                wait_s=options.wait_s,
+                status=status.update,
+            )
+        replay.show(self.console, plan, found)
+        self.found["trace"] = {name: one.as_object() for name, one in found.items()}
 
     def ours(self, name: str, *extra: str) -> Launch:
         """Return how to start this server with `extra` flags.

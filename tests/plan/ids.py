@@ -45,7 +45,7 @@ class IdsPlayer:
             headers = {"Content-Type": "application/json"}
             if one.session is not None:
                 headers["X-Session-Id"] = one.session
-            data = json.dumps(body | {"temperature": 1.0, "seed": 1}).encode()
+            data = json.dumps(body | {"temperature": 1.0, "top_k": 12, "seed": 1}).encode()
             with urlopen(HttpRequest(f"{self._url}/v1/completions", data, headers)) as response:
                 answer = json.load(response)
             usage = answer["usage"]

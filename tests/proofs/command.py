@@ -56,6 +56,12 @@ def bench(
     mlx_lm: command.MlxLm = True,
     keep: command.Keep = False,
     wait: command.Wait = 300.0,
+    trace: command.TraceFile = None,
+    trace_scale: command.TraceScale = 1.0,
+    trace_requests: command.TraceRequests = None,
+    trace_users: command.TraceUsers = 4,
+    trace_ram: command.TraceRam = "1GB",
+    trace_disk: command.TraceDisk = "10GB",
     json_file: command.JsonFile = None,
     strict: command.Strict = False,
 ) -> None:
@@ -65,8 +71,16 @@ def bench(
     tokens = tokens or (4000 if families else 6000)
     options = Options(tokens, runs, reply, launches(against or (), mlx_lm), wait, keep)
 
+    played = command.read_replay(
+        trace, trace_scale, trace_requests, users=trace_users, ram=trace_ram, disk=trace_disk
+    )
+
     def measure(run: Bench) -> None:
-        Suite(run, model).play(names, families)
+        suite = Suite(run, model)
+        if played is not None:
+            suite.trace(played)
+        else:
+            suite.play(names, families)
 
     conduct(measure, options, model or "made here", json_file, strict)
 

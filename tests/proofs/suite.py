@@ -14,6 +14,7 @@ from mlxcache.bench import report
 from mlxcache.bench.checks import Measured
 from mlxcache.bench.own import NoOwnTime, measuring
 from mlxcache.bench.process import Server, running
+from mlxcache.bench.replay import Replay
 from mlxcache.bench.restore_speed import restore_speed
 from mlxcache.bench.run import Bench
 from mlxcache.bench.scenarios import PARTING, SCENARIOS
@@ -91,6 +92,10 @@ class Suite:
             self.run.restart(self._model(RESTART[name]), name)
         for name in (name for name in DISK if name in names):
             self._disk(name)
+
+    def trace(self, plan: Replay) -> None:
+        """Play a trace to every server."""
+        self.run.trace(self._model(models.for_speed), plan)
 
     def _model(self, make: ModelMaker) -> Path:
         if self.model is not None:
