@@ -47,7 +47,7 @@ class Replay:
         """Return the requests in the order in which they are sent."""
         layout = examine(ModelSpec(str(model))).layout
         simulation = Simulation(layout, Memory(UNLIMITED), SPEED, at_once=1)
-        return simulation.run(self.trace, self.users).order
+        return list(simulation.run(self.trace, self.users).order)
 
     def launches(self, folder: Path, others: Iterable[Launch]) -> Iterator[Launch]:
         """Yield how to start each server: this one with its disk and without, then `others`.

@@ -84,6 +84,11 @@ class Lease:
         """Number of positions in the lineage."""
         return self.lineage.length
 
+    def note_restored(self) -> None:
+        """Record that a restore is complete: all positions of the lineage are reused."""
+        self.cached = self.written = self.length
+        self.awaiting_state = False
+
 
 class KVCache:
     """Operations by which requests use KV. Each reserves bytes before it allocates them.
@@ -300,8 +305,7 @@ class KVCache:
             lease.restored = lease.length - lease.cached
             self.commit(lease, lookup.ids, checkpoint=True)
         if complete:
-            lease.cached = lease.written = lease.length
-            lease.awaiting_state = False
+            lease.note_restored()
         return complete
 
     def cancel_restore(self, lease: Lease) -> None:

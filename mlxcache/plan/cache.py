@@ -117,10 +117,9 @@ class PlannedCache:
             return None
         in_ram = lease.cached
         if lease.awaiting_state or lease.cached < target:
-            lease.awaiting_state = False
             lease.lineage.append((), target - lease.length)
             self.kv.commit(lease, prompt, checkpoint=self._layout.opaque)
-            lease.cached = lease.written = lease.length
+            lease.note_restored()
         disk = max(0, min(on_disk, lease.cached) - in_ram)
         remote = lease.cached - in_ram - disk
         running = Running(request, ids, lease, Reuse(len(prompt), lease.cached, disk, remote))

@@ -32,19 +32,22 @@ _BEING_WRITTEN = "plan"
 
 
 class CountedFolder(Folder):
-    """A store folder without files. `index_bytes()`: bytes of its index."""
+    """A store folder without files.
 
-    def __init__(self, index_bytes: Callable[[], int]):
+    `other_bytes()`: bytes of everything in it that is not a file of KV and not the index's log.
+    """
+
+    def __init__(self, other_bytes: Callable[[], int]):
         super().__init__(Path("/nonexistent/mlxcache-plan"))
-        self._index_bytes = index_bytes
+        self._other_bytes = other_bytes
 
     def overhead(self) -> int:
-        """Return the bytes of the index and its log."""
-        return self._index_bytes() + self.log_bytes()
+        """Return the bytes of everything except runs and checkpoints."""
+        return self._other_bytes() + self.log_bytes()
 
     def log_bytes(self) -> int:
         """Return the bytes that the index's log has after some use."""
-        return min(WAL_PAGES * _PAGE_BYTES, 2 * self._index_bytes())
+        return WAL_PAGES * _PAGE_BYTES
 
     def quarantined(self) -> list[tuple[Path, int]]:
         """Return an empty list: nothing is damaged."""
@@ -75,9 +78,10 @@ class CountedDisk:
         self._run_tokens = run_tokens(layout, pending)
         self._chains = Chains(NAMESPACE)
         self._latest = 0.0
+        self._folders: set[tuple[str, int]] = set()
         self._index = sqlite3.connect(":memory:", isolation_level=None)
         self._index.executescript(index.SCHEMA)
-        self._space = Space(CountedFolder(self._index_bytes), limit, 0)
+        self._space = Space(CountedFolder(self._other_bytes), limit, 0)
 
     def close(self) -> None:
         """Release the index."""
@@ -214,8 +218,10 @@ class CountedDisk:
             raise
         self._index.execute("UPDATE file SET owner = NULL, disk = ? WHERE id = ?", (nbytes, id))
         self.written += nbytes
+        self._folders.add((row.kind, row.digest[0]))
         return id
 
-    def _index_bytes(self) -> int:
+    def _other_bytes(self) -> int:
+        """Return the bytes of the index and of the folders that files are in."""
         (pages,) = self._index.execute("PRAGMA page_count").fetchone()
-        return int(pages) * _PAGE_BYTES
+        return int(pages) * _PAGE_BYTES + len(self._folders) * _BLOCK_BYTES

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import count
 
 from mlxcache.model.kv import Layout
@@ -78,7 +78,7 @@ class Served:
     busy_s: float
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Outcome:
     """Result of one run of a trace.
 
@@ -86,11 +86,11 @@ class Outcome:
     last end. `written`: bytes written to disk. `order`: the requests in the order of their starts.
     """
 
-    served: list[Served] = field(default_factory=list)
-    order: list[Request] = field(default_factory=list)
-    refused: int = 0
-    span_s: float = 0.0
-    written: int = 0
+    served: Sequence[Served]
+    order: Sequence[Request]
+    refused: int
+    span_s: float
+    written: int
 
     @property
     def prompt_tokens(self) -> int:
@@ -183,6 +183,9 @@ class Simulation:
         self._cache = PlannedCache(layout, memory, lambda: self._now)
         self._decoding: list[tuple[float, int, Running, Iterator[Request]]] = []
         self._serial = count()
+        self._served: list[Served] = []
+        self._order: list[Request] = []
+        self._refused = 0
 
     @property
     def high_water(self) -> int:
@@ -190,8 +193,8 @@ class Simulation:
         return self._cache.kv.budget.high_water
 
     def run(self, trace: Trace, users: int | None = None) -> Outcome:
-        """Play `trace` and return what came of it. `users`: see `_Arrivals`; blocks."""
-        outcome, arrivals = Outcome(), _Arrivals(trace, users)
+        """Play `trace`, once, and return what came of it. `users`: see `_Arrivals`; blocks."""
+        arrivals = _Arrivals(trace, users)
         free_at, began = 0.0, arrivals.next_at
         try:
             while arrivals.next_at < float("inf") or self._decoding:
@@ -202,21 +205,16 @@ class Simulation:
                     continue
                 at, rest, request = arrivals.take()
                 self._now = max(self._now, at, free_at)
-                free_at = self._start(at, rest, request, arrivals, outcome)
-                self._on_request(len(outcome.served) + outcome.refused)
+                free_at = self._start(at, rest, request, arrivals)
+                self._on_request(len(self._served) + self._refused)
         finally:
             self._cache.close()
-        outcome.span_s = max(self._now, free_at) - began if outcome.served else 0.0
-        outcome.written = self._cache.disk.written if self._cache.disk is not None else 0
-        return outcome
+        span_s = max(self._now, free_at) - began if self._served else 0.0
+        written = self._cache.disk.written if self._cache.disk is not None else 0
+        return Outcome(self._served, self._order, self._refused, span_s, written)
 
     def _start(
-        self,
-        at: float,
-        rest: Iterator[Request],
-        request: Request,
-        arrivals: _Arrivals,
-        outcome: Outcome,
+        self, at: float, rest: Iterator[Request], request: Request, arrivals: _Arrivals
     ) -> float:
         """Feed one prompt; return the time at which the thread is free for the next."""
         running = self._cache.start(request)
@@ -224,7 +222,7 @@ class Simulation:
             self._end_one(arrivals)  # it holds memory that the prompt needs
             running = self._cache.start(request)
         if running is None:
-            outcome.refused += 1
+            self._refused += 1
             arrivals.ended(self._now, rest)
             return self._now
         reuse, speed, generated = running.reuse, self._speed, request.reply_tokens
@@ -239,8 +237,8 @@ class Simulation:
         end = first + decode * beside
         heapq.heappush(self._decoding, (end, next(self._serial), running, rest))
         waited = first + speed.decode_s(1) - at
-        outcome.served.append(Served(at, reuse, generated, waited, restore + prefill + decode))
-        outcome.order.append(request)
+        self._served.append(Served(at, reuse, generated, waited, restore + prefill + decode))
+        self._order.append(request)
         return first
 
     def _end_one(self, arrivals: _Arrivals) -> None:

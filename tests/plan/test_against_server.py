@@ -159,7 +159,7 @@ def test_agents_in_the_form_of_aiperf(
     speed = Speed(prefill=600, decode=30)
     order = Simulation(layout, Memory(1 << 60), speed, at_once=1).run(plain, users=4).order
     assert len(order) == len(trace.requests)
-    play(model, layout, tmp_path, order, disk)
+    play(model, layout, tmp_path, list(order), disk)
 
 
 @pytest.mark.parametrize("disk", [DISK, NO_DISK])
@@ -202,7 +202,7 @@ def test_chats_recorded_from_the_server_itself(
 
 def chat(url: str, count: int, rng: random.Random) -> None:
     """Send `count` requests of some conversations in turn."""
-    tools = "You are an agent. " + words(rng, 250)
+    tools = "You are an agent. " + words(rng, 150)
     talks: list[tuple[str, list[dict[str, str]]]] = []
     for number in range(12):
         system = tools + (words(rng, 30) if number % 3 == 0 else "")
@@ -210,11 +210,13 @@ def chat(url: str, count: int, rng: random.Random) -> None:
     with httpx.Client(base_url=url, timeout=300) as http:
         for number in range(count):
             session, messages = talks[min(int(rng.expovariate(0.2)), len(talks) - 1)]
+            if sum(len(one["content"]) for one in messages) > 5000:
+                del messages[1:]  # the client begins a new conversation
             again = len(messages) > 2 and rng.random() < 0.1
             if again:
                 messages.pop()  # the last reply is generated once more
             else:
-                messages.append({"role": "user", "content": words(rng, rng.randint(5, 120))})
+                messages.append({"role": "user", "content": words(rng, rng.randint(5, 60))})
             body = {
                 "messages": messages,
                 "model": "m",
