@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import sqlite3
-from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
-from heapq import heapify, heappop, heappush
+from collections.abc import Generator
+from contextlib import closing
+from heapq import heappop, heappush, merge
 from math import log2
 
 from mlxcache.config import format_size
 from mlxcache.errors import DiskFull
 from mlxcache.store import index
-from mlxcache.store.folder import CHECKPOINT, Folder, blocks, remove
+from mlxcache.store.folder import Folder, blocks, remove
 from mlxcache.store.index import Row
+from mlxcache.store.ranks import MOST_REUSES, refresh
+from mlxcache.store.totals import read_total
 
 MARGIN = 2 << 20
 """Bytes below the limit that are left for growth of the index and its log.
@@ -24,16 +26,19 @@ ROW_BYTES = 64 << 10
 TOKEN_BYTES = 12
 """Most bytes that one more row, and each token of it, add to the index and its log."""
 
-MOST_REUSES = 7
-"""Number of reuses above which further ones do not count, as for eviction in RAM."""
-
 MOMENT_S = 60.0
 """Seconds between two uses below which they count as simultaneous.
 
 The less reused file is then evicted first.
 """
 
-NO_REUSES: Mapping[int, int] = {}
+_MORE_USED_AFTER = """
+WITH RECURSIVE after (file) AS (
+  SELECT ?1 UNION
+  SELECT rank.file FROM rank, after WHERE rank.previous = after.file AND rank.most > ?2)
+SELECT max(used), uses FROM rank JOIN after USING (file) GROUP BY uses
+"""
+"""Latest use by number of uses, of a checkpoint and of those after it that have more uses."""
 
 
 class Space:
@@ -53,8 +58,7 @@ class Space:
 
         Sizes are counted in allocated blocks of the file system.
         """
-        (files,) = connection.execute("SELECT ifnull(sum(disk), 0) FROM file").fetchone()
-        return int(files) + self.folder.overhead()
+        return read_total(connection).disk + self.folder.overhead()
 
     def estimate(self, nbytes: int, tokens: int) -> int:
         """Return an upper bound of the disk space for a file of `nbytes` bytes and its index row.
@@ -78,8 +82,7 @@ class Space:
         if need <= 0:
             return []
         quarantined = sum(size for _, size in self.folder.quarantined())
-        pinned, counts = index.pinned(connection), index.reuse_counts(connection)
-        chosen = files_to_evict(index.rows(connection), need - quarantined, pinned, counts)
+        chosen = files_to_evict(connection, need - quarantined)
         if chosen is None:
             raise DiskFull(self._message(coming))
         self.folder.free_quarantine(need)
@@ -98,11 +101,9 @@ class Space:
         Returns the removed rows. Files that are being written stay, so the limit may still be
         exceeded.
         """
-        rows = index.rows(connection)
         need = self.used(connection) + self._reserve(limit) - limit
         need -= self.folder.free_quarantine(need)
-        counts = index.reuse_counts(connection)
-        chosen = files_to_evict(rows, need, index.pinned(connection), counts, partly=True) or []
+        chosen = files_to_evict(connection, need, partly=True) or []
         self.remove(connection, chosen)
         return chosen
 
@@ -112,9 +113,9 @@ class Space:
         `used`: bytes of the folder, as the method `used` returns them. Changes nothing.
         """
         need = self._missing(used, ROW_BYTES, ROW_BYTES)
-        query = "SELECT ifnull(sum(disk), 0) FROM file WHERE owner IS NULL"
-        (evictable,) = connection.execute(query).fetchone()
-        need -= evictable + sum(size for _, size in self.folder.quarantined())
+        need -= read_total(connection).durable_disk + sum(
+            size for _, size in self.folder.quarantined()
+        )
         return self._message(ROW_BYTES) if need > 0 else None
 
     def _missing(self, used: int, coming: int, without_row: int) -> int:
@@ -146,96 +147,108 @@ class Space:
 
 
 def files_to_evict(
-    rows: Sequence[Row],
-    need: int,
-    pinned: Collection[int],
-    reuses: Mapping[int, int] = NO_REUSES,
-    *,
-    partly: bool = False,
+    connection: sqlite3.Connection, need: int, *, partly: bool = False
 ) -> list[Row] | None:
     """Choose the files to evict, in order, to free `need` bytes of disk space.
 
-    The oldest come first; age counts from the last use, and is less for a file that was reused
-    often (see `_ages`). Of equally old files, the one that ends last is evicted first, and the
-    first checkpoint of a path, which new conversations share, last.
+    The oldest come first. The age of a file is the number of seconds since its last use, divided by
+    a weight that grows by the same amount with each doubling of the file's reuses. A checkpoint is
+    never older than a later one on its path. Of equally old files, the one that ends last is
+    evicted first, and the first checkpoint of a path, which new conversations share, last. Times
+    are those of the wall clock, because servers that share a folder have no other clock in common.
 
     Only files that no other file continues and that are not being written can be chosen. Evicting
-    one may make the file before it eligible. Files with an id in `pinned` are chosen only when
-    nothing else is left. If all eligible files free less than `need` bytes, they are returned if
-    `partly`, otherwise None is returned. `reuses`: number of requests that reused each file, by id.
+    one may make the file before it eligible. Pinned files are chosen only when nothing else is
+    left. If all eligible files free less than `need` bytes, they are returned if `partly`,
+    otherwise None is returned. Brings the ranks up to date; reads only the files that it chooses,
+    and a few more.
     """
-    ages, by_id = _ages(rows, reuses), {row.id: row for row in rows}
-    builds = Counter(row.parent for row in rows)
-
-    def key(row: Row) -> tuple[bool, float, bool, int, int]:
-        head = row.kind == CHECKPOINT and row.previous is None
-        return (row.id in pinned, -ages[row.id], head, -row.stop, row.id)
-
-    heap = [key(row) for row in rows if row.owner is None and not builds[row.id]]
-    heapify(heap)
+    refresh(connection)
     chosen: list[Row] = []
-    while need > 0:
-        if not heap:
-            return chosen if partly else None
-        row = by_id[heappop(heap)[-1]]
-        chosen.append(row)
-        need -= row.disk
-        parent = None if row.parent is None else by_id.get(row.parent)
-        if parent is not None:
-            builds[parent.id] -= 1
-            if not builds[parent.id] and parent.owner is None:
-                heappush(heap, key(parent))
+    with closing(_Order(connection)) as order:
+        while need > 0:
+            row = order.take()
+            if row is None:
+                return chosen if partly else None
+            chosen.append(row)
+            need -= row.disk
     return chosen
 
 
-def _ages(rows: Sequence[Row], reuses: Mapping[int, int]) -> dict[int, float]:
-    """Return the age of each file, by id: seconds since its last use, divided by a weight.
+_Key = tuple[int, float, int, int, int]
+"""Place in the order of eviction: pinned, negative age, head, negative end, id."""
 
-    The file of the greatest age is evicted first. The weight grows by the same amount with each
-    doubling of the file's reuses. A checkpoint is never older than a later one on its path. Times
-    are those of the wall clock, because servers that share a folder have no other clock in common.
+
+class _Order:
+    """Durable files that no other continues, taken in the order of eviction.
+
+    The index lists them by weight and time of use. So the next one is the first of one of these
+    lists, or one that became eligible because all that continued it was taken.
     """
-    used, uses = last_uses(rows), _uses(rows, reuses)
-    now = max(used.values(), default=0.0) + MOMENT_S
-    ages = {
-        row.id: (now - used[row.id]) / (1 + log2(1 + min(uses[row.id], MOST_REUSES)))
-        for row in rows
-    }
-    for row in sorted(rows, key=lambda row: row.start, reverse=True):
-        if row.previous in ages:
-            ages[row.previous] = min(ages[row.previous], ages[row.id])
-    return ages
 
+    def __init__(self, connection: sqlite3.Connection):
+        self._connection = connection
+        self._now = index.latest_use(connection) + MOMENT_S
+        self._lists = [self._list(p, uses) for p in (0, 1) for uses in range(MOST_REUSES + 1)]
+        self._listed = merge(*self._lists)
+        self._next = next(self._listed, None)
+        self._eligible: list[_Key] = []
+        self._continued: dict[int, int] = {}
 
-def _uses(rows: Sequence[Row], reuses: Mapping[int, int]) -> dict[int, int]:
-    """Return the number of reuses of each file, by id.
+    def close(self) -> None:
+        """End the queries: an open one would keep the write-ahead log from being emptied."""
+        for one in self._lists:
+            one.close()
 
-    If several runs continue the same run, the most recently used of them inherits its reuses,
-    because it continues the conversation. A checkpoint inherits the reuses of the run that contains
-    it.
-    """
-    heirs: dict[int | None, tuple[float, int]] = {}
-    for row in rows:
-        if row.kind != CHECKPOINT:
-            heirs[row.parent] = max(heirs.get(row.parent, (0.0, 0)), (row.used, row.id))
-    uses: dict[int, int] = {}
-    for row in sorted(rows, key=lambda row: (row.start, row.kind == CHECKPOINT, row.id)):
-        uses[row.id] = reuses.get(row.id, 0)
-        heir = row.kind == CHECKPOINT or heirs.get(row.parent, (0.0, 0))[1] == row.id
-        if row.parent in uses and heir:
-            uses[row.id] = max(uses[row.id], uses[row.parent])
-    return uses
+    def take(self) -> Row | None:
+        """Return the next file; None if none is left. Changes nothing in the index."""
+        while self._next is not None and not (self._eligible and self._eligible[0] < self._next):
+            heappush(self._eligible, self._key_of_path(self._next))
+            self._next = next(self._listed, None)
+        if not self._eligible:
+            return None
+        row = index.one(self._connection, "id = ?", heappop(self._eligible)[-1])
+        assert row is not None
+        if row.parent is not None:
+            self._release(row.parent)
+        return row
 
+    def _list(self, pinned: int, uses: int) -> Generator[_Key, None, None]:
+        query = (
+            "SELECT used, head, stop, file FROM rank WHERE evictable AND pinned = ? AND uses = ?"
+            " ORDER BY used, head, stop DESC, file"
+        )
+        with closing(self._connection.execute(query, (pinned, uses))) as found:
+            for used, head, stop, id in found:
+                yield pinned, -self._age(used, uses), head, -stop, id
 
-def last_uses(rows: Sequence[Row]) -> dict[int, float]:
-    """Return the time of the last use of each file, by id, in seconds since 1970.
+    def _age(self, used: float, uses: int) -> float:
+        return (self._now - used) / (1 + log2(1 + uses))
 
-    A checkpoint counts as used whenever a later one on its path was. A use of a path is not noted
-    at all of its checkpoints, and a new conversation can start only from the first of them, which
-    must therefore stay longest.
-    """
-    used = {row.id: row.used for row in rows}
-    for row in sorted(rows, key=lambda row: row.start, reverse=True):
-        if row.previous in used:
-            used[row.previous] = max(used[row.previous], used[row.id])
-    return used
+    def _key_of_path(self, key: _Key) -> _Key:
+        """Return `key` with the age of a checkpoint after it, if that is less.
+
+        Only one with more uses can be less old, because the time of use is the latest of them all.
+        """
+        pinned, age, head, end, id = key
+        query = "SELECT uses FROM rank WHERE file = ? AND checkpoint AND most > uses"
+        found = self._connection.execute(query, (id,)).fetchone()
+        if found is None:
+            return key
+        after = self._connection.execute(_MORE_USED_AFTER, (id, found[0]))
+        age = max(age, *(-self._age(used, uses) for used, uses in after))
+        return (pinned, age, head, end, id)
+
+    def _release(self, id: int) -> None:
+        """Count that one of the files that continue `id` was taken."""
+        if id not in self._continued:
+            query = "SELECT count(*) FROM file WHERE parent = ?"
+            (self._continued[id],) = self._connection.execute(query, (id,)).fetchone()
+        self._continued[id] -= 1
+        if not self._continued[id]:
+            query = (
+                "SELECT pinned, file.used, uses, file.stop FROM file JOIN rank ON rank.file = id"
+                " WHERE id = ? AND owner IS NULL"
+            )
+            for pinned, used, uses, stop in self._connection.execute(query, (id,)):
+                heappush(self._eligible, (pinned, -self._age(used, uses), 0, -stop, id))

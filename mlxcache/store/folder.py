@@ -86,13 +86,21 @@ class Folder:
 
         Other processes may remove a file at any time.
         """
-        for kind, top in self.kinds.items():
-            for sub in _entries(top):
-                if sub.is_dir(follow_symlinks=False):
-                    for entry in _entries(Path(sub.path)):
-                        yield kind, entry
-                else:
-                    yield kind, sub
+        for kind in KINDS:
+            for _, entries in self.groups(kind):
+                for entry in entries:
+                    yield kind, entry
+
+    def groups(self, kind: str) -> Iterator[tuple[str, list[os.DirEntry[str]]]]:
+        """Yield the files of a kind by the folder that they are in, and the folder's name.
+
+        The name is empty for a file that is in no folder of its own.
+        """
+        for sub in _entries(self.kinds[kind]):
+            if sub.is_dir(follow_symlinks=False):
+                yield sub.name, _entries(Path(sub.path))
+            else:
+                yield "", [sub]
 
     def overhead(self) -> int:
         """Return the bytes on disk of everything except runs and checkpoints.

@@ -8,11 +8,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from mlxcache.store import ranks, totals
 from mlxcache.store.digests import BLOCK, Chain
 from mlxcache.store.folder import CHECKPOINT, RUN
 from mlxcache.types import Tokens
 
-SCHEMA = """
+_FILES = """
 CREATE TABLE IF NOT EXISTS file (
   id INTEGER PRIMARY KEY AUTOINCREMENT,
   kind TEXT NOT NULL CHECK (kind IN ('run', 'checkpoint')),
@@ -48,9 +49,10 @@ CREATE TABLE IF NOT EXISTS found (
   count INTEGER NOT NULL
 );
 """
-"""Tables of the index.
+SCHEMA = f"{_FILES}{totals.SCHEMA}{ranks.SCHEMA}"
+"""Tables of the index, their indexes and triggers.
 
-`found` is a separate table so that an index of an earlier version only needs it added.
+What an earlier version lacks is in separate tables, which only need to be added to its index.
 """
 
 SHAPES = "SELECT name, tbl_name, sql FROM sqlite_master"
@@ -115,7 +117,7 @@ class Match:
 
 
 def shapes() -> set[tuple[str, str, str | None]]:
-    """Return the tables and indexes of an undamaged index, as rows of the query `SHAPES`.
+    """Return the tables, indexes and triggers of an undamaged index, as rows of `SHAPES`.
 
     A row is the name, the name of the table, and the SQL statement that creates it.
     """
@@ -124,6 +126,16 @@ def shapes() -> set[tuple[str, str, str | None]]:
     found = set(connection.execute(SHAPES))
     connection.close()
     return found
+
+
+def complete(connection: sqlite3.Connection) -> None:
+    """Add to the index of an earlier version what the tables that it lacked contain.
+
+    Counts its files, and notes that none of them has a rank.
+    """
+    if not totals.are_counted(connection):
+        totals.count_files(connection)
+        connection.execute("INSERT OR IGNORE INTO changed SELECT id FROM file")
 
 
 def lookup(connection: sqlite3.Connection, chain: Chain) -> Match:
@@ -156,9 +168,9 @@ def version(connection: sqlite3.Connection) -> tuple[int, int, int]:
 
     The result is only compared with an earlier one.
     """
-    query = "SELECT count(*), ifnull(max(id), 0), ifnull(sum(owner IS NULL), 0) FROM file"
-    count, newest, durable = connection.execute(query).fetchone()
-    return count, newest, durable
+    (newest,) = connection.execute("SELECT ifnull(max(id), 0) FROM file").fetchone()
+    total = totals.read_total(connection)
+    return total.files, newest, total.durable
 
 
 def has_checkpoints(connection: sqlite3.Connection, root: bytes) -> bool:

@@ -14,11 +14,12 @@ from mlxcache.store import index
 from mlxcache.store.context import StoreContext
 from mlxcache.store.database import store_errors
 from mlxcache.store.eviction import files_to_evict
-from mlxcache.store.folder import TEMP_SUFFIX, remove
+from mlxcache.store.folder import KINDS, TEMP_SUFFIX, remove
 from mlxcache.store.found import Problem
 from mlxcache.store.index import Row
 from mlxcache.store.kv_files import check_whole
 from mlxcache.store.lock import is_alive
+from mlxcache.store.totals import read_total
 
 Progress = Callable[[int, int], None]
 """Callable that gets the number of files read and the number to read."""
@@ -78,7 +79,11 @@ def _has_row(context: StoreContext, connection: sqlite3.Connection, path: Path) 
 
     Another process may have added the row since the problems were listed.
     """
-    rows = index.rows(connection, "lower(hex(digest)) = ?", path.stem)
+    try:
+        digest = bytes.fromhex(path.stem)
+    except ValueError:
+        return False  # its name is not that of a file of the store
+    rows = index.rows(connection, "kind IN (?, ?) AND digest = ?", *KINDS, digest)
     return any(context.folder.file(row.kind, row.digest) == path for row in rows)
 
 
@@ -141,8 +146,8 @@ def clear(context: StoreContext, pinned: bool) -> int:
             before = context.space.used(connection)
             context.folder.trim_quarantine(0, keep=0)
             kept = index.pinned(connection)
-            rows = index.rows(connection)
-            every = files_to_evict(rows, sum(row.disk for row in rows) + 1, kept, partly=True) or []
+            everything = read_total(connection).disk + 1
+            every = files_to_evict(connection, everything, partly=True) or []
             going = takewhile(lambda row: pinned or row.id not in kept, every)
             context.space.remove(connection, list(going))
         return _freed(context, before)

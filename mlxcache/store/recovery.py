@@ -7,23 +7,33 @@ import os
 import sqlite3
 import threading
 import time
+from collections.abc import Iterable
 from contextlib import closing, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from errno import EACCES, EROFS
 from pathlib import Path
 
 from mlxcache.errors import StoreError, Vanished
 from mlxcache.safetensors import Malformed
-from mlxcache.store import index
+from mlxcache.store import index, ranks
 from mlxcache.store.context import StoreContext
 from mlxcache.store.database import Database, store_errors
-from mlxcache.store.digests import block_digests, root_digest
+from mlxcache.store.digests import DIGEST_BYTES, block_digests, root_digest
 from mlxcache.store.eviction import TOKEN_BYTES, files_to_evict
-from mlxcache.store.folder import CHECKPOINT, RUN, SUFFIX, TEMP_SUFFIX, Folder, remove
+from mlxcache.store.folder import (
+    CHECKPOINT,
+    KINDS,
+    RUN,
+    SUFFIX,
+    TEMP_SUFFIX,
+    Folder,
+    remove,
+)
 from mlxcache.store.index import Row
 from mlxcache.store.kv_files import open_file, read_checkpoint, read_run
 from mlxcache.store.lock import is_alive, opening_lock
 from mlxcache.store.reserve import LEAST_BYTES, SMALL_BYTES
+from mlxcache.store.totals import read_total
 from mlxcache.types import Tokens
 
 log = logging.getLogger(__name__)
@@ -31,6 +41,12 @@ log = logging.getLogger(__name__)
 SCHEMA_VERSION = 1
 _ROW_BYTES = 2048
 """Most bytes that each of many new rows adds to the index and its log, besides token ids."""
+
+SMALL_INDEX = 64 << 20
+"""Bytes below which a start checks the index whole, which takes a second for each 64 MiB.
+
+In a larger one it does not compare the SQL indexes with their tables.
+"""
 
 MISSING_S = 1.0
 """Seconds that a folder must be missing before it is created again.
@@ -77,12 +93,14 @@ def open_database(folder: Folder, limit: int | None) -> Database:
     if not folder.index.exists():
         _remove_logs(folder)
     try:
+        with store_errors(folder.index):
+            if _of_no_version(folder.index):
+                raise sqlite3.DatabaseError("the version of its format does not exist")
         return _open(folder)
     except StoreError as error:
         if not isinstance(error.__cause__, sqlite3.Error):
             raise
-        code = getattr(error.__cause__, "sqlite_errorcode", 0) & 0xFF
-        if code in _NOT_DAMAGED and not _of_no_version(folder.index):
+        if getattr(error.__cause__, "sqlite_errorcode", 0) & 0xFF in _NOT_DAMAGED:
             raise
         log.warning("index %s is damaged, rebuilding it from the files: %s", folder.index, error)
     with store_errors(folder.index):
@@ -103,7 +121,7 @@ def open_copy(folder: Folder, why: str) -> Database:
                 (version,) = connection.execute("PRAGMA user_version").fetchone()
             if version > SCHEMA_VERSION:
                 raise _newer(folder)
-            database.create(index.SCHEMA)
+            database.create(index.SCHEMA, index.complete)
         except BaseException:
             database.close()
             raise
@@ -132,9 +150,8 @@ def free_least(folder: Folder) -> None:
         return
     need = SMALL_BYTES - free
     need -= folder.free_quarantine(need)
-    with suppress(StoreError), closing(open_copy(folder, "")) as database, database.read() as read:
-        rows, pinned = index.rows(read), index.pinned(read)
-        for row in files_to_evict(rows, need, pinned, index.reuse_counts(read), partly=True) or []:
+    with suppress(StoreError), closing(open_copy(folder, "")) as copy, copy.steady() as read:
+        for row in files_to_evict(read, need, partly=True) or []:
             remove(folder.file(row.kind, row.digest))
 
 
@@ -150,11 +167,13 @@ def recover(context: StoreContext) -> None:
                 remove(lock)
         with context.database.write() as connection:
             _drop_unfinished(context, connection)
-            sizes, strays = _survey(context, connection)
-            _drop_lost(context, connection, sizes)
-            if strays:
-                _adopt_all(context, connection, strays)
-                _free_rows(context, connection, strays)
+            found = _survey(context, connection)
+            for id, damaged in found.lost:  # and all files that continue it
+                context.remove_file(id, corrupt=damaged)
+            if found.strays:
+                _adopt_all(context, connection, found.strays)
+                _free_rows(context, connection, found.strays)
+            ranks.refresh(connection)
 
 
 def _newer(folder: Folder) -> StoreError:
@@ -173,10 +192,13 @@ def _open(folder: Folder) -> Database:
                 raise _newer(folder)
             if version != SCHEMA_VERSION:  # the statement takes space, which a full disk lacks
                 connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
-            (verdict,) = connection.execute("PRAGMA integrity_check(1)").fetchone()
+            check = (
+                "integrity_check" if folder.index.stat().st_size < SMALL_INDEX else "quick_check"
+            )
+            (verdict,) = connection.execute(f"PRAGMA {check}(1)").fetchone()
             if verdict != "ok":
                 raise sqlite3.DatabaseError(verdict)
-        database.create(index.SCHEMA)
+        database.create(index.SCHEMA, index.complete)
         with database.read() as connection:
             if not index.shapes() <= set(connection.execute(index.SHAPES)):
                 raise sqlite3.DatabaseError("its tables are not those of this version")
@@ -196,7 +218,7 @@ def _of_no_version(path: Path) -> bool:
         with path.open("rb") as file:
             header = file.read(20)
     except OSError:
-        return False  # the caller raises what SQLite said
+        return False  # a missing index, or SQLite says what is wrong
     return any(version not in (1, 2) for version in header[18:])
 
 
@@ -214,41 +236,72 @@ def _drop_unfinished(context: StoreContext, connection: sqlite3.Connection) -> N
             index.delete(connection, row)
 
 
-def _survey(
-    context: StoreContext, connection: sqlite3.Connection
-) -> tuple[dict[tuple[str, str], int], list[tuple[str, Path]]]:
-    """List the files of the folder: those with an index row, and those without.
+@dataclass(slots=True)
+class _Survey:
+    """Differences between the index and the files of the folder.
 
-    Returns the sizes of the former, in bytes by (kind, file name), and the kinds and paths of the
-    latter. Removes temporary files of processes that have ended.
+    `lost`: ids of rows whose file is missing, or has another size than noted; True with the latter.
+    `strays`: kind and path of each file without a row.
     """
-    known = {(row.kind, row.digest.hex() + SUFFIX) for row in index.rows(connection)}
-    sizes, strays = {}, []
-    for kind, entry in context.folder.files():
-        path = Path(entry.path)
-        if entry.name.endswith(TEMP_SUFFIX):
-            if not is_alive(context.folder, entry.name[1:].rpartition("-")[0]):
-                remove(path)
-        elif (kind, entry.name) in known:
-            sizes[kind, entry.name] = entry.stat(follow_symlinks=False).st_size
-        else:
-            strays.append((kind, path))
-    return sizes, strays
+
+    lost: list[tuple[int, bool]] = field(default_factory=list)
+    strays: list[tuple[str, Path]] = field(default_factory=list)
 
 
-def _drop_lost(
-    context: StoreContext, connection: sqlite3.Connection, sizes: dict[tuple[str, str], int]
+def _survey(context: StoreContext, connection: sqlite3.Connection) -> _Survey:
+    """Compare the files of the folder with the index, one folder at a time.
+
+    Removes temporary files of processes that have ended.
+    """
+    found = _Survey()
+    for kind in KINDS:
+        left = {f"{first:02x}" for first in range(256)}
+        for group, entries in context.folder.groups(kind):
+            known = _known(connection, kind, group) if group in left else {}
+            left.discard(group)
+            _compare(context, found, kind, entries, known)
+        for group in left:
+            _compare(context, found, kind, (), _known(connection, kind, group))
+    return found
+
+
+def _known(
+    connection: sqlite3.Connection, kind: str, group: str
+) -> dict[str, tuple[int, int | None]]:
+    """Return ids and sizes of the files whose digest begins with `group`, by file name.
+
+    The size is None for a file that is being written. `group`: two hexadecimal digits.
+    """
+    query = (
+        "SELECT lower(hex(digest)), id, iif(owner IS NULL, nbytes, NULL) FROM file"
+        " WHERE kind = ? AND digest BETWEEN ? AND ?"
+    )
+    first = bytes.fromhex(group)
+    ends = (first + bytes(DIGEST_BYTES - 1), first + b"\xff" * (DIGEST_BYTES - 1))
+    rows = connection.execute(query, (kind, *ends))
+    return {name + SUFFIX: (id, size) for name, id, size in rows}
+
+
+def _compare(
+    context: StoreContext,
+    found: _Survey,
+    kind: str,
+    entries: Iterable[os.DirEntry[str]],
+    known: dict[str, tuple[int, int | None]],
 ) -> None:
-    """Remove rows whose file is missing or has another size, and all files that continue it.
-
-    `sizes`: size on disk in bytes of each file that has a row, by (kind, file name).
-    """
-    gone: set[int] = set()
-    for row in index.rows(connection, "owner IS NULL"):
-        size = sizes.get((row.kind, row.digest.hex() + SUFFIX))
-        if row.id not in gone and size != row.nbytes:
-            gone |= {below.id for below in index.subtree(connection, row.id)}
-            context.remove_file(row.id, corrupt=size is not None)
+    """Compare the files of one folder with the rows that `known` has of them; see `_known`."""
+    for entry in entries:
+        name = entry.name
+        row = known.pop(name, None)
+        if row is not None:
+            id, size = row
+            if size is not None and entry.stat(follow_symlinks=False).st_size != size:
+                found.lost.append((id, True))
+        elif not name.endswith(TEMP_SUFFIX):
+            found.strays.append((kind, Path(entry.path)))
+        elif not is_alive(context.folder, name[1:].rpartition("-")[0]):
+            remove(Path(entry.path))
+    found.lost += [(id, False) for id, size in known.values() if size is not None]
 
 
 def _adopt_all(
@@ -283,8 +336,7 @@ def _free_rows(
     `strays`: kind and path of each file without a row.
     """
     if context.space.limit is not None:
-        (tokens,) = connection.execute("SELECT ifnull(sum(stop - start), 0) FROM file").fetchone()
-        growth = TOKEN_BYTES * tokens + _ROW_BYTES * len(strays)
+        growth = TOKEN_BYTES * read_total(connection).tokens + _ROW_BYTES * len(strays)
         context.space.shrink(connection, max(0, context.space.limit - growth))
 
 
@@ -303,8 +355,8 @@ def _read(kind: str, path: Path) -> _Stray:
             stop, key, previous, tokens = start, base, state.previous, index.NO_TOKENS
             digests, rooted = [], True
         stat = os.fstat(fd)
-    if path.name != digest.hex() + SUFFIX:
-        raise Malformed("its name is not the digest of its content")
+    if (path.parent.name, path.name) != (digest.hex()[:2], digest.hex() + SUFFIX):
+        raise Malformed("its name or folder is not that of the digest of its content")
     disk = stat.st_blocks * 512
     sizes = (stat.st_size, disk, stat.st_mtime)
     row = Row(0, kind, digest, base, key, start, stop, *sizes, None, None, None)

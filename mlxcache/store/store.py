@@ -33,6 +33,7 @@ from mlxcache.store.recovery import (
 )
 from mlxcache.store.reserve import LEAST_BYTES, Reserve
 from mlxcache.store.saving import save_checkpoint, save_run
+from mlxcache.store.totals import Totals, read_totals
 from mlxcache.types import Tokens
 
 if TYPE_CHECKING:
@@ -342,27 +343,20 @@ class Store:
         context = self.context
         with self.database.read() as connection, store_errors(self.folder):
             used = context.space.used(connection)
-            query = "SELECT kind, count(*), sum(disk) FROM file GROUP BY kind"
-            kinds = {kind: held for kind, *held in connection.execute(query)}
-            (tokens,) = connection.execute(
-                "SELECT ifnull(sum(stop - start), 0) FROM file"
-            ).fetchone()
-            (pinned,) = connection.execute(
-                "SELECT ifnull(sum(disk), 0) FROM file WHERE id IN (SELECT file FROM pin)"
-            ).fetchone()
+            held = read_totals(connection)
             quarantined = len(context.folder.quarantined())
             obstacle = self.obstacle or context.space.obstacle(connection, used)
-        runs, run_bytes = kinds.get(RUN, (0, 0))
-        checkpoints, checkpoint_bytes = kinds.get(CHECKPOINT, (0, 0))
+        runs, checkpoints = held.get(RUN, Totals()), held.get(CHECKPOINT, Totals())
+        both = runs + checkpoints
         return self._with_counts(
             used_bytes=used,
-            runs=runs,
-            checkpoints=checkpoints,
-            run_bytes=run_bytes,
-            checkpoint_bytes=checkpoint_bytes,
-            index_bytes=used - run_bytes - checkpoint_bytes,
-            tokens=tokens,
-            pinned_bytes=pinned,
+            runs=runs.files,
+            checkpoints=checkpoints.files,
+            run_bytes=runs.disk,
+            checkpoint_bytes=checkpoints.disk,
+            index_bytes=used - both.disk,
+            tokens=both.tokens,
+            pinned_bytes=both.pinned_disk,
             quarantined=quarantined,
             obstacle=obstacle,
         )

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import sqlite3
 from collections.abc import Collection, Sequence
+from contextlib import closing
 
 from mlxcache.store import index
-from mlxcache.store.eviction import last_uses
 from mlxcache.store.folder import CHECKPOINT
 from mlxcache.store.index import Match, Row
+from mlxcache.store.ranks import refresh
 from mlxcache.store.session_rows import shared_lengths
+from mlxcache.store.totals import Totals, read_totals
 from mlxcache.tree.thinning import BUDGET_SHARE, NEWEST, allowed, checkpoints_to_drop
 from mlxcache.types import Tokens
 
@@ -95,26 +97,22 @@ def checkpoints_over_share(connection: sqlite3.Connection, coming: int, limit: i
     first and last are chosen first, then the last, then the first, which new conversations share.
     Pinned ones are chosen only when no others are left.
     """
-    query = "SELECT ifnull(sum(disk), 0) FROM file WHERE kind = ?"
-    (held,) = connection.execute(query, (CHECKPOINT,)).fetchone()
+    held = read_totals(connection).get(CHECKPOINT, Totals()).disk
     need = held + coming - int(limit * BUDGET_SHARE)
     if need <= 0:
         return []
-    rows = index.rows(connection, "kind = ? AND owner IS NULL", CHECKPOINT)
-    pinned = index.pinned(connection)
-    followed = {row.previous for row in rows}
-    used = last_uses(rows)
-
-    def key(row: Row) -> tuple[bool, float, int, int]:
-        rank = 2 if row.previous is None else int(row.id not in followed)
-        return (row.id in pinned, used[row.id], rank, -row.start)
-
+    refresh(connection)
+    query = (
+        "SELECT file FROM rank WHERE evictable AND checkpoint"
+        " ORDER BY pinned, used, head, last, stop DESC"
+    )
     chosen: list[Row] = []
-    for row in sorted(rows, key=key):
-        if need <= 0:
-            break
-        chosen.append(row)
-        need -= row.disk
+    with closing(connection.execute(query)) as oldest:
+        for (id,) in oldest:
+            chosen += index.rows(connection, "id = ?", id)
+            need -= chosen[-1].disk
+            if need <= 0:
+                break
     return chosen
 
 

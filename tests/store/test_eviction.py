@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 from mlxcache.errors import DiskFull, PrefixNotStored, StoreError
 from mlxcache.store import index
 from mlxcache.store.digests import Chains
-from mlxcache.store.eviction import files_to_evict
 from mlxcache.store.folder import Folder
 from mlxcache.store.index import Row
 from mlxcache.store.store import Store
@@ -34,6 +33,7 @@ from tests.store.content import (
     tokens,
     turns,
 )
+from tests.store.ranked import evicted
 
 MB = 10**6
 
@@ -305,7 +305,8 @@ def test_victims_are_leaves_in_order_of_use(data):
         else:
             first = min(leaves, key=lambda row: (row.id in pinned, row.used, -row.stop))
             wanted.append(left.pop(first.id))
-    assert files_to_evict(rows, need, pinned) == wanted
+    expected = None if wanted is None else [row.id for row in wanted]
+    assert evicted(rows, need, pinned) == expected
 
 
 def checkpoint(id: int, previous: int | None, used: float = 5.0) -> Row:
@@ -315,14 +316,14 @@ def checkpoint(id: int, previous: int | None, used: float = 5.0) -> Row:
 def test_the_first_checkpoint_of_a_path_goes_last():
     """Of files used at the same time, the one that ends last is evicted first."""
     rows = [checkpoint(1, None), checkpoint(2, 1), checkpoint(3, 2)]
-    assert [row.id for row in files_to_evict(rows, 30, ()) or []] == [3, 2, 1]
+    assert evicted(rows, 30) == [3, 2, 1]
 
 
 def test_a_checkpoint_that_others_follow_was_used_when_they_were():
     """Two conversations with one head, all written within a moment."""
     rows = [checkpoint(1, None, 1.0), checkpoint(2, 1, 2.0), checkpoint(3, 2, 3.0)]
     rows += [checkpoint(4, 1, 4.0), checkpoint(5, 4, 4.5)]
-    assert [row.id for row in files_to_evict(rows, 50, ()) or []] == [3, 2, 5, 4, 1]
+    assert evicted(rows, 50) == [3, 2, 5, 4, 1]
 
 
 ROOT = Path(__file__).parents[2]

@@ -8,9 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlxcache.store import index
-from mlxcache.store.eviction import MOST_REUSES, files_to_evict
 from mlxcache.store.index import Row
+from mlxcache.store.ranks import MOST_REUSES
 from tests.store.content import kv, opened, tokens
+from tests.store.ranked import evicted
 
 HOUR = 3600.0
 
@@ -20,7 +21,7 @@ def run(id: int, used: float, parent: int | None = None, start: int = 0) -> Row:
 
 
 def gone(rows: list[Row], counts: dict[int, int], need: int = 10) -> list[int]:
-    return [row.id for row in files_to_evict(rows, need, (), counts) or []]
+    return evicted(rows, need, (), counts) or []
 
 
 def test_who_was_never_found_goes_before_an_older_one_that_was():
@@ -48,9 +49,9 @@ def test_the_newest_end_of_a_conversation_has_its_uses():
 def test_pinned_ones_go_last_whatever_was_found(uses, pinned, times, need):
     """Evicted files are enough, in one order for any need, and never younger and reused more."""
     rows = [run(id, float(at)) for id, at in enumerate(times, 1)]
-    chosen = [row.id for row in files_to_evict(rows, need, pinned, uses) or []]
+    chosen = evicted(rows, need, pinned, uses) or []
     assert len(chosen) == -(-need // 10)
-    every = [row.id for row in files_to_evict(rows, 80, pinned, uses) or []]
+    every = evicted(rows, 80, pinned, uses) or []
     assert chosen == every[: len(chosen)]
     assert [id in pinned for id in every] == sorted(id in pinned for id in every)
     used = {row.id: row.used for row in rows}

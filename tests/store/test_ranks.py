@@ -1,0 +1,267 @@
+"""Ranks and totals are kept change by change, and equal those of a full count."""
+
+from __future__ import annotations
+
+import random
+import sqlite3
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import replace
+
+import pytest
+
+from mlxcache.store import index
+from mlxcache.store.database import Database
+from mlxcache.store.eviction import files_to_evict
+from mlxcache.store.folder import CHECKPOINT, RUN
+from mlxcache.store.index import Row
+from mlxcache.store.store import Store
+from mlxcache.store.thinning import checkpoints_over_share
+from mlxcache.store.totals import Totals, read_totals
+from tests.store import eviction_oracle as oracle
+from tests.store import version_1
+from tests.store.content import opened, put, snapshot, tokens
+from tests.store.ranked import indexed
+from tests.store.ranked import put as put_row
+
+DISK = 10
+
+
+class Files:
+    """A store's index in memory, changed at random by everything that a store does to it."""
+
+    def __init__(self, connection: sqlite3.Connection, seed: int):
+        self.connection = connection
+        self.random = random.Random(seed)
+        self.id = 0
+        self.time = 1000.0
+
+    def change(self) -> None:
+        """Do one thing at random."""
+        does = [self.add_run] * 4 + [self.add_checkpoint] * 4 + [self.touch] * 3 + [self.reuse] * 3
+        does += [self.pin, self.unpin, self.finish, self.remove, self.remove_subtree, self.resize]
+        self.random.choice(does)()
+
+    def add_run(self) -> None:
+        """Add a run that continues another one, or begins a conversation."""
+        before = self.pick("kind = 'run'") if self.random.random() < 0.85 else None
+        start = 0 if before is None else before.start + self.random.randint(1, 3)
+        self._put(RUN, start, start + self.random.randint(1, 5), before, None)
+
+    def add_checkpoint(self) -> None:
+        """Add a checkpoint in a run, after another one of the path or the first of it."""
+        run = self.pick("kind = 'run'")
+        previous = self.pick("kind = 'checkpoint'") if self.random.random() < 0.8 else None
+        start = 1 if run is None else run.start + 1
+        if previous is not None:
+            start = max(start, previous.start + 1)
+        self._put(CHECKPOINT, start, start, run, previous)
+
+    def touch(self) -> None:
+        """Note a use of some files."""
+        rows = self._rows("1")
+        some = self.random.sample(rows, min(len(rows), 3))
+        index.touch(self.connection, [(self._now(), row.id) for row in some])
+
+    def reuse(self) -> None:
+        """Count a reuse of a run and of those before it."""
+        row, ids = self.pick("1"), []
+        while row is not None:
+            ids.append(row.id)
+            row = index.one(self.connection, "id = ?", row.parent)
+        for _ in range(self.random.choice((1, 1, 4))):
+            index.count_reuses(self.connection, ids)
+
+    def pin(self) -> None:
+        """Pin a file under one of two names."""
+        if row := self.pick("1"):
+            values = (self.random.choice("ab"), row.id)
+            self.connection.execute("INSERT OR IGNORE INTO pin VALUES (?, ?)", values)
+
+    def unpin(self) -> None:
+        """Remove all pins of a name."""
+        self.connection.execute("DELETE FROM pin WHERE name = ?", (self.random.choice("ab"),))
+
+    def finish(self) -> None:
+        """Make a file durable that was being written."""
+        if row := self.pick("owner IS NOT NULL"):
+            query = "UPDATE file SET owner = NULL, disk = ?, used = ? WHERE id = ?"
+            self.connection.execute(query, (DISK, self._now(), row.id))
+
+    def resize(self) -> None:
+        """Change the bytes that a file takes."""
+        if row := self.pick("1"):
+            query = "UPDATE file SET disk = ? WHERE id = ?"
+            self.connection.execute(query, (self.random.randint(1, 99), row.id))
+
+    def remove(self) -> None:
+        """Remove the files that are evicted first."""
+        for row in files_to_evict(self.connection, self.random.choice((1, 25))) or ():
+            index.delete(self.connection, row)
+
+    def remove_subtree(self) -> None:
+        """Remove a file and all that continue it, as for a damaged one."""
+        if self.random.random() < 0.3 and (row := self.pick("1")):
+            for gone in index.subtree(self.connection, row.id):
+                index.delete(self.connection, gone)
+
+    def pick(self, where: str) -> Row | None:
+        """Return one of the files for which a condition holds, or None."""
+        rows = self._rows(where)
+        return self.random.choice(rows) if rows else None
+
+    def _rows(self, where: str) -> list[Row]:
+        return index.rows(self.connection, where)
+
+    def _now(self) -> float:
+        self.time += self.random.choice((0.0, 0.0, 1.0, 100.0))
+        return self.time
+
+    def _put(
+        self, kind: str, start: int, stop: int, parent: Row | None, previous: Row | None
+    ) -> None:
+        self.id += 1
+        links = (parent.id if parent else None, previous.id if previous else None)
+        owner = "x" if self.random.random() < 0.1 else None
+        sizes = (1, DISK, self._now())
+        put_row(
+            self.connection, Row(self.id, kind, b"", b"", b"", start, stop, *sizes, *links, owner)
+        )
+
+
+@pytest.fixture(params=range(12))
+def files(request) -> Iterator[Files]:
+    with indexed([]) as connection:
+        yield Files(connection, request.param)
+
+
+def counted(connection: sqlite3.Connection) -> dict[str, Totals]:
+    """The totals by a count of all files."""
+    pinned = index.pinned(connection)
+    found = {RUN: Totals(), CHECKPOINT: Totals()}
+    for row in index.rows(connection):
+        durable = row.owner is None
+        sums = (1, int(durable), row.disk, row.disk * durable, row.disk * (row.id in pinned))
+        found[row.kind] += Totals(*sums, row.stop - row.start)
+    return found
+
+
+def share_order(connection: sqlite3.Connection) -> list[tuple[object, ...]]:
+    """The places in order in which checkpoints leave their share, from all files at once."""
+    rows = index.rows(connection, "kind = 'checkpoint' AND owner IS NULL")
+    used = oracle.last_uses(index.rows(connection))
+    followed = {row.previous for row in rows}
+    pinned = index.pinned(connection)
+    return sorted(
+        (
+            row.id in pinned,
+            used[row.id],
+            2 if row.previous is None else int(row.id not in followed),
+            -row.start,
+        )
+        for row in rows
+    )
+
+
+def test_the_order_is_that_of_all_files_at_once(files):
+    """After any changes the same files are evicted, in the same order, as by the definition."""
+    for _ in range(40):
+        for _ in range(files.random.randint(1, 8)):
+            files.change()
+        rows = index.rows(files.connection)
+        rules = (index.pinned(files.connection), index.reuse_counts(files.connection))
+        need = files.random.choice((1, 60, 10**6))
+        wanted = oracle.files_to_evict(rows, need, *rules, partly=True)
+        assert files_to_evict(files.connection, need, partly=True) == wanted
+
+
+def test_checkpoints_leave_their_share_in_the_order_of_all_at_once(files):
+    """Pinned ones last, then by last use, then by their place on the path."""
+    for _ in range(15):
+        for _ in range(8):
+            files.change()
+        chosen = checkpoints_over_share(files.connection, 10**9, 1)
+        wanted = share_order(files.connection)
+        pinned = index.pinned(files.connection)
+        used = oracle.last_uses(index.rows(files.connection))
+        assert [(row.id in pinned, used[row.id]) for row in chosen] == [one[:2] for one in wanted]
+        assert [-row.start for row in chosen] == [one[3] for one in wanted]
+
+
+def test_totals_are_those_of_a_count(files):
+    """Whatever is added, removed, pinned or resized."""
+    for _ in range(60):
+        for _ in range(4):
+            files.change()
+        assert read_totals(files.connection) == counted(files.connection)
+
+
+def save(store: Store, seed: int) -> None:
+    """Save a conversation of three runs and two checkpoints."""
+    ids = tokens(400, seed)
+    for start, stop in ((0, 192), (192, 320), (320, 400)):
+        put(store, ids[:stop], start)
+        store.write_checkpoint(ids[:stop], snapshot(ids[:stop]))
+
+
+def test_an_index_of_an_earlier_version_is_completed(folder):
+    """Its files are counted and ranked once, and none is lost."""
+    with opened(folder) as store:
+        for seed in range(4):
+            save(store, seed)
+        with store.database.read() as connection:
+            rows = index.rows(connection)
+            tokens_of = {row.id: index.get_tokens(connection, row.id) for row in rows}
+    for path in folder.glob("index.sqlite*"):
+        path.unlink()
+    with closing(Database.open(folder)) as database, database.write() as connection:
+        connection.executescript(version_1.SCHEMA)
+        for row in rows:
+            id = index.insert(connection, replace(row))
+            assert id == row.id
+            if row.kind == RUN:
+                index.put_tokens(connection, id, tokens_of[id])
+    with opened(folder) as store:
+        assert store.stats().runs == 12
+        assert store.stats().quarantined == 0
+        with store.database.write() as connection:
+            assert read_totals(connection) == counted(connection)
+            wanted = oracle.files_to_evict(index.rows(connection), 10**9, (), {}, partly=True)
+            assert files_to_evict(connection, 10**9, partly=True) == wanted
+        assert store.find(tokens(400, 3)).length == 400
+
+
+def test_no_query_reads_all_files(folder):
+    """A lookup, a save, the figures and an eviction find each file by an index."""
+    seen: set[str] = set()
+    with opened(folder) as store:
+        save(store, 0)
+        with store.database.read() as connection:
+            connection.set_trace_callback(seen.add)
+        save(store, 1)
+        ids = tokens(400, 1)
+        store.reused(store.find(ids), 400)
+        store.note_uses()
+        store.pin("a", [ids])
+        store.stats()
+        with store.database.write() as connection:
+            checkpoints_over_share(connection, 10**9, 1)
+            assert len(store.context.space.shrink(connection, 0)) > 1
+            connection.set_trace_callback(None)
+            plans = {
+                str(step)
+                for query in seen
+                if query.startswith(("SELECT", "WITH", "UPDATE", "DELETE", "\nSELECT", "\nWITH"))
+                for *_, step in connection.execute(f"EXPLAIN QUERY PLAN {query}")
+            }
+    assert len(seen) > 30
+    assert not {step for step in plans if step.startswith("SCAN") and _is_of_files(step)}
+
+
+def _is_of_files(step: str) -> bool:
+    """Return whether a step of a query plan reads all of a table that grows with the files.
+
+    A partial index has only the rows that its condition selects, and is read in its order.
+    """
+    table = step.split()[1]
+    return table in ("file", "f", "rank", "tokens", "found", "pin") and "rank_" not in step
