@@ -9,8 +9,9 @@ and of the others that depend on a rank that changed.
 from __future__ import annotations
 
 import sqlite3
+from collections.abc import Sequence
 from heapq import heappop, heappush
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from mlxcache.store.folder import RUN
 
@@ -103,23 +104,23 @@ it.
 
 _RUN = """
 SELECT f.stop, f.used, f.owner IS NULL,
-  min(7, ifnull((SELECT count FROM found WHERE found.file = f.id), 0)) AS reuses,
+  min(7, ifnull((SELECT count FROM found WHERE found.file = f.id), 0)),
   EXISTS (SELECT 1 FROM pin WHERE pin.file = f.id),
   EXISTS (SELECT 1 FROM file WHERE parent = f.id),
   (SELECT id FROM file WHERE parent = f.id AND kind = 'run' ORDER BY used DESC, id DESC LIMIT 1),
-  CASE WHEN up.heir = f.id THEN up.uses ELSE 0 END
-FROM file AS f LEFT JOIN rank AS up ON up.file = f.parent WHERE f.id = ?
+  CASE WHEN up.heir = f.id THEN up.uses ELSE 0 END, {own}
+FROM file AS f LEFT JOIN rank AS up ON up.file = f.parent LEFT JOIN rank AS own ON own.file = f.id
+WHERE f.id = ?
 """
 
 _CHECKPOINT = """
-SELECT f.stop, f.used, f.owner IS NULL,
-  min(7, ifnull((SELECT count FROM found WHERE found.file = f.id), 0)),
+SELECT f.stop, max(f.used, ifnull((SELECT max(used) FROM rank WHERE rank.previous = f.id), 0.0)),
+  f.owner IS NULL, min(7, ifnull((SELECT count FROM found WHERE found.file = f.id), 0)),
   EXISTS (SELECT 1 FROM pin WHERE pin.file = f.id),
   EXISTS (SELECT 1 FROM file WHERE previous = f.id AND owner IS NULL),
   f.previous, ifnull((SELECT uses FROM rank WHERE rank.file = f.parent), 0),
-  (SELECT max(used) FROM rank WHERE rank.previous = f.id),
-  (SELECT max(most) FROM rank WHERE rank.previous = f.id)
-FROM file AS f WHERE f.id = ?
+  ifnull((SELECT max(most) FROM rank WHERE rank.previous = f.id), 0), {own}
+FROM file AS f LEFT JOIN rank AS own ON own.file = f.id WHERE f.id = ?
 """
 
 
@@ -140,7 +141,8 @@ class _Rank(NamedTuple):
 
 
 _FIELDS = ", ".join(_Rank._fields)
-_READ = f"SELECT {_FIELDS} FROM rank WHERE file = ?"
+_OWN = ", ".join(f"own.{name}" for name in _Rank._fields)
+_RANK_RUN, _RANK_CHECKPOINT = _RUN.format(own=_OWN), _CHECKPOINT.format(own=_OWN)
 _INSERT = f"INSERT INTO rank (file, {_FIELDS}) VALUES (?{', ?' * len(_Rank._fields)})"
 _UPDATE = f"UPDATE rank SET ({_FIELDS}) = (?{', ?' * (len(_Rank._fields) - 1)}) WHERE file = ?"
 
@@ -156,10 +158,22 @@ def refresh(connection: sqlite3.Connection) -> None:
     connection.execute("DELETE FROM changed")
 
 
+def _read(own: Sequence[Any]) -> _Rank | None:
+    """Return the rank that a row of `_RANK_RUN` or `_RANK_CHECKPOINT` ends with, if it has one."""
+    return None if own[0] is None else _Rank(*own)
+
+
+def _path_of(rank: _Rank) -> tuple[float, int, int | None]:
+    """Return the fields of a checkpoint's rank on which the one before it depends."""
+    return rank.used, rank.most, rank.previous
+
+
 class _Refresh:
     """Files whose rank is to be computed: runs from the first token on, then checkpoints back.
 
-    A run depends on the run before it, a checkpoint on its run and on the checkpoints after it.
+    A run depends on the run before it, a checkpoint on its run and on the checkpoints after it. A
+    file without a rank adds no others: those that depend on it have none either, or are noted as
+    changed with it.
     """
 
     def __init__(self, connection: sqlite3.Connection):
@@ -186,36 +200,30 @@ class _Refresh:
                 compute(id)
 
     def _rank_run(self, id: int) -> None:
-        stop, used, durable, reuses, pinned, continued, heir, inherited = self._connection.execute(
-            _RUN, (id,)
-        ).fetchone()
-        before = self._read(id)
+        found = self._connection.execute(_RANK_RUN, (id,)).fetchone()
+        stop, used, durable, reuses, pinned, continued, heir, inherited, *own = found
+        before = _read(own)
         uses, evictable = max(reuses, inherited), int(durable and not continued)
         if before is not None and not evictable:
             used = before.used  # spares the indexes a change
         rank = _Rank(0, evictable, pinned, uses, used, 0, 0, stop, uses, heir, None)
         self._write(id, rank, before)
-        if before is None or before.heir != heir:
-            self._add_all("id IN (?, ?)", heir, None if before is None else before.heir)
-        if before is None or before.uses != uses:
+        if before is not None and before.heir != heir:
+            self._add_all("id IN (?, ?)", heir, before.heir)
+        if before is not None and before.uses != uses:
             self._add_all("id = ? OR parent = ? AND kind = 'checkpoint'", heir, id)
 
     def _rank_state(self, id: int) -> None:
-        stop, used, durable, reuses, pinned, followed, previous, inherited, used_after, most = (
-            self._connection.execute(_CHECKPOINT, (id,)).fetchone()
-        )
-        before = self._read(id)
+        found = self._connection.execute(_RANK_CHECKPOINT, (id,)).fetchone()
+        stop, used, durable, reuses, pinned, followed, previous, inherited, most, *own = found
+        before = _read(own)
         uses, head = max(reuses, inherited), int(previous is None)
-        used, most = max(used, used_after or 0.0), max(uses, most or 0)
+        most = max(uses, most)
         last = int(not head and not followed)
         rank = _Rank(1, durable, pinned, uses, used, head, last, stop, most, None, previous)
         self._write(id, rank, before)
-        if before is None or (before.used, before.most, before.previous) != (used, most, previous):
-            self._add_all("id IN (?, ?)", previous, None if before is None else before.previous)
-
-    def _read(self, id: int) -> _Rank | None:
-        found = self._connection.execute(_READ, (id,)).fetchone()
-        return None if found is None else _Rank(*found)
+        if before is not None and _path_of(before) != _path_of(rank):
+            self._add_all("id IN (?, ?)", previous, before.previous)
 
     def _write(self, id: int, rank: _Rank, before: _Rank | None) -> None:
         if before is None:

@@ -7,7 +7,6 @@ import os
 import sqlite3
 import threading
 import time
-from collections.abc import Iterable
 from contextlib import closing, suppress
 from dataclasses import dataclass, field, replace
 from errno import EACCES, EROFS
@@ -18,7 +17,7 @@ from mlxcache.safetensors import Malformed
 from mlxcache.store import index, ranks
 from mlxcache.store.context import StoreContext
 from mlxcache.store.database import Database, store_errors
-from mlxcache.store.digests import DIGEST_BYTES, block_digests, root_digest
+from mlxcache.store.digests import block_digests, root_digest
 from mlxcache.store.eviction import TOKEN_BYTES, files_to_evict
 from mlxcache.store.folder import (
     CHECKPOINT,
@@ -47,6 +46,9 @@ SMALL_INDEX = 64 << 20
 
 In a larger one it does not compare the SQL indexes with their tables.
 """
+
+MANY_FILES = 100_000
+"""Files whose sizes a start compares with the index, which takes a second on a busy disk."""
 
 MISSING_S = 1.0
 """Seconds that a folder must be missing before it is created again.
@@ -249,59 +251,38 @@ class _Survey:
 
 
 def _survey(context: StoreContext, connection: sqlite3.Connection) -> _Survey:
-    """Compare the files of the folder with the index, one folder at a time.
+    """Compare the files of the folder with the index.
 
-    Removes temporary files of processes that have ended.
+    Removes temporary files of processes that have ended. Sizes of more than `MANY_FILES` files are
+    not compared; a file of another size is found damaged when it is read.
     """
     found = _Survey()
+    sizes = read_total(connection).files <= MANY_FILES
     for kind in KINDS:
-        left = {f"{first:02x}" for first in range(256)}
+        query = "SELECT lower(hex(digest)) || ?, id FROM file WHERE kind = ?"
+        known: dict[str, int] = dict(connection.execute(query, (SUFFIX, kind)))
         for group, entries in context.folder.groups(kind):
-            known = _known(connection, kind, group) if group in left else {}
-            left.discard(group)
-            _compare(context, found, kind, entries, known)
-        for group in left:
-            _compare(context, found, kind, (), _known(connection, kind, group))
+            for entry in entries:
+                name = entry.name
+                if name in known and name.startswith(group):
+                    id = known.pop(name)
+                    if sizes and not _has_size(connection, id, entry):
+                        found.lost.append((id, True))
+                elif not name.endswith(TEMP_SUFFIX):
+                    found.strays.append((kind, Path(entry.path)))
+                elif not is_alive(context.folder, name[1:].rpartition("-")[0]):
+                    remove(Path(entry.path))
+        for id in known.values():
+            if index.one(connection, "id = ? AND owner IS NULL", id) is not None:
+                found.lost.append((id, False))
     return found
 
 
-def _known(
-    connection: sqlite3.Connection, kind: str, group: str
-) -> dict[str, tuple[int, int | None]]:
-    """Return ids and sizes of the files whose digest begins with `group`, by file name.
-
-    The size is None for a file that is being written. `group`: two hexadecimal digits.
-    """
-    query = (
-        "SELECT lower(hex(digest)), id, iif(owner IS NULL, nbytes, NULL) FROM file"
-        " WHERE kind = ? AND digest BETWEEN ? AND ?"
-    )
-    first = bytes.fromhex(group)
-    ends = (first + bytes(DIGEST_BYTES - 1), first + b"\xff" * (DIGEST_BYTES - 1))
-    rows = connection.execute(query, (kind, *ends))
-    return {name + SUFFIX: (id, size) for name, id, size in rows}
-
-
-def _compare(
-    context: StoreContext,
-    found: _Survey,
-    kind: str,
-    entries: Iterable[os.DirEntry[str]],
-    known: dict[str, tuple[int, int | None]],
-) -> None:
-    """Compare the files of one folder with the rows that `known` has of them; see `_known`."""
-    for entry in entries:
-        name = entry.name
-        row = known.pop(name, None)
-        if row is not None:
-            id, size = row
-            if size is not None and entry.stat(follow_symlinks=False).st_size != size:
-                found.lost.append((id, True))
-        elif not name.endswith(TEMP_SUFFIX):
-            found.strays.append((kind, Path(entry.path)))
-        elif not is_alive(context.folder, name[1:].rpartition("-")[0]):
-            remove(Path(entry.path))
-    found.lost += [(id, False) for id, size in known.values() if size is not None]
+def _has_size(connection: sqlite3.Connection, id: int, entry: os.DirEntry[str]) -> bool:
+    """Return whether a file has the size that its row says, or is being written."""
+    query = "SELECT nbytes, owner FROM file WHERE id = ?"
+    nbytes, owner = connection.execute(query, (id,)).fetchone()
+    return owner is not None or entry.stat(follow_symlinks=False).st_size == nbytes
 
 
 def _adopt_all(

@@ -209,12 +209,12 @@ def measure(folder: Path, prompts: list[Tokens], show: Callable[[str, float], No
     def continued(number: int) -> None:
         ids = prompts[number % len(prompts)]
         found = store.find(np.concatenate((ids, more[number])), touch=False)
-        assert len(ids) <= found.length < len(ids) + BLOCK
+        assert found.length >= len(ids)
 
     def begun(number: int) -> None:
         head = prompts[number % len(prompts)][: HEAD_RUNS * RUN_TOKENS]
         found = store.find(np.concatenate((head, more[number])), touch=False)
-        assert len(head) <= found.length < len(head) + BLOCK
+        assert found.length >= len(head)
 
     def save(number: int) -> None:
         ids = np.concatenate((prompts[number % len(prompts)], more[number][:100]))
