@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gc
 import shutil
+from io import StringIO
 from pathlib import Path
+from typing import cast
 
 import mlx.core as mx
 import pytest
@@ -51,6 +53,24 @@ def test_the_same_model_is_there_again(toy: ToyMaker, family: str) -> None:
         assert mx.get_active_memory() <= held
     weights.drop()
     assert mx.get_active_memory() - before < 0.1 * weights.nbytes + (1 << 20)
+
+
+def test_reading_leaves_no_graph_of_initial_values_behind(toy: ToyMaker) -> None:
+    """Layers draw initial values that nobody evaluates; MLX's random state refers to the draws."""
+    weights, _ = opened(toy("llama"))
+
+    def graph() -> int:
+        text, state = StringIO(), cast(list[mx.array], mx.random.state)
+        mx.export_to_dot(text, state[0])
+        return len(text.getvalue())
+
+    empty = StringIO()
+    mx.export_to_dot(empty, mx.array(0))
+    assert graph() <= len(empty.getvalue()) + 8
+    for _ in range(2):
+        weights.drop()
+        list(weights.read())
+        assert graph() <= len(empty.getvalue()) + 8
 
 
 def test_a_draft_is_read_back_too(toy: ToyMaker, tmp_path: Path) -> None:
