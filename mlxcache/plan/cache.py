@@ -15,6 +15,7 @@ from mlxcache.plan.disk import UNLIMITED, CountedDisk
 from mlxcache.plan.lineage import CountedLineage
 from mlxcache.plan.trace import Request
 from mlxcache.tree.budget import Budget
+from mlxcache.tree.eviction import Worth
 from mlxcache.types import Tokens
 
 GENERATION_TOKENS = 4
@@ -85,14 +86,18 @@ class Running:
 class PlannedCache:
     """The cache of one server: a `KVCache` over counted lineages, and a counted disk.
 
-    `now()`: the time in the plan, in seconds.
+    `now()`: the time in the plan, in seconds. `growth`: share by which each token before it slows a
+    token down, which eviction weighs.
     """
 
-    def __init__(self, layout: Layout, memory: Memory, now: Callable[[], float]):
+    def __init__(
+        self, layout: Layout, memory: Memory, now: Callable[[], float], growth: float = 0.0
+    ):
         budget = Budget(memory.ram)
         reserved = memory.set_aside(layout)
         self.fits = all(budget.reserve(kind, size) for kind, size in reserved.items())
-        self.kv = KVCache.open(layout, budget, lineage=CountedLineage)
+        worth = Worth(layout.bytes_per_token, layout.checkpoint_bytes, growth)
+        self.kv = KVCache.open(layout, budget, worth=worth, lineage=CountedLineage)
         pending = reserved.get("pending", 0)
         self.disk = CountedDisk(layout, memory.disk, pending, now) if memory.disk else None
         self.remote = CountedDisk(layout, UNLIMITED, UNLIMITED, now) if memory.remote else None

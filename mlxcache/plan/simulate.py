@@ -180,7 +180,7 @@ class Simulation:
         self._at_once = at_once
         self._on_request = on_request
         self._now = 0.0
-        self._cache = PlannedCache(layout, memory, lambda: self._now)
+        self._cache = PlannedCache(layout, memory, lambda: self._now, speed.growth)
         self._decoding: list[tuple[float, int, Running, Iterator[Request]]] = []
         self._serial = count()
         self._served: list[Served] = []

@@ -23,6 +23,7 @@ from mlxcache.model.examine import examine
 from mlxcache.model.kv import Layout
 from mlxcache.model.load import ModelSpec
 from mlxcache.plan.cache import Memory
+from mlxcache.plan.measured import speed_of
 from mlxcache.plan.simulate import Outcome, Simulation, Speed
 from mlxcache.plan.trace import Request, Trace, read_trace
 from tests.plan.ids import IdsPlayer
@@ -59,7 +60,8 @@ def url_of(server: Server) -> str:
 
 def figures(server: Server) -> dict[str, Any]:
     time.sleep(1.0)  # they are published after each step, and the disk's are half a second old
-    return dict(httpx.get(f"{url_of(server)}/v1/cache").json())
+    records = httpx.get(f"{url_of(server)}/v1/requests?limit=1000").json()["data"]
+    return httpx.get(f"{url_of(server)}/v1/cache").json() | {"requests_of": records}
 
 
 def memory(found: dict[str, Any], disk: str) -> Memory:
@@ -77,14 +79,16 @@ def in_turn(requests: list[Request]) -> Trace:
 
 def compare(layout: Layout, trace: Trace, found: dict[str, Any], disk: str) -> tuple[float, float]:
     """The hit rates of plan and server; says both, with what came from disk."""
-    outcome: Outcome = Simulation(layout, memory(found, disk), Speed(), at_once=1).run(trace)
+    speed = Speed(growth=speed_of(found["requests_of"], layout.bytes_per_token).growth)
+    outcome: Outcome = Simulation(layout, memory(found, disk), speed, at_once=1).run(trace)
     tokens = found["tokens"]
     server = tokens["cached"] / tokens["prompt"]
     print(
         f"\n{len(trace.requests)} requests, disk {disk}: plan {outcome.hit_rate:.4f} "
         f"({outcome.share(lambda one: one.disk):.4f} from disk), server {server:.4f} "
         f"({tokens['restored'] / tokens['prompt']:.4f}), files evicted "
-        f"{found['disk'].get('evicted_files')}, {found['evictions']}"
+        f"{found['disk'].get('evicted_files')}, {found['evictions']}, "
+        f"anticipated {found['anticipated']}, growth {speed.growth:.2g}"
     )
     return outcome.hit_rate, server
 

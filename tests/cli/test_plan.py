@@ -1,0 +1,69 @@
+"""`mlxcache plan` prints tables, JSON and a picture, and refuses what cannot be planned."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import Result
+from typer.testing import CliRunner
+
+from mlxcache.cli.main import app
+from tests.conftest import ToyMaker
+
+WIDE = {"COLUMNS": "160", "NO_COLOR": "1"}
+
+
+def plan(model: Path, *arguments: str) -> Result:
+    return CliRunner().invoke(app, ["plan", "--model", str(model), *arguments], env=WIDE)
+
+
+def test_a_plan_for_some_users(toy: ToyMaker, tmp_path: Path) -> None:
+    """With speeds it has times; the picture and the JSON have the same figures."""
+    picture = tmp_path / "plan.svg"
+    arguments = ["--users", "2", "--context", "3000", "--ram", "100MB", "--disk", "50MB"]
+    arguments += ["--prefill-speed", "500", "--decode-speed", "30", "--disk-speed", "1GB"]
+    result = plan(toy("llama"), *arguments, "--plot", str(picture), "--json")
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    assert found["trace"]["form"] == "synthetic"
+    assert found["hit_rate"]["all"] <= found["hit_rate"]["ceiling"] < 1
+    assert found["first_token_s"]["p50"] <= found["first_token_s"]["p95"]
+    assert 0 < found["mlx_thread"]["busy"] <= 1
+    assert found["disk"]["written_bytes_per_day"] > 0
+    assert picture.read_text(encoding="utf-8").startswith("<svg")
+    shown = plan(toy("llama"), *arguments).output
+    assert f"{found['hit_rate']['ceiling']:.1%}" in shown
+    assert "First token" in shown
+
+
+def test_a_plan_for_a_trace_without_speeds_has_no_times(toy: ToyMaker, tmp_path: Path) -> None:
+    """And says how to get them."""
+    path = tmp_path / "trace.jsonl"
+    row = {"timestamp": 0, "input_length": 300, "output_length": 5, "hash_ids": [1]}
+    path.write_text(f"{json.dumps(row)}\n{json.dumps(row)}\n", encoding="utf-8")
+    result = plan(toy("llama"), "--trace", str(path), "--ram", "100MB", "--disk", "off")
+    assert result.exit_code == 0, result.output
+    assert "No times" in result.output
+    assert "49.8%" in result.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "wrong"),
+    [
+        (("--users", "0"), 2, "--users"),
+        (("--context", "99999999"), 2, "more than the"),
+        (("--context", "8000", "--ram", "1MB"), 2, "raise --ram"),
+        (("--context", "4000", "--disk-speed", "fast"), 2, "fast"),
+        (("--trace", "/nonexistent"), 1, "cannot be read"),
+        (("--trace", "/nonexistent", "--context", "4000"), 2, "exclude each other"),
+    ],
+)
+def test_what_cannot_be_planned_is_refused(
+    toy: ToyMaker, arguments: tuple[str, ...], status: int, wrong: str
+) -> None:
+    """With what is wrong, and wrong usage apart from a wrong file."""
+    result = plan(toy("llama"), *arguments)
+    assert result.exit_code == status
+    assert wrong in " ".join((result.output + (result.stderr or "")).split())
