@@ -80,7 +80,9 @@ class CountedDisk:
         self._latest = 0.0
         self._folders: set[tuple[str, int]] = set()
         self._index = sqlite3.connect(":memory:", isolation_level=None)
+        self._index.execute("PRAGMA foreign_keys = ON")
         self._index.executescript(index.SCHEMA)
+        index.complete(self._index)
         self._space = Space(CountedFolder(self._other_bytes), limit, 0)
 
     def close(self) -> None:
