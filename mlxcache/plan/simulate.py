@@ -234,7 +234,8 @@ class Simulation:
         decode = speed.decode_s(generated)
         for number, (end, *others) in enumerate(self._decoding):
             self._decoding[number] = (end + prefill, *others)  # type: ignore[assignment]
-        end = first + decode * beside
+        # without speeds, requests take as long as they did where they were recorded
+        end = first + decode * beside if speed.times else self._now + request.took
         heapq.heappush(self._decoding, (end, next(self._serial), running, rest))
         waited = first + speed.decode_s(1) - at
         self._served.append(Served(at, reuse, generated, waited, restore + prefill + decode))

@@ -140,6 +140,17 @@ def test_a_restore_takes_the_time_of_the_disk() -> None:
     assert outcome.served[-1].first_token_s == pytest.approx(7, abs=0.01)
 
 
+def test_without_speeds_recorded_requests_take_as_long_as_they_did() -> None:
+    """So that those of several sessions stay in their order."""
+    ids = Ids()
+    first = request(ids, ("a", 100), reply=1, session="a", took=10.0)
+    later = replace(request(ids, ("a", 100), ("b", 9)), session="a", time=12.0, delay=2.0)
+    other = replace(request(ids, ("c", 100)), session="c", time=11.0)
+    trace = Trace((first, other, later), "mlxcache", 64)
+    outcome = Simulation(LAYOUT, LIMITLESS, Speed(), at_once=1).run(trace)
+    assert list(outcome.order) == [first, other, later]
+
+
 def test_users_of_a_trace_take_turns() -> None:
     """A session's next turn arrives a pause after its last reply."""
     trace = synthetic_trace(2, 4000, sessions=2, seed=3)
