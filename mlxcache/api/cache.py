@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -31,12 +30,13 @@ from mlxcache.errors import BadRequest
 from mlxcache.owner import OWNER
 from mlxcache.sessions.tree_view import tree_view
 from mlxcache.types import WARMING, Finished, Job, Prompt
-from mlxcache.wire.chat_bodies import chats_to_warm
+from mlxcache.wire.chat_bodies import chats_to_warm, requested_model
 from mlxcache.wire.reply import finished_or_raise
 
 if TYPE_CHECKING:
     from mlxcache.engine.engine import Engine
     from mlxcache.sessions.book import SessionBook
+    from mlxcache.sessions.books import SessionBooks
     from mlxcache.store.listing import Listed
 
 DEFAULT_NODES, MAX_NODES = 200, 1000
@@ -67,12 +67,18 @@ async def read_figures(deps: Deps, request: Request) -> Response:
 async def warm_prefix(deps: Deps, request: Request) -> Response:
     """Compute a prefix ahead of its first use.
 
-    The body is a chat request of any API, or a system prompt as plain text.
+    The body is a chat request of any API, or a system prompt as plain text. The model is the one
+    that the request names, as for any request.
     """
     body = await read_body(request, deps.settings.max_body_bytes)
     require_model(deps)
-    work = warm(deps.engine, body, get_request_id(request))
+    work = _warm_model(deps, body, get_request_id(request))
     return json_response(await while_connected(request, work))
+
+
+async def _warm_model(deps: Deps, body: bytes, id: str) -> dict[str, Any]:
+    own = await deps.of(requested_model(body))
+    return await warm(own.engine, body, id)
 
 
 async def warm(engine: Engine, body: bytes, id: str | None = None) -> dict[str, Any]:
@@ -164,9 +170,7 @@ async def clear(deps: Deps, request: Request) -> Response:
     pinned = request.query_params.get("pinned", "false")
     if pinned not in ("true", "false"):
         raise BadRequest("`pinned` must be 'true' or 'false'.", param="pinned")
-    cleared: Counter[str] = Counter(await require_sessions(deps).clear(pinned=pinned == "true"))
-    for engine in deps.loaded[1:]:
-        cleared.update(await engine.sessions.clear(pinned=pinned == "true"))
+    cleared = await require_sessions(deps).clear(pinned=pinned == "true")
     return json_response({"object": "cache.cleared", **cleared})
 
 
@@ -187,13 +191,12 @@ async def tree(deps: Deps, request: Request) -> Response:
 
 
 async def build_tree(
-    sessions: SessionBook, listed: Sequence[Listed], nodes: int = DEFAULT_NODES
+    sessions: SessionBook | SessionBooks, listed: Sequence[Listed], nodes: int = DEFAULT_NODES
 ) -> dict[str, Any]:
     """Build the answer of `GET /v1/cache/tree`: a prefix tree of at most `nodes` nodes.
 
-    `listed`: the sessions to show, all of the current owner; those of other namespaces are left
-    out. The tree is built in a thread.
+    `listed`: the sessions to show, all of the current owner; those of models that were not loaded
+    are left out. The tree is built in a thread.
     """
-    own = [one for one in listed if one.session.namespace == sessions.namespace]
-    owner = OWNER.get()
-    return await asyncio.to_thread(tree_view, own, sessions.decode, owner=owner, most=nodes)
+    parts = sessions.tree_parts(listed)
+    return await asyncio.to_thread(tree_view, parts, owner=OWNER.get(), most=nodes)

@@ -6,7 +6,7 @@ import asyncio
 import secrets
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncIterator, Coroutine
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -24,6 +24,8 @@ from mlxcache.wire.decode import decode
 if TYPE_CHECKING:
     from mlxcache.engine.engine import Engine
     from mlxcache.engine.models import Models
+    from mlxcache.sessions.book import SessionBook
+    from mlxcache.sessions.books import SessionBooks
 
 T = TypeVar("T")
 
@@ -97,10 +99,9 @@ class Deps:
         return self.engine.figures() if self.models is None else self.models.figures()
 
     @property
-    def loaded(self) -> Sequence[Engine]:
-        """Engines of all models that were loaded, the default one first."""
-        engines = self.models.engines if self.models is not None else [self.engine]
-        return [one for one in engines if one.state == "ready"]
+    def sessions(self) -> SessionBook | SessionBooks:
+        """Sessions of all models. Raises NotReady before the default model is loaded."""
+        return self.engine.sessions if self.models is None else self.models.sessions
 
     def engine_of(self, record: RequestRecord) -> Engine:
         """Return the engine that served a recent request."""

@@ -230,7 +230,8 @@ class Feed:
 
     async def _read_sessions(self) -> None:
         """Read the sessions and their tree, unless nothing in them can have changed."""
-        book, loop = self._engine.sessions, asyncio.get_running_loop()
+        book = (self._models or self._engine).sessions
+        loop = asyncio.get_running_loop()
         try:
             held = await asyncio.to_thread(self._held_bytes)
             seen = (await book.rows(RECENT_SESSIONS), held, bool(self._wanted["tree"]))

@@ -91,7 +91,7 @@ async def load(deps: Deps, request: Request) -> Response:
 
     A model that was never loaded is returned when it is loaded.
     """
-    engine = await _opened(deps, request, wait=True)
+    engine = await engine_named(deps, _name(request))
     await engine.load_weights()
     return json_response(_object(deps, engine))
 
@@ -101,19 +101,18 @@ async def unload(deps: Deps, request: Request) -> Response:
 
     Answers 503 while requests for it run.
     """
-    engine = await _opened(deps, request, wait=False)
+    engine = await engine_named(deps, _name(request), wait=False)
     if engine.state == "ready":
         await engine.unload_weights()
     return json_response(_object(deps, engine))
 
 
-async def _opened(deps: Deps, request: Request, *, wait: bool) -> Engine:
-    """Return the engine of the model in the path, for the first time loaded if `wait`.
+async def engine_named(deps: Deps, name: str, *, wait: bool = True) -> Engine:
+    """Return the engine of the model with the name, id or alias `name`.
 
-    Raises NotFound for other names.
+    With `wait`, it is loaded if it never was. Raises NotFound for other names.
     """
     require_model(deps)
-    name = _name(request)
     if deps.models is None:
         if deps.engine.info is None or name not in (deps.engine.info.id, deps.engine.label):
             raise NotFound(f"There is no model {name!r}.")

@@ -25,13 +25,17 @@ from mlxcache.api.http import (
     read_number,
     require_model,
 )
+from mlxcache.api.models import engine_named
 from mlxcache.errors import BadRequest
 from mlxcache.store.database import store_errors
+from mlxcache.store.listing import related_objects
 from mlxcache.wire.decode import decode
 from mlxcache.wire.titles import MAX_NAME, clean_name
 
 if TYPE_CHECKING:
     from mlxcache.sessions.book import SessionBook
+    from mlxcache.sessions.books import SessionBooks, SeveralFiles
+    from mlxcache.sessions.files import SessionFiles
     from mlxcache.sessions.mlx_lm_files import PromptCacheExport
     from mlxcache.store.snapshot_write import SnapshotExport
 
@@ -74,10 +78,10 @@ def routes(deps: Deps) -> list[Route]:
     return [Route(path, partial(h, deps), methods=[method]) for method, path, h in handlers]
 
 
-def require_sessions(deps: Deps) -> SessionBook:
-    """Return the engine's sessions. Raises the errors of `require_model`."""
+def require_sessions(deps: Deps) -> SessionBook | SessionBooks:
+    """Return the sessions of all models. Raises the errors of `require_model`."""
     require_model(deps)
-    return deps.engine.sessions
+    return deps.sessions
 
 
 async def list_sessions(deps: Deps, request: Request) -> Response:
@@ -88,8 +92,14 @@ async def list_sessions(deps: Deps, request: Request) -> Response:
 
 
 async def show(deps: Deps, request: Request) -> Response:
-    """Show one session with its leaves: the main conversation and those of sub-agents."""
-    return json_response((await require_sessions(deps).get(_id(request))).as_object(leaves=True))
+    """Show one session with its leaves: the main conversation and those of sub-agents.
+
+    `related` lists the sessions of the same label that belong to other models.
+    """
+    sessions = require_sessions(deps)
+    found = await sessions.get(_id(request))
+    related = related_objects(await sessions.related(found.session))
+    return json_response({**found.as_object(leaves=True), "related": related})
 
 
 async def patch(deps: Deps, request: Request) -> Response:
@@ -104,21 +114,8 @@ async def patch(deps: Deps, request: Request) -> Response:
 async def delete(deps: Deps, request: Request) -> Response:
     """Remove a session and the cached tokens that no other session uses."""
     id = _id(request)
-    await (await _book_of(deps, id)).delete(id)
+    await require_sessions(deps).delete(id)
     return json_response({"id": id, "object": "session.deleted", "deleted": True})
-
-
-async def _book_of(deps: Deps, id: str) -> SessionBook:
-    """Return the sessions of the model that session `id` is of, or the default model's.
-
-    Each book shows all sessions, but has only the KV of its own model in RAM.
-    """
-    sessions, others = require_sessions(deps), deps.loaded[1:]
-    if not others:
-        return sessions
-    namespace = (await sessions.get(id)).session.namespace
-    books = [sessions, *(one.sessions for one in others)]
-    return next((one for one in books if one.namespace == namespace), sessions)
 
 
 async def fork(deps: Deps, request: Request) -> Response:
@@ -152,9 +149,10 @@ async def restore(deps: Deps, request: Request) -> Response:
     """Import a session from the snapshot in the body. `?name=` sets its name.
 
     If the body is a prompt cache of mlx-lm, it must begin with the prompt's text, whose length in
-    bytes is given by `?prompt_bytes=`.
+    bytes is given by `?prompt_bytes=`. `?model=` names the model of a server with several; without
+    it, the file decides.
     """
-    files = require_sessions(deps).files
+    files = await _files_for(deps, request.query_params.get("model"))
     name = clean_name(request.query_params.get("name", "")) or None
     announced = request.headers.get("content-length", "")
     folder = files.incoming(int(announced) if announced.isdecimal() else 0)
@@ -179,6 +177,15 @@ async def restore(deps: Deps, request: Request) -> Response:
     finally:
         os.unlink(path)
     return json_response(made.as_object(), 201)
+
+
+async def _files_for(deps: Deps, model: str | None) -> SessionFiles | SeveralFiles:
+    """Return the files of the model with the name `model`, or of all models if it is None.
+
+    Raises NotFound for an unknown name.
+    """
+    sessions = require_sessions(deps)
+    return sessions.files if model is None else (await engine_named(deps, model)).sessions.files
 
 
 def _id(request: Request) -> str:

@@ -12,7 +12,7 @@ from mlxcache.cli.progress import Step
 from mlxcache.errors import MlxcacheError, NotFound
 from mlxcache.private import create
 from mlxcache.store.folder import STORE
-from mlxcache.store.listing import Held, Listed
+from mlxcache.store.listing import Held, Listed, related_objects
 from mlxcache.store.lock import exclusive_lock
 from mlxcache.store.sessions import Sessions
 from mlxcache.store.snapshot_format import detect_format
@@ -49,7 +49,9 @@ class Offline:
 
     def session(self, id: str) -> dict[str, Any]:
         with self._open(reading=True) as (store, sessions):
-            return _listing(store, sessions, id).as_object(leaves=True)
+            found = _listing(store, sessions, id)
+            related = related_objects(sessions.related(found.session))
+            return {**found.as_object(leaves=True), "related": related}
 
     def patch(self, id: str, **changes: Any) -> dict[str, Any]:
         with exclusive_lock(self.cache_dir), self._open() as (store, sessions):
@@ -83,14 +85,16 @@ class Offline:
         return done
 
     def restore(
-        self, path: Path, name: str | None, prompt: str | None, progress: Step
+        self, path: Path, name: str | None, prompt: str | None, model: str | None, progress: Step
     ) -> dict[str, Any]:
         """Import the snapshot at `path` and return the new session; no model is needed.
 
         `name` is the session's new name, None for that in the snapshot. `progress` is called with
         the bytes imported and their total. Raises MlxcacheError for a prompt cache of mlx-lm, or if
-        `prompt` is not None: both need a server.
+        `prompt` or `model` is not None: all need a server.
         """
+        if model is not None:
+            raise MlxcacheError("--model names a model of a running server: start one.")
         if prompt is not None:
             raise MlxcacheError(
                 "--prompt is for prompt caches of mlx-lm, which only a server imports: start one."

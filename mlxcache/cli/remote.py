@@ -145,15 +145,16 @@ class Remote:
         return done
 
     def restore(
-        self, path: Path, name: str | None, prompt: str | None, progress: Step
+        self, path: Path, name: str | None, prompt: str | None, model: str | None, progress: Step
     ) -> dict[str, Any]:
         """Upload a snapshot, or a prompt cache of mlx-lm, and return the imported session.
 
-        A prompt cache also needs `prompt`, the text or JSON list of token ids it was computed from.
+        `model` names the model of a server with several; None: the file decides. A prompt cache
+        also needs `prompt`, the text or JSON list of token ids it was computed from.
         `progress` receives the bytes sent and their total.
         """
         total, head = path.stat().st_size, (prompt or "").encode()
-        params = {"name": name} if name else {}
+        params = {key: value for key, value in (("name", name), ("model", model)) if value}
         if head:
             params["prompt_bytes"] = str(len(head))
 

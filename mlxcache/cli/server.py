@@ -15,7 +15,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
 from functools import partial
 from itertools import product
@@ -45,6 +45,7 @@ from mlxcache.errors import MlxcacheError, ModelError, StoreError
 from mlxcache.owner import OWNER, owner_of
 from mlxcache.store.lock import InUse, serving
 from mlxcache.types import RequestRecord
+from mlxcache.wire.chat_bodies import requested_model
 
 if TYPE_CHECKING:
     from mlxcache.remote.objects import Objects
@@ -137,7 +138,7 @@ async def _serve(
             has_key=bool(keys.values),
             routes=settings.route,
         )
-        warming = asyncio.create_task(warm_files(engine, settings.warm, api.owned_keys))
+        warming = asyncio.create_task(warm_files(models.of, settings.warm, api.owned_keys))
         showing = asyncio.create_task(show_readings(models.engines, console))
         await _first_of(stop, engine.dead)
         warming.cancel()
@@ -280,16 +281,20 @@ def announced(settings: Settings, url: str) -> Iterator[None]:
         yield
 
 
-async def warm_files(engine: Engine, files: Sequence[Path], keys: Sequence[str] = ()) -> None:
+async def warm_files(
+    find: Callable[[str | None], Awaitable[Engine]], files: Sequence[Path], keys: Sequence[str] = ()
+) -> None:
     """Compute the prompts in `files` ahead of their first use.
 
-    If the server has several API keys, given as `keys`, each prompt is computed once per key, since
-    owners do not share KV. A file that cannot be read or computed is logged and skipped.
+    `find(name)` returns the engine of the model that a file names. If the server has several API
+    keys, given as `keys`, each prompt is computed once per key, since owners do not share KV. A
+    file that cannot be read or computed is logged and skipped.
     """
     for key, file in product(keys or (None,), files):
         OWNER.set(owner_of(key) if key is not None else None)
         try:
-            done = await warm(engine, await asyncio.to_thread(file.read_bytes))
+            body = await asyncio.to_thread(file.read_bytes)
+            done = await warm(await find(requested_model(body)), body)
         except MlxcacheError as error:
             log.warning("%s not warmed: %s", file, error)
         except OSError as error:

@@ -204,17 +204,29 @@ def find_session(sessions: list[dict[str, Any]], text: str) -> str:
         if len(found) == 1:
             return found[0]
         if found:
-            raise NotFound(f"{text!r} matches several sessions: {_join_some(found)}. Give the id.")
+            named = _with_models(sessions, found)
+            raise NotFound(f"{text!r} matches several sessions: {_join_some(named)}. Give the id.")
     raise NotFound(f"No session has the id, name or title {text!r}: see `mlxcache sessions`.")
+
+
+def _with_models(sessions: list[dict[str, Any]], ids: list[str]) -> list[str]:
+    """Return session ids, each with its model if these differ."""
+    models = {one["id"]: one["model"] for one in sessions if one["id"] in ids}
+    several = len(set(models.values())) > 1
+    return [f"{id} ({visible(models[id])})" if several else id for id in ids]
 
 
 def print_sessions(sessions: Iterable[dict[str, Any]]) -> None:
     """Print a table with one line per session. Long names are shortened to fit the terminal.
 
-    The clients are a column if there are several.
+    The clients and the models are columns if there are several.
     """
     listed = list(sessions)
     columns, rows = list(_COLUMNS), [list(_session_row(one)) for one in listed]
+    if show.has_several_models(listed):
+        columns.insert(2, ("model", "left"))
+        for one, row in zip(listed, rows, strict=True):
+            row.insert(2, one["model"])
     if show.has_several_clients(listed):
         columns.insert(2, ("client", "left"))
         for one, row in zip(listed, rows, strict=True):
@@ -270,6 +282,7 @@ def _print_session(one: dict[str, Any]) -> None:
             ("label", one["label"] or "-"),
             ("model", one["model"]),
             ("namespace", one["namespace"]),
+            *(("also on", f"{other['model']}: {other['id']}") for other in one["related"]),
             ("client", one["client"] or "-"),
             ("tokens", f"{one['tokens']:,}, of which {one['durable_tokens']:,} are durable"),
             ("turns", f"{one['turns']:,}"),

@@ -173,6 +173,11 @@ def has_several_clients(sessions: Iterable[Mapping[str, Any]]) -> bool:
     return len({client_name(one.get("client")) for one in sessions} - {""}) > 1
 
 
+def has_several_models(sessions: Iterable[Mapping[str, Any]]) -> bool:
+    """Return whether sessions of more than one model are among `sessions`."""
+    return len({one["model"] for one in sessions}) > 1
+
+
 def format_count(number: int, noun: str) -> str:
     """Format a number with its noun, in singular or plural: "1 token", "1,234 tokens"."""
     return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"

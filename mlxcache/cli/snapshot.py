@@ -9,7 +9,9 @@ from typing import Annotated
 
 import typer
 
+from mlxcache.cli import show
 from mlxcache.cli.confirm import Yes, confirm
+from mlxcache.cli.output import visible
 from mlxcache.cli.progress import byte_bar
 from mlxcache.cli.sessions import Id, find_session
 from mlxcache.cli.show import Result, format_count
@@ -65,7 +67,8 @@ def snapshot(
     if str(output) == "-":
         raise ConfigError("--output must be a file: a snapshot cannot go to standard output")
     _confirm_replacing(output, yes=yes)
-    found = find_session(where.sessions(), id)
+    sessions = where.sessions()
+    found = find_session(sessions, id)
     part = output.with_name(f".{output.name}.part")
     try:
         with byte_bar("writing") as progress:
@@ -76,7 +79,11 @@ def snapshot(
     finally:
         part.unlink(missing_ok=True)
     written = {"id": found, "path": str(output), "bytes": size}
-    return Result(written, f"Wrote {output}: {format_size(size)}")
+    one = next(one for one in sessions if one["id"] == found)
+    text = f"Wrote {output}: {format_size(size)}"
+    if show.has_several_models(sessions):
+        text += f", of {visible(one['model'])}"
+    return Result(written, text)
 
 
 def _confirm_replacing(path: Path, *, yes: bool) -> None:
@@ -116,6 +123,14 @@ def restore(
             "- reads standard input. Needs a server.",
         ),
     ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="The model, if the server has several. Default: the file's own, or for a prompt "
+            "cache that does not name one of them the default model.",
+        ),
+    ] = None,
 ) -> Result:
     """Import a session from a snapshot or a prompt cache of mlx-lm; its next turn is warm."""
     name = None if name is None else clean_name(name)
@@ -123,8 +138,10 @@ def restore(
     if prompt == "-":
         prompt = typer.get_text_stream("stdin").read()
     with byte_bar("reading") as progress:
-        made = where.restore(file, name, prompt, progress)
-    return Result(made, f"Imported {format_count(made['tokens'], 'token')}: {made['id']}")
+        made = where.restore(file, name, prompt, model, progress)
+    of_model = f"of {visible(made['model'])}"
+    text = f"Imported {format_count(made['tokens'], 'token')} {of_model}: {made['id']}"
+    return Result(made, text)
 
 
 def check_snapshot(file: Path) -> None:

@@ -41,6 +41,7 @@ from mlxcache.model.sampling import validate
 from mlxcache.owner import OWNER
 from mlxcache.prompt.canonical.restore import ReplyRestorer
 from mlxcache.sessions.book import SessionBook
+from mlxcache.store.database import Database
 from mlxcache.types import (
     Admitted,
     Chat,
@@ -84,8 +85,9 @@ class Engine:
     those of the server. `stall_s`: seconds without reading after which
     a reader's request is cancelled. `awake`: prevents a Mac from sleeping while requests run; by
     default it is made from the settings. Engines in one process share `rounds`, the loop of the MLX
-    thread, and `records`, the recent requests; `on_request` is not used then. `remote`: storage
-    that is shared with other servers, or None; the caller closes it.
+    thread, `records`, the recent requests, and `database`, the table of sessions of servers without
+    a disk tier; `on_request` is not used then. `remote`: storage that is shared with other servers,
+    or None; the caller closes it.
     """
 
     def __init__(
@@ -99,6 +101,7 @@ class Engine:
         rounds: Rounds | None = None,
         records: Records | None = None,
         remote: Objects | None = None,
+        database: Database | None = None,
     ):
         self.settings = settings
         self.label, self.aliases = settings.entries[0].label, settings.entries[0].aliases
@@ -108,6 +111,7 @@ class Engine:
         self.stall_s = stall_s
         self._on_progress = on_progress
         self._records = records or Records(on_request)
+        self._database = database
         self._awake = awake or KeepAwake(on=settings.keep_awake, call_later=_call_later)
         self._requests = RequestTable(settings.queue, self._receive, self._awake.note_running)
         self._rounds = rounds or Rounds()
@@ -251,6 +255,7 @@ class Engine:
             self._on_progress,
             shared=shared,
             remote=self._remote,
+            database=self._database,
         )
 
     def _close(self, runtime: ModelRuntime) -> None:

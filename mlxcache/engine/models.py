@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from mlxcache.cache.pressure import Pressure
@@ -17,7 +17,13 @@ from mlxcache.engine.memory import open_shared_memory
 from mlxcache.engine.metrics import Records, add_up
 from mlxcache.engine.rounds import Rounds
 from mlxcache.engine.runtime import watch_pressure
+from mlxcache.engine.unloaded import describe_unloaded
 from mlxcache.errors import BadRequest, ModelError, NotFound
+from mlxcache.sessions.book import SessionBook
+from mlxcache.sessions.books import SessionBooks
+from mlxcache.sessions.journal import Served
+from mlxcache.store.database import TemporaryDatabase
+from mlxcache.store.snapshot_format import wrong_model
 from mlxcache.types import RequestRecord
 
 if TYPE_CHECKING:
@@ -44,7 +50,7 @@ class Models:
     ):
         self.settings = settings
         self.entries: Sequence[ModelEntry] = settings.entries
-        self._rounds, records = Rounds(), Records(on_request)
+        self._rounds, records, database = Rounds(), Records(on_request), TemporaryDatabase()
         self._progress = dict[str, float | None]()
         self._memory: SharedRam | None = None
         self._pressure: Pressure | None = None
@@ -56,10 +62,12 @@ class Models:
                 rounds=self._rounds,
                 records=records,
                 remote=remote,
+                database=database,
             )
             for entry in self.entries
         ]
         self._opening: dict[Engine, asyncio.Task[None]] = {}
+        self._books = SessionBooks(self._opened_books, self._find_unopened)
 
     @property
     def default(self) -> Engine:
@@ -145,6 +153,35 @@ class Models:
     def of_record(self, record: RequestRecord) -> Engine:
         """Return the engine that served a recent request; the default one if it is not known."""
         return next((one for one in self.engines if one.label == record.model), self.default)
+
+    @property
+    def sessions(self) -> SessionBooks:
+        """Sessions of all models. Raises NotReady before the default model is loaded."""
+        _ = self.default.sessions
+        return self._books
+
+    def _opened_books(self) -> Mapping[str, SessionBook]:
+        return {one.label: one.sessions for one in self.engines if one.state == "ready"}
+
+    async def _find_unopened(self, namespace: str, name: str) -> tuple[str, Served]:
+        """Find the model of `namespace` that was never loaded; return its label and description.
+
+        `name`: its id in a snapshot, which is tried first. Raises SnapshotRefused if there is none.
+        """
+        here = [f"{label} ({book.namespace[:8]})" for label, book in self._opened_books().items()]
+        closed = [one for one in self.engines if one.state != "ready"]
+        closed.sort(key=lambda one: one.settings.entries[0].id != name)
+        for engine in closed:
+            try:
+                served = await describe_unloaded(engine.settings, self._rounds.thread)
+            except ModelError as error:
+                log.warning("%s: cannot be examined: %s", engine.label, error)
+                served = None
+            if served is not None and served.namespace == namespace:
+                return engine.label, served
+            known = served.namespace[:8] if served is not None else "not on this machine"
+            here.append(f"{engine.label} ({known})")
+        raise wrong_model(name, namespace, here)
 
     def requests(self) -> list[RequestRecord]:
         """Return the records of recent requests of the current API key, newest first."""

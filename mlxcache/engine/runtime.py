@@ -58,7 +58,7 @@ from mlxcache.sessions.book import SessionBook
 from mlxcache.sessions.files import remove_stale
 from mlxcache.sessions.journal import Served
 from mlxcache.sessions.mlx_lm_files import PromptCacheReader, Submit
-from mlxcache.store.database import TemporaryDatabase
+from mlxcache.store.database import Database, TemporaryDatabase
 from mlxcache.store.leaves import conversation_key_tokens, digest_of
 from mlxcache.store.reply_rows import ReplyRow
 from mlxcache.store.session_rows import Gain, SessionFigures
@@ -177,13 +177,7 @@ def open_store(
     """
     folder = settings.cache_dir / "store"
     try:
-        namespace = fingerprint(
-            loaded.path,
-            adapter=Path(settings.adapter).expanduser() if settings.adapter else None,
-            memo=settings.cache_dir / "fingerprints.json",
-            layout_key=serialise.layout_key(layout),
-            draft=loaded.draft,
-        )
+        namespace = namespace_of(loaded.path, layout, settings, loaded.draft)
         limit = disk_limit(settings.disk, folder)
         store = Store.open(folder, namespace, limit, needs_checkpoints=bool(layout.opaque))
     except (StoreError, OSError) as error:
@@ -203,6 +197,20 @@ def open_tier(
 
     shape = Shape(layout.bytes_per_token, layout.checkpoint_bytes, bool(layout.opaque))
     return RemoteTier(objects, store, shape, seconds, layout.vocab_size)
+
+
+def namespace_of(path: Path, layout: Layout, settings: Settings, draft: Path | None = None) -> str:
+    """Return the namespace of the model in folder `path`. Blocks while its files are read.
+
+    `draft`: folder of its draft model. Raises ModelError for a file that cannot be read.
+    """
+    return fingerprint(
+        path,
+        adapter=Path(settings.adapter).expanduser() if settings.adapter else None,
+        memo=settings.cache_dir / "fingerprints.json",
+        layout_key=serialise.layout_key(layout),
+        draft=draft,
+    )
 
 
 def open_images(loaded: Loaded, plan: MemoryPlan, settings: Settings) -> images.Images | None:
@@ -244,8 +252,9 @@ class ModelRuntime:
     being opened. `shared`: memory of several models, which already holds the weights of this one.
     `remote`: storage that is shared with other servers, or None.
     `info.context_length` is reduced to the tokens that the budget has memory for. `pressure` is
-    None with `shared`, whose owner watches it. Raises ModelError or BadRequest if the memory is too
-    small, and StoreError if the table of sessions cannot be opened.
+    None with `shared`, whose owner watches it. `database` is for the table of sessions if there is
+    no disk tier, and by default a temporary one. Raises ModelError or BadRequest if the memory is
+    too small, and StoreError if the table of sessions cannot be opened.
     """
 
     def __init__(
@@ -258,6 +267,7 @@ class ModelRuntime:
         *,
         shared: Shared | None = None,
         remote: Objects | None = None,
+        database: Database | None = None,
     ):
         self.loaded = loaded
         self.settings = settings
@@ -307,7 +317,7 @@ class ModelRuntime:
             self._closing = read_closing(
                 loaded.tokenizer, loaded.info.architecture, self.layout.vocab_size
             )
-            self.book = self._open_book(thread, submit)
+            self.book = self._open_book(thread, submit, database)
             on_failure.pop_all()
         self.prefix_loss = PrefixLossReporter(
             builder, lambda: self.cost.rate, self.book.shared_with_sessions
@@ -362,15 +372,18 @@ class ModelRuntime:
             replies=replies,
         )
 
-    def _open_book(self, thread: MlxThread, submit: Submit) -> SessionBook:
-        """Open the sessions of this model, in the store's database or else in a temporary one."""
+    def _open_book(
+        self, thread: MlxThread, submit: Submit, database: Database | None
+    ) -> SessionBook:
+        """Open the sessions of this model, in the store's database or else in `database`."""
         loaded, layout, settings = self.loaded, self.layout, self.settings
         store = self.kv.disk.store if self.kv.disk is not None else None
-        namespace = store.namespace if store is not None else f"ram:{self.info.id}"
+        namespace = store.namespace if store is not None else f"ram:{settings.entries[0].label}"
         path = settings.model or str(loaded.path)
         spec = serialise.run_spec(layout)
         served = Served(self.info.id, path, namespace, spec, layout.vocab_size)
-        sessions = Sessions(store.database if store is not None else TemporaryDatabase())
+        found = store.database if store is not None else database
+        sessions = Sessions(TemporaryDatabase() if found is None else found)
         self.scheduler.prefill.speed.resume(sessions.prefill_times(namespace))
         incoming = settings.cache_dir / "incoming"
         remove_stale(incoming)

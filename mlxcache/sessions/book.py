@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -19,6 +20,7 @@ from mlxcache.sessions.files import SessionFiles
 from mlxcache.sessions.journal import CLOSE_S, ROW_BYTES, Served, SessionWriter
 from mlxcache.sessions.mlx_lm_files import PromptCacheReader, Submit
 from mlxcache.sessions.reply_feed import Learn, ReplyFeed
+from mlxcache.sessions.tree_view import TreePart
 from mlxcache.store.found import Problem
 from mlxcache.store.leaves import Leaf
 from mlxcache.store.listing import Held, Listed
@@ -63,9 +65,9 @@ class SessionBook:
         learn: Learn,
     ):
         self.decode = decode
+        self.model = model
         self.namespace = model.namespace
         self.store = kv.disk.store if kv.disk is not None else None
-        self._model = model
         self._sessions = sessions
         self._kv = kv
         self._thread = thread
@@ -145,16 +147,50 @@ class SessionBook:
 
     # -- asking ------------------------------------------------------------------------------
 
-    async def list(self, limit: int | None = None) -> Sequence[Listed]:
+    async def list(
+        self, limit: int | None = None, *, omit: Collection[str] = (), own: bool = False
+    ) -> Sequence[Listed]:
         """Return at most `limit` sessions of the current API key, most recently used first.
 
-        Sessions of other models in the same folder are included. Raises StoreError.
+        Sessions of other models in the same folder are included, except those of the namespaces
+        `omit`, and unless `own`. Raises StoreError.
         """
-        return await self._measured(lambda table: table.all(limit, OWNER.get()))
+
+        def find(table: Sessions) -> Sequence[Session]:
+            return [
+                one
+                for one in table.all(limit, OWNER.get())
+                if one.namespace == self.namespace or not (own or one.namespace in omit)
+            ]
+
+        return await self._measured(find)
 
     async def get(self, id: str) -> Listed:
         """Return one session of the current API key. Raises NotFound and StoreError."""
         return (await self._measured(lambda table: [table.get(id, OWNER.get())]))[0]
+
+    async def row(self, id: str) -> Session:
+        """Return one session of the current API key without its sizes. Raises NotFound."""
+        return await self._writer.read(lambda: self._writer.table.get(id, OWNER.get()))
+
+    async def related(self, session: Session) -> Sequence[Session]:
+        """Return the other sessions with the label of `session`, most recently used first.
+
+        Those are the sessions of one client's conversation that belong to other models.
+        """
+        return await self._writer.read(lambda: self._writer.table.related(session))
+
+    async def with_ram(self, listed: Sequence[Listed]) -> Sequence[Listed]:
+        """Return the sessions, with what is in this model's RAM added to what others hold."""
+        held = await self._thread.ask(
+            lambda: [self._kv.measure([leaf.ids for leaf in one.leaves]) for one in listed]
+        )
+        return [replace(a, ram=a.ram.joined(b)) for a, b in zip(listed, held, strict=True)]
+
+    def tree_parts(self, listed: Sequence[Listed]) -> Sequence[TreePart]:
+        """Return the sessions of this model, for the tree view."""
+        own = [one for one in listed if one.session.namespace == self.namespace]
+        return [TreePart(own, self.decode)]
 
     async def rows(self, limit: int | None = None) -> Sequence[Session]:
         """Return at most `limit` sessions without their sizes in RAM and on disk.
@@ -230,20 +266,21 @@ class SessionBook:
         """Run a change of session `id`; see `SessionWriter.change`."""
         return await self._writer.run(lambda: self._writer.change(id, action))
 
-    async def delete(self, id: str) -> None:
+    async def delete(self, id: str) -> Sequence[Leaf]:
         """Remove a session, and its KV from both tiers except what other sessions need.
 
-        Raises NotFound and StoreError.
+        Returns its leaves. Raises NotFound and StoreError.
         """
-        session = await self._writer.read(lambda: self._writer.table.get(id, OWNER.get()))
+        session = await self.row(id)
         leaves = await self._writer.read(lambda: self._writer.table.leaves(id))
         await self.settled()
         await self._writer.run(lambda: self._writer.delete(id))
         for leaf in leaves:
-            await self._forget(session.namespace, leaf)
+            await self.forget(session.namespace, leaf)
+        return leaves
 
-    async def _forget(self, namespace: str, leaf: Leaf) -> None:
-        """Remove the KV of `leaf` that no other leaf needs, from both tiers."""
+    async def forget(self, namespace: str, leaf: Leaf) -> None:
+        """Remove the KV of a removed `leaf` that no other leaf needs, from both tiers."""
         ids = leaf.ids
         others = await self._writer.read(lambda: self._writer.table.sharing(namespace, ids))
         needed = max(others.values(), default=0)
@@ -268,13 +305,17 @@ class SessionBook:
         return removed
 
     async def _clear_own(self, pinned: bool) -> dict[str, int]:
-        before = self.store.stats().used_bytes if self.store else 0
+        before = self.disk_bytes()
         own = await self._writer.read(lambda: self._writer.table.all(None, OWNER.get()))
         gone = [session for session in own if pinned or not session.pinned]
         for session in gone:
             await self.delete(session.id)
-        after = self.store.stats().used_bytes if self.store else 0
-        return {"sessions": len(gone), "freed_bytes": max(0, before - after)}
+        freed = max(0, before - self.disk_bytes())
+        return {"sessions": len(gone), "freed_bytes": freed}
+
+    def disk_bytes(self) -> int:
+        """Return the bytes of all models on disk; 0 without a disk tier. Waits for the disk."""
+        return self.store.stats().used_bytes if self.store else 0
 
     async def prune(self, limit: int | None = None) -> int:
         """Remove damaged files, evict files down to `limit` bytes, and return the bytes freed.

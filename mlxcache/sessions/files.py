@@ -119,18 +119,24 @@ class SessionFiles:
         return self._incoming
 
     async def restore(
-        self, path: Path, name: str | None = None, prompt: str | None = None
+        self,
+        path: Path,
+        name: str | None = None,
+        prompt: str | None = None,
+        served: Served | None = None,
     ) -> Listed:
         """Import the file at `path`: a snapshot, or a prompt cache of mlx-lm.
 
         `name`: name of the new session. `prompt`: text or token ids of which the prompt cache was
         made, if the file has no tokens. KV of a prompt cache that cannot be used is computed.
+        `served`: another model to which the snapshot must belong, and which need not be loaded.
         Raises SnapshotRefused, BadRequest and StoreError; for a snapshot Unsupported without a disk
         tier; for a prompt cache what `Engine.submit` raises.
         """
         owner = OWNER.get()
         try:
-            checked = with_owner(await asyncio.to_thread(self._read, path), owner)
+            checked = await asyncio.to_thread(self._read, path, served or self._model)
+            checked = with_owner(checked, owner)
         except SnapshotRefused as refused:
             try:
                 ids = await self._thread.ask(lambda: self._prompt_caches.read(path, prompt, owner))
@@ -146,11 +152,11 @@ class SessionFiles:
                 new_id(), model.namespace, model.name, (leaf,), created_at=time.time()
             )
         else:
-            info = await asyncio.to_thread(import_snapshot, self._stored(), checked)
+            store = self._stored().for_namespace(checked.session.namespace)
+            info = await asyncio.to_thread(import_snapshot, store, checked)
         return await self._adopt(info, name)
 
-    def _read(self, path: Path) -> Snapshot:
-        model = self._model
+    def _read(self, path: Path, model: Served) -> Snapshot:
         return read_snapshot(
             path,
             model.namespace,

@@ -26,7 +26,7 @@ class Branch:
     `text`: beginning of their text. `ram` and `disk`: number of tokens, from the first of the node,
     that a turn would reuse from that tier. `ends`: leaves that end here, each with its session's
     id. `below`: child nodes. `merged`: number of nodes below that are not shown, and the sum of
-    their tokens.
+    their tokens. `model`: label of its model if there are several, else None.
     """
 
     parent: Branch | None
@@ -39,22 +39,33 @@ class Branch:
     ends: list[tuple[str, Leaf]] = field(default_factory=list)
     below: list[Branch] = field(default_factory=list)
     merged: tuple[int, int] = (0, 0)
+    model: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TreePart:
+    """The sessions of one model in the tree view.
+
+    `decode` converts its token ids to text. `model`: its label, None if it is the only one.
+    """
+
+    listed: Sequence[Listed]
+    decode: Callable[[Sequence[int]], str]
+    model: str | None = None
 
 
 def tree_view(
-    listed: Sequence[Listed],
-    decode: Callable[[Sequence[int]], str],
-    *,
-    owner: str | None = None,
-    most: int = 200,
+    parts: Sequence[TreePart], *, owner: str | None = None, most: int = 200
 ) -> dict[str, Any]:
-    """Return the body of `GET /v1/cache/tree` for sessions of one namespace and one owner.
+    """Return the body of `GET /v1/cache/tree` for sessions of one owner.
 
-    It has at most `most` nodes, including the empty root. If there are more, the shortest leaf
-    nodes are merged into their parents. `decode` converts token ids to text. Takes O(tokens), that
-    is milliseconds per session.
+    It has at most `most` nodes, including the empty root, below which each model has branches of
+    its own. If there are more, the shortest leaf nodes are merged into their parents. Takes
+    O(tokens), that is milliseconds per session.
     """
-    root = _branches(listed, decode, owner)
+    root = Branch(None, 0, 0)
+    for part in parts:
+        _grow(root, part, owner)
     _merge(root, most)
     order = _numbered(root)
     numbers = {id(one): number for number, one in enumerate(order)}
@@ -67,48 +78,38 @@ def tree_view(
     }
 
 
-def _branches(
-    listed: Sequence[Listed], decode: Callable[[Sequence[int]], str], owner: str | None
-) -> Branch:
-    """Build the tree with all leaves of the sessions, and return its root.
+def _grow(root: Branch, part: TreePart, owner: str | None) -> None:
+    """Add the tree with all leaves of a model's sessions below `root`.
 
-    `decode` converts token ids to text. `owner`: owner of the sessions, or None.
+    `owner`: owner of the sessions, or None.
     """
     tree = PrefixTree(1)
     leaves = [
         (one.session.id, leaf, ram, disk)
-        for one in listed
+        for one in part.listed
         for leaf, ram, disk in zip(one.leaves, one.ram.tokens, one.disk.tokens, strict=True)
         if len(leaf.ids)
     ]
     for _, leaf, _, _ in leaves:
         tree.insert(leaf.ids, leaf)
-    root = Branch(None, 0, 0)
     known: dict[int, Branch] = {}
     for session, leaf, ram, disk in leaves:
         root.sessions[session] = None
         at: Branch = root
         for node in tree.match(leaf.ids, touch=False).nodes:
             if id(node) not in known:
-                known[id(node)] = _branch(at, node, leaf.ids, decode, owner)
+                known[id(node)] = _branch(at, node, leaf.ids, part, owner)
             at = known[id(node)]
             at.sessions[session] = None
             at.ram = max(at.ram, min(ram, at.end) - at.start)
             at.disk = max(at.disk, min(disk, at.end) - at.start)
         at.ends.append((session, leaf))
-    return root
 
 
-def _branch(
-    parent: Branch,
-    node: Node,
-    ids: Tokens,
-    decode: Callable[[Sequence[int]], str],
-    owner: str | None,
-) -> Branch:
+def _branch(parent: Branch, node: Node, ids: Tokens, part: TreePart, owner: str | None) -> Branch:
     shown = plain_ids(ids[: min(node.end, node.start + SHOWN_TOKENS)], owner)[node.start :]
-    text = decode([int(i) for i in shown if i >= 0])[:MOST_TEXT]
-    made = Branch(parent, node.start, node.end, text)
+    text = part.decode([int(i) for i in shown if i >= 0])[:MOST_TEXT]
+    made = Branch(parent, node.start, node.end, text, model=part.model)
     parent.below.append(made)
     return made
 
@@ -164,4 +165,5 @@ def _object(one: Branch, number: int, parent: int | None) -> dict[str, Any]:
         ],
         "text": one.text,
         "merged": {"nodes": one.merged[0], "tokens": one.merged[1]},
+        **({} if one.model is None else {"model": one.model}),
     }

@@ -29,6 +29,11 @@ class Held:
         """Return the contents of a tier that holds none of `leaves`."""
         return cls((0,) * len(leaves), 0)
 
+    def joined(self, other: Held) -> Held:
+        """Return what two tiers hold together, the same tokens counted once but the bytes twice."""
+        most = tuple(map(max, self.tokens, other.tokens))
+        return Held(most, self.nbytes + other.nbytes)
+
 
 @dataclass(frozen=True, slots=True)
 class Listed:
@@ -89,6 +94,14 @@ class Listed:
                 )
             ]
         return found
+
+
+def related_objects(sessions: Sequence[Session]) -> list[dict[str, Any]]:
+    """Return an object for each session that has the label of another one, of another model."""
+    return [
+        {"id": one.id, "model": one.model, "turns": one.turns, "last_used_at": one.last_used_at}
+        for one in sessions
+    ]
 
 
 def _leaf_object(leaf: Leaf, ram_tokens: int, durable_tokens: int) -> dict[str, Any]:

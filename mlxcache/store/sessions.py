@@ -92,6 +92,16 @@ class Sessions:
             found = db.execute(query, (-1 if limit is None else limit, owner)).fetchall()
         return [rows.session_from(row) for row in found]
 
+    def related(self, session: Session) -> list[Session]:
+        """Return the other sessions with the label and owner of `session`, last used first.
+
+        Each of them belongs to another model.
+        """
+        if session.label is None:
+            return []
+        alike = (one for one in self.all(None, session.owner) if one.label == session.label)
+        return [one for one in alike if one.id != session.id]
+
     def count(self) -> int:
         """Return the number of sessions of all owners."""
         with self._database.read() as db:

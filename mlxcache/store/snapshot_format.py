@@ -6,7 +6,7 @@ Every size is checked before memory is allocated for it. See docs/snapshots.md.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated, Literal
@@ -261,9 +261,18 @@ def check_model(description: Description, namespace: str | None, model: str | No
     if namespace is None or description.namespace == namespace:
         return
     here = f"{model} ({namespace[:8]})" if model else namespace[:8]
-    raise SnapshotRefused(
-        f"The snapshot was made with the model {description.model} ({description.namespace[:8]}), "
-        f"and the one here is {here}. The digests stand for weights, configuration, adapter, "
+    raise wrong_model(description.model, description.namespace, [here])
+
+
+def wrong_model(model: str, namespace: str, here: Sequence[str]) -> SnapshotRefused:
+    """Return the error for a snapshot that was made with another model than those `here`.
+
+    `model` and `namespace`: those of the snapshot.
+    """
+    ours = f"the one here is {here[0]}" if len(here) == 1 else f"those here are {', '.join(here)}"
+    return SnapshotRefused(
+        f"The snapshot was made with the model {model} ({namespace[:8]}), and {ours}. "
+        "The digests stand for weights, configuration, adapter, "
         "KV's dtype and mlx-lm's version: KV can be used only if all of these are equal.",
         code="wrong_model",
     )

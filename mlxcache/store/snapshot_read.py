@@ -17,11 +17,12 @@ from xxhash import xxh3_64
 
 from mlxcache.errors import DiskFull, SnapshotRefused, StoreError
 from mlxcache.owner import own_ids
-from mlxcache.safetensors import Place, Tensor
+from mlxcache.safetensors import Malformed, Place, Tensor, read_foreign_header
 from mlxcache.store.digests import BLOCK
 from mlxcache.store.kv_files import open_file
 from mlxcache.store.snapshot_format import (
     CHECKSUMS,
+    FORMAT,
     TOKENS,
     Description,
     Progress,
@@ -44,6 +45,9 @@ from mlxcache.types import Tokens
 PIECE_BYTES = 64 << 20
 """Approximate bytes of KV held in RAM at a time, which become one run."""
 
+
+PROMPT_CACHE_MODEL = "0.model"
+"""Metadata key of the model's name in a prompt cache of mlx-lm."""
 
 _Piece = tuple[Tokens, int | None, Sequence[Tensor]]
 """KV to write: token ids from 0, position of its first token, and tensors.
@@ -104,6 +108,23 @@ def read_snapshot(
     session = with_replies(session, header.metadata, vocab_size)
     nbytes = sum(place.nbytes for part in (kv, *states) for place in part)
     return Snapshot(path, session, nbytes, description, kv, states, sums)
+
+
+def read_origin(path: Path) -> tuple[str | None, str]:
+    """Return the namespace and the model's name that a session's file states.
+
+    The namespace is None for a prompt cache of mlx-lm, whose `model` is as given to its tool. Any
+    other file has neither. Raises StoreError if the file cannot be read.
+    """
+    with _opened(path) as fd:
+        try:
+            metadata = read_foreign_header(fd, own=False).metadata
+            if metadata.get("format") != FORMAT:
+                return None, metadata.get(PROMPT_CACHE_MODEL, "")
+            description = read_description(read_snapshot_header(fd))
+        except (Malformed, SnapshotRefused):
+            return None, ""
+    return description.namespace, description.model
 
 
 def with_owner(snapshot: Snapshot, owner: str | None) -> Snapshot:

@@ -79,6 +79,16 @@ def request_to_chat(request: dict[str, Any]) -> Chat:
     return _to_chat({"model": "any", **_without_images(request)}, check=False)
 
 
+def requested_model(body: bytes) -> str | None:
+    """Return the model that a chat request names; None if it names none, or is no request."""
+    try:
+        request = decode(dict[str, Any], body)
+    except BadRequest:
+        return None
+    model = request.get("model")
+    return model if isinstance(model, str) else None
+
+
 def chats_to_warm(body: bytes) -> list[Chat]:
     """Convert the body of `POST /v1/cache/warm`: a chat request, or a system prompt as plain text.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import AsyncIterator, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +70,10 @@ class FakeBook:
     async def get(self, id: str) -> Listed:
         self._note("get", id)
         return listed()
+
+    async def related(self, session: Session) -> Sequence[Session]:
+        self._note("related", session.label)
+        return [replace(session, id="ses_other", model="small")]
 
     async def patch(self, id: str, **changes: Any) -> Listed:
         self._note("patch", id, changes)
@@ -148,6 +153,9 @@ async def test_one_session_comes_with_its_leaves(client: httpx.AsyncClient, book
     body = (await client.get(f"/v1/sessions/{ID}")).json()
     assert [leaf["kind"] for leaf in body["leaves"]] == ["main", "agent"]
     assert body["leaves"][1]["tokens"] == 4
+    (other,) = body["related"]
+    assert other == {"id": "ses_other", "model": "small", "turns": 3, "last_used_at": 2.0}
+    assert book.asked == [("get", ID), ("related", "L")]
 
 
 async def test_names_are_cleaned_and_only_what_is_given_is_changed(

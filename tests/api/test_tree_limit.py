@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import httpx
 import pytest
 
@@ -11,8 +13,6 @@ from tests.api.conftest import FakeEngine
 class Book:
     """A session book without sessions; `asked` holds the limits it was called with."""
 
-    namespace = "n"
-
     def __init__(self) -> None:
         self.asked: list[int] = []
 
@@ -20,8 +20,8 @@ class Book:
         self.asked.append(limit)
         return []
 
-    def decode(self, _: object) -> str:
-        return ""
+    def tree_parts(self, listed: Sequence[object]) -> Sequence[object]:
+        return listed
 
 
 @pytest.fixture

@@ -178,17 +178,24 @@ def test_a_folder_that_cannot_be_written_causes_one_warning(tmp_path, caplog):
 async def test_each_file_to_warm_is_computed_and_an_invalid_one_skipped(tmp_path, caplog):
     """The log has a line for each, with the reason or the figures."""
     good, bad, gone = (tmp_path / name for name in ("good", "bad", "gone"))
-    good.write_text('{"messages": [{"role": "user", "content": "Hi"}]}')
+    good.write_text('{"model": "small", "messages": [{"role": "user", "content": "Hi"}]}')
     bad.write_text("{")
     engine: Any = FakeEngine()
+    named: list[str | None] = []
+
+    async def find(model: str | None) -> Any:
+        named.append(model)
+        return engine
+
     with caplog.at_level(logging.INFO, "mlxcache"):
-        await warm_files(engine, (bad, gone, good))
+        await warm_files(find, (bad, gone, good))
     assert len(engine.jobs) == 1
+    assert named == [None, "small"]
     lines = [record.getMessage() for record in caplog.records]
     assert [line.split(" ")[0] for line in lines] == [str(bad), str(gone), str(good)]
     for line, expected in zip(lines, ("not warmed", "cannot be read", " warmed: "), strict=True):
         assert expected in line
     assert [record.levelname for record in caplog.records] == ["WARNING", "WARNING", "INFO"]
     engine.submit_error = ContextLengthExceeded("prompt is too long")
-    await warm_files(engine, (good,))
+    await warm_files(find, (good,))
     assert "too long" in caplog.text

@@ -19,7 +19,14 @@ from mlxcache.config import Settings
 from mlxcache.config.models import ModelEntry
 from mlxcache.engine.models import Models
 from mlxcache.engine.runtime import ModelRuntime
-from mlxcache.errors import BadRequest, MlxcacheError, ModelError, NotReady, StoreError
+from mlxcache.errors import (
+    BadRequest,
+    MlxcacheError,
+    ModelError,
+    NotReady,
+    SnapshotRefused,
+    StoreError,
+)
 from mlxcache.model import load
 from mlxcache.model.resident_weights import Pace, Weights
 from mlxcache.types import Job, Prompt
@@ -61,6 +68,57 @@ async def reply(models: Models, name: str) -> int:
         async for _ in stream:
             count += 1
     return count
+
+
+async def saved(models: Models, name: str, folder: Path) -> Path:
+    """A snapshot of a session of the model `name`."""
+    await reply(models, name)
+    listed = await models.sessions.list()
+    id = next(one.session.id for one in listed if one.session.model == name)
+    export = await models.sessions.files.snapshot(id)
+    file = folder / f"{name}.safetensors"
+    file.write_bytes(b"".join(export))
+    return file
+
+
+async def test_a_snapshot_goes_to_the_model_of_its_weights_whatever_its_name(
+    entries: list[ModelEntry], tmp_path: Path
+) -> None:
+    """Also to one that was not loaded yet, which is not loaded for it."""
+    async with running(entries[:2], tmp_path / "cache", disk="100MB") as models:
+        file = await saved(models, "b", tmp_path)
+    elsewhere = [entries[0], entries[2], ModelEntry(str(tmp_path / "b"), "renamed")]
+    async with running(elsewhere, tmp_path / "other", disk="100MB") as models:
+        made = await models.sessions.files.restore(file)
+        assert (made.session.model, made.tier) == ("renamed", "disk")
+        assert models.named("renamed").state != "ready"
+        await models.of("renamed")
+        (listed,) = await models.sessions.list()
+        assert (listed.session.id, listed.session.model) == (made.session.id, "renamed")
+    async with running(entries[::2], tmp_path / "none", disk="100MB") as models:
+        with pytest.raises(SnapshotRefused, match=r"those here are a \(\w{8}\), c \(\w{8}\)"):
+            await models.sessions.files.restore(file)
+
+
+@pytest.mark.parametrize("disk", ["off", "100MB"])
+async def test_a_model_under_two_names_has_its_sessions_once(
+    entries: list[ModelEntry], tmp_path: Path, disk: str
+) -> None:
+    """With what both have in RAM. Without a disk tier, each name has sessions of its own."""
+    twice = [entries[0], ModelEntry(entries[0].model, "again")]
+    async with running(twice, tmp_path / "cache", disk=disk) as models:
+        sizes = []
+        for name in ("a", "again"):
+            await reply(models, name)
+            sizes.append([one.ram.nbytes for one in await models.sessions.list()])
+        if disk == "off":
+            assert sizes == [[sizes[0][0]], [sizes[0][0]] * 2]
+        else:
+            assert sizes == [[sizes[0][0]], [2 * sizes[0][0]]]
+        for listed in await models.sessions.list():
+            await models.sessions.delete(listed.session.id)
+        figures = models.figures()["models"]
+        assert [one["kv_bytes"] for one in figures] == [0, 0]
 
 
 def no_tokenizer(folder: Path) -> None:

@@ -20,7 +20,7 @@ from prometheus_client import parser
 from tests.conftest import ToyMaker
 from tests.scripted import scripted
 from tests.served import served
-from tests.server.api import CHAT, MESSAGES, Api, until, user, words
+from tests.server.api import CHAT, MESSAGES, Api, events, until, user, words
 from tests.server.browser import browsing, installed
 from tests.server.dashboard import Page
 from tests.toys.adapter import make_adapter
@@ -252,6 +252,59 @@ class TestOneAtATime:
         asking.join(60)
         assert done == ["small"]
         assert api.served.output.count("small: loading the weights") == seen + 1
+
+
+def session_of(api: Api, model: str, turn: int, **more: Any) -> dict[str, Any]:
+    """The session of a new conversation with a model."""
+    ask(api, model, [user(words(turn, 100))], **more)
+    until(lambda: newest(api)["session"] is not None, 10, lambda: str(newest(api)))
+    name = newest(api)["session"]
+    listed = api.http.get("/v1/sessions").json()["data"]
+    return next(o for o in listed if name in (o["id"], o["label"]) and o["model"] == model)
+
+
+@pytest.mark.parametrize("name", ["large", "small"])
+def test_a_session_is_forked_saved_and_restored_in_its_own_model(api: Api, name: str) -> None:
+    found = session_of(api, name, 31 + len(name))
+    assert (found["model"], found["ram_bytes"] > 0) == (name, True)
+    path = f"/v1/sessions/{found['id']}"
+    fork = api.http.post(f"{path}/fork", json={"name": "fork"}).json()
+    assert (fork["model"], fork["tokens"]) == (name, found["tokens"])
+    assert fork["ram_bytes"] == found["ram_bytes"]
+    patched = api.http.patch(f"/v1/sessions/{fork['id']}", json={"pinned": True}).json()
+    assert (patched["model"], patched["pinned"], patched["ram_bytes"] > 0) == (name, True, True)
+    for form in ("mlxcache", "mlx-lm"):
+        file = api.http.get(f"{path}/snapshot?format={form}").content
+        made = api.http.post("/v1/sessions", content=file)
+        assert made.status_code == 201, made.text
+        assert (made.json()["model"], made.json()["tokens"]) == (name, found["tokens"])
+    shown = api.http.get("/v1/cache/tree").json()["nodes"]
+    own = [one for one in shown if found["id"] in one["sessions"] and one["tokens"]]
+    assert {one["model"] for one in own} == {name}
+    assert sum(one["ram_tokens"] for one in own) == found["tokens"]
+    with api.http.stream("GET", "/v1/live?parts=sessions") as live:
+        body = next(body for event, body in events(live) if event == "sessions")
+    assert {one["id"]: one["ram_bytes"] > 0 for one in body["data"]}[found["id"]]
+
+
+def test_a_label_on_two_models_is_a_session_of_each(api: Api) -> None:
+    """As when an agent's titles go to another model: each says which of them is the other."""
+    both = {one: session_of(api, one, 41, prompt_cache_key="agent") for one in ("large", "small")}
+    for name, other in (("large", "small"), ("small", "large")):
+        shown = api.http.get(f"/v1/sessions/{both[name]['id']}").json()
+        assert shown["model"] == name
+        (related,) = shown["related"]
+        assert (related["id"], related["model"]) == (both[other]["id"], other)
+
+
+def test_a_prefix_is_warmed_in_the_model_that_the_request_names(api: Api) -> None:
+    talk = [user(words(51, 200))]
+    done = api.http.post("/v1/cache/warm", json={"model": "claude-haiku-5", "messages": talk})
+    assert done.json()["fed_tokens"] > 150
+    ask(api, "small", talk)
+    assert newest(api)["cached_tokens"] > 150
+    ask(api, "large", talk)
+    assert newest(api)["cached_tokens"] < 64
 
 
 def test_sessions_of_every_model_are_removed_from_ram(api: Api) -> None:

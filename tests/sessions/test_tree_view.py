@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
 from mlxcache.owner import own_ids
-from mlxcache.sessions.tree_view import tree_view
+from mlxcache.sessions.tree_view import TreePart, tree_view
 from mlxcache.store.leaves import Leaf
 from mlxcache.store.listing import Held, Listed
 from mlxcache.store.session_rows import Session
@@ -29,6 +29,12 @@ def session(id: str, *leaves: Leaf, ram: Sequence[int], disk: Sequence[int]) -> 
     return Listed(row, leaves, Held(tuple(ram), 0), Held(tuple(disk), 0))
 
 
+def tree_view_of(
+    listed: Sequence[Listed], decode: Callable[[Sequence[int]], str], **more: Any
+) -> dict[str, Any]:
+    return tree_view([TreePart(listed, decode)], **more)
+
+
 def words(ids: Sequence[int]) -> str:
     return " ".join(str(i) for i in ids)
 
@@ -39,7 +45,7 @@ def by_text(found: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 def test_two_sessions_share_a_head_and_part() -> None:
     a, b = leaf(1, "a", [*HEAD, 1, 2, 3]), leaf(2, "b", [*HEAD, 7, 8])
-    found = tree_view(
+    found = tree_view_of(
         [session("a", a, ram=[33], disk=[16]), session("b", b, ram=[30], disk=[32])], words
     )
     nodes = by_text(found)
@@ -56,7 +62,7 @@ def test_two_sessions_share_a_head_and_part() -> None:
 
 def test_a_fork_ends_where_it_was_taken() -> None:
     a, b = leaf(1, "a", [*HEAD, 1, 2]), leaf(2, "b", HEAD)
-    found = tree_view(
+    found = tree_view_of(
         [session("a", a, ram=[32], disk=[0]), session("b", b, ram=[30], disk=[0])], str
     )
     assert [[end["session"] for end in node["ends"]] for node in found["nodes"]] == [
@@ -71,9 +77,9 @@ def test_no_more_nodes_than_asked_for_and_no_session_is_lost() -> None:
         session(f"s{i}", leaf(i, f"s{i}", [*HEAD, *[500 + i] * (i + 1)]), ram=[0], disk=[0])
         for i in range(40)
     ]
-    whole = tree_view(listed, words)["nodes"]
+    whole = tree_view_of(listed, words)["nodes"]
     assert len(whole) == 42
-    nodes = tree_view(listed, words, most=10)["nodes"]
+    nodes = tree_view_of(listed, words, most=10)["nodes"]
     assert len(nodes) == 10
     ends = {end["session"] for node in nodes for end in node["ends"]}
     assert ends == {f"s{i}" for i in range(40)}
@@ -81,16 +87,34 @@ def test_no_more_nodes_than_asked_for_and_no_session_is_lost() -> None:
     assert head["merged"] == {"nodes": 32, "tokens": sum(range(1, 33))}
     shown = sum(node["tokens"] + node["merged"]["tokens"] for node in nodes)
     assert shown == sum(node["tokens"] for node in whole)
-    assert len(tree_view(listed, words, most=1)["nodes"]) == 1
+    assert len(tree_view_of(listed, words, most=1)["nodes"]) == 1
 
 
 def test_an_owners_text_is_told_as_it_was_written() -> None:
     """The first ids of an owner's prompt are marked; the text is that of the plain ones."""
     one = leaf(1, "a", HEAD, owner="alice")
     assert min(one.ids) < 0
-    found = tree_view([session("a", one, ram=[0], disk=[0])], words, owner="alice")
+    found = tree_view_of([session("a", one, ram=[0], disk=[0])], words, owner="alice")
     assert found["nodes"][1]["text"].startswith("100 101 102 103 104")
 
 
 def test_nothing_is_cached() -> None:
-    assert [node["tokens"] for node in tree_view([], words)["nodes"]] == [0]
+    assert [node["tokens"] for node in tree_view_of([], words)["nodes"]] == [0]
+
+
+def test_the_same_tokens_of_two_models_are_apart() -> None:
+    """Each branch below the root names its model."""
+    a, b = leaf(1, "a", HEAD), leaf(2, "b", HEAD)
+    parts = [
+        TreePart([session("a", a, ram=[30], disk=[0])], words, "large"),
+        TreePart([session("b", b, ram=[0], disk=[30])], str, "small"),
+    ]
+    root, *nodes = tree_view(parts)["nodes"]
+    assert "model" not in root
+    assert set(root["sessions"]) == {"a", "b"}
+    found = {one["model"]: one for one in nodes}
+    assert [found[name]["sessions"] for name in ("large", "small")] == [["a"], ["b"]]
+    assert (found["large"]["ram_tokens"], found["large"]["disk_tokens"]) == (30, 0)
+    assert (found["small"]["ram_tokens"], found["small"]["disk_tokens"]) == (0, 30)
+    assert found["large"]["text"].startswith("100 101")
+    assert found["small"]["text"].startswith("[100, 101")

@@ -1,0 +1,42 @@
+"""What a model's sessions need to be known by, read from its files without its weights."""
+
+from __future__ import annotations
+
+import asyncio
+
+from mlxcache.config import Settings
+from mlxcache.engine.runtime import demo_spec, namespace_of
+from mlxcache.mlx_thread import MlxThread
+from mlxcache.model import serialise
+from mlxcache.model.examine import examine
+from mlxcache.model.hub import here
+from mlxcache.model.load import ModelSpec
+from mlxcache.sessions.journal import Served
+
+
+async def describe_unloaded(settings: Settings, thread: MlxThread) -> Served | None:
+    """Describe the model of `settings`, which was not loaded; None if it is not on this machine.
+
+    Its files are hashed at the first call, in a worker thread. Raises ModelError if they cannot be
+    read.
+    """
+    entry = settings.entries[0]
+    if entry.model is None:
+        spec = await thread.ask(lambda: demo_spec(settings))
+    else:
+        spec = ModelSpec(
+            entry.model,
+            adapter=settings.adapter,
+            draft=settings.draft_model,
+            trust_remote_code=settings.trust_remote_code,
+            context=settings.context,
+            id=entry.name,
+        )
+    path = await asyncio.to_thread(here, spec.model)
+    draft = await asyncio.to_thread(here, spec.draft) if spec.draft is not None else None
+    if path is None or (draft is None and spec.draft is not None):
+        return None
+    found = await thread.ask(lambda: examine(spec, settings.kv_bits))
+    namespace = await asyncio.to_thread(namespace_of, path, found.layout, settings, draft)
+    run = serialise.run_spec(found.layout)
+    return Served(found.info.id, spec.model, namespace, run, found.layout.vocab_size)

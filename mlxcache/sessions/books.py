@@ -1,0 +1,231 @@
+"""The sessions of several models: each operation goes to the book of the session's model."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from mlxcache.errors import NotFound
+from mlxcache.owner import OWNER
+from mlxcache.sessions.book import SessionBook
+from mlxcache.sessions.files import SessionFiles
+from mlxcache.sessions.journal import Served
+from mlxcache.sessions.mlx_lm_files import PromptCacheExport
+from mlxcache.sessions.tree_view import TreePart
+from mlxcache.store.found import Problem
+from mlxcache.store.listing import Listed
+from mlxcache.store.session_rows import Session
+from mlxcache.store.snapshot_read import read_origin
+from mlxcache.store.snapshot_write import SnapshotExport
+
+FindUnopened = Callable[[str, str], Awaitable[tuple[str, Served]]]
+"""Find a model that was not loaded yet, and return its label and its description.
+
+The arguments are the namespace and the name of the model that a snapshot states. Raises
+SnapshotRefused if there is no such model.
+"""
+
+
+class SessionBooks:
+    """The sessions of all models of a server. Use on the event loop.
+
+    It has the methods of `SessionBook`, and raises the same errors. `opened()` returns the books of
+    the models that were loaded, by label, the default model's first. They share one table of
+    sessions. The `model` of a session is the label of its model, if that was loaded.
+    """
+
+    def __init__(
+        self, opened: Callable[[], Mapping[str, SessionBook]], find_unopened: FindUnopened
+    ):
+        self._opened = opened
+        self._labels: dict[str, str] = {}
+        self.files = SeveralFiles(self, find_unopened)
+
+    @property
+    def default(self) -> SessionBook:
+        """The book of the default model."""
+        return next(iter(self._opened().values()))
+
+    def by_namespace(self) -> Mapping[str, Mapping[str, SessionBook]]:
+        """Return the books by namespace and label, the default model's first.
+
+        A namespace has several books if a model is served under several names.
+        """
+        found: dict[str, dict[str, SessionBook]] = {}
+        for label, book in self._opened().items():
+            found.setdefault(book.namespace, {})[label] = book
+        return found
+
+    async def of(self, id: str) -> SessionBook:
+        """Return the book of the model that session `id` belongs to. Raises NotFound.
+
+        It is that of the default model if the session's model was not loaded.
+        """
+        row = await self._row(id)
+        own = self.by_namespace().get(row.namespace)
+        return next(iter(own.values())) if own else self.default
+
+    async def _row(self, id: str) -> Session:
+        missing = NotFound("There are no sessions.")
+        for book in self._opened().values():  # one alone has a turn that is not written yet
+            try:
+                return await book.row(id)
+            except NotFound as error:
+                missing = error
+        raise missing
+
+    def note_label(self, namespace: str, label: str) -> None:
+        """Note the label of a model that was not loaded, for the sessions of its namespace."""
+        self._labels[namespace] = label
+
+    def _labelled(self, session: Session) -> Session:
+        own = self.by_namespace().get(session.namespace)
+        label = next(iter(own)) if own else self._labels.get(session.namespace)
+        return replace(session, model=label or session.model)
+
+    # -- asking ------------------------------------------------------------------------------
+
+    async def list(self, limit: int | None = None) -> Sequence[Listed]:
+        """Return at most `limit` sessions of the current API key, most recently used first.
+
+        Sessions of models that were not loaded are included, with nothing in RAM.
+        """
+        groups = self.by_namespace()
+        found: dict[str, Listed] = {}
+        for number, (namespace, books) in enumerate(groups.items()):
+            first, *others = books.values()
+            listed = await first.list(limit, omit=groups.keys() - {namespace}, own=number > 0)
+            for book in others:
+                listed = await book.with_ram(listed)
+            found |= {one.session.id: one for one in listed}
+        newest = sorted(found.values(), key=lambda one: -one.session.last_used_at)[:limit]
+        return [replace(one, session=self._labelled(one.session)) for one in newest]
+
+    async def get(self, id: str) -> Listed:
+        """Return one session of the current API key. Raises NotFound and StoreError."""
+        found = await (await self.of(id)).get(id)
+        for book in list(self.by_namespace().get(found.session.namespace, {}).values())[1:]:
+            [found] = await book.with_ram([found])
+        return replace(found, session=self._labelled(found.session))
+
+    async def rows(self, limit: int | None = None) -> Sequence[Session]:
+        """Return at most `limit` sessions without their sizes; see `SessionBook.rows`."""
+        found = {one.id: one for book in self._opened().values() for one in await book.rows(limit)}
+        return sorted(found.values(), key=lambda one: -one.last_used_at)[:limit]
+
+    async def related(self, session: Session) -> Sequence[Session]:
+        """Return the other sessions with the label of `session`; see `SessionBook.related`."""
+        return [self._labelled(one) for one in await self.default.related(session)]
+
+    def tree_parts(self, listed: Sequence[Listed]) -> Sequence[TreePart]:
+        """Return the sessions of each model that was loaded, for the tree view."""
+        parts = []
+        for namespace, books in self.by_namespace().items():
+            label, book = next(iter(books.items()))
+            own = [one for one in listed if one.session.namespace == namespace]
+            parts.append(TreePart(own, book.decode, label))
+        return parts
+
+    # -- changing ----------------------------------------------------------------------------
+
+    async def patch(
+        self, id: str, *, name: str | None = None, pinned: bool | None = None
+    ) -> Listed:
+        """Rename, pin or unpin a session; see `SessionBook.patch`."""
+        await (await self.of(id)).patch(id, name=name, pinned=pinned)
+        return await self.get(id)
+
+    async def fork(self, id: str, *, name: str | None = None, tokens: int | None = None) -> Listed:
+        """Make a new session of the same model; see `SessionBook.fork`."""
+        made = await (await self.of(id)).fork(id, name=name, tokens=tokens)
+        return await self.get(made.session.id)
+
+    async def delete(self, id: str) -> None:
+        """Remove a session, and its KV from both tiers except what other sessions need."""
+        book = await self.of(id)
+        namespace = (await book.row(id)).namespace
+        leaves = await book.delete(id)
+        for other in self.by_namespace().get(namespace, {}).values():
+            if other is not book:
+                for leaf in leaves:
+                    await other.forget(namespace, leaf)
+
+    async def clear(self, *, pinned: bool = False) -> dict[str, int]:
+        """Clear both tiers and remove the sessions of all models; see `SessionBook.clear`."""
+        cleared: Counter[str] = Counter()
+        if OWNER.get() is None:
+            for book in self._opened().values():
+                cleared.update(await book.clear(pinned=pinned))
+            return dict(cleared)
+        before = self.default.disk_bytes()
+        for session in await self.rows():
+            if pinned or not session.pinned:
+                await self.delete(session.id)
+                cleared["sessions"] += 1
+        freed = max(0, before - self.default.disk_bytes())
+        return {"sessions": cleared["sessions"], "freed_bytes": freed}
+
+    async def prune(self, limit: int | None = None) -> int:
+        """Remove damaged files, and evict files down to `limit` bytes; see `SessionBook.prune`."""
+        return await self.default.prune(limit)
+
+    async def check(self) -> Sequence[Problem]:
+        """Return the problems of the files on disk; see `SessionBook.check`."""
+        return await self.default.check()
+
+
+class SeveralFiles:
+    """Exports sessions of several models to files and imports them, as `SessionFiles` does."""
+
+    def __init__(self, books: SessionBooks, find_unopened: FindUnopened):
+        self._books = books
+        self._find_unopened = find_unopened
+
+    async def snapshot(self, id: str) -> SnapshotExport:
+        """Return a snapshot of a session; see `SessionFiles.snapshot`."""
+        return await (await self._books.of(id)).files.snapshot(id)
+
+    async def prompt_cache(self, id: str) -> PromptCacheExport:
+        """Export the main leaf of a session for mlx-lm's tools; see `SessionFiles`."""
+        return await (await self._books.of(id)).files.prompt_cache(id)
+
+    def incoming(self, nbytes: int) -> Path:
+        """Return the folder to write a file of `nbytes` bytes to, for `restore`."""
+        return self._books.default.files.incoming(nbytes)
+
+    async def restore(
+        self, path: Path, name: str | None = None, prompt: str | None = None
+    ) -> Listed:
+        """Import a snapshot into its model, or a prompt cache of mlx-lm; see `SessionFiles`.
+
+        The model of a snapshot may have any name here, and need not be loaded: its weights decide.
+        A prompt cache goes to the model whose path or id it states, else to the default one. Raises
+        SnapshotRefused, with the names of the models, for a snapshot of none of them.
+        """
+        namespace, model = await asyncio.to_thread(read_origin, path)
+        if namespace is None:
+            files, served = self._files_named(model), None
+        else:
+            files, served = await self._files_of(namespace, model)
+        made = await files.restore(path, name, prompt, served)
+        return await self._books.get(made.session.id)
+
+    def _files_named(self, model: str) -> SessionFiles:
+        """Return the files of the loaded model with the path or id `model`, else the default's."""
+        books = [book for own in self._books.by_namespace().values() for book in own.values()]
+        named = (book.files for book in books if model in (book.model.path, book.model.name))
+        return next(named, self._books.default.files)
+
+    async def _files_of(self, namespace: str, model: str) -> tuple[SessionFiles, Served | None]:
+        """Return the files of the model of `namespace`, and its description if it is not loaded.
+
+        `model`: its name in the snapshot. Raises SnapshotRefused if there is no such model.
+        """
+        for book in self._books.by_namespace().get(namespace, {}).values():
+            return book.files, None
+        label, served = await self._find_unopened(namespace, model)
+        self._books.note_label(namespace, label)
+        return self._books.default.files, served
