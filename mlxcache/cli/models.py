@@ -33,12 +33,6 @@ _POLL_S = 0.2
 _WAIT_S = 10.0
 """Seconds to wait until a server begins to load a model, whose memory others may use."""
 
-_UNLOADED_FOR = {
-    "idle": "it was idle",
-    "memory": "another model needed the memory",
-    "asked": "on request",
-}
-
 
 def complete_name(ctx: typer.Context, incomplete: str) -> list[str]:
     """Return names of models that begin with `incomplete`: of running servers and of the settings.
@@ -147,11 +141,11 @@ def _served_row(one: dict[str, Any]) -> tuple[str, ...]:
     return (
         one["id"],
         "yes" if one.get("default") else "",
-        "not loaded yet" if one["state"] == "never" else one["state"],
+        show.model_state({**one, "unloaded_for": None}),
         show.format_size_or_dash(one.get("size_bytes")),
         _length(one),
         ", ".join(one.get("aliases", ())) or "-",
-        _UNLOADED_FOR.get(one.get("unloaded_for") or "", "-"),
+        show.unloaded_because(one) or "-",
     )
 
 

@@ -178,6 +178,34 @@ def has_several_models(sessions: Iterable[Mapping[str, Any]]) -> bool:
     return len({one["model"] for one in sessions}) > 1
 
 
+_UNLOADED_FOR = {
+    "idle": "it was idle",
+    "memory": "another model needed the memory",
+    "asked": "on request",
+}
+
+
+def unloaded_because(model: Mapping[str, Any]) -> str:
+    """Return why a model of a server was unloaded; "" if it was not.
+
+    `model` is its object in `GET /v1/models`.
+    """
+    return _UNLOADED_FOR.get(model.get("unloaded_for") or "", "")
+
+
+def model_state(model: Mapping[str, Any]) -> str:
+    """Return the state of a model of a server: `loading 40%`, or `unloaded: it was idle`.
+
+    `model` is its object in `GET /v1/models`, or in `models` of `GET /v1/cache`.
+    """
+    state, because = str(model["state"]), unloaded_because(model)
+    if state == "never":
+        return "not loaded yet"
+    if state == "loading" and model.get("progress") is not None:
+        return f"loading {model['progress']:.0%}"
+    return f"unloaded: {because}" if because and state == "unloaded" else state
+
+
 def format_count(number: int, noun: str) -> str:
     """Format a number with its noun, in singular or plural: "1 token", "1,234 tokens"."""
     return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"

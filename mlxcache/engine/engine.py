@@ -468,9 +468,9 @@ class Engine:
         The keys: `state` ("loaded", "loading" or "unloaded"), `progress` (share of the weights that
         is read while they are loading, else None), `size_bytes` (memory that the model takes
         without KV), `shared_bytes` (the part of it that other loaded models use too),
-        `weights_bytes` and `kv_bytes` (KV in RAM), `loads` and `unloads` (how often
-        since the start), `load_s` (seconds of the last load) and `unloaded_for` ("idle", "memory",
-        "asked" or None).
+        `weights_bytes`, `kv_bytes` (KV in RAM), `bytes_per_token` (of KV), `loads` and `unloads`
+        (how often since the start), `load_s` (seconds of the last load) and `unloaded_for` ("idle",
+        "memory", "asked" or None).
         """
         one = self._resident
         if one is None:
@@ -486,6 +486,7 @@ class Engine:
             "progress": one.progress,
             "weights_bytes": one.weights.nbytes,
             "kv_bytes": one.kv.tree.kv_bytes + one.kv.tree.checkpoint_bytes,
+            "bytes_per_token": one.kv.layout.bytes_per_token,
         }
 
     async def load_weights(self) -> None:

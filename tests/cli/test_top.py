@@ -176,6 +176,58 @@ def test_the_weights_of_several_models_are_a_part_of_their_own() -> None:
     assert any(line.endswith("▒ 1 GB reserved") for line in found)
 
 
+def model(label: str, state: str, **more: Any) -> dict[str, Any]:
+    return {"label": label, "aliases": [], "default": False, "state": state, **more}
+
+
+MODELS = [
+    model("large", "loaded", weights_bytes=6 * GB, kv_bytes=2 * GB),
+    model("small", "loading", progress=0.4, weights_bytes=GB, kv_bytes=0),
+    model("old", "unloaded", unloaded_for="memory", weights_bytes=3 * GB, kv_bytes=0),
+    model("a-name-that-is-too-long-for-its-column", "never"),
+]
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_several_models_have_a_line_each(width: int) -> None:
+    """Its share of the budget, its state, how far it is loaded, why it was unloaded."""
+    sessions = [session(1, model="large", title="One"), session(2, model="small", title="Two")]
+    rows = [request(1, "decode", 9, model="large"), request(2, model="small")]
+    found = lines(state(*rows, cache=CACHE | {"models": MODELS}, sessions=sessions), width)
+    assert found[0].endswith("  4 models")
+    told = [" ".join(line.split()) for line in found[2:6]]
+    assert told[0] == f"large {'#' * 10 + '█' * 3 + '·' * 7} loaded, 6 GB weights, 2 GB KV"
+    assert told[1].endswith(f"##{'·' * 18} loading 40%, 1 GB weights")
+    assert told[2] == f"old {'·' * 20} unloaded: another model needed the memory"
+    assert told[3] == f"a-name-that-i… {'·' * 20} not loaded yet"
+    assert max(map(cell_len, found)) <= width
+    titles = [line.split()[:2] for line in found if line.startswith(("One", "Two"))]
+    assert titles[-2:] == [["One", "large"], ["Two", "small"]]
+    if width == 120:
+        at = next(i for i, line in enumerate(found) if line.startswith("Recent requests"))
+        assert found[at + 2].split()[1:3] == ["Two", "small"]
+
+
+@pytest.mark.parametrize("height", [24, 40])
+def test_the_lines_of_models_fit_the_terminals_height(height: int) -> None:
+    rows = [{**one, "model": "large"} for one in ROWS]
+    listed = [session(n, model="large") for n in range(40)]
+    found = lines(state(*rows, cache=CACHE | {"models": MODELS}, sessions=listed), 80, height)
+    assert len(found) <= height
+
+
+def test_a_label_on_two_models_has_a_name_for_each() -> None:
+    """As a conversation and its titles: a request shows the one of its model."""
+    sessions = [
+        session(1, label="agent", model="small", title="Its title"),
+        session(2, label="agent", model="large", title="The talk"),
+    ]
+    rows = [request(n, session="agent", model=one) for n, one in ((1, "large"), (2, "small"))]
+    found = lines(state(*rows, sessions=sessions))
+    at = next(i for i, line in enumerate(found) if line.startswith("Recent requests"))
+    assert [line.split()[1] for line in found[at + 2 : at + 4]] == ["Its", "The"]
+
+
 @pytest.mark.parametrize("size", [6_900_000, 112_500_000, 108_300_000_000])
 def test_the_parts_of_memory_are_one_line(size):
     """The line fits 80 columns for any sizes."""

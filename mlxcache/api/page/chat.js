@@ -4,7 +4,7 @@ import { promptBar } from "./bars.js";
 import { byId, h, say, setText, show } from "./dom.js";
 import { count, percent, plural, seconds } from "./format.js";
 import { events, json, request } from "./http.js";
-import { parts } from "./state.js";
+import { on, parts } from "./state.js";
 
 const MOST_TOKENS = 600;
 const KINDS = { cold: "cold", warm: "warm", restored: "warm, from disk" };
@@ -14,6 +14,8 @@ let stopping = null;
 
 export function start() {
   fresh();
+  on(["cache"], drawModels);
+  byId("chat-model").addEventListener("change", fresh);
   byId("chat-new").addEventListener("click", fresh);
   byId("chat-stop").addEventListener("click", () => stopping?.abort());
   byId("chat").addEventListener("submit", (event) => {
@@ -25,6 +27,15 @@ export function start() {
     event.preventDefault();
     ask();
   });
+}
+
+// The models to choose from, if there are several; the default one comes first.
+function drawModels({ cache }) {
+  const names = (cache?.models ?? []).map((one) => one.label);
+  const field = byId("chat-model");
+  show(field, names.length > 1);
+  if (names.join() === [...field.options].map((one) => one.value).join()) return;
+  field.replaceChildren(...names.map((name) => h("option", { value: name }, name)));
 }
 
 function fresh() {
@@ -77,7 +88,7 @@ function place(text) {
 
 // Stream a reply into its place; the request's id.
 async function reply(talk, turn, signal) {
-  const body = { model: "dashboard", messages: talk, stream: true, max_tokens: MOST_TOKENS };
+  const body = { model: byId("chat-model").value || "dashboard", messages: talk, stream: true, max_tokens: MOST_TOKENS };
   const response = await request("/v1/chat/completions", {
     method: "POST",
     body: JSON.stringify(body),

@@ -21,7 +21,7 @@ function draw() {
   const { cache } = state;
   if (!cache?.ram) return;
   drawModels(cache);
-  const shares = held(cache.bytes_per_token ?? 0);
+  const shares = held(cache);
   const { ram, disk } = cache;
   const charged = Object.values(ram.kinds ?? {}).reduce((sum, size) => sum + size, 0);
   const weights = ram.kinds?.weights ?? 0;
@@ -72,9 +72,11 @@ function modelRow(limit) {
 }
 
 // Bytes of the tier that several sessions share, that one session has alone, and the rest.
-function held(perToken) {
+function held(cache) {
   const found = { ram: { shared: 0, own: 0 }, disk: { shared: 0, own: 0 } };
+  const sizes = new Map((cache.models ?? []).map((one) => [one.label, one.bytes_per_token]));
   for (const node of state.tree?.nodes ?? []) {
+    const perToken = sizes.get(node.model) ?? cache.bytes_per_token ?? 0;
     const whose = node.sessions.length > 1 ? "shared" : "own";
     found.ram[whose] += node.ram_tokens * perToken;
     found.disk[whose] += node.disk_tokens * perToken;

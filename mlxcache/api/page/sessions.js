@@ -2,7 +2,7 @@
 
 import { byId, h, icon, keyed, setAttr, setText, show } from "./dom.js";
 import { ago, bytes, count, plural, seconds } from "./format.js";
-import { nameOf, on, running, state } from "./state.js";
+import { modelOf, nameOf, on, running, state } from "./state.js";
 import { download, fork, isGoing, pin, remove, rename } from "./acts.js";
 
 const TIERS = {
@@ -74,6 +74,7 @@ function row(first) {
 
 function about(one) {
   const words = [plural(one.turns, "turn")];
+  if (modelOf(one)) words.push(modelOf(one));
   if (one.agents) words.push(plural(one.agents, "sub-agent"));
   if (one.client) words.push(one.client);
   if (one.figures?.saved_s >= 1) words.push(`${seconds(one.figures.saved_s)} saved`);

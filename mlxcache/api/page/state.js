@@ -61,7 +61,8 @@ export const nameOf = (session) => session.name || session.title || session.labe
 export function titleOf(request) {
   if (request.api === "warm") return "Warming a prefix";
   const { session } = request;
-  const found = session && state.sessions?.find((one) => one.label === session || one.id === session);
+  const alike = session ? state.sessions?.filter((one) => one.label === session || one.id === session) ?? [] : [];
+  const found = alike.find((one) => one.model === request.model) ?? alike[0];
   if (found) return nameOf(found);
   if (!state.sessions) return request.client ?? request.session ?? "A request";
   if (request.client) return `${request.session ? "A new session" : "A request"} of ${request.client}`;
@@ -76,8 +77,8 @@ export function clientOf(request) {
   return all.size > 1 ? shortClient(request.client) : "";
 }
 
-// The name of a request's model, if the server has several; else "".
-export const modelOf = (request) => (state.cache?.models ? request.model ?? "" : "");
+// The name of the model of a request, a session or a node of the tree, if the server has several; else "".
+export const modelOf = (one) => (state.cache?.models ? one.model ?? "" : "");
 
 export const parts = (request) => ({
   ram: request.cached_tokens - request.restored_tokens,

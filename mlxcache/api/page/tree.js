@@ -3,7 +3,7 @@
 import { byId, h, setAttr, setText, show, svg } from "./dom.js";
 import { count, plural } from "./format.js";
 import { GAP, placed } from "./layout.js";
-import { nameOf, on, state } from "./state.js";
+import { modelOf, nameOf, on, state } from "./state.js";
 
 const ROW = 44;
 const TOP = 26;
@@ -70,7 +70,8 @@ function where(node) {
 function described(node) {
   const whose = node.sessions.length > 1 ? `shared by ${count(node.sessions.length)}: ` : "of ";
   const merged = node.merged.nodes ? ` ${plural(node.merged.nodes, "short branch", "short branches")} not drawn.` : "";
-  return `${plural(node.tokens, "token")} from ${count(node.start)} on, ${whose}${parted(node.sessions.map(nameById))}; ${where(node)}.${merged}`;
+  const model = modelOf(node) ? ` on ${modelOf(node)}` : "";
+  return `${plural(node.tokens, "token")} from ${count(node.start)} on, ${whose}${parted(node.sessions.map(nameById))}${model}; ${where(node)}.${merged}`;
 }
 
 // -- the picture ----------------------------------------------------------------------------------
@@ -205,7 +206,8 @@ function branch(nodes, node, path, open) {
   const size = h("span", {}, h("b", {}, plural(node.tokens, "token")), node.sessions.length > 1 ? ` shared by ${count(node.sessions.length)}` : "");
   const names = ends.length > 0 && h("span", { class: "ends" }, parted(ends));
   const many = below > 0 && h("span", { class: "soft" }, `${plural(below, "branch", "branches")} below`);
-  const summary = h("summary", { "data-key": key }, size, names, many, lanes);
+  const model = path === "" && modelOf(node) && h("span", { class: "soft" }, modelOf(node));
+  const summary = h("summary", { "data-key": key }, size, names, model, many, lanes);
   const element = h("details", { open: opened.get(key) ?? open }, summary, h("p", { class: "soft" }, where(node)), h("p", { class: "text" }, node.text), below > 0 && list(nodes, node.id, key));
   summary.addEventListener("click", () => opened.set(key, !element.open));
   return element;

@@ -24,6 +24,9 @@ _ABOVE, _HEADED = 8, 3
 MAX_ROWS = 10
 """Maximum rows of each table if the height is unlimited."""
 
+_MODEL, _WIDE = 14, 100
+"""Width of the column of models, and least width of the terminal for it in tables of requests."""
+
 _ENDS = {"tool_calls": "tools", "stop_sequence": "stop", "cancelled": "cancelled"}
 
 
@@ -33,14 +36,17 @@ def render(state: LiveState, url: str, *, width: int, height: int | None, now: f
     If `height` is None, each table has at most `MAX_ROWS` rows. `now` is in seconds since 1970.
     """
     running, recent, sessions = state.running(), state.recent(), state.sessions or []
-    rows = _row_counts(height, (len(running), len(recent), len(sessions)))
+    models: Sequence[Mapping[str, Any]] = (state.cache or {}).get("models", ())
+    left = None if height is None else height - len(models)
+    rows = _row_counts(left, (len(running), len(recent), len(sessions)))
     names = _names(sessions)
-    parts: list[RenderableType] = [_head(state, url), *_budgets(state.cache)]
+    parts: list[RenderableType] = [_head(state, url, len(models)), *_budgets(state.cache)]
+    several = len(models) > 1
     if state.server is None or state.server["state"] == "ready":
         tables = (
-            _running(state, running[: rows[0]], names, width, now),
-            _recent(recent[: rows[1]], names, width),
-            _sessions(sessions[: rows[2]], running, names, width),
+            _running(state, running[: rows[0]], names, width, now, several=several),
+            _recent(recent[: rows[1]], names, width, several=several),
+            _sessions(sessions[: rows[2]], running, names, width, several=several),
         )
         for (title, empty, table), shown, all_ in zip(
             tables, rows, (running, recent, sessions), strict=True
@@ -50,17 +56,22 @@ def render(state: LiveState, url: str, *, width: int, height: int | None, now: f
     return Group(*parts)
 
 
-def _names(sessions: Sequence[dict[str, Any]]) -> dict[str, str]:
-    """Return the display names of sessions by id and by label.
+Names = Mapping[tuple[str, str | None], str]
+"""Display names of sessions by id or label, and by model or None."""
+
+
+def _names(sessions: Sequence[dict[str, Any]]) -> Names:
+    """Return the display names of sessions by id and by label, each with and without its model.
 
     `sessions` are ordered by last use, latest first. If labels are equal, the latest session
     counts. If sessions of several clients are among them, each name begins with its client's.
     """
     several = show.has_several_clients(sessions)
     return {
-        key: _name(one, several=several)
+        (key, model): _name(one, several=several)
         for one in reversed(sessions)
         for key in (one["id"], one["label"])
+        for model in (None, one.get("model"))
         if key
     }
 
@@ -87,7 +98,8 @@ def _row_counts(height: int | None, wanted: tuple[int, int, int]) -> tuple[int, 
     return running, recent, min(wanted[2], left - recent)
 
 
-def _head(live: LiveState, url: str) -> Text:
+def _head(live: LiveState, url: str, models: int) -> Text:
+    """Return the line at the top. `models`: number of models, 0 if there is only one."""
     server = live.server
     if server is None:
         return Text.assemble(("mlxcache", "bold"), f"  {url}", no_wrap=True, overflow="ellipsis")
@@ -96,6 +108,7 @@ def _head(live: LiveState, url: str) -> Text:
     if state == "ready" and server["stalled_s"] >= 10:
         state, style = f"one step has run for {server['stalled_s']} s", "red"
     model = server["model"]["id"] if server["model"] else "no model yet"
+    model = f"{models} models" if models else model
     return Text.assemble(
         (f"mlxcache {server['version']}", "bold"),
         *("  ", (state, style), f"  {url}  {model}"),
@@ -123,7 +136,7 @@ def _budgets(cache: Mapping[str, Any] | None) -> list[RenderableType]:
     else:
         grid.add_row("Disk", "", "off")
     remote = [_remote(cache["remote"])] if "remote" in cache else []
-    return [Text(), *_ram(cache), grid, *remote, _totals(cache)]
+    return [Text(), *_models(cache), *_ram(cache), grid, *remote, _totals(cache)]
 
 
 def _remote(remote: Mapping[str, Any]) -> Text:
@@ -133,6 +146,30 @@ def _remote(remote: Mapping[str, Any]) -> Text:
     if remote["state"] != "ok":
         text, style = f"remote {remote['state']}: {remote['reason']}", "yellow"
     return Text(f"     {text}", style, no_wrap=True, overflow="ellipsis")
+
+
+def _models(cache: Mapping[str, Any]) -> list[RenderableType]:
+    """Return a line for each model if there are several: its bar, its state and its sizes.
+
+    `cache` is the body of `GET /v1/cache`. The bar is of the budget of all models.
+    """
+    models = cache.get("models", ())
+    if not models:
+        return []
+    grid = Table.grid(padding=(0, 1))
+    grid.add_column(width=_MODEL, no_wrap=True, overflow="ellipsis")
+    grid.add_column(width=BAR)
+    grid.add_column(no_wrap=True, overflow="ellipsis")
+    for one in models:
+        there = one["state"] in ("loaded", "loading")
+        weights, kv = one.get("weights_bytes", 0) if there else 0, one.get("kv_bytes", 0)
+        sizes = ((weights, "weights", _WEIGHTS), (kv, "KV", _PARTS[0]))
+        words = [show.model_state(one)]
+        words += [f"{format_size(size)} {name}" for size, name, _ in sizes if size]
+        parts = [(size, style, cell) for size, _, (_, style, cell) in sizes]
+        bar = _stacked_bar(parts, cache["ram"]["limit_bytes"])
+        grid.add_row(visible(one["label"]), bar, Text(", ".join(words)))
+    return [grid]
 
 
 def _tier_grid() -> Table:
@@ -221,12 +258,15 @@ Named = tuple[str, str, RenderableType]
 def _running(
     state: LiveState,
     rows: Sequence[Mapping[str, Any]],
-    names: Mapping[str, str],
+    names: Names,
     width: int,
     now: float,
+    *,
+    several: bool,
 ) -> Named:
     columns = (("phase", 7), ("", BAR), ("tokens", -19), ("tok/s", -7))
-    table = _table(("session", *columns), width)
+    shown = several and width >= _WIDE
+    table = _table(("session", *_model_column(shown), *columns), width)
     for row in rows:
         progress = row["progress"]
         done, total, phase = progress["done_tokens"], progress["total_tokens"], progress["phase"]
@@ -236,19 +276,29 @@ def _running(
             text = f"for {show.format_duration(max(0.0, now - row['created_at']))}"
         speed = state.speed(row)
         rate = "-" if speed is None else f"{speed:,.0f}" if speed >= 100 else f"{speed:.1f}"
-        table.add_row(_session_of(row, names), phase, bar, text, rate)
+        table.add_row(_session_of(row, names), *_model_of(row, shown), phase, bar, text, rate)
     return "Running requests", "No request is running.", table
 
 
-def _recent(rows: Sequence[Mapping[str, Any]], names: Mapping[str, str], width: int) -> Named:
+def _model_column(shown: bool) -> tuple[tuple[str, int], ...]:
+    return (("model", _MODEL),) if shown else ()
+
+
+def _model_of(row: Mapping[str, Any], shown: bool) -> tuple[Text, ...]:
+    return (Text(visible(row.get("model") or "-")),) if shown else ()
+
+
+def _recent(rows: Sequence[Mapping[str, Any]], names: Names, width: int, *, several: bool) -> Named:
     columns = (("cached", -8), ("disk", -7), ("fed", -7), ("reply", -6), ("first", -11), ("end", 9))
-    table = _table((("at", 8), "session", *columns), width)
+    shown = several and width >= _WIDE
+    table = _table((("at", 8), "session", *_model_column(shown), *columns), width)
     for row in rows:
         first = row["timing"]["first_token_s"]
         end = row["finish_reason"] if row["status"] == "done" else row["status"]
         table.add_row(
             time.strftime("%H:%M:%S", time.localtime(row["created_at"])),
             _session_of(row, names),
+            *_model_of(row, shown),
             _count(row["cached_tokens"] - row["restored_tokens"]),
             _count(row["restored_tokens"]),
             _count(row["fed_tokens"]),
@@ -262,14 +312,17 @@ def _recent(rows: Sequence[Mapping[str, Any]], names: Mapping[str, str], width: 
 def _sessions(
     rows: Sequence[dict[str, Any]],
     running: Sequence[Mapping[str, Any]],
-    names: Mapping[str, str],
+    names: Names,
     width: int,
+    *,
+    several: bool,
 ) -> Named:
     columns = (("tokens", -10), ("RAM", -9), ("disk", -9), ("tier", 5), ("last used", -10))
-    table = _table(("name", *columns), width)
+    table = _table(("name", *_model_column(several), *columns), width)
     for row in rows:
         table.add_row(
-            Text(names[row["id"]]),
+            Text(names[row["id"], None]),
+            *_model_of(row, several),
             f"{row['tokens']:,}",
             show.format_size_or_dash(row["ram_bytes"]),
             show.format_size_or_dash(row["disk_bytes"]),
@@ -304,11 +357,11 @@ def _count(tokens: int) -> str:
     return f"{tokens:,}" if tokens else "-"
 
 
-def _session_of(row: Mapping[str, Any], names: Mapping[str, str]) -> Text:
+def _session_of(row: Mapping[str, Any], names: Names) -> Text:
     """Return the name of a request's session, else its client, its session's label, or a dash.
 
-    `row` describes the request as in `GET /v1/requests`. `names` maps ids and labels of sessions to
-    display names; a new session is not among them yet.
+    `row` describes the request as in `GET /v1/requests`. A new session has no name yet.
     """
-    session = row["session"]
-    return Text(visible(names.get(session) or row["client"] or session or "-"))
+    session, model = row["session"], row.get("model")
+    name = names.get((session, model)) or names.get((session, None))
+    return Text(visible(name or row["client"] or session or "-"))
