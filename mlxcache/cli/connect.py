@@ -55,21 +55,21 @@ def claude_code_variables(url: str, model: str, context: int) -> Variables:
     }
 
 
-def anyclaude_variables(url: str, context: int) -> Variables:
+def anyclaude_variables(url: str, context: int, model: str = ANY_MODEL) -> Variables:
     """Return the environment variables that point any version of anyclaude at the server at `url`.
 
-    `context` is its context length in tokens. None in place of a value stands for the API key.
-    Older versions read MLX_LM_*, newer ones LOCAL_*. anyclaude starts Claude Code, sets its address
-    and passes on the other variables for it.
+    `context` is its context length in tokens, `model` the model name that it sends. None in place
+    of a value stands for the API key. Older versions read MLX_LM_*, newer ones LOCAL_*. anyclaude
+    starts Claude Code, sets its address and passes on the other variables for it.
     """
-    for_claude = claude_code_variables(url, ANY_MODEL, context)
+    for_claude = claude_code_variables(url, model, context)
     return {
         "ANYCLAUDE_MODE": "mlx-lm",
         "MLX_LM_URL": f"{url}/v1",
-        "MLX_LM_MODEL": ANY_MODEL,
+        "MLX_LM_MODEL": model,
         "MLX_LM_API_KEY": None,
         "LOCAL_URL": f"{url}/v1",
-        "LOCAL_MODEL": ANY_MODEL,
+        "LOCAL_MODEL": model,
         "LOCAL_API_KEY": None,
         "LOCAL_CONTEXT_LENGTH": str(context),
         **{name: value for name, value in for_claude.items() if not name.startswith("ANTHROPIC_")},

@@ -18,7 +18,7 @@ from typing import Any
 from packaging.version import Version
 
 from mlxcache.cli.agent_settings import claude_env, claude_folder, read_object
-from mlxcache.cli.connect import ANY_MODEL, anyclaude_variables, claude_code_variables
+from mlxcache.cli.connect import anyclaude_variables, claude_code_variables
 from mlxcache.cli.launch.providers import (
     OLDEST_CLINE,
     OLDEST_CONTINUE,
@@ -83,6 +83,9 @@ _OTHER_PROVIDERS = (
 )
 """Variables that make Claude Code use another server, or send a key of another server."""
 
+CLAUDE_SMALL = "ANTHROPIC_DEFAULT_HAIKU_MODEL"
+"""Variable with the model of Claude Code's titles, background requests and `haiku` sub-agents."""
+
 _MODE_FLAGS = ("--permission-mode", "--dangerously-skip-permissions", "--allow-dangerously-skip")
 _SETTINGS_FLAG = "--settings"
 
@@ -93,7 +96,9 @@ def configure_claude(service: Service, invocation: Invocation) -> Setup:
     `env` in Claude Code's settings files overrides the environment. A variable that is defined
     there is therefore passed in a further settings file by flag, which takes precedence.
     """
-    variables = claude_code_variables(service.url, service.model, service.context)
+    variables = dict(claude_code_variables(service.url, service.model, service.context))
+    if service.small is not None:
+        variables[CLAUDE_SMALL] = service.small
     own = list(_claude_settings(invocation))
     set_there = {name for settings in own for name in _claude_env(settings)}
     env = {
@@ -113,7 +118,7 @@ def configure_claude(service: Service, invocation: Invocation) -> Setup:
 def configure_anyclaude(service: Service, invocation: Invocation) -> Setup:
     """Return the setup of anyclaude for `service`."""
     return Setup(
-        variables=anyclaude_variables(service.url, service.context),
+        variables=anyclaude_variables(service.url, service.context, service.asked),
         unset=("MLX_MODEL_PATH",),  # with it, anyclaude starts a server of its own at this address
     )
 
@@ -179,8 +184,8 @@ def configure_opencode(service: Service, invocation: Invocation) -> Setup:
             **(providers if isinstance(providers, dict) else {}),
             _OPENCODE_PROVIDER: _opencode_provider(service),
         },
-        "model": f"{_OPENCODE_PROVIDER}/{ANY_MODEL}",
-        "small_model": f"{_OPENCODE_PROVIDER}/{ANY_MODEL}",
+        "model": f"{_OPENCODE_PROVIDER}/{service.asked}",
+        "small_model": f"{_OPENCODE_PROVIDER}/{service.small or service.asked}",
     }
     return Setup(variables={_OPENCODE_VARIABLE: json.dumps(merged), KEY_VARIABLE: None})
 
@@ -195,7 +200,10 @@ def _opencode_provider(service: Service) -> dict[str, Any]:
             "apiKey": f"{{env:{KEY_VARIABLE}}}",
             "timeout": False,  # the default of five minutes is too short for a long first prompt
         },
-        "models": {ANY_MODEL: {"name": service.model, "limit": limit}},
+        "models": {
+            service.asked: {"name": service.model, "limit": limit},
+            **({service.small: {"name": service.small}} if service.small else {}),
+        },
     }
 
 
@@ -220,7 +228,7 @@ _CODEX_IDLE_MS = 3_600_000
 def configure_codex(service: Service, invocation: Invocation) -> Setup:
     """Return the setup of Codex for `service`. The user's config.toml is not changed."""
     settings = {
-        "model": ANY_MODEL,
+        "model": service.asked,
         "model_provider": "mlxcache",
         "model_context_window": service.context,
         f"{_CODEX_PROVIDER}.name": "mlxcache",
@@ -253,6 +261,9 @@ class ClientName(StrEnum):
     CONTINUE = "cn"
     ANYCLAUDE = "anyclaude"
 
+
+TAKES_SMALL = (ClientName.CLAUDE, ClientName.OPENCODE)
+"""Clients that take a model of its own for titles and sub-agents."""
 
 CLIENTS = {
     ClientName.CLAUDE: Client(

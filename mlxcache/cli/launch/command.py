@@ -34,6 +34,13 @@ PrintEnv = Annotated[
         "--print-env", metavar="", help="Print the variables for a shell, and start nothing."
     ),
 ]
+SmallModel = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME",
+        help="A model of the server for titles and sub-agents, in claude and opencode.",
+    ),
+]
 StopAfter = Annotated[
     bool,
     typer.Option(
@@ -112,6 +119,7 @@ def launch(
     *,
     print_env: PrintEnv = False,
     stop_after: StopAfter = False,
+    small_model: SmallModel = None,
     url: Url = None,
     as_json: Json = False,
     flags: Flags,
@@ -130,7 +138,7 @@ def launch(
         # Here and not above: httpx takes a while to import, and --help needs none of it.
         from mlxcache.cli.launch.launching import Launch  # noqa: PLC0415
 
-        started = Launch(flags, config, url)
+        started = Launch(flags, config, url, small_model)
         name = client or started.choose()
         if print_env:
             started.print_env(name, arguments or [], as_json=as_json)

@@ -17,6 +17,7 @@ from mlxcache.cli.connect import base_url, quote_value
 from mlxcache.cli.launch.chooser import choose_client
 from mlxcache.cli.launch.clients import (
     CLIENTS,
+    TAKES_SMALL,
     Client,
     ClientName,
     check_program,
@@ -44,6 +45,7 @@ from mlxcache.cli.launch.watching import watching
 from mlxcache.cli.listen import PortTaken, is_taken
 from mlxcache.cli.output import console
 from mlxcache.cli.own_command import own_command, own_sources
+from mlxcache.cli.remote import Remote
 from mlxcache.cli.show import print_json
 from mlxcache.cli.target import URL_VARIABLE
 from mlxcache.config import SETTINGS, load_settings, read_keys
@@ -62,9 +64,17 @@ class Launch:
 
     `settings` are those of the server to start if none runs. `url` is the server's address, and
     `running` tells whether an mlxcache server answers there. Starting a server changes both.
+    `small` is the name of the model for titles and sub-agents, None for the same model.
     """
 
-    def __init__(self, flags: Mapping[str, Any], config: Path | None, url: str | None):
+    def __init__(
+        self,
+        flags: Mapping[str, Any],
+        config: Path | None,
+        url: str | None,
+        small: str | None = None,
+    ):
+        self._small = small
         asked = url or os.environ.get(URL_VARIABLE)
         address = _local_address(asked) if asked else {}
         self._elsewhere = address is None
@@ -92,6 +102,7 @@ class Launch:
         If no server runs, one is started first; with `stop_after`, it is stopped when the client
         ends.
         """
+        self._check_small(name)
         invocation, client = _invocation(name, arguments), CLIENTS[name]
         check_program(client, invocation)  # fails before a model is loaded
         for path in remove_abandoned_settings():
@@ -151,8 +162,9 @@ class Launch:
 
     def print_env(self, name: ClientName, arguments: list[str], *, as_json: bool) -> None:
         """Print the client's variables and command without starting anything."""
+        self._check_small(name)
         if self.running:
-            service = wait_until_ready(self.url, self.key, None)
+            service = self._choose_models(wait_until_ready(self.url, self.key, None))
             self._report_unused_flags()
         else:
             service = self._expected()
@@ -197,12 +209,13 @@ class Launch:
         while not self.running:
             try:
                 started = self._start()
-                return wait_until_ready(self.url, self.key, started, signals), started
+                service = wait_until_ready(self.url, self.key, started, signals)
+                return self._choose_small(service, started), started
             except OtherServerStarted as error:
                 _say(str(error))
                 self.running = bool(self.settings.port)  # with port 0, another port is tried
         service = wait_until_ready(self.url, self.key, None, signals)
-        self._check_model(service)
+        service = self._choose_models(service)
         _say(f"Using the server that runs at {service.url}. It serves {service.model}.")
         self._report_unused_flags()
         return service, None
@@ -242,15 +255,53 @@ class Launch:
         if unused:
             _say(f"A server runs already at {self.url}: {', '.join(unused)} changes nothing.")
 
-    def _check_model(self, service: Service) -> None:
-        """Raise MlxcacheError if the running server's model is not the one given by `--model`."""
-        if not self._flags.get("model") or not self.running:
-            return
-        if service.model not in self.settings.entries[0].names:
+    def _check_small(self, name: ClientName) -> None:
+        """Raise ConfigError if a small model is given for a client that takes none."""
+        if self._small is not None and name not in TAKES_SMALL:
+            raise ConfigError(f"--small-model is only for {' and '.join(TAKES_SMALL)}")
+
+    def _choose_models(self, service: Service) -> Service:
+        """Return the running server as `service` with the models that the user asked for.
+
+        The first `--model` is the client's model, which is loaded if it never was, because its
+        context length is not known before. Raises MlxcacheError for a model that is not served.
+        """
+        remote = Remote(self.url, self.key)
+        models = remote.models() if self._small or self._flags.get("model") else []
+        if self._flags.get("model"):
+            found = [_find_served(models, entry.names) for entry in self.settings.entries]
+            if None in found:
+                names = ", ".join(str(one["id"]) for one in models)
+                raise MlxcacheError(
+                    f"The server at {service.url} serves {names}. Leave out --model to use "
+                    "it, stop it, or start another one beside it with --port 0."
+                )
+            if (chosen := found[0]) is not None and chosen["id"] != service.model:
+                service = _with_model(service, chosen, remote)
+        return self._with_small(service, models)
+
+    def _choose_small(self, service: Service, started: StartedServer) -> Service:
+        """Return a started server as `service` with the small model; stop it if it has none."""
+        if self._small is None:
+            return service
+        try:
+            return self._with_small(service, Remote(service.url, self.key).models())
+        except MlxcacheError:
+            started.stop()
+            raise
+
+    def _with_small(self, service: Service, models: Sequence[Mapping[str, Any]]) -> Service:
+        """Return `service` with the small model. Raises MlxcacheError if it is none of `models`."""
+        if self._small is None:
+            return service
+        found = _find_served(models, (self._small,))
+        if found is None:
+            names = ", ".join(str(one["id"]) for one in models)
             raise MlxcacheError(
-                f"The server at {service.url} serves {service.model}. Leave out --model to use "
-                "it, stop it, or start another one beside it with --port 0."
+                f"The server at {service.url} has no model {self._small!r} for --small-model; its "
+                f"models are {names}."
             )
+        return replace(service, small=str(found["id"]))
 
     def _expected(self) -> Service:
         """Describe the server that would be started, from the settings and the model's files.
@@ -262,13 +313,33 @@ class Launch:
         if settings.model is None:
             from mlxcache.model.demo import CONTEXT  # noqa: PLC0415 - MLX takes seconds
 
-            return Service(self.url, DEMO_ID, settings.context or CONTEXT, self.key)
+            length = settings.context or CONTEXT
+            return Service(self.url, DEMO_ID, length, self.key, small=self._small)
         from mlxcache.model.examine import examine  # noqa: PLC0415 - as above
         from mlxcache.model.load import ModelSpec  # noqa: PLC0415
 
         spec = ModelSpec(settings.model, adapter=settings.adapter, context=settings.context)
         info = examine(spec, settings.kv_bits).info
-        return Service(self.url, info.id, info.context_length, self.key)
+        return Service(self.url, info.id, info.context_length, self.key, small=self._small)
+
+
+def _find_served(
+    models: Sequence[Mapping[str, Any]], names: Sequence[str]
+) -> Mapping[str, Any] | None:
+    """Return the model that has one of `names`, or None. `models`: as in `GET /v1/models`."""
+    for one in models:
+        if {one["id"], one.get("display_name"), *one.get("aliases", ())} & set(names):
+            return one
+    return None
+
+
+def _with_model(service: Service, model: Mapping[str, Any], remote: Remote) -> Service:
+    """Return the server as `service` with another model than its default. May load the model."""
+    if not model.get("context_length"):
+        _say(f"Loading {model['id']}, which the server at {service.url} has not loaded before.")
+        model = remote.load_model(str(model["id"]))
+    name = str(model["id"])
+    return replace(service, model=name, asked=name, context=int(model["context_length"]))
 
 
 def _local_address(url: str) -> dict[str, str] | None:

@@ -9,7 +9,6 @@ from pathlib import Path
 
 from packaging.version import Version
 
-from mlxcache.cli.connect import ANY_MODEL
 from mlxcache.cli.launch.setup import KEY_VARIABLE, Invocation, Service, Setup
 
 _HOUR_MS = str(3_600_000)
@@ -42,7 +41,7 @@ def configure_qwen(
     whole machine. No such file is written if the user's environment names one, or if one of the
     paths in `machine`, where machine-wide settings are kept, exists.
     """
-    chosen = (("--auth-type", "openai"), ("--model", ANY_MODEL))
+    chosen = (("--auth-type", "openai"), ("--model", service.asked))
     given = invocation.arguments
     words = [  # a flag that is given twice makes Qwen Code fail
         pair
@@ -55,7 +54,7 @@ def configure_qwen(
         variables={
             "OPENAI_BASE_URL": f"{service.url}/v1",
             "OPENAI_API_KEY": None,
-            "OPENAI_MODEL": ANY_MODEL,
+            "OPENAI_MODEL": service.asked,
             "QWEN_CODE_API_TIMEOUT_MS": _HOUR_MS,
             "QWEN_STREAM_IDLE_TIMEOUT_MS": _HOUR_MS,
             "QWEN_STREAM_MAX_LIFETIME_MS": _HOUR_MS,
@@ -85,7 +84,7 @@ def configure_pi(service: Service, _: Invocation) -> Setup:
     Source: docs/custom-provider.md of pi's package.
     """
     model = {
-        "id": ANY_MODEL,
+        "id": service.asked,
         "name": service.model,
         "reasoning": False,
         "input": ["text"],
@@ -101,7 +100,7 @@ def configure_pi(service: Service, _: Invocation) -> Setup:
     }
     return Setup(
         variables={PI_PROVIDER: json.dumps(provider), KEY_VARIABLE: None},
-        arguments=("-e", str(PI_EXTENSION), "--provider", "mlxcache", "--model", ANY_MODEL),
+        arguments=("-e", str(PI_EXTENSION), "--provider", "mlxcache", "--model", service.asked),
     )
 
 
@@ -133,7 +132,7 @@ def configure_cline(service: Service, _: Invocation) -> Setup:
     provider = {
         "provider": _CLINE_PROVIDER,
         "apiKey": service.credential,
-        "model": ANY_MODEL,
+        "model": service.asked,
         "baseUrl": f"{service.url}/v1",
         "contextWindow": service.context,
         "maxTokens": service.output,
@@ -153,7 +152,7 @@ def configure_cline(service: Service, _: Invocation) -> Setup:
             "providers": {_CLINE_PROVIDER: entry},
         },
         by_hand="No variable points Cline at a server. This writes it to Cline's own settings: "
-        f"cline auth -p {_CLINE_PROVIDER} -k KEY -m {ANY_MODEL} -b {service.url}/v1",
+        f"cline auth -p {_CLINE_PROVIDER} -k KEY -m {service.asked} -b {service.url}/v1",
     )
 
 
@@ -184,7 +183,7 @@ def configure_copilot(service: Service, _: Invocation) -> Setup:
             "COPILOT_PROVIDER_TYPE": "openai",
             "COPILOT_PROVIDER_WIRE_API": "completions",
             "COPILOT_PROVIDER_API_KEY": None,
-            "COPILOT_MODEL": ANY_MODEL,
+            "COPILOT_MODEL": service.asked,
             "COPILOT_PROVIDER_MAX_PROMPT_TOKENS": str(service.context - service.output),
             "COPILOT_PROVIDER_MAX_OUTPUT_TOKENS": str(service.output),
         },
@@ -209,7 +208,7 @@ def configure_continue(service: Service, invocation: Invocation) -> Setup:
     model = {
         "name": "mlxcache",
         "provider": "openai",
-        "model": ANY_MODEL,
+        "model": service.asked,
         "apiBase": f"{service.url}/v1",
         "apiKey": f"${{{{ secrets.{KEY_VARIABLE} }}}}",
         "roles": ["chat", "edit", "apply", "summarize"],

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from mlxcache.cli.connect import DUMMY_KEY, Variables
+from mlxcache.cli.connect import ANY_MODEL, DUMMY_KEY, Variables
 from mlxcache.config.settings import is_loopback
 
 KEY_VARIABLE = "MLXCACHE_API_KEY"
@@ -22,13 +22,17 @@ class Service:
     """Server to which a client is pointed.
 
     `url` is its address without /v1, `model` the model's id, `context` the context length in
-    tokens. `key` is the API key that it requires, or None.
+    tokens. `key` is the API key that it requires, or None. Clients ask for the model by the name
+    `asked`, which need not change with the server's default model. `small` is the name of the model
+    for their titles and sub-agents, None if that is the same.
     """
 
     url: str
     model: str
     context: int
     key: str | None = field(default=None, repr=False)
+    asked: str = ANY_MODEL
+    small: str | None = None
 
     @property
     def credential(self) -> str:

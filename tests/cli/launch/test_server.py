@@ -39,13 +39,23 @@ exit 7
 
 
 class Other(ThreadingHTTPServer):
-    """Another mlxcache server that serves."""
+    """Another mlxcache server that serves. `posted`: paths of POST requests."""
 
-    def __init__(self, port: int):
-        body = b'{"data": [{"id": "others", "context_length": 9000}]}'
+    def __init__(self, port: int, *models: dict[str, Any]):
+        listed = models or ({"id": "others", "context_length": 9000},)
+        body = json.dumps({"data": listed}).encode()
+        posted = self.posted = list[str]()
 
         class Answer(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                posted.append(self.path)
+                name = self.path.split("/")[-2]
+                self._send(json.dumps({"id": name, "context_length": 7000}).encode())
+
             def do_GET(self) -> None:
+                self._send(body)
+
+            def _send(self, body: bytes) -> None:
                 self.send_response(200)
                 self.send_header("Content-Length", str(len(body)))
                 self.send_header("X-Mlxcache-Request", "req_1")
@@ -140,6 +150,78 @@ def test_another_server_on_the_port_is_used_if_no_model_was_given(
     assert "--ram changes nothing" in result.stderr
     assert "keeps running" not in result.stderr
     assert (here / "output").read_text().strip() == url
+
+
+MODELS: tuple[dict[str, Any], ...] = (
+    {"id": "large", "context_length": 9000, "aliases": ["big"], "display_name": "org/large"},
+    {"id": "small", "context_length": 5000, "aliases": ["quick"], "display_name": "org/small"},
+    {"id": "idle", "aliases": [], "display_name": "idle"},
+)
+
+
+@pytest.fixture
+def several(here: Path) -> Iterator[Other]:
+    """A running server with three models, one of which was never loaded."""
+    (here / "bin" / "claude").write_text('#!/bin/sh\nprintenv > "$FAKE_OUTPUT"; exit 7\n')
+    (here / "bin" / "opencode").symlink_to("claude")
+    with Other(0, *MODELS) as server:
+        yield server
+        server.shutdown()
+
+
+def variables(here: Path) -> dict[str, str]:
+    lines = (here / "output").read_text().splitlines()
+    return dict(line.split("=", 1) for line in lines if "=" in line)
+
+
+@pytest.mark.parametrize(
+    ("flags", "model", "context", "small"),
+    [
+        ((), "large", "9000", None),
+        (("--model", "big"), "large", "9000", None),
+        (("--model", "org/small"), "small", "5000", None),
+        (("--model", "idle"), "idle", "7000", None),
+        (("--model", "large", "--small-model", "quick"), "large", "9000", "small"),
+    ],
+)
+def test_the_client_gets_the_model_that_was_asked_for(
+    here: Path, several: Other, flags: tuple[str, ...], model: str, context: str, small: str | None
+) -> None:
+    """By name, id or alias, with its own context; one that was never loaded is loaded for that."""
+    result = launch("--url", several.url, *flags)
+    found = variables(here)
+    assert f"It serves {model}." in result.stderr
+    assert found["ANTHROPIC_MODEL"] == model
+    assert found["CLAUDE_CODE_MAX_CONTEXT_TOKENS"] == context
+    assert found.get("ANTHROPIC_DEFAULT_HAIKU_MODEL") == small
+    assert several.posted == (["/v1/models/idle/load"] if model == "idle" else [])
+
+
+def test_other_clients_get_the_name_of_a_model_that_is_not_the_default(
+    here: Path, several: Other
+) -> None:
+    asked: tuple[tuple[list[str], str, str], ...] = (
+        ([], "current-model", "current-model"),
+        (["--model", "small"], "small", "small"),
+        (["--small-model", "small"], "current-model", "small"),
+    )
+    for flags, sent, small in asked:
+        CliRunner().invoke(app, ["launch", "opencode", "--url", several.url, *flags])
+        found = json.loads(variables(here)["OPENCODE_CONFIG_CONTENT"])
+        assert (found["model"], found["small_model"]) == (f"mlxcache/{sent}", f"mlxcache/{small}")
+        assert {sent, small} == set(found["provider"]["mlxcache"]["models"])
+
+
+def test_a_model_that_is_not_served_is_an_error(here: Path, several: Other) -> None:
+    """So is a small model for a client that takes none."""
+    wrong = launch("--url", several.url, "--model", "tiny", status=1).stderr
+    assert "serves large, small, idle." in wrong
+    wrong = launch("--url", several.url, "--small-model", "tiny", status=1).stderr
+    assert "has no model 'tiny' for --small-model; its models are large, small, idle." in wrong
+    result = CliRunner().invoke(app, ["launch", "pi", "--url", several.url, "--small-model", "x"])
+    assert result.exit_code == 2
+    assert "--small-model is only for claude and opencode" in result.stderr
+    assert not (here / "output").exists()
 
 
 @pytest.mark.slow
