@@ -97,18 +97,18 @@ def pull(model: str, revision: str | None = None, progress: Progress | None = No
 def check(path: Path, model: str) -> None:
     """Raise ModelError unless the folder `path` of `model` has all files, and all are whole.
 
-    Reads the headers of the weight files, not the weights.
+    `model`: Hub id or path. Reads the headers of the weight files, not the weights.
     """
+    again = f"Remove the model with `mlxcache models rm {model}`, and download it again."
+    if Path(model).expanduser().exists():
+        again = "Copy or download the model again."
     _require_known_type(path, model)
     check_files(path)
     tensors = {}
     for file in sorted(path.glob(_WEIGHTS)):
         names = _tensor_names(file)
         if names is None:
-            raise ModelError(
-                f"{file} is damaged or incomplete. Remove the model with `mlxcache models rm "
-                f"{model}`, and download it again."
-            )
+            raise ModelError(f"{file} is damaged or incomplete. {again}")
         tensors[file.name] = names
     index = path / "model.safetensors.index.json"
     if index.exists():
@@ -117,8 +117,7 @@ def check(path: Path, model: str) -> None:
         if missing:
             raise ModelError(
                 f"{index} lists {missing[0]}, which {listed[missing[0]]} lacks: the files of "
-                f"{model} are not of one version. Remove it with `mlxcache models rm {model}`, and "
-                "download it again."
+                f"{model} are not of one version. {again}"
             )
 
 

@@ -16,13 +16,18 @@ from typing import Any
 
 import pytest
 
+from mlxcache.cache.capacity import fit
 from mlxcache.cli.doctor import clients, disk, machine, serving
-from mlxcache.cli.doctor.command import run_checks
+from mlxcache.cli.doctor.command import Report, run_checks
 from mlxcache.cli.doctor.finding import Finding, worst
 from mlxcache.cli.doctor.machine import Host
+from mlxcache.cli.doctor.several import Checked, examine_together
 from mlxcache.config import Settings
 from mlxcache.config.models import ModelEntry
+from mlxcache.model.examine import examine
+from mlxcache.model.load import ModelSpec
 from tests.served import served
+from tests.toys.adapter import make_adapter
 
 GB = 10**9
 MAC = Host(
@@ -78,7 +83,7 @@ def test_memory_is_checked_for_weights_and_budget(
     ram: int, weights: int, status: str, word: str | None
 ) -> None:
     """If it is too small, the remedy is a budget that fits or a smaller model."""
-    found = machine.examine_memory(MAC, ram, weights, "the model's")
+    found = machine.examine_memory(MAC, ram, weights, "for all")
     assert found.status == status
     assert word is None or word in str(found.remedy)
 
@@ -431,14 +436,69 @@ def test_a_model_is_shown_with_what_sessions_cost(
     assert found["draft_model"]["possible"] == (family == "llama")
 
 
-def test_of_several_models_the_default_is_examined(toy: Any, tmp_path: Path) -> None:
-    """With the settings of its own."""
-    model = str(toy("llama"))
-    entries = (ModelEntry(model, name="own", context=4096), ModelEntry("/absent", name="other"))
-    settings = Settings(models=entries, cache_dir=tmp_path, ram="1GB", disk="2GB")
+def values(report: Report, name: str) -> list[str]:
+    return [one.value for one in report.findings if one.name == name]
+
+
+def test_each_of_several_models_is_examined(
+    toy: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With the settings of its own; what cannot be loaded fails, the others are shown."""
+    base, damaged = toy("llama"), tmp_path / "damaged"
+    shutil.copytree(toy("qwen3_5"), damaged)
+    file = damaged / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    adapter = make_adapter(base, tmp_path / "adapter")
+    (adapter / "adapter_config.json").write_text(
+        json.dumps(
+            json.loads((adapter / "adapter_config.json").read_bytes()) | {"model": "org/another"}
+        )
+    )
+    entries = (
+        ModelEntry(str(base), name="own", context=4096),
+        ModelEntry(str(base), name="tuned", adapter=str(adapter)),
+        ModelEntry(str(damaged), name="broken"),
+        ModelEntry("/absent", name="gone"),
+    )
+    settings = Settings(models=entries, cache_dir=tmp_path / "cache", ram="1GB", disk="2GB")
     report = run_checks(settings, quick=True, shown=False)
-    assert report.model is not None
-    assert report.model[0].info.context_length == 4096
+    assert [one.found.info.context_length for one in report.models] == [4096, 65536]
+    failed = [one.value for one in report.findings if one.status == "fail"]
+    assert [value.partition(":")[0] for value in failed] == ["broken", "gone"]
+    assert "is damaged or incomplete. Copy or download the model again." in failed[0]
+    assert values(report, "context")[0] == "own: all of the model's 4,096 tokens fit --ram"
+    (wrong,) = values(report, "adapter")
+    assert wrong.startswith("tuned: ")
+    assert "was made for org/another" in wrong
+    (memory,) = values(report, "memory")
+    assert "--ram is 1 GB for all models and their weights" in memory
+    (together,) = values(report, "together")
+    assert together.startswith("all 2 models, ")
+    report.show()
+    output = capsys.readouterr().out
+    assert widest(output) <= 80
+    assert [line for line in output.splitlines() if line in ("own", "tuned")] == ["own", "tuned"]
+    assert set(report.as_object()["models"]) == {"own", "tuned"}
+
+
+@pytest.mark.parametrize(
+    ("ram", "told"),
+    [
+        (80 * GB, "all 3 models, 32 GB of weights, fit --ram, 80 GB, at once"),
+        (40 * GB, "2 of 3 models fit --ram, 40 GB, at once: big and tuned; big and small; tuned"),
+        (18 * GB, "one model fits --ram, 18 GB, at once: small. The others are unloaded meanwhile"),
+        (4 * GB, "no model fits --ram, 4 GB"),
+    ],
+)
+def test_models_that_fit_together_are_named(toy: Any, ram: int, told: str) -> None:
+    """Weights of the same base count once."""
+    found = examine(ModelSpec(str(toy("llama"))))
+    models = []
+    for name, path, size in (("big", "b", 20), ("tuned", "b", 20), ("small", "s", 12)):
+        info = replace(found.info, weights_bytes=size * GB)
+        fitted = fit(found.layout, ram=ram, disk=0, tokens=())
+        models.append(Checked(ModelEntry(path, name=name), replace(found, info=info), fitted))
+    assert told in examine_together(models, ram).value
 
 
 @pytest.mark.parametrize("off", [False, True])

@@ -29,6 +29,7 @@ from mlxcache.store.mac_folder import locate_cache_dir
 
 if TYPE_CHECKING:
     from mlxcache.cache.capacity import Fit
+    from mlxcache.cli.doctor.several import Checked
     from mlxcache.model.examine import Examined
 
 WIDTH = 80
@@ -46,10 +47,11 @@ Quick = Annotated[
 def doctor(
     *,
     model: Annotated[
-        str | None,
+        list[str] | None,
         typer.Option(
             metavar="PATH|HUB_ID",
-            help="Show how this model caches, what conversations cost, and how many fit.",
+            help="Show how this model caches, what conversations cost, and how many fit; "
+            "repeatable. Default: the models of the settings.",
         ),
     ] = None,
     flags: Flags,
@@ -58,12 +60,12 @@ def doctor(
     quick: Quick = False,
     as_json: Json = False,
 ) -> None:
-    """Check this machine, its settings and, with --model, a model.
+    """Check this machine, its settings, and the models that are served.
 
     No server is needed. Each WARN and FAIL comes with a remedy. Exit status 1 if a check fails.
     """
     with reporting():
-        given = {"model": model, "cache_dir": cache_dir, **flags}
+        given = {"model": model or None, "cache_dir": cache_dir, **flags}
         wanted = load_settings(given, os.environ, config)
         settings = replace(wanted, cache_dir=locate_cache_dir(wanted.cache_dir))
         report = run_checks(settings, quick=quick, shown=not as_json)
@@ -79,12 +81,12 @@ def doctor(
 class Report:
     """Results of all checks, in display order.
 
-    `model` holds the examined model and how many conversations fit in memory and on disk. It is
-    None without --model, or if the model cannot be examined.
+    `models` holds the examined models and how many conversations fit in memory and on disk. It is
+    empty if the settings name no model. Models that cannot be examined are left out.
     """
 
     findings: tuple[Finding, ...]
-    model: tuple[Examined, Fit] | None
+    models: tuple[Checked, ...]
 
     def as_object(self) -> dict[str, Any]:
         """Return the findings and the model as an object for `doctor --json`."""
@@ -93,20 +95,26 @@ class Report:
             "status": worst(self.findings),
             "findings": [one.as_object() for one in self.findings],
         }
-        if self.model is not None:
+        if self.models:
             from mlxcache.cli.doctor.model import as_object  # noqa: PLC0415 - imports mlx-lm
 
-            found["model"] = as_object(*self.model)
+            objects = [as_object(one.found, one.fit) for one in self.models]
+            found["model"] = objects[0]
+            if len(objects) > 1:
+                labels = (one.entry.label for one in self.models)
+                found["models"] = dict(zip(labels, objects, strict=True))
         return found
 
     def show(self) -> None:
-        """Print the findings, each with its remedy, and the tables of the model."""
+        """Print the findings, each with its remedy, and the tables of the models."""
         console = Console(highlight=False, markup=False)
         if not console.is_terminal or console.width > WIDTH:
             console = Console(highlight=False, markup=False, width=WIDTH)
         print_findings(console, self.findings)
-        if self.model is not None:
-            _show_model(console, *self.model)
+        for one in self.models:
+            if len(self.models) > 1:
+                console.print(Text(f"\n{one.entry.label}", "bold"))
+            _show_model(console, one.found, one.fit)
 
 
 def run_checks(settings: Settings, *, quick: bool, shown: bool) -> Report:
@@ -118,7 +126,7 @@ def run_checks(settings: Settings, *, quick: bool, shown: bool) -> Report:
     url = base_url(settings.host, settings.port)
     with count_bar("examining the machine and the model") if shown else nullcontext():
         versions = machine.examine_versions()
-        of_machine, model = _examine_machine(settings)
+        of_machine, models = _examine_machine(settings)
     findings = (
         versions,
         *of_machine,
@@ -129,7 +137,7 @@ def run_checks(settings: Settings, *, quick: bool, shown: bool) -> Report:
         *serving.examine_servers(settings, url),
         *clients.examine_clients(os.environ, Path.home(), url, settings.rules),
     )
-    return Report(findings, model)
+    return Report(findings, models)
 
 
 def _examine_disk(settings: Settings, *, quick: bool, shown: bool) -> list[Finding]:
@@ -143,31 +151,33 @@ def _examine_disk(settings: Settings, *, quick: bool, shown: bool) -> list[Findi
     return findings
 
 
-def _examine_machine(settings: Settings) -> tuple[list[Finding], tuple[Examined, Fit] | None]:
-    """Check the machine and the model, whose weights count towards the memory needed.
+def _examine_machine(settings: Settings) -> tuple[list[Finding], tuple[Checked, ...]]:
+    """Check the machine and the models, whose weights count towards the memory needed.
 
-    Returns the findings, and the examined model with its capacity, or None without a model.
+    Returns the findings, and the examined models.
     """
     try:
         host = machine.host()
     except ImportError as error:
         remedy = "reinstall mlxcache: pip install --force-reinstall mlxcache"
-        return [Finding("MLX", "fail", f"cannot be imported: {error}", remedy)], None
-    of_model, model = _examine_model(settings, host)
-    weights, whose = 0, "the model's"
-    if model is not None:
-        weights = model[0].info.weights_bytes
-        whose = f"the model's {format_size(weights)} of"
+        return [Finding("MLX", "fail", f"cannot be imported: {error}", remedy)], ()
+    of_models, models = _examine_models(settings, host)
+    weights, beside = 0, "in addition to the model's weights"
+    if len(settings.entries) > 1:
+        beside = "for all models and their weights"
+    elif models:
+        weights = models[0].found.info.weights_bytes
+        beside = f"in addition to the model's {format_size(weights)} of weights"
     ram = _ram_budget(settings, host, weights)
     findings = (
         machine.examine_system(host),
-        *of_model,
-        machine.examine_memory(host, ram, weights, whose),
+        *of_models,
+        machine.examine_memory(host, ram, weights, beside),
         machine.examine_metal(host, ram, weights),
         *mac.examine_mac(host.chip, host.macos, keep_awake=settings.keep_awake),
         machine.examine_blas(host),
     )
-    return [one for one in findings if one is not None], model
+    return [one for one in findings if one is not None], models
 
 
 def _ram_budget(settings: Settings, host: machine.Host, weights: int) -> int:
@@ -179,25 +189,55 @@ def _ram_budget(settings: Settings, host: machine.Host, weights: int) -> int:
     )
 
 
-def _examine_model(
+def _examine_models(
     settings: Settings, host: machine.Host
-) -> tuple[list[Finding], tuple[Examined, Fit] | None]:
-    """Examine the model that the settings name; of several, the default one.
+) -> tuple[list[Finding], tuple[Checked, ...]]:
+    """Examine the models that the settings name.
 
-    Returns findings, and the examined model with its capacity. If the settings name no model,
-    returns no findings and None; if it cannot be examined, one failed finding and None.
+    Returns findings, and the examined models. The findings of each of several begin with its name.
     """
-    settings = settings.for_request(None)
     if settings.model is None:
-        return [], None
+        return [], ()
+    from mlxcache.cli.doctor.several import examine_together  # noqa: PLC0415 - imports mlx-lm
+
+    findings, models = [], []
+    several = len(settings.entries) > 1
+    shared = _ram_budget(settings, host, 0) if several else None
+    for entry in settings.entries:
+        found, model = _examine_model(settings.for_model(entry), host, shared)
+        label = f"{entry.label}: " if several else ""
+        findings += [replace(one, value=f"{label}{one.value}") for one in found]
+        models += [model] if model is not None else []
+    if shared is not None and models:
+        findings.append(examine_together(models, shared))
+    return findings, tuple(models)
+
+
+def _examine_model(
+    settings: Settings, host: machine.Host, shared: int | None
+) -> tuple[list[Finding], Checked | None]:
+    """Examine the one model that the settings name.
+
+    `shared`: bytes of the budget of several models, None if it is the only one. Returns findings,
+    and the examined model; if it cannot be examined, one failed finding and None.
+    """
     # Here and not above: mlx-lm takes seconds to import.
     from mlxcache.cache.capacity import fit  # noqa: PLC0415
-    from mlxcache.cli.doctor.model import TOKENS, examine_fit, examine_sampling  # noqa: PLC0415
+    from mlxcache.cli.doctor.model import (  # noqa: PLC0415
+        TOKENS,
+        examine_fit,
+        examine_sampling,
+    )
+    from mlxcache.cli.doctor.several import Checked, examine_adapter  # noqa: PLC0415
     from mlxcache.model.examine import examine  # noqa: PLC0415
+    from mlxcache.model.hub import here  # noqa: PLC0415
+    from mlxcache.model.library import check  # noqa: PLC0415
     from mlxcache.model.load import ModelSpec  # noqa: PLC0415
 
+    entry = settings.entries[0]
+    assert entry.model is not None
     spec = ModelSpec(
-        settings.model,
+        entry.model,
         adapter=settings.adapter,
         trust_remote_code=settings.trust_remote_code,
         context=settings.context,
@@ -205,17 +245,27 @@ def _examine_model(
     )
     try:
         model = examine(spec, settings.kv_bits)
+        if (path := here(entry.model)) is not None:
+            check(path, entry.model)
     except ModelError as error:
         return [Finding("model", "fail", str(error))], None
+    weights = model.info.weights_bytes
+    ram = _ram_budget(settings, host, weights) if shared is None else max(0, shared - weights)
     fits = fit(
         model.layout,
-        ram=_ram_budget(settings, host, model.info.weights_bytes),
+        ram=ram,
         disk=disk_limit(settings.disk, settings.cache_dir / "store"),
         tokens=sorted({min(n, model.info.context_length) for n in TOKENS}),
     )
     used = not settings.no_generation_config
-    findings = [*examine_fit(model, fits), *examine_sampling(model.info, used=used)]
-    return findings, (model, fits)
+    findings = [
+        *examine_fit(model, fits),
+        *examine_adapter(entry),
+        *examine_sampling(model.info, used=used),
+    ]
+    if path is None:
+        findings.append(Finding("files", "ok", "not on this machine yet, downloaded when needed"))
+    return findings, Checked(entry, model, fits)
 
 
 def print_findings(console: Console, findings: Sequence[Finding]) -> None:

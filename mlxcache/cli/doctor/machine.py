@@ -119,15 +119,15 @@ def examine_system(host: Host) -> Finding:
     return Finding("machine", "ok", value)
 
 
-def examine_memory(host: Host, ram: int, weights: int, whose: str) -> Finding:
+def examine_memory(host: Host, ram: int, weights: int, beside: str) -> Finding:
     """Check that the memory for the weights and the budget is available now.
 
-    `ram` and `weights` are in bytes. `whose` precedes "weights" in the printed text, such as "the
-    model's 8 GB of".
+    `ram` and `weights` are in bytes. `beside` says in the printed text what the budget is for, such
+    as "in addition to the model's 8 GB of weights".
     """
     value = (
         f"{format_size(host.total)}, {format_size(host.available)} of it available; "
-        f"--ram is {format_size(ram)} in addition to {whose} weights"
+        f"--ram is {format_size(ram)} {beside}"
     )
     figures = {
         "total_bytes": host.total,

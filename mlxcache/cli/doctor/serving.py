@@ -6,11 +6,13 @@ from typing import Any
 
 import httpx
 
+from mlxcache.cli import show
 from mlxcache.cli.doctor.finding import Finding
 from mlxcache.cli.listen import IN_USE, CannotListen, PortTaken, listen
 from mlxcache.cli.own_command import own_command
-from mlxcache.cli.remote import proxied
+from mlxcache.cli.remote import Remote, proxied
 from mlxcache.config import Settings
+from mlxcache.errors import MlxcacheError
 from mlxcache.store.lock import servers
 
 HEALTH_S = 2.0
@@ -38,12 +40,13 @@ def examine_servers(settings: Settings, url: str) -> list[Finding]:
     """Check the health of the servers that use the cache folder, and of the one at `url`."""
     known = [one.url for one in servers(settings.cache_dir)]
     urls = known if url in known else [*known, url]
-    found = [_server(one, named=one in known) for one in urls]
+    key = next(iter(settings.api_key), None)
+    found = [_server(one, key, named=one in known) for one in urls]
     shown = [one for one in found if one is not None]
     return shown or [Finding("server", "ok", f"none runs: start one with {own_command()} serve")]
 
 
-def _server(url: str, *, named: bool) -> Finding | None:
+def _server(url: str, key: str | None, *, named: bool) -> Finding | None:
     try:
         response = httpx.get(f"{url}/health", timeout=HEALTH_S, trust_env=proxied(url))
     except httpx.HTTPError as error:
@@ -62,4 +65,16 @@ def _server(url: str, *, named: bool) -> Finding | None:
     if response.status_code != httpx.codes.OK:
         remedy = "see its log; the status is 503 while the model loads"
         return Finding("server", "warn", value, remedy)
+    models = _models(url, key)
+    if len(models) > 1:
+        states = (f"{one['id']} ({show.model_state(one)})" for one in models)
+        value = f"{url} serves {', '.join(states)}"
     return Finding("server", "ok", value)
+
+
+def _models(url: str, key: str | None) -> list[dict[str, Any]]:
+    """Return the models of the server at `url`; none if it requires another key."""
+    try:
+        return Remote(url, key).models()
+    except MlxcacheError:
+        return []
