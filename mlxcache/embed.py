@@ -38,9 +38,11 @@ from mlxcache.wire.reply import gather_reply
 from mlxcache.wire.titles import title_from_messages
 
 if TYPE_CHECKING:
+    from mlxcache.engine.engine import Engine
     from mlxcache.engine.stream import Stream
     from mlxcache.remote.objects import Objects
     from mlxcache.sessions.book import SessionBook
+    from mlxcache.sessions.books import SessionBooks
 
 URL = "http://127.0.0.1:0"
 """Address in the folder's lock file for a process that uses the folder but serves no requests."""
@@ -74,30 +76,16 @@ class Model:
     """
 
     def __init__(self, model: str | None = None, **settings: Any):
-        unknown = sorted(set(settings) - set(SETTINGS))
-        if unknown:
-            raise ConfigError(f"unknown setting {unknown[0]!r}; expected {', '.join(SETTINGS)}")
-        no_file = {"MLXCACHE_CONFIG": os.devnull}
-        wanted = load_settings({"model": model, **settings}, no_file)
-        if wanted.disk != "off":
-            require_local(wanted.cache_dir)
-        folder = prepare_cache_dir(wanted.cache_dir)
-        self.settings: Settings = replace(wanted, cache_dir=folder)
+        self.settings: Settings = _read_settings({"model": model, **settings})
         # mlx_lm and its HTTP client for downloads are loaded with the first model, not on import
         from mlxcache.engine.engine import Engine  # noqa: PLC0415
 
-        self._remote: Objects | None = None
-        if self.settings.remote is not None:
-            from mlxcache.remote.objects import open_configured  # noqa: PLC0415
-
-            self._remote = open_configured(self.settings)
+        self._remote = _open_remote(self.settings)
         self._engine = Engine(self.settings, remote=self._remote)
-        self._folder_lock = ExitStack()
+        self._folder = _Folder(self.settings)
 
     async def __aenter__(self) -> Self:
-        name = self.settings.model or "the demo"
-        if self.settings.disk != "off":
-            self._folder_lock.enter_context(serving(self.settings.cache_dir, URL, name))
+        self._folder.enter()
         try:
             await self._engine.start()
         except BaseException:
@@ -110,7 +98,7 @@ class Model:
 
     async def close(self) -> None:
         """Cancel running replies, write computed KV to disk, and unload the model. Idempotent."""
-        with self._folder_lock:
+        with self._folder.lock:
             await self._engine.stop()
             if self._remote is not None:
                 self._remote.close()
@@ -138,19 +126,7 @@ class Model:
         self, messages: Sequence[Mapping[str, Any]], *, session: str | None = None, **fields: Any
     ) -> Reply:
         """Generate a whole reply. Takes the arguments of `stream` and raises its errors."""
-        async with await self.stream(messages, session=session, **fields) as stream:
-            whole = await gather_reply(stream)
-        last = whole.last
-        return Reply(
-            whole.text,
-            whole.thinking,
-            tuple(whole.calls),
-            last.reason,
-            last.prompt_tokens,
-            last.cached_tokens,
-            last.restored_tokens,
-            last.generated_tokens,
-        )
+        return await _whole(await self.stream(messages, session=session, **fields))
 
     async def stream(
         self, messages: Sequence[Mapping[str, Any]], *, session: str | None = None, **fields: Any
@@ -163,33 +139,188 @@ class Model:
 
         Raises BadRequest for an invalid or unsupported field, and Busy if the queue is full.
         """
-        raw = msgspec.json.encode({"messages": messages, **fields})
-        body = decode(ChatRequest, raw)
-        check_supported(body)
-        if read_choices(body) > 1:
-            raise Unsupported("Only `n`: 1 is supported: submit several requests.", param="n")
-        chat = to_chat(body, images=self.info.has_images)
-        form = read_format(body)
-        use = read_tool_use(body, chat.tools)
-        prompt = await self._engine.render(chat, session=session, stop=read_stop_strings(body))
-        return await self._engine.submit(
-            Job(
-                id=f"req_{secrets.token_hex(12)}",
-                prompt=prompt,
-                sampling=to_sampling(body),
-                max_tokens=read_max_tokens(body, self.settings.max_tokens),
-                stop=read_stop_strings(body),
-                tools=use.tools,
-                tool_choice=use.choice,
-                thinking_budget=read_thinking_budget(body, takes_effort=self.info.takes_effort),
-                parallel_tools=use.parallel,
-                format=form,
-                session=session,
-                client="mlxcache.embed",
-                title=title_from_messages(chat.messages),
-                api="embed",
-            )
+        _ = self.info
+        return await _stream(self._engine, messages, session, fields)
+
+
+class Models:
+    """Several models in this process, under one memory budget. Use from one event loop only.
+
+    `models` are folders or Hub ids, the first of which is the default; without them, `settings` has
+    `models`, a mapping from names to the keys of [models.NAME] in config.toml. The other settings
+    and the errors are those of `Model`. Entering loads the default model. Another one is loaded by
+    the first call that names it, and unloaded when others need its memory.
+    """
+
+    def __init__(self, *models: str, **settings: Any):
+        self.settings: Settings = _read_settings({"model": models or None, **settings})
+        from mlxcache.engine.models import Models as Engines  # noqa: PLC0415 - as in `Model`
+
+        self._remote = _open_remote(self.settings)
+        self._engines = Engines(self.settings, remote=self._remote)
+        self._folder = _Folder(self.settings)
+
+    async def __aenter__(self) -> Self:
+        self._folder.enter()
+        try:
+            await self._engines.start()
+        except BaseException:
+            await self.close()
+            raise
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Cancel running replies, write computed KV to disk, unload all models. Idempotent."""
+        with self._folder.lock:
+            await self._engines.stop()
+            if self._remote is not None:
+                self._remote.close()
+
+    def describe(self) -> list[dict[str, Any]]:
+        """Return the state of each model, the default one first: `models` of `GET /v1/cache`."""
+        return self._engines.describe()
+
+    @property
+    def sessions(self) -> SessionBooks:
+        """Sessions of all models, each of which is changed in its own model; see `Model`."""
+        return self._engines.sessions
+
+    def figures(self) -> dict[str, Any]:
+        """Return the figures of all models together: the body of `GET /v1/cache`."""
+        return self._engines.figures()
+
+    async def load(self, model: str) -> None:
+        """Load a model ahead of its first call. Raises NotFound, and ModelError if that fails."""
+        engine = await self._engines.of(self._engines.named(model).label)
+        await engine.load_weights()
+
+    async def unload(self, model: str) -> None:
+        """Drop a model's weights from memory; the next call for it reads them again.
+
+        Its KV stays warm on disk. Raises NotFound, and Busy while replies of it are computed.
+        """
+        if (engine := self._engines.named(model)).state == "ready":
+            await engine.unload_weights()
+
+    async def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        model: str | None = None,
+        session: str | None = None,
+        **fields: Any,
+    ) -> Reply:
+        """Generate a whole reply. Takes the arguments of `stream` and raises its errors."""
+        return await _whole(await self.stream(messages, model=model, session=session, **fields))
+
+    async def stream(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        model: str | None = None,
+        session: str | None = None,
+        **fields: Any,
+    ) -> Stream:
+        """Generate a reply of one of the models as a stream of events; see `Model.stream`.
+
+        `model` is chosen as by a server: a name, id, alias or a name that `route` matches; None and
+        other names are the default model. Loads the model if needed. Raises ModelError if that
+        fails.
+        """
+        return await _stream(await self._engines.of(model), messages, session, fields)
+
+
+class _Folder:
+    """The cache folder of a process, which is in use inside `lock`."""
+
+    def __init__(self, settings: Settings):
+        self.lock = ExitStack()
+        self._settings = settings
+
+    def enter(self) -> None:
+        """Note the process as a user of the folder, if it has a disk tier. Raises InUse."""
+        settings = self._settings
+        name = settings.model or "the demo"
+        if settings.disk != "off":
+            used = [one.model for one in settings.entries if one.model is not None]
+            self.lock.enter_context(serving(settings.cache_dir, URL, name, used))
+
+
+def _read_settings(given: Mapping[str, Any]) -> Settings:
+    """Return the settings `given` by their keys in config.toml. Raises ConfigError."""
+    unknown = sorted(set(given) - set(SETTINGS))
+    if unknown:
+        raise ConfigError(f"unknown setting {unknown[0]!r}; expected {', '.join(SETTINGS)}")
+    wanted = load_settings(given, {"MLXCACHE_CONFIG": os.devnull})
+    if wanted.disk != "off":
+        require_local(wanted.cache_dir)
+    return replace(wanted, cache_dir=prepare_cache_dir(wanted.cache_dir))
+
+
+def _open_remote(settings: Settings) -> Objects | None:
+    """Open the storage that is shared with other servers; None without the setting `remote`."""
+    if settings.remote is None:
+        return None
+    from mlxcache.remote.objects import open_configured  # noqa: PLC0415 - few programs use it
+
+    return open_configured(settings)
+
+
+async def _whole(stream: Stream) -> Reply:
+    async with stream:
+        whole = await gather_reply(stream)
+    last = whole.last
+    return Reply(
+        whole.text,
+        whole.thinking,
+        tuple(whole.calls),
+        last.reason,
+        last.prompt_tokens,
+        last.cached_tokens,
+        last.restored_tokens,
+        last.generated_tokens,
+    )
+
+
+async def _stream(
+    engine: Engine,
+    messages: Sequence[Mapping[str, Any]],
+    session: str | None,
+    fields: Mapping[str, Any],
+) -> Stream:
+    """Queue a chat for `engine` and return its stream; see `Model.stream`."""
+    raw = msgspec.json.encode({"messages": messages, **fields})
+    body = decode(ChatRequest, raw)
+    check_supported(body)
+    if read_choices(body) > 1:
+        raise Unsupported("Only `n`: 1 is supported: submit several requests.", param="n")
+    info = engine.info
+    chat = to_chat(body, images=info is not None and info.has_images)
+    form = read_format(body)
+    use = read_tool_use(body, chat.tools)
+    prompt = await engine.render(chat, session=session, stop=read_stop_strings(body))
+    takes_effort = info is not None and info.takes_effort
+    return await engine.submit(
+        Job(
+            id=f"req_{secrets.token_hex(12)}",
+            prompt=prompt,
+            sampling=to_sampling(body),
+            max_tokens=read_max_tokens(body, engine.settings.max_tokens),
+            stop=read_stop_strings(body),
+            tools=use.tools,
+            tool_choice=use.choice,
+            thinking_budget=read_thinking_budget(body, takes_effort=takes_effort),
+            parallel_tools=use.parallel,
+            format=form,
+            session=session,
+            client="mlxcache.embed",
+            title=title_from_messages(chat.messages),
+            api="embed",
         )
+    )
 
 
-__all__ = ["Model", "Reply"]
+__all__ = ["Model", "Models", "Reply"]

@@ -5,13 +5,15 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from mlxcache.embed import Model
+from mlxcache.embed import Model, Models
 from mlxcache.errors import BadRequest, ConfigError, NotFound
 from mlxcache.store.lock import InUse, exclusive_lock
 from mlxcache.types import Finished
+from tests.conftest import ToyMaker
 
 HELLO = [{"role": "user", "content": "Say something about a cache. " * 20}]
 
@@ -82,3 +84,28 @@ async def test_turns_are_warm_cancelled_ones_are_kept_and_the_folder_is_held(
     with exclusive_lock(folder):
         pass
     await model.close()  # a second time
+
+
+async def test_several_models_share_a_process(toy: ToyMaker, tmp_path: Path) -> None:
+    """Named as in a server's settings; each has its own sessions, and is warm after an unload."""
+    tables = {
+        "large": {"path": str(toy("llama")), "aliases": ["big"]},
+        "small": {"path": str(toy("qwen3_5"))},
+    }
+    more: dict[str, Any] = {"ram": "200MB", "cache_dir": str(tmp_path / "cache")}
+    routes = {"claude-haiku-*": "small"}
+    fields: dict[str, Any] = {"max_tokens": 8, "temperature": 0, "session": "one"}
+    async with Models(models=tables, route=routes, **more) as models:
+        assert [one["state"] for one in models.describe()] == ["loaded", "never"]
+        replies = {name: await models.chat(HELLO, model=name, **fields) for name in tables}
+        assert replies["large"].text != replies["small"].text
+        await models.unload("small")
+        again = await models.chat(HELLO, model="claude-haiku-9", **fields)
+        assert again.text == replies["small"].text
+        assert again.cached_tokens > again.prompt_tokens - 64
+        named = {one.session.model: one.session.turns for one in await models.sessions.list()}
+        assert named == {"large": 1, "small": 2}
+        assert models.figures()["requests"]["total"] == 3
+        await models.load("big")
+        with pytest.raises(NotFound, match="large, small"):
+            await models.load("tiny")

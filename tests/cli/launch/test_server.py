@@ -152,6 +152,13 @@ def test_another_server_on_the_port_is_used_if_no_model_was_given(
     assert (here / "output").read_text().strip() == url
 
 
+RECORDER = """#!/bin/sh
+[ "$1" = --version ] && echo 1.0.0 && exit
+printenv > "$FAKE_OUTPUT"
+exit 7
+"""
+"""A client that records its environment."""
+
 MODELS: tuple[dict[str, Any], ...] = (
     {"id": "large", "context_length": 9000, "aliases": ["big"], "display_name": "org/large"},
     {"id": "small", "context_length": 5000, "aliases": ["quick"], "display_name": "org/small"},
@@ -162,7 +169,7 @@ MODELS: tuple[dict[str, Any], ...] = (
 @pytest.fixture
 def several(here: Path) -> Iterator[Other]:
     """A running server with three models, one of which was never loaded."""
-    (here / "bin" / "claude").write_text('#!/bin/sh\nprintenv > "$FAKE_OUTPUT"; exit 7\n')
+    (here / "bin" / "claude").write_text(RECORDER)
     (here / "bin" / "opencode").symlink_to("claude")
     with Other(0, *MODELS) as server:
         yield server
