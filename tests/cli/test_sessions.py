@@ -162,7 +162,7 @@ def test_a_session_is_found_by_the_end_of_its_label() -> None:
     labels = ("a1b2c3d4-50242adf", "other-50242adf", "other-1234567z", None)
     sessions = [
         {"id": f"ses_{at}", "name": "1234567z" if label is None else None, "title": None,
-         "label": label} for at, label in enumerate(labels)
+         "label": label, "model": "m"} for at, label in enumerate(labels)
     ]  # fmt: skip
     assert find_session(sessions, "4-50242adf") == "ses_0"
     assert find_session(sessions[:1], "50242adf") == "ses_0"
@@ -171,6 +171,9 @@ def test_a_session_is_found_by_the_end_of_its_label() -> None:
     assert find_session([*sessions, forked], "56789abc") == forked["id"]
     with pytest.raises(NotFound, match="several sessions: ses_0, ses_1"):
         find_session(sessions, "50242adf")
+    of_two = [sessions[0], {**sessions[1], "model": "other"}]
+    with pytest.raises(NotFound, match=r"several sessions: ses_0 \(m\), ses_1 \(other\)"):
+        find_session(of_two, "50242adf")
     with pytest.raises(NotFound, match="No session has"):
         find_session(sessions, "0242adf")
 

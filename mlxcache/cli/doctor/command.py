@@ -244,9 +244,9 @@ def _examine_model(
         draft=settings.draft_model,
     )
     try:
-        model = examine(spec, settings.kv_bits)
         if (path := here(entry.model)) is not None:
             check(path, entry.model)
+        model = examine(spec, settings.kv_bits)
     except ModelError as error:
         return [Finding("model", "fail", str(error))], None
     weights = model.info.weights_bytes
