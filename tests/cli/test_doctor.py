@@ -484,10 +484,13 @@ def test_each_of_several_models_is_examined(
 @pytest.mark.parametrize(
     ("ram", "told"),
     [
-        (80 * GB, "all 3 models, 32 GB of weights, fit --ram, 80 GB, at once"),
-        (40 * GB, "2 of 3 models fit --ram, 40 GB, at once: big and tuned; big and small; tuned"),
-        (18 * GB, "one model fits --ram, 18 GB, at once: small. The others are unloaded meanwhile"),
-        (4 * GB, "no model fits --ram, 4 GB"),
+        (80 * GB, "all 3 models, 32 GB of weights, fit --ram (80 GB) at once"),
+        (40 * GB, "2 of 3 models fit --ram (40 GB) at once: big and tuned; big and small; tuned"),
+        (
+            18 * GB,
+            "one model at a time fits --ram (18 GB): small. The others are unloaded meanwhile",
+        ),
+        (4 * GB, "no model fits --ram (4 GB)"),
     ],
 )
 def test_models_that_fit_together_are_named(toy: Any, ram: int, told: str) -> None:

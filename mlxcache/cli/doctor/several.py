@@ -70,17 +70,19 @@ def examine_together(models: Sequence[Checked], budget: int) -> Finding:
         "weights_bytes": _weights(models),
         "together": [[one.entry.label for one in chosen] for chosen in sets],
     }
-    size, ram = format_size(_weights(models)), f"--ram, {format_size(budget)}"
+    size, ram = format_size(_weights(models)), f"--ram ({format_size(budget)})"
     if not sets:
         remedy = "raise --ram, or serve smaller models"
         return Finding("together", "warn", f"no model fits {ram}", remedy, figures)
     if len(sets[0]) == len(models):
-        value = f"all {len(models)} models, {size} of weights, fit {ram}, at once"
+        value = f"all {len(models)} models, {size} of weights, fit {ram} at once"
         return Finding("together", "ok", value, figures=figures)
     named = "; ".join(" and ".join(one.entry.label for one in each) for each in sets[:_MOST_SETS])
     more = f"; and {len(sets) - _MOST_SETS} more" if len(sets) > _MOST_SETS else ""
-    many = f"{len(sets[0])} of {len(models)} models fit" if len(sets[0]) > 1 else "one model fits"
-    value = f"{many} {ram}, at once: {named}{more}. The others are unloaded meanwhile"
+    many = f"{len(sets[0])} of {len(models)} models fit {ram} at once"
+    if len(sets[0]) == 1:
+        many = f"one model at a time fits {ram}"
+    value = f"{many}: {named}{more}. The others are unloaded meanwhile"
     return Finding("together", "ok", value, figures=figures)
 
 
