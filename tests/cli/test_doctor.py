@@ -488,7 +488,7 @@ def test_each_of_several_models_is_examined(
         (40 * GB, "2 of 3 models fit --ram (40 GB) at once: big and tuned; big and small; tuned"),
         (
             18 * GB,
-            "one model at a time fits --ram (18 GB): small. The others are unloaded meanwhile",
+            "one model at a time fits --ram (18 GB): small. The others are",
         ),
         (4 * GB, "no model fits --ram (4 GB)"),
     ],
