@@ -30,8 +30,8 @@ from mlxcache.types import (
     ToolCall,
 )
 
-Step = Event | MlxcacheError | RuntimeError | float
-"""An event to yield, an error to raise, or seconds to wait."""
+Step = Event | MlxcacheError | RuntimeError | float | asyncio.Event
+"""An event to yield, an error to raise, or seconds to wait; until it is set, for an asyncio one."""
 
 INFO = ModelInfo(
     id="org/model-4bit",
@@ -104,6 +104,8 @@ class FakeStream:
                 return
             if isinstance(step, float):
                 await self._sleep(step)
+            elif isinstance(step, asyncio.Event):
+                await step.wait()
             elif isinstance(step, Exception):
                 self._done = True
                 self.record.status = "failed"

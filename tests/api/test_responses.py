@@ -13,6 +13,7 @@ import pydantic
 import pytest
 from openai.types.responses import Response, ResponseStreamEvent
 
+from mlxcache.api import responses
 from mlxcache.api.http import ApiSettings
 from mlxcache.api.responses import with_silences
 from mlxcache.errors import ContextLengthExceeded, DiskFull, GenerationFailed, NotReady
@@ -278,15 +279,26 @@ class TestFailures:
 class TestSilence:
     @pytest.fixture
     def settings(self) -> ApiSettings:
-        return ApiSettings(ping_seconds=0.1)
+        return ApiSettings(ping_seconds=0.05)
 
     async def test_a_long_silence_has_numbered_events(
-        self, client: httpx.AsyncClient, engine: FakeEngine
+        self, client: httpx.AsyncClient, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
     ) -> None:
+        """The model says nothing until three of them were sent."""
         progress, text, end = reply("Hi")
-        engine.script = [progress, 0.35, text, end]
-        events = await stream(client)
-        kinds = [event["type"] for event in events]
+        over = asyncio.Event()
+
+        async def counted(events: Any, seconds: float) -> Any:
+            silences = 0
+            async for event in with_silences(events, seconds):
+                yield event
+                silences += event is None
+                if silences == 3:
+                    over.set()
+
+        monkeypatch.setattr(responses, "with_silences", counted)
+        engine.script = [progress, over, text, end]
+        kinds = [event["type"] for event in await stream(client)]
         before = kinds.index("response.output_item.added")
         assert kinds[:before].count("response.in_progress") >= 3
 

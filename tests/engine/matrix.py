@@ -6,23 +6,26 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
-from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
 
 from mlxcache.cache.disk import DiskTier
 from mlxcache.cache.kv_cache import KVCache
 from mlxcache.cache.restore import MIN_GAIN, MIN_UNKNOWN
+from mlxcache.cache.shared_ram import SharedRam
 from mlxcache.engine.decoder import Drawn
+from mlxcache.engine.residency import Residency, Resident
+from mlxcache.engine.rounds import Rounds
 from mlxcache.engine.task import Output, Task
-from mlxcache.model.load import ModelSpec
-from mlxcache.model.resident_weights import Weights
+from mlxcache.model.base_weights import BaseUse
+from mlxcache.model.load import Loaded, ModelSpec, load
+from mlxcache.model.resident_weights import Weights, is_resident
 from mlxcache.prompt.marks import MARK_DISTANCE
-from mlxcache.tree.budget import Budget
+from mlxcache.tree.budget import Budget, SharedBudget
 from mlxcache.types import TokenLogprob
 from tests.rounding import rounding
 from tests.scheduled import Bench, admitted
@@ -39,8 +42,14 @@ GENERATION, END = [5, 6, 7], [8, 9]
 Logprobs = npt.NDArray[np.float32]
 
 Switches = Literal["none", "kept", "cleared"]
-"""Before each request, the weights are dropped and read again. The KV stays in RAM, or is cleared
-from it once it is on disk."""
+"""What another model, which answers a request before each one, does to the model.
+
+`kept`: the memory holds the weights of one of them; the model's KV stays in RAM. `cleared`: the
+model is unloaded for being idle, and its KV leaves RAM once it is on disk.
+"""
+
+ELSEWHERE = tuple(range(20, 32))
+"""The prompt of the other model."""
 
 
 def text(seed: int, length: int) -> list[int]:
@@ -148,18 +157,57 @@ class Ledger:
 
 
 class Family(Bench):
-    """A toy's bench that keeps each token's log-probabilities, and knows the cold ones."""
+    """A toy's bench that keeps each token's log-probabilities, and knows the cold ones.
 
-    def __init__(self, name: str, path: Path, switches: Switches = "none"):
-        super().__init__(path, ram=RAM)
-        assert self.loaded is not None
+    With `switches`, it takes turns with the model in `other`.
+    """
+
+    def __init__(
+        self, name: str, path: Path, switches: Switches = "none", other: Path | None = None
+    ):
         self.name = name
         self.switches = switches
-        self.weights = Weights(self.loaded, ModelSpec(str(path)))
-        self.ledger = Ledger(self.kv.layout.opaque)
+        residency = Residency()
+        self.weights, loaded = opened(residency, name, path)
+        self.other: Bench | None = None
+        super().__init__(path, ram=RAM, loaded=loaded)
+        self.rounds = Rounds(residency)
+        self.thread = self.rounds.thread
+        if other is not None:
+            self.other = self._add_other(residency, other)
         self.said: dict[str, list[Logprobs]] = {}
         self.known: dict[tuple[int, ...], Logprobs] = {}
         self.disks: list[DiskTier] = []
+        self.fresh()
+
+    def _add_other(self, residency: Residency, path: Path) -> Bench:
+        """Add another model, which is not in memory, and whose first reply is `expected`."""
+        weights, loaded = opened(residency, "other", path)
+        if self.switches == "kept":
+            budget = SharedBudget(max(weights.nbytes, self.weights.nbytes))
+            residency.share(SharedRam(budget, residency.free_idle))
+        other = Bench(path, ram=RAM, loaded=loaded)
+        other.rounds, other.thread = self.rounds, self.thread
+        other.use(other.kv)
+        self.expected = other.cold(ELSEWHERE, 2)
+        self._reside(other, weights)
+        assert residency.unload(other.scheduler)
+        return other
+
+    def _reside(self, bench: Bench, weights: Weights) -> Resident:
+        """Let the thread decide when `weights`, which are in memory, are dropped and read again."""
+        idle_s = 0.0 if self.switches == "cleared" else None
+        resident = Resident(weights.use.name, weights, bench.scheduler, reserved={}, idle_s=idle_s)
+        self.rounds.residency.add(resident)
+        return resident
+
+    def use(self, cache: KVCache, *args: Any, **kwargs: Any) -> None:
+        """Start again with `cache` and all weights."""
+        super().use(cache, *args, **kwargs)
+        if not self.weights.resident:
+            assert self.other is None or self.rounds.residency.unload(self.other.scheduler)
+            list(self.weights.read())
+        self.resident = self._reside(self, self.weights)
 
     def fresh(self) -> None:
         """Nothing is cached, and nothing was asked."""
@@ -174,17 +222,16 @@ class Family(Bench):
         return disk
 
     def switch(self) -> None:
-        """Let another model have the memory for a while, unless requests run."""
-        if self.switches == "none" or self.scheduler.active:
+        """Let another model have the memory and answer a request, unless requests wait or run."""
+        if self.other is None or not self.scheduler.idle:
             return
+        former = self.resident.unloads
         if self.switches == "cleared":
-            assert self.kv.disk is not None
-            settled(self.kv.disk)
-            self.kv.ram.clear()
-        self.weights.drop()
-        assert not any(array.size for _, array in tree_flatten(self.model.parameters()))
-        for _ in self.weights.read():
-            pass
+            while self.resident.state == "loaded" or self.kv.tree.tokens:
+                self.tick()
+        assert self.other.ask(ELSEWHERE, tokens=2).out == self.expected
+        assert self.resident.unloads == former + 1
+        assert not is_resident(self.model)
 
     def close(self) -> None:
         """Let go of the disks."""
@@ -257,6 +304,13 @@ class Family(Bench):
                 mx.eval(rows[-1])
             self.known[key] = np.array(mx.concatenate(rows)[len(ids) - 1 :])
         return self.known[key]
+
+
+def opened(residency: Residency, name: str, path: Path) -> tuple[Weights, Loaded]:
+    """Load a model whose weights `residency` may drop later."""
+    use, spec = BaseUse(residency.account.bases, name), ModelSpec(str(path))
+    loaded = load(spec, use=use)
+    return Weights(loaded, spec, use), loaded
 
 
 def conversation(family: Family, turns: int) -> Talk:

@@ -9,7 +9,7 @@ from typing import get_args
 import pytest
 
 from mlxcache.engine.lanes import Lane
-from tests.conftest import QUICK
+from tests.conftest import QUICK, ToyMaker
 from tests.engine.matrix import (
     GENERATION,
     HEAD,
@@ -20,7 +20,7 @@ from tests.engine.matrix import (
     shared,
 )
 from tests.toys.configs import CHUNKED, COMPRESSED, FAMILIES
-from tests.toys.toy import FUSED, make_toy
+from tests.toys.toy import FUSED
 
 LAYERS = {"gemma4": 4, "llama4": 4}
 """Layers of families that need more than two to have each of their kinds."""
@@ -44,11 +44,10 @@ PARAMS = [
 
 
 @pytest.fixture(scope="module", params=PARAMS)
-def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Family:
+def made(request: pytest.FixtureRequest, toy: ToyMaker) -> Family:
     name, mode = request.param
-    path = tmp_path_factory.mktemp(name) / "toy"
-    toy = make_toy(path, name, layers=LAYERS.get(name, 2), window=32, **FUSED)
-    return Family(name, toy, mode)
+    path = toy(name, layers=LAYERS.get(name, 2), window=32, **FUSED)
+    return Family(name, path, mode, other=None if mode == "none" else toy("llama", layers=2))
 
 
 @pytest.fixture
