@@ -159,11 +159,17 @@ class Ledger:
 class Family(Bench):
     """A toy's bench that keeps each token's log-probabilities, and knows the cold ones.
 
-    With `switches`, it takes turns with the model in `other`.
+    With `switches`, it takes turns with the model in `other`. `known`: cold log-probabilities of
+    the model in `path`, to which more are added.
     """
 
     def __init__(
-        self, name: str, path: Path, switches: Switches = "none", other: Path | None = None
+        self,
+        name: str,
+        path: Path,
+        switches: Switches = "none",
+        other: Path | None = None,
+        known: dict[tuple[int, ...], Logprobs] | None = None,
     ):
         self.name = name
         self.switches = switches
@@ -176,7 +182,7 @@ class Family(Bench):
         if other is not None:
             self.other = self._add_other(residency, other)
         self.said: dict[str, list[Logprobs]] = {}
-        self.known: dict[tuple[int, ...], Logprobs] = {}
+        self.known = {} if known is None else known
         self.disks: list[DiskTier] = []
         self.fresh()
 

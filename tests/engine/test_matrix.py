@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import get_args
@@ -14,6 +15,7 @@ from tests.engine.matrix import (
     GENERATION,
     HEAD,
     Family,
+    Logprobs,
     Switches,
     conversation,
     settled,
@@ -38,16 +40,27 @@ PARAMS = [
         id=name if mode == "none" else f"{name}-{mode}",
         marks=[pytest.mark.slow] * ((name, mode) not in QUICK_ONES),
     )
-    for mode in get_args(Switches)
     for name in FAMILIES
+    for mode in get_args(Switches)
 ]
 
 
+@pytest.fixture(scope="module")
+def known() -> dict[str, dict[tuple[int, ...], Logprobs]]:
+    """Cold log-probabilities of each family, which are the same whatever switches."""
+    return defaultdict(dict)
+
+
 @pytest.fixture(scope="module", params=PARAMS)
-def made(request: pytest.FixtureRequest, toy: ToyMaker) -> Family:
+def made(
+    request: pytest.FixtureRequest,
+    toy: ToyMaker,
+    known: dict[str, dict[tuple[int, ...], Logprobs]],
+) -> Family:
     name, mode = request.param
     path = toy(name, layers=LAYERS.get(name, 2), window=32, **FUSED)
-    return Family(name, path, mode, other=None if mode == "none" else toy("llama", layers=2))
+    other = None if mode == "none" else toy("llama", layers=2)
+    return Family(name, path, mode, other, known[name])
 
 
 @pytest.fixture
