@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
@@ -207,9 +208,10 @@ class Family(Bench):
         self.rounds.residency.add(resident)
         return resident
 
-    def use(self, cache: KVCache, *args: Any, **kwargs: Any) -> None:
-        """Start again with `cache` and all weights."""
-        super().use(cache, *args, **kwargs)
+    def use(self, cache: KVCache, clock: object = None, **kwargs: Any) -> None:
+        """Start again with `cache` and all weights. By its clock every pass takes 1 ms."""
+        ticks = itertools.count()
+        super().use(cache, lambda: 1e-3 * next(ticks), **kwargs)
         if not self.weights.resident:
             assert self.other is None or self.rounds.residency.unload(self.other.scheduler)
             list(self.weights.read())

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import get_args
 
 import pytest
 
 from mlxcache.engine.lanes import Lane
-from tests.conftest import QUICK, ToyMaker
+from tests.conftest import ToyMaker
 from tests.engine.matrix import (
     GENERATION,
     HEAD,
@@ -29,21 +29,34 @@ LAYERS = {"gemma4": 4, "llama4": 4}
 """Layers of families that need more than two to have each of their kinds."""
 
 
-QUICK_ONES = {
-    *((name, "none") for name in FAMILIES if name not in COMPRESSED),
-    *((name, "cleared") for name in QUICK),
-}
-"""Pairs of a family and `Switches` that are in the quick suite."""
+def cells(
+    quick: Collection[str], switched: Collection[tuple[str, Switches]] = ()
+) -> pytest.MarkDecorator:
+    """Let a test run on each family with each of `Switches`.
 
-PARAMS = [
-    pytest.param(
-        (name, mode),
-        id=name if mode == "none" else f"{name}-{mode}",
-        marks=[pytest.mark.slow] * ((name, mode) not in QUICK_ONES),
-    )
-    for name in FAMILIES
-    for mode in get_args(Switches)
-]
+    In the quick suite too: without switches the families `quick`, and the pairs `switched`.
+    """
+    also = {*((name, "none") for name in quick), *switched}
+    params = [
+        pytest.param(
+            (name, mode),
+            id=name if mode == "none" else f"{name}-{mode}",
+            marks=[pytest.mark.slow] * ((name, mode) not in also),
+        )
+        for name in FAMILIES
+        for mode in get_args(Switches)
+    ]
+    return pytest.mark.parametrize("made", params, indirect=True, scope="module")
+
+
+often = cells(
+    [name for name in FAMILIES if name not in COMPRESSED],
+    [("llama", "cleared"), ("qwen3_5", "cleared"), ("qwen3_5", "kept")],
+)
+"""For what shows a wrong cache of any kind of layer."""
+
+seldom = cells(["llama", "gemma3", "llama4", "qwen3_5", "mamba"])
+"""For what other families have in common with one of each kind."""
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +65,7 @@ def known() -> dict[str, dict[tuple[int, ...], Logprobs]]:
     return defaultdict(dict)
 
 
-@pytest.fixture(scope="module", params=PARAMS)
+@pytest.fixture(scope="module")
 def made(
     request: pytest.FixtureRequest,
     toy: ToyMaker,
@@ -74,16 +87,19 @@ def family(made: Family, tmp_path: Path) -> Iterator[Family]:
     made.close()
 
 
+@seldom
 def test_the_same_prompt_again(family: Family) -> None:
     talk = conversation(family, 1).asked(20)
     first = family.say(talk)
     assert family.say(talk).out == first.out
 
 
+@seldom
 def test_the_next_turn(family: Family) -> None:
     conversation(family, 3)
 
 
+@seldom
 def test_an_edited_last_message(family: Family) -> None:
     talk = conversation(family, 1).asked(20)
     family.say(talk)
@@ -91,12 +107,14 @@ def test_an_edited_last_message(family: Family) -> None:
     family.say(talk.edited(-1, 22))
 
 
+@seldom
 def test_an_edited_message_in_the_middle(family: Family) -> None:
     talk = conversation(family, 3)
     family.say(talk.edited(2, 21))
     family.say(talk.edited(2, 22))
 
 
+@often
 def test_a_branch_at_any_token(family: Family) -> None:
     """Inside the head, a message and a reply, and one token before the end; twice each."""
     talk = conversation(family, 2)
@@ -105,6 +123,7 @@ def test_a_branch_at_any_token(family: Family) -> None:
             family.say(talk.parted(at, seed))
 
 
+@seldom
 def test_two_branches_in_turn(family: Family) -> None:
     """Each goes on while the other does, as two agents on one prefix."""
     talk = conversation(family, 2)
@@ -114,6 +133,7 @@ def test_two_branches_in_turn(family: Family) -> None:
         other = other.answered(family.say(other)).asked(60 + turn)
 
 
+@seldom
 def test_cancelled_in_prefill(family: Family) -> None:
     """What was computed until then is there for whoever comes next."""
     talk = conversation(family, 1).asked(20, 150).asked(21, 80)
@@ -126,12 +146,13 @@ def test_cancelled_in_prefill(family: Family) -> None:
     family.say(talk)
 
 
+@often
 def test_batched_with_others_of_other_lengths(family: Family) -> None:
     """They start warm, decode as one batch, and each is warm afterwards."""
     talk = conversation(family, 2)
     talks = [talk.asked(70), talk.asked(71, 36), talk.upto(2).asked(72, 70)]
     # replies so long that whoever is restored from disk last meets the others
-    tasks = [family.send(each, tokens=8 * REPLY) for each in talks]
+    tasks = [family.send(each, tokens=3 * REPLY) for each in talks]
     lanes: list[Lane] = []
 
     def noted() -> bool:
@@ -149,6 +170,7 @@ def test_batched_with_others_of_other_lengths(family: Family) -> None:
         family.say(each.answered(task).asked(73))
 
 
+@seldom
 def test_evicted_and_restored_from_disk(family: Family, tmp_path: Path) -> None:
     disk = family.start(tmp_path / "store")
     talk = conversation(family, 3)
@@ -161,6 +183,7 @@ def test_evicted_and_restored_from_disk(family: Family, tmp_path: Path) -> None:
     family.say(talk.asked(20).edited(-1, 21))
 
 
+@often
 def test_restarted(family: Family, tmp_path: Path) -> None:
     """The next turn, an edited message and a branch, each by a new process."""
     disk = family.start(tmp_path / "store")
@@ -176,6 +199,7 @@ def test_restarted(family: Family, tmp_path: Path) -> None:
         assert task.record.restored_tokens == task.record.cached_tokens > 0
 
 
+@seldom
 def test_forked(family: Family) -> None:
     """Two conversations go on from one leaf, and the first goes on where it was."""
     talk = conversation(family, 2)
