@@ -218,19 +218,23 @@ uvicorn.run(create_app(engine), port=int(sys.argv[1]), timeout_graceful_shutdown
 """
 
 
-@BOTH
-def test_sigterm_ends_a_stream_with_an_error_event(path: str, body: Any) -> None:
+def test_sigterm_ends_streams_with_an_error_event() -> None:
+    """One of each API."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
     url = f"http://127.0.0.1:{port}"
     server = subprocess.Popen([sys.executable, "-c", SERVER, str(port)], stderr=subprocess.PIPE)
     try:
         eventually(lambda: reachable(url), 30)
-        with httpx.stream("POST", url + path, json=body | {"stream": True}) as response:
-            lines = response.iter_lines()
-            assert any("Hello" in line for line in lines)
+        with contextlib.ExitStack() as stack:
+            streams = []
+            for path, body in ((CHAT_PATH, CHAT), (MESSAGE_PATH, MESSAGE)):
+                asked = httpx.stream("POST", url + path, json=body | {"stream": True})
+                streams.append(stack.enter_context(asked).iter_lines())
+                assert any("Hello" in line for line in streams[-1])
             server.terminate()
-            assert "the server is stopping" in "".join(lines)
+            for lines in streams:
+                assert "the server is stopping" in "".join(lines)
         _, log = server.communicate(timeout=10)
         assert b"Traceback" not in log
     finally:

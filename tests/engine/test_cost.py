@@ -63,6 +63,8 @@ def test_whether_long_passes_are_slow_is_measured(
 
 
 GPU_ROOM = 1 << 30
+SMALL: dict[str, int] = {"layers": 2, "heads": 2, "kv_heads": 1, "hidden": 32}
+"""Sizes for `toy`: passes of thousands of tokens take real time, too."""
 
 
 def on_gpu(
@@ -75,7 +77,7 @@ def on_gpu(
     most: int = 2048,
 ) -> tuple[Cost, Timed]:
     """The costs of a model on a GPU that takes `seconds` for a pass."""
-    model = Timed(mlx_lm.load(str(toy("llama")))[0], seconds, first)
+    model = Timed(mlx_lm.load(str(toy("llama", **SMALL)))[0], seconds, first)
     monkeypatch.setattr(cost, "time", model)
     return measure(model, kv.survey(model), room, kind="gpu", most=most), model
 
