@@ -14,7 +14,6 @@ from tests.conftest import ToyMaker
 from tests.engine.matrix import (
     GENERATION,
     HEAD,
-    REPLY,
     Family,
     Logprobs,
     Switches,
@@ -151,8 +150,7 @@ def test_batched_with_others_of_other_lengths(family: Family) -> None:
     """They start warm, decode as one batch, and each is warm afterwards."""
     talk = conversation(family, 2)
     talks = [talk.asked(70), talk.asked(71, 36), talk.upto(2).asked(72, 70)]
-    # replies so long that whoever is restored from disk last meets the others
-    tasks = [family.send(each, tokens=3 * REPLY) for each in talks]
+    tasks = [family.send(each) for each in talks]
     lanes: list[Lane] = []
 
     def noted() -> bool:
