@@ -34,6 +34,10 @@ COLDEST = 1e-4
 """Below this temperature tokens are drawn greedily: the odds of two tokens whose
 log-probabilities differ by 0.01 are e^100 to 1, and dividing by less overflows."""
 
+LEAST_TOP_P = 1e-9
+"""With this `top_p` or less the likeliest token alone is drawn. What is 0 as a float32 would
+exclude that one too."""
+
 LEAST_LOGPROB = -9999.0
 """Number sent for minus infinity, which JSON lacks; OpenAI sends the same."""
 
@@ -129,7 +133,7 @@ class _Draw:
         # in half precision the scaled values and the noise are too coarse for fair draws
         logprobs = logprobs.astype(mx.float32)
         if chosen.top_p < 1:
-            logprobs = apply_top_p(logprobs, chosen.top_p)
+            logprobs = apply_top_p(logprobs, max(LEAST_TOP_P, chosen.top_p))
         if chosen.min_p > 0:
             logprobs = apply_min_p(logprobs, chosen.min_p)
         if chosen.xtc_probability > 0:

@@ -225,7 +225,7 @@ def test_sigterm_ends_streams_with_an_error_event() -> None:
     url = f"http://127.0.0.1:{port}"
     server = subprocess.Popen([sys.executable, "-c", SERVER, str(port)], stderr=subprocess.PIPE)
     try:
-        eventually(lambda: reachable(url), 30)
+        eventually(lambda: reachable(url), 90)
         with contextlib.ExitStack() as stack:
             streams = []
             for path, body in ((CHAT_PATH, CHAT), (MESSAGE_PATH, MESSAGE)):

@@ -221,6 +221,8 @@ def test_filters_leave_only_what_they_allow(dtype: mx.Dtype) -> None:
         if (mass := mass + probabilities[token]) >= 0.6:
             break
     assert set(draws(replace(hot, top_p=0.6), 300, values)) == nucleus
+    for least in (1e-9, 1e-46, 5e-324):  # two of them are 0 as float32
+        assert set(draws(replace(hot, top_p=least), 20, values)) == {order[0]}
 
 
 def test_a_top_k_of_the_whole_vocabulary_is_off() -> None:
