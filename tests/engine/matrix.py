@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
@@ -240,6 +241,12 @@ class Family(Bench):
         assert self.other.ask(ELSEWHERE, tokens=2).out == self.expected
         assert self.resident.unloads == former + 1
         assert not is_resident(self.model)
+
+    def await_disk(self, seconds: float) -> None:
+        """Wait until a thread of the disk has something for the next tick, at most so long."""
+        end = time.monotonic() + seconds
+        while not self.thread.has_posted and time.monotonic() < end:
+            time.sleep(0.002)
 
     def close(self) -> None:
         """Let go of the disks."""
