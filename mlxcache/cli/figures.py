@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -75,11 +76,11 @@ _LEGEND = {
     "remote.url": ("URL", "of the shared storage"),
     "remote.sealed": ("sealed", "with --remote-key-file"),
     "remote.state": ("state", "ok, read-only or unavailable"),
-    "remote.since": ("since", "of the state, in seconds since 1970"),
+    "remote.since": ("since", "of the state"),
     "remote.errors": ("errors", "operations that failed"),
     "remote.damaged_objects": ("damaged objects", "read and not used"),
-    "remote.upload_bytes_per_s": ("upload bandwidth", "bytes per second, measured"),
-    "remote.download_bytes_per_s": ("download bandwidth", "bytes per second, measured"),
+    "remote.upload_bytes_per_s": ("upload bandwidth", "of recent transfers"),
+    "remote.download_bytes_per_s": ("download bandwidth", "of recent transfers"),
     "sessions": ("sessions", "named conversations"),
     "tree_tokens": ("tokens", "held, each shared prefix once"),
     "segments": ("segments", "runs of tokens between branches"),
@@ -213,6 +214,10 @@ def _format_value(path: str, value: Any) -> str:
         return "-"
     if isinstance(value, bool) or not isinstance(value, int | float):
         return str(value)
+    if path.endswith("_bytes_per_s"):
+        return f"{format_size(int(value))}/s"
+    if path == "remote.since":
+        return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(value))
     if path.endswith(("_bytes", "per_token", "per_cached_token")) or ".kinds." in path:
         return format_size(int(value))
     return show.format_duration(value) if path.endswith("seconds") else f"{value:,}"

@@ -109,6 +109,10 @@ class Figures:
             "uploaded_bytes": self.up.bytes,
             "downloaded_objects": self.down.objects,
             "downloaded_bytes": self.down.bytes,
-            "upload_bytes_per_s": self.up.rate,
-            "download_bytes_per_s": self.down.rate,
+            "upload_bytes_per_s": _rounded(self.up.rate),
+            "download_bytes_per_s": _rounded(self.down.rate),
         }
+
+
+def _rounded(rate: float | None) -> int | None:
+    return None if rate is None else round(rate)

@@ -168,7 +168,7 @@ class Objects:
             "sealed": self._form.key_id is not None,
             "state": state,
             "reason": reason,
-            "since": self._since,
+            "since": round(self._since, 3),
             "errors": self._reading.errors + self._writing.errors,
             **self._figures.as_dict(),
         }
@@ -286,8 +286,14 @@ class Objects:
         seconds = self._limits.operation_s + len(wrapped) / self._limits.least_up
         async with self._large:
             with self._figures.up.transfer() as moved:
-                await self._timed(self._writing, self._storage.put(stored, wrapped), seconds)
+                await self._timed(self._writing, self._write(stored, wrapped), seconds)
                 moved.add(len(wrapped))
+
+    async def _write(self, stored: str, wrapped: bytes) -> None:
+        """Write an object, unless it would go beside a share that is no longer mounted."""
+        if self._storage.is_folder and await self._storage.head(MARKER) is None:
+            raise _unmounted()
+        await self._storage.put(stored, wrapped)
 
     async def _list(self, prefix: str, limit: int) -> Names:
         async def listed() -> Names:
@@ -337,9 +343,9 @@ class Objects:
 
     def _record(self, breaker: Breaker, failure: Failure) -> None:
         """Record the failure of an operation; begin to probe if it opened a breaker."""
+        if failure.gone:  # while nothing is read, nothing is written either
+            breaker = self._reading
         breaker.fail(str(failure), grave=failure.grave)
-        if failure.gone and breaker is not self._reading:
-            self._reading.fail(str(failure), grave=True)
         self._announce()
         if (self._reading.is_open or self._writing.is_open) and self._probing is None:
             self._probing = self._loop.create_task(self._probe())
@@ -365,14 +371,16 @@ class Objects:
     async def _check_marker(self, *, probe: bool) -> None:
         """Compare the marker with this server's key; write it if it is absent. Raises Failure."""
         found = await self._timed(
-            self._reading, self._read_marker(), own_deadline=True, probe=probe
+            self._reading, self._read_marker(probe=probe), own_deadline=True, probe=probe
         )
         if found is None and not self._writing.is_open:
             await self._write_marker(probe=False)
 
-    async def _read_marker(self) -> bytearray | None:
+    async def _read_marker(self, *, probe: bool) -> bytearray | None:
         """Return the marker, None if it is absent. Raises Failure, WrongKey and TimeoutError."""
         found = await self._read(MARKER)
+        if found is None and probe and self._storage.is_folder:
+            raise _unmounted()
         if found is not None and (wrong := wrong_key(found, self._form.key_id)):
             raise WrongKey(wrong)
         return found
@@ -402,6 +410,12 @@ class Objects:
         if self._reading.is_open:
             return "unavailable", self._reading.reason
         return ("read-only" if self._writing.is_open else "ok"), self._writing.reason
+
+
+def _unmounted() -> Failure:
+    """Return the failure of a folder without the marker, which it had at the start."""
+    reason = f"its folder has no {MARKER} now: it is not mounted, or was emptied"
+    return Failure(reason, grave=True, gone=True)
 
 
 async def _all(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:

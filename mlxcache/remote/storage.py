@@ -59,6 +59,11 @@ class Storage:
         except (exceptions.BaseError, ValueError) as error:
             raise ConfigError(f"--remote {url}: {_first_line(error)}") from error
 
+    @property
+    def is_folder(self) -> bool:
+        """Whether this is a folder, which may be a share that is unmounted at any time."""
+        return self.url.scheme == "file"
+
     async def head(self, path: str) -> int | None:
         """Return the size of an object in bytes, or None if it is absent."""
         try:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import time
+from pathlib import Path
+
 import pytest
 
-from mlxcache.remote.objects import Objects, open_remote
+from mlxcache.errors import RemoteUnavailable
+from mlxcache.remote.objects import Limits, Objects, open_remote
 
 KEY = b"0123456789abcdef" * 2
 
@@ -21,8 +25,10 @@ def objects(tmp_path, key):
     opened.close()
 
 
-def stored(folder) -> list[str]:
-    return sorted(str(one.relative_to(folder)) for one in folder.rglob("*") if one.is_file())
+def stored_files(folder: Path) -> list[Path]:
+    """The files of objects, without the marker."""
+    files = sorted(one for one in folder.rglob("*") if one.is_file())
+    return [one for one in files if one.name != "mlxcache.json"]
 
 
 def test_an_object_is_read_as_it_was_written(objects: Objects):
@@ -58,3 +64,80 @@ def test_a_deleted_object_is_absent(objects: Objects):
     objects.delete("v1/s/run/g")
     objects.delete("v1/s/run/g")
     assert objects.head("v1/s/run/g") is None
+
+
+def test_a_share_that_is_unmounted_is_not_made_anew(tmp_path, key):
+    """What is written beside it would be on the wrong disk; it is used again once it is back."""
+    share, away = tmp_path / "share", tmp_path / "away"
+    share.mkdir()
+    opened = open_remote(f"file://{share}", key=key, limits=Limits(probe_s=0.02))
+    opened.put("v1/s/run/g", b"x")
+    share.rename(away)
+    with pytest.raises(RemoteUnavailable, match="not mounted"):
+        opened.put("v1/s/run/h", b"x")
+    assert not opened.available
+    time.sleep(0.2)  # probes
+    assert not opened.available
+    assert not share.exists()
+    away.rename(share)
+    until = time.monotonic() + 5
+    while not opened.writable:
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    opened.put("v1/s/run/h", b"x")
+    assert opened.get("v1/s/run/g") == b"x"
+    opened.close()
+
+
+def test_a_name_is_made_of_parts(objects: Objects):
+    """None leads out of the folder, or is a temporary file of the storage's."""
+    for name in (
+        "",
+        "/v1/a",
+        "v1//a",
+        "v1/../a",
+        "v1/a/",
+        "v1/.a",
+        "v1/a#1",
+        "v1/a b",
+        "v1/\u00e9",
+    ):
+        with pytest.raises(ValueError, match="name of an object"):
+            objects.put(name, b"")
+
+
+def test_a_sealed_object_belongs_to_its_name(tmp_path):
+    """A copy under another name is damaged, and so is a shorter one, in both forms."""
+    for name, key in (("plain", None), ("sealed", KEY)):
+        folder = tmp_path / name
+        folder.mkdir()
+        opened = open_remote(f"file://{folder}", key=key)
+        opened.put("v1/a", b"content of a")
+        opened.put("v1/b", b"content of b")
+        one, other = (path for path in stored_files(folder))
+        one.write_bytes(other.read_bytes())
+        assert sorted([opened.get("v1/a"), opened.get("v1/b")], key=str).count(None) == 1
+        other.write_bytes(other.read_bytes()[:20])
+        assert [opened.get("v1/a"), opened.get("v1/b")] == [None, None]
+        opened.close()
+
+
+def test_each_writing_of_a_name_has_a_nonce_of_its_own(tmp_path):
+    """The same content never gives the same bytes."""
+    opened = open_remote(f"file://{tmp_path}", key=KEY)
+    seen = set()
+    for _ in range(50):
+        opened.put("v1/a", b"the same")
+        (path,) = stored_files(tmp_path)
+        seen.add(path.read_bytes())
+    opened.close()
+    assert len(seen) == 50
+
+
+def test_a_closed_remote_is_unavailable(objects: Objects):
+    """Closing again is no error."""
+    objects.close()
+    objects.close()
+    assert not objects.available
+    with pytest.raises(RemoteUnavailable, match="closed"):
+        objects.head("v1/a")
