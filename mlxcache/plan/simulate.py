@@ -160,6 +160,19 @@ class _Arrivals:
             self._open(at + PAUSE_S, turns)
 
 
+@dataclass(slots=True, eq=False)
+class _Reply:
+    """A reply in progress. `left_s`: seconds that it would still take alone."""
+
+    left_s: float
+    running: Running
+    rest: Iterator[Request]
+
+    def advance(self, seconds: float) -> None:
+        """Let `seconds` of its time pass."""
+        self.left_s = max(0.0, self.left_s - seconds)
+
+
 class Simulation:
     """One run of a trace on one server.
 
@@ -181,8 +194,7 @@ class Simulation:
         self._on_request = on_request
         self._now = 0.0
         self._cache = PlannedCache(layout, memory, lambda: self._now, speed.growth)
-        self._decoding: list[tuple[float, int, Running, Iterator[Request]]] = []
-        self._serial = count()
+        self._replies: list[_Reply] = []
         self._served: list[Served] = []
         self._order: list[Request] = []
         self._refused = 0
@@ -195,56 +207,76 @@ class Simulation:
     def run(self, trace: Trace, users: int | None = None) -> Outcome:
         """Play `trace`, once, and return what came of it. `users`: see `_Arrivals`; blocks."""
         arrivals = _Arrivals(trace, users)
-        free_at, began = 0.0, arrivals.next_at
+        began = self._now = arrivals.next_at
         try:
-            while arrivals.next_at < float("inf") or self._decoding:
-                due = max(arrivals.next_at, free_at)
-                full = len(self._decoding) >= self._at_once
-                if self._decoding and (full or self._decoding[0][0] <= due):
+            while arrivals.next_at < float("inf") or self._replies:
+                due = max(arrivals.next_at, self._now)
+                full = len(self._replies) >= self._at_once
+                if self._replies and (full or self._now + self._until_end() <= due):
                     self._end_one(arrivals)
                     continue
-                at, rest, request = arrivals.take()
-                self._now = max(self._now, at, free_at)
-                free_at = self._start(at, rest, request, arrivals)
+                self._pass(due - self._now)
+                self._start(*arrivals.take(), arrivals)
                 self._on_request(len(self._served) + self._refused)
         finally:
             self._cache.close()
-        span_s = max(self._now, free_at) - began if self._served else 0.0
+        span_s = self._now - began if self._served else 0.0
         written = self._cache.disk.written if self._cache.disk is not None else 0
         return Outcome(self._served, self._order, self._refused, span_s, written)
 
     def _start(
         self, at: float, rest: Iterator[Request], request: Request, arrivals: _Arrivals
-    ) -> float:
-        """Feed one prompt; return the time at which the thread is free for the next."""
+    ) -> None:
+        """Feed one prompt, and begin its reply."""
         running = self._cache.start(request)
-        while running is None and self._decoding:
+        while running is None and self._replies:
             self._end_one(arrivals)  # it holds memory that the prompt needs
             running = self._cache.start(request)
         if running is None:
             self._refused += 1
             arrivals.ended(self._now, rest)
-            return self._now
+            return
         reuse, speed, generated = running.reuse, self._speed, request.reply_tokens
-        restore = speed.restore_s(reuse, self._layout.bytes_per_token)
-        prefill = speed.prefill_s(reuse.cached, reuse.prompt)
-        shared = 2.0 if self._decoding else 1.0
-        first = self._now + restore + prefill * shared
-        beside = len(self._decoding) + 1
+        busy = speed.restore_s(reuse, self._layout.bytes_per_token)
+        busy += speed.prefill_s(reuse.cached, reuse.prompt)
+        self._feed(busy, arrivals)
+        waited = self._now + speed.decode_s(1) - at
         decode = speed.decode_s(generated)
-        for number, (end, *others) in enumerate(self._decoding):
-            self._decoding[number] = (end + prefill, *others)  # type: ignore[assignment]
         # without speeds, requests take as long as they did where they were recorded
-        end = first + decode * beside if speed.times else self._now + request.took
-        heapq.heappush(self._decoding, (end, next(self._serial), running, rest))
-        waited = first + speed.decode_s(1) - at
-        self._served.append(Served(at, reuse, generated, waited, restore + prefill + decode))
+        self._replies.append(_Reply(decode if speed.times else request.took, running, rest))
+        self._served.append(Served(at, reuse, generated, waited, busy + decode))
         self._order.append(request)
-        return first
+
+    def _feed(self, seconds: float, arrivals: _Arrivals) -> None:
+        """Let the thread feed a prompt, for half of its time while replies decode beside it."""
+        while self._replies and seconds > 0:
+            step = min(2 * seconds, self._until_end(share=0.5))
+            self._pass(step, share=0.5)
+            seconds -= step / 2
+            if self._until_end() <= 0:
+                self._end_one(arrivals)
+        self._now += max(0.0, seconds)
+
+    def _each(self, share: float) -> float:
+        """Return the share of its own speed that each reply has."""
+        return share / len(self._replies) if self._speed.times else 1.0
+
+    def _until_end(self, share: float = 1.0) -> float:
+        """Return the seconds until the first reply ends. `share`: of the thread for replies."""
+        return min(one.left_s for one in self._replies) / self._each(share)
+
+    def _pass(self, seconds: float, share: float = 1.0) -> None:
+        """Let time pass, in which replies are decoded."""
+        self._now += seconds
+        if self._replies:
+            each = seconds * self._each(share)
+            for one in self._replies:
+                one.advance(each)
 
     def _end_one(self, arrivals: _Arrivals) -> None:
-        """End the reply that ends first."""
-        end, _, running, rest = heapq.heappop(self._decoding)
-        self._now = max(self._now, end)
-        self._cache.end(running)
-        arrivals.ended(self._now, rest)
+        """Let time pass until the first reply ends, and end it."""
+        first = min(self._replies, key=lambda one: one.left_s)
+        self._pass(self._until_end())
+        self._replies.remove(first)
+        self._cache.end(first.running)
+        arrivals.ended(self._now, first.rest)
