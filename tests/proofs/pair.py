@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mlxcache.bench.client import Client, Reply
+from mlxcache.bench.client import Client, Refused, Reply
 from mlxcache.bench.process import Launch
 from mlxcache.bench.text import Filler
 from tests.proofs import models
@@ -111,13 +111,18 @@ class Conversation:
     said: list[Said] = field(default_factory=list)
 
     def ask(self, client: Client, tokens: int, reply_tokens: int) -> Reply:
-        """Send a message of `tokens` tokens, or the last one again. Blocks. Raises Refused."""
+        """Send a message of `tokens` tokens, or the last one again. Blocks. Raises Refused.
+
+        A reply without its counts, which come last, was cut off, and is not noted.
+        """
         if len(self.messages) % 2 == 0:
             text = self.filler.text(tokens, f"{self.name}/{len(self.said)}")
             self.messages.append({"role": "user", "content": text})
         own = Client(client.port, self.model, client.timeout)
         reply = own.chat(self.messages, reply_tokens)
-        self.said.append(Said(tuple(self.messages), reply.text, reply.prompt_tokens or 0))
+        if reply.prompt_tokens is None:
+            raise Refused(0, "the connection ended within a reply")
+        self.said.append(Said(tuple(self.messages), reply.text, reply.prompt_tokens))
         self.messages.append({"role": "assistant", "content": reply.text})
         self.tokens = reply.conversation_tokens
         return reply

@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from mlxcache.bench.client import Reply
+from mlxcache.bench.client import Client, Refused, Reply
+from mlxcache.bench.text import Filler
+from tests.conftest import ToyMaker
 from tests.proofs.pair import NEW, Conversation, Said, excess, wrong_texts
 from tests.proofs.switch_crash import DROPPED, FIRST, MOMENTS, READING, WRITING, Proof, struck
 
@@ -44,6 +46,26 @@ def test_tokens_fed_besides_new_ones_are_counted() -> None:
     assert excess(reply, 1000 - 100) == 0
     assert excess(reply, 1000 - 30) == 70 > NEW
     assert reply.conversation_tokens == 1003
+
+
+def test_a_reply_that_was_cut_off_is_no_turn(
+    toy: ToyMaker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has no counts. The same message is sent again."""
+    replies = iter(
+        [
+            Reply("ab", 0.1, 0.1, 0.1, None, None, 2, None),
+            Reply("abc", 0.1, 0.1, 0.1, 30, 0, 3, None),
+        ]
+    )
+    monkeypatch.setattr(Client, "chat", lambda *_: next(replies))
+    talk = Conversation("one", Filler(toy("llama")), "one 1")
+    with pytest.raises(Refused):
+        talk.ask(Client(1, ""), 20, 3)
+    asked = list(talk.messages)
+    talk.ask(Client(1, ""), 20, 3)
+    assert talk.messages == [*asked, {"role": "assistant", "content": "abc"}]
+    assert [one.prompt_tokens for one in talk.said] == [30]
 
 
 @pytest.mark.slow
