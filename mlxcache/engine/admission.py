@@ -172,7 +172,9 @@ class Admission:
         lease = kv.acquire(task.ids, task.limit, planned=planned, hints=hints, evict=evict)
         if lease is None and alone and not kv.writing:
             kv.end_pressure()
-            lease = self._acquire_last(task, planned, hints)
+            # first without evicting everything, which would evict the task's own prefix too
+            lease = kv.acquire(task.ids, task.limit, planned=planned, hints=hints)
+            lease = lease or self._acquire_last(task, planned, hints)
         if lease is None:
             return False
         if lease.awaiting_state and task.lookup and lease.cached < task.lookup.known:

@@ -146,6 +146,18 @@ def test_a_request_that_needs_it_has_it(toy_paths: dict[str, Path]) -> None:
     assert bench.ask(ids, tokens=6).out == bench.cold(ids, 6)
 
 
+def test_a_request_that_needs_it_keeps_its_own_prefix(toy_paths: dict[str, Path]) -> None:
+    """Memory that was withheld is used before KV is evicted."""
+    bench = Bench(toy_paths["llama"])
+    ids = np.random.default_rng(9).integers(10, 400, 900).tolist()
+    bench.ask(ids[:300], tokens=2)
+    bench.kv.ram.withhold(bench.kv.budget.free)
+    assert bench.kv.budget.free == 0
+    task = bench.ask(ids, tokens=4)
+    assert task.record.cached_tokens >= 300
+    assert task.out == bench.cold(ids, 4)
+
+
 @pytest.mark.parametrize("family", ["llama", "qwen3_5"])
 def test_buffers_are_bounded_as_bytes_are(toy_paths: dict[str, Path], family: str) -> None:
     bench = Bench(toy_paths[family])

@@ -143,12 +143,17 @@ def read_beside(played: Played, count: Count) -> int | None:
     return max(known) if known else None
 
 
-def twenty_switches(folder: Path, weights_bytes: int, switches: int) -> list[Check]:
-    """Play switches under a budget that holds one model, and check all bounds."""
+def twenty_switches(
+    folder: Path, weights_bytes: int, switches: int, kv_part: float = KV_PART
+) -> list[Check]:
+    """Play switches under a budget that holds one model, and check all bounds.
+
+    `kv_part`: the budget besides the weights of one model, as a part of these.
+    """
     empty = empty_bytes(folder)
     paths = make_pair(folder, FAMILIES, weights_bytes, KV_HEADS)
     size = max(weights_of(path) for path in paths.values())
-    ram = int((1 + KV_PART) * size)
+    ram = int((1 + kv_part) * size)
     launch, talks = launch_of(paths, folder, "--ram", str(ram)), make_talks(paths)
     with running(launch, paths["one"], folder, START_S) as server:
         base = _base(server, empty)

@@ -36,7 +36,7 @@ def test_a_process_is_sampled_many_times_a_second() -> None:
 
 @pytest.mark.slow
 def test_switches_between_small_models_keep_all_bounds(tmp_path: Path) -> None:
-    checks = twenty_switches(tmp_path, 100_000_000, 4)
+    checks = twenty_switches(tmp_path, 200_000_000, 4, 0.7)
     assert [one for one in checks if not one.ok and not one.name.startswith(TOO_SMALL)] == []
     assert len(checks) >= 8
 
