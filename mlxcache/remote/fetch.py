@@ -121,6 +121,7 @@ class Fetcher:
         self._objects, self._store, self._shape = objects, store, shape
         self._seconds, self._names, self._counts = seconds, names, counts
         self._pool, self._clock = pool, clock
+        self._last_warning = ""
 
     def wanted(self, ids: Tokens, known: int, found: Found) -> bool:
         """Return whether to look up a prompt in the remote. Does not block.
@@ -321,8 +322,11 @@ class Fetcher:
             ids = lookup.chain.ids[: run.stop]
             self._store.write_run(ids, run.start, run.tensors, run.late)
         except (StoreError, ValueError) as error:
-            log.warning("KV fetched from the remote was not saved: %s", error)
+            if str(error) != self._last_warning:
+                log.warning("KV fetched from the remote was not saved: %s", error)
+            self._last_warning = str(error)
             return False
+        self._last_warning = ""
         return True
 
     def _read(self, lookup: _Lookup, ends: Sequence[int]) -> Iterator[tuple[int, bytes]]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Annotated
 
 import msgspec
@@ -78,7 +79,8 @@ class SharedSessions:
         if self._found.get(name) is not None or not self._objects.available:
             return
         self._found.put(name, (None,))
-        self._submit(lambda: self._read(name))
+        with suppress(RuntimeError):  # the server is stopping
+            self._submit(lambda: self._read(name))
 
     def _read(self, name: str) -> None:
         try:

@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from threading import BoundedSemaphore
 from typing import Any
 
 from mlxcache.errors import StoreError
@@ -60,12 +61,15 @@ class RemoteTier:
         names = KnownNames()
         self._reading = ThreadPoolExecutor(2 * PARALLEL, thread_name_prefix="mlxcache-fetch")
         self._lookups = ThreadPoolExecutor(LOOKUPS, thread_name_prefix="mlxcache-lookup")
+        self._places = BoundedSemaphore(LOOKUPS)
+        # apart, because no request waits for it
+        self._behind = ThreadPoolExecutor(1, thread_name_prefix="mlxcache-session")
         self.fetcher = Fetcher(
             objects, store, shape, seconds, names=names, counts=counts, pool=self._reading
         )
         self.uploader = Uploader(objects, store, shape, names, counts)
         self.sessions = SharedSessions(
-            objects, self.uploader, counts, store.namespace, self._submit
+            objects, self.uploader, counts, store.namespace, self._behind.submit
         )
         self._replies = SharedReplies(objects, self.uploader, counts, store.namespace, vocab_size)
 
@@ -83,9 +87,10 @@ class RemoteTier:
 
         `known`: leading tokens that can be reused from RAM. `found`: the part on disk. Returns
         False if nothing is looked up. Otherwise `then()` is called on another thread at the end,
-        whether something was fetched or not. `dropped()`: see `Fetcher.fetch`.
+        whether something was fetched or not. Too many lookups at once are not made, so that none
+        waits for another. `dropped()`: see `Fetcher.fetch`.
         """
-        if not self.fetcher.wanted(ids, known, found):
+        if not self.fetcher.wanted(ids, known, found) or not self._places.acquire(blocking=False):
             return False
         began = time.monotonic()
 
@@ -97,15 +102,12 @@ class RemoteTier:
             except Exception:
                 log.exception("lookup in the remote failed for a prompt of %d tokens", len(ids))
             finally:
+                self._places.release()
                 then()
 
-        return self._submit(run)
-
-    def _submit(self, action: Callable[[], None]) -> bool:
-        """Run `action` on a thread that may wait for the remote; return False at the end."""
         try:
-            self._lookups.submit(action)
-        except RuntimeError:  # it was shut down
+            self._lookups.submit(run)
+        except RuntimeError:  # the server is stopping
             return False
         return True
 
@@ -141,6 +143,7 @@ class RemoteTier:
     def close(self, seconds: float = CLOSE_S) -> None:
         """End all threads, after uploading what waits, for at most `seconds`. Blocks."""
         self._lookups.shutdown(wait=False, cancel_futures=True)
+        self._behind.shutdown(wait=False, cancel_futures=True)
         self._reading.shutdown(wait=False, cancel_futures=True)
         if self._objects.writable:
             self.uploader.wait(seconds)

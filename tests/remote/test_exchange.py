@@ -14,6 +14,7 @@ import pytest
 from mlxcache.errors import RemoteUnavailable
 from mlxcache.remote import grid
 from mlxcache.remote.objects import Objects, open_remote
+from mlxcache.remote.tier import LOOKUPS
 from tests.remote.servers import CELL, server
 from tests.store.content import assert_right, branch, kv, tokens
 
@@ -233,3 +234,22 @@ def test_an_end_waits_for_no_remote(tmp_path: Path, remote: Objects):
         one.tier.share(ids)
         began = time.monotonic()
     assert time.monotonic() - began < 3
+
+
+def test_no_lookup_waits_for_another(tmp_path: Path, remote: Objects):
+    """Those beyond the threads for them are not made."""
+    ids = tokens(1000)
+    slow: Any = Slow(remote, 1.0)
+    with server(tmp_path / "b", slow) as other:
+        found = other.store.find(ids)
+        ended: list[float] = []
+        began = time.monotonic()
+        for _ in range(LOOKUPS + 3):
+            other.tier.look_up(
+                ids, 0, found, lambda: ended.append(time.monotonic() - began), lambda: False
+            )
+        while len(ended) < LOOKUPS:
+            assert time.monotonic() - began < 5
+            time.sleep(0.02)
+        assert len(ended) == LOOKUPS
+        assert max(ended) < 0.1 * 1000 * 0.01 + 0.3

@@ -116,7 +116,7 @@ def test_a_session_is_the_same_on_both_servers(tmp_path: Path, remote: Objects):
         assert one.tier.uploader.wait(10)
         for owner in ("me", "you"):
             other.tier.sessions.look_up(owner, ASKED)
-        other.tier._lookups.shutdown()
+        other.tier._behind.shutdown()
         assert other.tier.sessions.find("you", ASKED) is None
         origin = other.tier.sessions.find("me", ASKED)
         assert origin == Origin(id, "mine", 1000.0)

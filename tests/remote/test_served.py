@@ -1,0 +1,75 @@
+"""Two servers as users start them, with a shared folder as their remote."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.served import Served, served
+
+LONG = "A line of a file that an agent has read. " * 400
+
+
+def waits(server: Served) -> bool:
+    """Whether something is not on disk or not in the remote yet."""
+    cache = httpx.get(f"{server.url}/v1/cache").json()
+    return bool(cache["pending_bytes"] or cache["remote"]["exchange"]["waiting"])
+
+
+def shared(server: Served) -> None:
+    """Wait until all is in the remote."""
+    end, still = time.monotonic() + 60, 0
+    while still < 5:
+        assert time.monotonic() < end
+        still = 0 if waits(server) else still + 1
+        time.sleep(0.2)
+
+
+def ask(server: Served, messages: list[dict[str, Any]]) -> tuple[int, int]:
+    """A turn: its new message's and the fed tokens; the reply is appended."""
+    body = {"messages": messages, "max_tokens": 24, "temperature": 0}
+    answer = httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=120).json()
+    messages.append(answer["choices"][0]["message"])
+    usage = answer["usage"]
+    cached = usage["prompt_tokens_details"]["cached_tokens"]
+    return usage["prompt_tokens"], usage["prompt_tokens"] - cached
+
+
+@pytest.mark.slow
+def test_a_conversation_alternates_between_two_servers(toy_llama: Path, tmp_path: Path):
+    """Each turn feeds what is new; the figures show what came from the other server."""
+    share = tmp_path / "share"
+    share.mkdir()
+    common = ("--model", str(toy_llama), "--ram", "300MB", "--remote", f"file://{share}")
+    with (
+        served(*common, "--cache-dir", str(tmp_path / "a"), home=tmp_path) as one,
+        served(*common, "--cache-dir", str(tmp_path / "b"), home=tmp_path) as other,
+    ):
+        messages: list[dict[str, Any]] = [{"role": "user", "content": LONG}]
+        fed = []
+        for n in range(6):
+            server = (one, other)[n % 2]
+            fed.append(ask(server, messages)[1])
+            shared(server)
+            messages.append({"role": "user", "content": f"Go on with number {n}, please."})
+        assert fed[0] > 1000
+        assert max(fed[1:]) <= 64 + 30
+        remote = httpx.get(f"{other.url}/v1/cache").json()["remote"]
+        assert remote["exchange"]["fetched_tokens"] > 1000
+
+
+@pytest.mark.slow
+def test_without_a_remote_nothing_of_it_is_loaded():
+    """Neither its modules nor its libraries."""
+    code = (
+        "import sys, mlxcache.api.app, mlxcache.cli.serve, mlxcache.engine.models\n"
+        "wrong = ('mlxcache.remote', 'obstore', 'cryptography')\n"
+        "sys.exit(any(name.startswith(wrong) for name in sys.modules))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
