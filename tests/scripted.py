@@ -29,7 +29,8 @@ import mlx.core as mx
 from mlxcache.engine import engine
 from mlxcache.engine.runtime import ModelRuntime
 from mlxcache.engine.task import Output, Task
-from tests.served import Served, served
+from tests.forked import served
+from tests.served import Served
 
 Line = tuple[str, str]
 

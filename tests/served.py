@@ -9,9 +9,10 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import IO, Any, Protocol
 
 READY_SECONDS = 90.0
 COMMAND = ("mlxcache.cli.main",)
@@ -27,6 +28,36 @@ def default_signals() -> None:
         signal.signal(number, signal.SIG_DFL)
 
 
+class Process(Protocol):
+    """What `Served` needs of a `subprocess.Popen`."""
+
+    pid: int
+    returncode: Any
+
+    @property
+    def stdout(self) -> IO[str] | None: ...
+    def poll(self) -> int | None: ...
+    def wait(self, timeout: float | None = None) -> int: ...
+    def send_signal(self, number: int, /) -> None: ...
+    def terminate(self) -> None: ...
+    def kill(self) -> None: ...
+
+
+Start = Callable[[Sequence[str], dict[str, str]], Process]
+"""Starts a Python module with its arguments, in an environment."""
+
+
+def started(command: Sequence[str], environ: dict[str, str]) -> Process:
+    """Start a Python module with its arguments, as a user would."""
+    return subprocess.Popen(
+        [sys.executable, "-m", *command],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=environ,
+    )
+
+
 class Served:
     """A process of `mlxcache serve`. `lines`: its output so far. `home`: its HOME."""
 
@@ -36,16 +67,14 @@ class Served:
         home: Path,
         environ: dict[str, str],
         command: tuple[str, ...] = COMMAND,
+        start: Start = started,
     ):
         kept = {k: v for k, v in os.environ.items() if not k.startswith(("MLXCACHE_", "XDG_"))}
         self.home = home
         self.lines: list[str] = []
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", *command, "serve", "--port", "0", *arguments],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            env=kept | {"HOME": str(home), "PYTHONUNBUFFERED": "1"} | environ,
+        self.process = start(
+            [*command, "serve", "--port", "0", *arguments],
+            kept | {"HOME": str(home), "PYTHONUNBUFFERED": "1"} | environ,
         )
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
@@ -97,7 +126,20 @@ def served(
     command: tuple[str, ...] = COMMAND,
 ) -> Iterator[Served]:
     """Start a server on a free port, and kill it at the end if it still runs."""
-    server = Served(arguments, home, environ or {}, command)
+    with served_by(started, arguments, home, environ or {}, command) as server:
+        yield server
+
+
+@contextmanager
+def served_by(
+    start: Start,
+    arguments: tuple[str, ...],
+    home: Path,
+    environ: dict[str, str],
+    command: tuple[str, ...],
+) -> Iterator[Served]:
+    """`served`, with a process of `start`."""
+    server = Served(arguments, home, environ, command, start)
     try:
         yield server
     finally:

@@ -22,7 +22,8 @@ from mlxcache.cli import confirm
 from mlxcache.cli.main import app
 from mlxcache.cli.models import complete_downloaded
 from tests.fake_hub import MODEL, FakeHub
-from tests.served import Served, served
+from tests.forked import served
+from tests.served import Served
 
 DOWNLOADED = ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
 

@@ -26,7 +26,8 @@ from mlxcache.cli.sessions import find_session
 from mlxcache.cli.target import find_server
 from mlxcache.errors import ConfigError, NotFound
 from mlxcache.store.lock import serving
-from tests.served import Served, served
+from tests.forked import served
+from tests.served import Served
 
 NOWHERE = "http://127.0.0.1:9"
 Run = Callable[..., Result]

@@ -10,7 +10,8 @@ import pytest
 
 from tests.conftest import ToyMaker
 from tests.docs import shell
-from tests.served import Served, served
+from tests.forked import served
+from tests.served import Served
 
 
 @pytest.fixture(scope="session")

@@ -15,7 +15,8 @@ from tests.conftest import ToyMaker
 from tests.docs.blocks import ROOT, for_server
 from tests.docs.clients import CLIENTS
 from tests.docs.test_shapes import send
-from tests.served import Served, served
+from tests.forked import served
+from tests.served import Served
 
 EXAMPLES = ROOT / "examples"
 CACHED = re.compile(r"(\d+) of (\d+) prompt tokens cached")

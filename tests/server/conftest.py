@@ -12,7 +12,7 @@ import openai
 import pytest
 
 from tests.conftest import ToyMaker
-from tests.served import served
+from tests.forked import served
 from tests.server.api import Api
 
 Start = Callable[..., Api]

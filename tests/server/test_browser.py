@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.conftest import ToyMaker
-from tests.served import served
+from tests.forked import served
 from tests.server.api import CHAT, COUNT, MESSAGES, Api, user
 from tests.server.browser import EVIL, Browser, browsing, installed, pages
 

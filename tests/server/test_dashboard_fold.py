@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.conftest import ToyMaker
-from tests.served import served
+from tests.forked import served
 from tests.server.api import Api, until, user, words
 from tests.server.browser import browsing, installed
 from tests.server.dashboard import Page

@@ -12,7 +12,7 @@ import pytest
 from mlxcache.cli.show import format_duration
 from mlxcache.config import format_size
 from tests.conftest import ToyMaker
-from tests.served import served
+from tests.forked import served
 from tests.server.api import Api, until, user, words
 from tests.server.browser import Browser, browsing, installed
 from tests.server.dashboard import Page

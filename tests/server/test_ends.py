@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from tests.conftest import ToyMaker
-from tests.served import served
+from tests.forked import served
 from tests.server.api import CHAT, MESSAGES, Api, request, user, words
 
 

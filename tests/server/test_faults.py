@@ -14,7 +14,7 @@ import pytest
 
 from tests.conftest import ToyMaker
 from tests.faulty import Faults
-from tests.served import served
+from tests.forked import served
 from tests.server.api import CHAT, END_IDS, MESSAGES, Api, until, user, words
 
 TALK = {"temperature": 0, "logit_bias": END_IDS}

@@ -13,7 +13,8 @@ from typer.testing import CliRunner
 
 from mlxcache.cli.main import app
 from tests.conftest import ToyMaker
-from tests.served import Served, served
+from tests.forked import served
+from tests.served import Served
 from tests.server.api import END_IDS, Api, until, user, words
 from tests.small_disk import fill, mount, small_disk
 

@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from tests.conftest import ToyMaker
-from tests.served import served
+from tests.forked import served
 from tests.server.api import Api, until, user
 
 LESS_THAN_A_LOCK_IS_WAITED_FOR = 25.0

@@ -21,7 +21,8 @@ from mlxcache.api.app import create_app
 from mlxcache.api.metrics import FAMILIES, PREFIX
 from mlxcache.config import Settings
 from mlxcache.engine.engine import Engine
-from tests.served import Served, served
+from tests.forked import served
+from tests.served import Served
 from tests.server.agent import Agent
 from tests.server.api import CHAT, Api, until, user, words
 

@@ -18,8 +18,8 @@ import pytest
 from prometheus_client import parser
 
 from tests.conftest import ToyMaker
+from tests.forked import served
 from tests.scripted import scripted
-from tests.served import served
 from tests.server.api import CHAT, MESSAGES, Api, events, until, user, words
 from tests.server.browser import browsing, installed
 from tests.server.dashboard import Page

@@ -17,7 +17,7 @@ from schemathesis.specs.openapi.checks import (
 )
 
 from tests.conftest import ToyMaker
-from tests.served import served
+from tests.forked import served
 from tests.server.api import Api
 
 CASES = 80

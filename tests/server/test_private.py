@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 from tests.conftest import ToyMaker
-from tests.served import Served, served
+from tests.forked import served
+from tests.served import Served
 from tests.server.api import Api, user, words
 
 if os.name != "posix":

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from mlxcache.cli.main import app
 from tests.conftest import ToyMaker
-from tests.served import served
+from tests.forked import served
 from tests.server.api import Api, until, words
 
 TURNS = 20

@@ -13,7 +13,8 @@ import httpx
 import pytest
 
 from tests.conftest import ToyMaker
-from tests.served import Served, served
+from tests.forked import served
+from tests.served import Served
 from tests.server.api import CHAT, Api, events, until, user, words
 
 ALICE, BOB = "alice-key-1a2b", "bob-key-3c4d"

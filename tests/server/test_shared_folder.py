@@ -19,7 +19,7 @@ import pytest
 
 from mlxcache.store.recovery import MISSING_S
 from tests.conftest import ToyMaker
-from tests.served import served
+from tests.forked import served
 from tests.server.api import Api, until, user, words
 
 Begin = Callable[[str, str], Api]

@@ -27,7 +27,8 @@ from mlxcache.cli.main import app
 from mlxcache.cli.own_command import CLONE, own_command
 from mlxcache.errors import ConfigError
 from mlxcache.store.lock import is_running
-from tests.served import Served, served
+from tests.forked import served
+from tests.served import Served
 
 FAKE = """#!/bin/sh
 if [ "$1" = --version ]; then echo "codex-cli ${FAKE_VERSION:-9.9.9}"; exit; fi
