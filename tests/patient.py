@@ -11,5 +11,5 @@ from mlxcache.remote import fetch, tier
 if __name__ == "__main__":
     for name in ("COLD_SHARE", "UNKNOWN_SHARE", "WORTH"):
         setattr(fetch, name, 1000.0)
-    tier.REPLIES_SHARE = 1000.0  # type: ignore[misc]
+    tier.REPLIES_SHARE = 1000.0
     main()

@@ -28,6 +28,7 @@ NOT_RUN = {
     "it installs a service": "its files are there; tests/cli reads them",
     "it changes a service": "its shell code is parsed",
     "it depends on the machine": "its flags are parsed; tests/cli runs the command",
+    "it needs several machines": "its shell code is parsed; tests/server runs the routers",
     "it needs a bucket": "its shell code is parsed; tests/remote use an S3 server",
     "it needs the model's weights": "its flags are parsed",
 }

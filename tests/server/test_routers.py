@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import re
 import shutil
 import signal
@@ -113,7 +114,7 @@ def farm(toy: ToyMaker, tmp_path: Path) -> Iterator[Farm]:
             server = served(*arguments, *more, home=home, command=("tests.patient",))
             servers.append(stack.enter_context(server))
         for one in servers:
-            assert one.url
+            one.wait_for(r"^Address ", 300)
         yield Farm(servers)
         for one in servers:
             if one.process.poll() is None:
@@ -121,9 +122,12 @@ def farm(toy: ToyMaker, tmp_path: Path) -> Iterator[Farm]:
 
 
 def free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return int(one.getsockname()[1])
+    """A free port below those that the system gives to connections."""
+    while True:
+        with socket.socket() as one:
+            number = random.randrange(20_000, 30_000)
+            if one.connect_ex(("127.0.0.1", number)) != 0:
+                return number
 
 
 def configured(path: Path, servers: list[Served], port: int) -> str:
