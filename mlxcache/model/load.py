@@ -212,7 +212,6 @@ def _load_weights(
             use.share(path, model)
         if spec.adapter is not None:
             _add_adapter(model, path, Path(spec.adapter).expanduser())
-        mx.eval(mx.random.state)  # else it refers to the initial values of all layers made so far
         if not lazy:
             mx.eval(model.parameters())
     except (*_FAILURES, SystemExit) as error:  # mlx_lm.models.olmo would end the process

@@ -100,7 +100,8 @@ class Weights:
 
     def _evaluate(self, part: list[mx.array]) -> None:
         try:
-            mx.eval(part)
+            # the state refers to the initial values of all layers made since it was evaluated
+            mx.eval(part, mx.random.state)
         except RuntimeError as error:
             if device.is_device_error(error):
                 raise

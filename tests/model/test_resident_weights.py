@@ -66,7 +66,6 @@ def test_reading_leaves_no_graph_of_initial_values_behind(toy: ToyMaker) -> None
 
     empty = StringIO()
     mx.export_to_dot(empty, mx.array(0))
-    assert graph() <= len(empty.getvalue()) + 8
     for _ in range(2):
         weights.drop()
         list(weights.read())
