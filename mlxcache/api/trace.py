@@ -40,7 +40,8 @@ async def trace(deps: Deps, readers: LiveReaders, request: Request) -> Response:
 async def _events(deps: Deps, owner: str | None) -> AsyncGenerator[ServerSentEvent, None]:
     recordings: Recordings = deps.engine.recordings
     with recordings.record(owner) as recording:
-        yield make_event(recording.writer.header(), name="trace")
+        growth = {"prefill_growth": deps.engine.prefill_growth}
+        yield make_event(recording.writer.header() | growth, name="trace")
         while True:
             line = await recording.take(WAIT_S)
             if line is not None:

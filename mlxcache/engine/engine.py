@@ -511,6 +511,11 @@ class Engine:
         return self._records.tally
 
     @property
+    def prefill_growth(self) -> float:
+        """Share by which each cached token slows the next one down, measured; 0 until loaded."""
+        return self._runtime.cost.growth if self._runtime is not None else 0.0
+
+    @property
     def recordings(self) -> Recordings:
         """The traces that are being recorded."""
         return self._records.recordings

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from statistics import quantiles
 from typing import Any
 
@@ -173,6 +173,7 @@ def make_plan(
     """
     runs = STEPS + 4
     _check(trace, layout, memory)
+    speed = replace(speed, growth=trace.growth or speed.growth)
     done = 0
 
     def played(one: int) -> None:

@@ -89,12 +89,14 @@ class Request:
 class Trace:
     """Requests in the order of their lines, and where they come from.
 
-    `block_tokens`: tokens of a whole block.
+    `block_tokens`: tokens of a whole block. `growth`: share by which each token before it slowed a
+    token down on the recorded server, which its eviction weighed; 0 if unknown.
     """
 
     requests: tuple[Request, ...]
     form: Form
     block_tokens: int
+    growth: float = 0.0
 
     @property
     def closed(self) -> bool:
@@ -333,6 +335,7 @@ class _Recorded:
                 f"version {version} of the format is newer than {VERSION}: use a newer mlxcache"
             )
         self._size = first.count("block_tokens", least=1)
+        self._growth = first.seconds("prefill_growth") if "prefill_growth" in first.fields else 0.0
         self._ids = Ids()
         self._last: dict[str | None, list[tuple[int, int]]] = {}
         self._cuts: dict[int, dict[int, int]] = {}
@@ -342,7 +345,7 @@ class _Recorded:
         """Return the trace of the lines after the first, in the order of their times."""
         made = sorted((self._request(row) for row in rows), key=lambda one: one.time)
         cut = (replace_path(one, self._cut(one.ids, one.lengths)) for one in made)
-        return Trace(tuple(map(self._placed, cut)), "mlxcache", self._size)
+        return Trace(tuple(map(self._placed, cut)), "mlxcache", self._size, self._growth)
 
     def _request(self, row: _Line) -> Request:
         session, same = row.label("session"), row.count("same", default=0)

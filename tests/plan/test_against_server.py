@@ -23,7 +23,6 @@ from mlxcache.model.examine import examine
 from mlxcache.model.kv import Layout
 from mlxcache.model.load import ModelSpec
 from mlxcache.plan.cache import Memory
-from mlxcache.plan.measured import speed_of
 from mlxcache.plan.simulate import Outcome, Simulation, Speed
 from mlxcache.plan.trace import Request, Trace, read_trace
 from tests.plan.ids import IdsPlayer
@@ -60,8 +59,9 @@ def url_of(server: Server) -> str:
 
 def figures(server: Server) -> dict[str, Any]:
     time.sleep(1.0)  # they are published after each step, and the disk's are half a second old
-    records = httpx.get(f"{url_of(server)}/v1/requests?limit=1000").json()["data"]
-    return httpx.get(f"{url_of(server)}/v1/cache").json() | {"requests_of": records}
+    _, header = next(Remote(url_of(server)).trace())
+    found: dict[str, Any] = httpx.get(f"{url_of(server)}/v1/cache").json()
+    return found | {"growth": header["prefill_growth"]}
 
 
 def memory(found: dict[str, Any], disk: str) -> Memory:
@@ -79,7 +79,7 @@ def in_turn(requests: list[Request]) -> Trace:
 
 def compare(layout: Layout, trace: Trace, found: dict[str, Any], disk: str) -> tuple[float, float]:
     """The hit rates of plan and server; says both, with what came from disk."""
-    speed = Speed(growth=speed_of(found["requests_of"], layout.bytes_per_token).growth)
+    speed = Speed(growth=found["growth"])
     outcome: Outcome = Simulation(layout, memory(found, disk), speed, at_once=1).run(trace)
     tokens = found["tokens"]
     server = tokens["cached"] / tokens["prompt"]
