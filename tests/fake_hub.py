@@ -14,13 +14,16 @@ from huggingface_hub import constants
 
 MODEL = "owner/name"
 
+LARGE = 100_000
+"""Size in bytes above which a file is in Git LFS."""
+
 
 class FakeHub:
     """A Hub with the model `MODEL` in one revision, whose name follows from its files.
 
     `files`: their contents by name. `refusal`: status and error code of all answers, if set.
     `break_after`: position in each larger file at which connections end, if set. `fetched`:
-    names of the files that were asked for.
+    names of the files that were asked for, and `ranges` the first byte of each.
     """
 
     def __init__(self) -> None:
@@ -28,6 +31,7 @@ class FakeHub:
         self.refusal: tuple[int, str] | None = None
         self.break_after: int | None = None
         self.fetched: list[str] = []
+        self.ranges: list[int] = []
         hub = self
 
         class Handler(_Handler):
@@ -65,18 +69,20 @@ class _Handler(BaseHTTPRequestHandler):
         elif path == f"/api/models/{MODEL}/tree/{self.of.sha}":
             self._send(json.dumps([_entry(*file) for file in self.of.files.items()]).encode())
         elif path.startswith(f"/api/models/{MODEL}"):
-            files = [{"rfilename": name, "size": len(b)} for name, b in self.of.files.items()]
+            files = [_sibling(*file) for file in self.of.files.items()]
             self._send(json.dumps({"id": MODEL, "sha": self.of.sha, "siblings": files}).encode())
         elif path.startswith(f"/{MODEL}/resolve/"):
             name = path.rpartition("/")[2]
             if self.command == "GET":
                 self.of.fetched.append(name)
+                first = self.headers.get("Range", "bytes=0-").removeprefix("bytes=")
+                self.of.ranges.append(int(first.partition("-")[0]))
             self._send_file(self.of.files[name])
         else:
             self._send(b"", 404, {"X-Error-Code": "RepoNotFound"})
 
     def _send_file(self, body: bytes) -> None:
-        tag = {"ETag": f'"{hashlib.sha1(body).hexdigest()}"'}
+        tag = {"ETag": f'"{_digest(body)}"'}
         wanted = self.headers.get("Range")
         if wanted is None or self.command == "HEAD":
             self._send(body, more=tag, most=self.of.break_after)
@@ -108,8 +114,26 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def _entry(name: str, body: bytes) -> dict[str, object]:
-    oid = hashlib.sha1(body).hexdigest()
-    return {"type": "file", "path": name, "size": len(body), "oid": oid}
+    found = {"type": "file", "path": name, "size": len(body), "oid": _digest(body)}
+    return found | ({"lfs": {"oid": _digest(body), **_pointer(body)}} if _is_large(body) else {})
+
+
+def _sibling(name: str, body: bytes) -> dict[str, object]:
+    found = {"rfilename": name, "size": len(body)}
+    return found | ({"lfs": {"sha256": _digest(body), **_pointer(body)}} if _is_large(body) else {})
+
+
+def _is_large(body: bytes) -> bool:
+    return len(body) > LARGE
+
+
+def _pointer(body: bytes) -> dict[str, object]:
+    return {"size": len(body), "pointerSize": 130}
+
+
+def _digest(body: bytes) -> str:
+    """A file's name among the blobs: that of a large file is checked by who downloads it."""
+    return (hashlib.sha256 if _is_large(body) else hashlib.sha1)(body).hexdigest()
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import errno
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, Self
@@ -26,6 +26,7 @@ from huggingface_hub.errors import (
 from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS
 
 from mlxcache.errors import ModelError
+from mlxcache.model.hub_parts import LargeFile, fetch_large_files, find_large_files
 
 Progress = Callable[[int, int], None]
 """Called with the bytes on disk and the bytes needed in all; the latter grows as files are looked
@@ -147,6 +148,9 @@ def _looks_local(model: str) -> bool:
 def _download(model: str, revision: str | None, progress: Progress | None) -> Path:
     bar = None if progress is None else _bar(progress)
     try:
+        if here(model, revision) is None and (large := _find_large(model, revision)):
+            fetch_large_files(large, progress)
+            bar = _bar(lambda done, total: None)  # of the small rest
         return Path(
             snapshot_download(
                 model,
@@ -161,6 +165,17 @@ def _download(model: str, revision: str | None, progress: Progress | None) -> Pa
         raise ModelError(
             f"The download of {model} was interrupted: {error}. Start again to continue it."
         ) from error
+
+
+def _find_large(model: str, revision: str | None) -> Sequence[LargeFile]:
+    """Return the large files to download; none if the Hub does not list them.
+
+    snapshot_download then uses what is on this machine, or says what is wrong.
+    """
+    try:
+        return find_large_files(model, revision, DEFAULT_ALLOW_PATTERNS)
+    except (HfHubHTTPError, HFValidationError, OSError, ValueError, _HTTP_ERROR):
+        return ()
 
 
 def why(model: str, revision: str | None, error: Exception) -> str | None:

@@ -21,7 +21,8 @@ from typer.testing import CliRunner, Result
 from mlxcache.cli import confirm
 from mlxcache.cli.main import app
 from mlxcache.cli.models import complete_downloaded
-from tests.fake_hub import MODEL, FakeHub
+from mlxcache.model import hub_parts
+from tests.fake_hub import LARGE, MODEL, FakeHub
 from tests.forked import served
 from tests.served import Served
 
@@ -242,6 +243,35 @@ def test_an_interrupted_download_is_continued(hub: FakeHub, impatient: None) -> 
     call("pull", MODEL)
     assert hub.fetched == ["model.safetensors"]
     assert [one["id"] for one in listed()] == [MODEL]
+
+
+@pytest.mark.parametrize("damaged", [False, True])
+def test_a_large_file_is_continued_inside(
+    hub: FakeHub, impatient: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, damaged: bool
+) -> None:
+    """By another process too, as this one may have been killed; what is wrong is not kept."""
+    monkeypatch.setattr(hub_parts, "LEAST_BYTES", LARGE)
+    weights = hub.files["model.safetensors"]
+    half = hub.break_after = len(weights) // 2
+    output = call("pull", MODEL, status=1).output
+    assert "Error: The download of owner/name was interrupted" in output
+    (part,) = (tmp_path / "hub").rglob("*.mlxcache-part")
+    assert part.read_bytes() == weights[:half]
+    hub.break_after = None
+    hub.fetched.clear()
+    hub.ranges.clear()
+    if damaged:
+        part.write_bytes(b"x" * half)
+        assert "was damaged on its way" in call("pull", MODEL, status=1).output
+        assert not part.exists()
+    call("pull", MODEL)
+    assert hub.ranges[0] == half
+    assert hub.fetched.count("model.safetensors") == 1 + damaged
+    assert not list((tmp_path / "hub").rglob("*-part"))
+    hub.stop()
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    path = Path(json.loads(call("pull", MODEL, "--json").output)["path"])
+    assert (path / "model.safetensors").read_bytes() == weights
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,192 @@
+"""Download of large files of the Hub that continues inside a file after an interruption.
+
+huggingface_hub deletes a file that was downloaded in part. Here it is kept beside its place in the
+Hub's cache, and moved there when it is complete and its digest is right. huggingface_hub then finds
+it as if it had downloaded it. Calls no MLX. May be called on any thread; blocks.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from io import FileIO
+from pathlib import Path
+from typing import Any, Self
+
+from huggingface_hub import HfApi, constants, hf_hub_url
+from huggingface_hub.file_download import http_get, repo_folder_name
+from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined] # documented
+
+from mlxcache.errors import ModelError
+
+Progress = Callable[[int, int], None]
+
+LEAST_BYTES = 32 << 20
+"""Least size of a file that is worth continuing."""
+
+ANSWER_S = 5.0
+"""Seconds for the Hub to list the files of a model."""
+
+_MOST_BYTES = 50_000_000_000
+"""Largest file that the Hub sends over plain HTTP."""
+
+_THREADS = 4
+_READ_BYTES = 16 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class LargeFile:
+    """A file to download: its address, the SHA-256 of its content, and its place in the cache."""
+
+    name: str
+    url: str
+    digest: str
+    size: int
+    blob: Path
+
+    @property
+    def part(self) -> Path:
+        """Path of what is on disk of the file until it is complete."""
+        return self.blob.with_name(f"{self.blob.name}.mlxcache-part")
+
+
+def find_large_files(
+    model: str, revision: str | None, patterns: Sequence[str]
+) -> tuple[LargeFile, ...]:
+    """Return the large files of a model on the Hub that its cache lacks. Costs one request.
+
+    `patterns`: names of the files that are wanted. Raises the errors of the Hub's client.
+    """
+    info = HfApi().model_info(model, revision=revision, files_metadata=True, timeout=ANSWER_S)
+    large = {
+        one.rfilename: one.lfs
+        for one in info.siblings or []
+        if one.lfs is not None and LEAST_BYTES <= one.lfs.size <= _MOST_BYTES
+    }
+    folder = Path(constants.HF_HUB_CACHE) / repo_folder_name(repo_id=model, repo_type="model")
+    found = (
+        LargeFile(
+            name,
+            hf_hub_url(model, name, revision=info.sha),
+            large[name].sha256,
+            large[name].size,
+            folder / "blobs" / large[name].sha256,
+        )
+        for name in large
+        if any(fnmatch(name, pattern) for pattern in patterns)
+    )
+    return tuple(one for one in found if not one.blob.exists())
+
+
+def fetch_large_files(files: Sequence[LargeFile], progress: Progress | None) -> None:
+    """Download files into the Hub's cache, the rest of those that are there in part.
+
+    `progress` is called with the bytes of the files on disk, and their total. Raises the errors of
+    the Hub's client, OSError, and ModelError for a file whose digest is wrong.
+    """
+    told = _Told(files, progress)
+    with ThreadPoolExecutor(_THREADS, thread_name_prefix="mlxcache-download") as pool:
+        for future in [pool.submit(_fetch, one, told) for one in files]:
+            future.result()
+
+
+def _fetch(file: LargeFile, told: _Told) -> None:
+    """Download the rest of a file, check it, and move it to its place."""
+    file.blob.parent.mkdir(parents=True, exist_ok=True)
+    with _Part(file, told) as part, _locked(part):
+        if file.blob.exists():  # another process has downloaded it meanwhile
+            return
+        size = part.seek(0, os.SEEK_END)
+        told.note(file, size)
+        http_get(
+            file.url,
+            part,
+            resume_size=min(size, file.size),
+            headers=build_hf_headers(),
+            expected_size=file.size,
+            tqdm_class=_Silent,
+        )
+        if not _is_whole(file):
+            file.part.unlink(missing_ok=True)
+            raise ModelError(
+                f"{file.name} was damaged on its way from the Hub: start again to download it."
+            )
+        file.part.replace(file.blob)
+
+
+def _is_whole(file: LargeFile) -> bool:
+    """Return whether the part is the whole file, by its size and its digest."""
+    if file.part.stat().st_size != file.size:
+        return False
+    digest = hashlib.sha256()
+    with file.part.open("rb") as opened:
+        while data := opened.read(_READ_BYTES):
+            digest.update(data)
+    return digest.hexdigest() == file.digest
+
+
+@contextmanager
+def _locked(part: FileIO) -> Iterator[None]:
+    """Let one process at a time write to a part; the others wait."""
+    fcntl.flock(part, fcntl.LOCK_EX)
+    try:
+        yield
+    finally:
+        fcntl.flock(part, fcntl.LOCK_UN)
+
+
+class _Told:
+    """Progress of several files, reported from any thread, one call at a time."""
+
+    def __init__(self, files: Sequence[LargeFile], progress: Progress | None):
+        self._progress = progress
+        self._sizes = dict.fromkeys((one.name for one in files), 0)
+        self._total = sum(one.size for one in files)
+        self._lock = threading.Lock()
+
+    def note(self, file: LargeFile, size: int) -> None:
+        """Note that `size` bytes of a file are on disk."""
+        with self._lock:
+            self._sizes[file.name] = size
+            if self._progress is not None:
+                self._progress(sum(self._sizes.values()), self._total)
+
+
+class _Part(FileIO):
+    """The part of a file that is on disk, open for more; reports its size as it grows."""
+
+    def __init__(self, file: LargeFile, told: _Told):
+        self._file, self._told = file, told
+        super().__init__(file.part, "ab+")
+
+    def write(self, data: Any) -> int:
+        """Write `data` at the end of the file."""
+        count = super().write(data)
+        self._told.note(self._file, self.tell())
+        return count
+
+
+class _Silent:
+    """A progress bar that shows nothing, for `http_get`."""
+
+    def __init__(self, *_: object, **__: object):
+        self.n, self.total = 0, 0
+
+    def update(self, n: float | None = 1) -> None:
+        """Do nothing."""
+
+    def close(self) -> None:
+        """Do nothing."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Do nothing."""
