@@ -256,16 +256,18 @@ def test_a_large_file_is_continued_inside(
     output = call("pull", MODEL, status=1).output
     assert "Error: The download of owner/name was interrupted" in output
     (part,) = (tmp_path / "hub").rglob("*.mlxcache-part")
-    assert part.read_bytes() == weights[:half]
+    kept = part.read_bytes()
+    assert weights.startswith(kept)
+    assert half - 4096 < len(kept) <= half
     hub.break_after = None
     hub.fetched.clear()
     hub.ranges.clear()
     if damaged:
-        part.write_bytes(b"x" * half)
+        part.write_bytes(b"x" * len(kept))
         assert "was damaged on its way" in call("pull", MODEL, status=1).output
         assert not part.exists()
     call("pull", MODEL)
-    assert hub.ranges[0] == half
+    assert hub.ranges[0] == len(kept)
     assert hub.fetched.count("model.safetensors") == 1 + damaged
     assert not list((tmp_path / "hub").rglob("*-part"))
     hub.stop()
