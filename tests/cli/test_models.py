@@ -340,7 +340,7 @@ def test_a_model_is_removed_after_asking(
     assert listed()
     before = sum(one.stat().st_size for one in (tmp_path / "hub").rglob("blobs/*"))
     found = json.loads(call("rm", MODEL, "--yes", "--json").output)
-    assert 0 <= found["freed_bytes"] - before < 500
+    assert 0 <= found["freed_bytes"] - before < 1000  # and the list of its files
     assert not list((tmp_path / "hub").glob("models--*"))
     assert "is not in the Hub's cache" in call("rm", MODEL, "--yes", status=1).output
 
