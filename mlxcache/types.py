@@ -193,6 +193,8 @@ class Job:
     - `title`: the beginning of the user's first message.
     - `owner`: the owner of the request, set by the engine.
     - `render_s`: seconds that rendering the prompt took.
+    - `loaded_s`: seconds for which the request waited before, until its model was loaded for the
+      first time.
     - `retry`: True if the client marked the request as a retry.
     - `timeout_s`: seconds from submission until the request ends in DeadlineExceeded; with None,
       the server's limit applies.
@@ -218,6 +220,7 @@ class Job:
     owner: str | None = None
     api: str = ""
     render_s: float = 0.0
+    loaded_s: float = 0.0
     retry: bool = False
     timeout_s: float | None = None
     choice: int = 0
@@ -355,3 +358,24 @@ class RequestRecord:
     owner: str | None = None
     joined: str | None = None  # id of the running request that this one joined
     model: str | None = None  # label of the model, see `config.models.ModelEntry`
+
+
+@dataclass(slots=True)
+class Arrival:
+    """A request whose prompt is not known yet, because its model may have to be loaded first.
+
+    `timeout_s`: seconds after which it ends in DeadlineExceeded, or None. `record`: its record
+    while it waits for the model, else None.
+    """
+
+    id: str
+    api: str
+    session: str | None = None
+    client: str | None = None
+    owner: str | None = None
+    timeout_s: float | None = None
+    record: RequestRecord | None = None
+
+    def note_waiting(self, record: RequestRecord | None) -> None:
+        """Note the record with which the request waits for its model; None once it does not."""
+        self.record = record

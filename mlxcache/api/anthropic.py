@@ -7,7 +7,8 @@ Source: https://docs.anthropic.com/en/api/messages
 from __future__ import annotations
 
 import time
-from dataclasses import replace
+from contextlib import aclosing
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from sse_starlette.event import ServerSentEvent
@@ -18,9 +19,15 @@ from starlette.routing import Route
 from mlxcache.api import http, sse
 from mlxcache.api.cache import run_warming
 from mlxcache.api.errors import build_anthropic_error
-from mlxcache.api.headers import read_client_name, read_job_options, read_session_label
+from mlxcache.api.headers import (
+    read_arrival,
+    read_client_name,
+    read_job_options,
+    read_session_label,
+)
+from mlxcache.api.late import LateReply
 from mlxcache.errors import BadRequest
-from mlxcache.types import Admitted, Finished, Job, Text, Thinking, ToolCall, ToolChoice
+from mlxcache.types import Admitted, Arrival, Finished, Job, Text, Thinking, ToolCall, ToolChoice
 from mlxcache.wire import anthropic_types as types
 from mlxcache.wire.anthropic_output import (
     check_not_continued,
@@ -52,19 +59,21 @@ def routes(deps: http.Deps) -> list[Route]:
     async def messages(request: Request) -> Response:
         """Generate a reply to a conversation."""
         body = await http.read_json(request, types.Request, deps)
-        own = await deps.of(body.model)
+        arrival = read_arrival(
+            request.headers, http.get_request_id(request), "messages", _label(request, body)
+        )
         if body.max_tokens == 0:
-            work = _warm(request, body, own)
+            work = _warm(request, body, deps, arrival)
         elif body.stream:
-            return await _streamed(request, body, own)
+            return await _streamed(request, body, deps, arrival)
         else:
-            work = _whole(request, body, own)
+            work = _whole(request, body, deps, arrival)
         return http.json_response(await http.while_connected(request, work))
 
     async def count_tokens(request: Request) -> Response:
         """Count the tokens of a conversation's prompt without generating a reply."""
         body = await http.read_json(request, types.Conversation, deps)
-        own = await deps.of(body.model)
+        own = await http.while_connected(request, deps.of(body.model))
         chat, _ = to_chat(body, strict=False, images=http.accepts_images(own))
         http.require_model(own)
         # The label and the stop strings change the prompt of a request, so they change its count.
@@ -78,7 +87,10 @@ def routes(deps: http.Deps) -> list[Route]:
     ]
 
 
-async def _whole(request: Request, body: types.Request, deps: http.Deps) -> dict[str, Any]:
+async def _whole(
+    request: Request, body: types.Request, deps: http.Deps, arrival: Arrival
+) -> dict[str, Any]:
+    deps = await deps.of(body.model, arrival)
     job = await _job(request, body, deps)
     blocks = ContentBlocks(show_thinking=shows_thinking(body))
     last: Finished | None = None
@@ -99,13 +111,16 @@ async def _whole(request: Request, body: types.Request, deps: http.Deps) -> dict
     return reply | {"content": blocks.content} | ends | edit_fields(body)
 
 
-async def _warm(request: Request, body: types.Request, deps: http.Deps) -> dict[str, Any]:
+async def _warm(
+    request: Request, body: types.Request, deps: http.Deps, arrival: Arrival
+) -> dict[str, Any]:
     """Compute the KV of a request's prompt, and return a message object without content.
 
     This answers a request with `max_tokens` 0. Raises BadRequest if the request asks for a stream.
     """
     if body.stream:
         raise BadRequest("stream: there is no reply to stream with max_tokens: 0.", param="stream")
+    deps = await deps.of(body.model, arrival)
     asked = await _job(request, body, deps)
     job = replace(asked, tools=None, tool_choice=ToolChoice(), format=None, thinking_budget=None)
     last = await run_warming(deps.engine, job)
@@ -114,21 +129,45 @@ async def _warm(request: Request, body: types.Request, deps: http.Deps) -> dict[
     return reply | {"stop_reason": "max_tokens"} | edit_fields(body)
 
 
-async def _streamed(request: Request, body: types.Request, deps: http.Deps) -> Response:
-    job = await http.while_connected(request, _job(request, body, deps))
-    stream, admitted = await http.while_connected(request, sse.start_stream(deps, job))
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """A reply that has begun: its stream, its job, and its admission, or None if it is queued."""
+
+    stream: Stream
+    job: Job
+    admitted: Admitted | None
+
+
+async def _streamed(
+    request: Request, body: types.Request, deps: http.Deps, arrival: Arrival
+) -> Response:
+    async def begin() -> Begun:
+        own = await deps.of(body.model, arrival)
+        job = await _job(request, body, own)
+        stream, admitted = await sse.start_stream(own, job)
+        return Begun(stream, job, admitted)
+
+    late = LateReply(begin(), arrival, lambda one: sse.close_stream(one.stream))
+    begun = await http.while_connected(request, late.begun(deps.settings.queue_grace))
     return sse.EventStream(
-        stream,
-        _events(stream, job, body, admitted),
+        late if begun is None else begun.stream,
+        _late_events(late, body) if begun is None else _events(begun, body),
         deps.settings,
         ping=lambda: _event({"type": "ping"}),
-        on_error=lambda error: _event(build_anthropic_error(error, job.id)),
+        on_error=lambda error: _event(build_anthropic_error(error, arrival.id)),
     )
 
 
-async def _events(
-    stream: Stream, job: Job, body: types.Request, admitted: Admitted | None
-) -> sse.Events:
+async def _late_events(late: LateReply[Begun], body: types.Request) -> sse.Events:
+    """Yield the events of a reply whose model is still being loaded; pings are sent meanwhile."""
+    yield _event({"type": "ping"})
+    async with aclosing(_events(await late.get(), body)) as events:
+        async for item in events:
+            yield item
+
+
+async def _events(begun: Begun, body: types.Request) -> sse.Events:
+    stream, job, admitted = begun.stream, begun.job, begun.admitted
     cached = admitted.cached_tokens if admitted else 0
     start = begin_message(_message_id(job), body.model, count_usage(job.prompt, cached))
     yield _event({"type": "message_start", "message": start})
@@ -178,6 +217,7 @@ async def _job(request: Request, body: types.Request, deps: http.Deps) -> Job:
         title=title_from_messages(chat.messages),
         api="messages",
         render_s=time.perf_counter() - begun,
+        loaded_s=deps.loaded_s,
     )
 
 

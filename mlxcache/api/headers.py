@@ -10,6 +10,8 @@ import msgspec
 
 from mlxcache import typed
 from mlxcache.errors import BadRequest
+from mlxcache.owner import OWNER
+from mlxcache.types import Arrival
 
 _SECONDS = re.compile(r"[0-9]{1,7}(\.[0-9]{1,6})?")
 _OLD_USER_ID = re.compile(r"_session_([0-9a-fA-F-]{8,})$")
@@ -37,6 +39,14 @@ def _timeout(headers: Mapping[str, str]) -> float | None:
             param="X-Request-Timeout",
         )
     return float(text)
+
+
+def read_arrival(
+    headers: Mapping[str, str], id: str, api: str, session: str | None = None
+) -> Arrival:
+    """Return what is known of a request before its prompt. Raises as `read_job_options`."""
+    timeout_s = read_job_options(headers)["timeout_s"]
+    return Arrival(id, api, session, read_client_name(headers), OWNER.get(), timeout_s)
 
 
 def read_session_label(

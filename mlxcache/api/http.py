@@ -18,7 +18,7 @@ from starlette.responses import Response
 
 from mlxcache.api.record import Recorder
 from mlxcache.errors import BadRequest, ModelError, NotReady, TooLarge
-from mlxcache.types import ModelInfo, RequestRecord
+from mlxcache.types import Arrival, ModelInfo, RequestRecord
 from mlxcache.wire.decode import decode
 
 if TYPE_CHECKING:
@@ -78,21 +78,33 @@ def _zero_counts() -> Counter[int]:
 
 @dataclass(frozen=True, slots=True)
 class Deps:
-    """Objects that the routes use: the engine, the settings, and error counts by HTTP status."""
+    """Objects that the routes use: the engine, the settings, and error counts by HTTP status.
+
+    `models`: all models, if there are several. `loaded_s`: seconds for which a request waited until
+    its model was loaded for the first time.
+    """
 
     engine: Engine
     settings: ApiSettings
     error_counts: Counter[int] = field(default_factory=_zero_counts)
     models: Models | None = None
+    loaded_s: float = 0.0
 
-    async def of(self, model: str | None) -> Deps:
+    async def of(self, model: str | None, arrival: Arrival | None = None) -> Deps:
         """Return these objects with the engine of the model that a request names.
 
-        Loads the model if it was never loaded, and raises the errors of `Models.of`.
+        Loads the model if it was never loaded, and raises the errors of `Models.of`. `arrival`: the
+        request, to be recorded while it waits. `loaded_s` of the result is how long it waited.
         """
         if self.models is None:
             return self
-        return replace(self, engine=await self.models.of(model))
+        began, waits = time.monotonic(), self.models.find(model).state != "ready"
+        engine = await self.models.of(model, arrival)
+        return replace(self, engine=engine, loaded_s=time.monotonic() - began if waits else 0.0)
+
+    def load_share(self, model: str | None) -> float | None:
+        """Return the share of the model that is loaded, if a request for it waits for that."""
+        return (self.engine if self.models is None else self.models.find(model)).load_share
 
     def figures(self) -> dict[str, Any]:
         """Return the body of `GET /v1/cache`. Waits for the disk: call in a worker thread."""

@@ -215,7 +215,7 @@ class Feed:
             if number >= RECENT_REQUESTS and not runs:
                 continue
             engine = self._engine if models is None else models.of_record(record)
-            row = describe_request(record, engine.prefill_left_s(record))
+            row = describe_request(record, engine.prefill_left_s(record), engine.load_share)
             before = self._rows.get(record.id)
             changed = changed or before is None or before[1] != row
             rows[record.id] = before if before and before[1] == row else (self._version + 1, row)

@@ -151,6 +151,9 @@ _MEMORY = (
 
 _MODELS = (
     _gauge("model_loaded", "1 while the model's weights are in memory.", "loaded", "model"),
+    _gauge(
+        "model_loaded_ratio", "Share of the weights that is in memory.", "loaded_shares", "model"
+    ),
     _gauge("model_size_bytes", "Memory of the model without KV.", "sizes", "model"),
     _counter("model_loads", "Times that dropped weights were read again.", "loads", "model"),
     _counter("model_unloads", "Times that weights were dropped.", "unloads", "model"),
@@ -216,6 +219,7 @@ def arrange_figures(figures: Mapping[str, Any]) -> dict[str, Any]:
         "bytes": {(t, kind): n for t, x in tiers.items() for kind, n in x.get("kinds", {}).items()},
         "loaded": {one["label"]: one["state"] == "loaded" for one in models},
         "sizes": {one["label"]: one["size_bytes"] for one in models if "size_bytes" in one},
+        "loaded_shares": {one["label"]: _loaded_share(one) for one in models},
         "loads": {one["label"]: one.get("loads", 0) for one in models},
         "unloads": {one["label"]: one.get("unloads", 0) for one in models},
         "limits": {t: n for t, x in tiers.items() if (n := x.get("limit_bytes")) is not None},
@@ -265,6 +269,13 @@ def _encode(registry: CollectorRegistry, accept: str) -> tuple[bytes, str]:
         return encode(registry), type
     except (TypeError, ValueError):  # `accept` holds an invalid version
         return generate_latest(registry), CONTENT_TYPE_PLAIN_0_0_4
+
+
+def _loaded_share(model: Mapping[str, Any]) -> float:
+    """Return the share of a model's weights that is in memory, from its state in `models`."""
+    if model["state"] == "loading":
+        return float(model.get("progress") or 0.0)
+    return 1.0 if model["state"] == "loaded" else 0.0
 
 
 class EngineCollector(Collector):

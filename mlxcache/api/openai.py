@@ -15,7 +15,12 @@ from starlette.routing import Route
 
 from mlxcache.api.choices import Choices, start_choices
 from mlxcache.api.errors import build_openai_error
-from mlxcache.api.headers import read_client_name, read_job_options, read_session_label
+from mlxcache.api.headers import (
+    read_arrival,
+    read_client_name,
+    read_job_options,
+    read_session_label,
+)
 from mlxcache.api.http import (
     Deps,
     accepts_images,
@@ -25,6 +30,7 @@ from mlxcache.api.http import (
     require_model,
     while_connected,
 )
+from mlxcache.api.late import LateReply
 from mlxcache.api.sse import (
     Events,
     EventStream,
@@ -95,67 +101,81 @@ def routes(deps: Deps) -> list[Route]:
 async def chat_completions(deps: Deps, request: Request) -> Response:
     """Generate a reply to a conversation."""
     body = await read_json(request, ChatRequest, deps)
-    deps = await deps.of(body.model)
     wire.check_supported(body)
-    chat = wire.to_chat(body, images=accepts_images(deps))
-    form = read_format(body)
-    use = read_tool_use(body, chat.tools)
-    fields = _fields(deps, request, body) | {
-        "tools": use.tools,
-        "tool_choice": use.choice,
-        "parallel_tools": use.parallel,
-        "format": form,
-        "max_tokens": wire.read_max_tokens(body, deps.settings.default_max_tokens),
-        "thinking_budget": wire.read_thinking_budget(
-            body, takes_effort=require_model(deps).takes_effort
-        ),
-        "top_logprobs": (body.top_logprobs or 0) if body.logprobs else None,
-        "title": title_from_messages(chat.messages),
-        "api": "chat",
-    }
 
-    async def jobs() -> list[Job]:
+    async def prepare(deps: Deps) -> Prepared:
+        chat = wire.to_chat(body, images=accepts_images(deps))
+        form = read_format(body)
+        use = read_tool_use(body, chat.tools)
+        fields = _fields(deps, request, body) | {
+            "tools": use.tools,
+            "tool_choice": use.choice,
+            "parallel_tools": use.parallel,
+            "format": form,
+            "max_tokens": wire.read_max_tokens(body, deps.settings.default_max_tokens),
+            "thinking_budget": wire.read_thinking_budget(
+                body, takes_effort=require_model(deps).takes_effort
+            ),
+            "top_logprobs": (body.top_logprobs or 0) if body.logprobs else None,
+            "title": title_from_messages(chat.messages),
+            "api": "chat",
+        }
         began = time.perf_counter()
         prompt = await deps.engine.render(chat, session=fields["session"], stop=fields["stop"])
-        return _jobs([Job(prompt=prompt, render_s=time.perf_counter() - began, **fields)], body)
+        job = Job(prompt=prompt, render_s=time.perf_counter() - began, **fields)
+        endpoint = CHAT_NAMED if use.named else CHAT
+        held = form is not None or use.choice.required
+        return Prepared(_jobs([job], body), endpoint, held=held)
 
-    endpoint = CHAT_NAMED if use.named else CHAT
-    held = form is not None or use.choice.required
-    return await _answer(deps, request, body, endpoint, jobs, held=held)
+    return await _answer(deps, request, body, "chat", prepare)
 
 
 async def completions(deps: Deps, request: Request) -> Response:
     """Continue a prompt given as text or as token ids, without a chat template."""
     body = await read_json(request, TextRequest, deps)
-    deps = await deps.of(body.model)
     wire.check_supported(body)
     given = wire.read_prompts(body)
-    form = read_format(body)
-    fields = _fields(deps, request, body) | {
-        "max_tokens": wire.read_max_tokens(
-            body, deps.settings.default_max_tokens or TEXT_MAX_TOKENS
-        ),
-        "top_logprobs": body.logprobs,
-        "api": "completions",
-        "raw": True,
-        "format": form,
-    }
 
-    async def job(one: str | Prompt) -> Job:
-        began = time.perf_counter()
-        prompt = await deps.engine.render_text(one) if isinstance(one, str) else one
-        if not len(prompt.ids):
-            raise BadRequest("The prompt is empty.", param="prompt")
-        title = title_from_text(one) if isinstance(one, str) else None
-        return Job(prompt=prompt, title=title, render_s=time.perf_counter() - began, **fields)
+    async def prepare(deps: Deps) -> Prepared:
+        form = read_format(body)
+        fields = _fields(deps, request, body) | {
+            "max_tokens": wire.read_max_tokens(
+                body, deps.settings.default_max_tokens or TEXT_MAX_TOKENS
+            ),
+            "top_logprobs": body.logprobs,
+            "api": "completions",
+            "raw": True,
+            "format": form,
+        }
+        shown = given if body.echo else ()
+        echoes = tuple(one if isinstance(one, str) else deps.engine.decode(one) for one in shown)
+        jobs = [await _text_job(deps, one, fields) for one in given]
+        return Prepared(_jobs(jobs, body), TEXT, echoes, held=form is not None)
 
-    async def jobs() -> list[Job]:
-        return _jobs([await job(one) for one in given], body)
+    return await _answer(deps, request, body, "completions", prepare)
 
-    shown = given if body.echo else ()
-    echoes = tuple(one if isinstance(one, str) else deps.engine.decode(one) for one in shown)
-    held = form is not None
-    return await _answer(deps, request, body, TEXT, jobs, echoes=echoes, held=held)
+
+async def _text_job(deps: Deps, one: str | Prompt, fields: dict[str, Any]) -> Job:
+    began = time.perf_counter()
+    prompt = await deps.engine.render_text(one) if isinstance(one, str) else one
+    if not len(prompt.ids):
+        raise BadRequest("The prompt is empty.", param="prompt")
+    title = title_from_text(one) if isinstance(one, str) else None
+    return Job(prompt=prompt, title=title, render_s=time.perf_counter() - began, **fields)
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A rendered request: a job for each choice, and how its reply is written.
+
+    `echoes`: the texts of its prompts, if they are to be repeated. `held`: the reply is shown only
+    when it is complete, because it must be whole.
+    """
+
+    jobs: list[Job]
+    endpoint: Endpoint
+    echoes: tuple[str, ...] = ()
+    held: bool = False
 
 
 def _jobs(jobs: Sequence[Job], body: Generation) -> list[Job]:
@@ -179,65 +199,87 @@ def _fields(deps: Deps, request: Request, body: Generation) -> dict[str, Any]:
         "stop": wire.read_stop_strings(body),
         "session": read_session_label(request.headers, prompt_cache_key=body.prompt_cache_key),
         "client": read_client_name(request.headers),
+        "loaded_s": deps.loaded_s,
         **read_job_options(request.headers),
     }
+
+
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """A reply that has begun: the streams of its choices, and how it is written."""
+
+    choices: Choices
+    count: int
+    endpoint: Endpoint
+    envelope: Envelope
+    wish: Wish
 
 
 async def _answer(
     deps: Deps,
     request: Request,
     body: Generation,
-    endpoint: Endpoint,
-    make_jobs: Callable[[], Awaitable[list[Job]]],
-    *,
-    echoes: tuple[str, ...] = (),
-    held: bool = False,
+    api: str,
+    prepare: Callable[[Deps], Awaitable[Prepared]],
 ) -> Response:
-    id = get_request_id(request).replace("req_", endpoint.id_prefix)
-    wish = Wish(
-        logprobs=wire.wants_logprobs(body),
-        include_usage=bool(body.stream_options and body.stream_options.include_usage),
-        n=wire.read_choices(body),
-        echoes=echoes,
-        called=endpoint.called,
-        whole=held,
-    )
-    name = endpoint.chunk_object if body.stream else endpoint.object
-    envelope = Envelope(id, body.model or require_model(deps).id, name)
+    session = read_session_label(request.headers, prompt_cache_key=body.prompt_cache_key)
+    arrival = read_arrival(request.headers, get_request_id(request), api, session)
 
-    async def begin() -> tuple[Choices, int]:
-        jobs = await make_jobs()
-        return await start_choices(deps, jobs), len(jobs)
+    async def begin() -> Begun:
+        own = await deps.of(body.model, arrival)
+        asked = await prepare(own)
+        endpoint = asked.endpoint
+        wish = Wish(
+            logprobs=wire.wants_logprobs(body),
+            include_usage=bool(body.stream_options and body.stream_options.include_usage),
+            n=wire.read_choices(body),
+            echoes=asked.echoes,
+            called=endpoint.called,
+            whole=asked.held,
+        )
+        name = endpoint.chunk_object if body.stream else endpoint.object
+        id = arrival.id.replace("req_", endpoint.id_prefix)
+        envelope = Envelope(id, body.model or require_model(own).id, name)
+        choices = await start_choices(own, asked.jobs)
+        return Begun(choices, len(asked.jobs), endpoint, envelope, wish)
 
     async def whole() -> dict[str, Any]:
-        choices, _ = await begin()
+        begun = await begin()
         try:
-            return endpoint.whole(await choices.gather(), envelope, wish)
+            replies = await begun.choices.gather()
+            return begun.endpoint.whole(replies, begun.envelope, begun.wish)
         finally:
-            await close_stream(choices)
+            await close_stream(begun.choices)
 
     if not body.stream:
         return json_response(await while_connected(request, whole()))
-    choices, count = await while_connected(request, begin())
-    progress = ReplyProgress()
-    chunks = [endpoint.chunks(envelope, wish, i) for i in range(count)]
-    events = _events(choices, chunks, envelope, wish, progress)
+    late = LateReply(begin(), arrival, lambda one: close_stream(one.choices))
+    begun = await while_connected(request, late.begun(deps.settings.queue_grace))
+    progress = ReplyProgress(lambda: deps.load_share(body.model))
     return EventStream(
-        choices, events, deps.settings, ping=progress.to_comment, on_error=_late_error
+        late if begun is None else begun.choices,
+        _late_events(late, progress) if begun is None else _events(begun, progress),
+        deps.settings,
+        ping=progress.to_comment,
+        on_error=_late_error,
     )
 
 
-async def _events(
-    choices: Choices,
-    chunks: Sequence[Chunks],
-    envelope: Envelope,
-    wish: Wish,
-    progress: ReplyProgress,
-) -> Events:
+async def _late_events(late: LateReply[Begun], progress: ReplyProgress) -> Events:
+    """Yield the events of a reply whose model is still being loaded."""
+    yield progress.to_comment()
+    async with aclosing(_events(await late.get(), progress)) as events:
+        async for item in events:
+            yield item
+
+
+async def _events(begun: Begun, progress: ReplyProgress) -> Events:
+    envelope, wish = begun.envelope, begun.wish
+    chunks = [begun.endpoint.chunks(envelope, wish, i) for i in range(begun.count)]
     for one in chunks:
         for chunk in one.begin():
             yield make_event(chunk)
-    async with aclosing(choices.read()) as items:
+    async with aclosing(begun.choices.read()) as items:
         async for index, item in items:
             progress.update(item)
             for chunk in chunks[index].feed(item):

@@ -22,7 +22,12 @@ from starlette.routing import Route
 
 from mlxcache.api import sse
 from mlxcache.api.errors import build_openai_error
-from mlxcache.api.headers import read_client_name, read_job_options, read_session_label
+from mlxcache.api.headers import (
+    read_arrival,
+    read_client_name,
+    read_job_options,
+    read_session_label,
+)
 from mlxcache.api.http import (
     Deps,
     accepts_images,
@@ -33,6 +38,7 @@ from mlxcache.api.http import (
     require_model,
     while_connected,
 )
+from mlxcache.api.late import LateReply
 from mlxcache.errors import (
     BadRequest,
     Busy,
@@ -43,7 +49,7 @@ from mlxcache.errors import (
 )
 from mlxcache.owner import OWNER
 from mlxcache.store.response_rows import StoredResponse
-from mlxcache.types import Chat, Finished, Job, Progress
+from mlxcache.types import Arrival, Chat, Finished, Job, Progress
 from mlxcache.wire import responses_request as wire
 from mlxcache.wire.openai_request import read_stop_strings, to_sampling
 from mlxcache.wire.responses_reply import Payload, ResponseWriter, make_response
@@ -148,28 +154,34 @@ class Asked:
 async def create_response(deps: Deps, running: RunningResponses, request: Request) -> Response:
     """Generate a response to a conversation, which may continue a stored response."""
     body = await read_json(request, ResponsesRequest, deps)
-    deps = await deps.of(body.model)
-    asked = await _check(deps, body)
+    wire.check_supported(body)
+    session = read_session_label(request.headers, prompt_cache_key=body.prompt_cache_key)
+    arrival = read_arrival(request.headers, get_request_id(request), "responses", session)
     if not body.stream:
-        return json_response(await while_connected(request, _whole(deps, running, request, asked)))
+        work = _whole(deps, running, request, body, arrival)
+        return json_response(await while_connected(request, work))
+    writer = _writer(deps, request, body)
 
-    async def begin() -> Reply:
-        return await _start(deps, request, asked)
+    async def begin() -> Begun:
+        own = await deps.of(body.model, arrival)
+        return Begun(own, await _start(own, request, await _check(own, body), writer))
 
-    reply = await while_connected(request, begin())
+    late = LateReply(begin(), arrival, lambda one: sse.close_stream(one.reply.stream))
+    begun = await while_connected(request, late.begun(deps.settings.queue_grace))
     return sse.EventStream(
-        reply.stream,
-        _events(deps, running, reply),
+        late if begun is None else begun.reply.stream,
+        _late_events(late, running, writer, deps) if begun is None else _events(begun, running),
         deps.settings,
         ping=lambda: sse.make_comment("waiting"),
-        on_error=partial(_failed, reply.writer),
+        on_error=partial(_failed, writer),
     )
 
 
 async def count_input_tokens(deps: Deps, request: Request) -> Response:
     """Count the tokens of a request's prompt without generating a response."""
     body = await read_json(request, ResponsesRequest, deps)
-    deps = await deps.of(body.model)
+    wire.check_supported(body)
+    deps = await while_connected(request, deps.of(body.model))
     asked = await _check(deps, body)
     chat = wire.to_chat(body, asked.talk, asked.tools, images=accepts_images(deps))
     prompt = await deps.engine.render(chat)  # without a session: a count is not a turn
@@ -177,7 +189,6 @@ async def count_input_tokens(deps: Deps, request: Request) -> Response:
 
 
 async def _check(deps: Deps, body: ResponsesRequest) -> Asked:
-    wire.check_supported(body)
     require_model(deps)
     tools = Toolbox(body.tools or ())
     return Asked(body, await _continued(deps, body), tools)
@@ -206,7 +217,16 @@ async def _continued(deps: Deps, body: ResponsesRequest) -> wire.Conversation:
     return wire.Conversation([*before, *items], len(before))
 
 
-async def _start(deps: Deps, request: Request, asked: Asked) -> Reply:
+def _writer(deps: Deps, request: Request, body: ResponsesRequest) -> ResponseWriter:
+    """Return the writer of the response to a request that was checked, before it is rendered."""
+    tools, id = Toolbox(body.tools or ()), get_request_id(request).replace("req_", PREFIX)
+    form, use = wire.read_text_format(body), tools.read_use(body)
+    model = body.model or require_model(deps).id
+    response = make_response(id, model, body, to_sampling(body), tools)
+    return ResponseWriter(response, body, tools, whole=form is not None or use.choice.required)
+
+
+async def _start(deps: Deps, request: Request, asked: Asked, writer: ResponseWriter) -> Reply:
     """Render a checked request, submit it to the engine, and wait until it leaves the queue.
 
     Waits at most `queue_grace` seconds. Raises the errors of rendering and of `Engine.submit`.
@@ -240,14 +260,11 @@ async def _start(deps: Deps, request: Request, asked: Asked) -> Reply:
         title=title_from_messages(chat.messages),
         api="responses",
         render_s=time.perf_counter() - began,
+        loaded_s=deps.loaded_s,
         response=None if body.store is False else id,
         **read_job_options(request.headers),
     )
     stream, _ = await sse.start_stream(deps, job)
-    response = make_response(id, body.model or info.id, body, sampling, asked.tools)
-    writer = ResponseWriter(
-        response, body, asked.tools, whole=form is not None or use.choice.required
-    )
     own = asked.talk.items[asked.talk.stored :]
     return Reply(writer, stream, OWNER.get(), list(own))
 
@@ -278,9 +295,17 @@ async def _truncate(deps: Deps, chat: Chat, limit: int) -> Chat:
     return shorter[low] if shorter else chat
 
 
-async def _whole(deps: Deps, running: RunningResponses, request: Request, asked: Asked) -> Payload:
-    reply = await _start(deps, request, asked)
-    writer = reply.writer
+async def _whole(
+    deps: Deps,
+    running: RunningResponses,
+    request: Request,
+    body: ResponsesRequest,
+    arrival: Arrival,
+) -> Payload:
+    deps = await deps.of(body.model, arrival)
+    asked = await _check(deps, body)
+    writer = _writer(deps, request, body)
+    reply = await _start(deps, request, asked, writer)
     running.add(reply)
     try:
         async for event in reply.stream:
@@ -321,13 +346,38 @@ async def _end(deps: Deps, reply: Reply) -> None:
 # -- stream ----------------------------------------------------------------------------------
 
 
-async def _events(deps: Deps, running: RunningResponses, reply: Reply) -> sse.Events:
-    """Yield the server-sent events of a response. Stores the response before its last event."""
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """A response that has begun, with the engine of its model."""
+
+    deps: Deps
+    reply: Reply
+
+
+async def _late_events(
+    late: LateReply[Begun], running: RunningResponses, writer: ResponseWriter, deps: Deps
+) -> sse.Events:
+    """Yield the events of a response whose model is still being loaded."""
+    for payload in writer.begin():
+        yield _event(payload)
+    while not await late.wait(0.9 * deps.settings.ping_seconds):
+        yield _event(writer.ping())
+    async with aclosing(_events(await late.get(), running, begins=False)) as events:
+        async for item in events:
+            yield item
+
+
+async def _events(begun: Begun, running: RunningResponses, *, begins: bool = True) -> sse.Events:
+    """Yield the server-sent events of a response. Stores the response before its last event.
+
+    `begins`: also those with which it begins.
+    """
+    deps, reply = begun.deps, begun.reply
     writer, silence_s = reply.writer, 0.9 * deps.settings.ping_seconds
     sent = time.monotonic()
     running.add(reply)  # here: a generator that never begins removes nothing
     try:
-        for payload in writer.begin():
+        for payload in writer.begin() if begins else ():
             yield _event(payload)
         async with aclosing(with_silences(reply.stream, silence_s)) as events:
             async for event in events:

@@ -58,8 +58,10 @@ def make_comment(text: str) -> ServerSentEvent:
 class ReplyProgress:
     """Phase of one reply, sent as a comment if no event was sent for `ping_seconds`."""
 
-    def __init__(self) -> None:
-        self._text = "queued"
+    def __init__(self, load_share: Callable[[], float | None] = lambda: None) -> None:
+        """Begin in the queue. `load_share` returns the share of the model that is loaded."""
+        self._text: str | None = None
+        self._load_share = load_share
 
     def update(self, event: Event) -> None:
         """Set the phase according to an event. Call this for every event of the stream."""
@@ -72,8 +74,13 @@ class ReplyProgress:
                 self._text = "decode"
 
     def to_comment(self) -> ServerSentEvent:
-        """Return a comment: `queued`, `prefill DONE/TOTAL` in tokens, or `decode`."""
-        return make_comment(self._text)
+        """Return a comment: `queued`, `loading`, `prefill DONE/TOTAL` in tokens, or `decode`.
+
+        `loading` is followed by the percentage of the model that is loaded.
+        """
+        share = self._load_share() if self._text is None else None
+        queued = "queued" if share is None else f"loading {share:.0%}"
+        return make_comment(self._text or queued)
 
 
 async def close_stream(stream: Closable) -> None:

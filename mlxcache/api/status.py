@@ -66,14 +66,18 @@ async def one_request(deps: Deps, request: Request) -> Response:
 
 
 def _described(deps: Deps, record: RequestRecord) -> Mapping[str, Any]:
-    return describe_request(record, deps.engine_of(record).prefill_left_s(record))
+    engine = deps.engine_of(record)
+    return describe_request(record, engine.prefill_left_s(record), engine.load_share)
 
 
-def describe_request(record: RequestRecord, left_s: float | None = None) -> Mapping[str, Any]:
+def describe_request(
+    record: RequestRecord, left_s: float | None = None, load_share: float | None = None
+) -> Mapping[str, Any]:
     """Return the object with which `GET /v1/requests` describes a request.
 
     Times are in seconds, counts in tokens. `left_s` is the estimated time for the rest of its
-    prefill, None if it is not in prefill.
+    prefill, None if it is not in prefill. `load_share`: the share of its model that is loaded, None
+    if the model is not being loaded.
     """
     computed = record.cached_tokens or record.fed_tokens
     return {
@@ -99,16 +103,22 @@ def describe_request(record: RequestRecord, left_s: float | None = None) -> Mapp
         "timing": {name: record.timing.get(name) for name in TIMINGS},
         "lost": record.lost,
         "joined": record.joined,
-        "progress": measure_progress(record, left_s),
+        "progress": measure_progress(record, left_s, load_share=load_share),
     }
 
 
 def measure_progress(
-    record: RequestRecord, left_s: float | None = None, now: float | None = None
+    record: RequestRecord,
+    left_s: float | None = None,
+    now: float | None = None,
+    *,
+    load_share: float | None = None,
 ) -> dict[str, Any] | None:
     """Return the phase of a request and its progress, or None if it has ended.
 
-    The keys are `phase`, `done_tokens`, `total_tokens`, `tokens_per_s` and `left_s`. In prefill,
+    The keys are `phase`, `done_tokens`, `total_tokens`, `tokens_per_s` and `left_s`. A request that
+    waits while its model is loaded is in the phase `loading`, and has the key `share` too: the
+    share of the model that is loaded, `load_share`. In prefill,
     `done_tokens` counts the cached and the computed tokens of the prompt, and `total_tokens` all of
     it. In `decode`, `done_tokens` counts tokens of the reply, and the total is None because it is
     unknown. `tokens_per_s` is the reply's average so far, None before its second token. `left_s` is
@@ -116,17 +126,19 @@ def measure_progress(
     """
     if record.status not in ("queued", "prefill", "decode"):
         return None
+    loading = record.status == "queued" and load_share is not None
     done, total, speed = 0, record.prompt_tokens, None
     if record.status == "prefill":
         done = min(total, record.cached_tokens + record.fed_tokens)
     elif record.status == "decode":
         done, speed = record.generated_tokens, _speed(record, now or time.time())
     return {
-        "phase": record.status,
+        "phase": "loading" if loading else record.status,
         "done_tokens": done,
         "total_tokens": None if record.status == "decode" else total,
         "tokens_per_s": speed,
         "left_s": None if left_s is None else round(left_s, 1),
+        **({"share": round(load_share or 0.0, 3)} if loading else {}),
     }
 
 

@@ -150,7 +150,7 @@ class LastLine:
 
 
 async def show_readings(engines: Sequence[Engine], console: Console) -> None:
-    """Show the progress of long prefills of all `engines` until cancelled.
+    """Show the progress of long prefills of all `engines`, and of loads, until cancelled.
 
     On a terminal it is one line that is rewritten in place. Otherwise a line is logged every
     `REPORT_S` seconds.
@@ -161,7 +161,8 @@ async def show_readings(engines: Sequence[Engine], console: Console) -> None:
         while True:
             shown = long.update(one for engine in engines for one in _readings(engine))
             if terminal:
-                line.show(describe(shown) if shown else "")
+                loads = [f"loading {x.label}: {x.load_share:.0%}" for x in engines if x.load_share]
+                line.show("; ".join([*loads, *([describe(shown)] if shown else [])]))
             for one in [] if terminal else reports.due(shown):
                 request_log.info("%s  %s", one.sender, describe([one]))
             await asyncio.sleep(POLL_S)

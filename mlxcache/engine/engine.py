@@ -79,15 +79,16 @@ class Engine:
     """One loaded model that serves requests. Use from one event loop.
 
     `failure`: the error that ended the MLX thread, or None. When that thread ends, `dead` is set,
-    and committed KV is still written to disk. `on_progress(what, share)` is called on other threads
-    while the model loads; `share` is from 0 to 1, or None if unknown. `on_request(record)` is
-    called on the event loop when a request is over. `label`, `aliases`: names of the model among
-    those of the server. `stall_s`: seconds without reading after which
-    a reader's request is cancelled. `awake`: prevents a Mac from sleeping while requests run; by
-    default it is made from the settings. Engines in one process share `rounds`, the loop of the MLX
-    thread, `records`, the recent requests, and `database`, the table of sessions of servers without
-    a disk tier; `on_request` is not used then. `remote`: storage that is shared with other servers,
-    or None; the caller closes it.
+    and committed KV is still written to disk. `awaits_room`: the model is to be loaded once there
+    is memory for it. `on_progress(what, share)` is called on other threads while the model loads;
+    `share` is from 0 to 1, or None if unknown. `on_request(record)` is called on the event loop
+    when a request is over. `label`, `aliases`: names of the model among those of the server.
+    `stall_s`: seconds without reading after which a reader's request is cancelled. `awake`:
+    prevents a Mac from sleeping while requests run; by default it is made from the settings.
+    Engines in one process share `rounds`, the loop of the MLX thread, `records`, the recent
+    requests, and `database`, the table of sessions of servers without a disk tier; `on_request` is
+    not used then. `remote`: storage that is shared with other servers, or None; the caller closes
+    it.
     """
 
     def __init__(
@@ -110,6 +111,8 @@ class Engine:
         self.dead = asyncio.Event()
         self.stall_s = stall_s
         self._on_progress = on_progress
+        self._share: float | None = None
+        self.awaits_room = False
         self._records = records or Records(on_request)
         self._database = database
         self._awake = awake or KeepAwake(on=settings.keep_awake, call_later=_call_later)
@@ -129,10 +132,10 @@ class Engine:
         """Load the model. Raises ModelError or ConfigError if it cannot be served."""
         self._loop = asyncio.get_running_loop()
         self._rounds.on_death(self._on_death)
-        self.state = "loading"
+        self.state, self._share = "loading", 0.0
         try:
             fetched = await self._loop.run_in_executor(
-                self._pool, fetch_model, self.settings, self._on_progress
+                self._pool, fetch_model, self.settings, self._report
             )
             self._rounds.start()
             if (spec := fetched) is None:
@@ -147,8 +150,16 @@ class Engine:
             if self.state == "loading":
                 self.state = "failed"
             raise
+        finally:
+            self._share = None
         if self.state == "loading":
             self.state = "ready"
+
+    def _report(self, what: str, share: float | None) -> None:
+        """Report how far the model is loaded. Any thread."""
+        if share is not None:
+            self._share = share
+        self._on_progress(what, share)
 
     async def _await_room(self, spec: load.ModelSpec) -> Newcomer:
         """Wait until there is memory for the weights, and charge them.
@@ -165,15 +176,19 @@ class Engine:
         reserved = fewest_reserved(residency.memory.limit - size)
         newcomer = Newcomer(use, folders, size, reserved, self._note_read)
         self._thread.post(lambda: residency.welcome(newcomer))
+        self._share, self.awaits_room = None, True
         try:
             await asyncio.wrap_future(newcomer.room)
         except asyncio.CancelledError:
             self._thread.post(residency.note_left)
+            self._thread.post(lambda: self._give_up(use))  # the memory may have been charged
             raise
+        finally:
+            self.awaits_room = False
         return newcomer
 
     def _note_read(self, share: float) -> None:
-        self._on_progress("loading the weights", share)
+        self._report("loading the weights", share)
 
     async def _load(self, spec: load.ModelSpec, newcomer: Newcomer) -> None:
         """Load the model, reading its weights in parts, and make its runtime.
@@ -181,7 +196,8 @@ class Engine:
         `newcomer`: the model, whose weights are charged already.
         """
         thread, residency = self._thread, self._rounds.residency
-        self._on_progress("loading the weights", None)
+        self._share = 0.0
+        self._report("loading the weights", None)
         opened: tuple[load.Loaded, Weights] | None = None
         try:
             opened = await thread.ask(lambda: self._open(spec, newcomer.use))
@@ -252,7 +268,7 @@ class Engine:
             self.settings,
             self._thread,
             self.submit,
-            self._on_progress,
+            self._report,
             shared=shared,
             remote=self._remote,
             database=self._database,
@@ -488,6 +504,16 @@ class Engine:
             "kv_bytes": one.kv.tree.kv_bytes + one.kv.tree.checkpoint_bytes,
             "bytes_per_token": one.kv.layout.bytes_per_token,
         }
+
+    @property
+    def load_share(self) -> float | None:
+        """Share of the model that is loaded, from 0 to 1, while it is being loaded, else None.
+
+        None too while it waits for memory. Any thread.
+        """
+        if (one := self._resident) is None:
+            return self._share
+        return (one.progress or 0.0) if one.state == "loading" else None
 
     async def load_weights(self) -> None:
         """Load the model's weights if they were unloaded; return at once, before they are read.

@@ -17,7 +17,7 @@ from mlxcache.engine.cost import PrefillSpeed, figures_of
 from mlxcache.engine.trace import Recordings
 from mlxcache.lru import LRU
 from mlxcache.store.session_rows import SessionFigures
-from mlxcache.types import WARMING, Job, RequestRecord
+from mlxcache.types import WARMING, Arrival, Job, RequestRecord
 
 if TYPE_CHECKING:
     from mlxcache.engine.anticipate import IdlePrefill
@@ -168,7 +168,7 @@ class Records:
             api=job.api,
             client=job.client,
             status="queued",
-            created_at=time.time(),
+            created_at=time.time() - job.loaded_s,
             prompt_tokens=len(job.prompt.ids),
             timing={"render_s": round(job.render_s, 6)},
             canonicalised=job.prompt.rules,
@@ -177,6 +177,25 @@ class Records:
         )
         self._kept.put(record.id, record)
         return record
+
+    def expect(self, arrival: Arrival, model: str) -> RequestRecord:
+        """Make the record of a request that waits until its model, of label `model`, is loaded."""
+        record = RequestRecord(
+            id=arrival.id,
+            session=arrival.session,
+            api=arrival.api,
+            client=arrival.client,
+            status="queued",
+            created_at=time.time(),
+            owner=arrival.owner,
+            model=model,
+        )
+        self._kept.put(record.id, record)
+        return record
+
+    def forget(self, id: str) -> None:
+        """Forget the record of a request that waits no more; `begin` makes another one."""
+        self._kept.pop(id)
 
     def end(self, record: RequestRecord) -> None:
         """Count a request that is over and whose prefix loss is explained."""

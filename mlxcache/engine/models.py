@@ -12,19 +12,20 @@ from mlxcache.cache.pressure import Pressure
 from mlxcache.cache.shared_ram import SharedRam
 from mlxcache.config import Settings
 from mlxcache.config.models import ModelEntry, match_model
+from mlxcache.engine.arrivals import Arrivals
 from mlxcache.engine.engine import Engine
 from mlxcache.engine.memory import open_shared_memory
 from mlxcache.engine.metrics import Records, add_up
 from mlxcache.engine.rounds import Rounds
 from mlxcache.engine.runtime import watch_pressure
 from mlxcache.engine.unloaded import describe_unloaded
-from mlxcache.errors import BadRequest, ModelError, NotFound
+from mlxcache.errors import BadRequest, DeadlineExceeded, ModelError, NotFound, NotReady
 from mlxcache.sessions.book import SessionBook
 from mlxcache.sessions.books import SessionBooks
 from mlxcache.sessions.journal import Served
 from mlxcache.store.database import TemporaryDatabase
 from mlxcache.store.snapshot_format import wrong_model
-from mlxcache.types import RequestRecord
+from mlxcache.types import Arrival, RequestRecord
 
 if TYPE_CHECKING:
     from mlxcache.remote.objects import Objects
@@ -51,13 +52,12 @@ class Models:
         self.settings = settings
         self.entries: Sequence[ModelEntry] = settings.entries
         self._rounds, records, database = Rounds(), Records(on_request), TemporaryDatabase()
-        self._progress = dict[str, float | None]()
         self._memory: SharedRam | None = None
         self._pressure: Pressure | None = None
         self.engines = [
             Engine(
                 settings.for_model(entry) if len(self.entries) > 1 else settings,
-                on_progress if entry is self.entries[0] else self._note_progress(entry.label),
+                on_progress if entry is self.entries[0] else _ignore,
                 stall_s=stall_s,
                 rounds=self._rounds,
                 records=records,
@@ -68,6 +68,10 @@ class Models:
         ]
         self._opening: dict[Engine, asyncio.Task[None]] = {}
         self._books = SessionBooks(self._opened_books, self._find_unopened)
+        self._arrivals = Arrivals(
+            records, settings.queue, lambda label: self.named(label).load_share
+        )
+        self._stopping = False
 
     @property
     def default(self) -> Engine:
@@ -96,28 +100,64 @@ class Models:
 
     async def stop(self, seconds: float = 8.0) -> None:
         """End all requests and the MLX thread, waiting at most `seconds`."""
+        self._stopping = True
         if self._pressure is not None:
             self._pressure.stop()
         for task in self._opening.values():
             task.cancel()
         await asyncio.gather(*(engine.stop(seconds) for engine in self.engines))
 
-    async def of(self, requested: str | None) -> Engine:
+    async def of(self, requested: str | None, arrival: Arrival | None = None) -> Engine:
         """Return the engine of the model that a request names, after loading it for the first time.
 
-        `requested`: the model's name in the request. Unknown names get the default model. Waits
-        while the model is loaded, for minutes if it has to be downloaded. Raises ModelError if it
-        cannot be loaded; the next call tries again. Before the default model is ready, and when the
-        server stops or has failed, that is returned.
+        `requested`: the model's name in the request. Unknown names get the default model.
+        `arrival`: the request, which is recorded while it waits. Waits while the model is loaded,
+        for minutes if it has to be downloaded. Raises ModelError or BadRequest if it cannot be
+        loaded; the next call tries again. Raises QueueFull or TooMany if too many requests wait
+        already, and DeadlineExceeded after the request's time limit. Before the default model is
+        ready, and when the server stops or has failed, that is returned.
         """
         engine = self.find(requested)
         if self.default.state != "ready" or engine.state == "ready":
             return engine if engine.state == "ready" else self.default
-        if engine not in self._opening:
-            opening = self._opening[engine] = asyncio.create_task(self._open(engine))
-            opening.add_done_callback(lambda task: self._note_opened(engine, task))
-        await asyncio.shield(self._opening[engine])
+        with self._arrivals.waiting(engine.label, arrival):
+            try:
+                await self._opened(engine, arrival)
+            finally:
+                asyncio.get_running_loop().call_soon(self._give_up_unwanted, engine)
         return engine
+
+    async def _opened(self, engine: Engine, arrival: Arrival | None) -> None:
+        """Wait until `engine` is ready. Raises as `of`."""
+        limits = (arrival.timeout_s if arrival else None, self.settings.request_timeout)
+        seconds = min((limit for limit in limits if limit is not None), default=None)
+        end = None if seconds is None else time.monotonic() + seconds
+        while True:
+            if engine not in self._opening:
+                opening = self._opening[engine] = asyncio.create_task(self._open(engine))
+                opening.add_done_callback(lambda task: self._note_opened(engine, task))
+            opening = self._opening[engine]
+            left = None if end is None else max(0.0, end - time.monotonic())
+            await asyncio.wait({opening}, timeout=left)
+            if not opening.done():
+                raise DeadlineExceeded(
+                    f"The request was not done within {seconds:g} s: its model {engine.label} is "
+                    "still being loaded."
+                )
+            if not opening.cancelled():
+                opening.result()
+                return
+            if self._stopping:
+                raise NotReady("The server is stopping.", retry_after=5.0)
+            await asyncio.sleep(0)  # those it was opened for had left
+
+    def _give_up_unwanted(self, engine: Engine) -> None:
+        """Do not wait for memory any more to load a model that no request waits for."""
+        opening = self._opening.get(engine)
+        wanted = self._arrivals.waits_for(engine.label)
+        if opening is not None and engine.awaits_room and not wanted:
+            log.info("%s: not loaded: no request waits for it any more", engine.label)
+            opening.cancel()
 
     def _note_opened(self, engine: Engine, task: asyncio.Task[None]) -> None:
         self._opening.pop(engine, None)
@@ -129,14 +169,6 @@ class Models:
         began = time.monotonic()
         await engine.start()
         log.info("%s: loaded in %.1f s", engine.label, time.monotonic() - began)
-
-    def _note_progress(self, label: str) -> Callable[[str, float | None], None]:
-        """Return a function that notes how far the model `label` is loaded. Any thread."""
-
-        def note(what: str, share: float | None) -> None:
-            self._progress[label] = share
-
-        return note
 
     def find(self, requested: str | None) -> Engine:
         """Return the engine of the model that a request names; unknown names get the default."""
@@ -214,7 +246,9 @@ class Models:
         }
         if self._pressure is not None:
             more["pressure"] = self._pressure.figures()
-        return add_up([figures, *others], more["memory"], memory.by_kind()) | more
+        figures = add_up([figures, *others], more["memory"], memory.by_kind()) | more
+        figures["queue"]["waiting"] += self._arrivals.total
+        return figures
 
     def describe(self) -> list[dict[str, Any]]:
         """Return the state of each model, as `GET /v1/models` shows it in `mlxcache`.
@@ -236,4 +270,8 @@ class Models:
         """Return the state of a model that was not loaded yet."""
         if engine not in self._opening:
             return {"state": "never"}
-        return {"state": "loading", "progress": self._progress.get(engine.label)}
+        return {"state": "loading", "progress": engine.load_share}
+
+
+def _ignore(what: str, share: float | None) -> None:
+    """Show nobody how far a model is loaded that is not the default one."""

@@ -168,7 +168,7 @@ class Task:
         self.over = False
         self.prompt_tokens = len(self.ids)
         self.submitted = time.perf_counter()
-        self.phase_began = self.submitted
+        self.phase_began = self.submitted - job.loaded_s  # a part of the time in the queue
         self._oom_at = -1
         self._staged: list[Piece] = []
         self._delivered = 0
@@ -385,7 +385,7 @@ class Task:
         output, parser, logprob = self.output, self.output.parser, self.output.logprob
         if not self.out:
             self.record.timing["first_token_s"] = round(
-                self.job.render_s + time.perf_counter() - self.submitted, 6
+                self.job.loaded_s + self.job.render_s + time.perf_counter() - self.submitted, 6
             )
             self.note_phase("prefill_s")
             self.record.fed_tokens = max(0, self.prompt_tokens - self.record.cached_tokens)

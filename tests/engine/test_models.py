@@ -21,15 +21,18 @@ from mlxcache.engine.models import Models
 from mlxcache.engine.runtime import ModelRuntime
 from mlxcache.errors import (
     BadRequest,
+    DeadlineExceeded,
     MlxcacheError,
     ModelError,
     NotReady,
+    QueueFull,
     SnapshotRefused,
     StoreError,
+    TooMany,
 )
 from mlxcache.model import load
 from mlxcache.model.resident_weights import Pace, Weights
-from mlxcache.types import Job, Prompt
+from mlxcache.types import Arrival, Job, Prompt
 from tests.conftest import ToyMaker
 
 
@@ -297,6 +300,89 @@ async def test_a_stop_while_a_model_loads_ends_the_thread(
         with pytest.raises((NotReady, asyncio.CancelledError)):
             await asked
         assert (await models.of("c")) is models.default  # nothing is loaded any more
+
+
+async def test_requests_that_wait_for_a_first_load_are_listed_and_bounded(
+    entries: list[ModelEntry], tmp_path: Path, slow: tuple[Event, Event]
+) -> None:
+    """As those that wait in a queue are; one that goes makes room for another."""
+    begun, may_go = slow
+    async with running(entries, tmp_path / "cache", queue=4) as models:
+
+        def ask(n: int, session: str | None = None) -> asyncio.Task[Any]:
+            return asyncio.create_task(models.of("b", Arrival(f"req_{n}", "chat", session)))
+
+        asked = [ask(n, f"session {n // 2}") for n in range(4)]
+        await asyncio.to_thread(begun.wait, 30)
+        assert [(r.id, r.status, r.model) for r in models.requests()] == [
+            (f"req_{n}", "queued", "b") for n in (3, 2, 1, 0)
+        ]
+        assert models.figures()["queue"]["waiting"] == 4
+        assert models.describe()[1]["state"] == "loading"
+        with pytest.raises(QueueFull, match="4 requests wait already until b is loaded") as full:
+            await ask(9)
+        assert full.value.retry_after >= 1
+        asked[0].cancel()
+        await asyncio.wait({asked[0]})
+        with pytest.raises(TooMany, match="2 requests of this session"):
+            await ask(8, "session 1")
+        asked.append(ask(7))
+        await asyncio.sleep(0)
+        may_go.set()
+        engine = models.named("b")
+        assert await asyncio.gather(*asked[1:]) == 4 * [engine]
+        # none is left but the one that went; a request makes its record when it is submitted
+        assert [(r.id, r.status) for r in models.requests()] == [("req_0", "cancelled")]
+        prompt = await engine.render_text("Some text.")
+        job = Job("req_1", prompt, max_tokens=2, raw=True, loaded_s=2.5)
+        async with await engine.submit(job) as stream:
+            assert [event async for event in stream]
+        timing = stream.record.timing
+        assert timing["queue_s"] >= 2.5
+        assert timing["first_token_s"] >= 2.5
+
+
+async def test_a_load_that_nobody_waits_for_any_more_takes_no_memory(
+    entries: list[ModelEntry], tmp_path: Path
+) -> None:
+    """It would unload other models as soon as they are idle. The next request loads it."""
+    async with running(entries, tmp_path / "cache") as models:
+        memory = models._memory
+        assert memory is not None
+        free = memory.free
+        memory.charge("other", free)
+        asked = asyncio.create_task(models.of("b"))
+        b = models.named("b")
+        while not b.awaits_room:  # noqa: ASYNC110 - nothing tells of it
+            await asyncio.sleep(0.01)
+        assert b.load_share is None
+        asked.cancel()
+        await asyncio.wait({asked})
+        again = asyncio.create_task(models.of("b"))  # at once, while the load is given up
+        await asyncio.sleep(0.05)
+        again.cancel()
+        await asyncio.wait({again})
+        while b in models._opening:  # noqa: ASYNC110 - nothing tells of it
+            await asyncio.sleep(0.01)
+        memory.charge("other", -free)
+        before = memory_of(models)
+        assert models.describe()[1]["state"] == "never"
+        await models.default.call(lambda runtime: None)
+        assert memory_of(models) == before
+        assert not models._rounds.residency.busy
+        assert await reply(models, "b")
+
+
+async def test_a_request_waits_for_a_load_no_longer_than_its_time_limit(
+    entries: list[ModelEntry], tmp_path: Path, slow: tuple[Event, Event]
+) -> None:
+    _, may_go = slow
+    async with running(entries, tmp_path / "cache") as models:
+        with pytest.raises(DeadlineExceeded, match=r"0\.2 s: its model b is still being loaded"):
+            await models.of("b", Arrival("req_1", "chat", timeout_s=0.2))
+        assert models.requests()[0].status == "rejected"
+        may_go.set()
+        assert await reply(models, "b")
 
 
 async def test_a_load_is_no_sign_of_a_stalled_device(

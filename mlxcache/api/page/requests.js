@@ -7,7 +7,7 @@ import { clientOf, finished, modelOf, on, parts, running, titleOf } from "./stat
 
 const FEW = 12;
 const MORE = 100;
-const PHASES = { queued: "waiting", prefill: "reading the prompt", decode: "writing" };
+const PHASES = { queued: "waiting", loading: "loading its model", prefill: "reading the prompt", decode: "writing" };
 let shown = FEW;
 let several = false;
 
@@ -52,15 +52,16 @@ function runningRow() {
   const bar = progressBar("Progress");
   const element = h("li", {}, h("p", {}, title, model, phase, figure), bar.element);
   const update = (one) => {
-    const { phase: name, done_tokens: done, total_tokens: total, tokens_per_s: speed, left_s: left } = one.progress;
+    const { phase: name, done_tokens: done, total_tokens: total, tokens_per_s: speed, left_s: left, share } = one.progress;
     setText(title, titleOf(one));
     setText(model, [clientOf(one), modelOf(one)].filter(Boolean).join(" · "));
     setText(phase, one.progress.phase === "prefill" && !one.cached_tokens && !one.fed_tokens ? "looking for its prefix" : PHASES[name]);
     setAttr(element, "data-phase", name);
     if (name === "queued") setText(figure, `${short(total)} tokens, since ${seconds(Date.now() / 1000 - one.created_at)}`);
+    if (name === "loading") setText(figure, `${Math.round(100 * share)}%`);
     if (name === "prefill") setText(figure, `${count(done)} of ${count(total)} tokens${left ? `, about ${about(left)} left` : ""}`);
     if (name === "decode") setText(figure, `${plural(done, "token")}${speed ? `, ${speed < 10 ? speed.toFixed(1) : Math.round(speed)} per second` : ""}`);
-    bar.update(name === "prefill" ? done / Math.max(1, total) : name === "queued" ? 0 : null);
+    bar.update(name === "loading" ? share : name === "prefill" ? done / Math.max(1, total) : name === "queued" ? 0 : null);
   };
   return { element, update };
 }

@@ -272,6 +272,8 @@ def _running(
         done, total, phase = progress["done_tokens"], progress["total_tokens"], progress["phase"]
         bar: RenderableType = ProgressBar(total, done, BAR) if phase == "prefill" else ""
         text = f"{done:,} of {total:,}" if phase == "prefill" else f"{done:,}"
+        if phase == "loading":
+            bar, text = ProgressBar(1.0, progress["share"], BAR), f"{progress['share']:.0%}"
         if phase == "queued":
             text = f"for {show.format_duration(max(0.0, now - row['created_at']))}"
         speed = state.speed(row)

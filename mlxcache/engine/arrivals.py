@@ -1,0 +1,111 @@
+"""Requests that wait for a model that is loaded for the first time. Use from one event loop.
+
+Their prompts cannot be rendered yet, so they are in no scheduler's queue.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from mlxcache.engine.metrics import Records
+from mlxcache.engine.requests import MAX_RETRY_S, MIN_RETRY_S, QUEUE_SHARE
+from mlxcache.errors import MlxcacheError, QueueFull, TooMany
+from mlxcache.types import Arrival, RequestRecord
+
+FIRST_LOAD_S = 10.0
+"""Assumed seconds of a load of which nothing is known yet."""
+
+
+@dataclass(slots=True)
+class _Waiting:
+    began: float
+    arrivals: list[Arrival | None]
+
+
+class Arrivals:
+    """Requests that wait, by the label of their model: at most `places` for each model.
+
+    `records` gets a record of each. `share(label)`: the share of that model that is loaded.
+    """
+
+    def __init__(self, records: Records, places: int, share: Callable[[str], float | None]):
+        self._records, self._places, self._share = records, places, share
+        self._waiting: dict[str, _Waiting] = {}
+
+    @property
+    def total(self) -> int:
+        """Number of requests that wait."""
+        return sum(len(one.arrivals) for one in self._waiting.values())
+
+    def waits_for(self, label: str) -> bool:
+        """Return whether any request waits for the model `label`."""
+        return label in self._waiting
+
+    @contextmanager
+    def waiting(self, label: str, arrival: Arrival | None) -> Iterator[None]:
+        """Count a request as waiting for the model `label` within the block, and record it.
+
+        `arrival`: None for a request that is not recorded. Raises QueueFull if too many wait
+        already, and TooMany if too many of its session do. What the block raises ends the record.
+        """
+        self._check(label, arrival)
+        waiting = self._waiting.setdefault(label, _Waiting(time.monotonic(), []))
+        waiting.arrivals.append(arrival)
+        record = self._records.expect(arrival, label) if arrival is not None else None
+        try:
+            if arrival is not None:
+                arrival.note_waiting(record)
+            yield
+        except MlxcacheError as error:
+            if record is not None:
+                self._records.reject(record, error)
+            raise
+        except BaseException:
+            if record is not None:
+                self._cancelled(record)
+            raise
+        else:
+            if record is not None:  # `Engine.submit` makes a complete one
+                self._records.forget(record.id)
+        finally:
+            if arrival is not None:
+                arrival.note_waiting(None)
+            waiting.arrivals.remove(arrival)
+            if not waiting.arrivals:
+                self._waiting.pop(label, None)
+
+    def _cancelled(self, record: RequestRecord) -> None:
+        record.status = "cancelled"
+        self._records.end(record)
+
+    def _check(self, label: str, arrival: Arrival | None) -> None:
+        waiting = self._waiting.get(label)
+        if waiting is None or arrival is None:
+            return
+        sessions = Counter(
+            (one.owner, one.session) for one in waiting.arrivals if one and one.session
+        )
+        own = sessions[arrival.owner, arrival.session] if arrival.session else 0
+        after = self._left_s(label, waiting.began)
+        if len(waiting.arrivals) >= self._places:
+            raise QueueFull(
+                f"{len(waiting.arrivals)} requests wait already until {label} is loaded, the most "
+                "that --queue allows: try again later.",
+                retry_after=after,
+            )
+        if own >= max(1, self._places // QUEUE_SHARE):
+            raise TooMany(
+                f"{own} requests of this session wait already until {label} is loaded, its share "
+                "of the queue: try again later.",
+                retry_after=after,
+            )
+
+    def _left_s(self, label: str, began: float) -> float:
+        """Estimate the seconds until the model `label` is loaded."""
+        share, passed = self._share(label) or 0.0, time.monotonic() - began
+        left = passed * (1 - share) / share if share > 0.05 else FIRST_LOAD_S
+        return min(MAX_RETRY_S, max(MIN_RETRY_S, left))
