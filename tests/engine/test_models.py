@@ -346,6 +346,7 @@ async def test_a_load_that_nobody_waits_for_any_more_takes_no_memory(
     entries: list[ModelEntry], tmp_path: Path
 ) -> None:
     """It would unload other models as soon as they are idle. The next request loads it."""
+    entries[0] = replace(entries[0], keep="always")
     async with running(entries, tmp_path / "cache") as models:
         memory = models._memory
         assert memory is not None
