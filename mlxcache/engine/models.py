@@ -32,6 +32,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("mlxcache.engine")
 
+GIVE_UP_S = 0.2
+"""Seconds between two looks at a load that no request waits for."""
+
 
 class Models:
     """All models that a server offers, in the order of its settings. The first is the default.
@@ -154,10 +157,13 @@ class Models:
     def _give_up_unwanted(self, engine: Engine) -> None:
         """Do not wait for memory any more to load a model that no request waits for."""
         opening = self._opening.get(engine)
-        wanted = self._arrivals.waits_for(engine.label)
-        if opening is not None and engine.awaits_room and not wanted:
+        if opening is None or self._arrivals.waits_for(engine.label):
+            return
+        if engine.awaits_room:
             log.info("%s: not loaded: no request waits for it any more", engine.label)
             opening.cancel()
+        else:  # it may have to wait later
+            asyncio.get_running_loop().call_later(GIVE_UP_S, self._give_up_unwanted, engine)
 
     def _note_opened(self, engine: Engine, task: asyncio.Task[None]) -> None:
         self._opening.pop(engine, None)
