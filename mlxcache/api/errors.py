@@ -63,6 +63,7 @@ SHAPES: Mapping[type[errors.MlxcacheError], Shape] = {
     errors.Vanished: Shape(503, "server_error", "overloaded_error", "vanished"),
     errors.PrefixNotStored: Shape(500, "server_error", "api_error", "store_error"),
     errors.DiskFull: Shape(507, "server_error", "api_error", "disk_full"),
+    errors.RemoteUnavailable: Shape(503, "server_error", "overloaded_error", "remote_unavailable"),
 }
 """One entry for each class of `mlxcache.errors`; a test checks that none is missing."""
 
