@@ -16,6 +16,7 @@
     ├── GenerationFailed        the model, its tokenizer or its template failed
     ├── ModelError              the model cannot be loaded or served
     ├── ConfigError             a flag, variable or key in config.toml is wrong
+    ├── RemoteUnavailable       the shared remote is gone, too slow, refuses or is skipped
     ├── StoreError              an operation of the disk tier failed
     │   ├── Corrupt             a file is damaged, or has the wrong content
     │   ├── Gone                a file was evicted before it was read
