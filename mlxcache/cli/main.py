@@ -60,7 +60,7 @@ COMMANDS = {
     ),
     "doctor": Lazy(
         "mlxcache.cli.doctor.command:doctor",
-        "Check this machine, its settings and, with --model, a model.",
+        "Check this machine, its settings, and the models that are served.",
     ),
     "uninstall": Lazy(
         "mlxcache.cli.uninstall:uninstall",

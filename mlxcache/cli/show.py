@@ -175,7 +175,7 @@ def has_several_clients(sessions: Iterable[Mapping[str, Any]]) -> bool:
 
 def has_several_models(sessions: Iterable[Mapping[str, Any]]) -> bool:
     """Return whether sessions of more than one model are among `sessions`."""
-    return len({one["model"] for one in sessions}) > 1
+    return len({one.get("model") for one in sessions} - {None}) > 1
 
 
 _UNLOADED_FOR = {

@@ -63,10 +63,10 @@ class Pace:
             self._rate = (slow, self._clock())
 
     def note_silence(self, seconds: float) -> None:
-        """Add a small call that was given up after `seconds`, so it takes longer."""
+        """Add a small call that was given up after `seconds`; it is assumed to take twice that."""
         call = self._recent(self._call)
-        if call is None or call < seconds:
-            self._call = (seconds, self._clock())
+        if call is None or call < 2 * seconds:
+            self._call = (2 * seconds, self._clock())
 
     @property
     def call_s(self) -> float | None:

@@ -24,6 +24,7 @@ from mlxcache.remote.upload import Uploader
 from mlxcache.store.reply_rows import KEY_BYTES
 from mlxcache.store.session_rows import Origin, Session
 from mlxcache.store.sessions import ID
+from mlxcache.typed import decode
 
 log = logging.getLogger("mlxcache.engine")
 
@@ -45,9 +46,6 @@ class SessionRecord(msgspec.Struct, frozen=True, kw_only=True):
     title: _Text | None
     client: _Text | None
     created_at: float
-
-
-_DECODER = msgspec.json.Decoder(SessionRecord)
 
 
 class SharedSessions:
@@ -92,7 +90,7 @@ class SharedSessions:
         if data is None:
             return
         try:
-            found = _DECODER.decode(data)
+            found = decode(SessionRecord, data)
         except (msgspec.MsgspecError, RecursionError) as error:
             self._counts.add("corrupt")
             log.warning("object of the remote discarded: %s: %s", name, error)

@@ -31,7 +31,7 @@ def test_a_process_is_sampled_many_times_a_second() -> None:
     assert len(count.times) == len(count.footprints) >= 5
     peak = read_peak(os.getpid())
     assert count.most > 10**6
-    assert peak is None or peak >= count.most
+    assert peak is None or peak >= count.most - (1 << 20)  # the kernel adds up its counts late
 
 
 @pytest.mark.slow

@@ -51,7 +51,7 @@ def test_a_turn_that_could_not_be_booked_is_booked_later_and_in_order(
     """No other request is needed for it, and the log says once what is wrong."""
     fails, tried = sessions.record_turn, []
 
-    def full(turn: object, id: str | None = None) -> str:
+    def full(turn: object, *more: object) -> str:
         tried.append(turn)
         raise DiskFull("no space left")
 
@@ -76,7 +76,7 @@ def test_what_could_never_be_booked_is_told_at_the_end(
 ) -> None:
     """The oldest go where too many wait."""
 
-    def full(turn: object, id: str | None = None) -> str:
+    def full(turn: object, *more: object) -> str:
         raise DiskFull("no space left")
 
     monkeypatch.setattr(sessions, "record_turn", full)
@@ -93,7 +93,7 @@ async def test_turns_that_cannot_be_written_are_listed(
     await book.written()
     writes = sessions.record_turn
 
-    def full(turn: object, id: str | None = None) -> str:
+    def full(turn: object, *more: object) -> str:
         raise DiskFull("no space left")
 
     monkeypatch.setattr(sessions, "record_turn", full)
@@ -135,7 +135,7 @@ async def test_clearing_removes_what_could_not_be_written_too(
     end(book, 1, 100, 1.0)
     await book.written()
 
-    def full(turn: object, id: str | None = None) -> str:
+    def full(turn: object, *more: object) -> str:
         raise DiskFull("no space left")
 
     with monkeypatch.context() as patch:
@@ -157,7 +157,7 @@ async def test_of_too_many_turns_those_that_others_continue_are_dropped_first(
 ) -> None:
     """So a short conversation stays listed beside a long one."""
 
-    def full(turn: object, id: str | None = None) -> str:
+    def full(turn: object, *more: object) -> str:
         raise DiskFull("no space left")
 
     with monkeypatch.context() as patch:
