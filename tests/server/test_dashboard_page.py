@@ -330,7 +330,8 @@ def test_a_lost_prefix_is_shown_where_it_parts(api: Api, opened: Page) -> None:
 
 
 def test_a_chat_starts_warm_at_its_second_turn(opened: Page) -> None:
-    for number, more in ((1, 150), (2, 20)):  # warm: half of the prompt or more is reused
+    # Warm: half of the prompt or more is reused, also if the drawn reply has control tokens as text.
+    for number, more in ((1, 500), (2, 20)):
         opened.write("#chat-text", f"Question {number}, and {words(number, more)}")
         opened.run("document.querySelector('#chat').requestSubmit();")
         opened.until("document.querySelectorAll('#talk .kind').length === args[0]", number)
