@@ -330,7 +330,7 @@ def test_a_lost_prefix_is_shown_where_it_parts(api: Api, opened: Page) -> None:
 
 
 def test_a_chat_starts_warm_at_its_second_turn(opened: Page) -> None:
-    # Warm: half of the prompt or more is reused, also if the drawn reply has control tokens as text.
+    # Warm is half of the prompt or more, also if the drawn reply has control tokens as text.
     for number, more in ((1, 500), (2, 20)):
         opened.write("#chat-text", f"Question {number}, and {words(number, more)}")
         opened.run("document.querySelector('#chat').requestSubmit();")
