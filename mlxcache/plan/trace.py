@@ -204,7 +204,7 @@ def read_trace(path: Path, block_tokens: int | None = None) -> Trace:
 def _object(path: Path, number: int, text: str) -> Mapping[str, Any]:
     try:
         found = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise TraceError(f"{path}, line {number}: not JSON: {error}.") from error
     if not isinstance(found, dict):
         raise TraceError(f"{path}, line {number}: expected a JSON object.")

@@ -56,6 +56,10 @@ BACK = 4
 """Number of cells before the last one whose checkpoints are listed too, if that one has none."""
 
 
+SPARE_BYTES = 4 << 20
+"""Bytes that an object may be larger than twice its tensors: its header."""
+
+
 PrefillSeconds = Callable[[int, int], float]
 """Callable that estimates the seconds for computing the tokens [start, stop) of a prompt."""
 
@@ -271,7 +275,7 @@ class Fetcher:
         """Read and verify a checkpoint; None if it is missing or damaged. Raises _Expired."""
         name = grid.checkpoint_name(lookup.chain, position, self._shape.cell)
         began, nbytes = self._clock(), self._shape.checkpoint_bytes
-        data = self._result(lookup, self._begin(lookup, name), name, nbytes, began)
+        data = self._result(lookup, self._begin(lookup, name, nbytes), name, nbytes, began)
         if data is None:
             return None
         self._note_read(data, len(data), began)
@@ -342,7 +346,8 @@ class Fetcher:
                 while waiting and len(reading) < PARALLEL:
                     end = waiting.popleft()
                     name = grid.run_name(lookup.chain, end)
-                    reading.append((end, name, self._begin(lookup, name)))
+                    nbytes = self._run_bytes(end + BLOCK)  # with the tokens of another block
+                    reading.append((end, name, self._begin(lookup, name, nbytes)))
                 end, name, future = reading.popleft()
                 data = self._result(lookup, future, name, total + self._run_bytes(end), began)
                 if data is None:
@@ -354,10 +359,13 @@ class Fetcher:
             for _, _, future in reading:
                 future.cancel()
 
-    def _begin(self, lookup: _Lookup, name: str) -> Future[bytes | None]:
-        """Start reading an object. It ends by itself once no fetch of the prompt is worth it."""
+    def _begin(self, lookup: _Lookup, name: str, nbytes: int) -> Future[bytes | None]:
+        """Start reading an object. It ends by itself once no fetch of the prompt is worth it.
+
+        `nbytes`: bytes of its tensors. One that is much larger is not read.
+        """
         within = max(0.0, lookup.allowance.left) + self._seconds(lookup.have, lookup.most)
-        return self._pool.submit(self._objects.get, name, within)
+        return self._pool.submit(self._objects.get, name, within, most=2 * nbytes + SPARE_BYTES)
 
     def _result(
         self,

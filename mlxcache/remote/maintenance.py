@@ -19,8 +19,11 @@ from mlxcache.remote.storage import Storage, Stored
 PAGE_S = 30.0
 """Most seconds for a page of a listing, or for removing one."""
 
+KINDS = ("run", "ckpt", "reply", "session")
+"""Third part of the name of an object."""
+
 FOREIGN = "other"
-"""Kind of the objects whose names are not of this server's key."""
+"""Kind of the objects whose names are not of this server's key, or not of servers at all."""
 
 _AGES = (("under 1 day", 1), ("under 7 days", 7), ("under 30 days", 30))
 OLDEST = "30 days and more"
@@ -69,8 +72,9 @@ def measure(url: RemoteUrl, form: Form, step: Callable[[int], None]) -> Holdings
 def prune(url: RemoteUrl, older_than: timedelta, step: Callable[[int], None]) -> tuple[int, int]:
     """Remove all objects that were written longer ago, also those of other keys.
 
-    Servers may run meanwhile. Returns the number of objects and their bytes. `step` gets the number
-    so far. Raises RemoteUnavailable; what was removed until then stays removed.
+    What is behind a symbolic link in a shared folder stays. Servers may run meanwhile. Returns the
+    number of objects and their bytes. `step` gets the number so far. Raises RemoteUnavailable; what
+    was removed until then stays removed.
     """
     count = freed = 0
     limit = datetime.now(UTC) - older_than
@@ -109,9 +113,9 @@ async def _pages(storage: Storage) -> AsyncIterator[list[Stored]]:
                 page = await anext(pages)
         except StopAsyncIteration:
             return
-        yield [one for one in page if one.path != MARKER]
+        yield [one for one in page if one.path != MARKER and storage.is_within(one.path)]
 
 
 def _kind(name: str | None) -> str:
     parts = (name or "").split("/")
-    return parts[2] if len(parts) > 3 else FOREIGN
+    return parts[2] if len(parts) > 3 and parts[2] in KINDS else FOREIGN

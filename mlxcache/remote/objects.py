@@ -33,7 +33,10 @@ TRIAL = "v1/trial"
 """Name of an object that tests whether the remote can be written."""
 
 LARGEST_BYTES = 1 << 30
-"""Maximum size of an object that is read; larger ones count as damaged."""
+"""Maximum size of an object that is read, if its reader does not expect a smaller one."""
+
+MARKER_BYTES = 1 << 16
+"""Maximum size of the marker."""
 
 _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*(/[A-Za-z0-9_-][A-Za-z0-9._-]*)*")
 
@@ -121,18 +124,32 @@ class Objects:
         stored = [self._stored(name) for name in names]
         return self._wait(lambda: _all([self._head(one) for one in stored]), self._reading, within)
 
-    def get(self, name: str, within: float | None = None) -> bytes | None:
-        """Return the content of an object, or None if it is absent or damaged."""
-        found = self._wait(partial(self._get, self._stored(name)), self._reading, within)
+    def get(
+        self, name: str, within: float | None = None, *, most: int = LARGEST_BYTES
+    ) -> bytes | None:
+        """Return the content of an object, or None if it is absent or damaged.
+
+        One with more than `most` bytes counts as damaged, and is not read.
+        """
+        work = partial(self._get, self._stored(name), most)
+        found: bytearray | Corrupt | None
+        try:
+            found = self._wait(work, self._reading, within)
+        except Corrupt as error:
+            found = error
         return None if found is None else self._unwrap(name, found)
 
-    def get_many(self, names: Sequence[str], within: float | None = None) -> list[bytes | None]:
+    def get_many(
+        self, names: Sequence[str], within: float | None = None, *, most: int = LARGEST_BYTES
+    ) -> list[bytes | None]:
         """Return what `get` does for each of `names`, which are read at the same time.
 
         None also stands for objects whose reading failed, unless all failed.
         """
         stored = [self._stored(name) for name in names]
-        found = self._wait(lambda: _most([self._get(one) for one in stored]), self._reading, within)
+        found = self._wait(
+            lambda: _most([self._get(one, most) for one in stored]), self._reading, within
+        )
         return [
             None if one is None else self._unwrap(name, one)
             for name, one in zip(names, found, strict=True)
@@ -220,9 +237,11 @@ class Objects:
         reason = "it is closed" if self._closed else self._state()[1]
         return RemoteUnavailable(f"the remote {self.url} is skipped: {reason}")
 
-    def _unwrap(self, name: str, stored: bytearray) -> bytes | None:
+    def _unwrap(self, name: str, stored: bytearray | Corrupt) -> bytes | None:
         """Return an object's content, or None if it is damaged, which is counted and logged."""
         try:
+            if isinstance(stored, Corrupt):
+                raise stored
             content = self._form.unwrap(name, stored)
         except Corrupt as error:
             log.warning("remote object is damaged, and not used: %s: %s", name, error)
@@ -254,22 +273,24 @@ class Objects:
             size = await self._timed(self._reading, self._storage.head(stored))
         return None if size is None else max(0, size - self._form.overhead)
 
-    async def _get(self, stored: str) -> bytearray | None:
+    async def _get(self, stored: str, most: int) -> bytearray | None:
         async with self._large:
-            return await self._timed(self._reading, self._read(stored), own_deadline=True)
+            read = self._read(stored, most + self._form.overhead)
+            return await self._timed(self._reading, read, own_deadline=True)
 
-    async def _read(self, stored: str) -> bytearray | None:
-        """Return the bytes of an object as stored. Raises Failure and TimeoutError.
+    async def _read(self, stored: str, most: int) -> bytearray | None:
+        """Return the bytes of an object as stored. Raises Failure, Corrupt and TimeoutError.
 
-        The deadline grows with the object's size once that is known.
+        The deadline grows with the object's size once that is known. One with more than `most`
+        bytes is Corrupt.
         """
         async with asyncio.timeout(self._limits.operation_s) as limit:
             found = await self._storage.open(stored)
             if found is None:
                 return None
             size, stream = found
-            if size > LARGEST_BYTES:
-                raise Failure(f"an object has {size:,} bytes", grave=True)
+            if size > most:
+                raise Corrupt(f"it has {size:,} bytes, where at most {most:,} were expected")
             seconds = self._limits.operation_s + size / self._limits.least_down
             limit.reschedule(self._loop.time() + seconds)
             content, done = bytearray(size), 0
@@ -378,7 +399,10 @@ class Objects:
 
     async def _read_marker(self, *, probe: bool) -> bytearray | None:
         """Return the marker, None if it is absent. Raises Failure, WrongKey and TimeoutError."""
-        found = await self._read(MARKER)
+        try:
+            found = await self._read(MARKER, MARKER_BYTES)
+        except Corrupt as error:
+            raise Failure(f"its object {MARKER} is damaged: {error}", grave=True) from error
         if found is None and probe and self._storage.is_folder:
             raise _unmounted()
         if found is not None and (wrong := wrong_key(found, self._form.key_id)):
@@ -423,16 +447,22 @@ async def _all(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
     return list(await asyncio.gather(*work))
 
 
-async def _most(work: Sequence[Coroutine[Any, Any, T]]) -> list[T | None]:
-    """Await all at once; None stands for those that failed. Raises a failure if all did."""
+async def _most(work: Sequence[Coroutine[Any, Any, T]]) -> list[T | Corrupt | None]:
+    """Await all at once; None stands for those that failed. Raises a failure if all did.
+
+    A Corrupt is returned in place of its result.
+    """
     found = await asyncio.gather(*work, return_exceptions=True)
     failures = [one for one in found if isinstance(one, Failure)]
     if failures and len(failures) == len(found):
         raise failures[0]
     for one in found:
-        if isinstance(one, BaseException) and not isinstance(one, Failure):
+        if isinstance(one, BaseException) and not isinstance(one, Failure | Corrupt):
             raise one
-    return [None if isinstance(one, BaseException) else one for one in found]
+    return [
+        one if isinstance(one, Corrupt) or not isinstance(one, BaseException) else None
+        for one in found
+    ]
 
 
 def wrong_key(marker: bytearray, key_id: str | None) -> str | None:
@@ -443,7 +473,9 @@ def wrong_key(marker: bytearray, key_id: str | None) -> str | None:
     try:
         known = json.loads(marker)
         version, theirs = known["version"], known["key"]
-    except (ValueError, KeyError, TypeError) as error:
+        if not isinstance(version, int) or not isinstance(theirs, str | None):
+            raise TypeError("a field has the wrong type")
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise Failure(f"its object {MARKER} is damaged", grave=True) from error
     if version != 1:
         return f"it was made by another version of mlxcache (format {version}): use another prefix"

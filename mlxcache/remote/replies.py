@@ -32,6 +32,9 @@ VERSION = 1
 MOST_REPLIES = 16
 """Most replies to one prompt that an object holds."""
 
+MOST_BYTES = 4 << 20
+"""Most bytes of an object of replies."""
+
 MOST_WANTED = 128
 """Most replies that are looked up for one prompt: the newest unknown ones."""
 
@@ -102,7 +105,7 @@ def decode(data: bytes, vocab_size: int) -> list[ReplyRow]:
         raise Damaged("its checksum is wrong")
     try:
         found = _DECODER.decode(body)
-    except (msgspec.MsgspecError, RecursionError) as error:
+    except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
         raise Damaged(str(error)) from error
     if found.version != VERSION:
         return []
@@ -143,9 +146,13 @@ class SharedReplies:
 
     def _put(self, name: str, row: ReplyRow) -> None:
         """Add a reply to the object of its prompt. Raises RemoteUnavailable."""
-        held = self._decoded(name, self._objects.get(name))
-        if all(one.key != row.key for one in held):
-            data = encode([*held, row])
+        held = self._decoded(name, self._objects.get(name, most=MOST_BYTES))
+        if any(one.key == row.key for one in held):
+            return
+        data = encode([*held, row])
+        if len(data) > MOST_BYTES:
+            data = encode([row])
+        if len(data) <= MOST_BYTES:
             self._objects.put(name, data)
             self._counts.add("uploaded_objects")
             self._counts.add("uploaded_bytes", len(data))
@@ -160,7 +167,7 @@ class SharedReplies:
         if not names or seconds <= 0 or not self._objects.available:
             return []
         try:
-            found = self._objects.get_many(names, seconds)
+            found = self._objects.get_many(names, seconds, most=MOST_BYTES)
         except RemoteUnavailable as error:
             log.debug("replies not looked up in the remote: %s", error)
             return []

@@ -30,6 +30,9 @@ log = logging.getLogger("mlxcache.engine")
 
 VERSION = 1
 
+MOST_BYTES = 1 << 17
+"""Most bytes of a record."""
+
 MOST_KNOWN = 4096
 """Most conversations that are remembered."""
 
@@ -45,7 +48,7 @@ class SessionRecord(msgspec.Struct, frozen=True, kw_only=True):
     name: _Text | None
     title: _Text | None
     client: _Text | None
-    created_at: float
+    created_at: Annotated[float, msgspec.Meta(ge=0)]
 
 
 class SharedSessions:
@@ -82,7 +85,7 @@ class SharedSessions:
 
     def _read(self, name: str) -> None:
         try:
-            data = self._objects.get(name)
+            data = self._objects.get(name, most=MOST_BYTES)
         except RemoteUnavailable as error:
             log.debug("session not looked up in the remote: %s", error)
             self._found.pop(name)
@@ -91,7 +94,7 @@ class SharedSessions:
             return
         try:
             found = decode(SessionRecord, data)
-        except (msgspec.MsgspecError, RecursionError) as error:
+        except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
             self._counts.add("corrupt")
             log.warning("object of the remote discarded: %s: %s", name, error)
             return

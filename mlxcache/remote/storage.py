@@ -64,6 +64,16 @@ class Storage:
         """Whether this is a folder, which may be a share that is unmounted at any time."""
         return self.url.scheme == "file"
 
+    def is_within(self, path: str) -> bool:
+        """Return whether no folder on the way to an object is a symbolic link. Blocks.
+
+        Listings of a folder follow links, which may lead anywhere. True for other storage.
+        """
+        if not self.is_folder:
+            return True
+        root, folder = os.path.realpath(self.url.prefix), os.path.dirname(path)
+        return os.path.realpath(os.path.join(root, folder)) == os.path.join(root, folder)
+
     async def head(self, path: str) -> int | None:
         """Return the size of an object in bytes, or None if it is absent."""
         try:

@@ -205,6 +205,14 @@ def test_a_wrong_recorded_line_is_named(tmp_path: Path, change: dict[str, Any], 
     assert wrong in str(error.value)
 
 
+def test_a_line_that_nests_too_deep_is_named(tmp_path: Path) -> None:
+    """It is no JSON that can be read."""
+    path = tmp_path / "trace.jsonl"
+    path.write_text("[" * 200_000)
+    with pytest.raises(TraceError, match="line 1: not JSON"):
+        read_trace(path)
+
+
 def test_a_newer_format_is_refused(tmp_path: Path) -> None:
     """It may mean something else."""
     path = written(tmp_path, TraceWriter(0.0).header() | {"version": 2})

@@ -155,7 +155,7 @@ class Slow:
         self.available = self.writable = True
 
     def __getattr__(self, name: str) -> Any:
-        def call(*args: Any) -> Any:
+        def call(*args: Any, **more: Any) -> Any:
             within = args[-1] if name != "put" and isinstance(args[-1], float) else 60.0
             threading.Event().wait(min(self.seconds, within))
             if self.seconds > within:
@@ -164,7 +164,7 @@ class Slow:
                 self.puts += 1
                 if self.refuses:
                     raise RemoteUnavailable("it is full")
-            return getattr(self.objects, name)(*args)
+            return getattr(self.objects, name)(*args, **more)
 
         return call
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from pathlib import Path
 
@@ -120,6 +121,44 @@ def test_a_sealed_object_belongs_to_its_name(tmp_path):
         other.write_bytes(other.read_bytes()[:20])
         assert [opened.get("v1/a"), opened.get("v1/b")] == [None, None]
         opened.close()
+
+
+def test_an_object_that_is_larger_than_expected_is_not_read(tmp_path, key):
+    """It counts as damaged, and others are read: whoever writes to a bucket fills no memory."""
+    opened = open_remote(f"file://{tmp_path}", key=key)
+    opened.put("v1/a", bytes(1000))
+    opened.put("v1/b", b"b")
+    (path,) = (one for one in stored_files(tmp_path) if one.stat().st_size > 1000)
+    os.truncate(path, 1 << 40)
+    assert opened.get("v1/a", most=1000) is None
+    assert opened.get_many(["v1/a", "v1/b"], most=1000) == [None, b"b"]
+    assert opened.available
+    os.truncate(tmp_path / "v1/mlxcache.json", 1 << 40)
+    opened.close()
+    again = open_remote(f"file://{tmp_path}", key=key)
+    assert not again.available
+    again.close()
+
+
+@pytest.mark.parametrize(
+    "marker",
+    [
+        b"[" * 60_000,
+        b"[]",
+        b"{}",
+        b"\xff",
+        b'{"version": [1], "key": null}',
+        b'{"version":1,"key":2}',
+    ],
+)
+def test_a_marker_that_makes_no_sense_leaves_the_remote_unused(tmp_path, marker):
+    """A server starts without the remote, and says why."""
+    (tmp_path / "v1").mkdir()
+    (tmp_path / "v1/mlxcache.json").write_bytes(marker)
+    opened = open_remote(f"file://{tmp_path}")
+    assert not opened.available
+    assert "damaged" in opened.figures()["reason"]
+    opened.close()
 
 
 def test_each_writing_of_a_name_has_a_nonce_of_its_own(tmp_path):

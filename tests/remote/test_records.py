@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from xxhash import xxh3_64_digest
 
 from mlxcache.prompt.canonical.canonicaliser import Canonicaliser
 from mlxcache.remote.objects import Objects, open_remote
@@ -44,11 +45,14 @@ def test_replies_come_back_as_they_were():
     assert [row.key for row in decode(encode(rows), 50_000)] == [row.key for row in rows[-16:]]
 
 
-@pytest.mark.parametrize("damage", ["flipped", "short", "empty", "vocabulary", "no ids"])
+@pytest.mark.parametrize("damage", ["flipped", "short", "empty", "vocabulary", "no ids", "text"])
 def test_a_damaged_reply_is_refused(damage: str):
-    """Each byte counts, and so do ids that the model does not have."""
+    """Each byte counts, and so do ids that the model does not have, and text that is none."""
     row = replace(reply(), ids=np.empty(0, np.int32)) if damage == "no ids" else reply()
     data = encode([row])
+    if damage == "text":
+        body = data[8:].replace(b"tail", b"\x80ail")
+        data = xxh3_64_digest(body) + body
     data = {"flipped": data[:-3] + b"\0" + data[-2:], "short": data[:-1], "empty": b""}.get(
         damage, data
     )
@@ -75,6 +79,22 @@ def test_servers_learn_replies_of_one_owner_only(tmp_path: Path, remote: Objects
             assert sum(asked) == TRIES - 1
 
 
+def test_an_object_of_replies_stays_small(
+    tmp_path: Path, remote: Objects, monkeypatch: pytest.MonkeyPatch
+):
+    """The newest reply replaces the others; one that is too long alone is not shared."""
+    most = 2 * len(encode([reply()])) + 10
+    monkeypatch.setattr("mlxcache.remote.replies.MOST_BYTES", most)
+    with server(tmp_path / "a", remote) as one, server(tmp_path / "b", remote) as other:
+        for n in range(3):
+            one.tier.share_reply("me", ASKED, reply(n))
+            assert one.tier.uploader.wait(10)
+        one.tier.share_reply("me", b"long".ljust(16), replace(reply(), ids=tokens(most)))
+        assert one.tier.uploader.wait(10)
+        found = other.tier.replies_to("me", [ASKED, b"long".ljust(16)], 10_000)
+        assert [row.key for row in found] == [reply(2).key]
+
+
 class Counting:
     """A remote that counts the objects asked for."""
 
@@ -83,9 +103,9 @@ class Counting:
     def __init__(self, objects: Objects, asked: list[int]):
         self.objects, self.asked = objects, asked
 
-    def get_many(self, names: list[str], within: float) -> Any:
+    def get_many(self, names: list[str], within: float, *, most: int) -> Any:
         self.asked.append(len(names))
-        return self.objects.get_many(names, within)
+        return self.objects.get_many(names, within, most=most)
 
 
 def test_what_was_asked_is_the_same_whatever_becomes_of_replies():

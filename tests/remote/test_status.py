@@ -113,6 +113,25 @@ def test_a_remote_is_counted_and_pruned(remote):
     objects.close()
 
 
+def test_pruning_follows_no_link_out_of_a_share(share, tmp_path):
+    """Whoever writes to the share decides what is linked there. Its names are not shown either."""
+    away = tmp_path / "away"
+    away.mkdir()
+    (away / "mine").write_bytes(b"x")
+    url = f"file://{share}"
+    objects = open_remote(url)
+    objects.put("v1/space/run/a", bytes(1000))
+    objects.close()
+    (share / "v1/space/reply").symlink_to(away)
+    (share / "v1/space/strange").mkdir()
+    (share / "v1/space/strange/x").write_bytes(b"x")
+    found = json.loads(run("--remote", url, "stats", "--json"))
+    assert {kind: one["objects"] for kind, one in found["kinds"].items()} == {"run": 1, "other": 1}
+    run("--remote", url, "prune", "--older-than", "0.001s")
+    assert (away / "mine").exists()
+    assert not (share / "v1/space/run/a").exists()
+
+
 def test_objects_of_another_key_are_counted_apart(remote, tmp_path):
     """Their names cannot be read."""
     key = tmp_path / "key"
