@@ -50,6 +50,12 @@ def test_fields_that_are_refused_are_marked(document: dict[str, Any]) -> None:
     assert UNSUPPORTED not in chat["messages"]
 
 
+@pytest.mark.parametrize("path", ["/v1/live", "/v1/trace"])
+def test_a_stream_without_an_end_says_so(document: dict[str, Any], path: str) -> None:
+    """Clients that read whole responses would wait for ever."""
+    assert "until the client closes it" in document["paths"][path]["get"]["description"]
+
+
 def test_a_route_without_an_entry_is_an_error() -> None:
     async def new(_: Any) -> Any:
         """Do something new."""
