@@ -303,9 +303,10 @@ class LiveReaders:
 async def live(deps: Deps, readers: LiveReaders, request: Request) -> Response:
     """Stream the current state, then each change, as server-sent events.
 
-    The stream goes on until the client closes it: do not wait for its end. `?parts=` selects parts of the state, separated by commas: `server`, `cache`, `requests`,
-    `sessions`, `tree`; the default is all. Available even while the model loads. The status is 429
-    if too many streams are open.
+    The stream goes on until the client closes it: do not wait for its end. `?parts=` selects parts
+    of the state, separated by commas: `server`, `cache`, `requests`, `sessions`, `tree`; the
+    default is all. Available even while the model loads. The status is 429 if too many streams are
+    open.
     """
     parts = request.query_params.get("parts", ",".join(PARTS)).split(",")
     if not set(parts) <= set(PARTS):

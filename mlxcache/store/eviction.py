@@ -164,6 +164,19 @@ def files_to_evict(
     and a few more.
     """
     refresh(connection)
+    return _choose(connection, need, partly)
+
+
+def ranked_files(connection: sqlite3.Connection, need: int) -> list[Row] | None:
+    """Choose files as `files_to_evict` does, by the ranks as they are. Writes nothing.
+
+    Files whose ranks are out of date are not chosen. Returns None if the others free less than
+    `need` bytes.
+    """
+    return _choose(connection, need, partly=False)
+
+
+def _choose(connection: sqlite3.Connection, need: int, partly: bool) -> list[Row] | None:
     chosen: list[Row] = []
     with closing(_Order(connection)) as order:
         while need > 0:
@@ -216,7 +229,7 @@ class _Order:
     def _list(self, pinned: int, uses: int) -> Generator[_Key, None, None]:
         query = (
             "SELECT used, head, stop, file FROM rank WHERE evictable AND pinned = ? AND uses = ?"
-            " ORDER BY used, head, stop DESC, file"
+            " AND file NOT IN changed ORDER BY used, head, stop DESC, file"
         )
         with closing(self._connection.execute(query, (pinned, uses))) as found:
             for used, head, stop, id in found:
@@ -248,7 +261,7 @@ class _Order:
         if not self._continued[id]:
             query = (
                 "SELECT pinned, file.used, uses, file.stop FROM file JOIN rank ON rank.file = id"
-                " WHERE id = ? AND owner IS NULL"
+                " WHERE id = ? AND owner IS NULL AND id NOT IN changed"
             )
             for pinned, used, uses, stop in self._connection.execute(query, (id,)):
                 heappush(self._eligible, (pinned, -self._age(used, uses), 0, -stop, id))

@@ -9,7 +9,7 @@ and of the others that depend on a rank that changed.
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from heapq import heappop, heappush
 from typing import Any, NamedTuple
 
@@ -147,14 +147,25 @@ _INSERT = f"INSERT INTO rank (file, {_FIELDS}) VALUES (?{', ?' * len(_Rank._fiel
 _UPDATE = f"UPDATE rank SET ({_FIELDS}) = (?{', ?' * (len(_Rank._fields) - 1)}) WHERE file = ?"
 
 
-def refresh(connection: sqlite3.Connection) -> None:
-    """Bring the ranks up to date with the files, within the transaction of `connection`."""
+Step = Callable[[int, int], None]
+"""Callable that gets the number of files done so far, and of all."""
+
+
+def _no_step(done: int, total: int) -> None:
+    """Ignore progress."""
+
+
+def refresh(connection: sqlite3.Connection, step: Step = _no_step) -> None:
+    """Bring the ranks up to date with the files, within the transaction of `connection`.
+
+    `step` is called for each file.
+    """
     query = "SELECT kind, start, id FROM changed JOIN file ON file.id = changed.file"
     changed = connection.execute(query).fetchall()
     work = _Refresh(connection)
     for kind, start, id in changed:
         work.add(kind, start, id)
-    work.run()
+    work.run(step)
     connection.execute("DELETE FROM changed")
 
 
@@ -191,13 +202,16 @@ class _Refresh:
             else:
                 heappush(self._checkpoints, (-start, id))
 
-    def run(self) -> None:
+    def run(self, step: Step) -> None:
         """Compute the ranks of all files added, and of those that depend on a changed rank."""
+        done = 0
         for files, compute in ((self._runs, self._rank_run), (self._checkpoints, self._rank_state)):
             while files:
                 _, id = heappop(files)
                 self._waiting.discard(id)
                 compute(id)
+                done += 1
+                step(done, done + len(self._waiting))
 
     def _rank_run(self, id: int) -> None:
         found = self._connection.execute(_RANK_RUN, (id,)).fetchone()

@@ -16,9 +16,9 @@ from mlxcache.errors import StoreError, Vanished
 from mlxcache.safetensors import Malformed
 from mlxcache.store import index, ranks
 from mlxcache.store.context import StoreContext
-from mlxcache.store.database import Database, store_errors
+from mlxcache.store.database import Database, connect_read_only, store_errors
 from mlxcache.store.digests import block_digests, root_digest
-from mlxcache.store.eviction import TOKEN_BYTES, files_to_evict
+from mlxcache.store.eviction import TOKEN_BYTES, files_to_evict, ranked_files
 from mlxcache.store.folder import (
     CHECKPOINT,
     KINDS,
@@ -49,6 +49,9 @@ In a larger one it does not compare the SQL indexes with their tables.
 
 MANY_FILES = 100_000
 """Files whose sizes a start compares with the index, which takes a second on a busy disk."""
+
+PROGRESS_S = 5.0
+"""Seconds between two log lines of a long start."""
 
 MISSING_S = 1.0
 """Seconds that a folder must be missing before it is created again.
@@ -152,9 +155,28 @@ def free_least(folder: Folder) -> None:
         return
     need = SMALL_BYTES - free
     need -= folder.free_quarantine(need)
-    with suppress(StoreError), closing(open_copy(folder, "")) as copy, copy.steady() as read:
-        for row in files_to_evict(read, need, partly=True) or []:
+    with suppress(StoreError):
+        for row in _least_used(folder, need):
             remove(folder.file(row.kind, row.digest))
+
+
+def _least_used(folder: Folder, need: int) -> list[Row]:
+    """Return files to evict to free `need` bytes, or all, from an index that cannot be written.
+
+    Its ranks are read where they suffice. Otherwise all of it is copied to memory, where they can
+    be brought up to date. Raises StoreError.
+    """
+    with (
+        store_errors(folder.index),
+        closing(connect_read_only(folder.index)) as connection,
+        suppress(sqlite3.OperationalError),  # no ranks: made by an earlier version
+    ):
+        connection.execute("BEGIN")
+        found = ranked_files(connection, need)
+        if found is not None:
+            return found
+    with closing(open_copy(folder, "")) as copy, copy.steady() as read:
+        return files_to_evict(read, need, partly=True) or []
 
 
 def recover(context: StoreContext) -> None:
@@ -175,7 +197,19 @@ def recover(context: StoreContext) -> None:
             if found.strays:
                 _adopt_all(context, connection, found.strays)
                 _free_rows(context, connection, found.strays)
-            ranks.refresh(connection)
+            ranks.refresh(connection, _Progress())
+
+
+class _Progress:
+    """Log of a ranking that takes long: of all files of an index of an earlier version, once."""
+
+    def __init__(self) -> None:
+        self._next = time.monotonic() + PROGRESS_S
+
+    def __call__(self, done: int, total: int) -> None:
+        if done % 1000 == 0 and time.monotonic() >= self._next:
+            self._next += PROGRESS_S
+            log.info("index: %d of %d files put in the order of eviction", done, total)
 
 
 def _newer(folder: Folder) -> StoreError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 import sqlite3
 from collections.abc import Iterator
 from contextlib import closing
@@ -10,9 +11,9 @@ from dataclasses import replace
 
 import pytest
 
-from mlxcache.store import index
+from mlxcache.store import index, ranks, recovery
 from mlxcache.store.database import Database
-from mlxcache.store.eviction import files_to_evict
+from mlxcache.store.eviction import files_to_evict, ranked_files
 from mlxcache.store.folder import CHECKPOINT, RUN
 from mlxcache.store.index import Row
 from mlxcache.store.store import Store
@@ -175,6 +176,24 @@ def test_the_order_is_that_of_all_files_at_once(files):
         assert files_to_evict(files.connection, need, partly=True) == wanted
 
 
+def test_ranks_that_cannot_be_brought_up_to_date_name_no_file_that_is_needed(files):
+    """Of an index that is only read: the same files in the same order, without changed ones."""
+    for _ in range(15):
+        for _ in range(8):
+            files.change()
+        wanted = files_to_evict(files.connection, 60)
+        assert ranked_files(files.connection, 60) == wanted
+        for _ in range(4):
+            files.add_run()
+            files.touch()
+        gone: set[int] = set()
+        for row in ranked_files(files.connection, 60) or []:
+            continued = {one.id for one in index.rows(files.connection, "parent = ?", row.id)}
+            assert row.owner is None
+            assert continued <= gone
+            gone.add(row.id)
+
+
 def test_checkpoints_leave_their_share_in_the_order_of_all_at_once(files):
     """Pinned ones last, then by last use, then by their place on the path."""
     for _ in range(15):
@@ -229,6 +248,20 @@ def test_an_index_of_an_earlier_version_is_completed(folder):
             wanted = oracle.files_to_evict(index.rows(connection), 10**9, (), {}, partly=True)
             assert files_to_evict(connection, 10**9, partly=True) == wanted
         assert store.find(tokens(400, 3)).length == 400
+
+
+def test_a_long_start_logs_its_progress(folder, monkeypatch, caplog):
+    """An index of an earlier version may have a million files to rank."""
+    with opened(folder) as store:
+        save(store, 0)
+        with store.database.write() as connection:
+            query = "INSERT INTO file SELECT ?1, 'run', randomblob(16), base, key, start, stop,"
+            query += " nbytes, disk, used, NULL, NULL, 'x' FROM file WHERE id = 1"
+            connection.executemany(query, [(id,) for id in range(100, 2100)])
+            monkeypatch.setattr(recovery, "PROGRESS_S", 0.0)
+            caplog.set_level("INFO", "mlxcache.store.recovery")
+            ranks.refresh(connection, recovery._Progress())
+    assert re.search(r"1000 of \d+ files put in the order of eviction", caplog.text)
 
 
 def test_no_query_reads_all_files(folder):
