@@ -91,7 +91,10 @@ class FairQueue:
         self._started.put(asker_of(task.job), self._count)
 
     def has_place(self, task: Task, active: list[Task]) -> bool:
-        """Return whether `task` may start while the tasks of `active` are in progress."""
+        """Return whether `task` may start while the tasks of `active` are in progress.
+
+        The limit is `places`, with the exception that the class describes.
+        """
         if len(active) < self.places:
             return True
         askers = {asker_of(each.job) for each in active}

@@ -1,6 +1,6 @@
 """Requests that wait for a model that is loaded for the first time. Use from one event loop.
 
-Their prompts cannot be rendered yet, so they are in no scheduler's queue.
+Their prompts cannot be rendered before the model is loaded, so no scheduler has them yet.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ class _Waiting:
 class Arrivals:
     """Requests that wait, by the label of their model: at most `places` for each model.
 
-    `records` gets a record of each. `share(label)`: the share of that model that is loaded.
+    `records` gets a record of each. `share(label)` returns the share of that model that is loaded,
+    from 0 to 1, or None if unknown.
     """
 
     def __init__(self, records: Records, places: int, share: Callable[[str], float | None]):
@@ -47,10 +48,11 @@ class Arrivals:
 
     @contextmanager
     def waiting(self, label: str, arrival: Arrival | None) -> Iterator[None]:
-        """Count a request as waiting for the model `label` within the block, and record it.
+        """Context manager: count a request as waiting for the model `label`, and record it.
 
-        `arrival`: None for a request that is not recorded. Raises QueueFull if too many wait
-        already, and TooMany if too many of its session do. What the block raises ends the record.
+        `arrival`: the request; None if it is not recorded. Raises QueueFull if `places` requests
+        wait already, and TooMany if too many of the same session do. An exception in the body ends
+        the record.
         """
         self._check(label, arrival)
         waiting = self._waiting.setdefault(label, _Waiting(time.monotonic(), []))

@@ -77,8 +77,8 @@ class DecodingCost:
 
     `shared_bytes`: bytes of weights that one step reads once for all rows of a batch, but that
     separate lanes would each read again; 0 if memory bandwidth does not limit the speed. `waits`:
-    building a step while another one runs would copy the KV, so each step must wait for the one
-    before.
+    each step must wait for the one before, because building a step while another one runs would
+    copy the KV.
     """
 
     shared_bytes: int = 0

@@ -76,19 +76,18 @@ def _call_later(seconds: float, action: Callable[[], None]) -> Timer:
 
 
 class Engine:
-    """One loaded model that serves requests. Use from one event loop.
+    """One model and all that serves its requests. Use from one event loop.
 
     `failure`: the error that ended the MLX thread, or None. When that thread ends, `dead` is set,
-    and committed KV is still written to disk. `awaits_room`: the model is to be loaded once there
-    is memory for it. `on_progress(what, share)` is called on other threads while the model loads;
-    `share` is from 0 to 1, or None if unknown. `on_request(record)` is called on the event loop
-    when a request is over. `label`, `aliases`: names of the model among those of the server.
-    `stall_s`: seconds without reading after which a reader's request is cancelled. `awake`:
-    prevents a Mac from sleeping while requests run; by default it is made from the settings.
-    Engines in one process share `rounds`, the loop of the MLX thread, `records`, the recent
-    requests, and `database`, the table of sessions of servers without a disk tier; `on_request` is
-    not used then. `remote`: storage that is shared with other servers, or None; the caller closes
-    it.
+    and committed KV is still written to disk. `awaits_room`: the model waits for memory before it
+    is loaded. `on_progress(what, share)` is called on other threads while the model loads; `share`
+    is from 0 to 1, or None if unknown. `on_request(record)` is called on the event loop when a
+    request is over. `label`, `aliases`: names of the model among those of the server. `stall_s`:
+    seconds without reading after which a reader's request is cancelled. `awake`: prevents a Mac
+    from sleeping while requests run; by default it is made from the settings. Engines in one
+    process share `rounds`, the loop of the MLX thread, `records`, the recent requests, and
+    `database`, which holds the table of sessions if there is no disk tier; `on_request` is not used
+    then. `remote`: storage that is shared with other servers, or None; the caller closes it.
     """
 
     def __init__(
@@ -156,16 +155,16 @@ class Engine:
             self.state = "ready"
 
     def _report(self, what: str, share: float | None) -> None:
-        """Report how far the model is loaded. Any thread."""
+        """Report the loading step `what` and the loaded `share`, from 0 to 1. Any thread."""
         if share is not None:
             self._share = share
         self._on_progress(what, share)
 
     async def _await_room(self, spec: load.ModelSpec) -> Newcomer:
-        """Wait until there is memory for the weights, and charge them.
+        """Wait until there is memory for the weights, and charge their bytes to the shared budget.
 
-        Returns at once if no other models share the memory. Raises BadRequest if there can never be
-        enough.
+        Returns the model as a newcomer; see `Newcomer`. Does not wait if no other models share the
+        memory. Raises BadRequest if there can never be enough.
         """
         residency = self._rounds.residency
         use = BaseUse(residency.account.bases, self.label)
@@ -215,7 +214,10 @@ class Engine:
             raise
 
     def _open(self, spec: load.ModelSpec, use: BaseUse) -> tuple[load.Loaded, Weights]:
-        """Load the model without its weights. Runs on the MLX thread."""
+        """Load the model without reading its weights; return it, and its weights to read in parts.
+
+        `use`: the arrays that it shares with other models. Runs on the MLX thread.
+        """
         self._thread.heartbeat.rest()  # this takes seconds, and is no sign of a stalled device
         loaded = load.load(spec, lazy=True, use=use)
         weights = Weights(loaded, spec, use, resident=False)
@@ -252,7 +254,10 @@ class Engine:
         )
 
     def _shared(self, weights: Weights) -> Shared | None:
-        """Return the memory of several models as this one finds it; None if there is one model."""
+        """Return the shared budget and the part of it that this model cannot have.
+
+        `weights`: those of this model. Returns None if the server has one model only.
+        """
         residency = self._rounds.residency
         if residency.memory is None:
             return None
@@ -261,7 +266,7 @@ class Engine:
     def make_runtime(self, loaded: load.Loaded, shared: Shared | None = None) -> ModelRuntime:
         """Make the runtime of a loaded model. Call on the MLX thread.
 
-        `shared`: the memory of several models.
+        `shared`: the budget of several models, if the server has several.
         """
         return ModelRuntime(
             loaded,

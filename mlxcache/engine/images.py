@@ -111,7 +111,8 @@ class Images:
     def holder(self, tasks: Sequence[Task]) -> Task | None:
         """Return the task of `tasks` whose prefill is in the middle of an image, or None.
 
-        That task should continue first; otherwise the rows of its image must be computed again.
+        If another task continued first, the embedding rows of that image would have to be computed
+        again.
         """
         return self._task if self._task in tasks else None
 

@@ -1,4 +1,4 @@
-"""Division of the memory of `--ram`: what a model's budget is, and what is set aside in it.
+"""Division of the memory of `--ram`: the budget of a model, and the bytes set aside in it.
 
 MLX thread only.
 """
@@ -49,11 +49,11 @@ _MOST_MEGABYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Shared:
-    """The memory of several models, as one of them finds it when it is loaded.
+    """The shared budget of several models, at the time when one of them is loaded.
 
-    `ram`: that memory, which already holds MLX's pool and the model's weights. `outside`: bytes of
-    it that the model's budget can never have: those of its weights, and those of models that are
-    always kept.
+    `ram`: the RAM tiers under that budget, to which MLX's pool and the weights of this model are
+    charged already. `outside`: bytes of it that this model's cache can never have: its own weights,
+    and all that models with `keep = true` take.
     """
 
     ram: SharedRam
@@ -74,7 +74,7 @@ class Bound:
 
 
 def _bound(settings: Settings, weights: int, shared: Shared | None) -> Bound:
-    """Return what limits the budget of a model with `weights` bytes of weights."""
+    """Return the limit of the budget of a model whose weights take `weights` bytes."""
     if shared is None:
         limit = whole = read_ram_limit(settings, weights)
         bound = Bound(limit, f"--ram {settings.ram}", lambda size: size)
@@ -96,8 +96,9 @@ class MemoryPlan:
 
     `cost`: measured costs of the model. `machine`: memory available to weights and cache together.
     `transient` is set aside for forward passes, `pending` for copies waiting to be written to disk.
-    Both are already reserved in `budget`. `setting`: what limits the budget, such as `--ram 8GB`.
-    `refuse(what)` raises the error that the setting does or is `what`, and names the least value.
+    Both are already reserved in `budget`. `setting`: the setting that limits the budget, such as
+    `--ram 8GB`. `refuse(what)` raises an error whose message consists of `setting`, the predicate
+    `what`, such as "is too small", and the least value that would do.
     """
 
     budget: Budget
@@ -114,10 +115,9 @@ def plan_memory(
 ) -> MemoryPlan:
     """Set aside memory for MLX's pool, forward passes, and copies to write to disk.
 
-    `shared`: the memory of several models.
-
-    Measures forward passes for this. Raises ModelError, or BadRequest with `shared`, if the memory
-    is too small, and Busy if other models use it. MLX thread only.
+    Measures the memory that forward passes need. `shared`: the budget of several models; None for a
+    single one. Raises ModelError, or BadRequest with `shared`, if the limit is too small, and Busy
+    if other models use the memory at present. MLX thread only.
     """
     whole = memory_for(machine_bytes(), device.working_set_bytes())
     bound = _bound(settings, loaded.info.weights_bytes, shared)
@@ -153,7 +153,10 @@ def plan_memory(
 
 
 def read_ram_limit(settings: Settings, weights: int) -> int:
-    """Return the bytes that the setting `ram` allows besides `weights` bytes of weights."""
+    """Return the bytes that the setting `ram` allows for the cache.
+
+    `weights`: bytes of the weights, which are kept in memory besides; `auto` subtracts them.
+    """
     machine, working_set = machine_bytes(), device.working_set_bytes()
     limit = ram_limit(
         settings.ram,
@@ -185,7 +188,7 @@ def open_shared_memory(
 def fewest_reserved(limit: int) -> int:
     """Return the least bytes that are set aside for a model with a budget of `limit` bytes.
 
-    These are for forward passes and for writes to disk; the model itself need not be known.
+    They are for forward passes and for writes to disk, and do not depend on the model.
     """
     return transient_bytes(limit) + min(limit // 16, MOST_PENDING) if limit > 0 else 0
 
@@ -196,7 +199,8 @@ def _divide(
     """Return the bytes to set aside from a budget of `limit` bytes, by purpose.
 
     The keys are `pool` for free buffers that MLX keeps, `transient` for forward passes, and
-    `pending` for copies waiting to be written to disk.
+    `pending` for copies waiting to be written to disk. `measured`: the costs of passes of the
+    model.
     """
     context = loaded.info.context_length
     return {
@@ -211,7 +215,7 @@ def _least_budget(
 ) -> int:
     """Return the smallest budget with memory for `MIN_CONTEXT` tokens, in bytes.
 
-    `pooled`: it includes MLX's pool.
+    `pooled`: MLX's pool of freed buffers is part of the budget.
     """
     tokens = min(loaded.info.context_length, MIN_CONTEXT)
 

@@ -48,10 +48,9 @@ KINDS: tuple[Reuse, ...] = ("cold", "warm", "restored")
 
 
 def reuse_of(record: RequestRecord) -> Reuse:
-    """Return whether a request was cold, warm or restored.
+    """Return whether a request was cold, warm or restored, as the glossary defines these.
 
     The result depends on how much of the prompt was cached, and whether any of it came from disk.
-    All other code uses this function.
     """
     cached = record.cached_tokens
     if cached <= MIN_REUSED_TOKENS or cached < MIN_REUSED_SHARE * record.prompt_tokens:
@@ -327,9 +326,9 @@ def add_up(
 ) -> dict[str, Any]:
     """Return the figures of several models as one body of `GET /v1/cache`.
 
-    `models`: the figures of each model that was loaded, that of the default model first. `memory`:
-    bytes of the shared budget, `limit_bytes` and `high_water_bytes`. `kinds`: bytes by kind of all
-    models.
+    `models`: the figures of each model that was loaded, those of the default model first. `memory`:
+    `limit_bytes` and `high_water_bytes` of the shared budget. `kinds`: bytes in use by kind, summed
+    over all models.
     """
     ram = _sums([one["ram"] for one in models], ("used_bytes", "buffers"))
     ram |= {name: memory[name] for name in ("limit_bytes", "high_water_bytes")}

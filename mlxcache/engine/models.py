@@ -111,14 +111,15 @@ class Models:
         await asyncio.gather(*(engine.stop(seconds) for engine in self.engines))
 
     async def of(self, requested: str | None, arrival: Arrival | None = None) -> Engine:
-        """Return the engine of the model that a request names, after loading it for the first time.
+        """Return the engine of the model that a request names, after loading the model if needed.
 
         `requested`: the model's name in the request. Unknown names get the default model.
-        `arrival`: the request, which is recorded while it waits. Waits while the model is loaded,
-        for minutes if it has to be downloaded. Raises ModelError or BadRequest if it cannot be
-        loaded; the next call tries again. Raises QueueFull or TooMany if too many requests wait
-        already, and DeadlineExceeded after the request's time limit. Before the default model is
-        ready, and when the server stops or has failed, that is returned.
+        `arrival`: the request, which is recorded while it waits; None if it is not recorded. Waits
+        while the model is loaded for the first time, for minutes if it has to be downloaded. Raises
+        ModelError or BadRequest if it cannot be loaded; the next call tries again. Raises QueueFull
+        or TooMany if too many requests wait already, and DeadlineExceeded after the request's time
+        limit. Until the default model is ready, and when the server stops or has failed, the engine
+        of the default model is returned.
         """
         engine = self.find(requested)
         if self.default.state != "ready" or engine.state == "ready":
@@ -131,7 +132,7 @@ class Models:
         return engine
 
     async def _opened(self, engine: Engine, arrival: Arrival | None) -> None:
-        """Wait until `engine` is ready. Raises as `of`."""
+        """Wait until the model of `engine` is loaded; load it if nobody does. Raises as `of`."""
         limits = (arrival.timeout_s if arrival else None, self.settings.request_timeout)
         seconds = min((limit for limit in limits if limit is not None), default=None)
         end = None if seconds is None else time.monotonic() + seconds
@@ -155,7 +156,7 @@ class Models:
             await asyncio.sleep(0)  # those it was opened for had left
 
     def _give_up_unwanted(self, engine: Engine) -> None:
-        """Do not wait for memory any more to load a model that no request waits for."""
+        """Cancel the load of a model that waits for memory if no request waits for the model."""
         opening = self._opening.get(engine)
         if opening is None or self._arrivals.waits_for(engine.label):
             return
@@ -202,9 +203,10 @@ class Models:
         return {one.label: one.sessions for one in self.engines if one.state == "ready"}
 
     async def _find_unopened(self, namespace: str, name: str) -> tuple[str, Served]:
-        """Find the model of `namespace` that was never loaded; return its label and description.
+        """Find a model that was never loaded by its namespace; return its label and description.
 
-        `name`: its id in a snapshot, which is tried first. Raises SnapshotRefused if there is none.
+        `name`: id of the model in a snapshot, which is tried first. Raises SnapshotRefused if no
+        model has this namespace.
         """
         here = [f"{label} ({book.namespace[:8]})" for label, book in self._opened_books().items()]
         closed = [one for one in self.engines if one.state != "ready"]
@@ -273,11 +275,11 @@ class Models:
         ]
 
     def _opened_state(self, engine: Engine) -> dict[str, Any]:
-        """Return the state of a model that was not loaded yet."""
+        """Return the state of a model not loaded yet: "never", or "loading" with the progress."""
         if engine not in self._opening:
             return {"state": "never"}
         return {"state": "loading", "progress": engine.load_share}
 
 
 def _ignore(what: str, share: float | None) -> None:
-    """Show nobody how far a model is loaded that is not the default one."""
+    """Do nothing: the load progress of models other than the default one is not reported."""

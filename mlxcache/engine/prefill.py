@@ -107,7 +107,7 @@ class PrefillDecodeBalance:
     def may_wait(self, due: float) -> bool:
         """Return whether decoding can wait for another chunk of prefill.
 
-        `due`: result of `due`.
+        `due`: seconds of decoding that are due, as the method `due` returns them.
         """
         return due <= 0 and self._clock() - self._round_at < STALL_S
 

@@ -403,7 +403,7 @@ def _computed(record: RequestRecord) -> int:
 
 
 def _same_reply(one: Job, other: Job) -> bool:
-    """Return whether two jobs of one client give the same reply if the same numbers are drawn."""
+    """Return whether two jobs of one client give the same reply for the same random numbers."""
     a, b = one.prompt, other.prompt
     if len(a.ids) != len(b.ids) or one.sampling != other.sampling:
         return False

@@ -1,6 +1,7 @@
-"""Which models have their weights in memory: read when a request needs them, dropped when idle.
+"""Residency: which models have their weights in memory.
 
-MLX thread only.
+Weights are read when a request needs them, and dropped when the model is idle for long or another
+model needs the memory. MLX thread only.
 """
 
 from __future__ import annotations
@@ -49,11 +50,11 @@ Cause = Literal["idle", "memory", "asked"]
 class Newcomer:
     """A model that is loaded for the first time. MLX thread only, except `room` and `read`.
 
-    `use`: the base arrays that it takes from other models. `folders`: those of its bases. `nbytes`:
-    estimated bytes of its weights, with these arrays. `reserved`: estimated bytes that are set
-    aside for it besides. `room` is done once the memory for the weights is charged, and `read` once
-    they are read, or has the error that prevents it. `on_read(share)` is called with the share of
-    the weights that is read, from 0 to 1.
+    `use`: the arrays that it shares with other models. `folders`: the folders of its base models.
+    `nbytes`: estimated bytes of its weights, including shared arrays. `reserved`: estimated bytes
+    that are set aside for it in addition. The future `room` is done once the bytes of the weights
+    are charged to the budget, and `read` once they are read; either has an exception if that is not
+    possible. `on_read(share)` is called with the share of the weights that is read, from 0 to 1.
     """
 
     def __init__(
@@ -75,11 +76,11 @@ class Newcomer:
 
     @property
     def left(self) -> bool:
-        """True if nobody waits for the model any more."""
+        """True if nobody waits for the model any more: `room` or `read` was cancelled."""
         return self.room.cancelled() or self.read.cancelled()
 
     def begin(self, weights: Weights) -> None:
-        """Begin to read the weights."""
+        """Prepare to read `weights` in parts; `read_on` reads each part."""
         self._reading, self._whole = weights.read(), max(1, weights.nbytes)
 
     def read_on(self) -> bool:
@@ -93,7 +94,7 @@ class Newcomer:
         return done is None
 
     def end(self, error: Exception | None = None) -> None:
-        """Tell whoever waits that the weights are read, or why they cannot be."""
+        """Complete the future `read`, with `error` if the weights cannot be read."""
         self._reading = iter(())
         if not self.read.set_running_or_notify_cancel():
             return
@@ -103,16 +104,17 @@ class Newcomer:
             self.read.set_exception(error)
 
     def claim(self) -> None:
-        """Hold the arrays of its bases that other models have in memory."""
+        """Hold the arrays of its base models that other models have in memory."""
         self.use.find(self._folders)
         self.use.claim()
 
 
 class Resident:
-    """One model and what it takes in memory besides KV. MLX thread only.
+    """A model that was loaded at least once, and the memory that it takes besides KV.
 
-    `reserved`: bytes by kind of the model's budget that are set aside while it is loaded. `keep`:
+    `reserved`: bytes by kind that are set aside in the model's budget while it is loaded. `keep`:
     it is never unloaded. `idle_s`: seconds without requests after which it is unloaded, or None.
+    MLX thread only.
     """
 
     def __init__(
@@ -162,14 +164,14 @@ class Resident:
 
     @property
     def admitting(self) -> bool:
-        """True if waiting requests may start."""
+        """True if waiting requests of the model may start: it is loaded, and not being drained."""
         return self.weights.resident and not self.draining
 
     @property
     def idle(self) -> bool:
         """True if the weights are in memory and no request needs them.
 
-        Requests that may not start, because another model waits for the memory, do not count.
+        Requests that may not start, because another model is to get the memory, do not count.
         """
         scheduler = self.scheduler
         free = scheduler.idle or (self.draining and not scheduler.active)
@@ -182,18 +184,21 @@ class Resident:
 
     @property
     def settling(self) -> bool:
-        """True if the weights are dropped, and memory is to be released once all KV is on disk."""
+        """True if the model is unloaded, and part of its memory waits for writes of KV to disk.
+
+        That memory is what is set aside for writing and, if the model was idle, its KV.
+        """
         idle = self.cause == "idle" and self.kv.tree.tokens > 0
         return self.state == "unloaded" and (bool(self._held) or idle)
 
     @property
     def use(self) -> BaseUse:
-        """The model's use of arrays that other models may use too."""
+        """The model's use of arrays of base models, which other models may use too."""
         return self.weights.use
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the model's weights."""
+        """Bytes of the model's weights, including arrays that other models use too."""
         return self.weights.nbytes
 
     @property
@@ -203,27 +208,33 @@ class Resident:
 
     @property
     def reserved_now(self) -> int:
-        """Bytes of `reserved` that are free as soon as the model is unloaded."""
+        """Bytes of `reserved` that become free at once when the model is unloaded.
+
+        The others are needed until copies of KV are written to disk.
+        """
         waiting = self._reserved.get(PENDING, 0) if self.kv.writing else 0
         return self.reserved - waiting
 
     @property
     def size(self) -> int:
-        """Bytes that the model takes while it is loaded, without KV."""
+        """Bytes that the model takes while it is loaded, without KV: weights and `reserved`."""
         return self.nbytes + self.reserved
 
     @property
     def shared_bytes(self) -> int:
-        """Bytes of `size` that other models use too, which are there with or without this one."""
+        """Bytes of `size` in arrays that other loaded models use too, which unloading keeps."""
         return self.use.shared_bytes
 
     @property
     def stay_s(self) -> float:
-        """Seconds for which the model keeps its memory while it is busy and others wait for it."""
+        """Seconds after loading for which a busy model keeps its memory while other models wait."""
         return max(MIN_STAY_S, STAY_LOADS * self.load_s)
 
     def note_time(self, now: float) -> None:
-        """Update since when the model is wanted or unused. `now`: seconds of a monotonic clock."""
+        """Update `used_at`, the last time of use, and `wanted_at`, since when requests wait for it.
+
+        `now`: seconds of a monotonic clock.
+        """
         if not self.scheduler.idle:
             self.used_at = now
         if not self.wanted:
@@ -232,11 +243,14 @@ class Resident:
             self.wanted_at = now
 
     def claim(self) -> None:
-        """Hold those of its base arrays that other models have in memory."""
+        """Hold those of its arrays of base models that other models have in memory."""
         self.use.claim()
 
     def begin(self, now: float) -> None:
-        """Begin to read the weights; the memory for them is charged already."""
+        """Prepare to read the weights again, and charge `reserved` to the budget.
+
+        The bytes of the weights are charged already. `now`: seconds of a monotonic clock.
+        """
         for kind in self._reserved.keys() - self._held:
             self.kv.budget.charge(kind, self._reserved[kind])
         self._held = set(self._reserved)
@@ -244,7 +258,10 @@ class Resident:
         self._began_at = now
 
     def read_on(self, now: Callable[[], float]) -> None:
-        """Read one more part of the weights. Raises ModelError if that fails."""
+        """Read one more part of the weights, and note when the last one is read.
+
+        `now()` returns seconds of a monotonic clock. Raises ModelError if a part cannot be read.
+        """
         assert self._reading is not None
         if (done := next(self._reading, None)) is not None:
             self._read_bytes = done
@@ -260,15 +277,15 @@ class Resident:
         self.loaded_at = self.used_at = now
 
     def drain(self, *, on: bool) -> None:
-        """Let no more waiting requests start, or let them start again."""
+        """Start no more waiting requests of the model if `on`; otherwise let them start again."""
         self.draining = on
 
     def ask(self, *, load: bool = True) -> None:
-        """Let the model be loaded as if a request waited for it, or take that back."""
+        """Have the model loaded without a request; with `load=False`, take that back."""
         self.asked = load
 
     def forget_want(self) -> None:
-        """Note that nothing waits for the model any more."""
+        """Note that neither a request nor a client waits for the model any more."""
         self.asked = False
         self.wanted_at = None
 
@@ -279,7 +296,10 @@ class Resident:
         release_unused()
 
     def drop(self, cause: Cause) -> None:
-        """Drop the weights. Idle KV stays in memory until something else needs the space."""
+        """Drop the weights for the reason `cause`.
+
+        Idle KV stays in memory until something else needs the space.
+        """
         self.scheduler.idle_prefill.clear()
         self.kv.stop_waiting()
         self.weights.drop()
@@ -294,10 +314,10 @@ class Resident:
         self._held -= set(kinds)
 
     def settle(self) -> bool:
-        """Release what an unloaded model no longer needs once its KV is on disk.
+        """Release the memory that waited for writes to disk, once these have ended.
 
-        KV is released if the model was idle, and stays while the disk cannot be written. Returns
-        True if anything was released.
+        That is what is set aside for writing and, if the model was unloaded for being idle, its KV;
+        KV stays while the disk cannot be written. Returns True if anything was released.
         """
         if self.state != "unloaded" or self.kv.writing:
             return False
@@ -316,8 +336,8 @@ class Resident:
 class Residency:
     """Decides which models are loaded. MLX thread only.
 
-    `memory` is None if the models share no budget; then they are unloaded for being idle only.
-    `clock` returns seconds.
+    `memory`: the RAM of all models under one budget. If it is None, models have no common budget
+    and are unloaded only for being idle. `clock()` returns seconds.
     """
 
     def __init__(
@@ -339,7 +359,7 @@ class Residency:
         self.memory = memory
 
     def add(self, resident: Resident) -> None:
-        """Take over a model that is loaded, and charge its weights."""
+        """Add a model whose weights are in memory, and charge their bytes to the shared budget."""
         self.account.grant(resident.use, resident.nbytes)
         resident.note_loaded(self._clock())
         self.residents.append(resident)
@@ -347,18 +367,21 @@ class Residency:
             self.memory.retry_waiting()  # what waits may fit no more, if this one is always kept
 
     def welcome(self, newcomer: Newcomer) -> None:
-        """Make room for a model that is loaded for the first time, as soon as that is possible."""
+        """Queue a model that is to be loaded for the first time.
+
+        `step` makes room for it in the order of waiting, and then completes `newcomer.room`.
+        """
         newcomer.wanted_at = self._clock()
         self._newcomers.append(newcomer)
         self._stepped = True
 
     def read_first(self, newcomer: Newcomer, weights: Weights) -> None:
-        """Read the weights of a model for the first time, in parts, as `step` is called."""
+        """Queue the weights of a newcomer; each `step` reads a part of them."""
         newcomer.begin(weights)
         self._opened.append(newcomer)
 
     def note_left(self) -> None:
-        """Note that nobody waits for some of the newcomers any more."""
+        """Drop the newcomers for which nobody waits any more."""
         self._newcomers = [one for one in self._newcomers if not one.left]
         self._stepped = True
 
@@ -367,7 +390,7 @@ class Residency:
             self.memory.charge(kind, nbytes)
 
     def remove(self, scheduler: Scheduler) -> None:
-        """Forget the model of `scheduler`."""
+        """Remove the model of `scheduler`, which is about to be closed."""
         self.residents = [one for one in self.residents if one.scheduler is not scheduler]
 
     def admits(self, scheduler: Scheduler) -> bool:
@@ -376,7 +399,7 @@ class Residency:
 
     @property
     def busy(self) -> bool:
-        """True if `step` has more to do at once."""
+        """True if `step` should be called again without waiting."""
         if self.reading or any(one.wanted_at is None for one in self._wanted):
             return True
         settling = any(one.settling for one in self.residents)
@@ -392,11 +415,11 @@ class Residency:
         return [one for one in self.residents if one.wanted]
 
     def note_step(self) -> None:
-        """Note that a scheduler has worked, after which its model may be idle."""
+        """Note that a scheduler made a step, after which its model may be idle."""
         self._stepped = True
 
     def wait_s(self) -> float | None:
-        """Return the seconds until `step` may have something to do; None without a limit."""
+        """Return the seconds after which `step` may unload a model; None if none will by itself."""
         now = self._clock()
         waits = [
             max(0.0, one.used_at + (one.idle_s or 0.0) - now)
@@ -413,8 +436,8 @@ class Residency:
     def step(self, *, read: bool = True) -> None:
         """Unload models that have been idle for too long, and load those that requests wait for.
 
-        With `read`, reads at most one part of a model's weights, so that others can compute in
-        between.
+        With `read`, reads at most one part of a model's weights, so that requests for other models
+        are computed in between. Raises device errors.
         """
         now = self._clock()
         self._stepped = False
@@ -445,8 +468,9 @@ class Residency:
     def _choose(self, now: float) -> Resident | None:
         """Return the model that has been waited for longest if there is memory for it, else None.
 
-        If busy models hold the memory, those that have had it for long enough are not given new
-        requests until it could be passed on.
+        A newcomer only has its `room` completed; None is returned then. If busy models hold the
+        memory, those that have been loaded for `stay_s` seconds start no new requests until the
+        memory was passed on.
         """
         wanted: list[Resident | Newcomer] = [
             *(one for one in self.residents if one.wanted_at is not None),
@@ -476,9 +500,10 @@ class Residency:
         return first
 
     def _claim(self, wanted: Resident | Newcomer | None) -> None:
-        """Let only `wanted` hold base arrays for which it waits, so that they are not read again.
+        """Let `wanted`, and no other waiting model, hold arrays of base models in memory.
 
-        Else unloading an adapter for another one would drop their base.
+        Otherwise unloading one adapter to load another would drop their common base, which would
+        have to be read again.
         """
         former, bases = self._claimer, self.account.bases
         if wanted is former and self._claimed_version == bases.version:
@@ -494,7 +519,10 @@ class Residency:
             one.drain(on=False)
 
     def _make_room(self, wanted: Resident | Newcomer, memory: SharedRam, now: float) -> bool:
-        """Free the memory for what `wanted` does not hold yet; return whether it is free now."""
+        """Free memory for what `wanted` does not hold yet; return whether there is enough now.
+
+        `now`: seconds of a monotonic clock.
+        """
         others = [one for one in self.residents if one is not wanted]
         if not self._can_fit(wanted, [one for one in self._kept() if one in others], memory):
             return False
@@ -513,7 +541,10 @@ class Residency:
     def _can_fit(
         self, wanted: Resident | Newcomer, keep: list[Resident], memory: SharedRam
     ) -> bool:
-        """Return whether `wanted` fits beside the models `keep`; refuse its requests if not."""
+        """Return whether `wanted` fits into the budget beside the models `keep`.
+
+        If not, the requests that wait for it get an error.
+        """
         if wanted.size + sum(one.size for one in keep) <= memory.limit:
             return True
         kept = _size_of(keep)
@@ -537,7 +568,7 @@ class Residency:
         return False
 
     def _could_free(self, others: list[Resident], memory: SharedRam) -> int:
-        """Return the bytes that would be free without idle KV and without other idle models."""
+        """Return the bytes free after evicting all idle KV and unloading idle `others`."""
         idle = sum(one.kv.ram.idle_bytes for one in self.residents)
         models = self._freed_by([one for one in self._unloadable() if one in others])
         return memory.free + idle + models
@@ -551,7 +582,10 @@ class Residency:
         return reserved + self.account.freed_by({one.use for one in residents})
 
     def _read_first(self, one: Newcomer) -> None:
-        """Read one more part of the weights of a newcomer, whose engine releases them on errors."""
+        """Read one more part of the weights of a newcomer.
+
+        After an error, the engine of the newcomer releases what was read.
+        """
         try:
             over = one.left or one.read_on()
         except Exception as error:
@@ -601,8 +635,8 @@ class Residency:
     def free_idle(self, size: int) -> bool:
         """Unload idle models until `size` more bytes are free; unload none if that cannot suffice.
 
-        Those used least recently go first, and none that the others make unnecessary. Returns
-        whether the bytes are free.
+        Models used least recently are unloaded first; a model is spared if the others free enough.
+        Returns whether the bytes are free.
         """
         chosen: list[Resident] = []
         for one in sorted(self._unloadable(), key=lambda one: one.used_at):
@@ -623,9 +657,9 @@ class Residency:
         return [one for one in self.residents if one.idle and not one.keep]
 
     def ceiling(self, tier: RamTier) -> int:
-        """Return the most bytes that a model's budget can have beside the models always kept.
+        """Return the most bytes that a model's budget can have beside models always kept.
 
-        `tier`: the model's RAM tier.
+        `tier`: the RAM tier of the model. Always kept are models whose setting is `keep = true`.
         """
         assert self.memory is not None
         for one in self.residents:
@@ -635,9 +669,9 @@ class Residency:
         return tier.budget.limit
 
     def size_beside_kept(self, weights: Weights) -> int:
-        """Return the bytes of `weights` and of all models that are always kept.
+        """Return the bytes that `weights` and all models that are never unloaded take together.
 
-        The model of `weights` is being loaded.
+        `weights`: those of a model that is being loaded. Arrays that several models use count once.
         """
         kept = self._kept()
         besides = sum(one.reserved for one in kept)
@@ -645,11 +679,14 @@ class Residency:
         return besides + union_bytes([own, *((one.use, one.nbytes) for one in kept)])
 
     def _kept(self) -> list[Resident]:
-        """Return the models in memory that are never unloaded."""
+        """Return the models in memory that are never unloaded (setting `keep = true`)."""
         return [one for one in self.residents if one.keep and one.state != "unloaded"]
 
     def unload(self, scheduler: Scheduler) -> bool:
-        """Unload the model of `scheduler` if it is idle; return whether it is unloaded now."""
+        """Unload the model of `scheduler` if it is idle; return whether it is unloaded now.
+
+        A request to load it that `ask` has made is taken back.
+        """
         for one in self.residents:
             if one.scheduler is scheduler:
                 one.ask(load=False)
@@ -658,7 +695,7 @@ class Residency:
         return all(one.state == "unloaded" for one in self.residents if one.scheduler is scheduler)
 
     def ask(self, scheduler: Scheduler) -> None:
-        """Load the model of `scheduler` as if a request waited for it."""
+        """Have the model of `scheduler` loaded although no request waits for it."""
         for one in self.residents:
             if one.scheduler is scheduler and one.state == "unloaded":
                 one.ask()
@@ -677,7 +714,7 @@ class Residency:
 
 
 def release_unused() -> None:
-    """Release the memory of arrays that nothing uses any more. MLX thread only."""
+    """Free unreachable Python objects and MLX's pool of freed buffers. MLX thread only."""
     gc.collect()  # modules refer to each other in circles
     mx.clear_cache()
 
@@ -689,5 +726,5 @@ def _size_of(models: Sequence[Resident | Newcomer]) -> int:
 
 
 def _counts_down(one: Resident) -> bool:
-    """Return whether a model is idle and is unloaded once it has been for `idle_s` seconds."""
+    """Return whether a model is idle, and is to be unloaded after `idle_s` seconds of that."""
     return one.idle and one.idle_s is not None and not one.keep

@@ -73,7 +73,7 @@ class Rounds:
     # -- on the MLX thread -------------------------------------------------------------------------
 
     def add(self, scheduler: Scheduler) -> None:
-        """Step `scheduler` from now on."""
+        """Include `scheduler` in the loop: it is stepped when it has work."""
         self._used[scheduler] = 0.0
 
     def remove(self, scheduler: Scheduler) -> None:
@@ -87,11 +87,11 @@ class Rounds:
             self.tick()
 
     def tick(self) -> None:
-        """Run posted actions, then step the scheduler with work that has used the least time.
+        """Run one round: posted actions, then one step of one scheduler.
 
-        Blocks while no scheduler has work. After a device error, the active tasks of all schedulers
-        begin again, because it is not known whose command failed; the third such error in a row is
-        raised.
+        Of the schedulers with work, the one that has used the least time is stepped. Blocks while
+        no scheduler has work. After a device error, the active tasks of all schedulers begin again,
+        because it is not known whose command failed; the third such error in a row is raised.
         """
         stepped: list[Scheduler] = []
         try:
@@ -117,7 +117,7 @@ class Rounds:
             scheduler.publish()
 
     def _step_residency(self) -> None:
-        """Let models be loaded and unloaded; reading weights takes at most half of the time."""
+        """Unload and load models; reading weights takes at most half of the thread's time."""
         began, reading = self._clock(), self.residency.reading
         self.residency.step(read=self._read_s <= 0 or not self._working())
         self._read_s = max(0.0, self._read_s) + self._clock() - began if reading else 0.0

@@ -152,9 +152,10 @@ class PromptBuilders:
 
 
 def hash_files(spec: load.ModelSpec, settings: Settings) -> None:
-    """Read the model's files, unless their digests are known, so that `open_store` need not.
+    """Compute the digests of the model's files, unless they are known, for `open_store` to use.
 
-    Blocks; may be called on any thread. Raises ModelError if a file cannot be read.
+    Blocks while the files are read; may be called on any thread. Raises ModelError if a file cannot
+    be read.
     """
     if settings.disk == "off":
         return
@@ -173,7 +174,7 @@ def open_store(
 ) -> tuple[Store | None, str | None]:
     """Open the store of this model's namespace; return it and None, or None and the reason.
 
-    Logs a warning if it cannot be opened, or is only read. Blocks.
+    Logs a warning if the store cannot be opened, or only for reading. Blocks.
     """
     folder = settings.cache_dir / "store"
     try:
@@ -191,7 +192,11 @@ def open_store(
 def open_tier(
     objects: Objects, store: Store, layout: Layout, seconds: Callable[[int, int], float]
 ) -> RemoteTier:
-    """Open the part of the shared remote that is of one model. `seconds` estimates prefill."""
+    """Open the part of the shared remote that belongs to one model.
+
+    `objects`: the remote. `store`: that of the model's namespace. `seconds(start, stop)` estimates
+    the time for computing the prompt tokens in between.
+    """
     from mlxcache.remote.fetch import Shape  # noqa: PLC0415 - only with --remote
     from mlxcache.remote.tier import RemoteTier  # noqa: PLC0415
 
@@ -234,9 +239,10 @@ def open_images(loaded: Loaded, plan: MemoryPlan, settings: Settings) -> images.
 
 
 def watch_pressure(ram: Withholding, thread: MlxThread, weights: int) -> Pressure:
-    """Watch the machine's memory from now on. MLX thread only.
+    """Start a monitor of the machine's memory pressure and return it. MLX thread only.
 
-    `ram`: whose budget is withheld under pressure. `weights`: bytes of weights beside that budget.
+    `ram`: its budget is withheld in part under pressure. `weights`: bytes of weights beside that
+    budget.
     """
     held = mx.get_active_memory() + mx.get_cache_memory()
     base = max(0, read_footprint() - held)
@@ -248,12 +254,12 @@ def watch_pressure(ram: Withholding, thread: MlxThread, weights: int) -> Pressur
 class ModelRuntime:
     """A loaded model with its cache, scheduler, sessions and prompt builders.
 
-    Make it on the MLX thread. `submit`: `Engine.submit`. `on_progress(what, share)` reports what is
-    being opened. `shared`: memory of several models, which already holds the weights of this one.
-    `remote`: storage that is shared with other servers, or None.
+    Make it on the MLX thread. `submit`: `Engine.submit`. `on_progress(what, share)` reports which
+    step of opening is in progress. `shared`: the budget of several models, to which the weights of
+    this one are charged already. `remote`: storage that is shared with other servers, or None.
     `info.context_length` is reduced to the tokens that the budget has memory for. `pressure` is
-    None with `shared`, whose owner watches it. `database` is for the table of sessions if there is
-    no disk tier, and by default a temporary one. Raises ModelError or BadRequest if the memory is
+    None with `shared`, whose owner watches it. `database` holds the table of sessions if there is
+    no disk tier; by default it is a temporary one. Raises ModelError or BadRequest if the memory is
     too small, and StoreError if the table of sessions cannot be opened.
     """
 
@@ -550,7 +556,7 @@ class ModelRuntime:
             self.remote.share_reply(task.job.owner, found.asked, reply.row)
 
     def note_begin(self, job: Job) -> None:
-        """Have the session of a request looked up in the remote, if there is one.
+        """Begin to look up the session of a request in the remote, if there is one.
 
         Returns at once. Any thread.
         """
@@ -560,7 +566,7 @@ class ModelRuntime:
             self.remote.sessions.look_up(job.owner, digest_of(ids[:key]))
 
     def fetch_replies(self, chat: Chat, session: str | None, owner: str | None) -> None:
-        """Learn the replies in a conversation that other servers generated.
+        """Fetch from the remote the replies in `chat` that other servers generated, for replay.
 
         Blocks for a small part of the time that computing the conversation would take; returns at
         once without a remote. `session`: label of the session. Any thread.

@@ -1,9 +1,9 @@
-"""Traces: what recent requests were like, without any text, for `mlxcache plan`.
+"""Traces: token counts and shared prefixes of recent requests, without text, for `mlxcache plan`.
 
-A path of token ids becomes blocks of `BLOCK` tokens, each named by a MAC of all tokens up to its
-end. The key is random, belongs to one recording, and is never written anywhere, so equal prefixes
-can be recognised and prompts cannot be guessed. A block is cut where a prompt or a reply ended, so
-that a next turn that continues there is known to do so to the token.
+A path of token ids becomes blocks of `BLOCK` tokens, each named by a MAC (keyed digest) of all
+tokens up to its end. The key is random, belongs to one recording, and is never written anywhere, so
+equal prefixes can be recognised and prompts cannot be guessed. A block is divided where a prompt or
+a reply ended, so that a next turn that continues there is known to continue exactly there.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ Part = tuple[str, int]
 
 @dataclass(frozen=True, slots=True)
 class TracedRequest:
-    """One request that is over, as a recording needs it.
+    """The data of an ended request that a recording needs.
 
-    `ids`: prompt and reply, shape (n,). `arrived` and `ended`: seconds since 1970. `key` and
-    `head`: see `CacheHints`.
+    `ids`: token ids of prompt and reply, shape (n,). `arrived` and `ended`: seconds since 1970.
+    `key` and `head`: numbers of leading tokens; see `conversation_key` and `head` of `CacheHints`.
     """
 
     ids: Tokens
@@ -62,7 +62,7 @@ class TracedRequest:
 
     @classmethod
     def of(cls, task: Task) -> TracedRequest:
-        """Take what a recording needs from a task that is over."""
+        """Return the data of `task`, which has ended, for a recording."""
         record, hints = task.record, CacheHints.of(task.job)
         return cls(
             ids=task.tokens(),
@@ -78,7 +78,7 @@ class TracedRequest:
 
 
 class TraceWriter:
-    """Maker of the lines of one recording, which began at `began`, in seconds since 1970."""
+    """Encoder of the lines of one recording, which began at `began`, in seconds since 1970."""
 
     def __init__(self, began: float):
         self._began = began
@@ -91,7 +91,7 @@ class TraceWriter:
         return {"trace": "mlxcache", "version": VERSION, "block_tokens": BLOCK}
 
     def line(self, one: TracedRequest) -> dict[str, Any]:
-        """Return the line of a request. 100,000 tokens take about 10 ms."""
+        """Return the line of a request as a JSON object. 100,000 tokens take about 10 ms."""
         parts = self._parts(one.ids, one.prompt_tokens)
         session = None if one.session is None else self._name(b"session", one.session.encode())
         before = self._last.peek(session) or ()
@@ -134,7 +134,7 @@ class TraceWriter:
         return parts
 
     def _known(self, digest: bytes, block: bytes) -> Iterator[int]:
-        """Yield where in a block earlier paths with the same tokens ended.
+        """Yield the positions inside a block at which earlier paths with the same tokens ended.
 
         `digest`: that of the tokens before the block. `block`: its token ids as bytes.
         """
@@ -154,7 +154,7 @@ def _text(digest: bytes) -> str:
 
 
 class Recording:
-    """One recording in progress: requests that wait to be written. Event loop only."""
+    """One recording in progress: a queue of ended requests to be written. Event loop only."""
 
     def __init__(self, owner: str | None):
         self.owner = owner
@@ -163,7 +163,7 @@ class Recording:
         self._waiting: asyncio.Queue[TracedRequest] = asyncio.Queue(MOST_WAITING)
 
     def put(self, one: TracedRequest) -> None:
-        """Add a request; if too many wait, the recording ends after those (`lagging`)."""
+        """Queue a request. If too many wait, the recording ends after those, with `lagging` set."""
         try:
             self._waiting.put_nowait(one)
         except asyncio.QueueFull:
@@ -186,7 +186,7 @@ class Recordings:
 
     @contextmanager
     def record(self, owner: str | None) -> Iterator[Recording]:
-        """Record the requests of `owner` while the block runs."""
+        """Context manager: record the requests of `owner` that end while its body runs."""
         recording = Recording(owner)
         self._open.append(recording)
         try:
@@ -195,7 +195,7 @@ class Recordings:
             self._open.remove(recording)
 
     def note(self, task: Task) -> None:
-        """Add a task that is over to the recordings of its owner, if it was computed."""
+        """Add an ended task to the recordings of its owner, if it was admitted."""
         readers = [
             recording
             for recording in self._open

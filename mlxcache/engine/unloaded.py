@@ -1,4 +1,4 @@
-"""What a model's sessions need to be known by, read from its files without its weights."""
+"""Description of a model for its sessions, read from its files without loading its weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Charges of weights to the memory that several models share. MLX thread only."""
+"""Accounting of weights: which bytes are charged to the shared budget. MLX thread only."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from mlxcache.model.base_weights import Bases, BaseUse
 
 
 class WeightsAccount:
-    """Bytes of weights that are charged, each array once.
+    """Charges for the weights of several models, in which a shared array counts once.
 
     `charge(kind, n)` charges `n` bytes to a kind of the shared budget, or releases them if `n` is
-    negative. `weights:NAME` is what only the model NAME uses; `weights:BASE (shared)` is what
-    several models use of the weights in the folder of BASE.
+    negative. The kind `weights:NAME` is for arrays that only the model NAME uses, `weights:BASE
+    (shared)` for those of the base model BASE that several models use.
     """
 
     def __init__(self, charge: Callable[[str, int], None]):
@@ -23,21 +23,21 @@ class WeightsAccount:
         self._charged: Counter[str] = Counter()
 
     def grant(self, use: BaseUse, nbytes: int) -> None:
-        """Charge the weights of a model, of `nbytes` bytes in total, that are read now or were.
+        """Charge the weights of a model, `nbytes` in total, before or after they are read.
 
-        Bytes of a base that the model holds already are charged with the base.
+        Arrays of a base that the model already holds are charged with the base.
         """
         self._granted[use] = nbytes
         self.settle()
 
     def remove(self, use: BaseUse) -> None:
-        """Release `use` and charge nothing for its model any more."""
+        """Release the arrays that `use` holds, and charge nothing for its model any more."""
         use.release()
         self._granted.pop(use, None)
         self.settle()
 
     def settle(self) -> None:
-        """Make the charges agree with what the models hold now."""
+        """Update the charges to the arrays that the models hold now."""
         due = Counter({f"weights:{name}": n for name, n in self.bases.charges().items()})
         for use, nbytes in self._granted.items():
             due[f"weights:{use.name}"] += max(0, nbytes - use.held_bytes)
@@ -50,7 +50,7 @@ class WeightsAccount:
     # -- sizes -------------------------------------------------------------------------------------
 
     def freed_by(self, uses: Set[BaseUse]) -> int:
-        """Return the bytes of weights that are free once the models of `uses` are unloaded."""
+        """Return the bytes of weights that unloading the models of `uses` would free."""
         own = sum(max(0, self._granted.get(use, 0) - use.held_bytes) for use in uses)
         return own + self.bases.freed_by(uses)
 
@@ -58,7 +58,8 @@ class WeightsAccount:
 def union_bytes(weights: list[tuple[BaseUse, int]]) -> int:
     """Return the bytes of the weights of several models that are loaded at once.
 
-    `weights`: of each model its use of base arrays, and the size of all its weights.
+    `weights`: for each model, its use of base arrays and the bytes of all its weights. Arrays that
+    several models use count once.
     """
     parts = {part: n for use, _ in weights for part, n in use.needed.items()}
     own = sum(max(0, nbytes - sum(use.needed.values())) for use, nbytes in weights)
