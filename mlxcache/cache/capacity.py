@@ -212,7 +212,7 @@ def _held(layout: Layout, talk: Talk, tokens: int, budget: Fit) -> Held:
 def _most(layout: Layout, tokens: int, limit: int) -> int:
     """Return the maximum number of checkpoints of a path of `tokens` tokens.
 
-    `limit`: the limit of the tier in bytes.
+    `limit`: the limit of the tier, RAM or disk, in bytes.
     """
     size = max(1, layout.checkpoint_bytes)
     most = allowed(tokens * layout.bytes_per_token, size, limit) // size

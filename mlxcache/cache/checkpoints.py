@@ -41,7 +41,7 @@ def stops(
 
 @dataclass(frozen=True, slots=True)
 class Trail:
-    """The nodes with a checkpoint on the path from the root to a node, from the top down.
+    """The nodes with a checkpoint on the path from the root to a node, in the order of the path.
 
     `parted`: positions of those checkpoints that are the last before a branch of the tree.
     """

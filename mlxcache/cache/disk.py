@@ -31,8 +31,8 @@ class DiskTier:
 
     It owns the store and closes it. `pending_limit`: maximum bytes of copies that wait to be
     written. `wake()` is called from other threads when there is work for the MLX thread. `remote`:
-    what is exchanged with other servers, or None; it is closed too. Methods must be called on the
-    MLX thread, except `figures`.
+    uploads to and fetches from a storage that servers share, or None; it is closed with the tier.
+    Methods must be called on the MLX thread, except `figures`.
     """
 
     def __init__(

@@ -273,12 +273,12 @@ class KVCache:
 
     @property
     def is_shared(self) -> bool:
-        """True if what is on disk is uploaded for other servers."""
+        """True if KV that is on disk is also uploaded to a remote, for other servers."""
         return self.disk is not None and self.disk.remote is not None
 
     @property
     def min_unknown(self) -> int:
-        """Least prompt tokens not in RAM for which `look_up` is of use."""
+        """Number of prompt tokens missing in RAM from which on `look_up` is worthwhile."""
         return self.disk.restorer.min_unknown if self.disk is not None else MIN_UNKNOWN
 
     def can_restore(self, lease: Lease, lookup: DiskLookup) -> bool:
@@ -409,11 +409,11 @@ class KVCache:
     # -- ends --------------------------------------------------------------------------------------
 
     def finish(self, lease: Lease, ids: Tokens) -> None:
-        """Commit and persist all that a request computed. The lease stays until `release`.
+        """Commit what a request computed, and queue it for writing to disk.
 
-        Nothing is committed if a restore is incomplete. If the model produced NaN, what the request
-        computed is removed instead. Waits for the device, and raises the device's error before
-        doing anything else.
+        The lease stays until `release`. Nothing is committed if a restore is incomplete. If the
+        model produced NaN, what the request computed is removed instead. Waits for the device, and
+        raises the device's error before doing anything else.
         """
         if lease.awaiting_state:
             return
@@ -473,9 +473,8 @@ class KVCache:
     def purge(self, lease: Lease, ids: Tokens) -> None:
         """Remove from both tiers what a request computed, because the model produced NaN.
 
-        Keeps the prefix that the request reused, and what other requests share, as far as their KV
-        is finite: an earlier request may have left NaN too. The lease stays, but its lock on the
-        tree is released.
+        The prefix that the request reused and the tokens that other requests share stay as far as
+        their KV is finite. The lease stays, but its lock on the tree is released.
         """
         kept = self._finite_prefix(ids, min(lease.cached, finite_upto(lease.lineage)))
         log.warning("model produced NaN; kept %d of %d tokens", kept, len(ids))
@@ -569,9 +568,9 @@ class KVCache:
     # -- waiting for memory of other models --------------------------------------------------------
 
     def fits_alone(self, tokens: int) -> bool:
-        """Return whether a prompt of `tokens` tokens fits if no other model used the budget.
+        """Return whether a prompt of `tokens` tokens would fit if all other models were unloaded.
 
-        Those that are always kept use it still. Call while no request is in progress.
+        Models that are never unloaded still count. Call while no request is in progress.
         """
         size, shared = self._least_bytes(tokens), self.ram.shared
         if shared is not None:
@@ -581,8 +580,9 @@ class KVCache:
     def in_reach(self, tokens: int) -> bool:
         """Return whether a prompt of `tokens` tokens fits once all idle KV is evicted.
 
-        KV of other models counts only if all of it can be evicted now. Always true without a shared
-        budget: nothing can be waited for. Call while no request is in progress.
+        KV of other models counts only if it can be evicted now, that is, if it is on disk. Always
+        true without a shared budget, because there is nothing to wait for. Call while no request is
+        in progress.
         """
         shared = self.ram.shared
         return shared is None or shared.in_reach(self.ram, self._least_bytes(tokens))
@@ -592,7 +592,10 @@ class KVCache:
         return positions * self.layout.bytes_per_token + self.layout.running_bytes
 
     def wait_for_others(self) -> bool:
-        """Note that a request waits for memory that other models hold; return False if none do."""
+        """Note that a request waits for memory that other models hold.
+
+        Returns False, and notes nothing, if no other model holds memory that it may get.
+        """
         shared = self.ram.shared
         if shared is None or not shared.waits_for_others(self.ram):
             return False
@@ -600,13 +603,13 @@ class KVCache:
         return True
 
     def stop_waiting(self) -> None:
-        """Note that no request waits for memory of other models."""
+        """Note that no request waits for memory of other models any more."""
         if self.ram.shared is not None:
             self.ram.shared.stop_waiting(self.ram)
 
     @property
     def short(self) -> bool:
-        """True while a request waits for memory of other models, and no more has become free."""
+        """True while a request waits for memory of other models, and none has become free since."""
         return self.ram.shared is not None and self.ram.shared.is_short(self.ram)
 
     @property

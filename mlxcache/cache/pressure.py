@@ -41,7 +41,7 @@ budget, and a minimum in bytes.
 
 
 class Brake:
-    """Number of eighths of the budget to withhold, over time.
+    """Number of eighths of the budget to withhold, which depends on the pressure so far.
 
     It rises while memory pressure lasts, and falls one by one afterwards.
     """
@@ -83,7 +83,7 @@ class Observation:
 
 
 class Withholding(Protocol):
-    """What has a budget of which a part can be withheld: a `RamTier`, or a `SharedRam`."""
+    """Interface of an owner of a budget that can be withheld in part: `RamTier`, `SharedRam`."""
 
     @property
     def budget(self) -> Budget:

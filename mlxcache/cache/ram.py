@@ -61,9 +61,9 @@ rest.
 
 
 def with_slack(tokens: int) -> int:
-    """Return a buffer capacity for `tokens` positions with room for growth.
+    """Return a buffer capacity in positions for `tokens` tokens and some growth.
 
-    The room is a 24th of `tokens`, at least 64, and the result is rounded up to a multiple of 64.
+    The growth is a 24th of `tokens`, at least 64, and the result is rounded up to a multiple of 64.
     """
     return (tokens + max(64, tokens // 24) + 63) // 64 * 64
 
@@ -187,8 +187,9 @@ class RamTier:
 
         `kind`: what the bytes are for: "kv", "checkpoints", "states" or "batch", for example. A
         negative `size` releases bytes. `passing`: bytes needed only during the operation, which may
-        use what is set aside for forward passes. `evict`: the mode of making room; "wait" may block
-        for writes to disk. Returns False, and charges nothing, if there is no room.
+        use what is set aside for forward passes. `evict`: the mode of making room, as in
+        `KVCache.acquire`; "wait" may block for writes to disk. Returns False, and charges nothing,
+        if there is no room.
         """
         needed = max(0, size) + max(0, passing - self._bytes_of("transient"))
         if not self.make_room(needed, evict=evict):
@@ -204,9 +205,9 @@ class RamTier:
         """Free budget until `size` bytes fit, and return whether they do.
 
         First compacts idle lineages with unused positions, then evicts entries, those with the
-        lowest worth first. Evicts nothing if all idle entries together would not suffice: those of
-        all models if the shared budget is short, the own ones if the own limit is. `evict`: the
-        mode of making room; "wait" may block for writes to disk.
+        lowest worth first. Evicts nothing if that would not suffice even with all idle entries:
+        those of all models if the shared budget is short, those of this model if its own limit is.
+        `evict`: the mode of making room; "wait" may block for writes to disk.
         """
         if evict == "no":
             return self.budget.free >= size

@@ -115,7 +115,11 @@ class Restorer:
     # -- on the lookup's threads -------------------------------------------------------------------
 
     def _search(self, lookup: DiskLookup, *, first: bool) -> None:
-        """Search the disk, and unless that was done before (`first`) have more fetched to it."""
+        """Search the disk for the prompt of `lookup`.
+
+        `first`: files of other servers were not fetched for this lookup yet; if more are to be had,
+        they are fetched, and the disk is searched again.
+        """
         try:
             found = self._store.find(lookup.ids)
             if first and self._fetch(lookup, found):
@@ -138,9 +142,10 @@ class Restorer:
         self._wake()
 
     def _fetch(self, lookup: DiskLookup, found: Found) -> bool:
-        """Have files fetched that others wrote, and search again then; return False if none can be.
+        """Begin to fetch files that other servers wrote; return False if none can be fetched.
 
-        `found`: what is on disk. Does not block.
+        The disk is searched again when they have arrived. `found`: what is on disk now. Does not
+        block.
         """
         if self._remote is None:
             return False

@@ -1,4 +1,4 @@
-"""The RAM of several models under one budget: whose KV is evicted, and who waits for whom.
+"""The RAM of several models under one budget: eviction across models, and waiting for memory.
 
 MLX thread only.
 """
@@ -21,28 +21,28 @@ POOL = "pool"
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """How much memory could be used at some time, to tell later whether there is more.
+    """Amount of memory that was usable at some time, to compare with a later amount.
 
-    `nbytes`: free bytes and those of all idle KV. `writing`: paths that are not on disk yet, whose
-    KV stays in RAM.
+    `nbytes`: free bytes plus those of all idle KV. `writing`: number of paths that are not on disk
+    yet, whose KV cannot be evicted.
     """
 
     nbytes: int
     writing: int
 
     def exceeds(self, before: Room) -> bool:
-        """Return whether a reservation that failed at the time of `before` may succeed now."""
+        """Return whether a reservation that failed with `before` may succeed with this amount."""
         return self.nbytes > before.nbytes or self.writing < before.writing
 
 
 class SharedRam:
-    """RAM tiers of several models that share one budget, its members.
+    """RAM tiers of several models, whose budgets are members of one shared budget.
 
-    `budget`: all their bytes, and those of the models' weights. `free_idle(size)` unloads idle
-    models that free `size` bytes together, or returns False and unloads none. `ceiling(tier)`: the
-    most bytes that a member can have as long as the models that are always kept are loaded; by
-    default its own limit. `clock`: the eviction clock of all members, which makes their leaves
-    comparable.
+    `budget`: the shared budget, to which the weights of the models are charged too.
+    `free_idle(size)` unloads idle models until `size` bytes are free, or returns False and unloads
+    none. `ceiling(tier)` returns the most bytes that a tier can have beside the models that are
+    never unloaded; by default the limit of its own budget. `clock`: the eviction clock of all
+    members, by which entries of different models are compared.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class SharedRam:
         self._tiers[tier] = None
 
     def leave(self, tier: RamTier) -> None:
-        """Remove `tier`, which keeps its KV; it is evicted for no other member any more."""
+        """Remove `tier`. It keeps its KV, which is no longer evicted for other models."""
         self._tiers.pop(tier, None)
         self._waiting.pop(tier, None)
 
@@ -86,14 +86,14 @@ class SharedRam:
 
     @property
     def free(self) -> int:
-        """Bytes of the shared budget that nothing uses."""
+        """Bytes of the shared budget that are not in use."""
         return self.budget.free
 
     def by_kind(self) -> dict[str, int]:
         """Return the bytes in use by kind, of all members and of the shared budget. Any thread.
 
-        The kinds of the shared budget that end in a model's name, such as "weights:small", count as
-        one, such as "weights".
+        Kinds of the shared budget with a model's name behind a colon, such as "weights:small", are
+        counted without it, here as "weights".
         """
         sums: Counter[str] = Counter()
         for budget in (self.budget, *(tier.budget for tier in list(self._tiers))):
@@ -107,7 +107,7 @@ class SharedRam:
         return self.budget.by_kind().get(WITHHELD, 0)
 
     def charge(self, kind: str, n: int) -> None:
-        """Charge `n` bytes to an own `kind` of the shared budget, such as a model's weights.
+        """Charge `n` bytes to a `kind` of the shared budget itself, such as a model's weights.
 
         A negative `n` releases bytes.
         """
@@ -116,7 +116,8 @@ class SharedRam:
     # -- making room -------------------------------------------------------------------------------
 
     def evict_least(self, needed: int) -> bool:
-        """Evict once, from the end of the leaf that is missed least in all trees.
+        """Evict once, from the end of the leaf node with the lowest worth in the trees of all
+        models.
 
         `needed`: bytes to free, if the leaf has as many. Returns False if every leaf is in use.
         """
@@ -137,7 +138,7 @@ class SharedRam:
     def unload(self, size: int) -> bool:
         """Unload idle models until `size` bytes are free; unload none if that cannot suffice.
 
-        Returns whether they are free.
+        Returns whether the bytes are free.
         """
         return self._free_idle(size - self.budget.free)
 
@@ -152,9 +153,10 @@ class SharedRam:
     def make_room(self, size: int) -> bool:
         """Free `size` bytes for weights, and return whether they are free now.
 
-        Unloads idle models if even all idle KV would not suffice, then evicts idle KV of all
-        members, that which is missed least first. Evicts nothing if that cannot suffice. KV that is
-        not on disk yet is not evicted: if it is needed too, more idle models are unloaded.
+        Unloads idle models if evicting all idle KV would not suffice, then evicts idle KV of all
+        members, entries with the lowest worth first. Evicts nothing if that cannot suffice. KV that
+        is not on disk yet is not evicted; if its bytes would be needed, more idle models are
+        unloaded.
         """
         return self.reach(size, unload=True) and self._free_up(size, unload=True)
 
@@ -168,10 +170,11 @@ class SharedRam:
         return True
 
     def withhold(self, size: int) -> None:
-        """Withhold `size` bytes of the budget in total, evicting as needed; unloads no model.
+        """Withhold `size` bytes of the budget in total, evicting as needed.
 
-        If less than before is withheld, the difference becomes available. Entries that requests
-        use, or that are not on disk yet, are not evicted: call again later to withhold the rest.
+        Unloads no model. If less than before is withheld, the difference becomes available. Entries
+        that requests use, or that are not on disk yet, are not evicted: call again later to
+        withhold the rest.
         """
         withheld = self.withheld
         if size <= withheld:
@@ -186,9 +189,9 @@ class SharedRam:
     def waits_for_others(self, tier: RamTier) -> bool:
         """Return whether other models hold memory that `tier` may get later.
 
-        They do if their KV is not on disk yet, or if `tier` could have more than is free or in idle
-        KV: then requests use it, or the other models are loaded. Models that are always kept do not
-        count, so the own limit of a member may be what it would have if no other were loaded.
+        That is so if some of their KV is not on disk yet, or if the most that `tier` can have
+        exceeds what is free or in idle KV: then running requests or loaded models hold the rest.
+        Models that are never unloaded do not count.
         """
         others = [one for one in self._tiers if one is not tier]
         if any(one.writing for one in others):
@@ -198,7 +201,7 @@ class SharedRam:
         return lent and any(one.budget.used for one in others)
 
     def fits_alone(self, tier: RamTier, size: int) -> bool:
-        """Return whether `size` bytes fit in `tier` beside the models that are always kept.
+        """Return whether `size` bytes fit in `tier` beside only the models that are never unloaded.
 
         Call while no request of `tier` is in progress.
         """
@@ -225,11 +228,11 @@ class SharedRam:
         self._waiting.pop(tier, None)
 
     def retry_waiting(self) -> None:
-        """Let all requests that wait for memory be tried again."""
+        """Let all requests that wait for memory try again to reserve it."""
         self._waiting.clear()
 
     def is_short(self, tier: RamTier) -> bool:
-        """Return whether `tier` waits for memory, and there is no more of it than before."""
+        """Return whether `tier` waits for memory, and no more has become free since."""
         before = self._waiting.get(tier)
         return before is not None and not self._room().exceeds(before)
 

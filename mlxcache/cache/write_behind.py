@@ -187,10 +187,10 @@ class PathWrite:
     `ids`: the tokens of the path. `node`: the locked node at its end, or one below. `wanted`: the
     checkpoints on the path. `asked`: the store was searched for the path. After that, `at` is the
     position of the next token to hand to the writer, and `states` are the checkpoints to write
-    after the runs. `in_flight`: number of jobs that the writer has. `lost`: files that this path
-    continues were evicted in the meantime. `reused`: prompt tokens that the request reused, to be
-    counted as a use of their files. `whole`: the path ends where a request ended. `tries`: number
-    of restarts.
+    after the runs. `in_flight`: number of jobs that were handed to the writer and are not done.
+    `lost`: files that this path continues were evicted in the meantime. `reused`: prompt tokens
+    that the request reused, to be counted as a use of their files. `whole`: the path ends where a
+    request ended. `tries`: number of restarts.
     """
 
     node: Node
@@ -260,9 +260,9 @@ class PathWrite:
 def lacking_checkpoints(positions: list[int], present: list[int]) -> set[int]:
     """Return the positions of a path's checkpoints to write.
 
-    `positions`: those of its checkpoints, ascending. `present`: those of its checkpoints on disk. A
-    checkpoint before the newest one on disk was there once and was thinned, so it is not written
-    again, unless it is the first of the path and before all on disk.
+    `positions`: those of its checkpoints in RAM, ascending. `present`: those of its checkpoints on
+    disk. A checkpoint before the newest one on disk was on disk once and was dropped by thinning,
+    so it is not written again, unless it is the first of the path and before all on disk.
     """
     newer = {at for at in positions if at > max(present, default=0)}
     head = {at for at in positions[:1] if at < min(present, default=0)}

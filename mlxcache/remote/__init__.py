@@ -1,5 +1,6 @@
-"""Objects in storage that several servers share: names, sealing, deadlines and the breaker.
+"""The shared remote: objects in storage that several servers use, and what they exchange there.
 
-`Objects` reads and writes whole objects by name. It knows no tokens, models or sessions: what is
-stored under which name is decided above. Nothing here is imported unless `--remote` is set.
+`Objects` reads and writes whole objects by name, plain or sealed; `RemoteTier` exchanges the KV,
+replies and session records of one model by it. This package calls no MLX. Nothing here is imported
+unless `--remote` is set.
 """

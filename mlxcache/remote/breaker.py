@@ -1,4 +1,4 @@
-"""Breaker: whether one kind of use of the remote is tried or skipped, and why."""
+"""Breaker: the decision to try or to skip operations on the remote, after failures."""
 
 from __future__ import annotations
 
@@ -15,11 +15,13 @@ STEADY_S = 60.0
 
 
 class Breaker:
-    """State of reading, or of writing. Records come from one thread; any may read attributes.
+    """Whether reads, or writes, of the remote are tried or skipped, and why.
 
-    `probe_s`: seconds before the first probe; each later one comes after twice the time, up to
-    `MOST_PROBE_S`. `is_open`: operations are to be skipped. `reason`: why, None if they are not.
-    `errors`: failures so far.
+    While operations are skipped, a probe is made from time to time: an operation in the background
+    that tells whether the remote works again. `is_open`: operations are skipped. `reason`: why;
+    None if they are not. `errors`: failures so far. `probe_s`: seconds before the first probe.
+    `wait_s`: seconds before the next one, which double each time, up to `MOST_PROBE_S`. Methods are
+    called on one thread; any thread may read attributes.
     """
 
     def __init__(self, probe_s: float):
@@ -32,14 +34,18 @@ class Breaker:
         self._closed_at = -STEADY_S
 
     def succeed(self) -> None:
-        """Record a success: operations are tried."""
+        """Record a success: operations are tried again if they were skipped."""
         self._in_a_row = 0
         if self.is_open:
             self._closed_at = time.monotonic()
             self.is_open, self.reason = False, None
 
     def fail(self, reason: str, *, grave: bool) -> None:
-        """Record a failure. If it is grave, or one of several in a row, operations are skipped."""
+        """Record a failure, with a short `reason` for the log.
+
+        Operations are skipped from then on if it is `grave`, that is, if the next ones would fail
+        too, or if it is one of `FAILURES` in a row.
+        """
         self.errors += 1
         self._in_a_row += 1
         if not self.is_open and (grave or self._in_a_row >= FAILURES):
@@ -48,6 +54,6 @@ class Breaker:
             self.is_open, self.reason = True, reason
 
     def postpone(self, reason: str) -> None:
-        """Record a failed probe."""
+        """Record a failed probe with its `reason`: the time before the next probe doubles."""
         self.wait_s = min(2 * self.wait_s, MOST_PROBE_S)
         self.reason = reason

@@ -31,11 +31,11 @@ class Counts:
         self._lock = threading.Lock()
 
     def add(self, name: str, by: int = 1) -> None:
-        """Add to a counter."""
+        """Add `by` to the counter `name`."""
         with self._lock:
             self._held[name] += by
 
     def figures(self) -> dict[str, int]:
-        """Return all counters."""
+        """Return all counters by name."""
         with self._lock:
             return dict(self._held)

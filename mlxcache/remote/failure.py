@@ -1,4 +1,4 @@
-"""Failures of single operations, and short reasons made from the errors of obstore."""
+"""Failures of single operations on the remote, made from the errors of the library obstore."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ _LOCAL = ("permission denied", "it is read-only", "the share is full")
 class Failure(Exception):
     """Error of one operation; its text is a short reason without secrets.
 
-    `grave`: the next operations of this kind would fail too. `gone`: those of all kinds would.
+    `grave`: the next operations of this kind (reading or writing) would fail too. `gone`: the next
+    operations of both kinds would fail too.
     """
 
     def __init__(self, reason: str, *, grave: bool, gone: bool = False):
@@ -40,17 +41,17 @@ class Failure(Exception):
 
 
 class WrongKey(Failure):
-    """The remote holds objects of another key, or of none."""
+    """Failure: the remote was set up with another key, or without one."""
 
     def __init__(self, reason: str):
         super().__init__(reason, grave=True, gone=True)
 
 
 def describe_failure(error: Exception) -> Failure:
-    """Return the failure for an error of obstore.
+    """Return the failure that stands for an error of obstore.
 
-    Its own text is not used: it holds URLs, which may be signed. Answers such as 503 are not grave,
-    because they may be the provider's way to slow a client down. A refusal (4xx) is.
+    The error's own text is not used: it holds URLs, which may be signed. Answers such as 503 are
+    not grave, because they may be the provider's way to slow a client down. A refusal (4xx) is.
     """
     text = str(error)
     if status := _STATUS.search(text):

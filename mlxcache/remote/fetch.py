@@ -1,7 +1,7 @@
-"""Fetching: the part of a prompt's prefix that other servers computed becomes ordinary files.
+"""Fetching: KV of a prompt's prefix that other servers computed is saved to the own store.
 
-A lookup has a time limit in proportion to what computing the prompt would take, and fetches only
-what is expected to arrive sooner than it could be computed.
+A lookup has a time limit in proportion to the time that computing the prompt would take, and
+fetches only objects that are expected to arrive sooner than their tokens could be computed.
 """
 
 from __future__ import annotations
@@ -66,10 +66,11 @@ PrefillSeconds = Callable[[int, int], float]
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Sizes of a model's KV and states.
+    """Sizes of a model's KV and checkpoints.
 
     `bytes_per_token`: bytes of the KV of a token, 0 for a model without layers that keep KV.
-    `checkpoint_bytes`: bytes of a checkpoint. `opaque`: the model needs checkpoints.
+    `checkpoint_bytes`: bytes of a checkpoint. `opaque`: the model has opaque slots, so it needs
+    checkpoints.
     """
 
     bytes_per_token: int
@@ -78,20 +79,22 @@ class Shape:
 
     @property
     def cell(self) -> int:
-        """Tokens of a cell of the grid."""
+        """Number of tokens of a cell; see `remote.grid`."""
         return grid.cell_tokens(self.bytes_per_token)
 
 
 class _Expired(Exception):
-    """Signal that a lookup has used up its allowance."""
+    """Raised inside a lookup when its time limit has passed."""
 
 
 @dataclass(slots=True, eq=False)
 class _Lookup:
-    """One lookup: the prompt's chain, what is known of it, and its time limit.
+    """One lookup of a prompt in the remote.
 
-    `local`: tokens whose runs are on disk. `have`: tokens that the request reuses without the
-    remote. `most`: most tokens that it can reuse.
+    `chain`: the prompt's token ids with the digests of its blocks. `local`: tokens whose runs are
+    on disk. `have`: tokens that the request can reuse without the remote. `most`: most tokens that
+    it can reuse. `allowance`: its time limit. `dropped()` returns True once nobody waits for the
+    result.
     """
 
     chain: Chain
@@ -103,9 +106,10 @@ class _Lookup:
 
 
 class Fetcher:
-    """Fetches runs and checkpoints of prompts into the store.
+    """Fetches runs and checkpoints of prompts into the store. Any thread.
 
-    `seconds` estimates prefill. `pool` makes the calls to the remote. Any thread.
+    `seconds(start, stop)` estimates the time for computing the prompt tokens in between. `pool`:
+    threads that make the calls to the remote.
     """
 
     def __init__(
@@ -128,9 +132,10 @@ class Fetcher:
         self._last_warning = ""
 
     def wanted(self, ids: Tokens, known: int, found: Found) -> bool:
-        """Return whether to look up a prompt in the remote. Does not block.
+        """Return whether looking a prompt up in the remote is worthwhile. Does not block.
 
-        `known`: leading tokens that can be reused from RAM. `found`: the part on disk.
+        `ids`: its token ids. `known`: leading tokens that can be reused from RAM. `found`: the part
+        on disk.
         """
         most = len(ids) - 1
         have = max(known, self._usable(found, most))
@@ -140,7 +145,9 @@ class Fetcher:
         return call is None or call < self._allowed(have, len(ids))
 
     def _usable(self, found: Found, most: int) -> int:
-        """Return how many leading tokens can be restored from the files of `found`."""
+        """Return how many leading tokens, at most `most`, can be restored from the files of
+        `found`.
+        """
         length = min(found.length, most)
         if not self._shape.opaque:
             return length
@@ -154,11 +161,11 @@ class Fetcher:
     def fetch(
         self, ids: Tokens, known: int, began: float, dropped: Callable[[], bool] = lambda: False
     ) -> int:
-        """Fetch what the remote has of a prompt, and save it; return the tokens of new runs.
+        """Fetch a prompt's runs and checkpoint and save them; return the number of tokens saved.
 
-        `known`: leading tokens that can be reused from RAM. `began`: time by the clock from which
-        the time limit counts. `dropped()`: nobody waits for the result any more. Blocks within the
-        time limit. Raises StoreError if the store cannot be read.
+        `known`: leading tokens that can be reused from RAM. `began`: time by `time.monotonic` from
+        which the time limit counts. `dropped()` returns True once nobody waits for the result.
+        Blocks within the time limit. Raises StoreError if the store cannot be read.
         """
         found = self._store.find(ids, touch=False)
         most = len(ids) - 1
@@ -205,7 +212,10 @@ class Fetcher:
     # -- what is there -----------------------------------------------------------------------------
 
     def _find_runs(self, lookup: _Lookup) -> list[int]:
-        """Return the ends of the objects to read: whole cells, then the tail if there is one."""
+        """Return the ends of the run objects to read: those of whole cells, then that of the tail.
+
+        There may be no tail. For ends, cells and tails see `remote.grid`.
+        """
         chain, cell = lookup.chain, self._shape.cell
         length = len(chain.ids)
 
@@ -227,9 +237,9 @@ class Fetcher:
         return self._call(lookup, lambda left: self._objects.head_many(names, left))
 
     def _find_checkpoint(self, lookup: _Lookup, reach: int) -> int | None:
-        """Return the position of the last checkpoint in the remote up to `reach` that is useful.
+        """Return the position of the last useful checkpoint in the remote, at most `reach`.
 
-        None if there is none beyond what the request has.
+        None if there is none beyond the tokens that the request can reuse without the remote.
         """
         cell = self._shape.cell
         cells = range(reach // cell, max(-1, reach // cell - 1 - BACK), -1)
@@ -249,10 +259,10 @@ class Fetcher:
     def _is_worth(
         self, lookup: _Lookup, ends: Sequence[int], target: int, at: int | None = None
     ) -> bool:
-        """Return whether fetching is expected to take less time than computing.
+        """Return whether fetching runs is expected to take less time than computing their tokens.
 
-        `ends`: names of the runs still to fetch, for a prefix of `target` tokens. `at`: tokens that
-        were fetched already; None before the first.
+        `ends`: ends of the run objects still to fetch, for a prefix of `target` tokens. `at`:
+        tokens that were fetched already; None before the first.
         """
         nbytes = sum(self._run_bytes(end) for end in ends)
         if at is None and self._shape.opaque:
@@ -272,7 +282,10 @@ class Fetcher:
     # -- reading -----------------------------------------------------------------------------------
 
     def _get_checkpoint(self, lookup: _Lookup, position: int) -> list[Tensor] | None:
-        """Read and verify a checkpoint; None if it is missing or damaged. Raises _Expired."""
+        """Read and verify the checkpoint at `position`; None if it is missing or damaged.
+
+        Raises _Expired after the lookup's time limit.
+        """
         name = grid.checkpoint_name(lookup.chain, position, self._shape.cell)
         began, nbytes = self._clock(), self._shape.checkpoint_bytes
         data = self._result(lookup, self._begin(lookup, name, nbytes), name, nbytes, began)
@@ -288,9 +301,10 @@ class Fetcher:
         return state
 
     def _save_runs(self, lookup: _Lookup, ends: Sequence[int], target: int) -> int:
-        """Read the runs named by `ends` and save them, in order; return the tokens saved.
+        """Read the runs with the given `ends` and save them in order; return the tokens saved.
 
-        Ends early at one that is missing, damaged, late, or not worth its time.
+        `target`: tokens of the prefix that is fetched. Stops at a run that is missing, damaged,
+        late, or not worth its time.
         """
         at, saved = lookup.local, 0
         try:
@@ -334,9 +348,9 @@ class Fetcher:
         return True
 
     def _read(self, lookup: _Lookup, ends: Sequence[int]) -> Iterator[tuple[int, bytes]]:
-        """Yield the objects of runs in order, each with its end, reading several at once.
+        """Yield the end and the content of each run object in order, reading several at once.
 
-        Stops at one that is missing. Raises _Expired.
+        Stops at one that is missing. Raises _Expired after the lookup's time limit.
         """
         waiting = deque(ends)
         reading: deque[tuple[int, str, Future[bytes | None]]] = deque()
@@ -375,9 +389,10 @@ class Fetcher:
         nbytes: int,
         began: float,
     ) -> bytes | None:
-        """Wait for the content of an object; None if it is missing or damaged. Raises _Expired.
+        """Wait for the content of an object; None if it is missing or damaged.
 
-        `nbytes`: bytes expected since `began`.
+        `future`: result of `_begin`. `nbytes`: bytes expected since the time `began`. Raises
+        _Expired after the lookup's time limit.
         """
         expected, wait = self.pace.seconds(nbytes), lookup.allowance.left
         if expected is not None:
@@ -393,13 +408,16 @@ class Fetcher:
         return data
 
     def _note_read(self, data: bytes, total: int, began: float) -> None:
-        """Count an object that was read; `total` bytes were read since `began`."""
+        """Count the object `data`, and measure the speed: `total` bytes were read since `began`."""
         self.pace.note_bytes(total, self._clock() - began)
         self._counts.add("fetched_objects")
         self._counts.add("fetched_bytes", len(data))
 
     def _call(self, lookup: _Lookup, action: Callable[[float], T]) -> T:
-        """Make a small call to the remote, which gets the seconds left. Raises _Expired."""
+        """Return the result of `action(seconds)`, a small call to the remote.
+
+        `seconds`: time that the lookup has left. Raises _Expired after the lookup's time limit.
+        """
         began, left = self._clock(), lookup.allowance.left
         if left <= 0 or lookup.dropped():
             raise _Expired

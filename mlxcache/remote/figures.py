@@ -26,7 +26,7 @@ _PERIOD_S = 1.0
 
 
 class Traffic:
-    """Objects and bytes moved in one direction, on one thread."""
+    """Objects and bytes moved in one direction. Used on one thread."""
 
     def __init__(self) -> None:
         self.objects = 0
@@ -38,23 +38,25 @@ class Traffic:
 
     @property
     def rate(self) -> float | None:
-        """Smoothed bytes per second of all transfers that run at the same time.
+        """Moving average of the bytes per second of all running transfers together.
 
-        None before the first measurement, and `LASTING_S` after the newest. Transfers that were
-        broken off count too.
+        None before the first measurement, and `LASTING_S` seconds after the newest. Transfers that
+        were broken off count too.
         """
         if self._rate is None or time.monotonic() - self._measured_at > LASTING_S:
             return None
         return self._rate
 
     def add(self, count: int) -> None:
-        """Record bytes of a running transfer."""
+        """Add `count` bytes of a running transfer."""
         self.bytes += count
         self._moved += count
 
     @contextmanager
     def transfer(self) -> Iterator[Traffic]:
-        """Yield the counts to which the bytes of one transfer are added. Counts its object."""
+        """Context manager of one transfer: counts its object, and yields this instance for its
+        bytes.
+        """
         if not self._running:
             self._began, self._moved = time.monotonic(), 0
         self._running += 1
@@ -68,7 +70,9 @@ class Traffic:
             self._measure(least_s=math.inf if whole else _BROKEN_S)
 
     def _measure(self, least_s: float) -> None:
-        """Measure the bandwidth if enough was moved, or `least_s` have passed."""
+        """Update the moving average if enough bytes were moved, or `least_s` seconds have
+        passed.
+        """
         now = time.monotonic()
         seconds = max(now - self._began, 1e-6)
         if self._running and seconds < _PERIOD_S:
@@ -81,7 +85,7 @@ class Traffic:
 
 
 class Figures:
-    """Counts since the start. `damaged`: objects that were read and not used."""
+    """Counts of transfers since the start. `damaged`: objects that were read but are damaged."""
 
     def __init__(self) -> None:
         self.up, self.down = Traffic(), Traffic()

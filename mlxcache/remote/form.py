@@ -17,10 +17,10 @@ PLAIN, SEALED = 0, 1
 
 
 class Form(Protocol):
-    """How names and contents are stored. Thread-safe.
+    """Interface of the form in which names and contents are stored. Thread-safe.
 
-    `overhead`: bytes that an object is longer than its content. `key_id`: a public digest of the
-    key, None without one.
+    `overhead`: bytes by which a stored object is longer than its content. `key_id`: a public digest
+    of the key; None without one.
     """
 
     overhead: int
@@ -33,10 +33,13 @@ class Form(Protocol):
         """Return the name of a stored object, or None if it is not of this form and key."""
 
     def wrap(self, name: str, content: bytes | memoryview) -> bytes:
-        """Return the bytes to store."""
+        """Return the bytes to store for an object with this name and content."""
 
     def unwrap(self, name: str, stored: bytes | bytearray) -> bytes:
-        """Return the content. Raises Corrupt for anything that `wrap` has not made."""
+        """Return the content of the stored bytes of object `name`.
+
+        Raises Corrupt if `wrap` did not make these bytes under this name.
+        """
 
 
 class Plain:
@@ -46,11 +49,11 @@ class Plain:
     key_id: str | None = None
 
     def stored_name(self, name: str) -> str:
-        """Return `name`."""
+        """Return `name`: without a key, names are stored as they are."""
         return name
 
     def plain_name(self, stored: str) -> str | None:
-        """Return `stored`."""
+        """Return `stored`: without a key, names are stored as they are."""
         return stored
 
     def wrap(self, name: str, content: bytes | memoryview) -> bytes:
@@ -58,7 +61,7 @@ class Plain:
         return b"".join((make_head(PLAIN), _checksum(name, content), content))
 
     def unwrap(self, name: str, stored: bytes | bytearray) -> bytes:
-        """Return the content. Raises Corrupt."""
+        """Return the content. Raises Corrupt if the header or the checksum is wrong."""
         check_head(stored, PLAIN)
         content = memoryview(stored)[self.overhead :]
         if stored[HEAD_BYTES : self.overhead] != _checksum(name, content):
@@ -67,12 +70,12 @@ class Plain:
 
 
 def make_head(form: int) -> bytes:
-    """Return the first bytes of an object of the form `PLAIN` or `SEALED`."""
+    """Return the first bytes of every stored object of the form `PLAIN` or `SEALED`."""
     return MAGIC + bytes((VERSION, form)) + bytes(6)
 
 
 def check_head(stored: bytes | bytearray, form: int) -> None:
-    """Check the first bytes of an object. Raises Corrupt."""
+    """Check the first bytes of a stored object. Raises Corrupt if they are not those of `form`."""
     if stored[: len(MAGIC)] != MAGIC:
         raise Corrupt("it is not an object of mlxcache")
     if stored[:HEAD_BYTES] != make_head(form):

@@ -1,11 +1,11 @@
-"""The grid on which runs are shared: names of objects, and the search for those of a prompt.
+"""Names of the objects of runs and checkpoints, and the search for those of a prompt.
 
-A prompt is divided into cells of a fixed number of tokens, counted from token 0. An object of a run
-is named after the digest of a prefix of whole blocks, its end; it holds the KV from the start of
-the cell that contains its last block. It may hold up to 63 tokens beyond its end, those of an
-incomplete block. A whole cell is named after the cell's end, the tail of a turn after the turn's
-last whole block. So the names depend on token ids only, and two servers that computed the same
-prompt agree on them. Pure functions.
+A prompt is divided into cells of a fixed number of tokens, counted from token 0. The object of a
+run holds the KV from the start of a cell up to its end, and is named after the digest of all tokens
+up to that end. The end is a multiple of the block size: that of the cell or, for the tail of a turn
+in an incomplete cell, that of the turn's last whole block. The object of a tail may also hold up to
+63 tokens of an incomplete block after its end. So the names depend on token ids only, and two
+servers that computed the same prompt agree on them. Pure functions.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def cell_tokens(bytes_per_token: int) -> int:
 
 
 def cell_start(end: int, cell: int) -> int:
-    """Return the first token of an object of a run that is named after the prefix of `end` tokens.
+    """Return the position of the first token that the run object with the given `end` holds.
 
     `cell`: tokens of a cell.
     """
@@ -46,18 +46,19 @@ def cell_start(end: int, cell: int) -> int:
 
 
 def run_name(chain: Chain, end: int) -> str:
-    """Return the name of the object of a run named after the first `end` tokens of the chain.
+    """Return the name of the run object with the given `end`.
 
-    `end` is a positive multiple of the block size.
+    `chain`: the prompt's token ids with the digests of its blocks. `end`: a positive multiple of
+    the block size.
     """
     return f"{VERSION}/{chain.namespace}/run/{chain.whole[end // BLOCK].hex()}"
 
 
 def checkpoint_prefix(chain: Chain, position: int, cell: int) -> str:
-    """Return the beginning of the names of all checkpoints in the cell of `position`.
+    """Return the part that the names of all checkpoints in one cell begin with.
 
-    They are those after as many tokens as `position` and in the same cell, of prompts with the same
-    tokens before the cell. `cell`: tokens of a cell.
+    The cell is that of `position`. The checkpoints are those of all prompts that agree with `chain`
+    on the tokens before that cell. `cell`: tokens of a cell.
     """
     start = chain.whole[position // cell * cell // BLOCK]
     return f"{VERSION}/{chain.namespace}/ckpt/{start.hex()}/"
@@ -86,10 +87,11 @@ def checkpoint_positions(chain: Chain, names: Sequence[str], most: int) -> list[
 
 
 def tail_ends(start: int, known: int, length: int, cell: int) -> list[int]:
-    """Return the positions, ascending, at which the tail of a turn may end after cell `start`.
+    """Return the positions, ascending, at which a tail that begins at `start` may end.
 
     `start`: end of the last whole cell that was found. `known`: tokens that are known without a
-    tail. `length`: tokens of the prompt. `cell`: tokens of a cell.
+    tail; only ends after them are returned. `length`: tokens of the prompt. `cell`: tokens of a
+    cell.
     """
     first = max(start, known // BLOCK * BLOCK) + BLOCK
     return list(range(first, min(length // BLOCK * BLOCK, start + cell - BLOCK) + 1, BLOCK))
@@ -98,8 +100,8 @@ def tail_ends(start: int, known: int, length: int, cell: int) -> list[int]:
 def find_last(low: int, high: int, exist: Callable[[Sequence[int]], Sequence[bool]]) -> int:
     """Return the last number of [low, high] that exists, if all numbers below it exist too.
 
-    `low` is known to exist. `exist(numbers)` tells of each number whether it exists; it is called
-    with at most `PROBES` numbers at a time, about log(high - low) / log(PROBES) times.
+    `low` is known to exist. `exist(numbers)` returns for each number whether it exists; it is
+    called with at most `PROBES` numbers at a time, about log(high - low) / log(PROBES) times.
     """
     while low < high:
         step = -(-(high - low) // PROBES)

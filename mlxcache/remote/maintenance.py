@@ -1,4 +1,4 @@
-"""What a remote holds, and removal of what is old: for commands, without a server."""
+"""Listing and removal of the objects in a remote, for commands that need no server."""
 
 from __future__ import annotations
 
@@ -31,9 +31,10 @@ OLDEST = "30 days and more"
 
 @dataclass(slots=True)
 class Holdings:
-    """Objects of a remote. `kinds`, `ages`: bytes by kind of object and by age.
+    """Counts of the objects in a remote.
 
-    `counts`: objects by kind. `oldest`: when the oldest was written.
+    `kinds`: bytes by kind of object. `counts`: number of objects by kind. `ages`: bytes by age,
+    such as "under 7 days". `oldest`: time at which the oldest object was written.
     """
 
     kinds: Counter[str] = field(default_factory=Counter)
@@ -42,7 +43,7 @@ class Holdings:
     oldest: datetime | None = None
 
     def add(self, kind: str, one: Stored, now: datetime) -> None:
-        """Count an object."""
+        """Count the object `one` of this kind, whose age is that at the time `now`."""
         self.kinds[kind] += one.size
         self.counts[kind] += 1
         days = (now - one.modified) / timedelta(days=1)
@@ -51,10 +52,11 @@ class Holdings:
 
 
 def measure(url: RemoteUrl, form: Form, step: Callable[[int], None]) -> Holdings:
-    """List all objects and count them. `step` gets the number so far. Raises RemoteUnavailable.
+    """List all objects of the remote at `url`, and count them.
 
-    Blocks for about a second per 5,000 objects. A name's third part tells its kind; names of
-    another key are `FOREIGN`.
+    `form`: how its names are stored. An object's kind is the third part of its name, such as "run";
+    it is `FOREIGN` for names under another key. `step(n)` is called with the number of objects so
+    far. Blocks for about a second per 5,000 objects. Raises RemoteUnavailable.
     """
     holdings, now = Holdings(), datetime.now(UTC)
 
@@ -70,7 +72,7 @@ def measure(url: RemoteUrl, form: Form, step: Callable[[int], None]) -> Holdings
 
 
 def prune(url: RemoteUrl, older_than: timedelta, step: Callable[[int], None]) -> tuple[int, int]:
-    """Remove all objects that were written longer ago, also those of other keys.
+    """Remove all objects that were written more than `older_than` ago, under any key.
 
     What is behind a symbolic link in a shared folder stays. Servers may run meanwhile. Returns the
     number of objects and their bytes. `step` gets the number so far. Raises RemoteUnavailable; what
@@ -96,7 +98,7 @@ def prune(url: RemoteUrl, older_than: timedelta, step: Callable[[int], None]) ->
 
 
 def _run(url: RemoteUrl, work: Coroutine[Any, Any, None]) -> None:
-    """Run `work` to its end. Raises RemoteUnavailable."""
+    """Run the coroutine `work` to its end. Raises RemoteUnavailable if the storage fails."""
     try:
         asyncio.run(work)
     except (Failure, TimeoutError) as error:
@@ -105,7 +107,7 @@ def _run(url: RemoteUrl, work: Coroutine[Any, Any, None]) -> None:
 
 
 async def _pages(storage: Storage) -> AsyncIterator[list[Stored]]:
-    """Yield all objects but the marker, a page at a time."""
+    """Yield all objects except the marker, in pages of a listing."""
     pages = storage.pages("v1")
     while True:
         try:

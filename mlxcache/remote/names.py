@@ -1,6 +1,6 @@
-"""Names of objects that are known to be in the remote, or to hold something else than they should.
+"""Names of objects that are known to be present in the remote, or to be damaged there.
 
-It spares the uploader a question about each object of a conversation at every turn.
+With them, the uploader need not ask the remote about each object of a conversation at every turn.
 """
 
 from __future__ import annotations
@@ -26,20 +26,22 @@ class KnownNames:
         self._wrong: LRU[str, bool] = LRU(MOST_NAMES)
 
     def note_present(self, name: str, stop: int) -> None:
-        """Remember that an object is there, with what ends at token `stop`."""
+        """Note that the object `name` is in the remote and holds tokens up to position `stop`."""
         self._wrong.pop(name)
         self._present.put(name, (self._clock(), stop))
 
     def note_wrong(self, name: str) -> None:
-        """Remember that the content of an object is damaged, so that it must be written again."""
+        """Note that the object `name` is damaged, so that it must be written again."""
         self._present.pop(name)
         self._wrong.put(name, True)
 
     def is_present(self, name: str, stop: int) -> bool:
-        """Return whether an object is there that ends at token `stop` or later."""
+        """Return whether the object `name` is known to hold tokens up to position `stop` or
+        later.
+        """
         known = self._present.get(name)
         return known is not None and known[1] >= stop and self._clock() - known[0] < RECENT_S
 
     def is_wrong(self, name: str) -> bool:
-        """Return whether an object must be written, even if there is one of its name."""
+        """Return whether the object `name` must be written although there may be one."""
         return self._wrong.peek(name) is not None

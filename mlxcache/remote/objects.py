@@ -1,4 +1,4 @@
-"""Objects of the shared remote: reads and writes with deadlines, which raise one error only."""
+"""Objects of the shared remote: reads and writes with deadlines and one type of error."""
 
 from __future__ import annotations
 
@@ -49,10 +49,10 @@ Names = list[str]
 class Limits:
     """Time limits of operations, and how many run at once.
 
-    An operation may take `operation_s`, and in addition its bytes at `least_down` or `least_up`
-    bytes per second. `start_s`: time for the check of the marker at the start. `probe_s`:
-    time before the first probe of a remote that is skipped. `small`, `large`: most operations at
-    once without and with content.
+    An operation may take `operation_s` seconds, and in addition the time for its bytes at
+    `least_down` (reading) or `least_up` (writing) bytes per second. `start_s`: seconds for the
+    check of the marker at the start. `probe_s`: seconds before the first probe of a remote that is
+    skipped. `small`, `large`: most operations at once without and with content.
     """
 
     operation_s: float = 2.0
@@ -68,13 +68,13 @@ LIMITS = Limits()
 
 
 class Objects:
-    """Objects of one remote.
+    """Reader and writer of the objects of one remote.
 
-    Owns a thread, which `close` ends, and on it the connections, the breakers and the figures.
-    Methods may be called on any thread, block up to their deadline (`Limits`) and raise
-    RemoteUnavailable, or ValueError for a name that is not made of parts such as `run` or `0f3a`
-    with slashes between them. `within`: seconds to wait at most, if less than the deadline. The
-    operation then goes on, and counts for the breakers by its own deadline.
+    It has a thread, which `close` ends, with the connections, the breakers and the figures. Methods
+    may be called on any thread, block up to their deadline (`Limits`) and raise RemoteUnavailable,
+    or ValueError for a name that is not made of parts such as `run` or `0f3a` with slashes between
+    them. `within`: seconds to wait at most, if less than the deadline. The operation then goes on,
+    and counts for the breakers by its own deadline.
 
     After failures the remote is skipped: every method raises at once, until a probe in the
     background succeeds. Reading and writing have a breaker each.
@@ -102,12 +102,12 @@ class Objects:
 
     @property
     def available(self) -> bool:
-        """Whether reads are tried. While False, they raise at once."""
+        """True if reads are tried. While False, they raise at once."""
         return not (self._reading.is_open or self._closed)
 
     @property
     def writable(self) -> bool:
-        """Whether writes are tried. While False, they raise at once."""
+        """True if writes are tried. While False, they raise at once."""
         return not (self._writing.is_open or self._reading.is_open or self._closed)
 
     @property
@@ -120,7 +120,10 @@ class Objects:
         return self._wait(partial(self._head, self._stored(name)), self._reading, within)
 
     def head_many(self, names: Sequence[str], within: float | None = None) -> list[int | None]:
-        """Return what `head` does for each of `names`, which are asked for at the same time."""
+        """Return the size of each of the objects `names`, or None if it is absent.
+
+        They are asked for at the same time.
+        """
         stored = [self._stored(name) for name in names]
         return self._wait(lambda: _all([self._head(one) for one in stored]), self._reading, within)
 
@@ -144,7 +147,8 @@ class Objects:
     ) -> list[bytes | None]:
         """Return what `get` does for each of `names`, which are read at the same time.
 
-        None also stands for objects whose reading failed, unless all failed.
+        They are read at the same time. None also stands for objects that could not be read, unless
+        all failed.
         """
         stored = [self._stored(name) for name in names]
         found = self._wait(
@@ -156,7 +160,7 @@ class Objects:
         ]
 
     def put(self, name: str, data: bytes | memoryview) -> None:
-        """Write an object, or replace it. Others see it whole or not at all."""
+        """Write the object `name`, or replace it. Others see it whole or not at all."""
         stored = self._stored(name)
         if not self.writable:
             raise self._unavailable()
@@ -174,11 +178,11 @@ class Objects:
         return sorted(name for name in names if name is not None)
 
     def delete(self, name: str) -> None:
-        """Remove an object. An absent one is no error."""
+        """Remove the object `name`. An absent one is no error."""
         self._wait(partial(self._delete, self._stored(name)), self._writing, None)
 
     def figures(self) -> dict[str, Any]:
-        """Return the state and counts of the remote, the object `remote` of `GET /v1/cache`."""
+        """Return the state and the counts of the remote: the field `remote` of `GET /v1/cache`."""
         state, reason = self._state()
         return {
             "url": str(self.url),
@@ -193,8 +197,9 @@ class Objects:
     def check(self) -> None:
         """Compare the marker in the remote with this server's key, and write it if it is absent.
 
-        Blocks for at most `Limits.start_s`. A remote that cannot be reached is only logged. Raises
-        ConfigError if the remote holds objects of another key, or of none.
+        The marker is an object that tells with which key the remote is used. Blocks for at most
+        `Limits.start_s` seconds. A remote that cannot be reached is only logged. Raises ConfigError
+        if the remote holds objects of another key, or of none.
         """
         try:
             check = partial(self._check_marker, probe=False)
@@ -204,7 +209,7 @@ class Objects:
                 raise ConfigError(f"--remote {self.url}: {error.__cause__}") from error
 
     def close(self) -> None:
-        """End the thread. Operations that run are cancelled, and raise RemoteUnavailable."""
+        """End the thread. Operations in progress are cancelled, and raise RemoteUnavailable."""
         with self._submitting:
             if not self._closed:
                 self._closed = True
@@ -219,7 +224,11 @@ class Objects:
         return self._form.stored_name(name)
 
     def _wait(self, work: Work[T], breaker: Breaker, within: float | None) -> T:
-        """Run `work()` on the remote's thread and return its result. Raises RemoteUnavailable."""
+        """Run `work()` on the remote's thread and return its result, waiting at most `within`
+        seconds.
+
+        `breaker`: that of reading or writing. Raises RemoteUnavailable.
+        """
         with self._submitting:
             if breaker.is_open or self._reading.is_open or self._closed:
                 raise self._unavailable()
@@ -311,7 +320,10 @@ class Objects:
                 moved.add(len(wrapped))
 
     async def _write(self, stored: str, wrapped: bytes) -> None:
-        """Write an object, unless it would go beside a share that is no longer mounted."""
+        """Write an object, unless the remote is a folder that is no longer mounted.
+
+        `stored`: its stored name. `wrapped`: the bytes to store.
+        """
         if self._storage.is_folder and await self._storage.head(MARKER) is None:
             raise _unmounted()
         await self._storage.put(stored, wrapped)
@@ -363,7 +375,7 @@ class Objects:
         return result
 
     def _record(self, breaker: Breaker, failure: Failure) -> None:
-        """Record the failure of an operation; begin to probe if it opened a breaker."""
+        """Record the failure of an operation; start to probe if it opened a breaker."""
         if failure.gone:  # while nothing is read, nothing is written either
             breaker = self._reading
         breaker.fail(str(failure), grave=failure.grave)
@@ -374,7 +386,7 @@ class Objects:
     # -- probes and the marker ---------------------------------------------------------------
 
     async def _probe(self) -> None:
-        """Read, then write the marker again and again, until neither breaker is open."""
+        """Read, then write the marker repeatedly, until no breaker is open."""
         try:
             while self._reading.is_open or self._writing.is_open:
                 breaker = self._reading if self._reading.is_open else self._writing
@@ -390,7 +402,10 @@ class Objects:
             self._probing = None
 
     async def _check_marker(self, *, probe: bool) -> None:
-        """Compare the marker with this server's key; write it if it is absent. Raises Failure."""
+        """Compare the marker with this server's key, and write it if it is absent.
+
+        `probe`: try even while operations are skipped. Raises Failure.
+        """
         found = await self._timed(
             self._reading, self._read_marker(probe=probe), own_deadline=True, probe=probe
         )
@@ -417,7 +432,7 @@ class Objects:
     # -- state -------------------------------------------------------------------------------
 
     def _announce(self) -> None:
-        """Log the state if it changed."""
+        """Log the state of the remote if it changed."""
         state, reason = self._state()
         if state == self._announced:
             return
@@ -430,20 +445,20 @@ class Objects:
             log.warning("remote is not used: %s: %s", self.url, reason)
 
     def _state(self) -> tuple[str, str | None]:
-        """Return `ok`, `read-only` or `unavailable`, and the reason."""
+        """Return the state, `ok`, `read-only` or `unavailable`, and its reason or None."""
         if self._reading.is_open:
             return "unavailable", self._reading.reason
         return ("read-only" if self._writing.is_open else "ok"), self._writing.reason
 
 
 def _unmounted() -> Failure:
-    """Return the failure of a folder without the marker, which it had at the start."""
+    """Return the failure of a folder from which the marker has vanished: it was unmounted."""
     reason = f"its folder has no {MARKER} now: it is not mounted, or was emptied"
     return Failure(reason, grave=True, gone=True)
 
 
 async def _all(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-    """Await all at once. Raises the first failure."""
+    """Await all coroutines at once and return their results. Raises the first failure."""
     return list(await asyncio.gather(*work))
 
 
@@ -466,9 +481,10 @@ async def _most(work: Sequence[Coroutine[Any, Any, T]]) -> list[T | Corrupt | No
 
 
 def wrong_key(marker: bytearray, key_id: str | None) -> str | None:
-    """Return why the owner of a key cannot use the remote with this marker, or None.
+    """Return why a remote with this marker cannot be used with a key; None if it can.
 
-    Raises Failure if the marker is damaged.
+    `marker`: its content. `key_id`: the public id of the key, None without a key. Raises Failure if
+    the marker is damaged.
     """
     try:
         known = json.loads(marker)
@@ -510,7 +526,7 @@ def open_remote(
 
 
 def form_of(key: bytes | None) -> Form:
-    """Return the form of objects under a key, or without one."""
+    """Return the form of stored objects: sealed with `key`, or plain without one."""
     if key is None:
         return Plain()
     from mlxcache.remote.sealing import Sealed  # noqa: PLC0415 - a library more

@@ -1,4 +1,4 @@
-"""Time limits of a lookup in the remote, and its measured speed."""
+"""Time limit of a lookup in the remote, and the measured speed of reading."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ FORGET_S = 60.0
 
 
 class Allowance:
-    """Seconds that a request may wait for the remote, from its start on.
+    """Time limit of a lookup, which grows by the prefill that fetched tokens make unnecessary.
 
-    What was fetched spares prefill, and its seconds are added to those allowed at first. So a
-    request never takes longer than a cold one by more than the seconds allowed at first.
+    A request may wait for the remote until `began` plus `seconds`, and in addition as long as
+    computing the fetched tokens would have taken. So it never takes longer than without the remote
+    by more than `seconds`. `clock()` returns seconds.
     """
 
     def __init__(self, began: float, seconds: float, clock: Clock = time.monotonic):
@@ -27,12 +28,12 @@ class Allowance:
         self._clock = clock
 
     def gain(self, seconds: float) -> None:
-        """Add seconds of prefill that were spared."""
+        """Extend the limit by `seconds` of prefill that fetched tokens make unnecessary."""
         self._end += seconds
 
     @property
     def left(self) -> float:
-        """Seconds that the request may still wait; negative if it has waited for too long."""
+        """Seconds until the limit; negative after it."""
         return self._end - self._clock()
 
 
@@ -56,7 +57,9 @@ class Pace:
         self._rate = self._averaged(self._rate, seconds / max(1, nbytes))
 
     def note_unfinished(self, nbytes: int, seconds: float) -> None:
-        """Add a read of `nbytes` bytes that was given up after `seconds`, so it takes longer."""
+        """Add a read of `nbytes` bytes that was given up after `seconds`, so it would take
+        longer.
+        """
         slow = seconds / max(1, nbytes)
         rate = self._recent(self._rate)
         if rate is None or rate < slow:

@@ -1,9 +1,9 @@
-"""Replies as the model generated them, exchanged so that other servers can replay them.
+"""Exchange of generated replies through the remote, so that other servers can replay them.
 
-An object holds the replies to one prompt. It is found by a digest of what was asked: the messages
-before the reply, without other replies, in their canonical form. So all replies of a conversation
-can be looked up at once, from the messages as a client sends them. That a reply belongs into a
-prompt is checked when it is replayed.
+An object holds the replies to one prompt. Its name is made from a digest of the messages before the
+reply, in their canonical form and without replies. So all replies of a conversation can be looked
+up at once, from the messages as a client sends them. Whether a reply belongs to a prompt is checked
+when it is replayed.
 """
 
 from __future__ import annotations
@@ -50,7 +50,9 @@ _Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 40)]
 
 
 class _Reply(msgspec.Struct, frozen=True, array_like=True):
-    """A reply; `ids` are little-endian int32, the other fields are those of `ReplyRow`."""
+    """A reply as stored; `ids` are little-endian int32, the other fields are those of
+    `ReplyRow`.
+    """
 
     digest: _Digest
     length: _Count
@@ -72,11 +74,14 @@ _DECODER = msgspec.msgpack.Decoder(_Object)
 
 
 class Damaged(ValueError):
-    """Error raised if the object of a reply has the wrong content."""
+    """Error raised if the object of a reply has wrong content."""
 
 
 def encode(rows: Sequence[ReplyRow]) -> bytes:
-    """Return the object of replies to one prompt: a checksum, and a version and rows as msgpack."""
+    """Return the object with the replies `rows` to one prompt.
+
+    It consists of a checksum, then a version and the rows as msgpack.
+    """
     replies = [
         _Reply(
             row.digest,
@@ -96,7 +101,7 @@ def encode(rows: Sequence[ReplyRow]) -> bytes:
 
 
 def decode(data: bytes, vocab_size: int) -> list[ReplyRow]:
-    """Return the replies in an object, oldest first; none if a later version wrote it.
+    """Return the replies in an object, oldest first; none if a later version of it.
 
     `vocab_size`: number of token ids of the model. Raises Damaged.
     """
@@ -139,7 +144,10 @@ class SharedReplies:
         return f"{grid.VERSION}/{self._namespace}/reply/{digest.hexdigest()}"
 
     def offer(self, owner: str | None, asked: bytes, row: ReplyRow) -> None:
-        """Queue a reply for the upload. `asked`: digest of what was asked. Does not block."""
+        """Queue a reply to be uploaded. Does not block.
+
+        `owner`: the owner of the request. `asked`: digest of the messages before the reply.
+        """
         name = self._name(owner, asked)
         self._tried.put(name, TRIES)
         self._uploader.add_record(f"{name} {row.key.hex()}", lambda: self._put(name, row))
@@ -158,9 +166,10 @@ class SharedReplies:
             self._counts.add("uploaded_bytes", len(data))
 
     def fetch(self, owner: str | None, asked: Sequence[bytes], seconds: float) -> list[ReplyRow]:
-        """Return the replies to what was `asked`, as far as the remote has them in time.
+        """Return the replies of an owner that the remote has, as far as they arrive in time.
 
-        `asked`: digests, oldest first. Blocks for at most `seconds`.
+        `asked`: for each reply, the digest of the messages before it, oldest first. Blocks for at
+        most `seconds`.
         """
         names = [self._name(owner, digest) for digest in asked]
         names = [name for name in names if (self._tried.get(name) or 0) < TRIES][-MOST_WANTED:]

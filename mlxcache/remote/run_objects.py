@@ -1,7 +1,8 @@
-"""Objects of runs and checkpoints: made from files of the store, and verified before use.
+"""Content of the objects of runs and checkpoints: made from the store's files, and verified.
 
-The object of a run is a run file as the store writes it, of other tokens: it is cut from the files
-that cover them. The object of a checkpoint is the checkpoint's file. See docs/disk-format.md.
+The object of a run is a run file as the store writes it, but for the tokens of a cell or tail; it
+is cut from the files that cover them. The object of a checkpoint is the checkpoint's file. See
+docs/disk-format.md.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ _NO_HEADER = Header({}, (), 0)
 class FetchedRun:
     """The verified KV of a prompt's tokens [start, stop), ready to be saved.
 
-    `late`: names of tensors that hold sliding windows; see `Store.write_run`.
+    `late`: names of the tensors that hold sliding windows; see `Store.write_run`.
     """
 
     start: int
@@ -103,10 +104,11 @@ def _composed(
 
 
 def unpack_run(data: bytes, chain: Chain, start: int, end: int) -> FetchedRun:
-    """Verify the object of a run, and return the part of it that a prompt shares.
+    """Verify the object of a run, and return the part of it that a prompt can use.
 
-    `data`: the object. `start`, `end`: the tokens that its name stands for; it may hold more after
-    them, which are returned as far as the chain has the same. Raises Malformed.
+    `data`: the object. `start`, `end`: the range of tokens that its name stands for. It may hold
+    more tokens after `end`, which are included as far as they are those of the prompt. Raises
+    Malformed.
     """
     head = run_of(header_of(data))
     if head.namespace != chain.namespace or head.base != chain.whole[start // BLOCK]:

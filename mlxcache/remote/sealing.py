@@ -69,7 +69,7 @@ class Sealed:
         return b"".join((head, nonce, self._cipher(name).encrypt(nonce, content, _bound(name))))
 
     def unwrap(self, name: str, stored: bytes | bytearray) -> bytes:
-        """Return the content. Raises Corrupt."""
+        """Return the decrypted content. Raises Corrupt if the key, the name or a byte differs."""
         check_head(stored, SEALED)
         after = memoryview(stored)[HEAD_BYTES:]
         nonce, sealed = bytes(after[:_NONCE_BYTES]), after[_NONCE_BYTES:]
@@ -87,12 +87,14 @@ def _derive(key: bytes, purpose: bytes, length: int) -> bytes:
 
 
 def _bound(name: str) -> bytes:
-    """Return the associated data of an object's content."""
+    """Return the associated data of an object's content: header and name, which it
+    authenticates.
+    """
     return make_head(SEALED) + name.encode()
 
 
 def _encode(raw: bytes) -> str:
-    """Return lower-case base 32: the file systems of shares may not tell case apart."""
+    """Return `raw` in lower-case base 32, because file systems may ignore case."""
     return base64.b32encode(raw).decode().rstrip("=").lower()
 
 

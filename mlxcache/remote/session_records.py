@@ -40,7 +40,7 @@ _Text = Annotated[str, msgspec.Meta(max_length=4096)]
 
 
 class SessionRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """What servers tell each other of a session; the fields are those of `Session`."""
+    """The data of a session that servers exchange; the fields are those of `Session`."""
 
     version: int = VERSION
     id: str
@@ -52,9 +52,9 @@ class SessionRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SharedSessions:
-    """Records of sessions in the remote. Methods may be called on any thread and do not block.
+    """Exchange of session records through the remote. Any thread; methods do not block.
 
-    `submit` runs an action on a thread that may block.
+    `submit(action)` runs an action on a thread that may block.
     """
 
     def __init__(
@@ -74,7 +74,8 @@ class SharedSessions:
     def look_up(self, owner: str | None, key: bytes) -> None:
         """Begin to read the record of a conversation, unless it was read before.
 
-        `key`: digest of the beginning of the conversation, as its owner's tokens are cached.
+        `key`: digest of the conversation key, computed from the token ids as they are cached for
+        `owner`.
         """
         name = self._name(owner, key)
         if self._found.get(name) is not None or not self._objects.available:
@@ -102,7 +103,10 @@ class SharedSessions:
             self._found.put(name, (found,))
 
     def find(self, owner: str | None, key: bytes) -> Origin | None:
-        """Return where a conversation began, if its record is there and was read by now."""
+        """Return the session to which a conversation belongs, if its record was read by now.
+
+        `owner`, `key`: see `look_up`.
+        """
         record = (self._found.get(self._name(owner, key)) or (None,))[0]
         return None if record is None else Origin(record.id, record.name, record.created_at)
 

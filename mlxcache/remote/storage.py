@@ -44,12 +44,12 @@ class Stored:
 
 
 class Storage:
-    """Client of the storage at `url`.
+    """Client of the storage at `url`. Raises ConfigError if `url` cannot be used.
 
-    Nothing is repeated, and only connecting has a time limit: callers cancel what takes too long,
-    which closes its connection. Methods raise Failure, and no other error. A folder (`file://`)
-    must exist: a share that is not mounted would otherwise be made as a local folder. Nothing is
-    sent before the first operation. Raises ConfigError.
+    Failed operations are not repeated, and only connecting has a time limit: callers cancel an
+    operation that takes too long, which closes its connection. Methods raise Failure, and no other
+    error. A folder (`file://`) must exist: otherwise a share that is not mounted would be replaced
+    by a local folder. Nothing is sent before the first operation.
     """
 
     def __init__(self, url: RemoteUrl):
@@ -61,7 +61,7 @@ class Storage:
 
     @property
     def is_folder(self) -> bool:
-        """Whether this is a folder, which may be a share that is unmounted at any time."""
+        """True if this is a folder, which may be a share that is unmounted at any time."""
         return self.url.scheme == "file"
 
     def is_within(self, path: str) -> bool:
@@ -100,13 +100,13 @@ class Storage:
             raise Failure("there is no such bucket or folder", grave=True) from None
 
     async def pages(self, prefix: str) -> AsyncIterator[list[Stored]]:
-        """Yield the objects below `prefix`, a page at a time."""
+        """Yield the objects whose paths begin with `prefix`, in pages of a listing."""
         with _failures():
             async for page in obstore.list(self._store, prefix, chunk_size=_PAGE):
                 yield [Stored(one["path"], one["size"], one["last_modified"]) for one in page]
 
     async def delete(self, *paths: str) -> None:
-        """Remove objects, in one request where the storage can. An absent one is no error."""
+        """Remove objects, in one request if the storage allows it. An absent one is no error."""
         with suppress(FileNotFoundError), _failures():
             await obstore.delete_async(self._store, list(paths))
 
@@ -129,7 +129,7 @@ def _failures() -> Iterator[None]:
 
 
 def _connect(url: RemoteUrl) -> ObjectStore:
-    """Make the client. Raises ConfigError, and what obstore does."""
+    """Return a client of obstore for `url`. Raises ConfigError and the errors of obstore."""
     if url.scheme == "file":
         if not Path(url.prefix).is_dir():
             raise ConfigError(
@@ -154,10 +154,10 @@ def _connect(url: RemoteUrl) -> ObjectStore:
 
 
 def _s3_config() -> S3Config:
-    """Return what obstore does not take from the environment itself.
+    """Return the options of S3 that obstore does not read from the environment itself.
 
-    The endpoint is among it because plain HTTP must be allowed for it. Keys and region are read
-    from ~/.aws where the environment has none, from the profile AWS_PROFILE. Raises ConfigError.
+    These are the endpoint, for which plain HTTP must be allowed explicitly, and keys and region
+    from ~/.aws (profile AWS_PROFILE) if the environment has none. Raises ConfigError.
     """
     found: S3Config = {}
     profile = os.environ.get("AWS_PROFILE") or "default"
@@ -178,7 +178,10 @@ def _s3_config() -> S3Config:
 
 
 def _section(variable: str, name: str, section: str) -> dict[str, str]:
-    """Return a section of a file in ~/.aws, or of the file that `variable` names."""
+    """Return a section of the file `name` in ~/.aws, or of the file that `variable` names.
+
+    `variable`: an environment variable. Returns an empty dict if there is no such section.
+    """
     path = Path(os.environ.get(variable) or Path.home() / ".aws" / name)
     parser = configparser.RawConfigParser()
     try:

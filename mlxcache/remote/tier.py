@@ -1,4 +1,4 @@
-"""The remote tier of one namespace: what is fetched before a request and uploaded after it."""
+"""The remote tier of one namespace: fetches before a request, uploads after it."""
 
 from __future__ import annotations
 
@@ -41,11 +41,12 @@ CLOSE_S = 1.0
 
 
 class RemoteTier:
-    """What a model's server exchanges with other servers, by way of `objects`.
+    """Exchange of one model's KV, replies and session records with other servers.
 
-    Any thread; nothing but `replies_to` and `close` blocks. `sessions`: records of sessions.
-    `store`: of the model's namespace; the caller closes it and `objects`. `seconds` estimates
-    prefill. `vocab_size`: number of token ids.
+    `objects`: the remote. `store`: that of the model's namespace; the caller closes both.
+    `sessions`: records of sessions. `seconds(start, stop)` estimates the time for computing the
+    prompt tokens in between. `vocab_size`: number of token ids. Any thread; only `replies_to` and
+    `close` block.
     """
 
     def __init__(
@@ -83,12 +84,12 @@ class RemoteTier:
         then: Callable[[], None],
         dropped: Callable[[], bool],
     ) -> bool:
-        """Fetch what other servers computed of a prompt, unless it is not worth a lookup.
+        """Begin to fetch the KV of a prompt that other servers computed.
 
         `known`: leading tokens that can be reused from RAM. `found`: the part on disk. Returns
-        False if nothing is looked up. Otherwise `then()` is called on another thread at the end,
-        whether something was fetched or not. Too many lookups at once are not made, so that none
-        waits for another. `dropped()`: see `Fetcher.fetch`.
+        False, and does nothing, if a lookup is not worthwhile or too many are in progress.
+        Otherwise `then()` is called on another thread at the end, whether something was fetched or
+        not. `dropped()`: see `Fetcher.fetch`.
         """
         if not self.fetcher.wanted(ids, known, found) or not self._places.acquire(blocking=False):
             return False
@@ -112,22 +113,25 @@ class RemoteTier:
         return True
 
     def share(self, ids: Tokens) -> None:
-        """Upload the KV of a path that is on disk now, behind everything else."""
+        """Queue the KV of a path that is on disk to be uploaded. Does not block."""
         self.uploader.add_path(ids)
 
     # -- replies -----------------------------------------------------------------------------------
 
     def share_reply(self, owner: str | None, asked: bytes, row: ReplyRow) -> None:
-        """Upload a reply. `asked`: digest of what was asked; see `SharedReplies`."""
+        """Queue a reply to be uploaded.
+
+        `asked`: digest of the messages before the reply; see `SharedReplies`.
+        """
         self._replies.offer(owner, asked, row)
 
     def replies_to(
         self, owner: str | None, asked: Sequence[bytes], characters: int
     ) -> list[ReplyRow]:
-        """Return the replies of an owner to what was `asked`, as far as they are there in time.
+        """Return the replies of an owner that the remote has, as far as they arrive in time.
 
-        `characters`: length of the conversation. Blocks for a small part of the time that computing
-        it would take.
+        `asked`: for each reply, the digest of the messages before it. `characters`: length of the
+        conversation. Blocks for a small part of the time that computing it would take.
         """
         if not asked or not self._objects.available:
             return []
@@ -141,7 +145,7 @@ class RemoteTier:
         return {**self._counts.figures(), "waiting": self.uploader.waiting}
 
     def close(self, seconds: float = CLOSE_S) -> None:
-        """End all threads, after uploading what waits, for at most `seconds`. Blocks."""
+        """Upload what is queued, for at most `seconds`, then end all threads. Blocks."""
         self._lookups.shutdown(wait=False, cancel_futures=True)
         self._behind.shutdown(wait=False, cancel_futures=True)
         self._reading.shutdown(wait=False, cancel_futures=True)

@@ -1,7 +1,7 @@
-"""Uploading: what became durable on disk is put into the remote behind the requests.
+"""Uploading: KV that is on disk is also put into the remote, in the background.
 
-One thread does it, in order. What cannot be uploaded now stays in a bounded queue; what falls out
-of that is uploaded with the conversation's next turn.
+One thread uploads, in order. What cannot be uploaded now stays in a bounded queue; what is dropped
+from the queue is uploaded with the conversation's next turn.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ HEADS = 64
 
 
 class Uploader:
-    """A thread that puts runs, checkpoints and records into the remote.
+    """Thread that writes runs, checkpoints and small records to the remote.
 
     Methods may be called on any thread and do not block, except `wait` and `close`.
     """
@@ -112,7 +112,7 @@ class Uploader:
         return True
 
     def close(self, seconds: float) -> int:
-        """End the thread after its present object, waiting at most `seconds`.
+        """End the thread after the object that it is writing, waiting at most `seconds`.
 
         Returns the number of paths and records that were not uploaded.
         """
@@ -143,7 +143,10 @@ class Uploader:
                     self._state.notify_all()
 
     def _next(self) -> tuple[str, Callable[[], None]] | Tokens | None:
-        """Wait for the next item, and for the end of a pause; None if the uploader is closing."""
+        """Wait for the next item and for the end of a pause; return None once closing.
+
+        An item is the token ids of a path, or the name of a record and the function that writes it.
+        """
         with self._state:
             if self._pause and not self._closing:
                 end = time.monotonic() + self._pause
@@ -181,7 +184,7 @@ class Uploader:
             self._put_run(chain, found, end, stop)
 
     def _note_held(self, chain: Chain, ends: Sequence[int]) -> None:
-        """Ask which objects of runs of whole blocks the remote has, unless that is known."""
+        """Ask the remote which run objects with these `ends` it has, unless that is known."""
         names = [(grid.run_name(chain, end), end) for end in ends]
         names = [one for one in names if not self._names.is_present(*one)]
         for at in range(0, len(names), HEADS):
@@ -192,17 +195,20 @@ class Uploader:
                     self._names.note_present(name, end)
 
     def _run_ends(self, length: int) -> list[tuple[int, int]]:
-        """Return the end that names each object of a path of `length` tokens, and its last token.
+        """Return for each run object of a path its end, and the position after its last token.
 
-        These are the whole cells and the tail. The last one also has the tokens of an incomplete
-        block.
+        `length`: tokens of the path. The objects are those of the whole cells and of the tail,
+        which also holds the tokens of an incomplete block.
         """
         cell, whole = self._shape.cell, length // BLOCK * BLOCK
         ends = [*range(cell, whole, cell), *([whole] if whole else [])]
         return [(end, length if end == whole else end) for end in ends]
 
     def _put_run(self, chain: Chain, found: Found, end: int, stop: int) -> None:
-        """Put one object of a run, unless the remote has one that is as long."""
+        """Write the run object with this `end` and tokens up to `stop`.
+
+        Writes nothing if the remote has one that is as long. `found`: the files to make it from.
+        """
         name = grid.run_name(chain, end)
         if self._names.is_present(name, stop):
             return
