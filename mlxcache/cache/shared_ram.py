@@ -116,8 +116,7 @@ class SharedRam:
     # -- making room -------------------------------------------------------------------------------
 
     def evict_least(self, needed: int) -> bool:
-        """Evict once, from the end of the leaf node with the lowest worth in the trees of all
-        models.
+        """Evict once, from the end of the leaf node with the lowest worth in all trees.
 
         `needed`: bytes to free, if the leaf has as many. Returns False if every leaf is in use.
         """

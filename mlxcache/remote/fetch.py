@@ -145,9 +145,7 @@ class Fetcher:
         return call is None or call < self._allowed(have, len(ids))
 
     def _usable(self, found: Found, most: int) -> int:
-        """Return how many leading tokens, at most `most`, can be restored from the files of
-        `found`.
-        """
+        """Return how many leading tokens, at most `most`, the files of `found` can restore."""
         length = min(found.length, most)
         if not self._shape.opaque:
             return length

@@ -54,9 +54,7 @@ class Traffic:
 
     @contextmanager
     def transfer(self) -> Iterator[Traffic]:
-        """Context manager of one transfer: counts its object, and yields this instance for its
-        bytes.
-        """
+        """Context manager of one transfer; yields this instance, and counts an object."""
         if not self._running:
             self._began, self._moved = time.monotonic(), 0
         self._running += 1
@@ -70,9 +68,7 @@ class Traffic:
             self._measure(least_s=math.inf if whole else _BROKEN_S)
 
     def _measure(self, least_s: float) -> None:
-        """Update the moving average if enough bytes were moved, or `least_s` seconds have
-        passed.
-        """
+        """Update the average if enough bytes were moved, or `least_s` seconds have passed."""
         now = time.monotonic()
         seconds = max(now - self._began, 1e-6)
         if self._running and seconds < _PERIOD_S:

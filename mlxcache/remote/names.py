@@ -36,9 +36,7 @@ class KnownNames:
         self._wrong.put(name, True)
 
     def is_present(self, name: str, stop: int) -> bool:
-        """Return whether the object `name` is known to hold tokens up to position `stop` or
-        later.
-        """
+        """Return whether object `name` is known to hold tokens up to `stop` or later."""
         known = self._present.get(name)
         return known is not None and known[1] >= stop and self._clock() - known[0] < RECENT_S
 

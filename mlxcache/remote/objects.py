@@ -224,8 +224,7 @@ class Objects:
         return self._form.stored_name(name)
 
     def _wait(self, work: Work[T], breaker: Breaker, within: float | None) -> T:
-        """Run `work()` on the remote's thread and return its result, waiting at most `within`
-        seconds.
+        """Run `work()` on the remote's thread; wait for its result, at most `within` seconds.
 
         `breaker`: that of reading or writing. Raises RemoteUnavailable.
         """

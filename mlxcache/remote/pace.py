@@ -57,9 +57,7 @@ class Pace:
         self._rate = self._averaged(self._rate, seconds / max(1, nbytes))
 
     def note_unfinished(self, nbytes: int, seconds: float) -> None:
-        """Add a read of `nbytes` bytes that was given up after `seconds`, so it would take
-        longer.
-        """
+        """Add a read of `nbytes` bytes that was not done after `seconds` and was given up."""
         slow = seconds / max(1, nbytes)
         rate = self._recent(self._rate)
         if rate is None or rate < slow:

@@ -50,9 +50,7 @@ _Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 40)]
 
 
 class _Reply(msgspec.Struct, frozen=True, array_like=True):
-    """A reply as stored; `ids` are little-endian int32, the other fields are those of
-    `ReplyRow`.
-    """
+    """A reply as stored, with `ids` as little-endian int32; for other fields see `ReplyRow`."""
 
     digest: _Digest
     length: _Count

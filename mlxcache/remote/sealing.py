@@ -87,9 +87,7 @@ def _derive(key: bytes, purpose: bytes, length: int) -> bytes:
 
 
 def _bound(name: str) -> bytes:
-    """Return the associated data of an object's content: header and name, which it
-    authenticates.
-    """
+    """Return the associated data of an object's content: the header and the object's name."""
     return make_head(SEALED) + name.encode()
 
 
