@@ -80,8 +80,8 @@ def _zero_counts() -> Counter[int]:
 class Deps:
     """Objects that the routes use: the engine, the settings, and error counts by HTTP status.
 
-    `models`: all models, if there are several. `loaded_s`: seconds for which a request waited until
-    its model was loaded for the first time.
+    `models`: all models, if there are several. `loaded_s`: seconds that a request has waited for
+    the first load of its model.
     """
 
     engine: Engine

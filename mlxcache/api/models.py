@@ -75,7 +75,7 @@ def _listed(deps: Deps) -> list[dict[str, Any]]:
 
 
 def _unknown(label: str) -> dict[str, Any]:
-    """Return the object of a model that was never loaded, so that little is known of it."""
+    """Return the object of a model that was never loaded; fields that are not known are null."""
     return {
         "id": label,
         "object": "model",

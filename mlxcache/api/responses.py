@@ -370,7 +370,7 @@ async def _late_events(
 async def _events(begun: Begun, running: RunningResponses, *, begins: bool = True) -> sse.Events:
     """Yield the server-sent events of a response. Stores the response before its last event.
 
-    `begins`: also those with which it begins.
+    `begins`: include the events that come before the first token.
     """
     deps, reply = begun.deps, begun.reply
     writer, silence_s = reply.writer, 0.9 * deps.settings.ping_seconds

@@ -1,4 +1,6 @@
-"""`GET /v1/trace`: requests as they end, without any text, as server-sent events."""
+"""`GET /v1/trace`: streams a trace of requests as they end, without any text, as server-sent
+events.
+"""
 
 from __future__ import annotations
 

@@ -191,7 +191,7 @@ def _length(one: dict[str, Any]) -> str:
 def load(where: Where, name: Name) -> Result:
     """Load a model of a running server, ahead of its first request.
 
-    Waits until the model is loaded, or until it is known to wait for memory of busy models.
+    Waits until the model is loaded, or until it turns out that busy models hold the memory.
     """
     with count_bar(f"loading {name}"):
         before = where.load_model(name)
@@ -203,9 +203,10 @@ def load(where: Where, name: Name) -> Result:
 
 
 def _wait_until_loaded(where: Where, begun: dict[str, Any]) -> dict[str, Any]:
-    """Return the object of a model once it is loaded, or waits for memory for long.
+    """Wait for a model that a server loads; return its object when it is loaded.
 
-    `begun` is the object after the load was asked for. Raises MlxcacheError if the load fails.
+    Returns earlier if the model waits for memory that busy models hold. `begun`: the object when
+    the load began. Raises MlxcacheError if the load fails.
     """
     found, was_loading, end = begun, False, time.monotonic() + _WAIT_S
     while found["state"] != "loaded":

@@ -1,4 +1,4 @@
-"""The command `mlxcache plan`: what a machine brings to some users, before it is bought."""
+"""The command `mlxcache plan`: predict what a machine would achieve with a model and its users."""
 
 from __future__ import annotations
 
@@ -121,8 +121,8 @@ def plan(
 ) -> None:
     """Predict what users of a model get from a machine: hit rates, first tokens, load, disk.
 
-    The server's own cache is played without a model, over a trace or synthetic agents. No server is
-    needed. Blocks for seconds to minutes.
+    Simulates the server's cache, without the model, over a recorded trace or synthetic agents. No
+    server is needed. Blocks for seconds to minutes.
     """
     with reporting():
         settings = load_settings({"model": model, **flags}, os.environ, config).for_request(None)
@@ -209,7 +209,7 @@ def _synthetic(users: int, context: int | None, examined: Examined) -> Trace:
 
 
 def _server(url: str | None, api_key: str | None) -> Mapping[str, Any] | None:
-    """Return figures and recent requests of the server at `url`, or None without one."""
+    """Return the figures and recent requests of the server at `url`; None if no server is named."""
     if url is None:
         return None
     from mlxcache.cli.target import find_server  # noqa: PLC0415 - httpx takes a while

@@ -37,8 +37,9 @@ def trace(
 ) -> Result:
     """Record the requests of a running server as a trace without any text.
 
-    Each line has a request's times, lengths, and blocks named by a key that nobody keeps. Read it
-    with `mlxcache plan --trace`. Needs a running server; Ctrl-C ends the recording.
+    Each line has a request's times and lengths, and the names of its blocks of tokens. The names
+    are made with a random key that is not stored. Read the file with `mlxcache plan --trace`. Needs
+    a running server; Ctrl-C ends the recording.
     """
     try:
         with create(output) as file:
@@ -53,8 +54,8 @@ def trace(
 def record(where: Remote, file: BinaryIO, minutes: float | None, requests: int | None) -> int:
     """Write the lines of a recording to `file` until it ends; return the number of requests.
 
-    Blocks. Ctrl-C ends it. Raises MlxcacheError if the server ends it, with what was recorded
-    written.
+    Blocks. Ends after `minutes` or `requests`, unless these are None, or with Ctrl-C. Raises
+    MlxcacheError if the server ends the recording; the lines so far are written.
     """
     count, began = 0, time.monotonic()
     with suppress(KeyboardInterrupt):

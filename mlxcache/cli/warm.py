@@ -1,4 +1,4 @@
-"""The command `mlxcache warm`: compute a prefix ahead of its first use."""
+"""The command `mlxcache warm`: compute a prompt's prefix ahead of its first use."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Weights of base models, which several models use together: a base and adapters over it.
+"""Arrays of base models in memory, which a base and the adapters over it use together.
 
 MLX thread only, except where stated.
 """
@@ -30,9 +30,9 @@ Stamp = tuple[str, int, int]
 
 
 def file_stamps(folder: Path) -> tuple[Stamp, ...]:
-    """Return a stamp of each file in `folder` that decides about the content of the weights.
+    """Return a stamp of each file in `folder` that the content of the weights depends on.
 
-    Links to files that are gone have a size of -1.
+    A broken link has a size of -1.
     """
     return tuple(_stamp(file) for name in FILES for file in sorted(folder.glob(name)))
 
@@ -46,9 +46,9 @@ def _stamp(file: Path) -> Stamp:
 
 
 class Base:
-    """Arrays that were read from the files of one folder, as long as models use them.
+    """The arrays in memory that were read from the files of one folder.
 
-    `name`: the model's id. An array is released with the last of its users.
+    `name`: the model's id. Models use the arrays; each array is released with its last user.
     """
 
     def __init__(self, name: str):
@@ -66,13 +66,13 @@ class Base:
         return list(self._arrays)
 
     def hold(self, name: str, array: mx.array, user: BaseUse) -> None:
-        """Keep `array`, which must be the one of that name if there is one, for `user` too."""
+        """Record `user` as a user of the array `name`, which must be `array` if it is in memory."""
         self._arrays[name] = array
         self._users[name] = self._users.get(name, frozenset()) | {user}
         self._bytes = None
 
     def release(self, name: str, user: BaseUse) -> None:
-        """Keep the array `name` for `user` no longer."""
+        """Record that `user` does not use the array `name` any more."""
         users = self._users[name] - {user}
         self._bytes = None
         if users:
@@ -86,7 +86,7 @@ class Base:
         return len(users) > (user in users)
 
     def bytes_by_users(self) -> Mapping[frozenset[BaseUse], int]:
-        """Return the bytes of the arrays in use, by the set of their users."""
+        """Return the bytes of the arrays in memory by the set of their users."""
         if self._bytes is None:
             found: Counter[frozenset[BaseUse]] = Counter()
             for name, users in self._users.items():
@@ -96,10 +96,11 @@ class Base:
 
 
 class Bases:
-    """All base models of which arrays are in memory, by their files.
+    """All base models with arrays in memory, identified by their files.
 
-    Files that change make another base, so models that were loaded before keep the former arrays.
-    `version`: number of times that the arrays of any model have changed.
+    A folder whose files have changed is another base; models that were loaded before keep the
+    arrays of the former one. `version`: a number that increases whenever the arrays that any model
+    holds change.
     """
 
     def __init__(self) -> None:
@@ -107,11 +108,11 @@ class Bases:
         self._bases: WeakValueDictionary[tuple[Stamp, ...], Base] = WeakValueDictionary()
 
     def note_change(self) -> None:
-        """Count a change of the arrays that a model holds."""
+        """Increase `version`, because the arrays that a model holds have changed."""
         self.version += 1
 
     def find(self, folder: Path) -> Base:
-        """Return the base in `folder` with its files as they are now."""
+        """Return the base for the files that are in `folder` now, a new one if none is known."""
         stamps = file_stamps(folder.resolve())
         base = self._bases.get(stamps)
         if base is None:
@@ -119,10 +120,10 @@ class Bases:
         return base
 
     def charges(self) -> dict[str, int]:
-        """Return the bytes of all arrays in use, by what they are charged to.
+        """Return the bytes of all arrays in memory, by the name to charge them to.
 
-        An array with one user is charged to that user's name, an array with several to
-        `BASE (shared)`.
+        An array with one user is charged to that user's name, an array with several to `BASE
+        (shared)`.
         """
         charges: Counter[str] = Counter()
         for base, users, nbytes in self._groups():
@@ -131,7 +132,7 @@ class Bases:
         return dict(charges)
 
     def freed_by(self, uses: Set[BaseUse]) -> int:
-        """Return the bytes that no model would use if all of `uses` were released."""
+        """Return the bytes of the arrays whose only users are in `uses`."""
         return sum(nbytes for _, users, nbytes in self._groups() if users <= uses)
 
     def _groups(self) -> Iterator[tuple[Base, frozenset[BaseUse], int]]:
@@ -141,10 +142,11 @@ class Bases:
 
 
 class BaseUse:
-    """The base arrays of one model: those it needs, and of these the ones that it holds.
+    """One model's use of the arrays of base models.
 
-    `name`: the model's name. `held_bytes`: the bytes that it holds; while it is loaded, these are
-    all that it needs.
+    It needs some arrays, and holds those of them that it keeps in memory. `name`: the model's name.
+    `held_bytes`: bytes of the arrays that it holds; while the model is loaded, it holds all that it
+    needs.
     """
 
     def __init__(self, bases: Bases, name: str):
@@ -157,7 +159,10 @@ class BaseUse:
     # -- holding -----------------------------------------------------------------------------------
 
     def find(self, folders: Iterable[Path]) -> None:
-        """Note that a model not loaded yet needs all arrays in memory of the bases `folders`."""
+        """Assume that the model needs all arrays in memory of the bases in `folders`.
+
+        Call before the model is loaded for the first time.
+        """
         found = [self._bases.find(folder) for folder in folders]
         self._needed = {
             (base, name): array.nbytes
@@ -167,7 +172,7 @@ class BaseUse:
         }
 
     def claim(self) -> None:
-        """Hold those of the needed arrays that are in memory."""
+        """Hold the needed arrays that are in memory, so that they are not released."""
         held = dict(self._held)
         for (base, name), nbytes in self._needed.items():
             array = base.get(name)
@@ -177,10 +182,10 @@ class BaseUse:
         self._set_held(held)
 
     def share(self, folder: Path, model: nn.Module) -> None:
-        """Replace arrays of `model` by those of the base in `folder` that are in memory.
+        """Replace arrays of `model` by the equal ones of the base in `folder` that are in memory.
 
-        `model` is built lazily from that folder, without adapters. Its other arrays are held, so
-        that models loaded later use them.
+        `model` was built lazily from that folder, without an adapter. All of its arrays are held,
+        so that models loaded later can use them.
         """
         base, held = self._bases.find(folder), dict(self._held)
 
@@ -198,7 +203,7 @@ class BaseUse:
         self._set_held(held)
 
     def keep(self, model: nn.Module) -> None:
-        """Hold the arrays that `model` has, and release all others: the model needs no more."""
+        """Release the arrays that are not parameters of `model`; the others are what it needs."""
         used = {id(array) for _, array in tree_flatten(model.parameters())}
         held = {part: n for part, n in self._held.items() if id(part[0].get(part[1])) in used}
         for base, name in self._held.keys() - held.keys():
@@ -207,7 +212,7 @@ class BaseUse:
         self._set_held(held)
 
     def release(self) -> None:
-        """Hold nothing any more. Arrays without another user are freed."""
+        """Release all arrays. Those without another user are freed."""
         for base, name in self._held:
             base.release(name, self)
         self._set_held({})
@@ -221,10 +226,10 @@ class BaseUse:
 
     @property
     def needed(self) -> Mapping[tuple[Base, str], int]:
-        """Sizes in bytes of the arrays that the model needs."""
+        """Sizes in bytes of the arrays that the model needs, by base and name."""
         return self._needed
 
     @property
     def shared_bytes(self) -> int:
-        """Bytes of the arrays that the model needs and other models hold."""
+        """Bytes of the needed arrays that other models hold too."""
         return sum(n for (base, name), n in self._needed.items() if base.has_others(name, self))

@@ -101,7 +101,7 @@ def _runs_code(path: Path) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Seen:
-    """Size, times (in ns) and inode of a file; at least one of them changes with its content."""
+    """Size, times (in ns) and inode of a file, by which a change of its content is noticed."""
 
     size: int
     mtime_ns: int

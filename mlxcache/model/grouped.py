@@ -68,7 +68,7 @@ class GroupRows:
 
     @property
     def _end(self) -> int:
-        """Position behind the last row of the newest vector."""
+        """Position after the last row of the newest vector."""
         return (self.groups + 1) * self.ratio - 1
 
     def begin(self, count: int) -> None:
@@ -153,7 +153,7 @@ class GroupRows:
             self.rows = mx.concatenate([self.rows, pad], axis=2)
 
     def put(self, rows: mx.array) -> None:
-        """Replace the buffer."""
+        """Replace the buffer `rows`."""
         self.rows, self._tail = rows, False
 
     def end_at(self, offset: int) -> None:
@@ -161,13 +161,13 @@ class GroupRows:
         self.offset, self._closing, self._tail = offset, 0, False
 
     def restore(self, newest: mx.array | None, offset: int) -> None:
-        """Set the newest vector at position `offset`."""
+        """Set the newest vector and the number of positions, `offset`."""
         self.newest, self._newest_of, self._tail = newest, offset // self.ratio, False
 
     def newest_vector(self, dtype: mx.Dtype) -> mx.array | None:
-        """Return `newest`, or before the first group an empty array.
+        """Return `newest`, or before the first group an empty array; None if `ratio` is 1.
 
-        That is of `dtype` if no rows are there yet.
+        The empty array has the dtype of the rows, or `dtype` if there are none yet.
         """
         if self.newest is not None or self.ratio == 1:
             return self.newest
@@ -193,7 +193,9 @@ class RecentRows:
 
     @property
     def state(self) -> tuple[Any, ...]:
-        """The window, the open group, the newest vectors; then position, window size and ratio."""
+        """State of the slot: window, open group, newest vectors, position, window size and
+        ratio.
+        """
         newest: tuple[Any, ...] = ()
         if self.window is not None:
             newest = tuple(slot.newest_vector(self.window.dtype) for slot in self.groups)
@@ -203,14 +205,14 @@ class RecentRows:
         )  # fmt: skip
 
     def append(self, kv: mx.array) -> mx.array:
-        """Append `kv`, shape (1, n, dim), and return it behind the rows of the window before."""
+        """Append `kv`, shape (1, n, dim); return the previous window followed by it."""
         rows = kv if self.window is None else mx.concatenate([self.window, kv], axis=1)
         self.window = rows[:, -self.window_size :]
         self.offset += kv.shape[1]
         return rows
 
     def set_pending(self, kv: mx.array | None, gate: mx.array | None) -> None:
-        """Set what the tokens of the open group leave behind, shape (1, n, dim) each."""
+        """Set the latents and gates of the tokens in the open group, shape (1, n, dim) each."""
         self.pending_kv, self.pending_gate = kv, gate
 
     def restore(self, state: Sequence[Any]) -> None:

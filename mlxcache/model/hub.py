@@ -170,7 +170,7 @@ def _download(model: str, revision: str | None, progress: Progress | None) -> Pa
 def _find_large(model: str, revision: str | None) -> Sequence[LargeFile]:
     """Return the large files to download; none if the Hub does not list them.
 
-    snapshot_download then uses what is on this machine, or says what is wrong.
+    If it does not, snapshot_download uses the files on this machine, or raises the error.
     """
     try:
         return find_large_files(model, revision, DEFAULT_ALLOW_PATTERNS)
@@ -179,7 +179,7 @@ def _find_large(model: str, revision: str | None) -> Sequence[LargeFile]:
 
 
 def why(model: str, revision: str | None, error: Exception) -> str | None:
-    """Describe cause and remedy of an error of the Hub's client; return None for other errors.
+    """Describe the cause and remedy of an error of the Hub's client; return None for other errors.
 
     `model` and `revision`: what was requested when the error was raised.
     """

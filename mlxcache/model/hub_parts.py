@@ -1,8 +1,9 @@
-"""Download of large files of the Hub that continues inside a file after an interruption.
+"""Download of large files from the Hub that can continue after an interruption.
 
-huggingface_hub deletes a file that was downloaded in part. Here it is kept beside its place in the
-Hub's cache, and moved there when it is complete and its digest is right. huggingface_hub then finds
-it as if it had downloaded it. Calls no MLX. May be called on any thread; blocks.
+huggingface_hub deletes an incomplete file. Here the incomplete file (the *part*) is kept beside its
+place in the Hub's cache, and moved there when it is complete and its digest is right.
+huggingface_hub then finds it as if it had downloaded it. Calls no MLX. May be called on any thread;
+blocks.
 """
 
 from __future__ import annotations
@@ -53,16 +54,17 @@ class LargeFile:
 
     @property
     def part(self) -> Path:
-        """Path of what is on disk of the file until it is complete."""
+        """Path of the incomplete file while it is downloaded."""
         return self.blob.with_name(f"{self.blob.name}.mlxcache-part")
 
 
 def find_large_files(
     model: str, revision: str | None, patterns: Sequence[str]
 ) -> tuple[LargeFile, ...]:
-    """Return the large files of a model on the Hub that its cache lacks. Costs one request.
+    """Return the large files of a model on the Hub that the Hub's cache lacks.
 
-    `patterns`: names of the files that are wanted. Raises the errors of the Hub's client.
+    `patterns`: names of the files that are wanted, with wildcards. Makes one request. Raises the
+    errors of the Hub's client.
     """
     info = HfApi().model_info(model, revision=revision, files_metadata=True, timeout=ANSWER_S)
     large = {
@@ -86,7 +88,7 @@ def find_large_files(
 
 
 def fetch_large_files(files: Sequence[LargeFile], progress: Progress | None) -> None:
-    """Download files into the Hub's cache, the rest of those that are there in part.
+    """Download files into the Hub's cache, continuing those that are incomplete.
 
     `progress` is called with the bytes of the files on disk, and their total. Raises the errors of
     the Hub's client, OSError, and ModelError for a file whose digest is wrong.
@@ -98,7 +100,7 @@ def fetch_large_files(files: Sequence[LargeFile], progress: Progress | None) -> 
 
 
 def _fetch(file: LargeFile, told: _Told) -> None:
-    """Download the rest of a file, check it, and move it to its place."""
+    """Download the missing rest of a file, check its digest, and move it to its place."""
     file.blob.parent.mkdir(parents=True, exist_ok=True)
     with _Part(file, told) as part, _locked(part):
         if file.blob.exists():  # another process has downloaded it meanwhile
@@ -122,7 +124,7 @@ def _fetch(file: LargeFile, told: _Told) -> None:
 
 
 def _is_whole(file: LargeFile) -> bool:
-    """Return whether the part is the whole file, by its size and its digest."""
+    """Return whether the part has the size and the digest of the whole file."""
     if file.part.stat().st_size != file.size:
         return False
     digest = hashlib.sha256()
@@ -134,7 +136,7 @@ def _is_whole(file: LargeFile) -> bool:
 
 @contextmanager
 def _locked(part: FileIO) -> Iterator[None]:
-    """Let one process at a time write to a part; the others wait."""
+    """Context manager that locks a part for one process; others wait."""
     fcntl.flock(part, fcntl.LOCK_EX)
     try:
         yield
@@ -143,7 +145,7 @@ def _locked(part: FileIO) -> Iterator[None]:
 
 
 class _Told:
-    """Progress of several files, reported from any thread, one call at a time."""
+    """Progress of several files together. Any thread; reports are made one at a time."""
 
     def __init__(self, files: Sequence[LargeFile], progress: Progress | None):
         self._progress = progress
@@ -160,7 +162,7 @@ class _Told:
 
 
 class _Part(FileIO):
-    """The part of a file that is on disk, open for more; reports its size as it grows."""
+    """Binary file object of a part, opened for appending; reports its size as it grows."""
 
     def __init__(self, file: LargeFile, told: _Told):
         self._file, self._told = file, told

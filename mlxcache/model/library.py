@@ -49,7 +49,10 @@ class Downloaded:
 
 @dataclass(frozen=True, slots=True)
 class Removal:
-    """Files of a model in the Hub's cache: `folder` with all revisions, `nbytes` on disk."""
+    """Result of `find_removal`: the files of a model in the Hub's cache.
+
+    `folder` has all revisions, which take `nbytes` bytes on disk.
+    """
 
     id: str
     folder: Path
@@ -71,14 +74,12 @@ def list_downloaded() -> list[Downloaded]:
 
 
 def pull(model: str, revision: str | None = None, progress: Progress | None = None) -> Path:
-    """Download what mlx-lm needs of the Hub's `model`, check it, and return its folder.
+    """Download the files of the Hub's `model` that mlx-lm needs, check them, return their folder.
 
     `revision`: branch, tag or commit, None for the default branch. Files that are complete are
     kept, and a file that was downloaded in part is continued. `progress` is called with bytes on
-    disk and bytes needed.
-
-    Raises ModelError if `model` is not on the Hub or cannot be reached, if mlx-lm cannot load it,
-    if the disk has too little space, or if the files are incomplete.
+    disk and bytes needed. Raises ModelError if `model` is not on the Hub or cannot be reached, if
+    mlx-lm cannot load it, if the disk has too little space, or if the files are incomplete.
     """
     if here(model, revision) is None:
         path, size = outline(model, revision)
@@ -132,9 +133,9 @@ def folder_bytes(path: Path) -> int:
 
 
 def find_removal(model: str) -> Removal:
-    """Return what removing `model`, a Hub id, would remove. Raises NotFound if it is not there.
+    """Find the files that removing `model`, a Hub id, would delete.
 
-    A download that was interrupted counts too.
+    An interrupted download counts too. Raises NotFound if the Hub's cache has none.
     """
     folder = Path(constants.HF_HUB_CACHE) / repo_folder_name(repo_id=model, repo_type="model")
     if "/" not in model or not folder.is_dir():
@@ -194,7 +195,10 @@ def _require_known_type(path: Path, model: str) -> None:
 
 
 def _require_space(model: str, size: int) -> None:
-    """Raise ModelError if the disk of the Hub's cache has less than what is still missing."""
+    """Raise ModelError if the disk of the Hub's cache has too little free space for a model.
+
+    `size`: bytes of the model's files. What is downloaded already is subtracted.
+    """
     cache = Path(constants.HF_HUB_CACHE)
     folder = cache / repo_folder_name(repo_id=model, repo_type="model") / "blobs"
     present = _own_bytes(folder) if folder.is_dir() else 0

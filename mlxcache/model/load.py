@@ -167,11 +167,10 @@ def estimate_bytes(spec: ModelSpec) -> int:
 
 
 def load_again(loaded: Loaded, spec: ModelSpec, use: BaseUse) -> nn.Module:
-    """Return a new model like `loaded.model`, each weight of which is read when it is first used.
+    """Return a new model like `loaded.model`, with weights that are read at their first use.
 
     `spec` must be the one from which `loaded` was made. Weights that other models have in memory
-    are taken from `use`. Raises ModelError if the files cannot be
-    read any more. MLX thread only.
+    are taken from `use`. Raises ModelError if the files cannot be read any more. MLX thread only.
     """
     model, _ = _load_weights(spec, loaded.path, lazy=True, use=use)
     if loaded.draft is None:
@@ -220,7 +219,10 @@ def _load_weights(
 
 
 def _add_adapter(model: nn.Module, path: Path, adapter: Path) -> None:
-    """Wrap layers of `model`, which is that in the folder `path`, with those of an adapter."""
+    """Add an adapter to `model`, by wrapping its layers with those in the folder `adapter`.
+
+    `path`: the folder of `model`.
+    """
     for name in ("adapter_config.json", "adapters.safetensors"):
         if not (adapter / name).exists():
             raise ModelError(

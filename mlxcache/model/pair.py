@@ -102,7 +102,8 @@ _WHY = {"window": " (a sliding window)", "checkpoint": " (a state of one positio
 def unfit(model: nn.Module) -> list[str]:
     """Return the cache classes of a model that cannot be truncated at every token.
 
-    Each name is followed by the reason in parentheses, if it is known.
+    Such a model cannot be used with a draft model. Each name is followed by the reason in
+    parentheses, if it is known.
     """
     found = set()
     for slot in kv.flatten(kv.make_caches(model)):

@@ -58,10 +58,10 @@ class Weights:
     def read(self, pace: Pace | None = None) -> Iterator[int]:
         """Read the weights from disk into the model; yield the total bytes read after each part.
 
-        Arrays that other models have in memory are used as they are. `pace`: how much to read at
-        once. The weights are in use after the last item. Raises ModelError if the files cannot be
-        read or have changed since the model was loaded, because the KV in the cache belongs to the
-        former weights; the weights are not in use then.
+        Arrays that other models have in memory are used as they are. `pace`: decides the size of
+        each part. The model has its weights after the last item. Raises ModelError if the files
+        cannot be read, or have changed since the model was loaded: KV in the cache would not belong
+        to them. The model has no weights then.
         """
         pace, done = pace or Pace(), 0
         try:
@@ -81,9 +81,9 @@ class Weights:
         self.resident, self._dropped = True, False
 
     def _open(self) -> dict[str, Any]:
-        """Return the parameters of the model, each of which is read when it is evaluated.
+        """Return the model's parameters by name, each of which is read when it is evaluated.
 
-        Raises ModelError if they are others than before, or cannot be read.
+        Raises ModelError if the files cannot be read, or have changed.
         """
         if self._read_stamps() != self._stamps:
             raise ModelError(
@@ -110,7 +110,7 @@ class Weights:
             ) from error
 
     def _read_stamps(self) -> list[Stamp]:
-        """Return a stamp of each file that decides about the content of the weights."""
+        """Return a stamp of each file that the content of the weights depends on."""
         folders = [self._loaded.path, self._loaded.draft, self._spec.adapter]
         paths = [Path(folder).expanduser() for folder in folders if folder is not None]
         return [stamp for path in paths for stamp in file_stamps(path)]
@@ -127,9 +127,9 @@ def is_resident(model: nn.Module) -> bool:
 
 
 class Pace:
-    """How many bytes of weights to read at once, so that it takes about `SLICE_S` seconds.
+    """Size of the parts in which weights are read, so that each takes about `SLICE_S` seconds.
 
-    `nbytes`: the bytes of the next part. `least`, `most`: its bounds.
+    `nbytes`: bytes of the next part. `least`, `most`: its bounds.
     """
 
     def __init__(self, least: int = MIN_SLICE, most: int = MAX_SLICE):
@@ -142,9 +142,10 @@ class Pace:
 
 
 def split(arrays: list[mx.array], pace: Pace) -> Iterator[list[mx.array]]:
-    """Divide arrays into consecutive parts of at least `pace.nbytes` bytes; the last may be less.
+    """Divide arrays into consecutive parts of at least `pace.nbytes` bytes each.
 
-    That is read for each part. No arrays give no part.
+    The last part may be smaller. `pace.nbytes` is read anew for each part. Yields nothing without
+    arrays.
     """
     part: list[mx.array] = []
     size = 0

@@ -1,4 +1,4 @@
-"""One server's cache in a plan: what each request of a trace reuses, and what it displaces."""
+"""The simulated cache of one server: how many tokens each request of a trace reuses."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ GENERATION_TOKENS = 4
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Memory of one server in bytes.
+    """Memory of one simulated server, in bytes.
 
     `ram`: the budget of `--ram` without weights. `disk`: the limit of `--disk`, 0 for none.
-    `reserved`: what a running server has set aside of `ram`, by kind; None estimates it. `remote`:
-    a remote that keeps everything is used too.
+    `reserved`: what a running server has set aside of `ram`, by kind; None for an estimate.
+    `remote`: there is also a shared remote, without a limit.
     """
 
     ram: int
@@ -37,7 +37,7 @@ class Memory:
     remote: bool = False
 
     def set_aside(self, layout: Layout) -> Mapping[str, int]:
-        """Return the bytes of `ram` that are not for conversations, by kind."""
+        """Return the bytes of `ram` that conversations cannot have, by what they are for."""
         if self.reserved is not None:
             return self.reserved
         if self.ram >= UNLIMITED:
@@ -51,10 +51,10 @@ class Memory:
 
 @dataclass(frozen=True, slots=True)
 class Reuse:
-    """Tokens of one prompt by where they come from.
+    """Tokens of one prompt by where their KV comes from.
 
-    `cached` of the `prompt` tokens are reused; of these, `disk` were read from disk and `remote`
-    from the remote.
+    `prompt`: tokens of the prompt. `cached`: how many of them are reused. `disk` and `remote`: how
+    many of these are read from disk and from the remote.
     """
 
     prompt: int
@@ -75,7 +75,7 @@ class Reuse:
 
 @dataclass(slots=True)
 class Running:
-    """A request between its start and its end. `ids`: its prompt and reply, shape (n,)."""
+    """A request between its start and its end. `ids`: tokens of prompt and reply, shape (n,)."""
 
     request: Request
     ids: Tokens
@@ -84,10 +84,10 @@ class Running:
 
 
 class PlannedCache:
-    """The cache of one server: a `KVCache` over counted lineages, and a counted disk.
+    """The simulated cache of one server: a `KVCache` without arrays, and a disk without files.
 
-    `now()`: the time in the plan, in seconds. `growth`: share by which each token before it slows a
-    token down, which eviction weighs.
+    `now()` returns the simulated time in seconds. `growth`: a token after k cached ones takes 1 +
+    `growth` * k times as long as the first; eviction weighs that.
     """
 
     def __init__(
@@ -104,13 +104,13 @@ class PlannedCache:
         self._layout = layout
 
     def close(self) -> None:
-        """Release the indexes of disk and remote."""
+        """Close the indexes of the simulated disk and remote."""
         for tier in (self.disk, self.remote):
             if tier is not None:
                 tier.close()
 
     def start(self, request: Request) -> Running | None:
-        """Begin a request: reuse what RAM, disk and remote have, and hold memory for its prompt.
+        """Begin a request: restore what disk and remote have, and reserve memory for its prompt.
 
         Returns None if other requests hold that memory, or if the prompt can never fit.
         """
@@ -132,7 +132,11 @@ class PlannedCache:
         return running
 
     def _look_up(self, prompt: Tokens) -> tuple[int, int, int]:
-        """Return the position up to which to restore, that on disk, and the tokens shared there."""
+        """Look a prompt up on disk and in the remote.
+
+        Returns the position up to which to restore, the part of it that is on disk, and the number
+        of tokens shared with earlier prompts there.
+        """
         known = self.kv.reusable(prompt)
         target = on_disk = shared = 0
         if len(prompt) - 1 - known < MIN_UNKNOWN:
@@ -170,9 +174,9 @@ class PlannedCache:
             self.kv.commit(lease, prompt, checkpoint=end != len(prompt))
 
     def end(self, running: Running) -> None:
-        """End a request: its reply is committed and written, and its memory is released.
+        """End a request: commit its reply, write it to the simulated disk, and release its memory.
 
-        The last token of a reply is drawn and not fed, so it has no KV.
+        The last token of a reply is never fed to the model, so it has no KV.
         """
         lease = running.lease
         length = max(lease.length, len(running.ids) - 1)

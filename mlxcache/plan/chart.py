@@ -1,4 +1,4 @@
-"""A plan as a picture: the hit rate by the bytes of RAM for conversations, as SVG."""
+"""Chart of a plan as SVG: the hit rate over the bytes of RAM for conversations."""
 
 from __future__ import annotations
 
@@ -32,10 +32,11 @@ _STYLE = """\
 
 
 def draw(plan: Plan) -> str:
-    """Return the curve of a plan as the text of an SVG file.
+    """Return the chart of a plan as the text of an SVG file.
 
-    The scale of the bytes is logarithmic. Lines mark the ceiling, the machine's own room, and the
-    capacity with `NEAR` of the ceiling.
+    The axis of bytes is logarithmic. Lines mark the ceiling (the hit rate of a cache without
+    limits), the bytes that this machine has, and the bytes with which the hit rate is `NEAR` of the
+    ceiling.
     """
     sizes = [max(1, one.nbytes) for one in plan.curve] + [max(1, plan.room), plan.enough]
     least, most = min(sizes), max(*sizes, min(sizes) + 1)

@@ -1,6 +1,6 @@
-"""The disk tier without files: the store's own index, in memory, with the sizes files would have.
+"""The simulated disk tier: the store's own index, in memory, for files that are not written.
 
-What is found, what is reused, and what is evicted is decided by the functions of `mlxcache.store`.
+The functions of `mlxcache.store` decide what is found, what is reused, and what is evicted.
 """
 
 from __future__ import annotations
@@ -32,9 +32,10 @@ _BEING_WRITTEN = "plan"
 
 
 class CountedFolder(Folder):
-    """A store folder without files.
+    """A simulated store folder, which holds no files.
 
-    `other_bytes()`: bytes of everything in it that is not a file of KV and not the index's log.
+    `other_bytes()` returns the bytes of everything in it except the files of KV and the index's
+    log.
     """
 
     def __init__(self, other_bytes: Callable[[], int]):
@@ -46,7 +47,7 @@ class CountedFolder(Folder):
         return self._other_bytes() + self.log_bytes()
 
     def log_bytes(self) -> int:
-        """Return the bytes that the index's log has after some use."""
+        """Return the assumed bytes of the index's log after some use."""
         return WAL_PAGES * _PAGE_BYTES
 
     def quarantined(self) -> list[tuple[Path, int]]:
@@ -54,19 +55,19 @@ class CountedFolder(Folder):
         return []
 
     def free(self) -> int:
-        """Return a number that is larger than any limit."""
+        """Return the free bytes of the simulated disk: more than any limit."""
         return UNLIMITED
 
     def block_size(self) -> int:
-        """Return the allocation unit in bytes."""
+        """Return the allocation unit of the simulated file system, in bytes."""
         return _BLOCK_BYTES
 
 
 class CountedDisk:
-    """The disk tier for KV of one layout, in a folder that may take `limit` bytes.
+    """The simulated disk tier for KV of one layout, in a folder that may take `limit` bytes.
 
-    `now()`: the time in the plan, in seconds. `pending`: bytes of copies that may wait to be
-    written, which bound the length of a run. `written`: bytes written so far.
+    `now()` returns the simulated time in seconds. `pending`: bytes of copies that may wait to be
+    written, which limit the length of a run. `written`: bytes written so far.
     """
 
     def __init__(self, layout: Layout, limit: int, pending: int, now: Callable[[], float]):
@@ -86,12 +87,12 @@ class CountedDisk:
         self._space = Space(CountedFolder(self._other_bytes), limit, 0)
 
     def close(self) -> None:
-        """Release the index."""
+        """Close the index."""
         self._index.close()
 
     @property
     def used(self) -> int:
-        """Bytes of the files and the index."""
+        """Bytes that the files would take, and those of the index."""
         return self._space.used(self._index)
 
     # -- reading -----------------------------------------------------------------------------------
@@ -99,8 +100,8 @@ class CountedDisk:
     def look_up(self, ids: Tokens, known: int) -> tuple[int, int]:
         """Return up to which position a server would restore `ids`, and how far they are on disk.
 
-        `known`: leading tokens that are in RAM. The first is 0 if too little would be gained. Notes
-        a use of the files found.
+        `known`: leading tokens that are in RAM. The first result is 0 if too little would be
+        gained. Counts a use of the files found.
         """
         match = self._find(ids)
         self._touch(match)
@@ -123,9 +124,10 @@ class CountedDisk:
     # -- writing -----------------------------------------------------------------------------------
 
     def write(self, ids: Tokens, reused: int, checkpoints: Sequence[int]) -> None:
-        """Write what is not on disk of the path `ids`, with the checkpoints at these positions.
+        """Record files for the tokens of the path `ids` that are not on disk yet.
 
-        `reused`: prompt tokens that the request reused, which is counted for their files.
+        `checkpoints`: positions of the path's checkpoints. `reused`: prompt tokens that the request
+        reused, which counts as a use of their files.
         """
         match = self._find(ids)
         counted = [row.id for row, start, _ in match.cover if start < reused]
@@ -143,7 +145,10 @@ class CountedDisk:
             return
 
     def _write_runs(self, ids: Tokens, match: Match) -> Match:
-        """Write the runs that `match`, the part of `ids` on disk, lacks; return the new match."""
+        """Record the runs that are missing on disk; return the part of `ids` on disk after that.
+
+        `match`: the part of `ids` on disk before.
+        """
         start, gone = match.length // BLOCK * BLOCK, self.evicted
         before = match.run_before(start)
         parent = before.id if before is not None else None
@@ -207,7 +212,10 @@ class CountedDisk:
         )
 
     def _save(self, row: Row, nbytes: int) -> int:
-        """Insert the row of a file, evict others for it, and return its id. Raises DiskFull."""
+        """Insert the row of a file of `nbytes` bytes, evicting others if needed; return its id.
+
+        Raises DiskFull.
+        """
         self._index.execute(
             "DELETE FROM file WHERE kind = ? AND digest = ?", (row.kind, row.digest)
         )

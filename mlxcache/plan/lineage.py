@@ -1,4 +1,4 @@
-"""Lineages that hold no arrays: positions are counted, and their bytes follow from the layout."""
+"""Lineages without arrays, for simulations: positions are counted, and bytes computed from them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ STATE: State = ("counted",)
 
 
 class CountedLineage(Lineage):
-    """A lineage of which only lengths exist, with the lengths and bytes of a real one."""
+    """A lineage without arrays, which has the length and the bytes that a real one would have."""
 
     __slots__ = ("_held",)
 
@@ -52,11 +52,11 @@ class CountedLineage(Lineage):
         self.truncate(self.length + count)
 
     def append_span(self, span: Span) -> None:
-        """Count the positions of a range of another lineage."""
+        """Count the positions of `span`, a range of another lineage, in this one."""
         self.truncate(self.length + span[2] - span[1])
 
     def capture(self) -> State:
-        """Return what stands for a state."""
+        """Return a placeholder for the state of the opaque slots."""
         return STATE
 
     def restore(self, state: State | None) -> None:

@@ -1,4 +1,4 @@
-"""Speed of a machine, from the records of a running server."""
+"""Speed of a machine, computed from the request records of a running server."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ LEAST_FED = 128
 
 
 def speed_of(records: Iterable[Mapping[str, Any]], bytes_per_token: int) -> Speed:
-    """Return the speeds that records of requests show, objects of `GET /v1/requests`.
+    """Compute speeds from records of requests, as `GET /v1/requests` returns them.
 
-    What no record shows is None. `bytes_per_token`: bytes of KV per token. The prefill is fitted by
-    least squares: seconds per token that rise linearly with the position.
+    A speed that no record shows is None. `bytes_per_token`: bytes of KV per token. Prefill is
+    fitted by least squares: the seconds per token rise linearly with the position.
     """
     ended = [one for one in records if one.get("status") in ("done", "cancelled")]
     prefill, growth = _prefill(ended)
@@ -39,7 +39,11 @@ def speed_of(records: Iterable[Mapping[str, Any]], bytes_per_token: int) -> Spee
 
 
 def _prefill(records: Iterable[Mapping[str, Any]]) -> tuple[float | None, float]:
-    """Return the tokens per second at the beginning of a prompt, and how the time grows."""
+    """Return the prefill speed at the beginning of a prompt, and its growth.
+
+    The speed is in tokens per second, None if no record shows it. For growth, see
+    `plan.simulate.Speed`.
+    """
     rows, times = [], []
     for one in records:
         fed, seconds = one["fed_tokens"], (one.get("timing") or {}).get("prefill_s")

@@ -1,4 +1,4 @@
-"""A plan: one trace on one machine, its ceiling, and the capacity that nearly reaches it."""
+"""A plan: hit rates and times that a machine would reach with the requests of a trace."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ DAY_S = 86_400
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """Hit rate of a server with `nbytes` bytes in RAM for conversations, and no disk."""
+    """Hit rate of a server that has `nbytes` bytes of RAM for conversations, and no disk."""
 
     nbytes: int
     hit_rate: float
@@ -39,9 +39,9 @@ class Point:
 class Plan:
     """Result of `make_plan`.
 
-    `outcome`: the trace on the machine as it is. `ceiling`: the hit rate of a cache without limits.
-    `curve`: hit rates by capacity, ascending. `enough`: bytes for `NEAR` of the ceiling. `room`:
-    bytes of the machine's RAM for conversations.
+    `outcome`: the simulation of the machine as it is. `ceiling`: the hit rate of a cache without
+    limits. `curve`: hit rates by bytes of RAM, ascending. `enough`: bytes of RAM with which the hit
+    rate is `NEAR` of the ceiling. `room`: bytes of the machine's RAM for conversations.
     """
 
     trace: Trace
@@ -69,10 +69,10 @@ class Plan:
         return cuts[9], cuts[18]
 
     def users_per_machine(self) -> float | None:
-        """Return how many users keep the MLX thread busy for `FULL` of its time.
+        """Return the number of users that keep the MLX thread busy for `FULL` of its time.
 
-        Each user sends the next request a pause after the reply to the last one, as in the trace,
-        and the hit rate is taken to stay. None without speeds, and for traces without pauses.
+        Each user sends the next request after the pause that the trace has there. The hit rate is
+        assumed to stay the same. None without speeds, and for traces without pauses.
         """
         if not self.speed.times or not self.trace.closed:
             return None
@@ -81,7 +81,7 @@ class Plan:
         return FULL * (busy + pauses) / busy if busy else None
 
     def written_per_day(self) -> float | None:
-        """Return the bytes that are written to disk in a day at this load; None without times."""
+        """Return the bytes written to disk per day at the load of the trace; None without times."""
         if not self.speed.times or not self.outcome.span_s:
             return None
         return self.outcome.written * DAY_S / self.outcome.span_s
@@ -164,12 +164,13 @@ def make_plan(
     at_once: int = 8,
     progress: Progress = lambda done, total: None,
 ) -> Plan:
-    """Play `trace` to a machine, to one without limits, and to some of other capacities.
+    """Simulate the requests of `trace` on a machine, and on others with more and less RAM.
 
-    `users`: sessions open at once, for traces whose later turns follow earlier ones; None for each
-    at its own time. `at_once`: requests that a server computes at once. `progress` is called with
-    the number of requests played and their total. Blocks for seconds to minutes. Raises ConfigError
-    if the longest prompt does not fit the memory, or the layout cannot be cached.
+    `users`: number of sessions that are open at once, for traces whose later turns follow earlier
+    ones; None lets each session begin at its own time. `at_once`: requests that a server computes
+    at once. `progress(played, total)` is called with the number of requests played and their total.
+    Blocks for seconds to minutes. Raises ConfigError if the longest prompt does not fit the memory,
+    if the trace is empty, or if KV of this layout cannot be cached.
     """
     runs = STEPS + 4
     _check(trace, layout, memory)
@@ -206,7 +207,11 @@ def make_plan(
 
 
 def _enough(measured: Callable[[int], float], least: int, most: int, wanted: float) -> int:
-    """Return about the smallest capacity with a hit rate of `wanted`, between two sizes."""
+    """Search for the smallest number of bytes whose hit rate is at least `wanted`.
+
+    `measured(nbytes)` simulates a server and returns its hit rate. Searches between `least` and
+    `most` bytes, approximately.
+    """
     if measured(least) >= wanted:
         return least
     low, high = least, most
@@ -220,7 +225,7 @@ def _enough(measured: Callable[[int], float], least: int, most: int, wanted: flo
 
 
 def _longest_bytes(trace: Trace, layout: Layout) -> int:
-    """Return the bytes with which the longest request of a trace fits, and a little more."""
+    """Return the bytes that the longest request of a trace needs, plus a small margin."""
     tokens = max(one.prompt_tokens + one.reply_tokens for one in trace.requests)
     one = (tokens + 512) * layout.bytes_per_token + layout.running_bytes
     return one + 8 * layout.checkpoint_bytes + tokens // 24 * layout.bytes_per_token

@@ -1,8 +1,8 @@
-"""A trace over time: one MLX thread, requests in the order in which it gets to them.
+"""Simulation of one server over the requests of a trace, with one MLX thread.
 
-The thread feeds one prompt at a time, and shares its time evenly between a prompt and the replies
-that decode beside it. Replies are decoded at one rate in total, however many there are: a batch is
-faster on most machines, so a plan is on the safe side.
+The thread computes one prompt at a time, in the order of arrival, and divides its time evenly
+between a prompt and the replies that are decoded beside it. All replies together are decoded at the
+rate of one. Real batches are faster on most machines, so a plan rather overestimates times.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ PAUSE_S = 5.0
 class Speed:
     """Measured speed of a machine with a model; None for what was not measured.
 
-    `prefill`: prompt tokens per second at the beginning of a prompt. `growth`: share by which each
-    token before it slows a token down. `decode`: tokens per second of one reply. `disk` and
-    `remote`: bytes per second restored.
+    `prefill`: prompt tokens per second at the beginning of a prompt. `growth`: a token after k
+    earlier ones takes 1 + `growth` * k times as long as the first. `decode`: tokens per second of
+    one reply. `disk` and `remote`: bytes per second of restoring from there.
     """
 
     prefill: float | None = None
@@ -43,32 +43,33 @@ class Speed:
         return (stop - start) * (1 + self.growth * middle) / self.prefill
 
     def restore_s(self, reuse: Reuse, bytes_per_token: int) -> float:
-        """Return the seconds for reading what a request restores."""
+        """Return the seconds for reading what a request restores from disk and remote."""
         seconds = 0.0
         for tokens, rate in ((reuse.disk, self.disk), (reuse.remote, self.remote)):
             seconds += tokens * bytes_per_token / rate if rate else 0.0
         return seconds
 
     def decode_s(self, tokens: int) -> float:
-        """Return the seconds for decoding `tokens` tokens alone."""
+        """Return the seconds for decoding `tokens` tokens while nothing else runs."""
         return tokens / self.decode if self.decode else 0.0
 
     def with_given(self, **given: float | None) -> Speed:
-        """Return these speeds with those of `given` in their place that are not None."""
+        """Return a copy in which the values of `given`, except None, replace fields."""
         return replace(self, **{name: value for name, value in given.items() if value is not None})
 
     @property
     def times(self) -> bool:
-        """True if times can be computed."""
+        """True if the speeds that are needed to compute times are known."""
         return self.prefill is not None and self.decode is not None
 
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """One request of a plan that was served.
+    """One request that was served in a simulation.
 
-    `at`: seconds since the plan began when it arrived. `first_token_s`: seconds until its first
-    token. `busy_s`: seconds of the MLX thread.
+    `at`: when it arrived, in seconds since the simulation began. `generated`: tokens of its reply.
+    `first_token_s`: seconds from its arrival to its first token. `busy_s`: seconds that it took of
+    the MLX thread.
     """
 
     at: float
@@ -80,10 +81,11 @@ class Served:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Result of one run of a trace.
+    """Result of one simulation.
 
-    `refused`: requests whose prompt cannot fit. `span_s`: seconds from the first arrival to the
-    last end. `written`: bytes written to disk. `order`: the requests in the order of their starts.
+    `served`: the requests that were served. `order`: the requests in the order in which they
+    started. `refused`: number of requests whose prompt could not fit. `span_s`: seconds from the
+    first arrival to the last end. `written`: bytes written to disk.
     """
 
     served: Sequence[Served]
@@ -98,7 +100,10 @@ class Outcome:
         return sum(one.reuse.prompt for one in self.served)
 
     def share(self, tokens: Callable[[Reuse], int]) -> float:
-        """Return `tokens` of all requests divided by the tokens of all prompts; 0 without any."""
+        """Return the sum of `tokens(reuse)` over all requests, divided by that of prompt tokens.
+
+        Returns 0 without requests.
+        """
         return sum(tokens(one.reuse) for one in self.served) / max(1, self.prompt_tokens)
 
     @property
@@ -108,15 +113,16 @@ class Outcome:
 
     @property
     def busy(self) -> float:
-        """Share of the time that the MLX thread was busy."""
+        """Share of the time in which the MLX thread was busy."""
         return sum(one.busy_s for one in self.served) / self.span_s if self.span_s else 0.0
 
 
 class _Arrivals:
-    """Requests by the time of their arrival, some of which follow from the end of others.
+    """Queue of requests by their time of arrival.
 
-    `users`: sessions that are open at once, if later turns follow earlier ones; None for each
-    session at the time of its first request.
+    In traces whose later turns follow earlier ones, the end of a request sets the time of the next.
+    `users`: number of sessions that are open at once in such a trace; None lets each session begin
+    at the time of its first request.
     """
 
     def __init__(self, trace: Trace, users: int | None):
@@ -147,12 +153,15 @@ class _Arrivals:
         return self._heap[0][0] if self._heap else float("inf")
 
     def take(self) -> tuple[float, Iterator[Request], Request]:
-        """Remove the next request; return its time, what follows it, and the request."""
+        """Remove the next request; return its time, the later turns of its session, and itself."""
         at, _, rest, one = heapq.heappop(self._heap)
         return at, rest, one
 
     def ended(self, at: float, rest: Iterator[Request]) -> None:
-        """Note that a request ended: its session continues, or its user's next one begins."""
+        """Note that a request ended: add the next turn of its session, or a new session.
+
+        `at`: time of the end. `rest`: the later turns of the session.
+        """
         following = next(rest, None)
         if following is not None:
             self._push(at + (following.delay or 0.0), rest, following)
@@ -162,21 +171,22 @@ class _Arrivals:
 
 @dataclass(slots=True, eq=False)
 class _Reply:
-    """A reply in progress. `left_s`: seconds that it would still take alone."""
+    """A reply in progress. `left_s`: seconds that it still needs if it is decoded alone."""
 
     left_s: float
     running: Running
     rest: Iterator[Request]
 
     def advance(self, seconds: float) -> None:
-        """Let `seconds` of its time pass."""
+        """Subtract `seconds` from the time that the reply still needs."""
         self.left_s = max(0.0, self.left_s - seconds)
 
 
 class Simulation:
-    """One run of a trace on one server.
+    """Simulation of one server.
 
-    `at_once`: requests in progress at the same time. `on_request(done)` is called after each.
+    `at_once`: most requests in progress at the same time. `on_request(n)` is called after each
+    request with the number of requests so far.
     """
 
     def __init__(
@@ -205,7 +215,7 @@ class Simulation:
         return self._cache.kv.budget.high_water
 
     def run(self, trace: Trace, users: int | None = None) -> Outcome:
-        """Play `trace`, once, and return what came of it. `users`: see `_Arrivals`; blocks."""
+        """Play `trace` and return the outcome; call once. `users`: see `_Arrivals`. Blocks."""
         arrivals = _Arrivals(trace, users)
         began = self._now = arrivals.next_at
         try:
@@ -227,7 +237,10 @@ class Simulation:
     def _start(
         self, at: float, rest: Iterator[Request], request: Request, arrivals: _Arrivals
     ) -> None:
-        """Feed one prompt, and begin its reply."""
+        """Compute one prompt, and begin its reply.
+
+        `at`: when the request arrived. `rest`: the later turns of its session.
+        """
         running = self._cache.start(request)
         while running is None and self._replies:
             self._end_one(arrivals)  # it holds memory that the prompt needs
@@ -248,7 +261,10 @@ class Simulation:
         self._order.append(request)
 
     def _feed(self, seconds: float, arrivals: _Arrivals) -> None:
-        """Let the thread feed a prompt, for half of its time while replies decode beside it."""
+        """Advance the time by that of a prompt that needs `seconds` of the thread.
+
+        While replies are decoded, the prompt gets half of the thread's time.
+        """
         while self._replies and seconds > 0:
             step = min(2 * seconds, self._until_end(share=0.5))
             self._pass(step, share=0.5)
@@ -258,15 +274,24 @@ class Simulation:
         self._now += max(0.0, seconds)
 
     def _each(self, share: float) -> float:
-        """Return the share of its own speed that each reply has."""
+        """Return the speed of each reply as a share of the speed that it has alone.
+
+        `share`: share of the thread's time for all replies.
+        """
         return share / len(self._replies) if self._speed.times else 1.0
 
     def _until_end(self, share: float = 1.0) -> float:
-        """Return the seconds until the first reply ends. `share`: of the thread for replies."""
+        """Return the seconds until the first reply ends.
+
+        `share`: share of the thread's time for all replies.
+        """
         return min(one.left_s for one in self._replies) / self._each(share)
 
     def _pass(self, seconds: float, share: float = 1.0) -> None:
-        """Let time pass, in which replies are decoded."""
+        """Advance the time by `seconds`, in which replies are decoded.
+
+        `share`: share of the thread's time for all replies.
+        """
         self._now += seconds
         if self._replies:
             each = seconds * self._each(share)
@@ -274,7 +299,7 @@ class Simulation:
                 one.advance(each)
 
     def _end_one(self, arrivals: _Arrivals) -> None:
-        """Let time pass until the first reply ends, and end it."""
+        """Advance the time to the end of the first reply, and end its request."""
         first = min(self._replies, key=lambda one: one.left_s)
         self._pass(self._until_end())
         self._replies.remove(first)

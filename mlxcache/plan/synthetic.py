@@ -1,7 +1,7 @@
-"""Synthetic agents: conversations that share a beginning, grow to a length, and pause as people do.
+"""Synthetic traces: conversations of coding agents with a common beginning, turns and pauses.
 
-Lengths are log-normal around medians as coding agents have them: much is added by tools, little by
-people, and most turns follow the one before within seconds.
+Numbers of tokens are log-normal around medians that are usual for coding agents: tools add much
+text, people little, and most turns follow the one before within seconds.
 """
 
 from __future__ import annotations
@@ -21,11 +21,10 @@ CONTEXT = 100_000
 class Agents:
     """Shape of the conversations, in tokens and seconds.
 
-    `head`: tools and system prompt, the same in all. `project`: what the conversations of one user
-    share beyond that. Medians: `asked`, new tokens of a turn; `replied`, tokens of a
-    reply; `tool_s` and `person_s`, the pause before a turn that follows a tool, and before one of a
-    person.
-    `of_tools`: share of turns that follow a tool.
+    `head`: tools and system prompt, the same in all. `project`: what all conversations of one user
+    share after that. The following are medians. `asked`: new tokens of a turn. `replied`: tokens of
+    a reply. `tool_s`, `person_s`: the pause before a turn with the result of a tool, and before one
+    that a person writes. `of_tools`: share of the turns that have the result of a tool.
     """
 
     head: int = 16_000
@@ -40,10 +39,10 @@ class Agents:
 def synthetic_trace(
     users: int, context: int, *, sessions: int = 3, seed: int = 0, agents: Agents | None = None
 ) -> Trace:
-    """Make the trace of `users` users, each with `sessions` conversations one after another.
+    """Make a trace of `users` users, each with `sessions` conversations one after another.
 
-    Each conversation grows to `context` tokens, or ends before, at half of them at least. The same
-    seed gives the same trace.
+    Each conversation ends at a random length between half of `context` tokens and all of them. The
+    same seed gives the same trace.
     """
     ids, rng = Ids(), random.Random(seed)
     shape = agents or Agents()
@@ -61,7 +60,7 @@ def synthetic_trace(
 
 @dataclass(frozen=True, slots=True)
 class _Writer:
-    """Writer of conversations of one shape."""
+    """Maker of random conversations of one shape."""
 
     shape: Agents
     rng: random.Random
@@ -70,7 +69,10 @@ class _Writer:
     def conversation(
         self, session: str, parts: list[tuple[int, int]], length: int
     ) -> list[Request]:
-        """Return the turns of one conversation that begins with `parts`, of at most `length`."""
+        """Return the turns of one conversation of at most `length` tokens.
+
+        `parts`: what it begins with, as pairs of an id and a number of tokens.
+        """
         made: list[Request] = []
         shape, rng, head = self.shape, self.rng, parts[0][1]
         total, key = sum(tokens for _, tokens in parts), 0

@@ -1,8 +1,8 @@
-"""Traces: requests as blocks that can be compared, without any text. Three forms are read.
+"""Traces: token counts and shared prefixes of requests, without any text. Reads three formats.
 
-- That of `mlxcache trace`: a first line that names it, then one line a request.
-- That of AIPerf's generator of agents: sessions whose later turns hold new blocks only, and follow
-  the reply of the turn before.
+- That of `mlxcache trace`: a first line that names it, then one line for each request.
+- That of AIPerf's generator of agents: lines of later turns hold only the blocks that are new, and
+follow the reply of the turn before.
   Source: https://docs.nvidia.com/aiperf/tutorials/datasets-inputs/agentic-code-dataset-generator
 - Mooncake's: each line has all blocks of a prompt.
   Source: https://github.com/kvcache-ai/Mooncake#-open-source-trace
@@ -41,14 +41,15 @@ class TraceError(MlxcacheError):
 class Request:
     """One request of a trace.
 
-    `ids` and `lengths`: the parts of its path, that is, its prompt and then its reply, as int32
-    arrays of shape (n,): an id from 1 on, and a number of tokens. Two requests share a prefix as
-    far as their ids agree. The first `prompt_parts` parts are the prompt. `time`: seconds since the
-    trace began, when it arrived. `delay`: seconds between the end of the turn before, in the same
-    session, and this request; None for a request that arrives at its `time`. `key` and `head`: see
+    Its path, that is, prompt and reply, consists of parts: `ids` has the id of each part, from 1
+    on, and `lengths` its number of tokens, both int32 of shape (n,). Equal ids stand for equal
+    tokens after equal prefixes, so two requests share a prefix as far as their ids agree. The first
+    `prompt_parts` parts are the prompt. `time`: arrival, in seconds since the trace began. `delay`:
+    seconds from the end of the turn before to this request; None for a request that arrives at its
+    `time`. `key` and `head`: numbers of leading tokens; see `conversation_key` and `head` of
     `CacheHints`. `cached` and `restored`: tokens that the recorded server reused, None if unknown.
-    `took`: seconds that it took there. `strand`: name of the requests that follow one another; by
-    default those of the session.
+    `took`: seconds that the request took there. `strand`: name of the sequence of requests that
+    follow one another; by default the session.
     """
 
     time: float
@@ -75,9 +76,9 @@ class Request:
         return int(self.lengths[self.prompt_parts :].sum())
 
     def tokens(self) -> Tokens:
-        """Return integers in place of the path's token ids, int32, shape (n,).
+        """Return substitutes for the path's token ids, int32, shape (n,).
 
-        Each part is its id and then zeros, so two paths are equal just as far as their parts are.
+        Each part becomes its id and then zeros, so two results share a prefix as the paths do.
         """
         starts = np.cumsum(self.lengths) - self.lengths
         found = np.zeros(int(self.lengths.sum()), np.int32)
@@ -89,8 +90,8 @@ class Request:
 class Trace:
     """Requests in the order of their lines, and where they come from.
 
-    `block_tokens`: tokens of a whole block. `growth`: share by which each token before it slowed a
-    token down on the recorded server, which its eviction weighed; 0 if unknown.
+    `block_tokens`: tokens of a whole block. `growth`: as measured on the recorded server, for its
+    eviction; 0 if unknown. See `plan.simulate.Speed`.
     """
 
     requests: tuple[Request, ...]
@@ -100,13 +101,13 @@ class Trace:
 
     @property
     def closed(self) -> bool:
-        """True if the time of later turns follows from the end of earlier ones."""
+        """True if the times of later turns depend on the ends of earlier ones."""
         return any(one.delay is not None for one in self.requests)
 
     def scaled(self, factor: float) -> Trace:
         """Return the trace with all lengths multiplied by `factor`, each part at least 1 token.
 
-        Which prompts share which part of each other stays the same.
+        The same parts stay shared.
         """
         if factor == 1.0:
             return self
@@ -117,7 +118,10 @@ class Trace:
         return replace(self, requests=self.requests[:count])
 
     def strands(self) -> list[list[Request]]:
-        """Return the requests that follow one another; one without a session is alone."""
+        """Return lists of requests that follow one another, such as the turns of a session.
+
+        A request without a session is a list of its own.
+        """
         found: dict[object, list[Request]] = {}
         for number, one in enumerate(self.requests):
             name = one.strand or one.session
@@ -144,14 +148,14 @@ def _scaled(one: Request, factor: float) -> Request:
 
 
 class Ids:
-    """Numbers from 1 on for the hashes of blocks, and for parts that only one request has."""
+    """Assigner of numbers from 1 on to the names of parts, such as hashes of blocks."""
 
     def __init__(self) -> None:
         self._known: dict[object, int] = {}
         self._count = 0
 
     def of(self, name: object) -> int:
-        """Return the number of the part called `name`, a new one if it is unknown."""
+        """Return the number of the part called `name`, a new number if the name is new."""
         found = self._known.get(name)
         if found is None:
             found = self._known[name] = self.new()
@@ -164,16 +168,19 @@ class Ids:
 
 
 def path_of(parts: Iterable[tuple[int, int]]) -> tuple[Tokens, Tokens]:
-    """Return the ids and the lengths of parts (id, tokens) as arrays, without empty parts."""
+    """Return the ids and the lengths of parts, as int32 arrays, without empty parts.
+
+    `parts`: pairs of an id and a number of tokens.
+    """
     kept = [part for part in parts if part[1]]
     both = np.array(kept, np.int32).reshape(len(kept), 2)
     return both[:, 0].copy(), both[:, 1].copy()
 
 
 def read_trace(path: Path, block_tokens: int | None = None) -> Trace:
-    """Read a trace of any of the three forms.
+    """Read a trace in any of the three formats of this module.
 
-    `block_tokens`: tokens per block of AIPerf's and Mooncake's form, which do not state them; by
+    `block_tokens`: tokens per block, which the formats of AIPerf and Mooncake do not state; by
     default the first of `BLOCK_SIZES` that fits all lines. Raises TraceError, with the number of
     the wrong line.
     """
@@ -224,7 +231,10 @@ class _Line:
         return TraceError(f"{self.path}, line {self.number}: {what}.")
 
     def count(self, name: str, *, least: int = 0, default: int | None = None) -> int:
-        """Return a whole number of at least `least`. Raises TraceError."""
+        """Return the field `name`, a whole number of at least `least`. Raises TraceError.
+
+        `default`: the result if the field is missing; None makes it required.
+        """
         value = self.fields.get(name, default)
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
             raise self.error(f"{name} is {value!r}: expected a whole number of {least} or more")
@@ -233,28 +243,28 @@ class _Line:
         return value
 
     def seconds(self, name: str, scale: float = 1.0) -> float:
-        """Return a time of 0 or more, divided by `scale`. Raises TraceError."""
+        """Return the field `name`, a time of 0 or more, divided by `scale`. Raises TraceError."""
         value = self.fields.get(name)
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1e15:
             raise self.error(f"{name} is {value!r}: expected a time of 0 or more")
         return value / scale
 
     def label(self, name: str) -> str | None:
-        """Return a text, or None if there is none. Raises TraceError."""
+        """Return the text of the field `name`, or None if it is missing. Raises TraceError."""
         value = self.fields.get(name)
         if value is not None and not isinstance(value, str):
             raise self.error(f"{name} is {value!r}: expected a text")
         return value
 
     def list(self, name: str) -> Sequence[Any]:
-        """Return a list. Raises TraceError."""
+        """Return the list in the field `name`. Raises TraceError."""
         value = self.fields.get(name)
         if not isinstance(value, list):
             raise self.error(f"{name} must be a list")
         return value
 
     def hashes(self) -> Sequence[int | str]:
-        """Return the block hashes of AIPerf's and Mooncake's form. Raises TraceError."""
+        """Return the block hashes of a line of AIPerf's or Mooncake's format. Raises TraceError."""
         found = self.list("hash_ids")
         for one in found:
             if isinstance(one, bool) or not isinstance(one, int | str):
@@ -263,7 +273,10 @@ class _Line:
 
 
 def _block_size(rows: Sequence[_Line], asked: int | None) -> int:
-    """Return the tokens per block with which the lengths and hashes of all lines agree."""
+    """Return the tokens per block with which the lengths and hashes of all lines agree.
+
+    `asked`: the number that the user gave, or None.
+    """
     wrong = rows[0]
     for size in BLOCK_SIZES if asked is None else (asked,):
         for row in rows:
@@ -297,7 +310,10 @@ def _mooncake(rows: Iterable[_Line], size: int) -> Iterator[Request]:
 
 
 def _agentic(rows: Iterable[_Line], size: int) -> Iterator[Request]:
-    """Yield the requests of sessions whose lines have only what is new since the last reply."""
+    """Yield the requests of AIPerf's format, whose lines have only what a turn adds.
+
+    `size`: tokens per block.
+    """
     ids = Ids()
     paths: dict[str, list[tuple[int, int]]] = {}
     keys: dict[str, int] = {}
@@ -322,10 +338,10 @@ def _agentic(rows: Iterable[_Line], size: int) -> Iterator[Request]:
 
 
 class _Recorded:
-    """Reader of the form that `mlxcache trace` writes. `first`: its first line.
+    """Reader of the format that `mlxcache trace` writes. `first`: its first line.
 
-    A block may be cut where a prompt or a reply ended. The names are those of all tokens up to the
-    end of a part, so a cut that one line shows is made in all lines with the same block.
+    A block may be divided where a prompt or a reply ended. A part is named after all tokens up to
+    its end, so a division that one line has is applied to the same block in all lines.
     """
 
     def __init__(self, first: _Line):
@@ -395,7 +411,7 @@ class _Recorded:
             within = [*within, (at, id)] if at else []
 
     def _cut(self, ids: Tokens, lengths: Tokens) -> Iterator[tuple[int, int]]:
-        """Yield the parts of a path, cut wherever any line shows a cut."""
+        """Yield the parts of a path, divided wherever any line has a division."""
         at = 0
         for id, tokens in zip(ids.tolist(), lengths.tolist(), strict=True):
             end = at + tokens
@@ -407,7 +423,10 @@ class _Recorded:
             at = end % self._size
 
     def _placed(self, one: Request) -> Request:
-        """Return the request as the next one of those of its session that it did not overlap."""
+        """Return a copy of a request with its strand, and the pause since the request before it.
+
+        That is the latest request of its session that ended before this one began.
+        """
         ends = self._ends.setdefault(one.session, [])
         before = max((end for end in ends if end <= one.time), default=None)
         if one.session is None or before is None:
@@ -419,7 +438,7 @@ class _Recorded:
 
 
 def replace_path(one: Request, parts: Iterable[tuple[int, int]]) -> Request:
-    """Return the request with other parts for the same tokens."""
+    """Return a copy of a request whose same tokens are divided into other `parts`."""
     ids, lengths = path_of(parts)
     ends = np.cumsum(lengths)
     prompt = int(np.searchsorted(ends, one.prompt_tokens)) + 1

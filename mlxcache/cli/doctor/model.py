@@ -106,7 +106,7 @@ def layers(found: Examined) -> Iterator[Sequence[str]]:
 
 
 def sessions(fit: Fit, *, checkpoints: bool) -> Iterator[Sequence[str]]:
-    """Yield a table row per length of conversation, from the capacities in `fit`.
+    """Yield a table row for each length of conversation in `fit`.
 
     A row holds the length in tokens, then for RAM and for disk the size and how many such
     conversations fit. With `checkpoints`, the number of checkpoints in RAM and on disk is added.

@@ -1,4 +1,4 @@
-"""Checks of several models on one server: adapters and their bases, which models fit at once."""
+"""Checks of several models on one server: adapters, and which models fit in memory at once."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ _MOST_SETS = 4
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """An examined model of the settings, and what of it fits alone into the budget."""
+    """An examined model of the settings, with the capacity that it has if it is alone."""
 
     entry: ModelEntry
     found: Examined
     fit: Fit
 
     def least_bytes(self, budget: int) -> int:
-        """Return the bytes that the model needs beside its weights for an agent's shortest context.
+        """Return the bytes beside its weights that the model needs for an agent's shortest context.
 
-        They are reserved as the server does, and hold `LEAST_CONTEXT` tokens. `budget`: bytes for
+        These are what the server sets aside, and KV of `LEAST_CONTEXT` tokens. `budget`: bytes for
         all models.
         """
         layout, info = self.found.layout, self.found.info
@@ -41,7 +41,10 @@ class Checked:
 
 
 def examine_adapter(entry: ModelEntry) -> list[Finding]:
-    """Check that an adapter was trained on the model to which it is added, as far as it says."""
+    """Check that an adapter was trained on the model to which it is added.
+
+    Passes if the adapter's files do not name that model.
+    """
     if entry.adapter is None or entry.model is None:
         return []
     file = Path(entry.adapter).expanduser() / "adapter_config.json"
@@ -62,7 +65,7 @@ def _folder_name(model: str) -> str:
 def examine_together(models: Sequence[Checked], budget: int) -> Finding:
     """Report which models fit into the budget at once, each with an agent's shortest context.
 
-    `budget`: bytes for all models with their weights. Weights of the same base count once.
+    `budget`: bytes for all models with their weights. Weights of the same base model count once.
     """
     sets = _largest_sets(models, budget)
     figures = {
@@ -100,5 +103,5 @@ def _largest_sets(models: Sequence[Checked], budget: int) -> list[tuple[Checked,
 
 
 def _weights(models: Sequence[Checked]) -> int:
-    """Return the bytes of the models' weights, those of the same base once."""
+    """Return the bytes of the models' weights; those of the same base model count once."""
     return sum({one.entry.model: one.found.info.weights_bytes for one in models}.values())

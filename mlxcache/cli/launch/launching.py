@@ -261,10 +261,10 @@ class Launch:
             raise ConfigError(f"--small-model is only for {' and '.join(TAKES_SMALL)}")
 
     def _choose_models(self, service: Service) -> Service:
-        """Return the running server as `service` with the models that the user asked for.
+        """Return the running server as `service`, with the models that the user asked for.
 
-        The first `--model` is the client's model, which is loaded if it never was, because its
-        context length is not known before. Raises MlxcacheError for a model that is not served.
+        The first `--model` is the client's model. It is loaded if it never was, because its context
+        length is not known before. Raises MlxcacheError for a model that is not served.
         """
         remote = Remote(self.url, self.key)
         models = remote.models() if self._small or self._flags.get("model") else []
@@ -281,7 +281,10 @@ class Launch:
         return self._with_small(service, models)
 
     def _choose_small(self, service: Service, started: StartedServer) -> Service:
-        """Return a started server as `service` with the small model; stop it if it has none."""
+        """Return a started server as `service`, with the small model.
+
+        If the server does not have that model, stops it and raises MlxcacheError.
+        """
         if self._small is None:
             return service
         try:
@@ -334,7 +337,10 @@ def _find_served(
 
 
 def _with_model(service: Service, model: Mapping[str, Any], remote: Remote) -> Service:
-    """Return the server as `service` with another model than its default. May load the model."""
+    """Return `service` with another model than the default one of its server.
+
+    `model`: its object in `GET /v1/models`. The model is loaded if it never was. Blocks.
+    """
     if not model.get("context_length"):
         _say(f"Loading {model['id']}, which the server at {service.url} has not loaded before.")
         model = remote.load_model(str(model["id"]))

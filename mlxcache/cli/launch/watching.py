@@ -1,4 +1,4 @@
-"""Progress of a prompt, shown at the terminal of a client that prints nothing meanwhile."""
+"""Progress of long prompts, shown at the terminal of a client that prints nothing meanwhile."""
 
 from __future__ import annotations
 
