@@ -185,7 +185,7 @@ class Models:
 
     @property
     def sessions(self) -> SessionBooks:
-        """Sessions of all models, each of which is changed in its own model; see `Model`."""
+        """Sessions of all models, with the methods of `Model.sessions`."""
         return self._engines.sessions
 
     def figures(self) -> dict[str, Any]:
@@ -234,14 +234,14 @@ class Models:
 
 
 class _Folder:
-    """The cache folder of a process, which is in use inside `lock`."""
+    """The cache folder of this process. While `lock` is held, it is marked as in use."""
 
     def __init__(self, settings: Settings):
         self.lock = ExitStack()
         self._settings = settings
 
     def enter(self) -> None:
-        """Note the process as a user of the folder, if it has a disk tier. Raises InUse."""
+        """Mark the folder as used by this process, if there is a disk tier. Raises InUse."""
         settings = self._settings
         name = settings.model or "the demo"
         if settings.disk != "off":

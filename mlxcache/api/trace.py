@@ -1,5 +1,6 @@
-"""`GET /v1/trace`: streams a trace of requests as they end, without any text, as server-sent
-events.
+"""`GET /v1/trace`: stream a trace of requests as they end, as server-sent events.
+
+A trace has no text; see `engine.trace`.
 """
 
 from __future__ import annotations

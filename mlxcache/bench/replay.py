@@ -1,7 +1,7 @@
-"""A trace played to servers: the same requests in the same order, one at a time.
+"""Replay of a trace at servers: the same requests in the same order, one at a time.
 
-The blocks of a trace become filler text: the same block is the same text. Where a prompt contains
-the reply of an earlier request, it contains what that server really replied.
+The blocks of a trace become filler text: equal blocks become equal text. Where a prompt contains
+the reply of an earlier request, it contains the text that the server really replied.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ SPEED = Speed(prefill=1000, decode=50)
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """A trace and the limits of the servers that play it.
+    """A trace, and the limits of the servers to which it is replayed.
 
-    `users`: sessions open at once, for traces whose later turns follow earlier ones. `ram` and
-    `disk`: limits in bytes; other servers than this one have no disk.
+    `users`: number of sessions open at once, for traces whose later turns follow earlier ones.
+    `ram` and `disk`: limits in bytes; servers other than this one have no disk.
     """
 
     trace: Trace
@@ -69,11 +69,11 @@ class Replay:
 
 @dataclass(frozen=True, slots=True)
 class Played:
-    """What one server did with a trace.
+    """Result of replaying a trace at one server.
 
     `replies`: those of all requests in order. `prompt_tokens` and `cached_tokens`: sums of what the
-    server reported; `cached_tokens` is None if it reported none. `peak_bytes`: most memory of its
-    process and its children.
+    server reported; `cached_tokens` is None if it reported none. `peak_bytes`: maximum memory of
+    its process and its children.
     """
 
     replies: tuple[Reply, ...]
@@ -86,14 +86,14 @@ class Played:
 
     @property
     def cached_tokens(self) -> int | None:
-        """Reused tokens of all prompts."""
+        """Reused tokens of all prompts; None if the server reports none."""
         if all(one.cached_tokens is None for one in self.replies):
             return None
         return sum(one.cached_tokens or 0 for one in self.replies)
 
     @property
     def hit_rate(self) -> float | None:
-        """Share of the prompt tokens that were reused."""
+        """Share of the prompt tokens that were reused; None if the server reports none."""
         if self.cached_tokens is None:
             return None
         return self.cached_tokens / max(1, self.prompt_tokens)
@@ -123,7 +123,7 @@ class Played:
 
 
 class Player:
-    """Player of one trace to one server. `filler`: text for the server's model."""
+    """Client that replays one trace at one server. `filler`: generates text for its model."""
 
     def __init__(self, client: Client, filler: Filler, seed: str = "trace"):
         self._client = client
@@ -134,7 +134,10 @@ class Player:
     def play(
         self, requests: Iterable[Request], on_reply: Callable[[int], None] = lambda done: None
     ) -> Played:
-        """Send `requests` one after another and return what came back. Blocks. Raises Refused."""
+        """Send `requests` one after another and return the replies with their times.
+
+        `on_reply(done)` is called after each with the number so far. Blocks. Raises Refused.
+        """
         replies: list[Reply] = []
         for one in requests:
             reply = self._client.chat(self.messages(one), max(1, one.reply_tokens))
@@ -146,7 +149,7 @@ class Player:
         return Played(tuple(replies))
 
     def messages(self, request: Request) -> list[dict[str, str]]:
-        """Return the messages of a request's prompt, with the real replies of earlier ones."""
+        """Return the messages of a request's prompt, in which earlier replies are the real ones."""
         messages: list[dict[str, str]] = []
         prompt = slice(request.prompt_parts)
         ids, lengths = request.ids[prompt].tolist(), request.lengths[prompt].tolist()
@@ -171,9 +174,11 @@ def replay(
     wait_s: float,
     status: Callable[[str], None],
 ) -> dict[str, Played]:
-    """Play a trace to each server in turn, one server at a time; return what each did.
+    """Replay a trace at each server in turn; return the results by the server's name.
 
-    A server that refuses a request or does not start is an error: raises Refused or NotStarted.
+    One server runs at a time. `wait_s`: seconds that a server has to start. `status` is called with
+    a text at each step. Raises Refused if a server refuses a request, and NotStarted if it does not
+    start.
     """
     order, filler = plan.order(model), Filler(model)
     found: dict[str, Played] = {}

@@ -103,7 +103,7 @@ class Bench:
         self.checks += restart.checks(rounds)
 
     def trace(self, model: Path, plan: replay.Replay) -> None:
-        """Play a trace to every server at equal RAM. The figures are stored under `trace`."""
+        """Replay a trace at every server with equal RAM. The figures are stored under `trace`."""
         options = self.options
         with self.console.status("trace") as status:
             found = replay.replay(

@@ -76,7 +76,10 @@ def _entry(name: str, table: object) -> ModelEntry:
 
 
 def read_keep(value: object) -> Keep:
-    """Read how long a model stays loaded: "always", "demand", "idle DURATION" or seconds."""
+    """Read how long a model stays loaded: "always", "demand", "idle DURATION" or seconds.
+
+    "demand" means until another model needs the memory.
+    """
     if value == "always":
         return "always"
     if value == "demand":
@@ -93,7 +96,10 @@ def read_keep(value: object) -> Keep:
 
 
 def read_share(value: object) -> str | int:
-    """Return a size of memory unchanged, after checking it; it may be a percentage, not "auto"."""
+    """Return a size of memory or a percentage unchanged, after checking it.
+
+    "auto" is not allowed.
+    """
     found = check_size(value)
     if read_size(found) == "auto":
         raise ValueError(f"must be a size such as 8GB or 50%, not {value!r}")

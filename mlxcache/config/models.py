@@ -30,13 +30,11 @@ class ModelEntry:
     """A model that a server offers, with the settings of its own.
 
     `model`: path or Hub id, None for the built-in demo. `name`: key of its table in config.toml,
-    None without one. `aliases`: further names that requests may use. `keep`: None for the
-    server's default. `ram`: the most that its weights and KV may take together, as in `share_of`. A
-    field that is None or empty leaves the server's setting in force.
-
-    `id`, derived from `model`: the name that clients see if there is no `name`.
-
-    Raises ConfigError if the demo is combined with an adapter or a draft model.
+    None without one. `aliases`: further names that requests may use. `keep`: how long it stays
+    loaded, None for the server's default. `ram`: the most that its weights and KV may take
+    together, as a size or a percentage of `--ram`. A field that is None or empty leaves the
+    server's setting in force. `id`, derived from `model`: the name that clients see if there is no
+    `name`. Raises ConfigError if the demo is combined with an adapter or a draft model.
     """
 
     model: str | None
@@ -59,7 +57,10 @@ class ModelEntry:
 
     @property
     def label(self) -> str:
-        """Return `name`, or `id` without one. Labels of a server's models differ."""
+        """Name under which the server lists the model: `name`, or `id` without one.
+
+        All labels of a server differ.
+        """
         return self.name or self.id
 
     def share_of(self, budget: int) -> int | None:

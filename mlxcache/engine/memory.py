@@ -53,7 +53,7 @@ class Shared:
 
     `ram`: the RAM tiers under that budget, to which MLX's pool and the weights of this model are
     charged already. `outside`: bytes of it that this model's cache can never have: its own weights,
-    and all that models with `keep = true` take.
+    and all that models with `keep = "always"` take.
     """
 
     ram: SharedRam

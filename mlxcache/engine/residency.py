@@ -659,7 +659,7 @@ class Residency:
     def ceiling(self, tier: RamTier) -> int:
         """Return the most bytes that a model's budget can have beside models always kept.
 
-        `tier`: the RAM tier of the model. Always kept are models whose setting is `keep = true`.
+        `tier`: the RAM tier of the model. Always kept are models with `keep = "always"`.
         """
         assert self.memory is not None
         for one in self.residents:
@@ -679,7 +679,7 @@ class Residency:
         return besides + union_bytes([own, *((one.use, one.nbytes) for one in kept)])
 
     def _kept(self) -> list[Resident]:
-        """Return the models in memory that are never unloaded (setting `keep = true`)."""
+        """Return the models in memory that are never unloaded (setting `keep = "always"`)."""
         return [one for one in self.residents if one.keep and one.state != "unloaded"]
 
     def unload(self, scheduler: Scheduler) -> bool:

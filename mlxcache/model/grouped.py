@@ -193,9 +193,7 @@ class RecentRows:
 
     @property
     def state(self) -> tuple[Any, ...]:
-        """State of the slot: window, open group, newest vectors, position, window size and
-        ratio.
-        """
+        """Window, open group, newest vectors; then the position, the window size and the ratio."""
         newest: tuple[Any, ...] = ()
         if self.window is not None:
             newest = tuple(slot.newest_vector(self.window.dtype) for slot in self.groups)

@@ -47,7 +47,7 @@ class SessionBook:
     text. `submit` queues a request. `prompt_caches` reads mlx-lm's prompt cache files.
     `before_removal` is called on the MLX thread before KV is removed. `incoming`: folder for files
     that are being received. `learn`: see `ReplyFeed`. Results include the turns added before,
-    unless writing those takes long.
+    unless writing those to disk takes long.
     """
 
     def __init__(
@@ -153,7 +153,7 @@ class SessionBook:
         """Return at most `limit` sessions of the current API key, most recently used first.
 
         Sessions of other models in the same folder are included, except those of the namespaces
-        `omit`, and unless `own`. Raises StoreError.
+        `omit`; with `own`, only sessions of this model are returned. Raises StoreError.
         """
 
         def find(table: Sessions) -> Sequence[Session]:
@@ -181,7 +181,7 @@ class SessionBook:
         return await self._writer.read(lambda: self._writer.table.related(session))
 
     async def with_ram(self, listed: Sequence[Listed]) -> Sequence[Listed]:
-        """Return the sessions, with what is in this model's RAM added to what others hold."""
+        """Return the sessions `listed` with what this model's RAM holds of them added."""
         held = await self._thread.ask(
             lambda: [self._kv.measure([leaf.ids for leaf in one.leaves]) for one in listed]
         )

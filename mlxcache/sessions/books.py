@@ -1,4 +1,4 @@
-"""The sessions of several models: each operation goes to the book of the session's model."""
+"""The sessions of several models: each operation is passed to the session book of one model."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ SnapshotRefused if there is no such model.
 class SessionBooks:
     """The sessions of all models of a server. Use on the event loop.
 
-    It has the methods of `SessionBook`, and raises the same errors. `opened()` returns the books of
-    the models that were loaded, by label, the default model's first. They share one table of
-    sessions. The `model` of a session is the label of its model, if that was loaded.
+    It has the methods of `SessionBook`, and raises the same errors. `opened()` returns the session
+    books of the models that were loaded, by label, that of the default model first. They share one
+    table of sessions. The `model` of a session is the label of its model, if that was loaded.
     """
 
     def __init__(
@@ -46,11 +46,11 @@ class SessionBooks:
 
     @property
     def default(self) -> SessionBook:
-        """The book of the default model."""
+        """The session book of the default model."""
         return next(iter(self._opened().values()))
 
     def by_namespace(self) -> Mapping[str, Mapping[str, SessionBook]]:
-        """Return the books by namespace and label, the default model's first.
+        """Return the session books by namespace and label, that of the default model first.
 
         A namespace has several books if a model is served under several names.
         """
@@ -60,7 +60,7 @@ class SessionBooks:
         return found
 
     async def of(self, id: str) -> SessionBook:
-        """Return the book of the model that session `id` belongs to. Raises NotFound.
+        """Return the session book of the model that session `id` belongs to. Raises NotFound.
 
         It is that of the default model if the session's model was not loaded.
         """
@@ -78,7 +78,10 @@ class SessionBooks:
         raise missing
 
     def note_label(self, namespace: str, label: str) -> None:
-        """Note the label of a model that was not loaded, for the sessions of its namespace."""
+        """Note the label of a model that was not loaded, to show with its sessions.
+
+        `namespace`: that of the model, by which its sessions are found.
+        """
         self._labels[namespace] = label
 
     def _labelled(self, session: Session) -> Session:
@@ -201,9 +204,9 @@ class SeveralFiles:
     ) -> Listed:
         """Import a snapshot into its model, or a prompt cache of mlx-lm; see `SessionFiles`.
 
-        The model of a snapshot may have any name here, and need not be loaded: its weights decide.
-        A prompt cache goes to the model whose path or id it states, else to the default one. Raises
-        SnapshotRefused, with the names of the models, for a snapshot of none of them.
+        The model of a snapshot is found by its weights: it may have any name here, and need not be
+        loaded. A prompt cache goes to the model whose path or id it states, else to the default
+        one. Raises SnapshotRefused, with the names of the models, for a snapshot of none of them.
         """
         namespace, model = await asyncio.to_thread(read_origin, path)
         if namespace is None:
@@ -214,13 +217,13 @@ class SeveralFiles:
         return await self._books.get(made.session.id)
 
     def _files_named(self, model: str) -> SessionFiles:
-        """Return the files of the loaded model with the path or id `model`, else the default's."""
+        """Return the files of the loaded model with this path or id, else of the default one."""
         books = [book for own in self._books.by_namespace().values() for book in own.values()]
         named = (book.files for book in books if model in (book.model.path, book.model.name))
         return next(named, self._books.default.files)
 
     async def _files_of(self, namespace: str, model: str) -> tuple[SessionFiles, Served | None]:
-        """Return the files of the model of `namespace`, and its description if it is not loaded.
+        """Return the files of the model of `namespace`, and a description if it is not loaded.
 
         `model`: its name in the snapshot. Raises SnapshotRefused if there is no such model.
         """

@@ -232,7 +232,7 @@ class SessionWriter:
 
     @property
     def table(self) -> Sessions:
-        """The table to read: also turns that could not be written yet are in it. Any thread."""
+        """The table to read, including turns that could not be written to disk yet. Any thread."""
         return self._late.table
 
     def delete(self, id: str) -> None:

@@ -61,10 +61,7 @@ class LateTurns:
         self._turns.append(LateTurn(request, turn))
 
     def _superseded(self) -> int:
-        """Index of the oldest turn that a later turn continues.
-
-        It is 0, the index of the oldest turn, if there is none.
-        """
+        """Index of the oldest turn that a later turn continues; 0 if there is none."""
         for index, one in enumerate(self._turns):
             ids = one.turn.ids
             for later in self._turns[index + 1 :]:
@@ -110,7 +107,7 @@ class LateTurns:
             self._show()
 
     def close(self) -> None:
-        """Close the copies; `table` may not be read any more."""
+        """Close the copies; `table` must not be read any more."""
         self._set_copy(None)
         self._set_copy(None)
 

@@ -193,10 +193,10 @@ _Key = tuple[int, float, int, int, int]
 
 
 class _Order:
-    """Durable files that no other continues, taken in the order of eviction.
+    """Iterator over the durable files that no other file continues, in the order of eviction.
 
-    The index lists them by weight and time of use. So the next one is the first of one of these
-    lists, or one that became eligible because all that continued it was taken.
+    The index lists them by weight and time of use. So the next file is the first of one of these
+    lists, or one that became eligible because all files that continued it were taken.
     """
 
     def __init__(self, connection: sqlite3.Connection):
@@ -209,7 +209,7 @@ class _Order:
         self._continued: dict[int, int] = {}
 
     def close(self) -> None:
-        """End the queries: an open one would keep the write-ahead log from being emptied."""
+        """Close the queries: an open one would keep the write-ahead log from being emptied."""
         for one in self._lists:
             one.close()
 
@@ -239,9 +239,10 @@ class _Order:
         return (self._now - used) / (1 + log2(1 + uses))
 
     def _key_of_path(self, key: _Key) -> _Key:
-        """Return `key` with the age of a checkpoint after it, if that is less.
+        """Return `key`, with the age of a later checkpoint on the path if that is lower.
 
-        Only one with more uses can be less old, because the time of use is the latest of them all.
+        Only a checkpoint with more uses can have a lower age, because the time of use is the latest
+        of all of them.
         """
         pinned, age, head, end, id = key
         query = "SELECT uses FROM rank WHERE file = ? AND checkpoint AND most > uses"
@@ -253,7 +254,7 @@ class _Order:
         return (pinned, age, head, end, id)
 
     def _release(self, id: int) -> None:
-        """Count that one of the files that continue `id` was taken."""
+        """Note that one of the files that continue the file `id` was taken."""
         if id not in self._continued:
             query = "SELECT count(*) FROM file WHERE parent = ?"
             (self._continued[id],) = self._connection.execute(query, (id,)).fetchone()

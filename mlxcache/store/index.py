@@ -129,7 +129,7 @@ def shapes() -> set[tuple[str, str, str | None]]:
 
 
 def complete(connection: sqlite3.Connection) -> None:
-    """Add to the index of an earlier version what the tables that it lacked contain.
+    """Fill the tables that an index of an earlier version lacked.
 
     Counts its files, and notes that none of them has a rank.
     """

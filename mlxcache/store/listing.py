@@ -30,7 +30,10 @@ class Held:
         return cls((0,) * len(leaves), 0)
 
     def joined(self, other: Held) -> Held:
-        """Return what two tiers hold together, the same tokens counted once but the bytes twice."""
+        """Return what two tiers hold together.
+
+        Of each leaf, the larger number of tokens counts; bytes are added.
+        """
         most = tuple(map(max, self.tokens, other.tokens))
         return Held(most, self.nbytes + other.nbytes)
 
@@ -97,7 +100,7 @@ class Listed:
 
 
 def related_objects(sessions: Sequence[Session]) -> list[dict[str, Any]]:
-    """Return an object for each session that has the label of another one, of another model."""
+    """Return an object for each of `sessions`, which have the label of another model's session."""
     return [
         {"id": one.id, "model": one.model, "turns": one.turns, "last_used_at": one.last_used_at}
         for one in sessions

@@ -52,11 +52,10 @@ class Serving:
 def serving(
     cache_dir: Path, url: str, model: str, models: Sequence[str] = (), names: Sequence[str] = ()
 ) -> Iterator[None]:
-    """Hold the shared lock of a server, and publish its address, inside the block.
+    """Context manager: hold the shared lock of a server, and publish its address.
 
-    `model`, `models` and `names` are published with it, as in `Serving`.
-
-    Raises InUse while a command changes the folder, and StoreError if the folder cannot be written.
+    `model`, `models` and `names` are published with it, as in `Serving`. Raises InUse while a
+    command changes the folder, and StoreError if the folder cannot be written.
     """
     with _locked(cache_dir, fcntl.LOCK_SH) as free:
         if not free:
@@ -87,7 +86,7 @@ def serving(
 
 @contextmanager
 def exclusive_lock(cache_dir: Path) -> Iterator[None]:
-    """Hold the exclusive lock of a command that changes the folder without a server.
+    """Context manager: hold the exclusive lock of a command that changes the folder.
 
     Raises InUse, with the addresses of the servers, if one is running.
     """

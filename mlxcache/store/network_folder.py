@@ -1,4 +1,4 @@
-"""Refusal of a cache folder on a network file system."""
+"""Check that a cache folder is not on a network file system."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ NETWORK = frozenset({"afpfs", "cifs", "nfs", "nfs4", "smb2", "smb3", "smbfs"})
 
 
 def network_type(folder: Path) -> str | None:
-    """Return the type of the network file system that `folder` is on, None for a local one.
+    """Return the type of the network file system that `folder` is on; None for a local one.
 
-    The folder need not exist. Mount points are read from the system's table, which contacts no
-    server: Linux has it in /proc/self/mounts, macOS returns it from getfsstat(2).
+    The folder need not exist. Mount points are read from the system's table, without a request to a
+    file server: Linux has it in /proc/self/mounts, macOS returns it from getfsstat(2).
     """
     path = folder.expanduser().resolve()
     found, longest = "", -1
@@ -28,10 +28,10 @@ def network_type(folder: Path) -> str | None:
 
 
 def require_local(folder: Path) -> None:
-    """Check that the cache folder is on a disk of this machine. Raises ConfigError.
+    """Raise ConfigError unless the cache folder is on a disk of this machine.
 
-    Over a network, locks and SQLite's log fail without an error, and two servers would corrupt the
-    folder for each other.
+    Over a network, locks and SQLite's log fail without an error, so two servers would corrupt the
+    folder.
     """
     if (kind := network_type(folder)) is not None:
         raise ConfigError(

@@ -1,9 +1,9 @@
-"""Ranks of files in the order of eviction, kept up to date one change at a time.
+"""Ranks of files in the order of eviction, kept in the index and updated after each change.
 
-The order depends on the neighbours of a file: its checkpoints, the runs that continue it, and the
-reuses of those before it. Triggers note in the table `changed` which files were touched, added or
+The rank of a file depends on related files: its checkpoints, the runs that continue it, and the
+reuses of those before it. Triggers note in the table `changed` which files were used, added or
 removed, also by a server of an earlier version. `refresh` computes the ranks of those files anew,
-and of the others that depend on a rank that changed.
+and of the files whose rank depends on a rank that changed.
 """
 
 from __future__ import annotations
@@ -170,21 +170,22 @@ def refresh(connection: sqlite3.Connection, step: Step = _no_step) -> None:
 
 
 def _read(own: Sequence[Any]) -> _Rank | None:
-    """Return the rank that a row of `_RANK_RUN` or `_RANK_CHECKPOINT` ends with, if it has one."""
+    """Return the rank at the end of a row of `_RANK_RUN` or `_RANK_CHECKPOINT`, or None."""
     return None if own[0] is None else _Rank(*own)
 
 
 def _path_of(rank: _Rank) -> tuple[float, int, int | None]:
-    """Return the fields of a checkpoint's rank on which the one before it depends."""
+    """Return the fields of a checkpoint's rank on which the checkpoint before it depends."""
     return rank.used, rank.most, rank.previous
 
 
 class _Refresh:
-    """Files whose rank is to be computed: runs from the first token on, then checkpoints back.
+    """Queue of the files whose rank is to be computed.
 
-    A run depends on the run before it, a checkpoint on its run and on the checkpoints after it. A
-    file without a rank adds no others: those that depend on it have none either, or are noted as
-    changed with it.
+    Runs come first, in order of position, because a run depends on the run before it; then
+    checkpoints in reverse order, because a checkpoint depends on its run and on the checkpoints
+    after it. A file without a rank adds no others: those that depend on it have none either, or are
+    noted as changed with it.
     """
 
     def __init__(self, connection: sqlite3.Connection):
@@ -194,7 +195,7 @@ class _Refresh:
         self._waiting: set[int] = set()
 
     def add(self, kind: str, start: int, id: int) -> None:
-        """Add a file, unless it waits already."""
+        """Queue a file by its kind, first position and id, unless it is queued already."""
         if id not in self._waiting:
             self._waiting.add(id)
             if kind == RUN:
@@ -246,7 +247,10 @@ class _Refresh:
             self._connection.execute(_UPDATE, (*rank, id))
 
     def _add_all(self, where: str, *values: int | None) -> None:
-        """Add the files for which the SQL condition `where` holds."""
+        """Queue the files for which the SQL condition `where` holds.
+
+        `values`: parameters of the condition.
+        """
         query = f"SELECT kind, start, id FROM file WHERE {where}"
         for kind, start, id in self._connection.execute(query, values).fetchall():
             self.add(kind, start, id)

@@ -276,7 +276,7 @@ def _drop_unfinished(context: StoreContext, connection: sqlite3.Connection) -> N
 class _Survey:
     """Differences between the index and the files of the folder.
 
-    `lost`: ids of rows whose file is missing, or has another size than noted; True with the latter.
+    `lost`: ids of rows whose file is missing (False) or has another size than noted (True).
     `strays`: kind and path of each file without a row.
     """
 

@@ -129,7 +129,7 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """A session of another server, of which a conversation is a part; see `Session`."""
+    """A conversation's session on another server; for the fields see `Session`."""
 
     id: str
     name: str | None
@@ -210,7 +210,8 @@ def insert_session(db: sqlite3.Connection, session: Session) -> None:
 def new_session(id: str, turn: Turn, origin: Origin | None = None) -> Session:
     """Return the session that begins with `turn`, before its first turn is counted.
 
-    `origin`: a session of another server; its name and its time are taken if it has the same id.
+    `origin`: the session on another server, or None. If its id is `id`, its name and its time of
+    creation are taken over.
     """
     name, began = None, turn.at
     if origin is not None and origin.id == id:

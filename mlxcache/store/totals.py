@@ -1,6 +1,6 @@
-"""Running totals of the index's files, kept exact by triggers within every transaction.
+"""Totals of the index's files, which triggers update within every transaction.
 
-Triggers are part of the index, so that a server of an earlier version keeps the totals too.
+Triggers are part of the index, so that a server of an earlier version updates the totals too.
 """
 
 from __future__ import annotations
@@ -95,12 +95,12 @@ class Totals:
 
 
 def count_files(connection: sqlite3.Connection) -> None:
-    """Set the totals by reading all files, in an index that has none yet."""
+    """Set the totals by reading the rows of all files, for an index that has no totals yet."""
     connection.execute(_COUNT)
 
 
 def are_counted(connection: sqlite3.Connection) -> bool:
-    """Return False for an index of an earlier version, whose files were never counted."""
+    """Return whether the index has totals; one of an earlier version has none."""
     return connection.execute("SELECT 1 FROM totals").fetchone() is not None
 
 

@@ -80,11 +80,11 @@ class Worth:
 
 
 class EvictionClock:
-    """The clock of GreedyDual, which only moves forward; it may be shared by several orders.
+    """The clock of GreedyDual, which only moves forward; several eviction orders may share it.
 
     The keys of leaves in orders that share a clock are comparable. `now`: its time, in units of
-    scores. `ticks`: the uses of nodes so far. `held` returns the bytes of all orders together; None
-    for a clock of a single order.
+    scores. `ticks`: number of uses of nodes so far. `held()` returns the bytes in all of these
+    orders together; None for a clock of a single order.
     """
 
     def __init__(self, held: Callable[[], int] | None = None):

@@ -559,7 +559,7 @@ class PrefixTree:
         """Return the sort key of `leaf` for eviction. Changes nothing.
 
         Of the leaves of several trees that share an eviction clock, the one with the lowest key is
-        missed least.
+        evicted first.
         """
         return self._edges.leaves.key(leaf)
 

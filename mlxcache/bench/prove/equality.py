@@ -45,7 +45,7 @@ class Heard:
 async def matrix(inside: Inside, scale: Scale, found: Findings) -> None:
     """Compare warm replies, alone and with other requests, and restored ones with cold ones.
 
-    This is done at each length of `scale.equal`. Raises Unequal at the end if a reply differs by
+    Does so for each prompt length in `scale.equal`. Raises Unequal at the end if a reply differs by
     more than the tolerance.
     """
     wrong: list[str] = []
