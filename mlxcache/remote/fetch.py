@@ -372,9 +372,10 @@ class Fetcher:
                 future.cancel()
 
     def _begin(self, lookup: _Lookup, name: str, nbytes: int) -> Future[bytes | None]:
-        """Start reading an object. It ends by itself once no fetch of the prompt is worth it.
+        """Start reading the object `name`; return a future of its content.
 
-        `nbytes`: bytes of its tensors. One that is much larger is not read.
+        Reading is given up after the time within which any fetch of the prompt can be worthwhile.
+        `nbytes`: expected bytes of its tensors. An object that is much larger is not read.
         """
         within = max(0.0, lookup.allowance.left) + self._seconds(lookup.have, lookup.most)
         return self._pool.submit(self._objects.get, name, within, most=2 * nbytes + SPARE_BYTES)

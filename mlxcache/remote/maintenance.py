@@ -74,9 +74,9 @@ def measure(url: RemoteUrl, form: Form, step: Callable[[int], None]) -> Holdings
 def prune(url: RemoteUrl, older_than: timedelta, step: Callable[[int], None]) -> tuple[int, int]:
     """Remove all objects that were written more than `older_than` ago, under any key.
 
-    What is behind a symbolic link in a shared folder stays. Servers may run meanwhile. Returns the
-    number of objects and their bytes. `step` gets the number so far. Raises RemoteUnavailable; what
-    was removed until then stays removed.
+    Objects behind a symbolic link in a shared folder stay. Servers may run in the meantime. Returns
+    the number of objects removed and their bytes. `step(n)` is called with the number of objects so
+    far. Raises RemoteUnavailable; what was removed until then stays removed.
     """
     count = freed = 0
     limit = datetime.now(UTC) - older_than

@@ -130,9 +130,9 @@ class Objects:
     def get(
         self, name: str, within: float | None = None, *, most: int = LARGEST_BYTES
     ) -> bytes | None:
-        """Return the content of an object, or None if it is absent or damaged.
+        """Return the content of the object `name`, or None if it is absent or damaged.
 
-        One with more than `most` bytes counts as damaged, and is not read.
+        `most`: maximum bytes of the content; a larger object counts as damaged, and is not read.
         """
         work = partial(self._get, self._stored(name), most)
         found: bytearray | Corrupt | None
@@ -145,10 +145,10 @@ class Objects:
     def get_many(
         self, names: Sequence[str], within: float | None = None, *, most: int = LARGEST_BYTES
     ) -> list[bytes | None]:
-        """Return what `get` does for each of `names`, which are read at the same time.
+        """Return the content of each of the objects `names`, or None if it is absent or damaged.
 
         They are read at the same time. None also stands for objects that could not be read, unless
-        all failed.
+        all failed. `most`: see `get`.
         """
         stored = [self._stored(name) for name in names]
         found = self._wait(
@@ -246,7 +246,11 @@ class Objects:
         return RemoteUnavailable(f"the remote {self.url} is skipped: {reason}")
 
     def _unwrap(self, name: str, stored: bytearray | Corrupt) -> bytes | None:
-        """Return an object's content, or None if it is damaged, which is counted and logged."""
+        """Return the content of a stored object, or None if it is damaged.
+
+        A damaged one is counted and logged. `stored`: its bytes, or the error that reading them
+        raised.
+        """
         try:
             if isinstance(stored, Corrupt):
                 raise stored
@@ -287,10 +291,10 @@ class Objects:
             return await self._timed(self._reading, read, own_deadline=True)
 
     async def _read(self, stored: str, most: int) -> bytearray | None:
-        """Return the bytes of an object as stored. Raises Failure, Corrupt and TimeoutError.
+        """Return the bytes of the object with the stored name `stored`, or None if it is absent.
 
-        The deadline grows with the object's size once that is known. One with more than `most`
-        bytes is Corrupt.
+        The deadline grows with the object's size once that is known. Raises Corrupt for more than
+        `most` bytes, Failure and TimeoutError.
         """
         async with asyncio.timeout(self._limits.operation_s) as limit:
             found = await self._storage.open(stored)
@@ -412,7 +416,10 @@ class Objects:
             await self._write_marker(probe=False)
 
     async def _read_marker(self, *, probe: bool) -> bytearray | None:
-        """Return the marker, None if it is absent. Raises Failure, WrongKey and TimeoutError."""
+        """Return the content of the marker as stored, or None if it is absent.
+
+        `probe`: try even while operations are skipped. Raises Failure, WrongKey and TimeoutError.
+        """
         try:
             found = await self._read(MARKER, MARKER_BYTES)
         except Corrupt as error:
@@ -462,9 +469,9 @@ async def _all(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
 
 
 async def _most(work: Sequence[Coroutine[Any, Any, T]]) -> list[T | Corrupt | None]:
-    """Await all at once; None stands for those that failed. Raises a failure if all did.
+    """Await all coroutines at once and return their results, None for those that failed.
 
-    A Corrupt is returned in place of its result.
+    An error Corrupt is returned in place of a result. Raises a failure if all of them failed.
     """
     found = await asyncio.gather(*work, return_exceptions=True)
     failures = [one for one in found if isinstance(one, Failure)]

@@ -151,7 +151,10 @@ class SharedReplies:
         self._uploader.add_record(f"{name} {row.key.hex()}", lambda: self._put(name, row))
 
     def _put(self, name: str, row: ReplyRow) -> None:
-        """Add a reply to the object of its prompt. Raises RemoteUnavailable."""
+        """Add the reply `row` to the object `name`, which holds the replies to the same prompt.
+
+        Raises RemoteUnavailable.
+        """
         held = self._decoded(name, self._objects.get(name, most=MOST_BYTES))
         if any(one.key == row.key for one in held):
             return

@@ -152,13 +152,13 @@ Step = Callable[[int, int], None]
 
 
 def _no_step(done: int, total: int) -> None:
-    """Ignore progress."""
+    """Ignore progress: the default of `step`."""
 
 
 def refresh(connection: sqlite3.Connection, step: Step = _no_step) -> None:
-    """Bring the ranks up to date with the files, within the transaction of `connection`.
+    """Update the ranks of all changed files, within the transaction of `connection`.
 
-    `step` is called for each file.
+    `step(done, total)` is called for each file, with the number of files so far and of all.
     """
     query = "SELECT kind, start, id FROM changed JOIN file ON file.id = changed.file"
     changed = connection.execute(query).fetchall()
@@ -204,7 +204,10 @@ class _Refresh:
                 heappush(self._checkpoints, (-start, id))
 
     def run(self, step: Step) -> None:
-        """Compute the ranks of all files added, and of those that depend on a changed rank."""
+        """Compute the ranks of all queued files, and of the files that depend on a changed rank.
+
+        `step(done, total)` is called for each file.
+        """
         done = 0
         for files, compute in ((self._runs, self._rank_run), (self._checkpoints, self._rank_state)):
             while files:
