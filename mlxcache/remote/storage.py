@@ -65,9 +65,10 @@ class Storage:
         return self.url.scheme == "file"
 
     def is_within(self, path: str) -> bool:
-        """Return whether no folder on the way to an object is a symbolic link. Blocks.
+        """Return False for an object in a folder that is reached over a symbolic link.
 
-        Listings of a folder follow links, which may lead anywhere. True for other storage.
+        Listings of a folder follow links, which may lead out of the remote. `path`: that of the
+        object. Always True for other storage than a folder. Blocks.
         """
         if not self.is_folder:
             return True

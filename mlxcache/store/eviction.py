@@ -168,7 +168,7 @@ def files_to_evict(
 
 
 def ranked_files(connection: sqlite3.Connection, need: int) -> list[Row] | None:
-    """Choose files as `files_to_evict` does, by the ranks as they are. Writes nothing.
+    """Choose files as `files_to_evict` does, without updating the ranks. Writes nothing.
 
     Files whose ranks are out of date are not chosen. Returns None if the others free less than
     `need` bytes.

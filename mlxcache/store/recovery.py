@@ -161,10 +161,10 @@ def free_least(folder: Folder) -> None:
 
 
 def _least_used(folder: Folder, need: int) -> list[Row]:
-    """Return files to evict to free `need` bytes, or all, from an index that cannot be written.
+    """Return the files to evict to free `need` bytes, or all files if these are less.
 
-    Its ranks are read where they suffice. Otherwise all of it is copied to memory, where they can
-    be brought up to date. Raises StoreError.
+    The index cannot be written. If its ranks do not suffice, all of it is copied to memory, where
+    they can be updated. Raises StoreError.
     """
     with (
         store_errors(folder.index),
@@ -201,7 +201,10 @@ def recover(context: StoreContext) -> None:
 
 
 class _Progress:
-    """Log of a ranking that takes long: of all files of an index of an earlier version, once."""
+    """Log of the progress of `ranks.refresh`, for an index of an earlier version.
+
+    All of its files get ranks once, which takes long.
+    """
 
     def __init__(self) -> None:
         self._next = time.monotonic() + PROGRESS_S
