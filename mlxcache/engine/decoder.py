@@ -121,7 +121,7 @@ class Row:
         try:
             return guide.mask()
         except Exception as error:
-            log.exception("%s: guide failed", self.id)
+            log.exception("%s: reply ended: the guide of its tokens failed", self.id)
             self.fail(error)
             return None
 
@@ -136,7 +136,7 @@ class Row:
         try:
             guide.accept(token)
         except Exception as error:
-            log.exception("%s: guide failed", self.id)
+            log.exception("%s: reply ended: the guide of its tokens failed", self.id)
             self.fail(error)
             return False
         return True
@@ -306,7 +306,7 @@ class Decoder:
         try:
             return row.sampler(logprobs[i : i + 1])
         except Exception as error:
-            log.exception("%s: sampler failed", row.id)
+            log.exception("%s: reply ended: its sampler failed", row.id)
             row.fail(error)
             return mx.zeros(1, mx.uint32)
 
@@ -342,7 +342,7 @@ def processed(row: Row, context: mx.array, logits: mx.array) -> mx.array:
         for process in row.processors:
             logits = process(context, logits)
     except Exception as error:
-        log.exception("%s: logits processor failed", row.id)
+        log.exception("%s: reply ended: its logits processor failed", row.id)
         row.fail(error)
     return logits
 

@@ -68,7 +68,7 @@ class _Draws:
         try:
             token = sampler(logprobs)
         except Exception as error:
-            log.exception("%s: sampler failed", self.row.id)
+            log.exception("%s: reply ended: its sampler failed", self.row.id)
             self.row.fail(error)
             token = mx.zeros(1, mx.uint32)
         return token, logprobs, finite, _Draws(self.row, sampler, self.context, self.guide)

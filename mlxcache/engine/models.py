@@ -161,7 +161,7 @@ class Models:
         if opening is None or self._arrivals.waits_for(engine.label):
             return
         if engine.awaits_room:
-            log.info("%s: not loaded: no request waits for it any more", engine.label)
+            log.info("model %s: not loaded: no request waits for it any more", engine.label)
             opening.cancel()
         else:  # it may have to wait later
             asyncio.get_running_loop().call_later(GIVE_UP_S, self._give_up_unwanted, engine)
@@ -169,13 +169,13 @@ class Models:
     def _note_opened(self, engine: Engine, task: asyncio.Task[None]) -> None:
         self._opening.pop(engine, None)
         if not task.cancelled() and task.exception() is not None:
-            log.error("%s: cannot be loaded: %s", engine.label, task.exception())
+            log.error("model %s: cannot be loaded: %s", engine.label, task.exception())
 
     async def _open(self, engine: Engine) -> None:
-        log.info("%s: loading the model for the first time", engine.label)
+        log.info("model %s: loading the model for the first time", engine.label)
         began = time.monotonic()
         await engine.start()
-        log.info("%s: loaded in %.1f s", engine.label, time.monotonic() - began)
+        log.info("model %s: loaded in %.1f s", engine.label, time.monotonic() - began)
 
     def find(self, requested: str | None) -> Engine:
         """Return the engine of the model that a request names; unknown names get the default."""
@@ -215,7 +215,7 @@ class Models:
             try:
                 served = await describe_unloaded(engine.settings, self._rounds.thread)
             except ModelError as error:
-                log.warning("%s: cannot be examined: %s", engine.label, error)
+                log.warning("model %s: cannot be examined: %s", engine.label, error)
                 served = None
             if served is not None and served.namespace == namespace:
                 return engine.label, served

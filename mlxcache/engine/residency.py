@@ -494,7 +494,7 @@ class Residency:
                 self.account.remove(first.use)
             return None
         unread = first.nbytes - first.use.held_bytes
-        log.info("%s: loading the weights, %s", first.name, format_size(unread))
+        log.info("model %s: loading the weights, %s", first.name, format_size(unread))
         self.account.grant(first.use, first.nbytes)
         first.begin(now)
         return first
@@ -610,13 +610,13 @@ class Residency:
             raise
         if failure is not None:  # the error itself would keep the weights that were read
             self._give_up(one)
-            log.error("%s: cannot be loaded: %s", one.name, failure)
+            log.error("model %s: cannot be loaded: %s", one.name, failure)
             self._refuse(one, ModelError(failure))
             return
         self.account.settle()
         if one.state == "loaded":
             self._loading = None
-            log.info("%s: loaded in %.1f s", one.name, one.load_s)
+            log.info("model %s: loaded in %.1f s", one.name, one.load_s)
             if self.memory is not None:
                 self.memory.retry_waiting()  # it may be idle, and give its memory to others
 
@@ -701,9 +701,9 @@ class Residency:
                 one.ask()
 
     def _unload(self, one: Resident, cause: Cause, size: int = 0) -> None:
-        words = {"memory": f"{format_size(size)} are needed", "asked": "on request"}
+        words = {"memory": f"another model needs {format_size(size)}", "asked": "on request"}
         log.info(
-            "%s: weights of %s unloaded: %s",
+            "model %s: weights of %s unloaded: %s",
             *(one.name, format_size(one.nbytes - one.shared_bytes)),
             words.get(cause, f"idle for {one.idle_s or 0:g} s"),
         )

@@ -153,4 +153,4 @@ class RemoteTier:
             self.uploader.wait(seconds)
         left = self.uploader.close(seconds)
         if left:
-            log.info("shutdown: %d conversations or replies were not uploaded", left)
+            log.info("shutdown: %d conversations or replies were not uploaded to the remote", left)

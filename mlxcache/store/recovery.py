@@ -201,9 +201,9 @@ def recover(context: StoreContext) -> None:
 
 
 class _Progress:
-    """Log of the progress of `ranks.refresh`, for an index of an earlier version.
+    """Progress of `ranks.refresh`, as a log line every `PROGRESS_S` seconds.
 
-    All of its files get ranks once, which takes long.
+    It takes that long only for an index of an earlier version, whose files have no ranks yet.
     """
 
     def __init__(self) -> None:
@@ -212,7 +212,11 @@ class _Progress:
     def __call__(self, done: int, total: int) -> None:
         if done % 1000 == 0 and time.monotonic() >= self._next:
             self._next += PROGRESS_S
-            log.info("index: %d of %d files put in the order of eviction", done, total)
+            log.info(
+                "index is being updated: %d of %d files put in the order of eviction",
+                done,
+                total,
+            )
 
 
 def _newer(folder: Folder) -> StoreError:
