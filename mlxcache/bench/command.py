@@ -180,7 +180,8 @@ def read_replay(
 ) -> Replay | None:
     """Return the trace in the file `path` with the limits of the servers; None without a file.
 
-    Raises typer.BadParameter.
+    `scale`: factor for all lengths. `requests`: maximum number of requests, or None. `users`:
+    number of sessions open at once. `ram` and `disk`: limits as sizes. Raises typer.BadParameter.
     """
     if path is None:
         return None

@@ -194,7 +194,7 @@ def replay(
 
 
 def show(console: Console, plan: Replay, found: Mapping[str, Played]) -> None:
-    """Print a table with a row for each server."""
+    """Print a table with a row for each server. `found`: results by the server's name."""
     console.print(
         f"\nA trace of {len(plan.trace.requests):,} requests ({plan.trace.form}), "
         f"{format_size(plan.ram)} of RAM each",

@@ -247,7 +247,7 @@ class RamTier:
         return self.shared.evict_least(size - self.budget.free)
 
     def _unload(self, size: int) -> bool:
-        """Unload idle models if that makes room; return whether it did."""
+        """Unload idle models if that makes room for `size` bytes; return whether it did."""
         if self.shared is None or self.budget.own_free < size:
             return False
         return self.shared.unload(size)

@@ -236,7 +236,7 @@ class SharedRam:
         return before is not None and not self._room().exceeds(before)
 
     def others_wait(self, tier: RamTier) -> bool:
-        """Return whether another member waits for memory."""
+        """Return whether a member other than `tier` waits for memory."""
         return any(one is not tier for one in self._waiting)
 
     def _room(self) -> Room:

@@ -107,7 +107,10 @@ class Arrivals:
             )
 
     def _left_s(self, label: str, began: float) -> float:
-        """Estimate the seconds until the model `label` is loaded."""
+        """Estimate the seconds until the model `label` is loaded.
+
+        `began`: when the load began, by `time.monotonic`.
+        """
         share, passed = self._share(label) or 0.0, time.monotonic() - began
         left = passed * (1 - share) / share if share > 0.05 else FIRST_LOAD_S
         return min(MAX_RETRY_S, max(MIN_RETRY_S, left))

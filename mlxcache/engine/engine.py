@@ -484,14 +484,14 @@ class Engine:
 
     @property
     def residence(self) -> Mapping[str, Any] | None:
-        """Where the weights are, as `GET /v1/models` shows it; None until they were loaded once.
+        """State of the weights, as `GET /v1/models` shows it; None until they were loaded once.
 
         The keys: `state` ("loaded", "loading" or "unloaded"), `progress` (share of the weights that
         is read while they are loading, else None), `size_bytes` (memory that the model takes
         without KV), `shared_bytes` (the part of it that other loaded models use too),
         `weights_bytes`, `kv_bytes` (KV in RAM), `bytes_per_token` (of KV), `loads` and `unloads`
-        (how often since the start), `load_s` (seconds of the last load) and `unloaded_for` ("idle",
-        "memory", "asked" or None).
+        (how often since the start), `load_s` (seconds of the last load) and `unloaded_for`, the
+        reason: "idle", "memory" (another model needed it), "asked" (a client unloaded it) or None.
         """
         one = self._resident
         if one is None:

@@ -62,7 +62,7 @@ class Shared:
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """What limits the budget of a model.
+    """Limit of the budget of a model, and the setting that it follows from.
 
     `limit`: the most bytes of the budget. `setting`: the setting that limits it, as in `--ram 8GB`.
     `least(size)`: the least value of that setting, in bytes, that allows a budget of `size` bytes.

@@ -114,7 +114,7 @@ class PrefillDecodeBalance:
     def decode(self, run_round: Callable[[], None], due: float, more: Callable[[], bool]) -> None:
         """Run rounds of decoding for `due` seconds, and subtract their time from `owed`.
 
-        Runs at least one round, and stops once `more()` is false.
+        `run_round()` runs one round. Runs at least one, and stops once `more()` is false.
         """
         began = self._clock()
         run_round()

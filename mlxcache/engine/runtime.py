@@ -144,7 +144,10 @@ class PromptBuilders:
             return self._made[owner]
 
     def learn(self, rows: Mapping[str | None, Sequence[ReplyRow]]) -> None:
-        """Remember replies that other servers stored, or this one before a restart, by owner."""
+        """Remember the replies `rows`, given by owner, for replay.
+
+        They were stored by other servers, or by this one before a restart.
+        """
         for owner, replies in rows.items():
             with self._lock:
                 known = self._replies[owner]

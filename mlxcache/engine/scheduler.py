@@ -429,7 +429,10 @@ class Scheduler:
     # -- ends --------------------------------------------------------------------------------------
 
     def _end(self, lane: Lane, ends: dict[Task, Outcome]) -> None:
-        """Remove tasks that are over from their lane, and end each with its outcome."""
+        """Remove tasks that are over from their lane, and end each with its outcome.
+
+        `ends`: the tasks with their outcomes.
+        """
         self._interrupted |= ends
         self.lanes.leave(lane, list(ends))
         for task, outcome in ends.items():

@@ -43,7 +43,10 @@ class Speed:
         return (stop - start) * (1 + self.growth * middle) / self.prefill
 
     def restore_s(self, reuse: Reuse, bytes_per_token: int) -> float:
-        """Return the seconds for reading what a request restores from disk and remote."""
+        """Return the seconds for reading what a request restores from disk and remote.
+
+        `bytes_per_token`: bytes of KV per token.
+        """
         seconds = 0.0
         for tokens, rate in ((reuse.disk, self.disk), (reuse.remote, self.remote)):
             seconds += tokens * bytes_per_token / rate if rate else 0.0

@@ -94,5 +94,8 @@ class _Writer:
 
 
 def _drawn(rng: random.Random, median: float, spread: float, *, least: float = 8) -> int:
-    """Draw a log-normal number around `median`, rounded, of at least `least`."""
+    """Draw a log-normal number around `median`, rounded, of at least `least`.
+
+    `spread`: standard deviation of its logarithm.
+    """
     return round(max(least, median * rng.lognormvariate(0.0, spread)))

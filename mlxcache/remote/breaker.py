@@ -15,13 +15,13 @@ STEADY_S = 60.0
 
 
 class Breaker:
-    """Whether reads, or writes, of the remote are tried or skipped, and why.
+    """Decision to try or to skip the reads, or the writes, of the remote.
 
     While operations are skipped, a probe is made from time to time: an operation in the background
-    that tells whether the remote works again. `is_open`: operations are skipped. `reason`: why;
-    None if they are not. `errors`: failures so far. `probe_s`: seconds before the first probe.
-    `wait_s`: seconds before the next one, which double each time, up to `MOST_PROBE_S`. Methods are
-    called on one thread; any thread may read attributes.
+    that shows if the remote works again. `is_open`: operations are skipped. `reason`: why; None if
+    they are not. `errors`: failures so far. `probe_s`: seconds before the first probe. `wait_s`:
+    seconds before the next one, which double each time, up to `MOST_PROBE_S`. Methods are called on
+    one thread; any thread may read attributes.
     """
 
     def __init__(self, probe_s: float):

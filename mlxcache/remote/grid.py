@@ -65,7 +65,10 @@ def checkpoint_prefix(chain: Chain, position: int, cell: int) -> str:
 
 
 def checkpoint_name(chain: Chain, position: int, cell: int) -> str:
-    """Return the name of the checkpoint after the first `position` tokens of the chain."""
+    """Return the name of the checkpoint after the first `position` tokens of the chain.
+
+    `cell`: tokens of a cell.
+    """
     return f"{checkpoint_prefix(chain, position, cell)}{position}-{chain.at(position).hex()}"
 
 

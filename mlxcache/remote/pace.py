@@ -53,7 +53,7 @@ class Pace:
         self._call = self._averaged(self._call, seconds)
 
     def note_bytes(self, nbytes: int, seconds: float) -> None:
-        """Add a measured read of `nbytes` bytes."""
+        """Add a measured read of `nbytes` bytes, which took `seconds`."""
         self._rate = self._averaged(self._rate, seconds / max(1, nbytes))
 
     def note_unfinished(self, nbytes: int, seconds: float) -> None:

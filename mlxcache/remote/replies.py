@@ -99,9 +99,10 @@ def encode(rows: Sequence[ReplyRow]) -> bytes:
 
 
 def decode(data: bytes, vocab_size: int) -> list[ReplyRow]:
-    """Return the replies in an object, oldest first; none if a later version of it.
+    """Return the replies in the object `data`, oldest first.
 
-    `vocab_size`: number of token ids of the model. Raises Damaged.
+    `vocab_size`: number of token ids of the model. Empty if a later version of mlxcache wrote the
+    object. Raises Damaged.
     """
     body = data[_CHECK_BYTES:]
     if xxh3_64_digest(body) != data[:_CHECK_BYTES]:

@@ -55,7 +55,11 @@ class LateTurns:
         return self._copy or self._sessions
 
     def add(self, request: str, turn: Turn) -> None:
-        """Add a turn. Of more than `MAX_LATE`, one is dropped: see `_superseded`."""
+        """Add a turn.
+
+        If there are more than `MAX_LATE`, drops the oldest turn that a later one continues, or else
+        the oldest one.
+        """
         if len(self._turns) == MAX_LATE:
             del self._turns[self._superseded()]
         self._turns.append(LateTurn(request, turn))

@@ -333,10 +333,7 @@ def _sibling(connection: sqlite3.Connection, chain: Chain, cursor: int) -> tuple
 
 
 def _common(tokens: bytes, wanted: bytes) -> int:
-    """Return the number of leading tokens that two byte strings share.
-
-    A token has 4 bytes.
-    """
+    """Return the number of leading tokens that `tokens` and `wanted` share, 4 bytes each."""
     count = min(len(tokens), len(wanted)) // 4
     if tokens[: count * 4] == wanted[: count * 4]:
         return count

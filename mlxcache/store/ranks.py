@@ -170,7 +170,10 @@ def refresh(connection: sqlite3.Connection, step: Step = _no_step) -> None:
 
 
 def _read(own: Sequence[Any]) -> _Rank | None:
-    """Return the rank at the end of a row of `_RANK_RUN` or `_RANK_CHECKPOINT`, or None."""
+    """Return the rank at the end of the row `own` of a query, or None if it has none.
+
+    The query is `_RANK_RUN` or `_RANK_CHECKPOINT`.
+    """
     return None if own[0] is None else _Rank(*own)
 
 
@@ -195,7 +198,10 @@ class _Refresh:
         self._waiting: set[int] = set()
 
     def add(self, kind: str, start: int, id: int) -> None:
-        """Queue a file by its kind, first position and id, unless it is queued already."""
+        """Queue a file by its kind, the position of its first token, and its id.
+
+        Does nothing if it is queued already.
+        """
         if id not in self._waiting:
             self._waiting.add(id)
             if kind == RUN:

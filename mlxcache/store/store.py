@@ -104,7 +104,7 @@ class Store:
 
     @property
     def obstacle(self) -> str | None:
-        """Why the folder cannot be written now and is only read; None if it can be written."""
+        """Reason why the folder can only be read now; None if it can be written."""
         return self.database.obstacle
 
     @contextmanager

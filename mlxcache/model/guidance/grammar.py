@@ -39,10 +39,10 @@ def is_constrained(job: Job) -> bool:
 def grammar_text(job: Job, tokenizer: Any) -> str | None:
     """Return the llguidance grammar of the reply to `job`, or None if the reply is free.
 
-    The grammar describes the text after the thinking and the white space behind it; in gpt-oss and
-    Muse Spark that text begins with the header of the next message. `tokenizer` is mlx-lm's
-    TokenizerWrapper. May be called on any thread; a large schema takes milliseconds. Raises
-    BadRequest for a schema, expression or grammar that is wrong or cannot be enforced, and
+    The grammar describes the text after the thinking and the white space that follows it; in
+    gpt-oss and Muse Spark that text begins with the header of the next message. `tokenizer` is
+    mlx-lm's TokenizerWrapper. May be called on any thread; a large schema takes milliseconds.
+    Raises BadRequest for a schema, expression or grammar that is wrong or cannot be enforced, and
     Unsupported for tool calls of a model family whose syntax is unknown.
     """
     if not is_constrained(job):

@@ -52,7 +52,7 @@ def apply(draft: Draft) -> bool:
 
 
 def _without(text: str, told: str) -> str | None:
-    """Return the text of a user message without the reminder `told`.
+    """Return the text of a user message without the reminder text `told`.
 
     Returns None if the reminder is not among the reminders at the start, or no other text follows
     it.

@@ -56,7 +56,7 @@ thinking may also be the beginning of the text.
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What is known of the replies in a conversation.
+    """Known and unknown replies in a conversation.
 
     `history`: digest of all messages. `keys`: keys of the known replies, in order. `asked`: digest
     of the messages that are no replies, and of the places of replies among them. `unknown`: such
