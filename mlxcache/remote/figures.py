@@ -68,7 +68,9 @@ class Traffic:
             self._measure(least_s=math.inf if whole else _BROKEN_S)
 
     def _measure(self, least_s: float) -> None:
-        """Update the average if enough bytes were moved, or `least_s` seconds have passed."""
+        """Update the bytes per second if enough bytes were moved, or `least_s` seconds have
+        passed.
+        """
         now = time.monotonic()
         seconds = max(now - self._began, 1e-6)
         if self._running and seconds < _PERIOD_S:
