@@ -76,12 +76,17 @@ class Objects:
     them. `within`: seconds to wait at most, if less than the deadline. The operation then goes on,
     and counts for the breakers by its own deadline.
 
+    `marks`: write the marker if it is absent, which decides the key of a new remote.
+
     After failures the remote is skipped: every method raises at once, until a probe in the
     background succeeds. Reading and writing have a breaker each.
     """
 
-    def __init__(self, storage: Storage, form: Form, limits: Limits = LIMITS):
+    def __init__(
+        self, storage: Storage, form: Form, limits: Limits = LIMITS, *, marks: bool = True
+    ):
         self._storage, self._form, self._limits = storage, form, limits
+        self._marks = marks
         self._reading, self._writing = Breaker(limits.probe_s), Breaker(limits.probe_s)
         self._probing: asyncio.Task[None] | None = None
         self._announced, self._since = "ok", time.time()
@@ -327,7 +332,7 @@ class Objects:
 
         `stored`: its stored name. `wrapped`: the bytes to store.
         """
-        if self._storage.is_folder and await self._storage.head(MARKER) is None:
+        if self._marks and self._storage.is_folder and await self._storage.head(MARKER) is None:
             raise _unmounted()
         await self._storage.put(stored, wrapped)
 
@@ -412,7 +417,7 @@ class Objects:
         found = await self._timed(
             self._reading, self._read_marker(probe=probe), own_deadline=True, probe=probe
         )
-        if found is None and not self._writing.is_open:
+        if found is None and self._marks and not self._writing.is_open:
             await self._write_marker(probe=False)
 
     async def _read_marker(self, *, probe: bool) -> bytearray | None:
@@ -511,18 +516,23 @@ def wrong_key(marker: bytearray, key_id: str | None) -> str | None:
 
 
 def open_remote(
-    url: str | RemoteUrl, *, key: bytes | None = None, limits: Limits = LIMITS
+    url: str | RemoteUrl,
+    *,
+    key: bytes | None = None,
+    limits: Limits = LIMITS,
+    marks: bool = True,
 ) -> Objects:
     """Open the remote at `url`, check its key and return it. Blocks for `Limits.start_s` at most.
 
     A remote that cannot be reached is skipped until it can be. `key`: 32 bytes to seal names and
-    contents with. Raises ConfigError for a URL or a key that cannot be right.
+    contents with. `marks`: see `Objects`. Raises ConfigError for a URL or a key that cannot be
+    right.
     """
     try:
         address = read_remote_url(url)
     except ValueError as error:
         raise ConfigError(f"--remote {error}") from error
-    objects = Objects(Storage(address), form_of(key), limits)
+    objects = Objects(Storage(address), form_of(key), limits, marks=marks)
     try:
         objects.check()
     except ConfigError:
@@ -540,9 +550,10 @@ def form_of(key: bytes | None) -> Form:
     return Sealed(key)
 
 
-def open_configured(settings: Settings) -> Objects:
-    """Open the remote of `settings`, which must have one. Raises as `open_remote`."""
+def open_configured(settings: Settings, *, marks: bool = True) -> Objects:
+    """Open the remote of `settings`, which must have one, as `open_remote` does."""
     if settings.remote is None:
         raise ConfigError("there is no remote: set --remote URL")
     file = settings.remote_key_file
-    return open_remote(settings.remote, key=None if file is None else read_remote_key(file))
+    key = None if file is None else read_remote_key(file)
+    return open_remote(settings.remote, key=key, marks=marks)

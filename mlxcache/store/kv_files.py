@@ -469,3 +469,17 @@ def _finite(fd: int, place: Place, row: int) -> bool:
         if np.any((values & values.dtype.type(bits)) == bits):
             return False
     return True
+
+
+def holds_nan(tensor: Tensor) -> bool:
+    """Return whether a tensor holds NaN. Blocks for about a millisecond per 4 MB."""
+    if tensor.dtype not in _EXPONENTS:
+        return False
+    kind, bits = _EXPONENTS[tensor.dtype]
+    unsigned = np.dtype(kind).type
+    positive = unsigned((1 << 8 * unsigned(0).itemsize - 1) - 1)  # all bits but the sign
+    view = tensor.bytes
+    return any(
+        np.any((np.frombuffer(view[at : at + READ_BYTES], kind) & positive) > unsigned(bits))
+        for at in range(0, len(view), READ_BYTES)
+    )

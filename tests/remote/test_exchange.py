@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ from mlxcache.errors import RemoteUnavailable
 from mlxcache.remote import grid
 from mlxcache.remote.objects import Objects, open_remote
 from mlxcache.remote.tier import LOOKUPS
+from mlxcache.safetensors import Tensor, header_of
+from mlxcache.store.kv_files import block_checksums, compose_run, run_of
 from tests.remote.servers import CELL, server
 from tests.store.content import assert_right, branch, kv, tokens
 
@@ -105,7 +108,29 @@ def test_a_state_is_fetched_with_the_runs_before_it(tmp_path: Path, remote: Obje
         assert 790 <= found.length <= 1050
 
 
-@pytest.mark.parametrize("damage", ["noise", "empty", "other", "flipped"])
+def with_nan(data: bytes) -> bytes:
+    """The object of a run with NaN in its last token, and the right checksums."""
+    run = run_of(header_of(data))
+    held = [bytearray(data[one.offset : one.offset + one.nbytes]) for one in run.header.places]
+    place, raw = next(
+        (one, raw)
+        for one, raw in zip(run.header.places, held, strict=True)
+        if one.dtype in ("F32", "F16", "BF16") and one.name not in run.late
+    )
+    raw[-place.nbytes // len(run.tokens) :] = b"\xff" * (place.nbytes // len(run.tokens))
+    tensors = [
+        Tensor(one.name, one.dtype, one.shape, memoryview(raw))
+        for one, raw in zip(run.header.places, held, strict=True)
+    ]
+    plain, late = (
+        block_checksums([t.bytes for t in tensors if (t.name in run.late) is k], len(run.tokens))
+        for k in (False, True)
+    )
+    run = replace(run, checksums=tuple(plain), late_checksums=tuple(late) if run.late else ())
+    return b"".join([compose_run(run, tensors), *held])
+
+
+@pytest.mark.parametrize("damage", ["noise", "empty", "other", "flipped", "nan"])
 def test_garbage_is_discarded_and_replaced(tmp_path: Path, remote: Objects, damage: str):
     """What precedes it is used. Whoever found it uploads it anew, and then all is well again."""
     ids = tokens(1000)
@@ -123,6 +148,7 @@ def test_garbage_is_discarded_and_replaced(tmp_path: Path, remote: Objects, dama
             "noise": np.random.default_rng(1).bytes(len(good)),
             "empty": b"",
             "other": remote.get(name(chain, 256)),
+            "nan": with_nan(good),
             "flipped": good[:-50] + bytes([good[-50] ^ 1]) + good[-49:],
         }[damage]
         assert bad is not None

@@ -14,7 +14,7 @@ from mlxcache.cli.cache import app
 from mlxcache.cli.doctor.away import examine_remote
 from mlxcache.config import Settings
 from mlxcache.config.remote import read_remote_url
-from mlxcache.remote.objects import open_remote
+from mlxcache.remote.objects import open_configured, open_remote
 
 EXCHANGE = {"waiting": 2, "fetched_tokens": 64}
 
@@ -56,14 +56,16 @@ def test_the_metrics_are_those_of_the_remote(share):
 
 
 def test_the_doctor_writes_and_reads_an_object(share, tmp_path):
-    """And leaves none behind but the marker."""
+    """And leaves nothing behind: the key of an empty remote is that of the first server."""
     key = tmp_path / "key"
     key.write_text("0a" * 32)
     key.chmod(0o600)
     url = read_remote_url(f"file://{share}")
     found = examine_remote(Settings(remote=url, remote_key_file=key))
     assert (found.status, "sealed" in found.value) == ("ok", True)
-    assert [one.name for one in share.rglob("*") if one.is_file()] == ["mlxcache.json"]
+    assert not [one for one in share.rglob("*") if one.is_file()]
+    assert examine_remote(Settings(remote=url)).status == "ok"
+    open_configured(Settings(remote=url, remote_key_file=key)).close()
     found = examine_remote(Settings(remote=url))
     assert (found.status, "--remote-key-file" in found.value) == ("fail", True)
     away = read_remote_url(f"file://{tmp_path}/none")

@@ -13,12 +13,12 @@ from mlxcache.errors import ConfigError, RemoteUnavailable
 def examine_remote(settings: Settings) -> Finding:
     """Open the remote, compare its key, and write and read a small object. Blocks for seconds.
 
-    The settings must have a remote.
+    The settings must have a remote. Nothing is left in it: the first server decides its key.
     """
     from mlxcache.remote.objects import TRIAL, open_configured  # noqa: PLC0415 - only with --remote
 
     try:
-        objects = open_configured(settings)
+        objects = open_configured(settings, marks=False)
     except ConfigError as error:
         return Finding("remote", "fail", str(error), "see docs/remote.md")
     content, found, took = str(time.time_ns()).encode(), None, 0.0
