@@ -358,7 +358,8 @@ class Fetcher:
                 while waiting and len(reading) < PARALLEL:
                     end = waiting.popleft()
                     name = grid.run_name(lookup.chain, end)
-                    nbytes = self._run_bytes(end + BLOCK)  # with the tokens of another block
+                    # it may hold the tokens of an incomplete block after its end
+                    nbytes = self._run_bytes(end) + BLOCK * self._shape.bytes_per_token
                     reading.append((end, name, self._begin(lookup, name, nbytes)))
                 end, name, future = reading.popleft()
                 data = self._result(lookup, future, name, total + self._run_bytes(end), began)

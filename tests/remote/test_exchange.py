@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from mlxcache.errors import RemoteUnavailable
-from mlxcache.remote import grid
+from mlxcache.remote import fetch, grid
 from mlxcache.remote.objects import Objects, open_remote
 from mlxcache.remote.tier import LOOKUPS
 from mlxcache.safetensors import Tensor, header_of
@@ -24,8 +24,9 @@ from tests.store.content import assert_right, branch, kv, tokens
 
 @pytest.fixture(autouse=True)
 def small_cells(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Cells of four blocks."""
+    """Cells of four blocks; an object is little larger than its tensors."""
     monkeypatch.setattr(grid, "CELL_TOKENS", CELL)
+    monkeypatch.setattr(fetch, "SPARE_BYTES", 4096)
 
 
 @pytest.fixture
