@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Generic, Protocol, Self, TypeVar
 
 import msgspec
 
@@ -39,6 +39,7 @@ from mlxcache.wire.titles import title_from_messages
 
 if TYPE_CHECKING:
     from mlxcache.engine.engine import Engine
+    from mlxcache.engine.models import Models as Engines
     from mlxcache.engine.stream import Stream
     from mlxcache.remote.objects import Objects
     from mlxcache.sessions.book import SessionBook
@@ -65,23 +66,30 @@ class Reply:
     generated_tokens: int
 
 
-class Model:
-    """A model in this process, loaded inside `async with`. Use it from one event loop only.
+class _Startable(Protocol):
+    """Interface of an engine, or of the engines of several models."""
 
-    `model` is a folder or a Hub id; None is the built-in demo. `settings` are keys of config.toml,
-    with the same meaning; that file and environment variables are not read. Raises ConfigError for
-    an unknown setting, and for a cache folder on a network share. Entering raises ModelError or
-    ConfigError if the model cannot be loaded, and InUse while a command changes the cache folder.
-    On a Mac, the default cache folder of earlier versions is moved to the current place first.
+    async def start(self) -> None: ...
+
+    async def stop(self) -> None: ...
+
+
+E = TypeVar("E", bound=_Startable)
+
+
+class _Embedded(Generic[E]):
+    """An engine in this process with its cache folder and remote, open inside `async with`.
+
+    `given`: settings by their keys in config.toml. `make(settings, remote)` returns the engine, or
+    the engines of several models.
     """
 
-    def __init__(self, model: str | None = None, **settings: Any):
-        self.settings: Settings = _read_settings({"model": model, **settings})
-        # mlx_lm and its HTTP client for downloads are loaded with the first model, not on import
-        from mlxcache.engine.engine import Engine  # noqa: PLC0415
-
+    def __init__(
+        self, given: Mapping[str, Any], make: Callable[[Settings, Objects | None], E]
+    ) -> None:
+        self.settings: Settings = _read_settings(given)
         self._remote = _open_remote(self.settings)
-        self._engine = Engine(self.settings, remote=self._remote)
+        self._engine = make(self.settings, self._remote)
         self._folder = _Folder(self.settings)
 
     async def __aenter__(self) -> Self:
@@ -97,11 +105,25 @@ class Model:
         await self.close()
 
     async def close(self) -> None:
-        """Cancel running replies, write computed KV to disk, and unload the model. Idempotent."""
+        """Cancel running replies, write computed KV to disk, and unload every model. Idempotent."""
         with self._folder.lock:
             await self._engine.stop()
             if self._remote is not None:
                 self._remote.close()
+
+
+class Model(_Embedded["Engine"]):
+    """A model in this process, loaded inside `async with`. Use it from one event loop only.
+
+    `model` is a folder or a Hub id; None is the built-in demo. `settings` are keys of config.toml,
+    with the same meaning; that file and environment variables are not read. Raises ConfigError for
+    an unknown setting, and for a cache folder on a network share. Entering raises ModelError or
+    ConfigError if the model cannot be loaded, and InUse while a command changes the cache folder.
+    On a Mac, the default cache folder of earlier versions is moved to the current place first.
+    """
+
+    def __init__(self, model: str | None = None, **settings: Any):
+        super().__init__({"model": model, **settings}, _make_engine)
 
     @property
     def info(self) -> ModelInfo:
@@ -143,7 +165,7 @@ class Model:
         return await _stream(self._engine, messages, session, fields)
 
 
-class Models:
+class Models(_Embedded["Engines"]):
     """Several models in this process, under one memory budget. Use from one event loop only.
 
     `models` are folders or Hub ids, the first of which is the default; without them, `settings` has
@@ -153,48 +175,24 @@ class Models:
     """
 
     def __init__(self, *models: str, **settings: Any):
-        self.settings: Settings = _read_settings({"model": models or None, **settings})
-        from mlxcache.engine.models import Models as Engines  # noqa: PLC0415 - as in `Model`
-
-        self._remote = _open_remote(self.settings)
-        self._engines = Engines(self.settings, remote=self._remote)
-        self._folder = _Folder(self.settings)
-
-    async def __aenter__(self) -> Self:
-        self._folder.enter()
-        try:
-            await self._engines.start()
-        except BaseException:
-            await self.close()
-            raise
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self.close()
-
-    async def close(self) -> None:
-        """Cancel running replies, write computed KV to disk, unload all models. Idempotent."""
-        with self._folder.lock:
-            await self._engines.stop()
-            if self._remote is not None:
-                self._remote.close()
+        super().__init__({"model": models or None, **settings}, _make_engines)
 
     def describe(self) -> list[dict[str, Any]]:
         """Return the state of each model, the default one first: `models` of `GET /v1/cache`."""
-        return self._engines.describe()
+        return self._engine.describe()
 
     @property
     def sessions(self) -> SessionBooks:
         """Sessions of all models, with the methods of `Model.sessions`."""
-        return self._engines.sessions
+        return self._engine.sessions
 
     def figures(self) -> dict[str, Any]:
         """Return the figures of all models together: the body of `GET /v1/cache`."""
-        return self._engines.figures()
+        return self._engine.figures()
 
     async def load(self, model: str) -> None:
         """Load a model ahead of its first call. Raises NotFound, and ModelError if that fails."""
-        engine = await self._engines.of(self._engines.named(model).label)
+        engine = await self._engine.of(self._engine.named(model).label)
         await engine.load_weights()
 
     async def unload(self, model: str) -> None:
@@ -202,7 +200,7 @@ class Models:
 
         Its KV stays warm on disk. Raises NotFound, and Busy while replies of it are computed.
         """
-        if (engine := self._engines.named(model)).state == "ready":
+        if (engine := self._engine.named(model)).state == "ready":
             await engine.unload_weights()
 
     async def chat(
@@ -230,7 +228,20 @@ class Models:
         other names are the default model. Loads the model if needed. Raises ModelError if that
         fails.
         """
-        return await _stream(await self._engines.of(model), messages, session, fields)
+        return await _stream(await self._engine.of(model), messages, session, fields)
+
+
+def _make_engine(settings: Settings, remote: Objects | None) -> Engine:
+    # mlx_lm and its HTTP client for downloads are loaded with the first model, not on import
+    from mlxcache.engine.engine import Engine  # noqa: PLC0415
+
+    return Engine(settings, remote=remote)
+
+
+def _make_engines(settings: Settings, remote: Objects | None) -> Engines:
+    from mlxcache.engine.models import Models as Engines  # noqa: PLC0415 - as in `_make_engine`
+
+    return Engines(settings, remote=remote)
 
 
 class _Folder:
