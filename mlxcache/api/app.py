@@ -172,7 +172,7 @@ class FallbackMiddleware:
         except Exception as error:
             request = Request(scope)
             id = get_request_id(request)
-            log.exception("%s: %s %r failed", id, request.method, scope["path"][:200])
+            log.exception("%s: request %s %r failed", id, request.method, scope["path"][:200])
             if started:
                 raise
             await error_response(request, error)(scope, receive, send)

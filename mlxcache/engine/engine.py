@@ -645,7 +645,7 @@ def _rendered(make: Callable[[], T], what: str = "Rendering the prompt") -> T:
     except MlxcacheError:
         raise
     except BaseException as error:
-        log.exception("%s failed", what[0].lower() + what[1:])
+        log.exception("request refused: %s failed", what[0].lower() + what[1:])
         raise GenerationFailed(f"{what} failed: {type(error).__name__}: {error}") from error
 
 

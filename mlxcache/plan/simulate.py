@@ -161,9 +161,10 @@ class _Arrivals:
         return at, rest, one
 
     def ended(self, at: float, rest: Iterator[Request]) -> None:
-        """Note that a request ended: add the next turn of its session, or a new session.
+        """Note that a request ended, and add the request that follows it.
 
-        `at`: time of the end. `rest`: the later turns of the session.
+        That is the next turn of its session or, after the last turn, the first one of a new
+        session. `at`: time of the end. `rest`: the later turns of the session.
         """
         following = next(rest, None)
         if following is not None:

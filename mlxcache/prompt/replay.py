@@ -68,8 +68,8 @@ class ReplayedText:
 class Replay:
     """Finds known replies in rendered texts. Thread-safe.
 
-    `steady` converts a rendered text to its form without the sentinels' nonce, which is the same in
-    all processes.
+    `steady(text)` converts a rendered text to a form that is the same in all processes: sentinels
+    contain a nonce, which differs between processes.
     """
 
     def __init__(

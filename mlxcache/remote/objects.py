@@ -100,7 +100,7 @@ class Objects:
 
     @property
     def url(self) -> RemoteUrl:
-        """The URL without secrets."""
+        """URL of the remote, which contains no secrets."""
         return self._storage.url
 
     # -- operations --------------------------------------------------------------------------

@@ -463,5 +463,7 @@ class StoreReopener:
                     if not index.shapes() <= set(connection.execute(index.SHAPES)):
                         raise StoreError(f"{folder.index} is not an index of this version.")
                 recover(context)
-        what = "can be written again" if only_read else "was removed; reopened"
-        log.warning("store folder %s: %s", what, folder.path)
+        if only_read:
+            log.warning("store folder can be written again: %s", folder.path)
+        else:
+            log.warning("store folder was removed; reopened: %s", folder.path)
