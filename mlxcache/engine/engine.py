@@ -19,7 +19,7 @@ from mlxcache.engine.keep_awake import KeepAwake, Timer
 from mlxcache.engine.memory import Shared, fewest_reserved
 from mlxcache.engine.metrics import Records, Tally, with_disk
 from mlxcache.engine.requests import LiveRequest, RequestTable, SharedReply, prefill_left_s
-from mlxcache.engine.residency import Newcomer, Resident, release_unused
+from mlxcache.engine.resident import Newcomer, Resident, release_unused
 from mlxcache.engine.rounds import Rounds
 from mlxcache.engine.runtime import (
     RECORDED,

@@ -20,7 +20,8 @@ from mlxcache.cache.kv_cache import KVCache
 from mlxcache.cache.restore import MIN_GAIN, MIN_UNKNOWN
 from mlxcache.cache.shared_ram import SharedRam
 from mlxcache.engine.decoder import Drawn
-from mlxcache.engine.residency import Residency, Resident
+from mlxcache.engine.residency import Residency
+from mlxcache.engine.resident import Resident
 from mlxcache.engine.rounds import Rounds
 from mlxcache.engine.task import Output, Task
 from mlxcache.model.base_weights import BaseUse

@@ -12,7 +12,8 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlxcache.engine.residency import Newcomer, Residency, Resident
+from mlxcache.engine.residency import Residency
+from mlxcache.engine.resident import Newcomer, Resident
 from mlxcache.engine.rounds import Rounds
 from mlxcache.engine.task import Task
 from mlxcache.errors import BadRequest, ModelError, StoreError

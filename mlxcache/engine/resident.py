@@ -1,0 +1,327 @@
+"""Residents: one model in memory each, with its weights and what is set aside for it.
+
+MLX thread only.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Literal
+
+import mlx.core as mx
+
+from mlxcache.cache.kv_cache import KVCache
+from mlxcache.engine.scheduler import Scheduler
+from mlxcache.model.base_weights import BaseUse
+from mlxcache.model.resident_weights import Weights
+
+STAY_LOADS = 4.0
+"""Factor: a busy model keeps its memory for this many times the seconds that reading it took.
+
+So a server whose models take turns spends at most a fifth of its time on reading weights.
+"""
+
+MIN_STAY_S = 1.0
+"""Least seconds for which a busy model keeps its memory."""
+
+PENDING = "pending"
+"""The budget's kind of bytes for copies that wait to be written to disk."""
+
+State = Literal["loaded", "loading", "unloaded"]
+Cause = Literal["idle", "memory", "asked"]
+"""Why a model was unloaded: idle for too long, another one needed the memory, a client asked."""
+
+
+class Newcomer:
+    """A model that is loaded for the first time. MLX thread only, except `room` and `read`.
+
+    `use`: the arrays that it shares with other models. `folders`: the folders of its base models.
+    `nbytes`: estimated bytes of its weights, including shared arrays. `reserved`: estimated bytes
+    that are set aside for it in addition. The future `room` is done once the bytes of the weights
+    are charged to the budget, and `read` once they are read; either has an exception if that is not
+    possible. `on_read(share)` is called with the share of the weights that is read, from 0 to 1.
+    """
+
+    def __init__(
+        self,
+        use: BaseUse,
+        folders: Sequence[Path] = (),
+        nbytes: int = 0,
+        reserved: int = 0,
+        on_read: Callable[[float], None] = lambda share: None,
+    ):
+        self.name, self.use, self.nbytes = use.name, use, nbytes
+        self._folders, self._on_read = folders, on_read
+        self.size = nbytes + reserved
+        self.room: Future[None] = Future()
+        self.read: Future[None] = Future()
+        self.wanted_at = 0.0
+        self._reading: Iterator[int] = iter(())
+        self._whole = 1
+
+    @property
+    def left(self) -> bool:
+        """True if nobody waits for the model any more: `room` or `read` was cancelled."""
+        return self.room.cancelled() or self.read.cancelled()
+
+    def begin(self, weights: Weights) -> None:
+        """Prepare to read `weights` in parts; `read_on` reads each part."""
+        self._reading, self._whole = weights.read(), max(1, weights.nbytes)
+
+    def read_on(self) -> bool:
+        """Read one more part of the weights; return whether all are read.
+
+        Raises ModelError if that fails.
+        """
+        done = next(self._reading, None)
+        if done is not None:
+            self._on_read(done / self._whole)
+        return done is None
+
+    def end(self, error: Exception | None = None) -> None:
+        """Complete the future `read`, with `error` if the weights cannot be read."""
+        self._reading = iter(())
+        if not self.read.set_running_or_notify_cancel():
+            return
+        if error is None:
+            self.read.set_result(None)
+        else:
+            self.read.set_exception(error)
+
+    def claim(self) -> None:
+        """Hold the arrays of its base models that other models have in memory."""
+        self.use.find(self._folders)
+        self.use.claim()
+
+
+class Resident:
+    """A model that was loaded at least once, and the memory that it takes besides KV.
+
+    `reserved`: bytes by kind that are set aside in the model's budget while it is loaded. `keep`:
+    it is never unloaded. `idle_s`: seconds without requests after which it is unloaded, or None.
+    MLX thread only.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        weights: Weights,
+        scheduler: Scheduler,
+        *,
+        reserved: Mapping[str, int],
+        keep: bool = False,
+        idle_s: float | None = None,
+    ):
+        self.name = name
+        self.weights = weights
+        self.scheduler = scheduler
+        self.keep, self.idle_s = keep, idle_s
+        self.loads = self.unloads = 0
+        self.load_s = 0.0
+        self.cause: Cause | None = None
+        self.draining = self.asked = False
+        self.loaded_at = self.used_at = 0.0
+        self.wanted_at: float | None = None
+        self._reserved = dict(reserved)
+        self._held = set(reserved)
+        self._reading: Iterator[int] | None = None
+        self._read_bytes = 0
+        self._began_at = 0.0
+
+    @property
+    def kv(self) -> KVCache:
+        """The model's cache."""
+        return self.scheduler.kv
+
+    @property
+    def state(self) -> State:
+        """`loaded`, `loading` or `unloaded`."""
+        if self._reading is not None:
+            return "loading"
+        return "loaded" if self.weights.resident else "unloaded"
+
+    @property
+    def progress(self) -> float | None:
+        """Share of the weights that is read, from 0 to 1, while the state is `loading`."""
+        if self._reading is None:
+            return None
+        return round(self._read_bytes / max(1, self.weights.nbytes), 3)
+
+    @property
+    def admitting(self) -> bool:
+        """True if waiting requests of the model may start: it is loaded, and not being drained."""
+        return self.weights.resident and not self.draining
+
+    @property
+    def idle(self) -> bool:
+        """True if the weights are in memory and no request needs them.
+
+        Requests that may not start, because another model is to get the memory, do not count.
+        """
+        scheduler = self.scheduler
+        free = scheduler.idle or (self.draining and not scheduler.active)
+        return self.weights.resident and free
+
+    @property
+    def wanted(self) -> bool:
+        """True if the weights are not in memory, and a request or a client waits for them."""
+        return self.state == "unloaded" and (self.asked or bool(self.scheduler.waiting))
+
+    @property
+    def settling(self) -> bool:
+        """True if the model is unloaded, and part of its memory waits for writes of KV to disk.
+
+        That memory is what is set aside for writing and, if the model was idle, its KV.
+        """
+        idle = self.cause == "idle" and self.kv.tree.tokens > 0
+        return self.state == "unloaded" and (bool(self._held) or idle)
+
+    @property
+    def use(self) -> BaseUse:
+        """The model's use of arrays of base models, which other models may use too."""
+        return self.weights.use
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the model's weights, including arrays that other models use too."""
+        return self.weights.nbytes
+
+    @property
+    def reserved(self) -> int:
+        """Bytes that are set aside for the model while it is loaded."""
+        return sum(self._reserved.values())
+
+    @property
+    def reserved_now(self) -> int:
+        """Bytes of `reserved` that become free at once when the model is unloaded.
+
+        The others are needed until copies of KV are written to disk.
+        """
+        waiting = self._reserved.get(PENDING, 0) if self.kv.writing else 0
+        return self.reserved - waiting
+
+    @property
+    def size(self) -> int:
+        """Bytes that the model takes while it is loaded, without KV: weights and `reserved`."""
+        return self.nbytes + self.reserved
+
+    @property
+    def shared_bytes(self) -> int:
+        """Bytes of `size` in arrays that other loaded models use too, which unloading keeps."""
+        return self.use.shared_bytes
+
+    @property
+    def stay_s(self) -> float:
+        """Seconds after loading for which a busy model keeps its memory while other models wait."""
+        return max(MIN_STAY_S, STAY_LOADS * self.load_s)
+
+    def note_time(self, now: float) -> None:
+        """Update `used_at`, the last time of use, and `wanted_at`, since when requests wait for it.
+
+        `now`: seconds of a monotonic clock.
+        """
+        if not self.scheduler.idle:
+            self.used_at = now
+        if not self.wanted:
+            self.wanted_at = None
+        elif self.wanted_at is None:
+            self.wanted_at = now
+
+    def claim(self) -> None:
+        """Hold those of its arrays of base models that other models have in memory."""
+        self.use.claim()
+
+    def begin(self, now: float) -> None:
+        """Prepare to read the weights again, and charge `reserved` to the budget.
+
+        The bytes of the weights are charged already. `now`: seconds of a monotonic clock.
+        """
+        for kind in self._reserved.keys() - self._held:
+            self.kv.budget.charge(kind, self._reserved[kind])
+        self._held = set(self._reserved)
+        self._reading, self._read_bytes = self.weights.read(), 0
+        self._began_at = now
+
+    def read_on(self, now: Callable[[], float]) -> None:
+        """Read one more part of the weights, and note when the last one is read.
+
+        `now()` returns seconds of a monotonic clock. Raises ModelError if a part cannot be read.
+        """
+        assert self._reading is not None
+        if (done := next(self._reading, None)) is not None:
+            self._read_bytes = done
+            return
+        self._reading = None
+        self.asked = False
+        self.loads += 1
+        self.note_loaded(now())
+        self.load_s = self.loaded_at - self._began_at
+
+    def note_loaded(self, now: float) -> None:
+        """Note that the weights are in memory since `now`, in seconds of a monotonic clock."""
+        self.loaded_at = self.used_at = now
+
+    def drain(self, *, on: bool) -> None:
+        """Start no more waiting requests of the model if `on`; otherwise let them start again."""
+        self.draining = on
+
+    def ask(self, *, load: bool = True) -> None:
+        """Have the model loaded without a request; with `load=False`, take that back."""
+        self.asked = load
+
+    def forget_want(self) -> None:
+        """Note that neither a request nor a client waits for the model any more."""
+        self.asked = False
+        self.wanted_at = None
+
+    def give_up(self) -> None:
+        """Release what `begin` has charged, because the weights could not be read."""
+        self._reading, self.asked = None, False
+        self._release(*self._held)
+        release_unused()
+
+    def drop(self, cause: Cause) -> None:
+        """Drop the weights for the reason `cause`.
+
+        Idle KV stays in memory until something else needs the space.
+        """
+        self.scheduler.idle_prefill.clear()
+        self.kv.stop_waiting()
+        self.weights.drop()
+        self.draining = False
+        self.cause = cause
+        self.unloads += 1
+        self._release(*self._held - {PENDING})  # copies may be on their way to disk
+
+    def _release(self, *kinds: str) -> None:
+        for kind in kinds:
+            self.kv.budget.release(kind, self._reserved[kind])
+        self._held -= set(kinds)
+
+    def settle(self) -> bool:
+        """Release the memory that waited for writes to disk, once these have ended.
+
+        That is what is set aside for writing and, if the model was unloaded for being idle, its KV;
+        KV stays while the disk cannot be written. Returns True if anything was released.
+        """
+        if self.state != "unloaded" or self.kv.writing:
+            return False
+        released = bool(self._held)
+        self._release(*self._held)
+        disk = self.kv.disk
+        if self.cause != "idle" or disk is None or not disk.write_behind.works:
+            return released
+        if not self.kv.ram.idle:
+            return released
+        self.kv.clear()
+        mx.clear_cache()
+        return True
+
+
+def release_unused() -> None:
+    """Free unreachable Python objects and MLX's pool of freed buffers. MLX thread only."""
+    gc.collect()  # modules refer to each other in circles
+    mx.clear_cache()
