@@ -28,7 +28,7 @@ from mlxcache.cache.main_conversation import NO_HINTS, CacheHints, MainConversat
 from mlxcache.cache.placement import Placement, intact, reusable
 from mlxcache.cache.ram import STEP, Evict, RamTier
 from mlxcache.cache.restore import MIN_UNKNOWN, DiskLookup
-from mlxcache.cache.shared_ram import SharedRam
+from mlxcache.cache.shared_ram import SharedRam, Wait
 from mlxcache.model import device
 from mlxcache.model.finite import ends_finite, finite_upto, state_is_finite
 from mlxcache.model.kv import Layout, State
@@ -591,16 +591,26 @@ class KVCache:
         positions = (tokens + 1 + 63) // 64 * 64
         return positions * self.layout.bytes_per_token + self.layout.running_bytes
 
-    def wait_for_others(self) -> bool:
-        """Note that a request waits for memory that other models hold.
+    def wait_for_others(self, tokens: int) -> bool:
+        """Note that a prompt of `tokens` tokens waits for memory that other models hold.
 
         Returns False, and notes nothing, if no other model holds memory that it may get.
         """
         shared = self.ram.shared
         if shared is None or not shared.waits_for_others(self.ram):
             return False
-        shared.wait(self.ram)
+        shared.wait(self.ram, self._least_bytes(tokens))
         return True
+
+    def retry_wait(self) -> None:
+        """Let a request that waits for memory of other models be tried again, if there is one."""
+        if self.ram.shared is not None:
+            self.ram.shared.retry(self.ram)
+
+    @property
+    def wait(self) -> Wait | None:
+        """The wait of a request for memory of other models, if there is one."""
+        return self.ram.shared.wait_of(self.ram) if self.ram.shared is not None else None
 
     def stop_waiting(self) -> None:
         """Note that no request waits for memory of other models any more."""

@@ -35,6 +35,18 @@ class Room:
         return self.nbytes > before.nbytes or self.writing < before.writing
 
 
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """A request that waits for memory of other models.
+
+    `size`: bytes that it needs at least. `room`: what could be used when it was tried last, or None
+    if it is to be tried again.
+    """
+
+    size: int
+    room: Room | None
+
+
 class SharedRam:
     """RAM tiers of several models, whose budgets are members of one shared budget.
 
@@ -56,7 +68,7 @@ class SharedRam:
         self._free_idle = free_idle
         self._ceiling = ceiling
         self._tiers: dict[RamTier, None] = {}
-        self._waiting: dict[RamTier, Room] = {}
+        self._waiting: dict[RamTier, Wait] = {}
 
     def _tree_bytes(self) -> int:
         return sum(tier.tree.kv_bytes + tier.tree.checkpoint_bytes for tier in self._tiers)
@@ -218,22 +230,32 @@ class SharedRam:
         own = tier.budget.own_free + tier.idle_bytes
         return size <= min(own, self.budget.free + idle)
 
-    def wait(self, tier: RamTier) -> None:
-        """Note that a request of `tier` waits for memory of other models."""
-        self._waiting[tier] = self._room()
+    def wait(self, tier: RamTier, size: int) -> None:
+        """Note that a request of `tier` waits for `size` bytes, which other models use."""
+        self._waiting[tier] = Wait(size, self._room())
 
     def stop_waiting(self, tier: RamTier) -> None:
         """Note that no request of `tier` waits for memory of other models."""
         self._waiting.pop(tier, None)
 
+    def wait_of(self, tier: RamTier) -> Wait | None:
+        """Return the wait for memory of a request of `tier`, if there is one."""
+        return self._waiting.get(tier)
+
+    def retry(self, tier: RamTier) -> None:
+        """Let the request of `tier` that waits for memory be tried again, if there is one."""
+        if (wait := self._waiting.get(tier)) is not None:
+            self._waiting[tier] = Wait(wait.size, None)
+
     def retry_waiting(self) -> None:
         """Let all requests that wait for memory try again to reserve it."""
-        self._waiting.clear()
+        for tier in self._waiting:
+            self.retry(tier)
 
     def is_short(self, tier: RamTier) -> bool:
         """Return whether `tier` waits for memory, and no more has become free since."""
-        before = self._waiting.get(tier)
-        return before is not None and not self._room().exceeds(before)
+        wait = self._waiting.get(tier)
+        return wait is not None and wait.room is not None and not self._room().exceeds(wait.room)
 
     def others_wait(self, tier: RamTier) -> bool:
         """Return whether a member other than `tier` waits for memory."""

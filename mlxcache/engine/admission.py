@@ -199,7 +199,8 @@ class Admission:
             kv.clear()
             lease = kv.acquire(task.ids, task.limit, planned=planned, hints=hints)
             lease = lease or kv.acquire(task.ids, 1, planned=planned, hints=hints)
-        if lease is None and not (kv.fits_alone(len(task.ids)) and kv.wait_for_others()):
+        tokens = len(task.ids)
+        if lease is None and not (kv.fits_alone(tokens) and kv.wait_for_others(tokens)):
             raise ContextLengthExceeded(
                 f"The prompt of {task.prompt_tokens} tokens does not fit the memory budget: "
                 "shorten it, or start the server with a larger --ram."

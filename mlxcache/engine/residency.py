@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from mlxcache.cache.ram import RamTier
-from mlxcache.cache.shared_ram import SharedRam
+from mlxcache.cache.shared_ram import SharedRam, Wait
 from mlxcache.config import format_size
 from mlxcache.config.memory import trim_heap
 from mlxcache.engine.resident import Cause, Newcomer, Resident
@@ -43,6 +43,10 @@ class Residency:
         self._loading: Resident | Newcomer | None = None
         self._claimer: Resident | Newcomer | None = None
         self._claimed_version = 0
+        self._first: Resident | Newcomer | None = None
+        self._gives = False
+        self._at_rest: set[Resident] = set()
+        self._hopeless: Wait | None = None
         self._stepped = False
 
     def share(self, memory: SharedRam) -> None:
@@ -91,10 +95,10 @@ class Residency:
     @property
     def busy(self) -> bool:
         """True if `step` should be called again without waiting."""
-        if self.reading or any(one.wanted_at is None for one in self._wanted):
+        if self.reading or any(one.wanted_at is None for one in self._waiting):
             return True
         settling = any(one.settling for one in self.residents)
-        return self._stepped and (settling or bool(self._newcomers or self._wanted))
+        return self._stepped and (settling or bool(self._newcomers or self._waiting))
 
     @property
     def reading(self) -> bool:
@@ -102,8 +106,8 @@ class Residency:
         return self._loading is not None or bool(self._opened)
 
     @property
-    def _wanted(self) -> list[Resident]:
-        return [one for one in self.residents if one.wanted]
+    def _waiting(self) -> list[Resident]:
+        return [one for one in self.residents if one.wanted or one.short]
 
     def note_step(self) -> None:
         """Note that a scheduler made a step, after which its model may be idle."""
@@ -118,7 +122,7 @@ class Residency:
             if _counts_down(one)
         ]
         if self._newcomers or any(one.wanted_at is not None for one in self.residents):
-            stays = [one.loaded_at + one.stay_s for one in self.residents if one.weights.resident]
+            stays = [self._end_of_stay(one) for one in self.residents if one.weights.resident]
             waits += [end - now for end in stays if end > now]
         return min(waits, default=None)
 
@@ -157,24 +161,29 @@ class Residency:
             self.note_step()
 
     def _choose(self, now: float) -> Resident | None:
-        """Return the model that has been waited for longest if there is memory for it, else None.
+        """Return the model to load, if it has waited longest and there is memory for it.
 
         A newcomer only has its `room` completed; None is returned then. If busy models hold the
-        memory, those that have been loaded for `stay_s` seconds start no new requests until the
-        memory was passed on.
+        memory, those that have had it for `stay_s` seconds start no new requests until the memory
+        was passed on. A loaded model may wait too, because a prompt needs more memory than the
+        others leave; it has its turn like a model that is to be loaded.
         """
-        wanted: list[Resident | Newcomer] = [
-            *(one for one in self.residents if one.wanted_at is not None),
-            *self._newcomers,
-        ]
-        first = min(wanted, key=lambda one: one.wanted_at or 0.0, default=None)
-        self._claim(first)
+        first = self._find_first()
+        if first is not self._first:
+            self._end_turn(now)
+            self._first = first
+        short = isinstance(first, Resident) and first.short
+        self._claim(None if short else first)
         if first is None:
-            self._reopen()
             return None
+        if isinstance(first, Resident) and first.short:
+            self._let_start(first, now)
+            return None
+        if any(one.alone and now < self._end_of_stay(one) for one in self.residents):
+            return None  # loading would take its memory between two prompts that need it
         if self.memory is not None and not self._make_room(first, self.memory, now):
             return None
-        self._reopen()
+        self._end_turn(now)
         self._claimer = None  # the claim goes over into the loaded model
         if isinstance(first, Newcomer):
             self._newcomers.remove(first)
@@ -190,6 +199,66 @@ class Residency:
         first.begin(now)
         return first
 
+    def _find_first(self) -> Resident | Newcomer | None:
+        """Return the model that has waited longest for its weights or for memory of others."""
+        waiting: list[Resident | Newcomer] = [
+            *(one for one in self._waiting if one.wanted or self._could_start(one)),
+            *self._newcomers,
+        ]
+        return min(waiting, key=lambda one: one.wanted_at or 0.0, default=None)
+
+    def _could_start(self, one: Resident) -> bool:
+        """Return whether the prompt that waits fits once the other models give up memory."""
+        wait = one.kv.wait
+        if wait is None or wait is self._hopeless or self.memory is None:
+            return False
+        return self.memory.fits_alone(one.kv.ram, wait.size)
+
+    def _end_turn(self, now: float) -> None:
+        """Let all models start requests again, because the model with the turn waits no more."""
+        for one in self.residents:
+            one.drain(on=False)
+        first = self._first
+        if isinstance(first, Resident) and self._gives and first.scheduler.active:
+            first.note_given(now)
+        self._first, self._gives = None, False
+        self._at_rest.clear()
+
+    def _end_of_stay(self, one: Resident) -> float:
+        """Return the time after which the busy model `one` starts no new requests if others wait.
+
+        If a prompt waits for memory, the stay begins with that wait at the earliest, because the
+        requests that run now may leave enough memory when they end.
+        """
+        first = self._first
+        if not isinstance(first, Resident) or not first.short:
+            return one.held_at + one.stay_s
+        if one.short and not one.alone and not one.scheduler.active:
+            return one.held_at  # it cannot use its memory
+        return max(one.held_at, first.wanted_at or 0.0) + one.stay_s
+
+    def _let_start(self, one: Resident, now: float) -> None:
+        """Have other models give up memory for a prompt of `one` that waits for it.
+
+        Those past their stay start no more requests. The prompt is tried again each time that one
+        of them has no request in progress any more, and so may be unloaded. `now`: seconds of a
+        monotonic clock.
+        """
+        self._gives = True
+        others = [other for other in self.residents if other is not one]
+        for other in others:
+            if other.weights.resident and now >= self._end_of_stay(other):
+                other.drain(on=True)
+        at_rest, before = {other for other in others if other.at_rest}, set(self._at_rest)
+        self._at_rest = at_rest
+        if at_rest - before:
+            one.kv.retry_wait()
+            return
+        wait, busy = one.kv.wait, any(other.kv.writing or not other.at_rest for other in others)
+        if not busy and wait is not None and wait.room is not None:
+            self._hopeless = wait  # all is tried: others have their turns until memory is free
+            self._stepped = True
+
     def _claim(self, wanted: Resident | Newcomer | None) -> None:
         """Let `wanted`, and no other waiting model, hold arrays of base models in memory.
 
@@ -204,10 +273,6 @@ class Residency:
         if wanted is not None:
             wanted.claim()
         self._claimer, self._claimed_version = wanted, bases.version
-
-    def _reopen(self) -> None:
-        for one in self.residents:
-            one.drain(on=False)
 
     def _make_room(self, wanted: Resident | Newcomer, memory: SharedRam, now: float) -> bool:
         """Free memory for what `wanted` does not hold yet; return whether there is enough now.
@@ -225,7 +290,7 @@ class Residency:
         if free >= size and memory.make_room(size):
             return True
         for one in others:
-            if one.weights.resident and not one.keep and now - one.loaded_at >= one.stay_s:
+            if one.weights.resident and not one.keep and now >= self._end_of_stay(one):
                 one.drain(on=True)
         return False
 

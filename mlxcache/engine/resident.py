@@ -122,8 +122,8 @@ class Resident:
         self.loads = self.unloads = 0
         self.load_s = 0.0
         self.cause: Cause | None = None
-        self.draining = self.asked = False
-        self.loaded_at = self.used_at = 0.0
+        self.draining = self.asked = self.alone = False
+        self.held_at = self.used_at = 0.0
         self.wanted_at: float | None = None
         self._reserved = dict(reserved)
         self._held = set(reserved)
@@ -169,6 +169,17 @@ class Resident:
     def wanted(self) -> bool:
         """True if the weights are not in memory, and a request or a client waits for them."""
         return self.state == "unloaded" and (self.asked or bool(self.scheduler.waiting))
+
+    @property
+    def short(self) -> bool:
+        """True if the weights are in memory, and a request waits for memory of other models."""
+        return self.weights.resident and self.kv.wait is not None
+
+    @property
+    def at_rest(self) -> bool:
+        """True if no request is in progress, and none that waits may start."""
+        scheduler = self.scheduler
+        return not scheduler.active and not (self.admitting and scheduler.waiting)
 
     @property
     def settling(self) -> bool:
@@ -221,14 +232,17 @@ class Resident:
     def note_time(self, now: float) -> None:
         """Update `used_at`, the last time of use, and `wanted_at`, since when requests wait for it.
 
-        `now`: seconds of a monotonic clock.
+        Waiting for the weights and then for memory of other models counts as one wait. `now`:
+        seconds of a monotonic clock.
         """
-        if not self.scheduler.idle:
+        scheduler = self.scheduler
+        if not scheduler.idle:
             self.used_at = now
-        if not self.wanted:
+        if self.wanted or self.short:
+            self.wanted_at = now if self.wanted_at is None else self.wanted_at
+        elif self.wanted_at is not None and (scheduler.active or not scheduler.waiting):
             self.wanted_at = None
-        elif self.wanted_at is None:
-            self.wanted_at = now
+        self.alone = self.alone and not scheduler.idle
 
     def claim(self) -> None:
         """Hold those of its arrays of base models that other models have in memory."""
@@ -258,11 +272,15 @@ class Resident:
         self.asked = False
         self.loads += 1
         self.note_loaded(now())
-        self.load_s = self.loaded_at - self._began_at
+        self.load_s = self.held_at - self._began_at
 
     def note_loaded(self, now: float) -> None:
         """Note that the weights are in memory since `now`, in seconds of a monotonic clock."""
-        self.loaded_at = self.used_at = now
+        self.held_at = self.used_at = now
+
+    def note_given(self, now: float) -> None:
+        """Note that a prompt got memory at `now` that other models gave up."""
+        self.held_at, self.alone = now, True
 
     def drain(self, *, on: bool) -> None:
         """Start no more waiting requests of the model if `on`; otherwise let them start again."""
@@ -291,7 +309,7 @@ class Resident:
         self.scheduler.idle_prefill.clear()
         self.kv.stop_waiting()
         self.weights.drop()
-        self.draining = False
+        self.draining = self.alone = False
         self.cause = cause
         self.unloads += 1
         self._release(*self._held - {PENDING})  # copies may be on their way to disk

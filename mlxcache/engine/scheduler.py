@@ -125,7 +125,6 @@ class Scheduler:
         self.kv.pump(decoding=len(self.lanes) > 0)
         if not self.prefilling:
             self.balance.begin(decoding=len(self.lanes) > 0)
-        self.kv.stop_waiting()
         started = admitting and self._admit()
         computable = self._computable()
         self._moved = len(computable) + len(self.lanes) > 0
@@ -170,7 +169,7 @@ class Scheduler:
 
     def submit(self, task: Task) -> None:
         """Queue a task. Call through `MlxThread.post`."""
-        self.kv.stop_waiting()  # it may fit where another does not
+        self.kv.retry_wait()  # it may fit where another does not
         self.waiting.append(task)
 
     def cancel(self, task: Task, why: MlxcacheError | None = None) -> None:
@@ -204,6 +203,7 @@ class Scheduler:
         Returns whether a task started.
         """
         before = len(self.prefilling)
+        self.kv.retry_wait()
         for task in self.queue.order(self.waiting):
             if self.active and self.kv.others_wait:
                 break
@@ -212,6 +212,8 @@ class Scheduler:
                 continue
             if not self._guard(task, lambda t=task: self._start(t)):  # type: ignore[misc]
                 break
+        if not self.kv.short:  # none had to wait again
+            self.kv.stop_waiting()
         return len(self.prefilling) > before
 
     def _start(self, task: Task) -> bool:
@@ -508,8 +510,8 @@ class Scheduler:
 
     def _take_out(self, task: Task) -> None:
         """Remove a task from the queue, from prefill and from its lane."""
-        self.kv.stop_waiting()
         self.waiting = [each for each in self.waiting if each is not task]
+        self.kv.retry_wait() if self.waiting else self.kv.stop_waiting()
         self.prefilling = [each for each in self.prefilling if each is not task]
         if (lane := self.lanes.find(task)) is not None:
             self.lanes.leave(lane, [task])

@@ -12,6 +12,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from mlxcache.cache.kv_cache import KVCache
 from mlxcache.engine.residency import Residency
 from mlxcache.engine.resident import Newcomer, Resident
 from mlxcache.engine.rounds import Rounds
@@ -75,6 +76,8 @@ class Memory:
 class House:
     """Toy models that share a thread, driven round by round in the test's own thread."""
 
+    concurrency = 8
+
     def __init__(self, memory: Memory | None = None, **idle_s: float):
         self.clock = Clock()
         self.memory = memory
@@ -98,10 +101,10 @@ class House:
     ) -> Bench:
         use = BaseUse(self.residency.account.bases, name)
         spec = ModelSpec(str(path), adapter=str(adapter) if adapter else None)
-        bench = Bench(path, loaded=load(spec, use=use))
+        bench = Bench(path, loaded=load(spec, use=use), concurrency=self.concurrency)
         bench.rounds, bench.thread = self.rounds, self.rounds.thread
         if disk is None:
-            bench.use(bench.kv)
+            bench.use(self.open_cache(bench))
         else:
             bench.open_disk(disk)
         assert bench.loaded is not None
@@ -120,6 +123,10 @@ class House:
         if not loaded:
             assert self.residency.unload(bench.scheduler)
         return bench
+
+    def open_cache(self, bench: Bench) -> KVCache:
+        """Return the cache of a new model, which has a budget of its own."""
+        return bench.kv
 
     def works(self) -> bool:
         """Return whether the thread would not sleep."""
