@@ -6,8 +6,10 @@ S3 also from ~/.aws.
 
 from __future__ import annotations
 
+import atexit
 import configparser
 import os
+import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -28,6 +30,12 @@ if TYPE_CHECKING:
 
 CONNECT_S = 1.5
 """Seconds to connect, including the handshake of TLS."""
+
+EXIT_S = 0.2
+"""Seconds that a process waits before it ends: obstore's threads may still need the interpreter."""
+
+# a thread that waits for the interpreter when it shuts down aborts the process
+atexit.register(time.sleep, EXIT_S)
 
 _PART_BYTES = 1 << 18
 _PAGE = 1000

@@ -73,3 +73,20 @@ def test_without_a_remote_nothing_of_it_is_loaded():
         "sys.exit(any(name.startswith(wrong) for name in sys.modules))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.slow
+def test_a_command_that_lists_a_remote_ends_in_order(tmp_path: Path):
+    """Threads of the storage's library that still run do not abort the process, in 20 tries."""
+    code = (
+        "import asyncio, sys\n"
+        "from mlxcache.config.remote import read_remote_url\n"
+        "from mlxcache.remote.storage import Storage\n"
+        "async def main():\n"
+        "    async for page in Storage(read_remote_url(sys.argv[1])).pages('v1'): pass\n"
+        "asyncio.run(main())"
+    )
+    (tmp_path / "v1").mkdir()
+    for _ in range(20):
+        command = [sys.executable, "-c", code, f"file://{tmp_path}"]
+        assert subprocess.run(command, check=False).returncode == 0
