@@ -266,6 +266,8 @@ def _read_settings(given: Mapping[str, Any]) -> Settings:
     if unknown:
         raise ConfigError(f"unknown setting {unknown[0]!r}; expected {', '.join(SETTINGS)}")
     wanted = load_settings(given, {"MLXCACHE_CONFIG": os.devnull})
+    if wanted.hosts is not None or wanted.hostfile is not None:
+        raise ConfigError("only `mlxcache serve` divides a model among machines: leave out hosts")
     if wanted.disk != "off":
         require_local(wanted.cache_dir)
     return replace(wanted, cache_dir=prepare_cache_dir(wanted.cache_dir))

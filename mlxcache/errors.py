@@ -24,6 +24,8 @@
     │   ├── PrefixNotStored     the prefix that a run builds on is not on disk
     │   └── DiskFull            the disk, its limit or the reserve of free space is used up
 
+GroupLost stands apart, because it ends the process.
+
 `api.errors` maps each to its status and to each API's own shape.
 """
 
@@ -108,6 +110,15 @@ class DeadlineExceeded(MlxcacheError):
 
 class GenerationFailed(MlxcacheError):
     """Error raised if the model, its tokenizer or its chat template fails."""
+
+
+class GroupLost(BaseException):
+    """Exception that ends the group of ranks that serve a divided model, and their processes.
+
+    Raised if another rank failed, hangs or cannot be reached, or if an operation failed on this
+    rank: ranks that made different operations cannot go on together. It is no Exception, so that
+    nothing that handles the failure of one request catches it. `str(error)` says why.
+    """
 
 
 class ModelError(MlxcacheError):

@@ -425,6 +425,7 @@ class RamTier:
                 self.discard(lineage)
                 if device.is_device_error(error):
                     raise
+                self.layout.lockstep.check(error)
                 log.exception(
                     "copying KV to a smaller buffer failed; this KV is no longer in RAM: %s", error
                 )

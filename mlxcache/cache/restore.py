@@ -223,6 +223,7 @@ class Restorer:
         """
         if lookup.failed:
             raise StoreError("a file of the prefix cannot be looked up or verified")
+        lockstep, start = self._layout.lockstep, lineage.length
         if self._layout.specs and lineage.length < lookup.target:
             piece = next(p for p in lookup.pieces if p.start <= lineage.length < p.end)
             end = min(piece.end, lookup.target)
@@ -233,11 +234,13 @@ class Restorer:
             lineage.append(slots, last - first, windows=late, held=arrays[0][0].shape[0])
         if not self._layout.specs:
             lineage.advance(lookup.target - lineage.length)
+        lockstep.load(lineage, lookup.ids, start, lineage.length)
         if lineage.length < lookup.target:
             return False
         if lookup.state is not None:
             state = serialise.load_state(lookup.state.path, self._layout, self._stream)
-            lineage.restore(state)
+            lineage.set_state(state)
+            lockstep.load_state(lineage, lookup.ids[: lookup.target])
         return True
 
     def _slots(

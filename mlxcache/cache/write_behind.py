@@ -236,6 +236,7 @@ class PathWrite:
         ids = self.ids[:at]
         if len(ids) < at:
             return None
+        layout.lockstep.write_state(ids, state)
         return Job(ids, None, serialise.state_tensors(state), layout.checkpoint_bytes, self)
 
     def stop(self, *, lost: bool = False) -> None:
@@ -491,6 +492,7 @@ class WriteBehind:
         out = self.buffers.take(size)
         try:
             tensors = serialise.copied_run(self.layout, within, out)
+            self.layout.lockstep.write_run(path.ids[:end], start, within)
             if any(owner.passes for owner, _, _ in within):
                 device.confirm()  # a pass that failed may have left another buffer there
         except BaseException:

@@ -43,6 +43,7 @@ from mlxcache.engine.engine import Engine
 from mlxcache.engine.models import Models
 from mlxcache.errors import MlxcacheError, ModelError, StoreError
 from mlxcache.owner import OWNER, owner_of
+from mlxcache.ranks.group import Place
 from mlxcache.store.lock import InUse, serving
 from mlxcache.types import RequestRecord
 from mlxcache.wire.chat_bodies import requested_model
@@ -74,8 +75,10 @@ log = logging.getLogger("mlxcache.server")
 request_log = logging.getLogger("mlxcache.requests")
 
 
-async def run(settings: Settings, console: Console) -> None:
+async def run(settings: Settings, console: Console, place: Place | None = None) -> None:
     """Run a server until SIGINT or SIGTERM.
+
+    `place`: that of this process, rank 0, if the model is divided among several.
 
     Raises CannotListen, ConfigError, InUse or ModelError. A dead MLX thread also raises ModelError,
     so that a supervisor can restart the process.
@@ -89,7 +92,7 @@ async def run(settings: Settings, console: Console) -> None:
     with announced(settings, url):
         remote = await asyncio.to_thread(_open_remote, settings)
         with closing(remote) if remote is not None else nullcontext():
-            await _serve(settings, keys, console, sockets, url, remote=remote)
+            await _serve(settings, keys, console, sockets, url, remote=remote, place=place)
 
 
 def _open_remote(settings: Settings) -> Objects | None:
@@ -109,13 +112,14 @@ async def _serve(
     url: str,
     *,
     remote: Objects | None,
+    place: Place | None,
 ) -> None:
     stop = asyncio.Event()
     recorder = Recorder(settings.record) if settings.record is not None else None
     _on_signals(stop, console)
     with loading_bar(console) as progress:
         log_request = partial(_log_request, len(settings.entries) > 1)
-        models = Models(settings, progress, log_request, remote=remote)
+        models = Models(settings, progress, log_request, remote=remote, place=place)
         engine, several = models.default, len(models.engines) > 1
         api = _api_settings(settings, keys, recorder)
         app = create_app(engine, api, models if several else None)

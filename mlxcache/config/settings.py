@@ -52,7 +52,8 @@ MOST_DRAFTED = 15
 chunk.
 """
 
-_MODEL, _MEMORY, _SERVER, _OTHER = "Model", "Memory and speed", "Server", "Other"
+_MODEL, _MEMORY, _RANKS = "Model", "Memory and speed", "Several machines"
+_SERVER, _OTHER = "Server", "Other"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -279,6 +280,23 @@ class Settings:
         _MEMORY, "Do not end replies that repeat the same tokens again and again."
     )
     no_anticipate: bool = _switch(_MEMORY, "Do not compute the next turn's prefix while idle.")
+    hosts: str | None = _setting(
+        _RANKS,
+        None,
+        read_text,
+        "HOST,HOST",
+        "Divide the model among these machines, of which the first is this one (experimental).",
+        shown="this machine alone",
+    )
+    hostfile: Path | None = _setting(
+        _RANKS,
+        None,
+        read_path,
+        "FILE",
+        "Divide the model among the machines in this file of mlx.launch (experimental).",
+        shown="this machine alone",
+    )
+    pipeline: bool = _switch(_RANKS, "Divide the model by layers, instead of each layer.")
     host: str = _setting(_SERVER, "127.0.0.1", read_text, "HOST", "The address to listen on.")
     port: int = _setting(
         _SERVER,
@@ -404,6 +422,21 @@ class Settings:
             check_routes(self.route, self.entries)
         except ConfigError as error:
             raise ConfigError(f"--route {error}") from error
+
+    def check_divisible(self) -> None:
+        """Raise ConfigError for settings that a model on several machines cannot have yet."""
+        if self.hosts is not None and self.hostfile is not None:
+            raise ConfigError("--hosts and --hostfile both name the machines: set one of them")
+        entry = self.entries[0]
+        for is_set, what, instead in (
+            (len(self.models) > 1, "several models", "name one with --model"),
+            (entry.model is None, "the built-in demo", "name a model with --model"),
+            (self.for_model(entry).draft_model is not None, "--draft-model", "leave it out"),
+            (isinstance(self.keep_for(entry), int | float), "--idle-unload", "leave it out"),
+            (self.remote is not None, "--remote", "leave it out"),
+        ):
+            if is_set:
+                raise ConfigError(f"a model on several machines cannot have {what} yet: {instead}")
 
     @property
     def entries(self) -> tuple[ModelEntry, ...]:

@@ -137,6 +137,7 @@ class IdlePrefill:
         except Exception as error:  # no client waits; the next turn computes what is missing
             if device.is_device_error(error):
                 raise
+            self._kv.layout.lockstep.check(error)
             log.exception("computing the next turn in advance failed")
             self._turns.pop()
             if turn.task.lease is not None:

@@ -263,6 +263,7 @@ class _Probe:
         chunk = mx.zeros((1, tokens), mx.int32)
 
         def run() -> None:
+            self.layout.lockstep.feed(self.line, [0] * tokens)
             self.model(chunk, cache=self.line.caches)
             kv.eval_states(self.line.caches)
 
@@ -320,7 +321,9 @@ class _Probe:
         self.line.pretend(at)
         self.line.settle()
         row = Row(None, lambda logprobs: mx.argmax(logprobs, axis=-1), (), None)
-        decoder = Decoder(self.model, [row], self.line.caches, waits=waits)
+        decoder = Decoder(
+            self.model, [row], self.line.caches, waits=waits, lockstep=self.layout.lockstep
+        )
         decoder.start([0])
         decoder.step()
         mx.synchronize()

@@ -24,6 +24,7 @@ from mlxcache.model import device
 from mlxcache.model.guidance.guide import Bitmask, Guide
 from mlxcache.model.guidance.thinking_budget import Steering
 from mlxcache.model.kv import Caches
+from mlxcache.model.lockstep import ALONE, Lockstep
 from mlxcache.model.sampling import masked
 
 log = logging.getLogger("mlxcache.engine")
@@ -166,13 +167,23 @@ class Decoder:
     `pending`: the pending token of each row, drawn but not handed out yet, shape (rows,); None
     before `start`. `waits`: build each pass only after the one before has ended. Needed on devices
     where a buffer that a running pass still reads would be copied before it is written to.
+    `lockstep`: is told every pass.
     """
 
-    def __init__(self, model: Module, rows: list[Row], caches: Caches, *, waits: bool = False):
+    def __init__(
+        self,
+        model: Module,
+        rows: list[Row],
+        caches: Caches,
+        *,
+        waits: bool = False,
+        lockstep: Lockstep = ALONE,
+    ):
         self.model = model
         self.rows = rows
         self.caches = caches
         self.waits = waits
+        self.lockstep = lockstep
         self.pending: mx.array | None = None
         self.logprobs: mx.array | None = None
         self.finite: mx.array | None = None
@@ -182,6 +193,7 @@ class Decoder:
 
         `inputs`: one token id per row, not in the KV yet.
         """
+        self.lockstep.start(self.caches, inputs)
         self._advance(mx.array(list(inputs), mx.int32))
 
     def step(self) -> list[list[Drawn]]:
@@ -196,6 +208,7 @@ class Decoder:
         if self.waits:
             mx.synchronize()  # unlike `eval`, it waits until the pass has dropped its inputs too
         before = [(copy(row.sampler), row.context) for row in self.rows]
+        self.lockstep.step(self.caches)
         try:
             self._advance(tokens)
         except BaseException:  # a second try must draw the same tokens
@@ -209,7 +222,9 @@ class Decoder:
 
         `caches` must hold the KV of all those rows. Raises ValueError if a decoder was not started.
         """
-        both = Decoder(self.model, self.rows + other.rows, caches, waits=self.waits)
+        both = Decoder(
+            self.model, self.rows + other.rows, caches, waits=self.waits, lockstep=self.lockstep
+        )
         both._set_pending(
             _joined(self.pending, other.pending),
             _joined(self.logprobs, other.logprobs),
@@ -219,7 +234,9 @@ class Decoder:
 
     def alone(self, row: int, caches: Caches) -> Decoder:
         """Return a decoder of one row over `caches`, which must hold all KV of that row."""
-        own = Decoder(self.model, [self.rows[row]], caches, waits=self.waits)
+        own = Decoder(
+            self.model, [self.rows[row]], caches, waits=self.waits, lockstep=self.lockstep
+        )
         own._take(self, slice(row, row + 1))
         return own
 
@@ -274,6 +291,7 @@ class Decoder:
             drawn = first(logprobs)
         else:
             drawn = mx.concatenate([self._draw(i, logprobs) for i in range(len(self.rows))])
+        drawn = self.lockstep.share(drawn)
         # without processors a context would grow into a chain of unevaluated arrays
         contexts = [row.context for row in self.rows if row.processors]
         mx.async_eval(drawn, logprobs, finite, contexts)  # type: ignore[no-untyped-call]

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 from traceback import clear_frames
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -31,7 +32,16 @@ from mlxcache.engine.runtime import (
 from mlxcache.engine.stream import Stream
 from mlxcache.engine.task import for_owner
 from mlxcache.engine.trace import Recordings
-from mlxcache.errors import BadRequest, Busy, GenerationFailed, MlxcacheError, NotReady
+from mlxcache.errors import (
+    BadRequest,
+    Busy,
+    GenerationFailed,
+    GroupLost,
+    MlxcacheError,
+    ModelError,
+    NotReady,
+    Unsupported,
+)
 from mlxcache.model import load
 from mlxcache.model.base_weights import BaseUse
 from mlxcache.model.generation import resolve
@@ -40,6 +50,8 @@ from mlxcache.model.resident_weights import Weights
 from mlxcache.model.sampling import validate
 from mlxcache.owner import OWNER
 from mlxcache.prompt.canonical.restore import ReplyRestorer
+from mlxcache.ranks.group import Place, end_process
+from mlxcache.ranks.rank_zero import RankZero
 from mlxcache.sessions.book import SessionBook
 from mlxcache.store.database import Database
 from mlxcache.types import (
@@ -58,6 +70,9 @@ if TYPE_CHECKING:
     from mlxcache.remote.objects import Objects
 
 log = logging.getLogger("mlxcache.engine")
+
+LOST_S = 2.0
+"""Seconds from the loss of a rank to the end of this process, for clients to read their errors."""
 
 T = TypeVar("T")
 State = Literal["loading", "ready", "failed", "stopped"]
@@ -88,6 +103,7 @@ class Engine:
     process share `rounds`, the loop of the MLX thread, `records`, the recent requests, and
     `database`, which holds the table of sessions if there is no disk tier; `on_request` is not used
     then. `remote`: storage that is shared with other servers, or None; the caller closes it.
+    `place`: that of this process, rank 0, in a group that serves a divided model.
     """
 
     def __init__(
@@ -102,6 +118,7 @@ class Engine:
         records: Records | None = None,
         remote: Objects | None = None,
         database: Database | None = None,
+        place: Place | None = None,
     ):
         self.settings = settings
         self.label, self.aliases = settings.entries[0].label, settings.entries[0].aliases
@@ -118,6 +135,9 @@ class Engine:
         self._requests = RequestTable(settings.queue, self._receive, self._awake.note_running)
         self._rounds = rounds or Rounds()
         self._thread = self._rounds.thread
+        self._ranks: RankZero | None = None
+        if place is not None:
+            self._ranks = RankZero(place, self._own_age, self._on_loss)
         self._runtime: ModelRuntime | None = None
         self._resident: Resident | None = None
         self._remote = remote
@@ -145,6 +165,9 @@ class Engine:
                     self._pool, lambda: hash_files(wanted, self.settings)
                 )
             await self._load(wanted, await self._await_room(wanted))
+        except GroupLost as error:
+            self.state = "failed"
+            raise ModelError(f"The ranks could not load the model: {error}.") from error
         except BaseException:
             if self.state == "loading":
                 self.state = "failed"
@@ -219,7 +242,7 @@ class Engine:
         `use`: the arrays that it shares with other models. Runs on the MLX thread.
         """
         self._thread.heartbeat.rest()  # this takes seconds, and is no sign of a stalled device
-        loaded = load.load(spec, lazy=True, use=use)
+        loaded = self._load_lazily(spec, use)
         weights = Weights(loaded, spec, use, resident=False)
         self._rounds.residency.account.grant(use, weights.nbytes)
         return loaded, weights
@@ -240,6 +263,24 @@ class Engine:
         self._resident = self._make_resident(runtime, weights)
         self._rounds.residency.add(self._resident)
         self._runtime = runtime
+
+    def _load_lazily(self, spec: load.ModelSpec, use: BaseUse) -> load.Loaded:
+        """Load the model, or this rank's part of it, without its weights."""
+        ranks = self._ranks
+        if ranks is None:
+            return load.load(spec, lazy=True, use=use)
+        local = Path(spec.model).expanduser()
+        ranks.gather(
+            str(local.absolute()) if local.exists() else spec.model,
+            load.resolve(spec.model, spec.revision),
+            trust_remote_code=spec.trust_remote_code,
+            adapter=spec.adapter,
+            kv_bits=self.settings.kv_bits,
+        )
+        return load.load(spec, lazy=True, use=use, divide=ranks.divide)
+
+    def _own_age(self) -> float:
+        return self._thread.heartbeat.silent_s
 
     def _make_resident(self, runtime: ModelRuntime, weights: Weights) -> Resident:
         entry = self.settings.entries[0]
@@ -277,6 +318,7 @@ class Engine:
             shared=shared,
             remote=self._remote,
             database=self._database,
+            ranks=self._ranks,
         )
 
     def _close(self, runtime: ModelRuntime) -> None:
@@ -284,6 +326,8 @@ class Engine:
         self._rounds.remove(runtime.scheduler)
         runtime.scheduler.end_all()
         runtime.close(died=False)
+        if self._ranks is not None:
+            self._ranks.close()
 
     def _on_death(self, error: BaseException) -> None:
         """Record the error that ended the MLX thread, and write committed KV to disk.
@@ -294,6 +338,17 @@ class Engine:
         self._loop.call_soon_threadsafe(self._died, self.failure)
         if self._runtime is not None:
             self._runtime.close(died=True)
+
+    def _on_loss(self, why: str) -> None:
+        """Fail all requests because another rank is lost, and end the process soon. Any thread.
+
+        The MLX thread may wait for that rank for ever, in a pass.
+        """
+        self.failure = f"The group of ranks has ended: {why}."
+        self._loop.call_soon_threadsafe(self._died, self.failure)
+        end = threading.Timer(LOST_S, end_process, (self.failure,))
+        end.daemon = True
+        end.start()
 
     def _died(self, why: str) -> None:
         self.state = "failed"
@@ -530,9 +585,12 @@ class Engine:
     async def unload_weights(self) -> None:
         """Drop the model's weights from memory; the next request reads them again.
 
-        Raises NotReady before the model is loaded, and Busy while requests run.
+        Raises NotReady before the model is loaded, Busy while requests run, and Unsupported for a
+        model that is divided among ranks.
         """
         unload = self._rounds.residency.unload
+        if self._ranks is not None:
+            raise Unsupported("A model that is divided among several ranks cannot be unloaded.")
         if not await self.call(lambda runtime: unload(runtime.scheduler)):
             raise Busy("Requests of this model are running: try again when they have ended.")
 

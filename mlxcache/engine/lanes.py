@@ -79,7 +79,7 @@ def solo(model: Any, task: Task, *, waits: bool = False) -> Lane:
     decoder = (
         DraftingDecoder(model, row, lineage.caches)
         if isinstance(model, Pair)
-        else Decoder(model, [row], lineage.caches, waits=waits)
+        else Decoder(model, [row], lineage.caches, waits=waits, lockstep=lineage.layout.lockstep)
     )
     decoder.start([int(task.fed[-1])])
     lineage.advance(1)
@@ -99,6 +99,7 @@ class Lanes:
         self.kv = kv
         self.all: list[Lane] = []
         self.layout = kv.layout
+        self._lockstep = self.layout.lockstep
         self._cost = cost or DecodingCost()
         self._changed = False
         self._drafts = drafts
@@ -181,6 +182,7 @@ class Lanes:
             self._sync(lane)
             others = [ln.decoder.caches for ln in new]
             caches = rows.join(lane.decoder.caches, others, batched=lane.batched)
+            self._lockstep.join(caches, lane.decoder.caches, others, lane.batched)
             decoder = lane.decoder
             for other in new:
                 decoder = decoder.joined(other.decoder, caches)
@@ -189,6 +191,7 @@ class Lanes:
             self.kv.budget.release("batch", size)
             if device.is_device_error(error):
                 raise
+            self._lockstep.check(error)
             log.exception("joining requests into a batch failed, decoding them separately")
             return False
         self.kv.budget.release("batch", lane.bytes)
@@ -230,6 +233,7 @@ class Lanes:
             at = lineage.length
             piece = task.fed_ids()[at : at + CATCH_UP]
             lineage.note_pass()
+            self._lockstep.feed(lineage, piece.tolist())
             self.model(mx.array(piece)[None], cache=lineage.caches)
             eval_states(lineage.caches)
             lineage.advance(len(piece))
@@ -281,8 +285,9 @@ class Lanes:
             lineage, count = task.held.lineage, task.behind
             if count and lineage.length + count <= max(lineage.capacity, not self.layout.specs):
                 linear, opaque = rows.row_tail(self.layout, lane.decoder.caches, i, count)
+                self._lockstep.append_row(lane.decoder.caches, i, lineage, count)
                 lineage.append(linear, count)
-                lineage.restore(tuple(slot.state for slot in opaque))
+                lineage.set_state(tuple(slot.state for slot in opaque))
 
     def sync(self, task: Task) -> None:
         """Append the KV that a task's batch has computed to the task's own lineage.
@@ -306,6 +311,7 @@ class Lanes:
         except Exception as error:
             if device.is_device_error(error):
                 raise
+            self._lockstep.check(error)
             log.exception("removing requests from a batch failed, decoding the rest separately")
         if isinstance(lane.decoder, DraftingDecoder):
             for task in lane.tasks:  # drafted tokens that were fed and not drawn
@@ -324,6 +330,7 @@ class Lanes:
             return False
         longest = lane.length()
         rows.keep_rows(lane.decoder.caches, keep)
+        self._lockstep.keep_rows(lane.decoder.caches, keep)
         lane.decoder.keep(keep)
         lane.tasks = [lane.tasks[i] for i in keep]
         size = len(keep) * self.layout.row_bytes(lane.capacity)
@@ -338,6 +345,8 @@ class Lanes:
         """
         for lane in self.all:
             self.kv.budget.release("batch", lane.bytes)
+            if lane.batched:
+                self._lockstep.drop_batch(lane.decoder.caches)
         self.all = []
         self._changed = False
 
@@ -346,10 +355,12 @@ class Lanes:
         lanes: list[Lane] = []
         for i, task in enumerate(lane.tasks):
             own = lane.decoder.alone(i, task.held.lineage.caches)
+            self._lockstep.take_row(lane.decoder.caches, i, task.held.lineage)
             (row,) = own.rows
             if row.processors:
                 row.set_context(mx.array(task.fed_ids()))
             lanes.append(Lane(own, [task]))
+        self._lockstep.drop_batch(lane.decoder.caches)
         self.all.remove(lane)
         self.all += lanes
         self.kv.budget.release("batch", lane.bytes)

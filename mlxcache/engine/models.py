@@ -20,6 +20,7 @@ from mlxcache.engine.rounds import Rounds
 from mlxcache.engine.runtime import watch_pressure
 from mlxcache.engine.unloaded import describe_unloaded
 from mlxcache.errors import BadRequest, DeadlineExceeded, ModelError, NotFound, NotReady
+from mlxcache.ranks.group import Place
 from mlxcache.sessions.book import SessionBook
 from mlxcache.sessions.books import SessionBooks
 from mlxcache.sessions.journal import Served
@@ -51,6 +52,7 @@ class Models:
         *,
         stall_s: float = 30.0,
         remote: Objects | None = None,
+        place: Place | None = None,
     ):
         self.settings = settings
         self.entries: Sequence[ModelEntry] = settings.entries
@@ -66,6 +68,7 @@ class Models:
                 records=records,
                 remote=remote,
                 database=database,
+                place=place,
             )
             for entry in self.entries
         ]

@@ -271,4 +271,5 @@ class Prefill:
                 model_kv.eval_states(caches)
             inputs = {name: rows[:, part] for name, rows in images.items()}
             lineage.note_pass()
+            lineage.layout.lockstep.feed(lineage, ids[part].tolist())
             self.model(mx.array(ids[part])[None], cache=caches, **inputs)

@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 from mlxcache.engine.residency import Residency
 from mlxcache.engine.scheduler import Scheduler
+from mlxcache.errors import GroupLost
 from mlxcache.mlx_thread import MlxThread
 from mlxcache.model import device
 
@@ -30,7 +31,7 @@ class Rounds:
         clock: Callable[[], float] = time.perf_counter,
     ):
         self.residency = residency or Residency()
-        self.thread = MlxThread(self._die, device.is_device_error)
+        self.thread = MlxThread(self._die, _ends_thread)
         self._clock = clock
         self._used: dict[Scheduler, float] = {}
         self._listeners: list[Callable[[BaseException], None]] = []
@@ -143,3 +144,8 @@ class Rounds:
         seconds = self._clock() - began
         self._used[scheduler] += seconds
         self._read_s -= seconds
+
+
+def _ends_thread(error: BaseException) -> bool:
+    """Return whether an error of one action concerns all that the MLX thread does."""
+    return isinstance(error, GroupLost) or device.is_device_error(error)

@@ -54,6 +54,7 @@ from mlxcache.model.resident_weights import is_resident
 from mlxcache.model.sampling import make_processors, make_sampler, text_ends, top_logprobs
 from mlxcache.prompt.builder import PromptBuilder
 from mlxcache.prompt.replies import GeneratedReply, Replies
+from mlxcache.ranks.rank_zero import RankZero
 from mlxcache.sessions.book import SessionBook
 from mlxcache.sessions.files import remove_stale
 from mlxcache.sessions.journal import Served
@@ -173,7 +174,7 @@ def hash_files(spec: load.ModelSpec, settings: Settings) -> None:
 
 
 def open_store(
-    loaded: Loaded, layout: Layout, settings: Settings
+    loaded: Loaded, layout: Layout, settings: Settings, ranks: RankZero | None = None
 ) -> tuple[Store | None, str | None]:
     """Open the store of this model's namespace; return it and None, or None and the reason.
 
@@ -182,8 +183,13 @@ def open_store(
     folder = settings.cache_dir / "store"
     try:
         namespace = namespace_of(loaded.path, layout, settings, loaded.draft)
-        limit = disk_limit(settings.disk, folder)
-        store = Store.open(folder, namespace, limit, needs_checkpoints=bool(layout.opaque))
+        if ranks is not None:
+            store: Store = ranks.open_store(
+                folder, namespace, settings.disk, needs_checkpoints=layout.opaque
+            )
+        else:
+            limit = disk_limit(settings.disk, folder)
+            store = Store.open(folder, namespace, limit, needs_checkpoints=bool(layout.opaque))
     except (StoreError, OSError) as error:
         log.warning("no disk tier, serving from RAM alone: %s", error)
         return None, str(error)
@@ -277,10 +283,16 @@ class ModelRuntime:
         shared: Shared | None = None,
         remote: Objects | None = None,
         database: Database | None = None,
+        ranks: RankZero | None = None,
     ):
         self.loaded = loaded
         self.settings = settings
-        self.layout = kv.survey(loaded.model, kv_bits=settings.kv_bits)
+        self._ranks = ranks
+        self.layout = (
+            kv.survey(loaded.model, kv_bits=settings.kv_bits)
+            if ranks is None
+            else ranks.survey(loaded.model, settings.kv_bits)
+        )
         for name in self.layout.unknown:
             log.warning(
                 "caching disabled, the model is served without it: cache class %s is unknown", name
@@ -292,7 +304,11 @@ class ModelRuntime:
         self.cost = plan.cost
         with ExitStack() as on_failure:
             on_failure.callback(plan.budget.release_all)  # other models may share the memory
-            self.images = open_images(loaded, plan, settings)
+            self.images = None
+            if ranks is None:
+                self.images = open_images(loaded, plan, settings)
+            elif loaded.vision is not None:
+                log.warning("images disabled: the model is divided among several ranks")
             context = self._max_context()
             self.kv = self._open_cache(thread, on_progress)
             on_failure.callback(self.kv.close, 0.0)
@@ -350,7 +366,7 @@ class ModelRuntime:
         store, self._no_disk = None, None
         if plan.pending:
             on_progress("opening the disk tier", None)
-            store, self._no_disk = open_store(self.loaded, layout, self.settings)
+            store, self._no_disk = open_store(self.loaded, layout, self.settings, self._ranks)
             if store is None:
                 plan.budget.release("pending", plan.pending)
         if store is not None and self._objects is not None and layout.cacheable:

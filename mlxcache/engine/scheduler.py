@@ -77,6 +77,7 @@ class Scheduler:
         queue: FairQueue | None = None,
     ):
         self.model = model
+        self._lockstep = kv.layout.lockstep
         self.kv = kv
         self.limits = limits
         self.thread = thread or MlxThread()
@@ -244,6 +245,7 @@ class Scheduler:
         except Exception as error:
             if device.is_device_error(error):
                 raise
+            self._lockstep.check(error)
             if task not in self.prefilling or not retry_after_oom(self.kv, task, error):
                 self._fail(task, _confirmed_failure(error))
 
@@ -275,6 +277,7 @@ class Scheduler:
         except (StoreError, OSError, RuntimeError, ValueError) as error:
             if device.is_device_error(error):
                 raise
+            self._lockstep.check(error)
             log.warning(
                 "%s: restore failed, computing the rest of the prefix: %s", task.record.id, error
             )
@@ -297,6 +300,7 @@ class Scheduler:
             except Exception as error:
                 if device.is_device_error(error):
                     raise
+                self._lockstep.check(error)
                 (task, *_) = lane.tasks
                 if not lane.batched and lane.steady and retry_after_oom(self.kv, task, error):
                     continue
@@ -363,8 +367,9 @@ class Scheduler:
 
         It is not known which pass failed. So no pending token is used again, and no lineage that
         was written to since its last confirmation. A device error during recovery begins it again.
-        Raises the third error in a row.
+        Raises the third error in a row, and GroupLost if other ranks have made different passes.
         """
+        self._lockstep.check(error)
         another: RuntimeError | None = error
         while another is not None:
             error = another
@@ -481,6 +486,7 @@ class Scheduler:
         except Exception as error:
             if device.is_device_error(error):
                 raise
+            self._lockstep.check(error)
             self._fail(task, _confirmed_failure(error))
         return True
 

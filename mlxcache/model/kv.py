@@ -18,6 +18,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from mlxcache.model.adapters import Checkpointed, Sliced, adapter_of, class_name, parts_of, prepared
 from mlxcache.model.arrays import copied_tree, either, spec_tree, tree_arrays, varies
+from mlxcache.model.lockstep import ALONE, Lockstep
 from mlxcache.model.quantise import quantised
 
 Caches = list[Any]
@@ -173,7 +174,8 @@ class Layout:
     adapters of the opaque slots. `batchable`: several sequences can be fed as a batch. `states`:
     the form of a checkpoint, as nested tuples like those that `kv.capture` returns, with an
     ArraySpec in place of each array. `unknown`: names of cache classes without an adapter; such a
-    model is not cached.
+    model is not cached. `stateful`: another rank has opaque slots, so that checkpoints are needed.
+    `lockstep`: is told every operation on KV of this layout.
     """
 
     make: Callable[[], Caches]
@@ -188,6 +190,8 @@ class Layout:
     windows: tuple[int | None, ...]
     states: State
     unknown: tuple[str, ...]
+    stateful: bool = False
+    lockstep: Lockstep = ALONE
 
     @property
     def cacheable(self) -> bool:
@@ -197,7 +201,7 @@ class Layout:
     @property
     def opaque(self) -> bool:
         """True if there are opaque slots, so that continuing at a position takes a checkpoint."""
-        return bool(self.checkpointed)
+        return bool(self.checkpointed) or self.stateful
 
     @property
     def window(self) -> int | None:

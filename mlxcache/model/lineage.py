@@ -37,6 +37,7 @@ class Lineage:
     """
 
     __slots__ = (
+        "__weakref__",
         "_addresses",
         "base",
         "caches",
@@ -62,6 +63,7 @@ class Lineage:
         self.window_valid_from = 0
         self.passes = 0
         self._addresses: list[int] | None = None
+        layout.lockstep.create(self)
 
     @property
     def nbytes(self) -> int:
@@ -84,6 +86,7 @@ class Lineage:
         `sources` are contiguous ranges of lineages. If MLX fails, the lineage is released, unless
         the only change was to enlarge its buffers.
         """
+        self.layout.lockstep.rebuild(self, sources, capacity)
         try:
             self._refill(sources, capacity)
         except BaseException:
@@ -156,6 +159,11 @@ class Lineage:
 
     def truncate(self, length: int) -> None:
         """Drop the positions from `length` on. The capacity stays."""
+        self.layout.lockstep.truncate(self, length)
+        self._end_at(length)
+
+    def _end_at(self, length: int) -> None:
+        """Set the number of positions to `length`."""
         self.length = length
         self.window_valid_from = min(self.window_valid_from, length)
         for slot in self.linear:
@@ -166,7 +174,8 @@ class Lineage:
 
         `length` must not exceed the capacity. KV and states hold any values, of the right shapes.
         """
-        self.truncate(length)
+        self.layout.lockstep.pretend(self, length)
+        self._end_at(length)
         kv.pretend(self.slots, self.layout.states, length)
 
     def compact(self, start: int, end: int) -> None:
@@ -263,13 +272,14 @@ class Lineage:
             written += arrays
             size += one
         mx.eval(written)
-        self.truncate(end)
+        self._end_at(end)
         if not windows:
             self.window_valid_from = end
 
     def append_span(self, span: Span) -> None:
         """Append a copy of a range of another lineage, which must begin at position `length`."""
         owner, start, end = span
+        self.layout.lockstep.append_span(self, span)
         valid_from = max(self.window_valid_from, _window_valid_from(span))
         sizes = [range(len(spec)) for spec in self.layout.specs]
         self.append(
@@ -281,12 +291,20 @@ class Lineage:
 
     def capture(self) -> State:
         """Copy the states of the opaque slots at `length`, and evaluate the copies."""
-        return kv.capture(self.slots)
+        return self.layout.lockstep.capture(self, kv.capture(self.slots))
 
     def restore(self, state: State | None) -> None:
         """Set the opaque slots to a copy of `state`, a result of `capture`.
 
         None leaves them as they are.
+        """
+        self.layout.lockstep.restore(self, state)
+        kv.restore(self.slots, state)
+
+    def set_state(self, state: State | None) -> None:
+        """Set the opaque slots to a copy of `state`, which no rank knows: from disk or a batch.
+
+        None leaves them as they are. The caller tells the other ranks where it comes from.
         """
         kv.restore(self.slots, state)
 
@@ -295,6 +313,7 @@ class Lineage:
 
         They may be views that keep larger buffers in memory; see `kv.settle`.
         """
+        self.layout.lockstep.settle(self)
         kv.settle(self.slots)
 
     def rest(self) -> None:
@@ -307,6 +326,7 @@ class Lineage:
         self.linear = [self.slots[i] for i in self.layout.linear]
         for slot, arrays in zip(self.linear, kept, strict=True):
             kv.set_arrays(slot, arrays, self.length)
+        self.layout.lockstep.rest(self)
 
     def sound(self) -> bool:
         """Evaluate all arrays of linear slots, and return whether that succeeded.
@@ -336,6 +356,7 @@ class Lineage:
 
     def release(self) -> None:
         """Release every buffer now, even while other objects refer to this lineage."""
+        self.layout.lockstep.release(self)
         self.caches, self.slots, self.linear = [], [], []
         self.capacity = 0
         self._addresses = None

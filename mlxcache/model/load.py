@@ -71,6 +71,10 @@ class ModelSpec:
     draft: str | None = None
 
 
+Divide = Callable[[nn.Module, Mapping[str, Any]], None]
+"""Keeps a part of a model, given the model and its configuration."""
+
+
 @dataclass(frozen=True, slots=True)
 class Loaded:
     """A model that is ready to run.
@@ -96,11 +100,13 @@ def load(
     *,
     lazy: bool = False,
     use: BaseUse | None = None,
+    divide: Divide | None = None,
 ) -> Loaded:
     """Load the model that `spec` names. Blocks; MLX thread only.
 
     With `lazy`, each weight is read when it is first used. With `use`, weights that other models
-    have in memory are not read; release it if an error is raised. A model on the Hub is downloaded
+    have in memory are not read; release it if an error is raised. `divide(model, config)` may drop
+    parts of the model before any weight is read. A model on the Hub is downloaded
     first, and `progress` is called with the bytes on disk and the bytes needed; to keep the MLX
     thread free, call `fetch` in another thread before. Raises ModelError, which names the file at
     fault or says what to do.
@@ -110,7 +116,8 @@ def load(
     check_files(path)
     template = _template(spec.chat_template)
     context_length(native_length(config), spec.context)  # raises before the weights are read
-    model, config = _load_weights(spec, path, lazy=lazy or spec.draft is not None, use=use)
+    lazily = lazy or spec.draft is not None
+    model, config = _load_weights(spec, path, lazy=lazily, use=use, divide=divide)
     tokenizer = _load_tokenizer(spec, path, _eos(config) or _eos(own), template)
     info = _info(spec, path, model, tokenizer, config)
     vision = load_vision(model, tokenizer, config)
@@ -203,7 +210,12 @@ def _of_the_draft() -> Iterator[None]:
 
 
 def _load_weights(
-    spec: ModelSpec, path: Path, *, lazy: bool, use: BaseUse | None
+    spec: ModelSpec,
+    path: Path,
+    *,
+    lazy: bool,
+    use: BaseUse | None,
+    divide: Divide | None = None,
 ) -> tuple[nn.Module, dict[str, Any]]:
     try:
         model, config = load_model(path, lazy=True, trust_remote_code=spec.trust_remote_code)
@@ -211,6 +223,8 @@ def _load_weights(
             use.share(path, model)
         if spec.adapter is not None:
             _add_adapter(model, path, Path(spec.adapter).expanduser())
+        if divide is not None:
+            divide(model, config)
         if not lazy:
             mx.eval(model.parameters())
     except (*_FAILURES, SystemExit) as error:  # mlx_lm.models.olmo would end the process

@@ -78,8 +78,9 @@ class SessionFiles:
     async def snapshot(self, id: str) -> SnapshotExport:
         """Return a snapshot of a session; iterate it on another thread, because it reads files.
 
-        Raises NotFound, StoreError, and Unsupported without a disk tier.
+        Raises NotFound, StoreError, and Unsupported without a disk tier or on several ranks.
         """
+        self._check_whole()
         store = self._stored()
         info = await self._info(id)
         await self._settled()
@@ -90,9 +91,10 @@ class SessionFiles:
         """Export the main leaf of a session as a prompt cache file for mlx-lm's tools.
 
         Computes the KV that is not in RAM. Raises NotFound, Busy, Unsupported for a session of
-        another model, with images, or of a model without such files, and what `Engine.submit`
-        raises.
+        another model, with images, or of a model without such files or on several ranks, and what
+        `Engine.submit` raises.
         """
+        self._check_whole()
         info = await self._info(id)
         if info.namespace != self._model.namespace:
             raise Unsupported(
@@ -131,8 +133,9 @@ class SessionFiles:
         made, if the file has no tokens. KV of a prompt cache that cannot be used is computed.
         `served`: another model to which the snapshot must belong, and which need not be loaded.
         Raises SnapshotRefused, BadRequest and StoreError; for a snapshot Unsupported without a disk
-        tier; for a prompt cache what `Engine.submit` raises.
+        tier or on several ranks; for a prompt cache what `Engine.submit` raises.
         """
+        self._check_whole()
         owner = OWNER.get()
         try:
             checked = await asyncio.to_thread(self._read, path, served or self._model)
@@ -164,6 +167,14 @@ class SessionFiles:
             spec=model.spec,
             vocab_size=model.vocab_size,
         )
+
+    def _check_whole(self) -> None:
+        """Raise Unsupported if this process has only a part of the KV."""
+        if self._kv.layout.lockstep.divided:
+            raise Unsupported(
+                "Sessions of a model on several machines can be neither exported nor imported yet: "
+                "serve the model on one machine for that."
+            )
 
     def _stored(self) -> Store:
         if self._store is None:

@@ -144,6 +144,10 @@ class Store:
 
         `touch`: note a use of the files found; this does not write to the index. Raises StoreError.
         """
+        return self._look_up(ids, touch=touch)
+
+    def _look_up(self, ids: Tokens, *, touch: bool) -> Found:
+        """Find what this folder has; see `find`, which subclasses restrict."""
         with self.database.read() as connection:
             match = index.lookup(connection, self._chains.of(ids))
         if touch:
@@ -307,6 +311,18 @@ class Store:
             needed = {file.id for file in files if _needed_beyond(file) < shared}
         else:
             needed = {file.id for leaf in others for file in self._files(sessions.ids(leaf))}
+        return self._remove(files, needed)
+
+    def remove_beyond(self, ids: Tokens, keep: int) -> int:
+        """Remove the files of `ids` that hold none of its first `keep` tokens.
+
+        Files that continue them are removed too. Returns the number removed. Raises StoreError.
+        """
+        files = self._files(ids)
+        return self._remove(files, {file.id for file in files if _needed_beyond(file) < keep})
+
+    def _remove(self, files: Sequence[Piece | Saved], needed: set[int]) -> int:
+        """Remove `files` and those they were built on, except those that `needed` ones need."""
         gone, left = 0, [file.id for file in files]
         while left:
             id = left.pop()
@@ -403,7 +419,7 @@ class Store:
         return self.context.folder.file(row.kind, row.digest)
 
     def _files(self, ids: Tokens) -> list[Piece | Saved]:
-        found = self.find(ids, touch=False)
+        found = self._look_up(ids, touch=False)
         return [*found.pieces, *found.checkpoints]
 
     def _verify(self, file: Piece | Saved, check: Callable[[int], None]) -> None:

@@ -1,0 +1,195 @@
+"""`mlxcache serve --hosts`: starts one process on each machine, with mlx.launch."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack, suppress
+from pathlib import Path
+
+import psutil
+
+from mlxcache.config import Settings
+from mlxcache.errors import ConfigError
+
+END_S = 2.0
+"""Seconds that the processes have to end after one of them has ended."""
+
+STOP_S = 20.0
+"""Seconds that the processes have to end after a signal: conversations are written to disk."""
+
+POLL_S = 0.2
+"""Seconds between two looks whether all processes still run."""
+
+QUIET_S = (5.0, 10.0, 20.0, 60.0)
+"""Seconds after the start at which the processes are sent a line; see `Ranks`."""
+
+RANK = "MLX_RANK"
+"""Variable that mlx.launch sets in each process that it starts."""
+
+FIRST_PORT, LAST_PORT = 32323, 60000
+"""Ports for tensors: the default of mlx.launch, and the last that is tried on this machine."""
+
+LOCAL = "127.0.0.1"
+"""The address for which mlx.launch starts a process without ssh."""
+
+
+def read_hosts(hosts: str) -> list[dict[str, object]]:
+    """Return the machines of `--hosts` as mlx.launch's hostfile lists them.
+
+    The first is this machine: its process is started here, and not through ssh. Raises ConfigError
+    for a name without an address, and for fewer than two machines.
+    """
+    names = [name.strip() for name in hosts.split(",")]
+    if len(names) < 2:
+        raise ConfigError(f"--hosts {hosts}: name two machines or more, such as 10.0.0.1,10.0.0.2")
+    found: list[dict[str, object]] = []
+    for name in names:
+        try:
+            address = socket.gethostbyname(name) if name else ""
+        except OSError as error:
+            raise ConfigError(f"--hosts: {name} has no address: {error.strerror}") from error
+        if not address:
+            raise ConfigError(f"--hosts {hosts}: there is a name missing between two commas")
+        found.append({"ssh": LOCAL if address == LOCAL else name, "ips": [address]})
+    own = {one.address for each in psutil.net_if_addrs().values() for one in each}
+    if (first := found[0]["ips"]) and not set(own) & set(first):  # type: ignore[call-overload]
+        raise ConfigError(f"--hosts {hosts}: the first must be this machine, and {names[0]} is not")
+    return [found[0] | {"ssh": LOCAL}, *found[1:]]
+
+
+def free_port(count: int) -> int:
+    """Return the first of `count` ports in a row that are free on this machine."""
+    for first in range(FIRST_PORT, LAST_PORT, count):
+        with ExitStack() as held:
+            try:
+                for port in range(first, first + count):
+                    one = held.enter_context(socket.socket())
+                    one.bind((LOCAL, port))
+            except OSError:
+                continue
+        return first
+    raise ConfigError(f"--hosts: no {count} ports in a row are free on this machine")
+
+
+def launch_command(hostfile: Path, arguments: Sequence[str], port: int = FIRST_PORT) -> list[str]:
+    """Return the command that starts `mlxcache` with `arguments` on every machine of `hostfile`.
+
+    `port`: the first of those for tensors. Raises ConfigError if mlx.launch or the file is missing.
+    """
+    launcher = Path(sys.executable).with_name("mlx.launch")
+    if not launcher.exists():
+        raise ConfigError(f"--hosts needs mlx.launch, which is not in {launcher.parent}")
+    if not hostfile.is_file():
+        raise ConfigError(f"--hostfile {hostfile}: there is no such file")
+    own = [sys.executable, "-m", "mlxcache.cli.main", *arguments]
+    machines = ["--hostfile", str(hostfile), "--starting-port", str(port)]
+    return [str(launcher), *machines, "--", *own]
+
+
+def run_ranks(settings: Settings, arguments: Sequence[str]) -> int:
+    """Run `mlxcache` with `arguments` on every machine until it ends; return its exit status.
+
+    SIGINT and SIGTERM are passed on to rank 0, which ends the others. Blocks. Raises ConfigError.
+    """
+    settings.check_divisible()
+    if settings.hostfile is not None:
+        return Ranks(launch_command(settings.hostfile, arguments)).run()
+    with tempfile.TemporaryDirectory(prefix="mlxcache-") as folder:
+        hostfile = Path(folder) / "hosts.json"
+        hosts = read_hosts(settings.hosts or "")
+        hostfile.write_text(json.dumps(hosts))
+        here = all(one["ssh"] == LOCAL for one in hosts)
+        port = free_port(len(hosts)) if here else FIRST_PORT
+        return Ranks(launch_command(hostfile, arguments, port)).run()
+
+
+def close_input() -> None:
+    """Close this process's standard input, which mlx.launch keeps trying to write to."""
+    with open(os.devnull, "rb") as nothing:
+        os.dup2(nothing.fileno(), 0)
+
+
+class Ranks:
+    """mlx.launch and the processes that it starts on this machine.
+
+    mlx.launch waits for ever for a frozen process, and does not end its processes on a signal; here
+    they are ended.
+    """
+
+    def __init__(self, command: Sequence[str]):
+        # a session of its own: Ctrl-C in a terminal is for rank 0 alone, which ends the others.
+        # stdin is a pipe that stays open: mlx.launch reads it, and would spin at its end
+        self._launcher = psutil.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
+        self._lines = [time.monotonic() + delay for delay in QUIET_S]
+        self._seen: dict[int, psutil.Process] = {}
+        self._told = threading.Event()
+        self._stopped = False
+        self._stop_by: float | None = None
+
+    def run(self) -> int:
+        """Wait for the end of all processes; return 0 if a signal asked for it, else 1."""
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self._stop)
+        while self._launcher.poll() is None or self._running():
+            self._told.wait(POLL_S)
+            self._told.clear()
+            self._quieten()
+            ended = len(self._running()) < len(self._seen) or self._launcher.poll() is not None
+            if ended and self._stop_by is None:
+                self._stop_by = time.monotonic() + END_S
+            if self._stop_by is not None and time.monotonic() > self._stop_by:
+                for each in [*self._running(), self._launcher]:
+                    with suppress(psutil.NoSuchProcess):
+                        each.kill()
+        return 0 if self._stopped else 1
+
+    def _quieten(self) -> None:
+        """Send the processes a line now and then, which makes mlx.launch see that none reads.
+
+        Until then it spins, because it could write to them at any time. Processes on this machine
+        close their standard input; see `close_input`.
+        """
+        if self._lines and time.monotonic() > self._lines[0]:
+            del self._lines[0]
+            with suppress(OSError):
+                self._launcher.stdin.write(b"\n")
+                self._launcher.stdin.flush()
+
+    def _stop(self, number: int, frame: object) -> None:
+        """Pass a signal on to rank 0, or to all where it cannot be told which that is."""
+        running = self._running()
+        for each in [one for one in running if _rank(one) == 0] or [*running, self._launcher]:
+            with suppress(psutil.NoSuchProcess):
+                each.send_signal(number)
+        self._stopped, self._stop_by = True, time.monotonic() + STOP_S
+        self._told.set()
+
+    def _running(self) -> list[psutil.Process]:
+        """Return the processes of mlx.launch on this machine that have not ended."""
+        with suppress(psutil.NoSuchProcess):
+            for one in self._launcher.children():
+                self._seen.setdefault(one.pid, one)
+        return [one for one in self._seen.values() if _lives(one)]
+
+
+def _lives(process: psutil.Process) -> bool:
+    with suppress(psutil.NoSuchProcess):
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    return False
+
+
+def _rank(process: psutil.Process) -> int | None:
+    """Return the rank of a process of mlx.launch, or None if it cannot be read."""
+    try:
+        return int(process.environ()[RANK])
+    except (psutil.Error, KeyError, ValueError):
+        return None

@@ -1,0 +1,379 @@
+"""A rank other than 0: repeats the operations of rank 0 on its own part of the model and KV."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import singledispatchmethod
+from typing import Any
+
+import mlx.core as mx
+import msgspec
+import numpy as np
+from mlx.nn import Module
+
+from mlxcache.errors import PrefixNotStored, StoreError
+from mlxcache.model import kv, rows, serialise
+from mlxcache.model.kv import Caches, Layout, State
+from mlxcache.model.lineage import Lineage, Span
+from mlxcache.ranks import operations as op
+from mlxcache.store.found import Found, Saved
+from mlxcache.store.store import Store
+from mlxcache.types import Tokens
+
+log = logging.getLogger("mlxcache.ranks")
+
+_MESSAGE = msgspec.msgpack.Decoder(op.Message)
+
+
+class Follower:
+    """The state of one rank: its lineages, states, batches and pending tokens by number.
+
+    `group`: MLX's group of all ranks. `open_store(operation)` returns the rank's own store. MLX
+    thread only, except `answer`.
+    """
+
+    def __init__(
+        self,
+        model: Module,
+        layout: Layout,
+        group: Any,
+        open_store: Callable[[op.Open], Store] | None = None,
+    ):
+        self.model = model
+        self.layout = layout
+        self.store: Store | None = None
+        self._open_store = open_store
+        self._group = group
+        self._lineages: dict[int, Lineage] = {}
+        self._states: dict[int, State] = {}
+        self._batches: dict[int, Caches] = {}
+        self._pending: dict[int, mx.array] = {}
+        self._stream = mx.new_stream(mx.cpu)
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="mlxcache-write")
+        self._outcomes: dict[bytes, deque[op.Answer]] = {}
+        self._outcomes_lock = threading.Lock()
+        self._began_at: float | None = None
+
+    @property
+    def counts(self) -> tuple[int, int, int]:
+        """Numbers of lineages, states and batches that are held."""
+        return len(self._lineages), len(self._states), len(self._batches)
+
+    def answer(self, question: op.AnyQuestion) -> op.Answer:
+        """Answer a question. Any thread. Blocks for a lookup on disk at most."""
+        match question:
+            case op.Ping():
+                began = self._began_at
+                return op.Answer(0.0 if began is None else time.monotonic() - began)
+            case op.Find():
+                return self._find(question)
+            case op.Verify() | op.VerifyState():
+                return self._verify(question)
+            case op.Outcome(key):
+                return self._take_outcome(key)
+            case op.Pin(name, paths):
+                self._change(lambda store: store.pin(name, [_ids(path) for path in paths]))
+            case op.Remove(ids, keep):
+                self._change(lambda store: store.remove_beyond(_ids(ids), keep))
+            case op.Forget(ids, keep):
+                self._change(lambda store: store.forget_beyond(_ids(ids), keep))
+            case op.Clear(pinned):
+                self._change(lambda store: store.clear(pinned=pinned))
+            case op.Prune(limit):
+                self._change(lambda store: store.prune(limit))
+        return op.Answer()
+
+    def _find(self, question: op.Find) -> op.Answer:
+        if self.store is None:
+            return op.Answer(checkpoints=[])
+        try:
+            found = self.store.find(_ids(question.ids), touch=question.touch)
+        except StoreError as error:
+            log.warning("disk lookup failed: %s", error)
+            return op.Answer(checkpoints=[])
+        saved = [one.position for one in found.checkpoints] if self.layout.checkpointed else None
+        return op.Answer(length=found.length, checkpoints=saved)
+
+    def _verify(self, question: op.Verify | op.VerifyState) -> op.Answer:
+        """Read files that rank 0 will have loaded. Any thread."""
+        try:
+            store, ids = self._opened, _ids(question.ids)
+            found = store.find(ids)
+            if isinstance(question, op.Verify):
+                for piece in found.pieces:
+                    if piece.start < question.end and question.start < piece.end:
+                        store.verify(piece, ids, late=question.late)
+            elif self.layout.checkpointed:
+                store.verify_checkpoint(_checkpoint_at(len(ids), found), ids)
+        except StoreError as error:
+            return op.Answer(failure=str(error))
+        return op.Answer()
+
+    def _take_outcome(self, key: bytes) -> op.Answer:
+        with self._outcomes_lock:
+            known = self._outcomes.get(key)
+            answer = known.popleft() if known else op.Answer()
+            if not known:
+                self._outcomes.pop(key, None)
+        return answer
+
+    def _note_outcome(self, key: bytes, answer: op.Answer) -> None:
+        with self._outcomes_lock:
+            self._outcomes.setdefault(key, deque()).append(answer)
+
+    def obey(self, data: bytes) -> bool:
+        """Repeat the operation of an encoded message; return False if it ends the group."""
+        message = _MESSAGE.decode(data)
+        self._began_at = time.monotonic()
+        for number in message.lineages:
+            self._lineages.pop(number, None)
+            self._pending.pop(number, None)
+        for number in message.states:
+            self._states.pop(number, None)
+        if isinstance(message.operation, op.End):
+            return False
+        self._do(message.operation)
+        self._began_at = None
+        return True
+
+    def close(self) -> None:
+        """Write what is still to be written, and close the store. Blocks."""
+        self._writer.shutdown()
+        if self.store is not None:
+            self.store.close()
+
+    # -- the objects that numbers name -------------------------------------------------------------
+
+    def lineage(self, number: int) -> Lineage:
+        """Return the lineage with this number."""
+        return self._lineages[number]
+
+    def _lineage(self, number: int, length: int) -> Lineage:
+        """Return a lineage, with the length that rank 0 gives it: passes changed that alone."""
+        lineage = self._lineages[number]
+        lineage.advance(length - lineage.length)
+        return lineage
+
+    def _span(self, span: op.Span) -> Span:
+        number, start, end = span
+        return self._lineages[number], start, end
+
+    def _caches(self, number: int) -> Caches:
+        found = self._lineages.get(number)
+        return found.caches if found is not None else self._batches[number]
+
+    def _pass(self, number: int, tokens: mx.array) -> None:
+        """Feed one token per row and start drawing the next ones, which rank 0 draws."""
+        logits = self.model(tokens[:, None], cache=self._caches(number))
+        drawn = self.share(logits)
+        mx.async_eval(drawn)  # type: ignore[no-untyped-call]
+        self._pending[number] = drawn
+
+    def share(self, logits: mx.array) -> mx.array:
+        """Return the tokens that rank 0 draws from `logits`, shape (rows, 1, vocabulary); lazy."""
+        none = mx.depends([mx.zeros(len(logits), mx.int32)], [logits])[0]  # after the same pass
+        return mx.distributed.all_sum(none, group=self._group)
+
+    # -- operations --------------------------------------------------------------------------------
+
+    @singledispatchmethod
+    def _do(self, it: op.Operation) -> None:
+        raise TypeError(f"no such operation: {it!r}")
+
+    @_do.register
+    def _(self, it: op.Open) -> None:
+        failure = None
+        if self._open_store is not None:
+            try:
+                self.store = self._open_store(it)
+            except (StoreError, OSError) as error:
+                log.warning("no disk tier on this rank: %s", error)
+                failure = str(error)
+        self._note_outcome(op.STORE, op.Answer(ended=True, failure=failure))
+
+    @_do.register
+    def _(self, it: op.Feed) -> None:
+        lineage = self._lineage(it.lineage, it.length)
+        self.model(mx.array(it.tokens, mx.int32)[None], cache=lineage.caches)
+        kv.eval_states(lineage.caches)
+
+    @_do.register
+    def _(self, it: op.Start) -> None:
+        self._pass(it.caches, mx.array(it.tokens, mx.int32))
+
+    @_do.register
+    def _(self, it: op.Step) -> None:
+        self._pass(it.caches, self._pending[it.caches])
+
+    @_do.register
+    def _(self, it: op.Create) -> None:
+        self._lineages[it.lineage] = Lineage(self.layout, it.copy_bytes)
+
+    @_do.register
+    def _(self, it: op.Rebuild) -> None:
+        lineage = self._lineage(it.lineage, it.length)
+        lineage.fill([self._span(span) for span in it.sources], it.capacity)
+
+    @_do.register
+    def _(self, it: op.Truncate) -> None:
+        self._lineage(it.lineage, it.length).truncate(it.to)
+
+    @_do.register
+    def _(self, it: op.Pretend) -> None:
+        self._lineage(it.lineage, it.length).pretend(it.to)
+
+    @_do.register
+    def _(self, it: op.AppendSpan) -> None:
+        self._lineage(it.lineage, it.length).append_span(self._span(it.span))
+
+    @_do.register
+    def _(self, it: op.Capture) -> None:
+        self._states[it.state] = self._lineage(it.lineage, it.length).capture()
+
+    @_do.register
+    def _(self, it: op.Restore) -> None:
+        state = None if it.state is None else self._states[it.state]
+        self._lineage(it.lineage, it.length).restore(state)
+
+    @_do.register
+    def _(self, it: op.Settle) -> None:
+        self._lineage(it.lineage, it.length).settle()
+
+    @_do.register
+    def _(self, it: op.Rest) -> None:
+        self._lineage(it.lineage, it.length).rest()
+
+    @_do.register
+    def _(self, it: op.Release) -> None:
+        self._lineage(it.lineage, it.length).release()
+
+    @_do.register
+    def _(self, it: op.Join) -> None:
+        others = [self._caches(number) for number in it.others]
+        joint = rows.join(self._caches(it.rows), others, batched=it.batched)
+        each = [it.rows, *it.others]
+        self._pending[it.joint] = mx.concatenate([self._pending[number] for number in each])
+        self._batches[it.joint] = joint
+        if it.batched:
+            self._drop(it.rows)
+
+    @_do.register
+    def _(self, it: op.KeepRows) -> None:
+        rows.keep_rows(self._batches[it.batch], it.rows)
+        self._pending[it.batch] = self._pending[it.batch][mx.array(it.rows)]
+
+    @_do.register
+    def _(self, it: op.TakeRow) -> None:
+        self._pending[it.lineage] = self._pending[it.batch][it.row : it.row + 1]
+
+    @_do.register
+    def _(self, it: op.AppendRow) -> None:
+        lineage = self._lineage(it.lineage, it.length)
+        linear, opaque = rows.row_tail(self.layout, self._batches[it.batch], it.row, it.count)
+        lineage.append(linear, it.count)
+        lineage.set_state(tuple(slot.state for slot in opaque))
+
+    @_do.register
+    def _(self, it: op.DropBatch) -> None:
+        self._drop(it.batch)
+
+    @_do.register
+    def _(self, it: op.WriteRun) -> None:
+        ids, key = _ids(it.ids), op.key_of(it.ids, it.start)
+        for (number, _, _), length in zip(it.spans, it.lengths, strict=True):
+            self._lineage(number, length)
+        out = memoryview(bytearray(serialise.run_bytes(self.layout, len(ids) - it.start)))
+        spans = [self._span(span) for span in it.spans]
+        tensors = serialise.copied_run(self.layout, spans, out)
+        late = serialise.late_names(self.layout)
+        self._write(key, lambda store: store.write_run(ids, it.start, tensors, late))
+
+    @_do.register
+    def _(self, it: op.WriteState) -> None:
+        ids, key = _ids(it.ids), op.key_of(it.ids, None)
+        if not self.layout.checkpointed:  # another rank has all states
+            self._note_outcome(key, op.Answer(ended=True))
+            return
+        tensors = serialise.state_tensors(self._states[it.state])
+        self._write(key, lambda store: store.write_checkpoint(ids, tensors))
+
+    @_do.register
+    def _(self, it: op.Load) -> None:
+        lineage = self._lineage(it.lineage, it.length)
+        store, ids = self._opened, _ids(it.ids)
+        found = store.find(ids)
+        while self.layout.specs and lineage.length < it.end:
+            piece = next(p for p in found.pieces if p.start <= lineage.length < p.end)
+            end = min(piece.end, it.end)
+            arrays = serialise.load_run(piece.path, self.layout, self._stream)
+            part = serialise.row_major(arrays, lineage.length - piece.first, end - piece.first)
+            lineage.append(part, end - lineage.length)
+        lineage.advance(it.end - lineage.length)
+
+    @_do.register
+    def _(self, it: op.LoadState) -> None:
+        lineage = self._lineage(it.lineage, it.length)
+        if not self.layout.checkpointed:
+            return
+        store, ids = self._opened, _ids(it.ids)
+        saved = _checkpoint_at(len(ids), store.find(ids))
+        lineage.set_state(serialise.load_state(saved.path, self.layout, self._stream))
+
+    @property
+    def _opened(self) -> Store:
+        if self.store is None:
+            raise StoreError("rank 0 uses the disk tier, and this rank has none")
+        return self.store
+
+    def _drop(self, batch: int) -> None:
+        del self._batches[batch]
+        self._pending.pop(batch, None)
+
+    # -- on the writer's thread --------------------------------------------------------------------
+
+    def _write(self, key: bytes, write: Callable[[Store], None]) -> None:
+        """Have the writer's thread write the file `key`, and note the outcome for rank 0."""
+        store = self._opened
+
+        def run() -> None:
+            answer = op.Answer(ended=True)
+            try:
+                write(store)
+            except PrefixNotStored as error:
+                answer = op.Answer(ended=True, failure=str(error), missing=True)
+            except Exception as error:  # noqa: BLE001 - rank 0 waits for an answer
+                log.warning("disk write failed: %s", error)
+                answer = op.Answer(ended=True, failure=str(error))
+            self._note_outcome(key, answer)
+
+        self._writer.submit(run)
+
+    def _change(self, change: Callable[[Store], object]) -> None:
+        """Have the writer's thread pin or remove files. A failure is logged."""
+        if (store := self.store) is None:
+            return
+
+        def run() -> None:
+            try:
+                change(store)
+            except StoreError as error:
+                log.warning("files could not be pinned or removed: %s", error)
+
+        self._writer.submit(run)
+
+
+def _checkpoint_at(position: int, found: Found) -> Saved:
+    """Return the checkpoint at `position`. Raises StoreError if there is none."""
+    saved = next((one for one in found.checkpoints if one.position == position), None)
+    if saved is None:
+        raise StoreError(f"no checkpoint at {position} tokens is on disk")
+    return saved
+
+
+def _ids(data: bytes) -> Tokens:
+    return np.frombuffer(data, np.int32)

@@ -1,0 +1,366 @@
+"""Making a group of ranks: connections, division of the model, and what all ranks agree on."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from importlib.metadata import version
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Client, Listener
+from pathlib import Path
+from typing import Any, Literal
+
+import mlx.core as mx
+import msgspec
+import numpy as np
+from mlx import nn
+
+from mlxcache.errors import GroupLost, ModelError
+from mlxcache.model.kv import Layout
+from mlxcache.ranks import operations as op
+from mlxcache.ranks.leader import Leader
+
+log = logging.getLogger("mlxcache.ranks")
+
+Mode = Literal["tensor", "pipeline"]
+
+CONNECT_S = 60.0
+"""Most seconds for the ranks of a group to find each other."""
+
+PING_S = 1.0
+"""Seconds between two questions whether the ranks live."""
+
+SILENT_S = 4.0
+"""Seconds without an answer after which a rank counts as lost."""
+
+STUCK_S = 60.0
+"""Seconds after which an operation that has not ended counts as hung."""
+
+KEY_BYTES = 32
+"""Length of the secret with which ranks prove that they belong to the group."""
+
+_GREETING = msgspec.msgpack.Decoder(tuple[int, str])
+
+PACKAGES = ("mlxcache", "mlx", "mlx-lm")
+
+
+class Setup(msgspec.Struct, frozen=True):
+    """What rank 0 tells each rank first: the model to load, and how it is divided.
+
+    `model`: the path of its folder, or its name on the Hub. `config`: digest of its config.json.
+    `versions`: of `PACKAGES`, as on rank 0.
+    """
+
+    model: str
+    mode: Mode
+    trust_remote_code: bool
+    adapter: str | None
+    kv_bits: int | None
+    config: str
+    versions: dict[str, str]
+
+
+class Share(msgspec.Struct, frozen=True):
+    """What a rank says when its part of the model is loaded, or why it cannot be loaded.
+
+    Bytes are those of `Layout`. `runs`: the rank has layers with KV of every position. `states`: it
+    has layers that need checkpoints.
+    """
+
+    failure: str | None = None
+    bytes_per_token: int = 0
+    checkpoint_bytes: int = 0
+    running_bytes: int = 0
+    weights_bytes: int = 0
+    runs: bool = True
+    states: bool = False
+    batchable: bool = False
+    unknown: list[str] = []
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """This process in its group: its rank, and the host on which rank 0 listens.
+
+    `mode`: how the model is divided.
+    """
+
+    rank: int
+    host: str
+    mode: Mode = "tensor"
+
+
+@dataclass(frozen=True, slots=True)
+class Meeting:
+    """Where the other ranks connect to rank 0: a TCP port of its host, and the secret for it."""
+
+    port: int
+    key: bytes
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of the packages that must be the same on all ranks."""
+    return {name: version(name) for name in PACKAGES}
+
+
+# -- the model -------------------------------------------------------------------------------------
+
+
+def check_divisible(model: nn.Module, config: Mapping[str, Any], size: int, mode: Mode) -> None:
+    """Raise ModelError if `model` cannot be divided among `size` ranks. Reads no weights."""
+    kind = config.get("model_type", "this model")
+    if mode == "pipeline":
+        inner: Any = getattr(model, "model", None)
+        if not hasattr(inner, "pipeline"):
+            raise ModelError(
+                f"mlx-lm cannot divide {kind} into a pipeline: leave out --pipeline, or serve it "
+                "on one machine."
+            )
+        layers = len(inner.layers)
+        if layers < size:
+            raise ModelError(f"{kind} has {layers} layers, too few for {size} ranks.")
+        return
+    if not hasattr(model, "shard"):
+        raise ModelError(
+            f"mlx-lm cannot divide the tensors of {kind}: try --pipeline, or serve it on one "
+            "machine."
+        )
+    text = config.get("text_config") or config
+    for name in ("num_attention_heads", "num_key_value_heads", "linear_num_key_heads"):
+        heads = text.get(name)
+        if isinstance(heads, int) and heads % size:
+            raise ModelError(
+                f"{kind} has {name} = {heads}, which {size} ranks cannot divide evenly: use a "
+                "number of ranks that divides it, or --pipeline."
+            )
+
+
+def divide(model: nn.Module, config: Mapping[str, Any], group: Any, mode: Mode) -> None:
+    """Keep only this rank's part of a model whose weights were not read yet.
+
+    Raises ModelError if it cannot be divided.
+    """
+    check_divisible(model, config, group.size(), mode)
+    try:
+        if mode == "pipeline":
+            model.model.pipeline(group)
+        else:
+            model.shard(group)
+    except (ValueError, AssertionError) as error:
+        raise ModelError(
+            f"The model cannot be divided among {group.size()} ranks: {error}"
+        ) from error
+
+
+def wait_for_all(group: Any) -> None:
+    """Return when all ranks have called this. Blocks."""
+    mx.eval(mx.distributed.all_sum(mx.array(1.0), group=group, stream=mx.cpu))
+
+
+def agree_on_meeting(group: Any, mine: Meeting | None) -> Meeting:
+    """Return rank 0's meeting on all ranks; `mine` is that on rank 0, None on the others. Blocks.
+
+    It travels over the group's own links, which are not encrypted.
+    """
+    told = [0] * (1 + KEY_BYTES) if mine is None else [mine.port, *mine.key]
+    heard = mx.distributed.all_sum(mx.array(told, mx.int32), group=group, stream=mx.cpu)
+    port, *key = np.asarray(heard).tolist()
+    return Meeting(port, bytes(key))
+
+
+def part_of_namespace(namespace: str, mode: Mode, rank: int, size: int) -> str:
+    """Return the namespace of one rank's part of the KV of `namespace`."""
+    what = f"{namespace} {mode} {rank}/{size}"
+    return hashlib.blake2b(what.encode(), digest_size=16).hexdigest()
+
+
+def share_of(layout: Layout, weights: int) -> Share:
+    """Return what rank 0 must know of a rank's layout. `weights`: bytes of its weights."""
+    return Share(
+        None,
+        layout.bytes_per_token,
+        layout.checkpoint_bytes,
+        layout.running_bytes,
+        weights,
+        bool(layout.specs),
+        layout.opaque,
+        layout.batchable,
+        list(layout.unknown),
+    )
+
+
+def united(layout: Layout, shares: Sequence[Share], leader: Leader) -> Layout:
+    """Return rank 0's `layout` with what the others need: checkpoints if one rank needs them.
+
+    Bytes are those of the rank with the most. Raises ModelError for a division that leaves only
+    some ranks with KV of every position.
+    """
+    runs = {bool(layout.specs), *(share.runs for share in shares)}
+    if len(runs) > 1:
+        raise ModelError(
+            "The pipeline leaves some ranks without attention layers: use fewer ranks, or leave "
+            "out --pipeline."
+        )
+    return replace(
+        layout,
+        bytes_per_token=max(layout.bytes_per_token, *(s.bytes_per_token for s in shares)),
+        checkpoint_bytes=max(layout.checkpoint_bytes, *(s.checkpoint_bytes for s in shares)),
+        running_bytes=max(layout.running_bytes, *(s.running_bytes for s in shares)),
+        batchable=layout.batchable and all(s.batchable for s in shares),
+        unknown=tuple(sorted({*layout.unknown, *(name for s in shares for name in s.unknown)})),
+        stateful=any(s.states for s in shares),
+        lockstep=leader,
+    )
+
+
+# -- connections -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Links:
+    """The two connections between rank 0 and another rank, for operations and for questions.
+
+    Each is a `multiprocessing.connection.Connection`, of which only bytes are sent and received.
+    """
+
+    operations: Any
+    questions: Any
+
+    def close(self) -> None:
+        """Close both."""
+        self.operations.close()
+        self.questions.close()
+
+
+def accept_all(host: str, group: Any) -> list[Links]:
+    """Wait on rank 0 for the connections of all other ranks; return them in the order of ranks.
+
+    Blocks for at most `CONNECT_S`. Raises GroupLost.
+    """
+    key, wanted = secrets.token_bytes(KEY_BYTES), 2 * (group.size() - 1)
+    found: dict[tuple[int, str], Any] = {}
+    with Listener((host, 0), backlog=wanted, authkey=key) as listener:
+        address = listener.address
+        agree_on_meeting(group, Meeting(int(address[1]), key))
+        too_late = threading.Timer(CONNECT_S, _poke, (address,))
+        too_late.daemon = True
+        too_late.start()
+        deadline = time.monotonic() + CONNECT_S
+        try:
+            while len(found) < wanted:
+                with suppress(OSError, EOFError, AuthenticationError, msgspec.DecodeError):
+                    connection = listener.accept()  # a stranger, or the timer, is no rank
+                    rank, kind = _GREETING.decode(connection.recv_bytes())
+                    found[rank, kind] = connection
+                if time.monotonic() > deadline:
+                    missing = sorted(set(range(1, group.size())) - {rank for rank, _ in found})
+                    raise GroupLost(f"ranks {missing} did not connect within {CONNECT_S:g} s")
+        finally:
+            too_late.cancel()
+    ranks = range(1, group.size())
+    return [Links(found[rank, "operations"], found[rank, "questions"]) for rank in ranks]
+
+
+def _poke(address: Any) -> None:
+    """Wake a listener that waits at `address`, by a connection that says nothing."""
+    with suppress(OSError):
+        socket.create_connection(address, timeout=1.0).close()
+
+
+def connect(host: str, group: Any) -> Links:
+    """Connect to rank 0 from another rank. Blocks for at most `CONNECT_S`. Raises GroupLost."""
+    meeting = agree_on_meeting(group, None)
+    made: list[Any] = []
+    deadline = time.monotonic() + CONNECT_S
+    for kind in ("operations", "questions"):
+        while True:
+            try:
+                connection = Client((host, meeting.port), authkey=meeting.key)
+                break
+            except OSError as error:
+                if time.monotonic() > deadline:
+                    raise GroupLost(f"rank 0 is not at {host}:{meeting.port}: {error}") from error
+                time.sleep(0.1)
+        connection.send_bytes(msgspec.msgpack.encode((group.rank(), kind)))
+        made.append(connection)
+    return Links(*made)
+
+
+class Watch:
+    """Thread that asks all ranks whether they live, and calls `on_loss(why)` once if one does not.
+
+    Neither a frozen host nor, with some backends, a lost one is an error of a collective operation:
+    the pass hangs instead. `own_age()`: seconds that rank 0's own operation has run.
+    """
+
+    def __init__(
+        self,
+        leader: Leader,
+        own_age: Callable[[], float],
+        on_loss: Callable[[str], None],
+        every_s: float = PING_S,
+    ):
+        self._leader, self._own_age, self._on_loss = leader, own_age, on_loss
+        self._every_s = every_s
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="mlxcache-ranks", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """End the thread."""
+        self._ended.set()
+
+    def _run(self) -> None:
+        while not self._ended.wait(self._every_s):
+            try:
+                answers = self._leader.ask(op.Ping(), SILENT_S)
+            except GroupLost as error:
+                if not self._ended.is_set():
+                    self._on_loss(str(error))
+                return
+            oldest = max(self._own_age(), *(answer.age_s for answer in answers))
+            if oldest > STUCK_S and not self._ended.is_set():
+                self._on_loss(f"an operation has run for {oldest:.0f} s")
+                return
+
+
+def place_from(environ: Mapping[str, str], *, pipeline: bool = False) -> Place | None:
+    """Return the place that `mlx.launch` gave this process; None for a process that runs alone.
+
+    Reads what mlx.launch sets: MLX_RANK, and for the host of rank 0 MLX_HOSTFILE (ring),
+    MLX_JACCL_COORDINATOR (JACCL) or NCCL_HOST_IP (NCCL). Raises ModelError if the host is missing.
+    Source: https://ml-explore.github.io/mlx/build/html/usage/distributed.html
+    """
+    if "MLX_RANK" not in environ:
+        return None
+    if (file := environ.get("MLX_HOSTFILE")) is not None:
+        try:
+            if not (content := Path(file).read_bytes()).strip():
+                return None  # of one host
+            first = json.loads(content)[0][0]
+        except (OSError, ValueError, LookupError, TypeError) as error:
+            raise ModelError(f"MLX_HOSTFILE {file} cannot be used: {error}") from error
+        host = str(first).rpartition(":")[0]
+    elif (coordinator := environ.get("MLX_JACCL_COORDINATOR")) is not None:
+        host = coordinator.rpartition(":")[0]
+    elif (nccl := environ.get("NCCL_HOST_IP")) is not None:
+        host = nccl
+    else:
+        raise ModelError("MLX_RANK is set, but not the hosts: start the ranks with mlx.launch.")
+    return Place(int(environ["MLX_RANK"]), host, "pipeline" if pipeline else "tensor")
+
+
+def end_process(why: str) -> None:
+    """End this process at once, whatever its threads are stuck in."""
+    log.error("this process ends: %s", why)
+    logging.shutdown()
+    os._exit(70)

@@ -1,0 +1,138 @@
+"""The store of rank 0: on disk is what every rank has on its own disk."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from mlxcache.errors import GroupLost, PrefixNotStored, StoreError
+from mlxcache.ranks import operations as op
+from mlxcache.ranks.leader import Leader
+from mlxcache.safetensors import Tensor
+from mlxcache.store.found import Found, Piece, Saved
+from mlxcache.store.maintenance import Progress
+from mlxcache.store.sessions import Sessions
+from mlxcache.store.store import Store
+from mlxcache.types import Tokens
+
+FIRST_PAUSE_S, PAUSE_S = 0.001, 0.05
+"""Pause between two questions for the outcome of a write: the first one, and the longest."""
+
+
+class GroupStore(Store):
+    """The store of rank 0 over `own`, its own folder, and those of the other ranks.
+
+    A prefix is found as far as every rank has it, and a write has ended when it has ended on every
+    rank. What is removed here is removed on the other ranks soon after. Thread-safe. Where the
+    other ranks cannot be reached, StoreError is raised: their loss is noticed elsewhere.
+    """
+
+    def __init__(self, own: Store, leader: Leader, *, needs_checkpoints: bool):
+        super().__init__(own.context, own.namespace, needs_checkpoints=needs_checkpoints)
+        self._leader = leader
+
+    def find(self, ids: Tokens, *, touch: bool = True) -> Found:
+        found = self._look_up(ids, touch=touch)
+        for answer in self._ask(op.Find(_bytes(ids), touch)):
+            saved = found.checkpoints
+            if answer.checkpoints is not None:
+                known = set(answer.checkpoints)
+                saved = tuple(one for one in saved if one.position in known)
+            found = replace(found, length=min(found.length, answer.length), checkpoints=saved)
+        return found
+
+    def verify(self, piece: Piece, ids: Tokens, *, late: bool = True) -> None:
+        super().verify(piece, ids, late=late)
+        question = op.Verify(_bytes(ids[: piece.end]), piece.start, piece.end, late)
+        _check_verified(self._ask(question))
+
+    def verify_checkpoint(self, saved: Saved, ids: Tokens) -> None:
+        super().verify_checkpoint(saved, ids)
+        _check_verified(self._ask(op.VerifyState(_bytes(ids[: saved.position]))))
+
+    def write_run(
+        self,
+        ids: Tokens,
+        start: int,
+        tensors: Sequence[Tensor],
+        late: frozenset[str] = frozenset(),
+    ) -> None:
+        try:
+            super().write_run(ids, start, tensors, late)
+        finally:
+            wait_for_outcome(self._leader, op.key_of(_bytes(ids), start))
+
+    def write_checkpoint(self, ids: Tokens, tensors: Sequence[Tensor]) -> None:
+        try:
+            super().write_checkpoint(ids, tensors)
+        finally:
+            wait_for_outcome(self._leader, op.key_of(_bytes(ids), None))
+
+    def pin(self, name: str, paths: Sequence[Tokens]) -> None:
+        super().pin(name, paths)
+        self._ask(op.Pin(name, [_bytes(ids) for ids in paths]))
+
+    def remove_unshared(self, sessions: Sessions, ids: Tokens) -> int:
+        needed = max(sessions.sharing(self.namespace, ids).values(), default=0)
+        gone = super().remove_unshared(sessions, ids)
+        self._ask(op.Remove(_bytes(ids), needed))
+        return gone
+
+    def forget_beyond(self, ids: Tokens, keep: int) -> None:
+        super().forget_beyond(ids, keep)
+        self._ask(op.Forget(_bytes(ids), keep))
+
+    def prune(self, limit: int | None = None, progress: Progress = lambda _, __: None) -> int:
+        freed = super().prune(limit, progress)
+        self._ask(op.Prune(limit))
+        return freed
+
+    def clear(self, *, pinned: bool = False) -> int:
+        freed = super().clear(pinned=pinned)
+        self._ask(op.Clear(pinned))
+        return freed
+
+    def _ask(self, question: op.AnyQuestion) -> list[op.Answer]:
+        try:
+            return self._leader.ask(question)
+        except GroupLost as error:
+            raise StoreError(f"The other ranks cannot be reached: {error}.") from error
+
+
+def _check_verified(answers: Sequence[op.Answer]) -> None:
+    """Raise StoreError unless all ranks could verify their files."""
+    for rank, answer in enumerate(answers, 1):
+        if answer.failure is not None:
+            raise StoreError(f"Rank {rank}: {answer.failure}")
+
+
+def wait_for_outcome(leader: Leader, key: bytes) -> None:
+    """Wait until a write has ended on every rank.
+
+    Raises PrefixNotStored if the file builds on a prefix that a rank does not have, and StoreError
+    for any other failure.
+    """
+    pause, left = FIRST_PAUSE_S, None
+    failures: dict[int, op.Answer] = {}
+    while left is None or left:
+        try:
+            answers = dict(enumerate(leader.ask(op.Outcome(key)), 1))
+        except GroupLost as error:
+            raise StoreError(f"The other ranks cannot be reached: {error}.") from error
+        left = set(answers) if left is None else left
+        ended = {rank for rank in left if answers[rank].ended}
+        failures |= {rank: answers[rank] for rank in ended if answers[rank].failure is not None}
+        left -= ended
+        if left:
+            time.sleep(pause)
+            pause = min(2 * pause, PAUSE_S)
+    for rank, answer in failures.items():
+        kind = PrefixNotStored if answer.missing else StoreError
+        raise kind(f"Rank {rank}: {answer.failure}")
+
+
+def _bytes(ids: Tokens) -> bytes:
+    return np.asarray(ids, np.int32).tobytes()

@@ -1,0 +1,204 @@
+"""Rank 0: tells the other ranks every operation on KV, and asks them questions."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import deque
+from collections.abc import Sequence
+from itertools import count
+from typing import Any
+
+import mlx.core as mx
+import msgspec
+import numpy as np
+
+from mlxcache.errors import GroupLost, MlxcacheError
+from mlxcache.model.kv import Caches, State
+from mlxcache.model.lineage import Lineage, Span
+from mlxcache.model.lockstep import Lockstep
+from mlxcache.ranks import operations as op
+
+ANSWER_S = 5.0
+"""Most seconds for the answer of a rank."""
+
+_PACK = msgspec.msgpack.Encoder()
+_ANSWER = msgspec.msgpack.Decoder(op.Answer)
+
+
+class NumberedState(tuple):  # type: ignore[type-arg]
+    """A checkpoint that the other ranks know by its `number`."""
+
+    number: int
+    dropped: deque[int]
+
+    def __del__(self) -> None:
+        self.dropped.append(self.number)
+
+
+class Leader(Lockstep):
+    """Sender of operations to the other ranks. MLX thread only, except `ask`.
+
+    `operations`, `questions`: a connection of each kind to each of the other ranks.
+    """
+
+    divided = True
+
+    def __init__(self, group: Any, operations: Sequence[Any], questions: Sequence[Any]):
+        self._group = group
+        self._operations = operations
+        self._questions = questions
+        self._asking = threading.Lock()
+        self._numbers = count(1)
+        self._state_numbers = count(1)
+        self._by_caches: dict[int, int] = {}
+        self._of: weakref.WeakKeyDictionary[Lineage, int] = weakref.WeakKeyDictionary()
+        self._dropped: deque[int] = deque()
+        self._dropped_states: deque[int] = deque()
+
+    # -- sending -----------------------------------------------------------------------------------
+
+    def tell(self, operation: op.AnyOperation) -> None:
+        """Send one operation to every rank. Raises GroupLost."""
+        lineages = [self._dropped.popleft() for _ in range(len(self._dropped))]
+        states = [self._dropped_states.popleft() for _ in range(len(self._dropped_states))]
+        data = _PACK.encode(op.Message(operation, lineages, states))
+        for connection in self._operations:
+            try:
+                connection.send_bytes(data)
+            except OSError as error:
+                raise GroupLost(f"a rank cannot be reached: {error}") from error
+
+    def ask(self, question: op.AnyQuestion, seconds: float = ANSWER_S) -> list[op.Answer]:
+        """Ask every rank, and return the answers in the order of ranks, from rank 1.
+
+        Any thread. Blocks for at most `seconds` for each. Raises GroupLost.
+        """
+        data = _PACK.encode(question)
+        with self._asking:
+            try:
+                for connection in self._questions:
+                    connection.send_bytes(data)
+                answers = []
+                for rank, connection in enumerate(self._questions, 1):
+                    if not connection.poll(seconds):
+                        raise GroupLost(f"rank {rank} did not answer for {seconds:g} s")
+                    answers.append(_ANSWER.decode(connection.recv_bytes()))
+            except (OSError, EOFError) as error:
+                raise GroupLost(f"a rank cannot be reached: {error!r}") from error
+        return answers
+
+    def check(self, error: Exception) -> None:
+        if not isinstance(error, MlxcacheError):
+            raise GroupLost(f"an operation failed on rank 0: {error!r}") from error
+
+    def number(self, lineage: Lineage) -> int:
+        return self._of[lineage]
+
+    def _span(self, span: Span) -> op.Span:
+        owner, start, end = span
+        return self._of[owner], start, end
+
+    # -- passes ------------------------------------------------------------------------------------
+
+    def feed(self, lineage: Lineage, tokens: Sequence[int]) -> None:
+        self.tell(op.Feed(self.number(lineage), lineage.length, list(tokens)))
+
+    def start(self, caches: Caches, tokens: Sequence[int]) -> None:
+        self.tell(op.Start(self._by_caches[id(caches)], list(tokens)))
+
+    def step(self, caches: Caches) -> None:
+        self.tell(op.Step(self._by_caches[id(caches)]))
+
+    def share(self, drawn: mx.array) -> mx.array:
+        return mx.distributed.all_sum(drawn.astype(mx.int32), group=self._group)
+
+    # -- lineages ----------------------------------------------------------------------------------
+
+    def create(self, lineage: Lineage) -> None:
+        number = next(self._numbers)
+        self._of[lineage] = number
+        self._by_caches[id(lineage.caches)] = number
+        weakref.finalize(lineage, self._dropped.append, number)
+        self.tell(op.Create(number, lineage.copy_bytes))
+
+    def rebuild(self, lineage: Lineage, sources: Sequence[Span], capacity: int) -> None:
+        spans = [self._span(span) for span in sources]
+        self.tell(op.Rebuild(self.number(lineage), lineage.length, spans, capacity))
+
+    def truncate(self, lineage: Lineage, length: int) -> None:
+        self.tell(op.Truncate(self.number(lineage), lineage.length, length))
+
+    def pretend(self, lineage: Lineage, length: int) -> None:
+        self.tell(op.Pretend(self.number(lineage), lineage.length, length))
+
+    def append_span(self, lineage: Lineage, span: Span) -> None:
+        self.tell(op.AppendSpan(self.number(lineage), lineage.length, self._span(span)))
+
+    def capture(self, lineage: Lineage, state: State) -> State:
+        numbered = NumberedState(state)
+        numbered.number = next(self._state_numbers)
+        numbered.dropped = self._dropped_states
+        self.tell(op.Capture(self.number(lineage), lineage.length, numbered.number))
+        return numbered
+
+    def restore(self, lineage: Lineage, state: State | None) -> None:
+        number = None if state is None else _number_of(state)
+        self.tell(op.Restore(self.number(lineage), lineage.length, number))
+
+    def settle(self, lineage: Lineage) -> None:
+        self.tell(op.Settle(self.number(lineage), lineage.length))
+
+    def rest(self, lineage: Lineage) -> None:
+        self._by_caches[id(lineage.caches)] = self.number(lineage)
+        self.tell(op.Rest(self.number(lineage), lineage.length))
+
+    def release(self, lineage: Lineage) -> None:
+        self.tell(op.Release(self.number(lineage), lineage.length))
+
+    # -- batches -----------------------------------------------------------------------------------
+
+    def join(self, joint: Caches, rows: Caches, others: Sequence[Caches], batched: bool) -> None:
+        number = next(self._numbers)
+        each = [self._by_caches[id(one)] for one in others]
+        self.tell(op.Join(number, self._by_caches[id(rows)], each, batched))
+        if batched:
+            del self._by_caches[id(rows)]
+        self._by_caches[id(joint)] = number
+
+    def keep_rows(self, batch: Caches, rows: Sequence[int]) -> None:
+        self.tell(op.KeepRows(self._by_caches[id(batch)], list(rows)))
+
+    def take_row(self, batch: Caches, row: int, lineage: Lineage) -> None:
+        self.tell(op.TakeRow(self._by_caches[id(batch)], row, self.number(lineage)))
+
+    def append_row(self, batch: Caches, row: int, lineage: Lineage, count: int) -> None:
+        number = self._by_caches[id(batch)]
+        self.tell(op.AppendRow(number, row, self.number(lineage), lineage.length, count))
+
+    def drop_batch(self, batch: Caches) -> None:
+        self.tell(op.DropBatch(self._by_caches.pop(id(batch))))
+
+    # -- files -------------------------------------------------------------------------------------
+
+    def write_run(self, ids: Any, start: int, spans: Sequence[Span]) -> None:
+        lengths = [owner.length for owner, _, _ in spans]
+        self.tell(op.WriteRun(_bytes(ids), start, [self._span(one) for one in spans], lengths))
+
+    def write_state(self, ids: Any, state: State) -> None:
+        self.tell(op.WriteState(_bytes(ids), _number_of(state)))
+
+    def load(self, lineage: Lineage, ids: Any, start: int, end: int) -> None:
+        self.tell(op.Load(self.number(lineage), start, _bytes(ids), end))
+
+    def load_state(self, lineage: Lineage, ids: Any) -> None:
+        self.tell(op.LoadState(self.number(lineage), lineage.length, _bytes(ids)))
+
+
+def _bytes(ids: Any) -> bytes:
+    return np.asarray(ids, np.int32).tobytes()
+
+
+def _number_of(state: State) -> int:
+    assert isinstance(state, NumberedState)
+    return state.number

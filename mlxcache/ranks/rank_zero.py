@@ -1,0 +1,142 @@
+"""Rank 0's side of a group: it loads its part of the model with the others, and leads them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import msgspec
+from mlx import nn
+
+from mlxcache.config import disk_limit
+from mlxcache.errors import GroupLost, ModelError
+from mlxcache.model import kv
+from mlxcache.model.kv import Layout
+from mlxcache.ranks import operations as op
+from mlxcache.ranks.group import (
+    Links,
+    Place,
+    Setup,
+    Share,
+    Watch,
+    accept_all,
+    divide,
+    part_of_namespace,
+    united,
+    versions,
+    wait_for_all,
+)
+from mlxcache.ranks.group_store import GroupStore, wait_for_outcome
+from mlxcache.ranks.leader import Leader
+from mlxcache.ranks.setup import config_digest
+from mlxcache.store.store import Store
+
+_SHARE = msgspec.msgpack.Decoder(Share)
+
+
+class RankZero:
+    """The group as rank 0 sees it. Call its methods in their order, on the MLX thread.
+
+    `on_loss(why)` is called on another thread if a rank is lost. `own_age()`: seconds that the
+    current operation of the MLX thread has run.
+    """
+
+    def __init__(self, place: Place, own_age: Callable[[], float], on_loss: Callable[[str], None]):
+        self.place = place
+        self._own_age, self._on_loss = own_age, on_loss
+        self._links: Sequence[Links] = ()
+        self._group: Any = None
+        self._leader: Leader | None = None
+        self._watch: Watch | None = None
+
+    def gather(
+        self,
+        model: str,
+        folder: Path,
+        *,
+        trust_remote_code: bool,
+        adapter: str | None,
+        kv_bits: int | None,
+    ) -> None:
+        """Wait for the other ranks, and have them load their parts. Blocks. Raises GroupLost.
+
+        `model`: the model's path or name on every machine. `folder`: where it is on this one.
+        """
+        self._group = group = mx.distributed.init(strict=True)
+        self._links = accept_all(self.place.host, group)
+        setup = Setup(
+            model,
+            self.place.mode,
+            trust_remote_code,
+            adapter,
+            kv_bits,
+            config_digest(folder),
+            versions(),
+        )
+        for links in self._links:
+            links.operations.send_bytes(msgspec.msgpack.encode(setup))
+
+    def divide(self, model: nn.Module, config: Mapping[str, Any]) -> None:
+        """Keep only rank 0's part of `model`, whose weights were not read yet."""
+        divide(model, config, self._group, self.place.mode)
+
+    def survey(self, model: nn.Module, kv_bits: int | None) -> Layout:
+        """Return the layout of the model on all ranks, once they have loaded it.
+
+        Raises ModelError if a rank cannot load its part, or the parts do not fit together.
+        """
+        self._hear_shares()  # a rank that could not load its part makes no pass
+        wait_for_all(self._group)
+        layout = kv.survey(model, kv_bits=kv_bits)
+        shares = self._hear_shares()
+        self._leader = leader = Leader(
+            self._group,
+            [links.operations for links in self._links],
+            [links.questions for links in self._links],
+        )
+        self._watch = Watch(leader, self._own_age, self._on_loss)
+        return united(layout, shares, leader)
+
+    def _hear_shares(self) -> list[Share]:
+        """Wait for a message of each rank about its part. Raises GroupLost and ModelError."""
+        shares = []
+        for rank, links in enumerate(self._links, 1):
+            try:
+                share = _SHARE.decode(links.operations.recv_bytes())
+            except (OSError, EOFError) as error:
+                raise GroupLost(f"rank {rank} ended while it loaded the model") from error
+            if share.failure is not None:
+                raise ModelError(f"rank {rank}: {share.failure}")
+            shares.append(share)
+        return shares
+
+    def open_store(
+        self, folder: Path, namespace: str, setting: str | int, *, needs_checkpoints: bool
+    ) -> Store:
+        """Open the store of all ranks: rank 0's in `folder`, the others' in their own folders.
+
+        `namespace`: that of the whole model. `setting`: the setting `disk`. Blocks. Raises
+        StoreError if a rank has no store.
+        """
+        leader, size = self._leader, self._group.size()
+        assert leader is not None
+        leader.tell(op.Open(namespace, setting))
+        wait_for_outcome(leader, op.STORE)
+        own = Store.open(
+            folder,
+            part_of_namespace(namespace, self.place.mode, 0, size),
+            disk_limit(setting, folder),
+            needs_checkpoints=needs_checkpoints,
+        )
+        return GroupStore(own, leader, needs_checkpoints=needs_checkpoints)
+
+    def close(self) -> None:
+        """End the group: the other ranks write what they have, and end."""
+        if self._watch is not None:
+            self._watch.close()
+        if self._leader is not None:
+            self._leader.tell(op.End())
+        for links in self._links:
+            links.close()

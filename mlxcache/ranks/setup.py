@@ -1,0 +1,151 @@
+"""Loading of a rank's part of a model, and its life until the group ends."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import msgspec
+
+from mlxcache.config import disk_limit
+from mlxcache.errors import MlxcacheError, ModelError
+from mlxcache.mlx_thread import MlxThread
+from mlxcache.model import kv, load
+from mlxcache.ranks import operations as op
+from mlxcache.ranks.follower import Follower
+from mlxcache.ranks.group import (
+    PING_S,
+    SILENT_S,
+    Links,
+    Mode,
+    Place,
+    Setup,
+    Share,
+    connect,
+    divide,
+    end_process,
+    part_of_namespace,
+    share_of,
+    versions,
+    wait_for_all,
+)
+from mlxcache.store.store import Store
+
+log = logging.getLogger("mlxcache.ranks")
+
+_SETUP = msgspec.msgpack.Decoder(Setup)
+_QUESTION = msgspec.msgpack.Decoder(op.AnyQuestion)
+
+
+def config_digest(model: Path) -> str:
+    """Return a digest of a model's config.json."""
+    return hashlib.blake2b((model / "config.json").read_bytes(), digest_size=16).hexdigest()
+
+
+class Rank:
+    """A rank other than 0, from its connection to its end.
+
+    `cache_dir`: the folder of its files. Ranks on one machine can share a folder, because each has
+    a namespace of its own.
+    """
+
+    def __init__(self, place: Place, cache_dir: Path):
+        self.place = place
+        self._folder = cache_dir / "store"
+        self._group: Any = None
+        self._heard_at = time.monotonic()
+
+    def run(self) -> None:
+        """Serve the group until it ends. Blocks; signals are handled on the calling thread.
+
+        MLX runs on a thread of its own, so that signals work while a pass hangs.
+        """
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends rank 0, and that the others
+        thread = MlxThread(lambda error: end_process(f"rank {self.place.rank}: {error!r}"))
+        thread.post(lambda: self._live(thread))
+        thread.start()
+        while thread.alive:
+            thread.join(0.5)
+
+    # -- on the MLX thread -------------------------------------------------------------------------
+
+    def _live(self, thread: MlxThread) -> None:
+        self._group = mx.distributed.init(strict=True)
+        links = connect(self.place.host, self._group)
+        setup = _SETUP.decode(links.operations.recv_bytes())
+        try:
+            loaded = self._load(setup)
+        except MlxcacheError as error:
+            links.operations.send_bytes(msgspec.msgpack.encode(Share(str(error))))
+            raise
+        links.operations.send_bytes(msgspec.msgpack.encode(Share()))
+        wait_for_all(self._group)
+        layout = kv.survey(loaded.model, kv_bits=setup.kv_bits)
+        share = share_of(layout, loaded.info.weights_bytes)
+        links.operations.send_bytes(msgspec.msgpack.encode(share))
+        follower = Follower(
+            loaded.model,
+            layout,
+            self._group,
+            lambda it: self._open_store(it, setup.mode, needs_checkpoints=layout.opaque),
+        )
+        self._heard_at = time.monotonic()
+        threading.Thread(target=self._answer, args=(links, follower), daemon=True).start()
+        threading.Thread(target=self._watch, daemon=True).start()
+        try:
+            while follower.obey(links.operations.recv_bytes()):
+                pass
+        except (EOFError, OSError):
+            log.warning("rank 0 is gone: rank %d ends", self.place.rank)
+        follower.close()
+        links.close()
+        mx.synchronize()
+        os._exit(0)  # MLX ends the process with an error while a group exists
+
+    def _load(self, setup: Setup) -> load.Loaded:
+        """Load this rank's part of the model. Raises ModelError."""
+        path = load.resolve(setup.model, None)
+        if config_digest(path) != setup.config:
+            raise ModelError(f"the config.json of {path} differs from that of rank 0")
+        if (mine := versions()) != setup.versions:
+            raise ModelError(f"versions differ: {mine} here, {setup.versions} on rank 0")
+        group = self._group
+        spec = load.ModelSpec(
+            setup.model, adapter=setup.adapter, trust_remote_code=setup.trust_remote_code
+        )
+        return load.load(
+            spec, divide=lambda model, config: divide(model, config, group, setup.mode)
+        )
+
+    def _open_store(self, it: op.Open, mode: Mode, *, needs_checkpoints: bool) -> Store:
+        name = part_of_namespace(it.namespace, mode, self.place.rank, self._group.size())
+        limit = disk_limit(it.limit, self._folder)
+        return Store.open(self._folder, name, limit, needs_checkpoints=needs_checkpoints)
+
+    # -- on other threads --------------------------------------------------------------------------
+
+    def _answer(self, links: Links, follower: Follower) -> None:
+        """Answer the questions of rank 0."""
+        try:
+            while True:
+                question: Any = _QUESTION.decode(links.questions.recv_bytes())
+                self._heard_at = time.monotonic()
+                answer = follower.answer(question)
+                links.questions.send_bytes(msgspec.msgpack.encode(answer))
+        except (EOFError, OSError):
+            time.sleep(SILENT_S)  # what was told before may still be written
+            end_process(f"rank {self.place.rank}: rank 0 is gone")
+
+    def _watch(self) -> None:
+        """End the process if rank 0 is silent."""
+        while True:
+            time.sleep(1.0)
+            if time.monotonic() - self._heard_at > SILENT_S + PING_S:
+                end_process(f"rank {self.place.rank}: rank 0 is silent")

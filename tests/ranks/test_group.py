@@ -1,0 +1,155 @@
+"""Which models can be divided, where a process is in its group, and when a rank counts as lost."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from mlx import nn
+from mlx_lm.utils import load_model
+
+from mlxcache.errors import GroupLost, ModelError
+from mlxcache.model import kv
+from mlxcache.ranks import operations as op
+from mlxcache.ranks.group import (
+    Mode,
+    Place,
+    Share,
+    Watch,
+    check_divisible,
+    part_of_namespace,
+    place_from,
+    share_of,
+    united,
+)
+from mlxcache.ranks.leader import Leader
+from tests.conftest import ToyMaker
+
+
+class Undivided(nn.Module):
+    """A model that mlx-lm divides in no way."""
+
+
+@pytest.mark.parametrize(
+    ("mode", "size", "words"),
+    [("tensor", 3, "num_attention_heads = 4.*number of ranks"), ("pipeline", 5, "too few for 5")],
+)
+def test_a_model_that_does_not_divide_evenly_is_refused(
+    toy: ToyMaker, mode: Mode, size: int, words: str
+):
+    """With the figure at fault, before any weight is read."""
+    model, config = load_model(toy("qwen3_5"), lazy=True)
+    check_divisible(model, config, 2, mode)
+    with pytest.raises(ModelError, match=words):
+        check_divisible(model, config, size, mode)
+
+
+@pytest.mark.parametrize(("mode", "words"), [("tensor", "--pipeline"), ("pipeline", "leave out")])
+def test_a_family_that_mlx_lm_does_not_divide_is_refused_by_name(mode: Mode, words: str):
+    """With the other way to divide it."""
+    with pytest.raises(ModelError, match=f"mamba2.*{words}"):
+        check_divisible(Undivided(), {"model_type": "mamba2"}, 2, mode)
+
+
+def test_the_place_is_read_from_what_mlx_launch_sets(tmp_path: Path):
+    """The host of rank 0 from the file of the ring, or from the variables of JACCL and NCCL."""
+    file = tmp_path / "hosts.json"
+    file.write_text(json.dumps([["10.0.0.1:32323"], ["10.0.0.2:32324"]]))
+    ring = {"MLX_RANK": "1", "MLX_HOSTFILE": str(file)}
+    assert place_from(ring) == Place(1, "10.0.0.1")
+    assert place_from(ring, pipeline=True) == Place(1, "10.0.0.1", "pipeline")
+    jaccl = {"MLX_RANK": "0", "MLX_JACCL_COORDINATOR": "10.0.0.3:32323"}
+    assert place_from(jaccl) == Place(0, "10.0.0.3")
+    assert place_from({"MLX_RANK": "0", "NCCL_HOST_IP": "10.0.0.4"}) == Place(0, "10.0.0.4")
+
+
+def test_a_process_that_runs_alone_has_no_place(tmp_path: Path):
+    """Neither without mlx.launch, nor as its only process."""
+    assert place_from({}) is None
+    file = tmp_path / "hosts.json"
+    file.write_text("\n")
+    assert place_from({"MLX_RANK": "0", "MLX_HOSTFILE": str(file)}) is None
+
+
+@pytest.mark.parametrize("content", [None, "{", "[]"])
+def test_a_hostfile_that_cannot_be_read_is_named(tmp_path: Path, content: str | None):
+    """And a rank without hosts is told to use mlx.launch."""
+    file = tmp_path / "hosts.json"
+    if content is not None:
+        file.write_text(content)
+    with pytest.raises(ModelError, match=r"hosts\.json"):
+        place_from({"MLX_RANK": "0", "MLX_HOSTFILE": str(file)})
+    with pytest.raises(ModelError, match=r"mlx\.launch"):
+        place_from({"MLX_RANK": "0"})
+
+
+def test_each_rank_has_a_namespace_of_its_own():
+    """It differs by mode, rank and number of ranks."""
+    modes: Sequence[Mode] = ("tensor", "pipeline")
+    names = {part_of_namespace("n", m, r, s) for m in modes for s in (2, 4) for r in range(s)}
+    assert len(names) == 12
+
+
+def test_the_layout_is_that_of_all_ranks_together(toy_llama: Path):
+    """The most bytes; checkpoints if one rank needs them; nothing cached if a class is unknown."""
+    layout = kv.survey(load_model(toy_llama)[0])
+    share, leader = share_of(layout, 100), Leader(None, [], [])
+    larger = Share(None, 10**9, 7, 8, 100, True, True, False, ["Odd"])
+    both = united(layout, [share, larger], leader)
+    assert (both.bytes_per_token, both.checkpoint_bytes, both.running_bytes) == (10**9, 7, 8)
+    assert both.opaque
+    assert not both.batchable
+    assert both.unknown == ("Odd",)
+    assert both.lockstep.divided
+    assert not layout.lockstep.divided
+    assert united(layout, [share], leader) == replace(layout, lockstep=leader)
+
+
+def test_ranks_of_which_only_some_have_attention_are_refused(toy_llama: Path):
+    """Their prefixes could not be compared."""
+    layout = kv.survey(load_model(toy_llama)[0])
+    with pytest.raises(ModelError, match="fewer ranks"):
+        united(layout, [Share(runs=False)], Leader(None, [], []))
+
+
+class Asked(Leader):
+    """A leader whose other rank answers `answers` in turn; an error is raised."""
+
+    def __init__(self, answers: Sequence[op.Answer | GroupLost]):
+        super().__init__(None, [], [])
+        self._answers_left = list(answers)
+
+    def ask(self, question: op.AnyQuestion, seconds: float = 0.0) -> list[op.Answer]:
+        answer = self._answers_left.pop(0)
+        if isinstance(answer, GroupLost):
+            raise answer
+        return [answer]
+
+
+@pytest.mark.parametrize(
+    ("last", "own_age", "words"),
+    [
+        (GroupLost("rank 1 did not answer"), 0.0, "rank 1 did not answer"),
+        (op.Answer(age_s=61.0), 0.0, "61 s"),
+        (op.Answer(), 70.0, "70 s"),
+    ],
+)
+def test_a_rank_that_is_silent_or_stuck_is_lost(last: Any, own_age: float, words: str):
+    """Rank 0 itself counts too: it may wait for another one in a pass."""
+    heard, told = threading.Event(), []
+    ages = iter([0.0])
+
+    def note(why: str) -> None:
+        told.append(why)
+        heard.set()
+
+    watch = Watch(Asked([op.Answer(), last]), lambda: next(ages, own_age), note, every_s=0.01)
+    assert heard.wait(5)
+    assert len(told) == 1
+    assert words in told[0]
+    watch.close()

@@ -1,0 +1,106 @@
+"""A leader and a follower in one process, each with a store: operations are carried out at once."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import replace
+from pathlib import Path
+
+import mlx.core as mx
+import msgspec
+import numpy as np
+
+from mlxcache.model import kv, serialise
+from mlxcache.model.lineage import Lineage
+from mlxcache.model.load import ModelSpec, load
+from mlxcache.ranks import operations as op
+from mlxcache.ranks.follower import Follower
+from mlxcache.ranks.group_store import GroupStore, wait_for_outcome
+from mlxcache.ranks.leader import Leader
+from mlxcache.store.store import Store
+from mlxcache.types import Tokens
+
+_QUESTION = msgspec.msgpack.Decoder(op.AnyQuestion)
+
+
+class Operations:
+    """A connection over which a follower does what it is told before `send_bytes` returns."""
+
+    def __init__(self, follower: Follower):
+        self._follower = follower
+
+    def send_bytes(self, data: bytes) -> None:
+        assert self._follower.obey(data)
+
+
+class Questions:
+    """A connection over which a follower answers. `silent`: it answers nothing any more."""
+
+    def __init__(self, follower: Follower):
+        self._follower = follower
+        self._answers: deque[bytes] = deque()
+        self.silent = False
+
+    def send_bytes(self, data: bytes) -> None:
+        if not self.silent:
+            answer = self._follower.answer(_QUESTION.decode(data))
+            self._answers.append(msgspec.msgpack.encode(answer))
+
+    def poll(self, seconds: float) -> bool:
+        return bool(self._answers)
+
+    def recv_bytes(self) -> bytes:
+        return self._answers.popleft()
+
+
+class TwoStores:
+    """Rank 0 with `store`, and `follower` with `other`, of the same whole model."""
+
+    def __init__(self, model: Path, folder: Path):
+        self.model = load(ModelSpec(str(model))).model
+        plain = kv.survey(self.model)
+        self.other = Store.open(folder / "other", "b", None, needs_checkpoints=plain.opaque)
+        self.follower = Follower(self.model, plain, None, lambda it: self.other)
+        self.questions = Questions(self.follower)
+        leader = Leader(None, [Operations(self.follower)], [self.questions])
+        self.leader = leader
+        self.layout = replace(plain, lockstep=leader)
+        own = Store.open(folder / "own", "a", None, needs_checkpoints=plain.opaque)
+        leader.tell(op.Open("namespace", "off"))
+        wait_for_outcome(leader, op.STORE)
+        self.store = GroupStore(own, leader, needs_checkpoints=plain.opaque)
+
+    def fed(self, ids: Tokens) -> Lineage:
+        """A lineage with `ids`, on both ranks."""
+        lineage = Lineage(self.layout, 1 << 30)
+        lineage.grow(len(ids))
+        self.leader.feed(lineage, ids.tolist())
+        self.model(mx.array(ids)[None], cache=lineage.caches)
+        kv.eval_states(lineage.caches)
+        lineage.advance(len(ids))
+        return lineage
+
+    def write(self, lineage: Lineage, ids: Tokens, start: int = 0, *, tell: bool = True) -> None:
+        """Write the run of `ids` from `start`; without `tell`, rank 1 is not told."""
+        out = memoryview(bytearray(serialise.run_bytes(self.layout, len(ids) - start)))
+        spans = [(lineage, start, len(ids))]
+        tensors = serialise.copied_run(self.layout, spans, out)
+        if tell:
+            self.leader.write_run(ids, start, spans)
+            self.store.write_run(ids, start, tensors)
+        else:
+            Store.write_run(self.store, ids, start, tensors)
+
+    def write_state(self, lineage: Lineage, ids: Tokens) -> None:
+        """Write a checkpoint at the end of `ids`, which must be that of the lineage."""
+        state = lineage.capture()
+        self.leader.write_state(ids, state)
+        self.store.write_checkpoint(ids, serialise.state_tensors(state))
+
+    def close(self) -> None:
+        self.follower.close()
+        self.store.close()
+
+
+def some_ids(count: int, seed: int = 0) -> Tokens:
+    return np.random.default_rng(seed).integers(3, 200, count).astype(np.int32)
