@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from mlxcache.engine.engine import Engine
+from mlxcache.engine.runtime import ModelRuntime
 from mlxcache.remote import fetch, tier
 from mlxcache.remote.objects import Objects, open_remote
 from tests.conftest import ToyMaker
@@ -42,20 +43,32 @@ def remotes(bucket: str) -> Iterator[list[Objects]]:
 
 
 @asynccontextmanager
-async def two(model: Path, folder: Path, remotes: list[Objects]) -> AsyncIterator[list[Engine]]:
+async def two(
+    model: Path, folder: Path, remotes: list[Objects], ram: str = "300MB"
+) -> AsyncIterator[list[Engine]]:
     async with (
-        started(model, folder / "one", remote=remotes[0], **DISK) as one,
-        started(model, folder / "other", remote=remotes[1], **DISK) as other,
+        started(model, folder / "one", remote=remotes[0], ram=ram, **DISK) as one,
+        started(model, folder / "other", remote=remotes[1], ram=ram, **DISK) as other,
     ):
         yield [one, other]
 
 
 async def shared(engine: Engine) -> None:
-    """Wait until all of an engine's conversations are in the remote."""
+    """Wait until all of an engine's conversations are on its disk, and in the remote."""
     await engine.sessions.settled()
-    runtime = await engine.call(lambda runtime: runtime)
+    still = 0
+    async with asyncio.timeout(60):
+        while still < 3:
+            still = 0 if await engine.call(waits) else still + 1
+            await asyncio.sleep(0.05)
+
+
+def waits(runtime: ModelRuntime) -> bool:
+    """Whether something is not on disk or not in the remote yet."""
     assert runtime.remote is not None
-    assert await asyncio.to_thread(runtime.remote.uploader.wait, 20.0)
+    assert runtime.kv.disk is not None
+    behind = runtime.kv.disk.write_behind
+    return bool(behind.pending_bytes or behind.pending_paths or runtime.remote.uploader.waiting)
 
 
 class Alternating:
@@ -81,6 +94,23 @@ ROWS = [
 ]
 
 
+async def converse(turns: Alternating, several: bool) -> Any:
+    """A conversation with calls and thinking; returns the record of its last turn."""
+    talk = turns.talk
+    talk.trim = lambda texts: [one.strip() for one in texts]
+    await turns.ask(THOUGHT, f" {TEXT}\n", [READ])
+    talk.results("It is so.")
+    await turns.ask(THOUGHT, "", [READ, WRITE][: 1 + several])
+    talk.results("And so.")
+    await turns.ask(THOUGHT, TEXT, [])
+    talk.user("And then? Go on with the other one, please.")
+    await turns.ask(THOUGHT, "", [WRITE])
+    talk.results("It is done.")
+    await turns.ask(THOUGHT, TEXT, [])
+    talk.user("Go on, please.")
+    return await turns.ask(tokens=12)
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("scripts", "patient")
 @pytest.mark.parametrize("row", ROWS, ids="-".join)
@@ -92,23 +122,11 @@ async def test_turns_on_alternating_servers_feed_what_is_new(
     folder = tmp_path / "model"
     folder.mkdir()
     model = of_family(toy(layers, vocab_size=1024), folder, name)
-    several = FAMILIES[name].several
     async with two(model, tmp_path, remotes) as engines:
         turns = Alternating(engines, name, api)
         talk = turns.talk
-        talk.trim = lambda texts: [one.strip() for one in texts]
         talk.user("Please read the file. " * 3)
-        await turns.ask(THOUGHT, f" {TEXT}\n" if name != "gpt-oss" else "", [READ])
-        talk.results("It is so.")
-        await turns.ask(THOUGHT, "", [READ, WRITE][: 1 + several])
-        talk.results("And so.")
-        await turns.ask(THOUGHT, TEXT, [])
-        talk.user("And then? Go on with the other one, please.")
-        await turns.ask(THOUGHT, "", [WRITE])
-        talk.results("It is done.")
-        await turns.ask(THOUGHT, TEXT, [])
-        talk.user("Go on, please.")
-        warm = await turns.ask(tokens=12)
+        warm = await converse(turns, FAMILIES[name].several)
         print(name, layers, talk.warm, warm)
         assert max(talk.warm[1:]) <= MORE
         (one,), (other,) = [await engine.sessions.list() for engine in engines]
@@ -120,3 +138,32 @@ async def test_turns_on_alternating_servers_feed_what_is_new(
             cold = await talk.run(talk.prompt, 12)
             assert cold.cached_tokens == 0
             assert talk.pieces == said
+
+
+LARGE: dict[str, Any] = {
+    "hidden": 512, "layers": 8, "heads": 8, "kv_heads": 1, "head_dim": 64, "intermediate": 1024
+}  # fmt: skip
+"""Sizes of a toy that computes some hundred tokens a second here, as large models do on a Mac."""
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("scripts")
+@pytest.mark.parametrize("row", ROWS, ids="-".join)
+async def test_turns_feed_what_is_new_within_the_limits_of_time(
+    toy: ToyMaker, tmp_path: Path, remotes: list[Objects], row: tuple[str, str, str]
+):
+    """With a model that takes its time, in a long conversation, and limits as they are."""
+    name, layers, api = row
+    folder = tmp_path / "model"
+    folder.mkdir()
+    model = of_family(toy(layers, vocab_size=1024, **LARGE), folder, name)
+    async with two(model, tmp_path, remotes, ram="2GB") as engines:
+        turns = Alternating(engines, name, api)
+        turns.talk.user("Please read the file. It has many lines. " * 100)
+        await converse(turns, FAMILIES[name].several)
+        print(name, layers, turns.talk.warm)
+        for engine in engines:
+            runtime = await engine.call(lambda runtime: runtime)
+            assert runtime.remote is not None
+            print(runtime.remote.figures(), runtime.cost.rate, runtime.remote.fetcher.pace.call_s)
+        assert max(turns.talk.warm[1:]) <= MORE
