@@ -19,6 +19,7 @@ from mlxcache.bench.client import Client, Reply
 from mlxcache.bench.process import Launch, ours, running
 from mlxcache.bench.text import Filler
 from mlxcache.config import format_size
+from mlxcache.errors import ConfigError
 from mlxcache.model.examine import examine
 from mlxcache.model.load import ModelSpec
 from mlxcache.plan.cache import Memory
@@ -44,9 +45,21 @@ class Replay:
     disk: int
 
     def order(self, model: Path) -> list[Request]:
-        """Return the requests in the order in which they are sent."""
-        layout = examine(ModelSpec(str(model))).layout
-        simulation = Simulation(layout, Memory(UNLIMITED), SPEED, at_once=1)
+        """Return the requests in the order in which they are sent.
+
+        Raises ConfigError for a trace without requests, or with longer ones than the model takes.
+        """
+        examined = examine(ModelSpec(str(model)))
+        lengths = (one.prompt_tokens + one.reply_tokens for one in self.trace.requests)
+        longest, most = max(lengths, default=0), examined.info.max_context_length
+        if not longest:
+            raise ConfigError("the trace has no requests: record some, or name another file")
+        if longest > most:
+            raise ConfigError(
+                f"the longest request of the trace has {longest:,} tokens, and this model takes "
+                f"{most:,}: shorten it with --trace-scale {most / longest:.2g} or less"
+            )
+        simulation = Simulation(examined.layout, Memory(UNLIMITED), SPEED, at_once=1)
         return list(simulation.run(self.trace, self.users).order)
 
     def launches(self, folder: Path, others: Iterable[Launch]) -> Iterator[Launch]:

@@ -138,7 +138,9 @@ def overhead(results: Results) -> dict[str, float]:
 
 
 def show_checks(console: Console, checks: Sequence[Check]) -> None:
-    """Print each bound and whether it holds."""
+    """Print each bound and whether it holds; nothing if there is none."""
+    if not checks:
+        return
     table = table_of("Bounds", "bound")
     for title in ("measured", "asked", ""):
         table.add_column(title, justify="right")

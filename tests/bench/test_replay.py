@@ -13,6 +13,7 @@ from mlxcache.bench import command
 from mlxcache.bench.client import Reply
 from mlxcache.bench.process import Launch, mlx_lm_server
 from mlxcache.bench.replay import Player, Replay
+from mlxcache.errors import ConfigError
 from mlxcache.plan.trace import Ids, Request, Trace, path_of
 
 
@@ -74,6 +75,15 @@ def test_every_server_gets_the_same_ram(tmp_path: Path) -> None:
     assert alone.command[-1] == "off"
     assert mlx_lm.command[-2:] == ("--prompt-cache-bytes", "32000000")
     assert "32" in named.command
+
+
+def test_a_trace_that_no_server_can_play_is_refused(toy_llama: Path) -> None:
+    """Before any of its text is made: one of another model's length, and an empty one."""
+    ids = Ids()
+    long = Request(0.0, None, *path_of([(ids.new(), 100_000_000), (ids.new(), 1)]), 1)
+    for requests, wrong in (((long,), "--trace-scale 0.00066"), ((), "no requests")):
+        with pytest.raises(ConfigError, match=wrong):
+            Replay(Trace(requests, "mooncake", 64), 1, 10**9, 10**9).order(toy_llama)
 
 
 def test_a_wrong_trace_is_wrong_usage(tmp_path: Path) -> None:
