@@ -376,19 +376,36 @@ class KVCache:
     def _take_over_path(self, lease: Lease, node: Node) -> None:
         """Make the lease's lineage hold segments of its path that other lineages held.
 
-        These are segments whose KV was lost, and segments that were fed again because there was no
-        state to continue from. The lineage has their KV anyway, so other copies can be released.
-        Segments after those stay with the other lineage.
+        These are segments whose KV was lost, segments that were fed again because there was no
+        state to continue from, and segments whose sliding windows only this lineage holds. The
+        lineage has their KV anyway, so other copies can be released. Segments after those stay with
+        the other lineage.
         """
-        lineage, path = lease.lineage, node.path()[1:]
+        lineage = lease.lineage
+        windows = self._split_at_windows(lineage, node) if self.layout.longest_window else []
+        path = node.path()[1:]
         holds = any(n.value is lineage and n.end <= lease.cached for n in path)
         fed = max(lease.cached, lineage.window_valid_from) if holds else node.end
-        again = [n for n in path if n.value is not lineage and (n.value.lost or n.start >= fed)]
+        lost = [n for n in path if n.value is not lineage and (n.value.lost or n.start >= fed)]
+        again = list(dict.fromkeys([*lost, *windows]))
         others = {id(n.value): n.value for n in again}
         self.tree.retarget(again, lineage)
         for other in others.values():
             if id(other) in self.ram.idle and self.tree.live_range(other) is None:
                 self.ram.shrink(other, force=True)
+
+    def _split_at_windows(self, lineage: Lineage, node: Node) -> list[Node]:
+        """Return the nodes on the path to `node` whose sliding windows `lineage` alone holds.
+
+        Their own lineages were restored without them. Splits a node inside which the windows that
+        `lineage` holds begin.
+        """
+        valid = lineage.window_valid_from
+        bare = [n for n in node.path()[1:] if n.value.window_valid_from > max(n.start, valid)]
+        for each in bare:
+            if each.start < valid < each.end:
+                self.tree.split_at(each, valid)
+        return [n for n in bare if n.start >= valid and n.value is not lineage]
 
     def persist(self, lease: Lease, ids: Tokens, *, whole: bool = False) -> None:
         """Queue committed tokens for writing to disk.

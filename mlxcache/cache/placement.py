@@ -43,8 +43,8 @@ def intact(layout: Layout, match: Match, upto: int) -> int:
     lost = next((start for value, start, _ in match.segments if value.lost), limit)
     limit = min(limit, lost)
     hollow = [
-        (start, value.window_valid_from)
-        for value, start, _ in match.segments
+        (start, min(value.window_valid_from, end))
+        for value, start, end in match.segments
         if value.window_valid_from > start
     ]
     if hollow and hollow[0][0] < limit < hollow[-1][1] + layout.longest_window:

@@ -19,6 +19,7 @@ from mlxcache.errors import StoreError
 from mlxcache.model import serialise
 from mlxcache.model.kv import Layout
 from mlxcache.model.lineage import Lineage
+from mlxcache.store.digests import BLOCK
 from mlxcache.store.found import Found, Piece, Saved
 from mlxcache.store.store import Store
 from mlxcache.types import Tokens
@@ -185,7 +186,9 @@ class Restorer:
             return
         lookup.pieces = tuple(p for p in found.pieces if p.start < target)
         if not lookup.known and self._layout.longest_window:
-            lookup.windows_from = max(0, target - self._layout.longest_window)
+            # the next write begins with the last incomplete block
+            seen = max(0, target - self._layout.longest_window)
+            lookup.windows_from = min(seen, target // BLOCK * BLOCK)
         lookup.state, lookup.target = state, target
 
     def _verify(self, lookup: DiskLookup) -> None:

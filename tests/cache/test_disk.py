@@ -204,6 +204,34 @@ def test_windows_are_read_only_where_a_later_position_sees_them(
         assert again.record.cached_tokens >= at - 1
 
 
+@pytest.mark.parametrize("bench", ["gemma3", "gpt_oss"], indirect=True)
+def test_a_branch_from_before_the_windows_that_were_read_is_reused_and_written(
+    bench: Bench, start: Callable[..., DiskTier], rng: np.random.Generator
+) -> None:
+    """It has its windows from disk, and the conversation from which it parted does not."""
+    disk = start(bench)
+    last = talk(bench, rng, 6)[-1]
+    settled(disk)
+    disk = start(bench)
+    ids = [*last.ids.tolist(), *last.out, *prompt(rng, 50)]
+    bench.ask(ids)
+    (lineage,) = {id(v): v for v in bench.kv.tree.values()}.values()
+    branch = [*ids[: lineage.window_valid_from // 2 + 5], *prompt(rng, 150)]
+    task = bench.ask(branch)
+    assert task.record.restored_tokens > 0
+    following = [*branch, *task.out, *prompt(rng, 30)]
+    warm = bench.ask(following)
+    assert warm.record.cached_tokens >= len(branch)
+    assert warm.record.restored_tokens == 0
+    bench.ask([*ids, *prompt(rng, 10)])
+    bench.check()
+    settled(disk)
+    start(bench)
+    restored = bench.ask([*following, *warm.out, *prompt(rng, 30)])
+    assert restored.record.cached_tokens >= len(following)
+    assert restored.out == bench.twin().ask(restored.ids.tolist()).out
+
+
 def test_a_request_that_is_cancelled_while_it_is_restored_harms_nothing(
     bench: Bench, start: Callable[..., DiskTier], rng: np.random.Generator
 ) -> None:

@@ -34,8 +34,8 @@ from tests.rounding import rounding
 from tests.scheduled import Bench, admitted
 
 RAM = 1 << 28
-PENDING = 1 << 24
-"""Copies on their way to disk. With fewer a slow disk would thin checkpoints."""
+PENDING = 1 << 20
+"""Bytes of copies on their way to disk."""
 
 HEAD, MESSAGE, REPLY = 60, 30, 8
 """Tokens of tools and system, of a person's message, and of a reply."""
