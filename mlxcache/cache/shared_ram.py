@@ -181,11 +181,11 @@ class SharedRam:
         return True
 
     def withhold(self, size: int) -> None:
-        """Withhold `size` bytes of the budget in total, evicting as needed.
+        """Keep `size` bytes of the budget unused, evicting entries as needed.
 
-        Unloads no model. If less than before is withheld, the difference becomes available. Entries
-        that requests use, or that are not on disk yet, are not evicted: call again later to
-        withhold the rest.
+        `size` is the total: if it is less than before, the difference becomes available. Unloads no
+        model. Entries that requests use, or that are not on disk yet, are not evicted: call again
+        later to withhold the rest.
         """
         withheld = self.withheld
         if size <= withheld:

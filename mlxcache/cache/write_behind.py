@@ -480,7 +480,10 @@ class WriteBehind:
             return None
 
     def _next_run(self, path: PathWrite) -> Job | None:
-        """Return a job with a copy of the path's next run, or None if RAM no longer holds it."""
+        """Return a job that writes a copy of the path's next run.
+
+        Returns None, and stops the writing of the path, if RAM no longer holds all of the run's KV.
+        """
         start, end = path.at, min(path.at + self.run_tokens, len(path.ids))
         match = self._tree.match(path.ids[:end], touch=False)
         spans: list[Span] = match.spans(end) if match.length >= end else []

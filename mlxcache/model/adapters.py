@@ -34,7 +34,7 @@ from mlxcache.model.grouped import GroupedCache, GroupRows, RecentRows, grouped
 
 
 class Sliced:
-    """Adapter of a cache class of mlx-lm that holds a row for every position.
+    """Adapter for slots of a class of mlx-lm that hold a row for every position.
 
     `name`: mlx-lm's name of the class. `places`: the keys that its arrays have if mlx-lm's `state`
     of a slot is flattened, such as "0" and "1". `verb`: "slice", "window" or "checkpoint", by the
@@ -115,7 +115,7 @@ class Sliced:
 
 
 class Windowed(Sliced):
-    """Adapter of `WindowCache`, which keeps every position of a sliding-window layer."""
+    """Adapter for slots of `WindowCache`, which keep every position of a sliding-window layer."""
 
     verb = "window"
 
@@ -134,7 +134,10 @@ class Windowed(Sliced):
 
 
 class Quantised(Sliced):
-    """Adapter of `QuantizedKVCache`: packed numbers, scales and biases of both keys and values."""
+    """Adapter for slots of mlx-lm's `QuantizedKVCache`.
+
+    These hold packed numbers, scales and biases, of keys and of values.
+    """
 
     quantised = True
 
@@ -162,7 +165,10 @@ class Quantised(Sliced):
 
 
 class Grouped(Sliced):
-    """Adapter of `GroupRows`: the compressed KV of groups of tokens, as rows for every position."""
+    """Adapter for slots of the class `GroupRows`.
+
+    These hold the compressed KV of groups of tokens, as rows for every position.
+    """
 
     portable = False
 
@@ -267,7 +273,7 @@ class WindowCache(RotatingKVCache):  # type: ignore[misc]
 
 
 class Checkpointed:
-    """Adapter of a cache class of mlx-lm whose state stands for exactly one position.
+    """Adapter for slots of a class of mlx-lm whose state stands for exactly one position.
 
     `name`: mlx-lm's name of the class. `verb`: always "checkpoint"; other adapters have "slice" or
     "window". `batchable`: mlx-lm has a batch version of the class, for several sequences.
@@ -340,14 +346,14 @@ class Checkpointed:
 
 
 class Recurrent(Checkpointed):
-    """Adapter of `ArraysCache`, whose arrays do not grow with the length of the text."""
+    """Adapter for slots of mlx-lm's `ArraysCache`, whose arrays do not grow with the text."""
 
     def set_state(self, slot: Any, state: Any) -> None:
         slot.state = [list(state[0]), *state[1:]]
 
 
 class Chunked(Checkpointed):
-    """Adapter of `ChunkedKVCache`, which holds the newest `chunk_size` positions."""
+    """Adapter for slots of mlx-lm's `ChunkedKVCache`: the newest `chunk_size` positions."""
 
     growing = 2
 
@@ -391,9 +397,9 @@ class Chunked(Checkpointed):
 
 
 class Ring(Checkpointed):
-    """Adapter of a `RotatingKVCache` with `keep`, which overwrites positions in a ring.
+    """Adapter for slots of `RotatingKVCache` with `keep`, which overwrite positions in a ring.
 
-    Overwritten positions cannot be restored, so its slots are checkpointed.
+    Overwritten positions cannot be restored, so these slots are checkpointed.
     """
 
     growing = 2
@@ -433,7 +439,7 @@ class Ring(Checkpointed):
 
 
 class Recent(Checkpointed):
-    """Adapter of `RecentRows`: a window, and the tokens of a group that is still open."""
+    """Adapter for slots of `RecentRows`: a window, and the tokens of a group that is still open."""
 
     portable = False
     growing = 1

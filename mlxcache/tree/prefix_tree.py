@@ -542,8 +542,9 @@ class PrefixTree:
     def live_range(self, value: Any) -> tuple[int, int] | None:
         """Return the range [start, end) from the first to the last position that `value` holds.
 
-        Tokens inside the range may belong to other values. Returns None if no node holds `value`.
-        Takes O(1) and changes nothing.
+        `value`: an object that was given to `insert`, such as the KV of tokens. Tokens inside the
+        range may belong to other values. Returns None if no node holds `value`. Takes O(1) and
+        changes nothing.
         """
         nodes = self._edges.holdings.of(value)
         return (nodes[0].start, nodes[-1].end) if nodes else None

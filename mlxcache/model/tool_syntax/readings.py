@@ -288,9 +288,9 @@ class Block:
 
 
 def _known(cut: Cut, tool: str, tools: Tools) -> bool:
-    """Return whether the parameter that begins at a cut exists in the current call's `tool`.
+    """Return whether the schema has the parameter that begins at `cut`, in a call of `tool`.
 
-    If calls begin there, returns whether their tools exist.
+    If further calls begin at `cut`, returns whether their tools exist instead.
     """
     if cut.calls or cut.name is None:
         return all(name in tools for name in cut.calls)
