@@ -156,8 +156,8 @@ def error_response(request: Request, error: Exception) -> Response:
 async def _handle(request: Request, error: Exception) -> Response:
     if find_shape(error).status == 500:
         id = request.scope.get("state", {}).get("request_id")
-        # The message of a StoreError names the file and the cause: no traceback is needed.
-        trace = None if isinstance(error, errors.StoreError) else error
+        # The messages of these name the file and the cause: no traceback is needed.
+        trace = None if isinstance(error, errors.StoreError | errors.ModelError) else error
         log.error("%s: request failed: %s", id, error, exc_info=trace)
     return error_response(request, error)
 

@@ -157,16 +157,20 @@ def _is_other_page(request: Request) -> bool:
 
 
 async def lm_studio_models(deps: Deps, request: Request) -> Response:
-    """List the served model in the format of LM Studio.
+    """List the models in the format of LM Studio, except those that were never loaded.
 
     Source: https://lmstudio.ai/docs/developer/rest/endpoints.
     """
-    return json_response({"object": "list", "data": [_lm_studio_object(require_model(deps))]})
+    require_model(deps)
+    return json_response(
+        {"object": "list", "data": [_lm_studio_object(one) for one in _infos(deps) if one]}
+    )
 
 
 async def lm_studio_model(deps: Deps, request: Request) -> Response:
-    """Describe the served model in the format of LM Studio, whatever name is in the URL."""
-    return json_response(_lm_studio_object(require_model(deps), _name(request)))
+    """Describe in the format of LM Studio the model that serves the name in the URL."""
+    name = _name(request)
+    return json_response(_lm_studio_object(_info(deps, name), name))
 
 
 def _name(request: Request) -> str:

@@ -11,9 +11,7 @@ import psutil
 
 from mlxcache.config import Settings
 from mlxcache.config.models import ModelEntry, model_id
-from mlxcache.errors import ModelError
 from mlxcache.model import library
-from mlxcache.model.hub import here
 from mlxcache.store.lock import NAME, Serving, servers
 
 _PROGRAM = "mlxcache"
@@ -60,30 +58,11 @@ class LocalModels:
         }
         if one is not None:
             found |= {"disk_bytes": one.nbytes, "last_used_at": one.last_used_at}
-        path, found["problem"] = inspect_folder(entry.model)
+        path, found["problem"] = library.inspect_folder(entry.model)
         if path is not None:
             found["path"] = str(path)
             found["disk_bytes"] = found["disk_bytes"] or library.folder_bytes(path)
         return found
-
-
-def inspect_folder(model: str) -> tuple[Path | None, str | None]:
-    """Return the local folder of a path or Hub id, and what is wrong with its files.
-
-    The folder is None if the model is not on this machine; the second value is None if all is well,
-    also for a Hub id that is not downloaded yet.
-    """
-    try:
-        path = here(model)
-    except ModelError as error:
-        return None, str(error)
-    if path is None:
-        return None, None
-    try:
-        library.check(path, model)
-    except ModelError as error:
-        return path, str(error)
-    return path, None
 
 
 def _model_object(name: str, model: str) -> dict[str, Any]:

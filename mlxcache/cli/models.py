@@ -142,11 +142,19 @@ def _served_row(one: dict[str, Any]) -> tuple[str, ...]:
         one["id"],
         "yes" if one.get("default") else "",
         show.model_state({**one, "unloaded_for": None}),
-        show.format_size_or_dash(one.get("size_bytes")),
+        _memory_or_least(one),
         _length(one),
         ", ".join(one.get("aliases", ())) or "-",
         show.unloaded_because(one) or "-",
     )
+
+
+def _memory_or_least(one: dict[str, Any]) -> str:
+    """Return the memory of a loaded model in words; before its first load the least it can be."""
+    least = one.get("weights_bytes")
+    if one.get("size_bytes") is None and least:
+        return f"over {format_size(least)}"
+    return show.format_size_or_dash(one.get("size_bytes"))
 
 
 def _print_local(models: list[dict[str, Any]]) -> None:
@@ -243,6 +251,12 @@ def _memory(one: dict[str, Any]) -> str:
 # -- the Hub's cache ---------------------------------------------------------------------------
 
 
+def _require_hub_id(model: str, command: str) -> None:
+    """Raise ConfigError if `model`, an argument of `models COMMAND`, is no id of the Hub."""
+    if model.startswith((".", "/", "~")) or model.count("/") != 1:
+        raise ConfigError(f"models {command} takes a Hub id such as org/name, not {model!r}")
+
+
 @app.command()
 def pull(
     model: Annotated[
@@ -260,8 +274,12 @@ def pull(
     Only the files that mlx-lm needs are downloaded, into the Hub's own cache.
     """
     with reporting():
-        if Path(model).expanduser().exists() or "/" not in model:
-            raise ConfigError(f"models pull takes a Hub id such as org/name, not {model!r}")
+        _require_hub_id(model, "pull")
+        if Path(model).is_dir():
+            raise ConfigError(
+                f"{model} is a folder here, which `serve --model {model}` would serve in place of "
+                "a download: call `models pull` in another folder"
+            )
         from mlxcache.model import library  # noqa: PLC0415 - mlx-lm takes seconds to import
 
         with byte_bar(f"downloading {model}") as progress:
@@ -297,6 +315,7 @@ def rm(
     not removed.
     """
     with reporting():
+        _require_hub_id(model, "rm")
         require_terminal_or_yes(yes=yes)
         from mlxcache.cli.local_models import servers_of  # noqa: PLC0415 - imports mlx-lm
         from mlxcache.model import library  # noqa: PLC0415 - as above

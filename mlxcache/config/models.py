@@ -148,7 +148,7 @@ def check_routes(routes: Sequence[Route], entries: Sequence[ModelEntry]) -> None
     """Raise ConfigError if a route names none of the models."""
     for route in routes:
         if find_model(route.name, entries) is None:
-            known = ", ".join(entry.label for entry in entries)
+            known = ", ".join(dict.fromkeys(entry.label for entry in entries))
             raise ConfigError(
                 f"{route.pattern}={route.name}: there is no model {route.name!r}; the models are "
                 f"{known}"

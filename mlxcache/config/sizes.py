@@ -60,7 +60,7 @@ def read_size(text: str | int) -> Size:
     number, unit = float(matched[1]), matched[2].upper()
     if unit == "%":
         if not 0 < number <= 100:
-            raise ConfigError(f"a percentage must be above 0% and at most 100%, not {text!r}")
+            raise ConfigError(f"must be a percentage above 0% and at most 100%, not {text!r}")
         return number / 100
     if unit not in _UNITS:
         raise _unreadable(text)
@@ -112,12 +112,14 @@ def memory_for(machine_bytes: int, working_set_bytes: int | None) -> int:
 def explain_auto(whole: int, weights: int, *, metal: bool) -> str:
     """Describe in words how `ram_limit` computes the budget of `auto`.
 
-    `whole`: the result of `memory_for`, in bytes. `weights`: bytes of the model's weights. `metal`:
-    MLX computes on Metal.
+    `whole`: the result of `memory_for`, in bytes. `weights`: bytes of the model's weights, 0 if the
+    budget includes the weights of several models. `metal`: MLX computes on Metal.
     """
     share = "three quarters" if metal else "half"
     whose = "Metal's recommended" if metal else "this machine's"
     here = f"{whose} {format_size(whole)}"
+    if not weights:
+        return f"{share} of {here}, for the weights and the KV of all models"
     return f"{share} of what the weights ({format_size(weights)}) leave of {here}"
 
 

@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Any
 from mlxcache.cache.pressure import Pressure
 from mlxcache.cache.shared_ram import SharedRam
 from mlxcache.config import Settings
-from mlxcache.config.models import ModelEntry, match_model
+from mlxcache.config.models import ModelEntry, find_model, match_model
 from mlxcache.engine.arrivals import Arrivals
 from mlxcache.engine.engine import Engine
 from mlxcache.engine.memory import open_shared_memory
 from mlxcache.engine.metrics import Records, add_up
 from mlxcache.engine.rounds import Rounds
 from mlxcache.engine.runtime import watch_pressure
-from mlxcache.engine.unloaded import describe_unloaded
+from mlxcache.engine.unloaded import describe_unloaded, weigh_files
 from mlxcache.errors import BadRequest, DeadlineExceeded, ModelError, NotFound, NotReady
 from mlxcache.ranks.group import Place
 from mlxcache.sessions.book import SessionBook
@@ -72,6 +72,7 @@ class Models:
             )
             for entry in self.entries
         ]
+        self._file_bytes: dict[str, int | None] = {}
         self._opening: dict[Engine, asyncio.Task[None]] = {}
         self._books = SessionBooks(self._opened_books, self._find_unopened)
         self._arrivals = Arrivals(
@@ -96,6 +97,10 @@ class Models:
         if (memory := self._memory) is not None:
             thread = self._rounds.thread
             self._pressure = await thread.ask(lambda: watch_pressure(memory, thread, 0))
+        for entry in self.entries[1:]:
+            if entry.model is not None:
+                size = await asyncio.to_thread(weigh_files, entry.label, entry.model)
+                self._file_bytes[entry.label] = size
 
     def _share(self) -> SharedRam:
         """Open the memory that the models share. Runs on the MLX thread."""
@@ -185,9 +190,15 @@ class Models:
         return self.engines[match_model(requested, self.entries, self.settings.route)]
 
     def named(self, name: str) -> Engine:
-        """Return the engine of the model `name`, its id or alias. Raises NotFound for others."""
-        for entry, engine in zip(self.entries, self.engines, strict=True):
-            if name in entry.names or (engine.info is not None and name == engine.info.id):
+        """Return the engine of the model with the name, id or alias `name`.
+
+        Without regard to case if none is exactly equal, as for requests, but without routes. Raises
+        NotFound for other names.
+        """
+        if (found := find_model(name, self.entries)) is not None:
+            return self.engines[found]
+        for engine in self.engines:
+            if engine.info is not None and name == engine.info.id:
                 return engine
         known = ", ".join(entry.label for entry in self.entries)
         raise NotFound(f"There is no model {name!r}; the models are {known}.")
@@ -265,7 +276,9 @@ class Models:
         """Return the state of each model, as `GET /v1/models` shows it in `mlxcache`.
 
         `label`: its name. `aliases`: further names. `state`: "loaded", "loading", "unloaded", or
-        "never" if it was not loaded yet; the other keys are those of `Engine.residence`.
+        "never" if it was not loaded yet; the other keys are those of `Engine.residence`. Before the
+        first load, `weights_bytes` is the size of the weights' files, None if that is not known,
+        and there are no other keys.
         """
         return [
             {
@@ -279,9 +292,10 @@ class Models:
 
     def _opened_state(self, engine: Engine) -> dict[str, Any]:
         """Return the state of a model not loaded yet: "never", or "loading" with the progress."""
+        known = {"weights_bytes": self._file_bytes.get(engine.label)}
         if engine not in self._opening:
-            return {"state": "never"}
-        return {"state": "loading", "progress": engine.load_share}
+            return {"state": "never", **known}
+        return {"state": "loading", "progress": engine.load_share, **known}
 
 
 def _ignore(what: str, share: float | None) -> None:

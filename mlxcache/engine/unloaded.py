@@ -1,8 +1,9 @@
-"""Description of a model for its sessions, read from its files without loading its weights."""
+"""What the files of a model say about it, without loading its weights."""
 
 from __future__ import annotations
 
 import asyncio
+import logging
 
 from mlxcache.config import Settings
 from mlxcache.engine.runtime import demo_spec, namespace_of
@@ -10,8 +11,26 @@ from mlxcache.mlx_thread import MlxThread
 from mlxcache.model import serialise
 from mlxcache.model.examine import examine
 from mlxcache.model.hub import here
+from mlxcache.model.library import inspect_folder, weights_bytes
 from mlxcache.model.load import ModelSpec
 from mlxcache.sessions.journal import Served
+
+log = logging.getLogger("mlxcache.engine")
+
+
+def weigh_files(label: str, model: str) -> int | None:
+    """Return the bytes of a model's weight files, and log what hinders its first load.
+
+    `model`: a path or Hub id. None if its files are not on this machine or damaged. Blocks.
+    """
+    path, problem = inspect_folder(model)
+    if problem is not None:
+        log.warning("model %s: cannot be loaded: %s", label, problem)
+        return None
+    if path is None:
+        log.info("model %s: %s is not on this machine; a request downloads it", label, model)
+        return None
+    return weights_bytes(path)
 
 
 async def describe_unloaded(settings: Settings, thread: MlxThread) -> Served | None:

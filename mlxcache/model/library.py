@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub import CachedRepoInfo, constants, scan_cache_dir
-from huggingface_hub.errors import CacheNotFound
+from huggingface_hub.errors import CacheNotFound, HFValidationError
 from huggingface_hub.file_download import repo_folder_name
 from mlx_lm.utils import MODEL_REMAPPING
 
@@ -122,6 +122,25 @@ def check(path: Path, model: str) -> None:
             )
 
 
+def inspect_folder(model: str) -> tuple[Path | None, str | None]:
+    """Return the local folder of a path or Hub id, and what is wrong with its files.
+
+    The folder is None if the model is not on this machine; the second value is None if all is well,
+    also for a Hub id that is not downloaded yet.
+    """
+    try:
+        path = here(model)
+    except ModelError as error:
+        return None, str(error)
+    if path is None:
+        return None, None
+    try:
+        check(path, model)
+    except ModelError as error:
+        return path, str(error)
+    return path, None
+
+
 def weights_bytes(path: Path) -> int:
     """Return the size in bytes of the weight files in the folder `path`."""
     return sum(file.stat().st_size for file in path.glob(_WEIGHTS))
@@ -137,9 +156,14 @@ def find_removal(model: str) -> Removal:
 
     An interrupted download counts too. Raises NotFound if the Hub's cache has none.
     """
-    folder = Path(constants.HF_HUB_CACHE) / repo_folder_name(repo_id=model, repo_type="model")
+    missing = NotFound(f"{model} is not in the Hub's cache, {constants.HF_HUB_CACHE}.")
+    try:
+        name = repo_folder_name(repo_id=model, repo_type="model")
+    except HFValidationError as error:
+        raise missing from error
+    folder = Path(constants.HF_HUB_CACHE) / name
     if "/" not in model or not folder.is_dir():
-        raise NotFound(f"{model} is not in the Hub's cache, {constants.HF_HUB_CACHE}.")
+        raise missing
     return Removal(model, folder, _own_bytes(folder))
 
 

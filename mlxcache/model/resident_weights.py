@@ -85,6 +85,11 @@ class Weights:
 
         Raises ModelError if the files cannot be read, or have changed.
         """
+        if not Path(self._loaded.path).is_dir():
+            raise ModelError(
+                f"The folder {self._loaded.path} is gone since the model was loaded: put it back, "
+                "or mount its disk."
+            )
         if self._read_stamps() != self._stamps:
             raise ModelError(
                 f"The files of the model in {self._loaded.path} have changed since it was loaded: "

@@ -26,7 +26,7 @@ from mlxcache.store.database import store_errors
 from mlxcache.store.listing import Listed
 from mlxcache.store.lock import is_running
 from mlxcache.store.sessions import new_id
-from mlxcache.store.snapshot_format import LeafInfo, SessionInfo
+from mlxcache.store.snapshot_format import LeafInfo, SessionInfo, detect_format
 from mlxcache.store.snapshot_read import Snapshot, import_snapshot, read_snapshot, with_owner
 from mlxcache.store.snapshot_write import SnapshotExport
 from mlxcache.store.store import FREE_FLOOR, Store
@@ -144,7 +144,8 @@ class SessionFiles:
             try:
                 ids = await self._thread.ask(lambda: self._prompt_caches.read(path, prompt, owner))
             except SnapshotRefused as error:
-                raise (refused if prompt is None else error) from error
+                is_ours = await asyncio.to_thread(_is_snapshot, path)
+                raise (refused if is_ours and prompt is None else error) from error
             await compute(self._submit, ids)
             ids = own_ids(ids, owner)
             leaf = LeafInfo(
@@ -180,3 +181,11 @@ class SessionFiles:
         if self._store is None:
             raise Unsupported("Snapshots need a disk tier, and this server has none (--disk off).")
         return self._store
+
+
+def _is_snapshot(path: Path) -> bool:
+    """Return whether the file is a snapshot or unknown, and not a prompt cache of mlx-lm."""
+    try:
+        return detect_format(path) == "mlxcache"
+    except SnapshotRefused:
+        return True

@@ -77,8 +77,8 @@ def test_models_are_listed_loaded_and_unloaded(server: Served) -> None:
     """A second model is loaded before it was named, by its alias or its name."""
     where = ("--url", server.url)
     assert state_of("small", where) == "never"
-    assert "not loaded yet" in call(*where).output
-    assert call("load", "small", *where).output.startswith("Loaded: small, ")
+    assert "not loaded yet  over 1." in call(*where).output  # MB of weights
+    assert call("load", "SMALL", *where).output.startswith("Loaded: small, ")
     assert call("unload", "planner", *where).output.startswith("Unloaded: large, ")
     large, small = listed("list", *where)
     assert (large["state"], large["default"], large["aliases"]) == ("unloaded", True, ["planner"])
@@ -293,7 +293,7 @@ def test_what_the_hub_refuses(hub: FakeHub, refusal: tuple[int, str], text: str)
 
 
 def test_what_keeps_a_model_from_being_downloaded(
-    hub: FakeHub, monkeypatch: pytest.MonkeyPatch
+    hub: FakeHub, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """It is known before the weights are downloaded: a full disk, a model that mlx-lm lacks."""
     usage = namedtuple("usage", "total used free")
@@ -306,6 +306,10 @@ def test_what_keeps_a_model_from_being_downloaded(
     hub.files = {"config.json": own["config.json"], "model.gguf": b"x" * 9}
     assert "has no weights in safetensors" in call("pull", MODEL, status=1).output
     assert "takes a Hub id" in call("pull", ".", status=2).output
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / MODEL).mkdir(parents=True)
+    assert "is a folder here" in call("pull", MODEL, status=2).output
+    (tmp_path / MODEL).rmdir()
     hub.stop()
     assert "the Hub cannot be reached" in call("pull", MODEL, status=1).output
 
@@ -343,6 +347,15 @@ def test_a_model_is_removed_after_asking(
     assert 0 <= found["freed_bytes"] - before < 1000  # and the list of its files
     assert not list((tmp_path / "hub").glob("models--*"))
     assert "is not in the Hub's cache" in call("rm", MODEL, "--yes", status=1).output
+
+
+def test_only_a_hub_id_can_be_removed(tmp_path: Path) -> None:
+    """A folder or a table's name is named as wrong, before anything is asked for."""
+    for name in (str(tmp_path), "./model", "small", "a/b/c"):
+        assert f"models rm takes a Hub id such as org/name, not '{name}'" in " ".join(
+            call("rm", name, status=2).output.split()
+        )
+    assert "is not in the Hub's cache" in call("rm", "a b/c", "--yes", status=1).output
 
 
 def test_a_part_of_a_download_is_removed(hub: FakeHub, tmp_path: Path, impatient: None) -> None:

@@ -151,3 +151,4 @@ def test_auto_is_explained_with_its_figures(working_set, said):
     assert said in text
     assert "4 GB" in text
     assert ("12 GB" if working_set else "16 GB") in text
+    assert "what the weights" not in explain_auto(whole, 0, metal=working_set is not None)

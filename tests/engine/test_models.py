@@ -159,6 +159,25 @@ async def test_a_bad_folder_fails_requests_until_it_is_mended(
         assert models.named("b").state == "ready"
 
 
+async def test_what_hinders_a_first_load_is_logged_at_the_start(
+    entries: list[ModelEntry], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A model whose folder is missing or damaged; the others show what their weights take."""
+    short_weights(tmp_path / "b")
+    entries = [*entries, ModelEntry(str(tmp_path / "d"), "d")]
+    with caplog.at_level("WARNING"):
+        async with running(entries, tmp_path / "cache") as models:
+            never = {one["label"]: one for one in models.describe()[1:]}
+            assert {one["state"] for one in never.values()} == {"never"}
+            assert never["c"]["weights_bytes"] > 500_000
+            assert never["b"]["weights_bytes"] is never["d"]["weights_bytes"] is None
+            with pytest.raises(ModelError):
+                await reply(models, "d")
+    said = [one.getMessage() for one in caplog.records if "cannot be loaded" in one.getMessage()]
+    assert [one.split(":")[0] for one in said] == ["model b", "model d", "model d"]
+    assert f"There is no folder {tmp_path / 'd'}." in said[1]
+
+
 @pytest.mark.parametrize("step", ["_max_context", "_open_cache", "_open_book"])
 async def test_memory_is_released_whatever_step_of_a_load_fails(
     entries: list[ModelEntry], tmp_path: Path, step: str, monkeypatch: pytest.MonkeyPatch

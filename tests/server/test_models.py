@@ -101,6 +101,17 @@ def test_models_are_unloaded_and_loaded_on_request(api: Api) -> None:
     assert api.http.post("/v1/models/small/load").status_code == 200
     until(lambda: states(api)["small"] == "loaded", 10, lambda: str(states(api)))
     assert api.http.post("/v1/models/nobody/load").status_code == 404
+    assert api.http.post("/v1/models/SMALL/load").json()["id"] == "small"
+
+
+def test_lm_studios_list_has_each_model(api: Api) -> None:
+    ask(api, "small", [user("Hello.")])
+    listed = api.http.get("/api/v0/models").json()["data"]
+    assert [(one["id"], one["arch"]) for one in listed] == [
+        ("large", "llama"),
+        ("small", "qwen3_5"),
+    ]
+    assert api.http.get("/api/v0/models/claude-haiku-9").json()["arch"] == "qwen3_5"
 
 
 def test_titles_and_sub_agents_leave_the_conversation_warm(api: Api) -> None:
@@ -331,6 +342,9 @@ def test_a_file_of_mlx_lm_is_compared_only_with_weights_in_memory(api: Api) -> N
     api.http.post("/v1/models/large/load")
     until(lambda: states(api)["large"] == "loaded", 10, lambda: str(states(api)))
     assert api.http.post("/v1/sessions", content=file).status_code == 201
+    refused = api.http.post("/v1/sessions?model=small", content=file)
+    assert refused.status_code == 400
+    assert "not a complete snapshot" not in refused.text
 
 
 @pytest.fixture(scope="module")
