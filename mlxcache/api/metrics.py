@@ -70,6 +70,9 @@ class Family:
             yield (), float(value)
 
 
+RANK_FIGURES = ("silent_s", "operation_s")
+"""Keys of what is known of each other rank of a divided model."""
+
 LEVELS = ("normal", "warning", "critical")
 
 
@@ -199,7 +202,13 @@ _SERVER = (
     _gauge("mlx_thread_silent_seconds", "Duration of the current step.", "silent_s"),
 )
 
-FAMILIES = (*_REQUESTS, *_MEMORY, *_MODELS, *_DISK, *_REMOTE, *_SERVER)
+_RANKS = (
+    _gauge("ranks", "Processes that serve a divided model.", "ranks.size"),
+    _gauge("rank_silent_seconds", "Time since a rank answered.", "ranks.silent_s", "rank"),
+    _gauge("rank_operation_seconds", "Duration of its operation.", "ranks.operation_s", "rank"),
+)
+
+FAMILIES = (*_REQUESTS, *_MEMORY, *_MODELS, *_DISK, *_REMOTE, *_RANKS, *_SERVER)
 
 
 def arrange_figures(figures: Mapping[str, Any]) -> dict[str, Any]:
@@ -228,6 +237,9 @@ def arrange_figures(figures: Mapping[str, Any]) -> dict[str, Any]:
         made["disk"] = {**disk, "suspended": disk["state"] != "ok"}
     if (remote := figures.get("remote")) is not None:
         made["remote"] = _arrange_remote(remote)
+    if (ranks := figures.get("ranks")) is not None:
+        each = {name: {one["rank"]: one[name] for one in ranks["others"]} for name in RANK_FIGURES}
+        made["ranks"] = {"size": ranks["size"], **each}
     return {**figures, **made}
 
 

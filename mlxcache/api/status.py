@@ -37,6 +37,8 @@ async def health(deps: Deps, request: Request) -> Response:
     """
     engine = deps.engine
     body: dict[str, Any] = {"status": engine.state, "stalled_s": round(engine.silent_s, 1)}
+    if (ranks := engine.ranks) is not None:
+        body["ranks"] = ranks["others"]
     if engine.state == "ready" and engine.info is not None:
         if engine.silent_s < deps.settings.stalled_seconds:
             return json_response(body | {"status": "ok", "model": engine.info.id})

@@ -71,7 +71,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("mlxcache.engine")
 
-LOST_S = 2.0
+LOST_S = 1.0
 """Seconds from the loss of a rank to the end of this process, for clients to read their errors."""
 
 T = TypeVar("T")
@@ -595,6 +595,14 @@ class Engine:
             raise Busy("Requests of this model are running: try again when they have ended.")
 
     @property
+    def ranks(self) -> Mapping[str, Any] | None:
+        """How the model is divided and what the other ranks do; None if it is not divided.
+
+        See `RankZero.figures`. Any thread.
+        """
+        return self._ranks.figures() if self._ranks and self._runtime else None
+
+    @property
     def tally(self) -> Tally:
         """Counts of the requests since the server started."""
         return self._records.tally
@@ -633,6 +641,8 @@ class Engine:
         if self._remote is not None and figures:
             exchange = runtime.remote.figures() if runtime.remote is not None else {}
             figures = {**figures, "remote": {**self._remote.figures(), "exchange": exchange}}
+        if (ranks := self.ranks) is not None:
+            figures = {**figures, "ranks": ranks}
         return figures | {
             "sessions": runtime.book.count,
             **({"pressure": runtime.pressure.figures()} if runtime.pressure else {}),

@@ -311,6 +311,8 @@ class Watch:
     ):
         self._leader, self._own_age, self._on_loss = leader, own_age, on_loss
         self._every_s = every_s
+        self._answers: Sequence[op.Answer] = ()
+        self._answered_at = time.monotonic()
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="mlxcache-ranks", daemon=True)
         self._thread.start()
@@ -318,6 +320,18 @@ class Watch:
     def close(self) -> None:
         """End the thread."""
         self._ended.set()
+
+    def figures(self) -> list[dict[str, float]]:
+        """Return for each of the other ranks what it said last.
+
+        `rank`: its number. `silent_s`: seconds since it answered. `operation_s`: seconds that its
+        operation had run then. Any thread.
+        """
+        silent = round(time.monotonic() - self._answered_at, 1)
+        return [
+            {"rank": rank, "silent_s": silent, "operation_s": round(answer.age_s, 1)}
+            for rank, answer in enumerate(self._answers, 1)
+        ]
 
     def _run(self) -> None:
         while not self._ended.wait(self._every_s):
@@ -327,6 +341,7 @@ class Watch:
                 if not self._ended.is_set():
                     self._on_loss(str(error))
                 return
+            self._answers, self._answered_at = answers, time.monotonic()
             oldest = max(self._own_age(), *(answer.age_s for answer in answers))
             if oldest > STUCK_S and not self._ended.is_set():
                 self._on_loss(f"an operation has run for {oldest:.0f} s")

@@ -132,6 +132,14 @@ class RankZero:
         )
         return GroupStore(own, leader, needs_checkpoints=needs_checkpoints)
 
+    def figures(self) -> dict[str, Any]:
+        """Return what `GET /v1/cache` shows: how the model is divided, and the other ranks.
+
+        See `Watch.figures`. Any thread.
+        """
+        others = self._watch.figures() if self._watch is not None else []
+        return {"mode": self.place.mode, "size": self._group.size(), "others": others}
+
     def close(self) -> None:
         """End the group: the other ranks write what they have, and end."""
         if self._watch is not None:

@@ -172,6 +172,7 @@ class FakeEngine:
         self.label, self.aliases = "toy", ("short",)
         self.residence: dict[str, Any] | None = None  # None: it was never loaded
         self.silent_s = 0.0
+        self.ranks: dict[str, Any] | None = None  # None: the model is not divided
         self.load_share: float | None = None
         self.script: Sequence[Step] = reply("Hello", ", ", "world")
         self.scripts: list[Sequence[Step]] = []

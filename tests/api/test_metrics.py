@@ -73,3 +73,19 @@ async def test_a_folder_that_is_being_made_again_is_no_fault_of_the_servers(
     chat = {"messages": [{"role": "user", "content": "Hi"}]}
     response = await client.post("/v1/chat/completions", json=chat)
     assert (response.status_code, response.headers["retry-after"]) == (503, "2")
+
+
+async def test_other_ranks_are_seen_in_health_and_metrics(
+    client: httpx.AsyncClient, engine: FakeEngine
+) -> None:
+    """For a model that is divided among several machines, and for no other."""
+    assert "ranks" not in (await client.get("/health")).json()
+    others = [{"rank": 1, "silent_s": 0.5, "operation_s": 2.0}]
+    engine.ranks = {"mode": "tensor", "size": 2, "others": others}
+    figures = engine.figures() | {"ranks": engine.ranks}
+    engine.figures = lambda: figures  # type: ignore[method-assign]
+    assert (await client.get("/health")).json()["ranks"] == others
+    text = (await client.get("/metrics")).text
+    assert "mlxcache_ranks 2.0" in text
+    assert 'mlxcache_rank_silent_seconds{rank="1"} 0.5' in text
+    assert 'mlxcache_rank_operation_seconds{rank="1"} 2.0' in text

@@ -148,8 +148,13 @@ def test_a_rank_that_is_silent_or_stuck_is_lost(last: Any, own_age: float, words
         told.append(why)
         heard.set()
 
-    watch = Watch(Asked([op.Answer(), last]), lambda: next(ages, own_age), note, every_s=0.01)
+    first = op.Answer(age_s=2.0)
+    watch = Watch(Asked([first, last]), lambda: next(ages, own_age), note, every_s=0.01)
     assert heard.wait(5)
+    (figures,) = watch.figures()
+    assert figures["rank"] == 1
+    assert figures["operation_s"] in {2.0, 61.0, 0.0}
+    assert 0.0 <= figures["silent_s"] < 5.0
     assert len(told) == 1
     assert words in told[0]
     watch.close()
