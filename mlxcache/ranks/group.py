@@ -27,7 +27,7 @@ from mlx import nn
 from mlxcache.errors import GroupLost, ModelError
 from mlxcache.model.kv import Layout
 from mlxcache.ranks import operations as op
-from mlxcache.ranks.leader import Leader
+from mlxcache.ranks.leader import ANSWER_S, Leader
 
 log = logging.getLogger("mlxcache.ranks")
 
@@ -39,8 +39,8 @@ CONNECT_S = 60.0
 PING_S = 1.0
 """Seconds between two questions whether the ranks live."""
 
-SILENT_S = 4.0
-"""Seconds without an answer after which a rank counts as lost."""
+SILENT_S = ANSWER_S
+"""Seconds without a question after which rank 0 counts as lost."""
 
 STUCK_S = 60.0
 """Seconds after which an operation that has not ended counts as hung."""
@@ -336,7 +336,7 @@ class Watch:
     def _run(self) -> None:
         while not self._ended.wait(self._every_s):
             try:
-                answers = self._leader.ask(op.Ping(), SILENT_S)
+                answers = self._leader.ask(op.Ping())
             except GroupLost as error:
                 if not self._ended.is_set():
                     self._on_loss(str(error))

@@ -19,8 +19,8 @@ from mlxcache.model.lineage import Lineage, Span
 from mlxcache.model.lockstep import Lockstep
 from mlxcache.ranks import operations as op
 
-ANSWER_S = 5.0
-"""Most seconds for the answer of a rank."""
+ANSWER_S = 4.0
+"""Seconds without an answer after which a rank counts as lost."""
 
 _PACK = msgspec.msgpack.Encoder()
 _ANSWER = msgspec.msgpack.Decoder(op.Answer)
@@ -49,6 +49,7 @@ class Leader(Lockstep):
         self._operations = operations
         self._questions = questions
         self._asking = threading.Lock()
+        self._lost: str | None = None
         self._numbers = count(1)
         self._state_numbers = count(1)
         self._by_caches: dict[int, int] = {}
@@ -72,20 +73,25 @@ class Leader(Lockstep):
     def ask(self, question: op.AnyQuestion, seconds: float = ANSWER_S) -> list[op.Answer]:
         """Ask every rank, and return the answers in the order of ranks, from rank 1.
 
-        Any thread. Blocks for at most `seconds` for each. Raises GroupLost.
+        Any thread. Blocks for at most `seconds` for each. Raises GroupLost, and then always: an
+        answer that comes later belongs to no question.
         """
         data = _PACK.encode(question)
         with self._asking:
+            if self._lost is not None:
+                raise GroupLost(self._lost)
             try:
                 for connection in self._questions:
                     connection.send_bytes(data)
                 answers = []
                 for rank, connection in enumerate(self._questions, 1):
                     if not connection.poll(seconds):
-                        raise GroupLost(f"rank {rank} did not answer for {seconds:g} s")
+                        self._lost = f"rank {rank} did not answer for {seconds:g} s"
+                        raise GroupLost(self._lost)
                     answers.append(_ANSWER.decode(connection.recv_bytes()))
             except (OSError, EOFError) as error:
-                raise GroupLost(f"a rank cannot be reached: {error!r}") from error
+                self._lost = f"a rank cannot be reached: {error!r}"
+                raise GroupLost(self._lost) from error
         return answers
 
     def check(self, error: Exception) -> None:

@@ -18,6 +18,7 @@ from mlxcache.cli.connect import base_url
 from mlxcache.cli.doctor import clients, disk, mac, machine, serving
 from mlxcache.cli.doctor.away import examine_remote
 from mlxcache.cli.doctor.finding import Finding, worst
+from mlxcache.cli.doctor.hosts import examine_hosts
 from mlxcache.cli.options import Config, Flags, with_settings
 from mlxcache.cli.output import reporting
 from mlxcache.cli.progress import byte_bar, count_bar
@@ -42,7 +43,7 @@ Quick = Annotated[
 
 @with_settings(
     *("adapter", "draft_model", "kv_bits", "ram", "disk", "host", "port"),
-    *("keep_awake", "remote", "remote_key_file", "trust_remote_code"),
+    *("keep_awake", "remote", "remote_key_file", "trust_remote_code", "hosts", "hostfile"),
 )
 def doctor(
     *,
@@ -133,6 +134,7 @@ def run_checks(settings: Settings, *, quick: bool, shown: bool) -> Report:
         machine.examine_files(),
         *_examine_disk(settings, quick=quick, shown=shown),
         *([examine_remote(settings)] if settings.remote is not None else []),
+        *(examine_hosts(settings) if settings.hosts or settings.hostfile else []),
         serving.examine_port(settings),
         *serving.examine_servers(settings, url),
         *clients.examine_clients(os.environ, Path.home(), url, settings.rules),
