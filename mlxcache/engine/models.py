@@ -276,9 +276,8 @@ class Models:
         """Return the state of each model, as `GET /v1/models` shows it in `mlxcache`.
 
         `label`: its name. `aliases`: further names. `state`: "loaded", "loading", "unloaded", or
-        "never" if it was not loaded yet; the other keys are those of `Engine.residence`. Before the
-        first load, `weights_bytes` is the size of the weights' files, None if that is not known,
-        and there are no other keys.
+        "never" if it was not loaded yet; the other keys are those of `Engine.residence`. With
+        "never" only `weights_bytes` is there: the size of its files, None if that is not known.
         """
         return [
             {
@@ -292,10 +291,9 @@ class Models:
 
     def _opened_state(self, engine: Engine) -> dict[str, Any]:
         """Return the state of a model not loaded yet: "never", or "loading" with the progress."""
-        known = {"weights_bytes": self._file_bytes.get(engine.label)}
         if engine not in self._opening:
-            return {"state": "never", **known}
-        return {"state": "loading", "progress": engine.load_share, **known}
+            return {"state": "never", "weights_bytes": self._file_bytes.get(engine.label)}
+        return {"state": "loading", "progress": engine.load_share}
 
 
 def _ignore(what: str, share: float | None) -> None:

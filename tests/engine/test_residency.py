@@ -418,7 +418,7 @@ class TestMemory:
         assert house.memory.used == 0
         assert not house.residency.busy
 
-    @pytest.mark.parametrize("damage", ["truncated", "deleted"])
+    @pytest.mark.parametrize("damage", ["truncated", "deleted", "moved"])
     def test_damaged_files_fail_the_requests_and_not_the_thread(
         self, house: House, toy: ToyMaker, tmp_path: Path, damage: str
     ) -> None:
@@ -430,12 +430,17 @@ class TestMemory:
         whole, stat = file.read_bytes(), file.stat()
         if damage == "deleted":
             file.unlink()
+        elif damage == "moved":
+            path.rename(tmp_path / "elsewhere")
         else:
             file.write_bytes(whole[: stat.st_size // 2])
         task = bench.put(ids(1), tokens=4)
         house.run(task)
-        assert isinstance(last_of(task), ModelError)
+        assert isinstance(error := last_of(task), ModelError)
+        assert ("is gone since the model was loaded" in str(error)) == (damage == "moved")
         assert house.memory.used == 0
+        if damage == "moved":
+            (tmp_path / "elsewhere").rename(path)
         file.write_bytes(whole)
         os.utime(file, ns=(stat.st_atime_ns, stat.st_mtime_ns))
         again = bench.put(ids(1), tokens=4)
