@@ -272,9 +272,10 @@ class Launch:
             found = [_find_served(models, entry.names) for entry in self.settings.entries]
             if None in found:
                 names = ", ".join(str(one["id"]) for one in models)
+                choice = "Name one of them with --model" if len(models) > 1 else "Leave out --model"
                 raise MlxcacheError(
-                    f"The server at {service.url} serves {names}. Leave out --model to use "
-                    "it, stop it, or start another one beside it with --port 0."
+                    f"The server at {service.url} serves {names}. {choice} to use it, stop it, or "
+                    "start another one beside it with --port 0."
                 )
             if (chosen := found[0]) is not None and chosen["id"] != service.model:
                 service = _with_model(service, chosen, remote)

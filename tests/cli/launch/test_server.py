@@ -221,7 +221,7 @@ def test_other_clients_get_the_name_of_a_model_that_is_not_the_default(
 def test_a_model_that_is_not_served_is_an_error(here: Path, several: Other) -> None:
     """So is a small model for a client that takes none."""
     wrong = launch("--url", several.url, "--model", "tiny", status=1).stderr
-    assert "serves large, small, idle." in wrong
+    assert "serves large, small, idle. Name one of them with --model to use it" in wrong
     wrong = launch("--url", several.url, "--small-model", "tiny", status=1).stderr
     assert "has no model 'tiny' for --small-model; its models are large, small, idle." in wrong
     result = CliRunner().invoke(app, ["launch", "pi", "--url", several.url, "--small-model", "x"])
