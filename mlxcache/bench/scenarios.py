@@ -182,7 +182,10 @@ def warm(visit: Visit) -> Outcome:
 
 
 def edited(visit: Visit) -> Outcome:
-    """Measure the last turn of the conversation `revised`, sent again with another user message."""
+    """Measure the last turn of a conversation, sent again with another user message.
+
+    The conversation is `revised` of `Visit`, which is begun here if it is new.
+    """
     talk = visit.talk("revised")
     if len(talk.messages) < 5:
         talk.ask(visit.words())
@@ -231,7 +234,7 @@ def concurrent_warm(visit: Visit) -> Outcome:
 
 
 def grown(visit: Visit) -> Outcome:
-    """Measure all six turns of the conversation `grown`.
+    """Measure all six turns of the visit's conversation `grown`.
 
     The figures are averages over the turns.
     """
@@ -242,14 +245,14 @@ def grown(visit: Visit) -> Outcome:
 
 
 def last_edited(visit: Visit) -> Outcome:
-    """Measure the last turn of the conversation `grown`, sent again with another user message."""
+    """Measure the last turn of the visit's `grown`, sent again with another user message."""
     before = visit.grown().messages[:-2]
     said = {"role": "user", "content": visit.words(visit.grown_turn_tokens)}
     return _one(visit.client.chat([*before, said], visit.reply_tokens))
 
 
 def regenerated(visit: Visit) -> Outcome:
-    """Measure a second reply to the last prompt of the conversation `grown`.
+    """Measure a second reply to the last prompt of the visit's conversation `grown`.
 
     The same messages are sent once more, as when a user asks for another reply.
     """
@@ -257,7 +260,7 @@ def regenerated(visit: Visit) -> Outcome:
 
 
 def branched(visit: Visit) -> Outcome:
-    """Measure a turn that leaves the conversation `grown` in the middle of its third user message.
+    """Measure a turn that leaves the visit's `grown` in the middle of its third user message.
 
     The prompt is that of `grown` up to there, then new text.
     """
@@ -265,7 +268,7 @@ def branched(visit: Visit) -> Outcome:
 
 
 def branched_again(visit: Visit) -> Outcome:
-    """Measure a second turn that leaves the conversation `grown` at the same place as `branched`.
+    """Measure a second turn that leaves the visit's `grown` at the same place as `branched`.
 
     From there on its text differs from that of both.
     """
@@ -286,7 +289,7 @@ def _branch(visit: Visit) -> Outcome:
 
 
 def returned(visit: Visit) -> Outcome:
-    """Measure the next turn of the conversation `grown`, after turns that branched off from it."""
+    """Measure the next turn of the visit's `grown`, after turns that branched off from it."""
     return _one(visit.grown().ask(visit.words()))
 
 

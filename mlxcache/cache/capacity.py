@@ -210,9 +210,10 @@ def _held(layout: Layout, talk: Talk, tokens: int, budget: Fit) -> Held:
 
 
 def _most(layout: Layout, tokens: int, limit: int) -> int:
-    """Return the maximum number of checkpoints of a path of `tokens` tokens.
+    """Return how many checkpoints of one path of `tokens` tokens a tier keeps at most.
 
-    `limit`: the limit of the tier, RAM or disk, in bytes.
+    `limit`: the limit of the tier, RAM or disk, in bytes, for KV and checkpoints together. The
+    checkpoints of a path may take a share of it, and not more than its KV warrants; see `allowed`.
     """
     size = max(1, layout.checkpoint_bytes)
     most = allowed(tokens * layout.bytes_per_token, size, limit) // size
