@@ -57,7 +57,7 @@ async def requests(deps: Deps, request: Request) -> Response:
 
 
 async def one_request(deps: Deps, request: Request) -> Response:
-    """Show one recent request: its tokens, timings, and why part of its prefix was not reused."""
+    """Describe one recent request: its tokens, its timings, and why a prefix was lost."""
     id = str(request.path_params["id"])
     record = await deps.engine.request(id)
     if record is None:

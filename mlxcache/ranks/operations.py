@@ -1,8 +1,10 @@
-"""Operations that rank 0 tells the other ranks, as messages. Numbers name lineages and the like.
+"""Operations that rank 0 tells the other ranks, as messages, and its questions to them.
 
-Tokens are ids. Fields named `lineage`, `caches` and `batch` are numbers of objects that an earlier
-operation made; lineages and batches share one sequence of numbers, states have their own. Where an
-operation has `length`, it is the number of positions in the lineage before the operation.
+Each rank is a process that computes a part of the same model; rank 0 also serves the requests.
+Objects are named by numbers, which rank 0 chooses. Tokens are ids. Fields named `lineage`, `caches`
+and `batch` are numbers of objects that an earlier operation made; `caches` is a lineage or a batch.
+Lineages and batches share one sequence of numbers, states have their own. Where an operation has
+`length`, it is the number of positions in the lineage before the operation.
 """
 
 from __future__ import annotations
@@ -16,18 +18,21 @@ Span = tuple[int, int, int]
 
 
 class Operation(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Base of all operations."""
+    """Base of all operations: what a rank is to do, in the order in which rank 0 did it."""
 
 
 class Open(Operation, frozen=True):
-    """The store is opened. `namespace`: that of the whole model. `limit`: setting `disk`."""
+    """Operation: open the disk store.
+
+    `namespace`: that of the whole model. `limit`: the setting `disk`.
+    """
 
     namespace: str
     limit: str | int
 
 
 class Feed(Operation, frozen=True):
-    """Tokens are fed at the end of a lineage, and its caches are evaluated."""
+    """Operation: feed `tokens` at the end of a lineage, and evaluate its caches."""
 
     lineage: int
     length: int
@@ -35,27 +40,30 @@ class Feed(Operation, frozen=True):
 
 
 class Start(Operation, frozen=True):
-    """Decoding starts over `caches`, with one token per row."""
+    """Operation: begin to decode over a lineage or batch; `tokens` has one token per row."""
 
     caches: int
     tokens: list[int]
 
 
 class Step(Operation, frozen=True):
-    """The pending tokens of `caches` are fed, and the next ones drawn."""
+    """Operation: feed the pending tokens of a lineage or batch, and draw the next ones."""
 
     caches: int
 
 
 class Create(Operation, frozen=True):
-    """A lineage is made. `copy_bytes`: see `Lineage`."""
+    """Operation: make an empty lineage. `copy_bytes`: see `Lineage`."""
 
     lineage: int
     copy_bytes: int
 
 
 class Rebuild(Operation, frozen=True):
-    """The buffers of a lineage are replaced by copies of `sources`."""
+    """Operation: replace the buffers of a lineage by copies of the ranges `sources`.
+
+    `capacity`: number of positions for which the new buffers have room.
+    """
 
     lineage: int
     length: int
@@ -64,7 +72,7 @@ class Rebuild(Operation, frozen=True):
 
 
 class Truncate(Operation, frozen=True):
-    """The positions from `to` on are dropped."""
+    """Operation: drop the positions of a lineage from `to` on."""
 
     lineage: int
     length: int
@@ -72,7 +80,7 @@ class Truncate(Operation, frozen=True):
 
 
 class Pretend(Operation, frozen=True):
-    """The number of positions becomes `to`, with any values."""
+    """Operation: set the number of positions of a lineage to `to`; the values may be anything."""
 
     lineage: int
     length: int
@@ -80,7 +88,7 @@ class Pretend(Operation, frozen=True):
 
 
 class AppendSpan(Operation, frozen=True):
-    """A range of another lineage is appended."""
+    """Operation: append a copy of the range `span` of another lineage to a lineage."""
 
     lineage: int
     length: int
@@ -88,7 +96,7 @@ class AppendSpan(Operation, frozen=True):
 
 
 class Capture(Operation, frozen=True):
-    """The states of a lineage are copied; the copy gets the number `state`."""
+    """Operation: copy the states of a lineage; the copy gets the number `state`."""
 
     lineage: int
     length: int
@@ -96,7 +104,7 @@ class Capture(Operation, frozen=True):
 
 
 class Restore(Operation, frozen=True):
-    """The states of a lineage are set to a copy; None leaves them."""
+    """Operation: set the states of a lineage to the copy `state`; None leaves them as they are."""
 
     lineage: int
     length: int
@@ -104,28 +112,32 @@ class Restore(Operation, frozen=True):
 
 
 class Settle(Operation, frozen=True):
-    """The states of a lineage are copied into buffers of their own."""
+    """Operation: copy the states of a lineage into buffers of their own."""
 
     lineage: int
     length: int
 
 
 class Rest(Operation, frozen=True):
-    """The states of a lineage are dropped."""
+    """Operation: drop the states of a lineage."""
 
     lineage: int
     length: int
 
 
 class Release(Operation, frozen=True):
-    """The buffers of a lineage are released."""
+    """Operation: release the buffers of a lineage."""
 
     lineage: int
     length: int
 
 
 class Join(Operation, frozen=True):
-    """The batch `joint` is made of the rows of `rows` and `others`."""
+    """Operation: make the batch `joint` of the rows of `rows` and of all `others`.
+
+    `rows`, `others`: numbers of lineages or batches. `batched`: `rows` is a batch already, which is
+    replaced.
+    """
 
     joint: int
     rows: int
@@ -134,14 +146,17 @@ class Join(Operation, frozen=True):
 
 
 class KeepRows(Operation, frozen=True):
-    """All rows of a batch but `rows` are dropped."""
+    """Operation: drop all rows of a batch except those with the indices `rows`."""
 
     batch: int
     rows: list[int]
 
 
 class TakeRow(Operation, frozen=True):
-    """The pending token of a batch's row is continued over a lineage."""
+    """Operation: continue to decode the row `row` of a batch over a lineage instead.
+
+    The row's pending token becomes that of the lineage.
+    """
 
     batch: int
     row: int
@@ -149,7 +164,10 @@ class TakeRow(Operation, frozen=True):
 
 
 class AppendRow(Operation, frozen=True):
-    """The newest `count` positions of a batch's row, and its states, are appended to a lineage."""
+    """Operation: append the newest `count` positions of the row `row` of a batch to a lineage.
+
+    The row's states are appended with them.
+    """
 
     batch: int
     row: int
@@ -159,15 +177,16 @@ class AppendRow(Operation, frozen=True):
 
 
 class DropBatch(Operation, frozen=True):
-    """A batch is dropped."""
+    """Operation: drop a batch."""
 
     batch: int
 
 
 class WriteRun(Operation, frozen=True):
-    """The KV of the positions from `start` to the end of `ids` is written to disk.
+    """Operation: write the KV of the positions from `start` to the end of `ids` to disk.
 
-    `ids`: int32, as bytes. `spans`: where it is; `lengths`: of these lineages.
+    `ids`: int32, as bytes. `spans`: the ranges of lineages that have this KV. `lengths`: the
+    numbers of positions of these lineages.
     """
 
     ids: bytes
@@ -177,14 +196,17 @@ class WriteRun(Operation, frozen=True):
 
 
 class WriteState(Operation, frozen=True):
-    """The checkpoint `state`, at the end of `ids`, is written to disk. `ids`: int32, as bytes."""
+    """Operation: write the checkpoint `state`, taken at the end of `ids`, to disk.
+
+    `ids`: int32, as bytes.
+    """
 
     ids: bytes
     state: int
 
 
 class Load(Operation, frozen=True):
-    """Positions of `ids` from `length` to `end` are read from disk into a lineage.
+    """Operation: read the KV of positions `length` to `end` of `ids` from disk into a lineage.
 
     `ids`: int32, as bytes.
     """
@@ -196,7 +218,7 @@ class Load(Operation, frozen=True):
 
 
 class LoadState(Operation, frozen=True):
-    """The states of a lineage are read from the checkpoint at the end of `ids`.
+    """Operation: read the states of a lineage from the checkpoint at the end of `ids`.
 
     `ids`: int32, as bytes.
     """
@@ -207,7 +229,7 @@ class LoadState(Operation, frozen=True):
 
 
 class End(Operation, frozen=True):
-    """The group ends."""
+    """Operation: end, because the group of ranks ends."""
 
 
 AnyOperation = (
@@ -219,7 +241,7 @@ AnyOperation = (
 
 
 class Message(msgspec.Struct, frozen=True, array_like=True):
-    """An operation, and the numbers of what rank 0 has dropped before it."""
+    """An operation, and the numbers of the lineages and states that rank 0 dropped before it."""
 
     operation: AnyOperation
     lineages: list[int] = []
@@ -235,7 +257,10 @@ class Ping(Question, frozen=True):
 
 
 class Find(Question, frozen=True):
-    """Question: how much of the prefix `ids` is on this rank's disk? `touch`: see `Store.find`."""
+    """Question: how much of the prefix `ids` is on this rank's disk?
+
+    `touch`: see `Store.find`.
+    """
 
     ids: bytes
     touch: bool
@@ -260,40 +285,43 @@ class VerifyState(Question, frozen=True):
 
 
 class Outcome(Question, frozen=True):
-    """Question: what became of the file `key`? An answer is given once for each write of it."""
+    """Question: has the write of the file `key` ended, and how? Each write is reported once."""
 
     key: bytes
 
 
 class Pin(Question, frozen=True):
-    """The files of `paths` are pinned under a name; see `Store.pin`."""
+    """Request: pin the files of `paths` under a name; see `Store.pin`."""
 
     name: str
     paths: list[bytes]
 
 
 class Remove(Question, frozen=True):
-    """Files with none of the first `keep` tokens of `ids` are removed from disk."""
+    """Request: remove the files from disk that have none of the first `keep` tokens of `ids`."""
 
     ids: bytes
     keep: int
 
 
 class Forget(Question, frozen=True):
-    """The KV of `ids` beyond `keep` tokens is removed from disk because it is not finite."""
+    """Request: remove the KV of `ids` beyond `keep` tokens from disk, because it is not finite."""
 
     ids: bytes
     keep: int
 
 
 class Clear(Question, frozen=True):
-    """All files are removed from disk, pinned ones only if `pinned`."""
+    """Request: remove all files from disk, pinned ones only if `pinned`."""
 
     pinned: bool
 
 
 class Prune(Question, frozen=True):
-    """Damaged files are removed from disk, and others down to `limit` bytes; see `Store.prune`."""
+    """Request: remove damaged files from disk, and others down to `limit` bytes.
+
+    See `Store.prune`.
+    """
 
     limit: int | None
 
@@ -303,12 +331,12 @@ AnyQuestion = Ping | Find | Verify | VerifyState | Outcome | Pin | Remove | Forg
 
 
 class Answer(msgspec.Struct, frozen=True, array_like=True):
-    """Answer of a rank.
+    """Answer of a rank to a question.
 
     `age_s`: seconds that the current operation has run. `length`: positions of the prefix on disk.
-    `checkpoints`: positions of its checkpoints; None if the rank needs none. `ended`: the write has
-    ended. `failure`: why it or the verification failed, or None; `missing`: because the prefix is
-    not on disk.
+    `checkpoints`: positions of its checkpoints; None if the rank needs none. `ended`: the write
+    that was asked about has ended. `failure`: why the write or the verification failed, or None.
+    `missing`: it failed because the prefix is not on disk.
     """
 
     age_s: float = 0.0

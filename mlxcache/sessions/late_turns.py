@@ -101,10 +101,10 @@ class LateTurns:
         self._turns = [one for one in self._turns if one.session not in sessions]
 
     def refresh(self) -> None:
-        """Copy the table again and add the turns to the copy.
+        """Make `table` a new copy of the table on disk, with these turns added.
 
-        Call after this process has changed the table on disk. Does nothing while `table` is that
-        one.
+        Call after this process has changed the table on disk. Does nothing if `table` is the one on
+        disk.
         """
         if self._copy is not None:
             self._set_copy(None)

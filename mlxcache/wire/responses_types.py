@@ -187,7 +187,10 @@ class ToolChoice(Struct):
 
 
 class TextFormat(Struct):
-    """The format of the visible text. The fields of a JSON schema are beside `type`."""
+    """The format of the visible text.
+
+    `type`: "text", "json_object" or "json_schema". The other fields belong to a JSON schema.
+    """
 
     type: str
     schema: dict[str, Any] | None = None
