@@ -145,6 +145,9 @@ LARGE: dict[str, Any] = {
 }  # fmt: skip
 """Sizes of a toy that computes some hundred tokens a second here, as large models do on a Mac."""
 
+TOO_FAST = 6000.0
+"""Tokens per second above which that is not so: with a GPU, for instance."""
+
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("scripts")
@@ -158,12 +161,20 @@ async def test_turns_feed_what_is_new_within_the_limits_of_time(
     folder.mkdir()
     model = of_family(toy(layers, vocab_size=1024, **LARGE), folder, name)
     async with two(model, tmp_path, remotes, ram="2GB") as engines:
+        if (await engines[0].call(lambda runtime: runtime.cost.rate)) > TOO_FAST:
+            pytest.skip("this machine computes the toy sooner than anything can be fetched")
         turns = Alternating(engines, name, api)
         turns.talk.user("Please read the file. It has many lines. " * 100)
         await converse(turns, FAMILIES[name].several)
-        print(name, layers, turns.talk.warm)
-        for engine in engines:
-            runtime = await engine.call(lambda runtime: runtime)
-            assert runtime.remote is not None
-            print(runtime.remote.figures(), runtime.cost.rate, runtime.remote.fetcher.pace.call_s)
+        late = sum([await engine.call(given_up) for engine in engines])
+        print(name, layers, turns.talk.warm, late)
+        if late:
+            pytest.skip("this machine is too busy: the remote was slower than computing")
         assert max(turns.talk.warm[1:]) <= MORE
+
+
+def given_up(runtime: ModelRuntime) -> int:
+    """How many lookups ended, or fetched nothing, because computing is sooner."""
+    assert runtime.remote is not None
+    figures = runtime.remote.figures()
+    return int(figures["expired"]) + int(figures["slower"])
