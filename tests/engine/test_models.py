@@ -8,6 +8,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from threading import Event
 from typing import Any
@@ -17,6 +18,7 @@ import pytest
 
 from mlxcache.config import Settings
 from mlxcache.config.models import ModelEntry
+from mlxcache.engine.engine import Engine
 from mlxcache.engine.models import Models
 from mlxcache.engine.runtime import ModelRuntime
 from mlxcache.errors import (
@@ -32,7 +34,7 @@ from mlxcache.errors import (
 )
 from mlxcache.model import load
 from mlxcache.model.resident_weights import Pace, Weights
-from mlxcache.types import Arrival, Job, Prompt
+from mlxcache.types import Arrival, Job, Prompt, Text
 from tests.conftest import ToyMaker
 
 
@@ -65,12 +67,12 @@ def memory_of(models: Models) -> tuple[int, dict[str, int]]:
 async def reply(models: Models, name: str) -> int:
     engine = await models.of(name)
     prompt = await engine.render_text("Some text.")
-    count = 0
+    events = 0
     job = Job(f"req_{time.monotonic_ns()}", prompt, max_tokens=4, raw=True)
     async with await engine.submit(job) as stream:
         async for _ in stream:
-            count += 1
-    return count
+            events += 1
+    return events
 
 
 async def saved(models: Models, name: str, folder: Path) -> Path:
@@ -284,6 +286,43 @@ async def test_a_model_takes_no_more_than_its_share(
         assert await a.call(lambda runtime: runtime.kv.tree.tokens) == kept
         with pytest.raises(BadRequest, match=r"ram = 1MB of the model c .* set at least \d+MB$"):
             await reply(models, "c")
+
+
+@pytest.mark.slow
+async def test_a_long_prompt_gets_the_memory_of_a_model_that_always_has_requests(
+    entries: list[ModelEntry], tmp_path: Path
+) -> None:
+    """That model goes on afterwards, and its replies are the same as before."""
+    made: dict[int, list[str]] = {}
+
+    async def ask(engine: Engine, ids: np.ndarray[Any, Any], name: str) -> list[str]:
+        job = Job(name, Prompt(ids.astype(np.int32)), max_tokens=4, raw=True)
+        async with await engine.submit(job) as stream:
+            return [event.text async for event in stream if isinstance(event, Text)]
+
+    async def ask_on(engine: Engine, client: int) -> None:
+        for number in count():
+            ids = np.random.default_rng(number % 3 * 10 + client).integers(10, 400, 50)
+            said = await ask(engine, ids, f"req_{client}_{number}")
+            assert said == made.setdefault(number % 3 * 10 + client, said)
+
+    async with running(entries[:2], tmp_path / "cache", ram="16MB", disk="100MB") as models:
+        a, b = [await models.of(name) for name in ("a", "b")]
+        assert a.info is not None
+        length = int(0.95 * a.info.context_length)
+        clients = [asyncio.create_task(ask_on(b, client)) for client in range(3)]
+        await asyncio.sleep(1)
+        for number in range(2):
+            ids = np.random.default_rng(number).integers(10, 400, length)
+            async with asyncio.timeout(180):
+                await ask(a, ids, f"req_long_{number}")
+            assert b.residence is not None
+            assert b.residence["unloads"] == number + 1
+            await ask(b, ids[:50], f"req_after_{number}")
+        assert not any(client.done() for client in clients)
+        for client in clients:
+            client.cancel()
+        await asyncio.gather(*clients, return_exceptions=True)
 
 
 @pytest.fixture
