@@ -333,14 +333,15 @@ class KVCache:
                 lineage.grow(capacity)
         return capacity is not None
 
-    def commit(self, lease: Lease, ids: Tokens, *, checkpoint: bool) -> None:
+    def commit(self, lease: Lease, ids: Tokens, *, checkpoint: bool, final: bool = False) -> None:
         """Add the first `lease.length` tokens of `ids` to the tree.
 
         `ids`: the tokens of the request, shape (n,). `checkpoint`: also store the state at their
         end, if the model has layers that cannot be sliced. Mutates the tree and moves the lock of
         the lease. May evict to make room for the checkpoint; if there is still no room, no
-        checkpoint is stored. Waits for the device and raises the device's error if a command
-        failed; nothing is committed then.
+        checkpoint is stored. `final`: the lease is released next, so the checkpoint may take
+        withheld memory: as much is released with the lease. Waits for the device and raises the
+        device's error if a command failed; nothing is committed then.
         """
         lineage = lease.lineage
         if not self.layout.cacheable or not lineage.length:
@@ -355,9 +356,12 @@ class KVCache:
             self.tree.unlock(lease.node)
         lease.node = node
         if checkpoint and self.layout.opaque and node.checkpoint is None:
-            size = lineage.state_bytes
-            evict = _without_waiting(lease)
-            if self.ram.reserve_checkpoint(node, size, len(ids), evict=evict):
+            size, end, evict = lineage.state_bytes, len(ids), _without_waiting(lease)
+            reserved = self.ram.reserve_checkpoint(node, size, end, evict=evict)
+            if not reserved and final and self.ram.withheld:
+                self.ram.withhold(max(0, self.ram.withheld - size))
+                reserved = self.ram.reserve_checkpoint(node, size, end, evict=evict)
+            if reserved:
                 self._set_checkpoint(node, lineage, size)
 
     def _set_checkpoint(self, node: Node, lineage: Lineage, size: int) -> None:
@@ -438,7 +442,7 @@ class KVCache:
         if not ends_finite(lease.lineage):
             self.purge(lease, ids)
             return
-        self.commit(lease, ids, checkpoint=True)
+        self.commit(lease, ids, checkpoint=True, final=True)
         self.persist(lease, ids, whole=True)
 
     def release(self, lease: Lease) -> None:

@@ -138,6 +138,21 @@ def test_what_is_in_use_stays(toy_paths: dict[str, Path], family: str) -> None:
     assert task.out == bench.cold(ids, 40)
 
 
+def test_a_reply_that_ends_under_pressure_leaves_its_checkpoint(toy_paths: dict[str, Path]) -> None:
+    """The next turn continues from there; no more memory is used than before the reply ended."""
+    bench = Bench(toy_paths["qwen3_5"])
+    ids = np.random.default_rng(6).integers(10, 400, 500).tolist()
+    task = bench.put(ids, tokens=40)
+    bench.run(until=lambda: len(task.out) > 5)
+    bench.kv.ram.withhold(bench.kv.budget.limit)
+    assert bench.kv.budget.free == 0
+    bench.run()
+    assert bench.kv.budget.free >= bench.kv.layout.running_bytes - bench.kv.layout.checkpoint_bytes
+    following = bench.ask([*ids, *task.out, *ids[:20]], tokens=4)
+    assert following.record.cached_tokens >= len(ids) + 39
+    assert following.out == bench.cold(following.ids.tolist(), 4)
+
+
 def test_a_request_that_needs_it_has_it(toy_paths: dict[str, Path]) -> None:
     """Better a slow machine than a prompt that is refused for good."""
     bench = filled(toy_paths["llama"], 2)

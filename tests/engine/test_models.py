@@ -302,15 +302,15 @@ async def test_a_long_prompt_gets_the_memory_of_a_model_that_always_has_requests
 
     async def ask_on(engine: Engine, client: int) -> None:
         for number in count():
-            ids = np.random.default_rng(number % 3 * 10 + client).integers(10, 400, 50)
+            ids = np.random.default_rng(number % 3 * 100 + client).integers(10, 400, 50)
             said = await ask(engine, ids, f"req_{client}_{number}")
-            assert said == made.setdefault(number % 3 * 10 + client, said)
+            assert said == made.setdefault(number % 3 * 100 + client, said)
 
     async with running(entries[:2], tmp_path / "cache", ram="16MB", disk="100MB") as models:
         a, b = [await models.of(name) for name in ("a", "b")]
         assert a.info is not None
         length = int(0.95 * a.info.context_length)
-        clients = [asyncio.create_task(ask_on(b, client)) for client in range(3)]
+        clients = [asyncio.create_task(ask_on(b, client)) for client in range(16)]
         await asyncio.sleep(1)
         for number in range(2):
             ids = np.random.default_rng(number).integers(10, 400, length)
