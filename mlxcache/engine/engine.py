@@ -276,6 +276,7 @@ class Engine:
             trust_remote_code=spec.trust_remote_code,
             adapter=spec.adapter,
             kv_bits=self.settings.kv_bits,
+            ram=self.settings.ram,
         )
         return load.load(spec, lazy=True, use=use, divide=ranks.divide)
 

@@ -73,10 +73,16 @@ class Bound:
     least: Callable[[int], int]
 
 
-def _bound(settings: Settings, weights: int, shared: Shared | None) -> Bound:
-    """Return the limit of the budget of a model whose weights take `weights` bytes."""
+def _bound(settings: Settings, weights: int, shared: Shared | None, others: int | None) -> Bound:
+    """Return the limit of the budget of a model whose weights take `weights` bytes.
+
+    `others`: see `plan_memory`.
+    """
     if shared is None:
         limit = whole = read_ram_limit(settings, weights)
+        if others is not None and others < limit:
+            log.warning("RAM budget limited to %s by another rank", format_size(others))
+            limit = whole = others
         bound = Bound(limit, f"--ram {settings.ram}", lambda size: size)
     else:
         outside, whole = shared.outside, shared.ram.budget.limit
@@ -111,19 +117,25 @@ class MemoryPlan:
 
 
 def plan_memory(
-    loaded: Loaded, layout: Layout, settings: Settings, shared: Shared | None = None
+    loaded: Loaded,
+    layout: Layout,
+    settings: Settings,
+    shared: Shared | None = None,
+    others: int | None = None,
 ) -> MemoryPlan:
     """Set aside memory for MLX's pool, forward passes, and copies to write to disk.
 
     Measures the memory that forward passes need. `shared`: the budget of several models; None for a
-    single one. Raises ModelError, or BadRequest with `shared`, if the limit is too small, and Busy
-    if other models use the memory at present. MLX thread only.
+    single one. `others`: the least budget of the other ranks of a divided model, or None. Raises
+    ModelError, or BadRequest with `shared`, if the limit is too small, and Busy if other models use
+    the memory at present. MLX thread only.
     """
     whole = memory_for(machine_bytes(), device.working_set_bytes())
-    bound = _bound(settings, loaded.info.weights_bytes, shared)
+    bound = _bound(settings, loaded.info.weights_bytes, shared, others)
     limit = bound.limit
     if shared is None:
         device.prepare(pool_bytes(limit))
+        layout.lockstep.prepare(pool_bytes(limit))
     else:
         shared.ram.make_room(limit // 8)  # for the passes that are measured
     kind, most = device.kind(), settings.prefill_chunk

@@ -300,7 +300,8 @@ class ModelRuntime:
         self._shared = shared.ram if shared is not None else None
         self._objects = remote
         self.remote: RemoteTier | None = None
-        self._plan = plan = plan_memory(loaded, self.layout, settings, shared)
+        others = ranks.ram_limit if ranks is not None else None
+        self._plan = plan = plan_memory(loaded, self.layout, settings, shared, others)
         self.cost = plan.cost
         with ExitStack() as on_failure:
             on_failure.callback(plan.budget.release_all)  # other models may share the memory

@@ -33,6 +33,9 @@ class Lockstep:
         To be called wherever such an error would be handled as that of one request.
         """
 
+    def prepare(self, pool_bytes: int) -> None:
+        """The device is prepared; see `device.prepare`."""
+
     # -- passes ------------------------------------------------------------------------------------
 
     def feed(self, lineage: Lineage, tokens: Sequence[int]) -> None:

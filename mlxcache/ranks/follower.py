@@ -17,7 +17,7 @@ import numpy as np
 from mlx.nn import Module
 
 from mlxcache.errors import PrefixNotStored, StoreError
-from mlxcache.model import kv, rows, serialise
+from mlxcache.model import device, kv, rows, serialise
 from mlxcache.model.kv import Caches, Layout, State
 from mlxcache.model.lineage import Lineage, Span
 from mlxcache.ranks import operations as op
@@ -195,6 +195,10 @@ class Follower:
                 log.warning("no disk tier on this rank: %s", error)
                 failure = str(error)
         self._note_outcome(op.STORE, op.Answer(ended=True, failure=failure))
+
+    @_do.register
+    def _(self, it: op.Prepare) -> None:
+        device.prepare(it.pool_bytes)
 
     @_do.register
     def _(self, it: op.Feed) -> None:

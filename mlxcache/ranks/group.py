@@ -57,7 +57,7 @@ class Setup(msgspec.Struct, frozen=True):
     """What rank 0 tells each rank first: the model to load, and how it is divided.
 
     `model`: the path of its folder, or its name on the Hub. `config`: digest of its config.json.
-    `versions`: of `PACKAGES`, as on rank 0.
+    `versions`: of `PACKAGES`, as on rank 0. `ram`: the setting.
     """
 
     model: str
@@ -65,6 +65,7 @@ class Setup(msgspec.Struct, frozen=True):
     trust_remote_code: bool
     adapter: str | None
     kv_bits: int | None
+    ram: str | int
     config: str
     versions: dict[str, str]
 
@@ -72,15 +73,15 @@ class Setup(msgspec.Struct, frozen=True):
 class Share(msgspec.Struct, frozen=True):
     """What a rank says when its part of the model is loaded, or why it cannot be loaded.
 
-    Bytes are those of `Layout`. `runs`: the rank has layers with KV of every position. `states`: it
-    has layers that need checkpoints.
+    Bytes are those of `Layout`. `ram_limit`: bytes of the budget on its machine. `runs`: the rank
+    has layers with KV of every position. `states`: it has layers that need checkpoints.
     """
 
     failure: str | None = None
     bytes_per_token: int = 0
     checkpoint_bytes: int = 0
     running_bytes: int = 0
-    weights_bytes: int = 0
+    ram_limit: int = 0
     runs: bool = True
     states: bool = False
     batchable: bool = False
@@ -183,14 +184,14 @@ def part_of_namespace(namespace: str, mode: Mode, rank: int, size: int) -> str:
     return hashlib.blake2b(what.encode(), digest_size=16).hexdigest()
 
 
-def share_of(layout: Layout, weights: int) -> Share:
-    """Return what rank 0 must know of a rank's layout. `weights`: bytes of its weights."""
+def share_of(layout: Layout, ram_limit: int) -> Share:
+    """Return what rank 0 must know of a rank's layout. `ram_limit`: bytes of its budget."""
     return Share(
         None,
         layout.bytes_per_token,
         layout.checkpoint_bytes,
         layout.running_bytes,
-        weights,
+        ram_limit,
         bool(layout.specs),
         layout.opaque,
         layout.batchable,

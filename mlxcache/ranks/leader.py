@@ -105,6 +105,9 @@ class Leader(Lockstep):
         owner, start, end = span
         return self._of[owner], start, end
 
+    def prepare(self, pool_bytes: int) -> None:
+        self.tell(op.Prepare(pool_bytes))
+
     # -- passes ------------------------------------------------------------------------------------
 
     def feed(self, lineage: Lineage, tokens: Sequence[int]) -> None:

@@ -31,6 +31,12 @@ class Open(Operation, frozen=True):
     limit: str | int
 
 
+class Prepare(Operation, frozen=True):
+    """The device is prepared, with at most `pool_bytes` bytes of freed buffers."""
+
+    pool_bytes: int
+
+
 class Feed(Operation, frozen=True):
     """Operation: feed `tokens` at the end of a lineage, and evaluate its caches."""
 
@@ -233,9 +239,9 @@ class End(Operation, frozen=True):
 
 
 AnyOperation = (
-    Open | Feed | Start | Step | Create | Rebuild | Truncate | Pretend | AppendSpan | Capture
-    | Restore | Settle | Rest | Release | Join | KeepRows | TakeRow | AppendRow | DropBatch
-    | WriteRun | WriteState | Load | LoadState | End
+    Open | Prepare | Feed | Start | Step | Create | Rebuild | Truncate | Pretend | AppendSpan
+    | Capture | Restore | Settle | Rest | Release | Join | KeepRows | TakeRow | AppendRow
+    | DropBatch | WriteRun | WriteState | Load | LoadState | End
 )  # fmt: skip
 """Every operation."""
 

@@ -39,12 +39,14 @@ _SHARE = msgspec.msgpack.Decoder(Share)
 class RankZero:
     """The group as rank 0 sees it. Call its methods in their order, on the MLX thread.
 
+    `ram_limit`: the least budget of the other ranks in bytes, known after `survey`.
     `on_loss(why)` is called on another thread if a rank is lost. `own_age()`: seconds that the
     current operation of the MLX thread has run.
     """
 
     def __init__(self, place: Place, own_age: Callable[[], float], on_loss: Callable[[str], None]):
         self.place = place
+        self.ram_limit: int | None = None
         self._own_age, self._on_loss = own_age, on_loss
         self._links: Sequence[Links] = ()
         self._group: Any = None
@@ -59,10 +61,12 @@ class RankZero:
         trust_remote_code: bool,
         adapter: str | None,
         kv_bits: int | None,
+        ram: str | int,
     ) -> None:
         """Wait for the other ranks, and have them load their parts. Blocks. Raises GroupLost.
 
         `model`: the model's path or name on every machine. `folder`: where it is on this one.
+        `ram`: the setting, of which each rank computes its budget.
         """
         self._group = group = mx.distributed.init(strict=True)
         self._links = accept_all(self.place.host, group)
@@ -72,6 +76,7 @@ class RankZero:
             trust_remote_code,
             adapter,
             kv_bits,
+            ram,
             config_digest(folder),
             versions(),
         )
@@ -91,6 +96,7 @@ class RankZero:
         wait_for_all(self._group)
         layout = kv.survey(model, kv_bits=kv_bits)
         shares = self._hear_shares()
+        self.ram_limit = min(share.ram_limit for share in shares)
         self._leader = leader = Leader(
             self._group,
             [links.operations for links in self._links],

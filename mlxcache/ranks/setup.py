@@ -14,10 +14,10 @@ from typing import Any
 import mlx.core as mx
 import msgspec
 
-from mlxcache.config import disk_limit
+from mlxcache.config import disk_limit, machine_bytes, ram_limit
 from mlxcache.errors import MlxcacheError, ModelError
 from mlxcache.mlx_thread import MlxThread
-from mlxcache.model import kv, load
+from mlxcache.model import device, kv, load
 from mlxcache.ranks import operations as op
 from mlxcache.ranks.follower import Follower
 from mlxcache.ranks.group import (
@@ -88,7 +88,13 @@ class Rank:
         links.operations.send_bytes(msgspec.msgpack.encode(Share()))
         wait_for_all(self._group)
         layout = kv.survey(loaded.model, kv_bits=setup.kv_bits)
-        share = share_of(layout, loaded.info.weights_bytes)
+        limit = ram_limit(
+            setup.ram,
+            machine_bytes=machine_bytes(),
+            working_set_bytes=device.working_set_bytes(),
+            weights_bytes=loaded.info.weights_bytes,
+        )
+        share = share_of(layout, limit)
         links.operations.send_bytes(msgspec.msgpack.encode(share))
         follower = Follower(
             loaded.model,
@@ -146,6 +152,6 @@ class Rank:
     def _watch(self) -> None:
         """End the process if rank 0 is silent."""
         while True:
-            time.sleep(1.0)
+            time.sleep(PING_S / 4)
             if time.monotonic() - self._heard_at > SILENT_S + PING_S:
                 end_process(f"rank {self.place.rank}: rank 0 is silent")

@@ -251,7 +251,7 @@ class Proof:
         ]
         turns = sum(self.warm.values())
         lines.append(f"{self.warm['all']} of {turns} turns reused all that was durable")
-        return [*lines, *(f"wrong: {one}" for one in self.wrong), f"{len(self.wrong)} violations"]
+        return [*lines, *(f"wrong: {one}" for one in self.wrong), f"violations: {len(self.wrong)}"]
 
 
 def _words(rng: random.Random, count: int) -> str:

@@ -13,8 +13,11 @@ import pytest
 from mlx import nn
 from mlx_lm.utils import load_model
 
+from mlxcache.config import Settings
+from mlxcache.engine.memory import plan_memory
 from mlxcache.errors import GroupLost, ModelError
 from mlxcache.model import kv
+from mlxcache.model.load import ModelSpec, load
 from mlxcache.ranks import operations as op
 from mlxcache.ranks.group import (
     Mode,
@@ -158,3 +161,16 @@ def test_a_rank_that_is_silent_or_stuck_is_lost(last: Any, own_age: float, words
     assert len(told) == 1
     assert words in told[0]
     watch.close()
+
+
+def test_the_rank_with_the_least_memory_decides_the_budget(
+    toy_llama: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    """And a budget that fits on all ranks is not changed."""
+    loaded = load(ModelSpec(str(toy_llama)))
+    layout = kv.survey(loaded.model)
+    settings = Settings(model=str(toy_llama), ram="300MB", cache_dir=tmp_path)
+    plan = plan_memory(loaded, layout, settings, None, 200_000_000)
+    assert plan.budget.limit == 200_000_000
+    assert "limited to 200 MB by another rank" in caplog.text
+    assert plan_memory(loaded, layout, settings, None, 400_000_000).budget.limit == 300_000_000
