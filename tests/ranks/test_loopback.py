@@ -100,6 +100,13 @@ def talk(model: Path, folder: Path, *flags: str) -> list[tuple[str, str, int, in
     return sorted([*before.rows, *after.rows], key=str)
 
 
+def test_four_processes_answer_like_one(toy: ToyMaker, tmp_path: Path):
+    """Each with one head of the KV."""
+    model = toy("llama", heads=4, kv_heads=4)
+    one = talk(model, tmp_path / "one")
+    assert talk(model, tmp_path / "four", "--hosts", ",".join(["127.0.0.1"] * 4)) == one
+
+
 @pytest.mark.parametrize(
     ("family", "flags"),
     [("llama", ()), ("gpt_oss", ()), ("qwen3_5", ()), ("qwen3_5", ("--pipeline",))],
