@@ -36,7 +36,8 @@ _eval = mx.eval  # that of the module may be a failing device's
 class FailingDevice:
     """Replacement for MLX's evaluation functions in which chosen evaluations fail.
 
-    `evaluations` and `failures` count the calls. The parameters are:
+    `evaluations` counts the calls of `eval` and `async_eval` with arrays, and `failures` those of
+    them that failed. The parameters are:
 
     - `picks(number)` returns whether the evaluation with that number, from 1 on, fails.
     - `delay` is how many more evaluations succeed before the error is raised; a wait raises it at

@@ -133,7 +133,7 @@ class Inside:
 
 
 async def drained(stream: Stream) -> None:
-    """Read a stream to its end and discard the events."""
+    """Read the events of a reply until it has ended, and discard them."""
     async for event in stream:
         if isinstance(event, Finished):
             return

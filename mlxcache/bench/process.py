@@ -53,9 +53,9 @@ class Launch:
 
 
 def ours(cache_dir: Path, *extra: str) -> Launch:
-    """Return how to start this server with the same Python and its own cache folder.
+    """Return how to start `mlxcache serve` with this Python and the cache folder `cache_dir`.
 
-    `extra` are further flags.
+    `extra` are further flags of `serve`.
     """
     command = (sys.executable, "-m", "mlxcache.cli.main", "serve", "--model", "{model}")
     where = ("--port", "{port}", "--cache-dir", str(cache_dir), "--log-level", "warning")
@@ -210,7 +210,7 @@ class Lives:
         server.kill()
 
     def end(self) -> None:
-        """End the running server, if there is one."""
+        """End the running server, if there is one: with SIGTERM, then with SIGKILL after 10 s."""
         self._server = None
         self._stack.close()
 

@@ -35,7 +35,8 @@ SPEED = Speed(prefill=1000, decode=50)
 class Replay:
     """A trace, and the limits of the servers to which it is replayed.
 
-    `users`: number of sessions open at once, for traces whose later turns follow earlier ones.
+    `users`: number of sessions open at once, for traces whose turns have no times of their own but
+    follow the turn before.
     `ram` and `disk`: limits in bytes; servers other than this one have no disk.
     """
 
@@ -45,7 +46,9 @@ class Replay:
     disk: int
 
     def order(self, model: Path) -> list[Request]:
-        """Return the requests in the order in which they are sent.
+        """Return the requests of the trace in the order in which every server gets them.
+
+        `model` is the folder of the model, by whose layers the order is simulated.
 
         Raises ConfigError for a trace without requests, or with longer ones than the model takes.
         """
@@ -120,7 +123,10 @@ class Played:
         return cuts[9], cuts[18]
 
     def as_object(self) -> dict[str, Any]:
-        """Return the figures for JSON."""
+        """Return counts of requests and tokens, the hit rate, times and memory, for JSON.
+
+        Times are in seconds (`first_token_s` with `p50` and `p95`), memory in bytes.
+        """
         median, late = self.first_token_s()
         cached = self.cached_tokens
         return {

@@ -172,19 +172,19 @@ def _one(reply: Reply) -> Outcome:
 
 
 def cold(visit: Visit) -> Outcome:
-    """Measure the first turn of a new conversation."""
+    """Measure the first turn of the visit's conversation `main`, which must be new."""
     return _one(visit.open("main"))
 
 
 def warm(visit: Visit) -> Outcome:
-    """Measure the next turn of a conversation, with about 50 new tokens."""
+    """Measure the next turn of the visit's conversation `main`, with about 50 new tokens."""
     return _one(visit.talk("main").ask(visit.words()))
 
 
 def edited(visit: Visit) -> Outcome:
     """Measure the last turn of a conversation, sent again with another user message.
 
-    The conversation is `revised` of `Visit`, which is begun here if it is new.
+    It is the visit's conversation `revised`, whose first two turns are run before if it is new.
     """
     talk = visit.talk("revised")
     if len(talk.messages) < 5:
@@ -194,22 +194,25 @@ def edited(visit: Visit) -> Outcome:
 
 
 def second(visit: Visit) -> Outcome:
-    """Measure the first turn of another conversation with the same system prompt."""
+    """Measure the first turn of the visit's `other`, a conversation that must be new.
+
+    It has the system prompt of the visit's conversation `main`, which is cached by then.
+    """
     visit.talk("main")
     return _one(visit.open("other"))
 
 
 def in_turn(visit: Visit) -> Outcome:
-    """Measure two conversations that alternate, with two turns each."""
+    """Measure two turns each of the visit's conversations `main` and `other`, alternating."""
     talks = [visit.talk("main"), visit.talk("other")] * 2
     replies = [talk.ask(visit.words()) for talk in talks]
     return Outcome(replies, sum(reply.total_s for reply in replies))
 
 
 def attribution(visit: Visit) -> Outcome:
-    """Measure the next turn after the first line of the system prompt has changed.
+    """Measure the next turn of a conversation whose system prompt has a new first line.
 
-    The line is that of `Visit.attribution`.
+    It is the visit's conversation `billed`, and the line is a result of `Visit.attribution`.
     """
     talk = visit.talk("billed")
     system = talk.messages[0]["content"]
@@ -219,9 +222,9 @@ def attribution(visit: Visit) -> Outcome:
 
 
 def concurrent(visit: Visit) -> Outcome:
-    """Measure the first turns of eight conversations at once.
+    """Measure the first turns of eight new conversations, sent at the same time.
 
-    Each is an eighth as long as the other scenarios' conversations.
+    They are the visit's conversations `crowd0` to `crowd7`, each an eighth as long as the others.
     """
     return visit.together({name: visit.prepare(name) for name in CROWD})
 
@@ -245,7 +248,10 @@ def grown(visit: Visit) -> Outcome:
 
 
 def last_edited(visit: Visit) -> Outcome:
-    """Measure the last turn of the visit's `grown`, sent again with another user message."""
+    """Measure the last turn of the visit's `grown`, sent again with another user message.
+
+    `grown` is a conversation; see `Visit`. It keeps its own last turn.
+    """
     before = visit.grown().messages[:-2]
     said = {"role": "user", "content": visit.words(visit.grown_turn_tokens)}
     return _one(visit.client.chat([*before, said], visit.reply_tokens))
@@ -270,7 +276,8 @@ def branched(visit: Visit) -> Outcome:
 def branched_again(visit: Visit) -> Outcome:
     """Measure a second turn that leaves the visit's `grown` at the same place as `branched`.
 
-    From there on its text differs from that of both.
+    From there on its text differs from that of `grown` and from that of `branched`, which is run
+    first if it was not yet.
     """
     if "branched" not in visit.played:
         _branch(visit)
@@ -314,7 +321,7 @@ SCENARIOS: dict[str, Scenario] = {
 """Scenarios in the order of a repetition; later ones continue earlier conversations."""
 
 PARTING = ("grown", "last_edited", "regenerated", "branched", "branched_again", "returned")
-"""Scenarios on the conversation `grown`, with prompts that diverge from it at different depths."""
+"""Scenarios on the visit's `grown`, with prompts that diverge from it at different depths."""
 
 AGAIN = (
     "warm",
@@ -325,4 +332,4 @@ AGAIN = (
     "branched_again",
     "returned",
 )
-"""Scenarios that only add messages to existing conversations, so that a visit can repeat them."""
+"""Scenarios that continue or vary existing conversations, so that a visit can repeat them."""

@@ -1,4 +1,7 @@
-"""`mlxcache serve --hosts`: starts one process on each machine, with mlx.launch."""
+"""`mlxcache serve --hosts`: start one process on each machine, with mlx.launch.
+
+Each process is a rank: it computes its part of a model that is divided among the machines.
+"""
 
 from __future__ import annotations
 
@@ -27,16 +30,16 @@ STOP_S = 20.0
 """Seconds that the processes have to end after a signal: conversations are written to disk."""
 
 POLL_S = 0.2
-"""Seconds between two looks whether all processes still run."""
+"""Seconds between two checks that all processes still run."""
 
 QUIET_S = (5.0, 10.0, 20.0, 60.0)
-"""Seconds after the start at which the processes are sent a line; see `Ranks`."""
+"""Seconds after the start at which mlx.launch gets a line on stdin; see `Ranks._quieten`."""
 
 RANK = "MLX_RANK"
-"""Variable that mlx.launch sets in each process that it starts."""
+"""Variable that mlx.launch sets in each process that it starts: its rank, from 0 on."""
 
 FIRST_PORT, LAST_PORT = 32323, 60000
-"""Ports for tensors: the default of mlx.launch, and the last that is tried on this machine."""
+"""First and last port over which ranks exchange tensors; the first is mlx.launch's default."""
 
 LOCAL = "127.0.0.1"
 """The address for which mlx.launch starts a process without ssh."""
@@ -67,7 +70,10 @@ def read_hosts(hosts: str) -> list[dict[str, object]]:
 
 
 def free_port(count: int) -> int:
-    """Return the first of `count` ports in a row that are free on this machine."""
+    """Return the first of `count` consecutive ports that are free on this machine.
+
+    Raises ConfigError if there are none from `FIRST_PORT` to `LAST_PORT`.
+    """
     for first in range(FIRST_PORT, LAST_PORT, count):
         with ExitStack() as held:
             try:
@@ -83,7 +89,8 @@ def free_port(count: int) -> int:
 def launch_command(hostfile: Path, arguments: Sequence[str], port: int = FIRST_PORT) -> list[str]:
     """Return the command that starts `mlxcache` with `arguments` on every machine of `hostfile`.
 
-    `port`: the first of those for tensors. Raises ConfigError if mlx.launch or the file is missing.
+    `port`: the first of the ports over which the processes exchange tensors. Raises ConfigError if
+    mlx.launch or the file is missing.
     """
     launcher = Path(sys.executable).with_name("mlx.launch")
     if not launcher.exists():
@@ -96,9 +103,10 @@ def launch_command(hostfile: Path, arguments: Sequence[str], port: int = FIRST_P
 
 
 def run_ranks(settings: Settings, arguments: Sequence[str]) -> int:
-    """Run `mlxcache` with `arguments` on every machine until it ends; return its exit status.
+    """Run `mlxcache` with `arguments` on every machine of the settings, until all have ended.
 
-    SIGINT and SIGTERM are passed on to rank 0, which ends the others. Blocks. Raises ConfigError.
+    Returns the exit status: 0 if SIGINT or SIGTERM ended them, else 1. These signals are passed on
+    to rank 0, which ends the others. Blocks. Raises ConfigError.
     """
     settings.check_divisible()
     if settings.hostfile is not None:
@@ -121,8 +129,8 @@ def close_input() -> None:
 class Ranks:
     """mlx.launch and the processes that it starts on this machine.
 
-    mlx.launch waits for ever for a frozen process, and does not end its processes on a signal; here
-    they are ended.
+    `command` starts mlx.launch. Unlike mlx.launch alone, `run` ends all of them on a signal, and
+    when one of them has ended, even if another one is frozen.
     """
 
     def __init__(self, command: Sequence[str]):
@@ -136,7 +144,10 @@ class Ranks:
         self._stop_by: float | None = None
 
     def run(self) -> int:
-        """Wait for the end of all processes; return 0 if a signal asked for it, else 1."""
+        """Wait until all processes have ended; return 0 if a signal ended them, else 1.
+
+        Those that still run `END_S` after one has ended, or `STOP_S` after a signal, are killed.
+        """
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self._stop)
         while self._launcher.poll() is None or self._running():
@@ -153,10 +164,11 @@ class Ranks:
         return 0 if self._stopped else 1
 
     def _quieten(self) -> None:
-        """Send the processes a line now and then, which makes mlx.launch see that none reads.
+        """Write a line to the standard input of mlx.launch, at the times of `QUIET_S`.
 
-        Until then it spins, because it could write to them at any time. Processes on this machine
-        close their standard input; see `close_input`.
+        mlx.launch passes it on to its processes, which have closed their standard input (see
+        `close_input`), and so notices that. Until then it uses a whole CPU core, because it polls
+        for processes to write to, and always finds some.
         """
         if self._lines and time.monotonic() > self._lines[0]:
             del self._lines[0]
@@ -165,7 +177,7 @@ class Ranks:
                 self._launcher.stdin.flush()
 
     def _stop(self, number: int, frame: object) -> None:
-        """Pass a signal on to rank 0, or to all where it cannot be told which that is."""
+        """Pass a signal on to rank 0, or to all processes if none is known to be rank 0."""
         running = self._running()
         for each in [one for one in running if _rank(one) == 0] or [*running, self._launcher]:
             with suppress(psutil.NoSuchProcess):

@@ -66,17 +66,17 @@ def _round_time(seconds: float) -> str:
 
 
 class LongReadings:
-    """Filter for prompts whose prefill takes long. Also updates the estimate of the time left."""
+    """Filter for prompts whose prefill takes long, which also counts down their time left."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic):
         self._clock = clock
         self._seen: dict[str, tuple[float, Reading, float]] = {}
 
     def update(self, readings: Iterable[Reading]) -> list[Reading]:
-        """Return those of `readings` whose prefill began at least `SHOWN_AFTER_S` ago.
+        """Return those of `readings` whose prompt was first passed at least `SHOWN_AFTER_S` ago.
 
-        If the figures of a prompt have not changed since the last call, the time that has passed is
-        subtracted from its estimate. Prompts that are not in `readings` are forgotten.
+        From the `left_s` of each, the seconds since its figures last changed are subtracted.
+        Prompts that are not in `readings` are forgotten.
         """
         now, seen, shown = self._clock(), self._seen, []
         self._seen = {}
@@ -96,14 +96,18 @@ def _counted_down(one: Reading, passed: float) -> Reading:
 
 
 class Reports:
-    """Schedule of log lines about prompts, for a server without a terminal."""
+    """Schedule of log lines about prompts, for a server without a terminal: one per `REPORT_S`."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic):
         self._clock = clock
         self._last: dict[str, float] = {}
 
     def due(self, readings: Iterable[Reading]) -> list[Reading]:
-        """Return the prompts that had no log line in the last `REPORT_S` seconds."""
+        """Return those of `readings` that need a log line now, and count it as written.
+
+        A prompt needs one `REPORT_S` seconds after it was first passed here, and again each time as
+        many seconds after its last one. Prompts that are not in `readings` are forgotten.
+        """
         now, last, found = self._clock(), self._last, []
         self._last = {}
         for one in readings:
@@ -150,10 +154,10 @@ class LastLine:
 
 
 async def show_readings(engines: Sequence[Engine], console: Console) -> None:
-    """Show the progress of long prefills of all `engines`, and of loads, until cancelled.
+    """Show the progress of long prefills of all `engines` until cancelled.
 
-    On a terminal it is one line that is rewritten in place. Otherwise a line is logged every
-    `REPORT_S` seconds.
+    On a terminal it is one line that is rewritten in place, which also shows models being loaded.
+    Otherwise a line about each prompt is logged every `REPORT_S` seconds.
     """
     terminal = can_rewrite(console)
     long, reports, line = LongReadings(), Reports(), LastLine(console)

@@ -115,7 +115,7 @@ class Remote:
     def fork(self, id: str, name: str | None, at_tokens: int | None) -> dict[str, Any]:
         """Create a session that continues `id` from its first `at_tokens` tokens, and return it.
 
-        If `at_tokens` is None, all tokens are kept.
+        If `at_tokens` is None, it continues from all tokens. `name` is its name, or None.
         """
         body = {"name": name, "at_tokens": at_tokens}
         return self._json("POST", f"{_path(id)}/fork", json=body)
@@ -248,19 +248,24 @@ class Remote:
     # -- models ------------------------------------------------------------------------------
 
     def models(self) -> list[dict[str, Any]]:
-        """Return all models that the server offers, the default one first."""
+        """Return the objects of all models that the server offers, the default one first."""
         found: list[dict[str, Any]] = self._json("GET", "/v1/models")["data"]
         return found
 
     def load_model(self, name: str) -> dict[str, Any]:
-        """Have the server load a model, and return its object once that has begun.
+        """Have the server load the model `name`, and return its object in `GET /v1/models`.
 
-        A model that was never loaded is loaded when this returns. Raises NotFound.
+        If the server has never loaded it, this blocks until it is loaded. Otherwise it returns
+        while the server loads it. Raises NotFound.
         """
         return self._json("POST", f"/v1/models/{quote(name, safe='/')}/load")
 
     def unload_model(self, name: str) -> dict[str, Any]:
-        """Have the server drop a model's weights, and return its object. Raises NotFound."""
+        """Have the server drop the weights of the model `name` from memory.
+
+        Returns its object in `GET /v1/models`. Raises NotFound, or MlxcacheError while the model
+        answers requests.
+        """
         return self._json("POST", f"/v1/models/{quote(name, safe='/')}/unload")
 
     # -- live updates ------------------------------------------------------------------------

@@ -18,7 +18,10 @@ from mlxcache.errors import ConfigError
 
 
 def show_remote(settings: Settings) -> Result:
-    """Count what the remote of `settings` holds. Blocks. Raises ConfigError, RemoteUnavailable."""
+    """Count the objects of the remote of `settings` and their bytes, by kind and by age.
+
+    Blocks. Raises ConfigError and RemoteUnavailable.
+    """
     from mlxcache.remote.maintenance import measure  # noqa: PLC0415 - only with --remote
     from mlxcache.remote.objects import form_of  # noqa: PLC0415
 
@@ -57,9 +60,10 @@ def _print_remote(found: Mapping[str, Any]) -> None:
 
 
 def prune_remote(settings: Settings, older_than: str | None) -> Result:
-    """Remove what is older than `older_than` from the remote of `settings`. Blocks.
+    """Remove the objects that were written more than `older_than` ago from the remote. Blocks.
 
-    Raises ConfigError and RemoteUnavailable.
+    `older_than` is a duration such as `30d`. Raises ConfigError for None or text that is no
+    duration, and RemoteUnavailable.
     """
     from mlxcache.remote.maintenance import prune  # noqa: PLC0415 - only with --remote
 

@@ -122,8 +122,8 @@ def located(
 
     They are --json, --url, --api-key and --cache-dir. The wrapper passes the target that `find`
     returns as `where`, and prints the command's result. Options of the command override those of
-    its group. A target in the context's `meta` is passed instead. A MlxcacheError is printed
-    and ends the command.
+    its group. If the group has put a target into the context's `meta`, under the key `TARGET`, that
+    one is passed, and `find` is not called. A MlxcacheError is printed and ends the command.
     """
     signature = inspect.signature(command)
     hints = get_type_hints(command, include_extras=True)

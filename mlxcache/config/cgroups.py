@@ -63,7 +63,10 @@ def memory_groups(root: Path = ROOT, own: Path = OWN) -> Iterator[Path]:
 
 
 def _number(path: Path) -> int | None:
-    """Read the number in a file; return None if it is missing, not a number or "no limit"."""
+    """Read the whole number in a file; return None if it has none, or stands for no limit.
+
+    Values of 2**60 and more, and 0, stand for no limit. A missing file has no number.
+    """
     try:
         found = int(path.read_text())
     except (OSError, ValueError):
@@ -72,9 +75,9 @@ def _number(path: Path) -> int | None:
 
 
 def _field(path: Path, *names: str) -> int:
-    """Read the first of `names` found in a file with one name and number per line.
+    """Return the number of the first of `names` in a file whose lines are `NAME NUMBER`.
 
-    Returns 0 if no name is found or the file cannot be read.
+    `names` are tried in order. Returns 0 if none is found or the file cannot be read.
     """
     try:
         lines = dict(line.split(" ", 1) for line in path.read_text().splitlines())

@@ -76,9 +76,10 @@ def _entry(name: str, table: object) -> ModelEntry:
 
 
 def read_keep(value: object) -> Keep:
-    """Read how long a model stays loaded: "always", "demand", "idle DURATION" or seconds.
+    """Parse how long an unused model stays loaded: "always", "demand", or a duration.
 
-    "demand" means until another model needs the memory.
+    A text such as "idle 10m", or a number of seconds, becomes seconds. "always" and "demand"
+    (until another model needs the memory) are returned as they are.
     """
     if value == "always":
         return "always"
@@ -96,9 +97,9 @@ def read_keep(value: object) -> Keep:
 
 
 def read_share(value: object) -> str | int:
-    """Return a size of memory or a percentage unchanged, after checking it.
+    """Return a model's limit of memory, such as "8GB" or "50%", unchanged, after checking it.
 
-    "auto" is not allowed.
+    Raises ValueError for "auto".
     """
     found = check_size(value)
     if read_size(found) == "auto":
@@ -117,7 +118,7 @@ def read_idle(value: object) -> float | None:
 
 
 def read_names(value: object) -> tuple[str, ...]:
-    """Read a name or a list of names."""
+    """Return a name or a list of names of a model as a tuple, without duplicates."""
     given = value if isinstance(value, list | tuple) else [value]
     return tuple(dict.fromkeys(read_text(one) for one in given))
 

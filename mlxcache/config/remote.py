@@ -27,9 +27,9 @@ SCHEMES = ("s3", "gs", "az", "file")
 class RemoteUrl:
     """Parts of the URL of a remote.
 
-    `bucket`: the bucket, or the container of Azure; empty for `file`. `prefix`: the beginning of
-    the paths of all objects, without slashes at its ends; for `file` the absolute path of the
-    folder.
+    `scheme`: s3, gs, az or file. `bucket`: the bucket, or the container of Azure; empty for `file`.
+    `prefix`: the beginning of the paths of all objects, without slashes at its ends; for `file` the
+    absolute path of the folder.
     """
 
     scheme: str

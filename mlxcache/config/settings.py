@@ -424,7 +424,11 @@ class Settings:
             raise ConfigError(f"--route {error}") from error
 
     def check_divisible(self) -> None:
-        """Raise ConfigError for settings that a model on several machines cannot have yet."""
+        """Raise ConfigError if the settings do not allow to divide the model among machines.
+
+        They do not with several models, the demo, a draft model, a duration of `--idle-unload`, a
+        remote, or both `--hosts` and `--hostfile`.
+        """
         if self.hosts is not None and self.hostfile is not None:
             raise ConfigError("--hosts and --hostfile both name the machines: set one of them")
         entry = self.entries[0]

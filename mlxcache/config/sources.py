@@ -59,7 +59,7 @@ class _Given:
 
 
 def _over_file(flags: Mapping[str, object], environ: Mapping[str, str]) -> dict[str, _Given]:
-    """Read the settings that override the file: variables, and above them flags."""
+    """Read the settings given as variables or flags, by name; flags override variables."""
     given: dict[str, _Given] = {}
     for name, setting in SETTINGS.items():
         if not setting.only_key and environ.get(setting.variable):
@@ -72,11 +72,12 @@ def _over_file(flags: Mapping[str, object], environ: Mapping[str, str]) -> dict[
 
 
 def _models(given: Mapping[str, _Given]) -> dict[str, Any]:
-    """Return the settings `model` and `models`.
+    """Return the settings `model`, `models` and `route`, as a dict by name.
 
-    Names given as `model` choose tables of `models`; a name without a table is a path or Hub id.
-    Flags and variables override what a table sets. `models` is empty if a single model is served
-    that has no table. Raises ConfigError if names or routes contradict each other.
+    `given` has all settings that were given, by name. Names given as `model` choose tables of
+    `models`; a name without a table is a path or Hub id. Flags and variables override what a table
+    sets. `models` is empty if a single model is served that has no table. Raises ConfigError if
+    names or routes contradict each other.
     """
     names, tables = given.get("model"), given.get("models")
     known: Sequence[ModelEntry] = tables.value if tables is not None else ()
@@ -111,10 +112,10 @@ def _models(given: Mapping[str, _Given]) -> dict[str, Any]:
 def _routes(
     given: _Given | None, known: Sequence[ModelEntry], chosen: Sequence[ModelEntry]
 ) -> tuple[Route, ...]:
-    """Return the routes to models that were chosen.
+    """Return the routes of the setting `given` that lead to one of the `chosen` models.
 
-    Routes of the file to other models of the file are left out. Raises ConfigError for a route to
-    an unknown model.
+    `known`: the models of config.toml. Routes of that file to those of them that are not chosen
+    are left out. Raises ConfigError for a route to any other model.
     """
     if given is None:
         return ()
@@ -187,7 +188,11 @@ def _read(setting: Setting, value: object, source: str, *, in_file: bool = False
 
 @contextmanager
 def _naming(given: _Given | None) -> Iterator[None]:
-    """Add the source of a setting to a ConfigError raised inside."""
+    """Begin the message of a ConfigError raised in the block with the source of `given`.
+
+    The source is the flag, variable or key from which the setting came. If `given` is None, the
+    message stays as it is.
+    """
     try:
         yield
     except ConfigError as error:

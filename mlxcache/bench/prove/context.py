@@ -146,17 +146,17 @@ class Context:
 
     @property
     def filler(self) -> Filler:
-        """Generator of text that counts in the model's tokens.
+        """Generator of filler text of an exact number of the model's tokens.
 
         Raises OSError or ValueError if the model has no tokenizer.json.
         """
         return Filler(self.subject.path)
 
     def fits(self, what: str, tokens: int, *, processes: int = 1, rows: int = 1) -> bool:
-        """Return whether `tokens` fit the model's context, memory and disk.
+        """Return whether a prompt of `tokens` tokens fits the context, the memory and the disk.
 
-        If not, `what` is recorded as not run, with the reason. `processes` and `rows` are those of
-        `Subject.needed_bytes`.
+        If not, the measurement `what`, a text, is recorded as not run, with the reason.
+        `processes` and `rows` are those of `Subject.needed_bytes`.
         """
         longest = self.subject.context_length
         if longest and tokens > longest:
@@ -179,7 +179,7 @@ class Context:
         return True
 
     def in_time(self, what: str, seconds: float) -> bool:
-        """Return whether `seconds` are left; if not, record `what` as not run."""
+        """Return whether `seconds` are left; if not, record the measurement `what` as not run."""
         if seconds > self.clock.left_s:
             self.found.not_run.append(
                 f"{what}: about {seconds:.0f} s needed, {self.clock.left_s:.0f} s left"
@@ -188,9 +188,9 @@ class Context:
         return True
 
     def client(self, lives: Lives) -> Client:
-        """Return a client of the running server whose timeout is the time left.
+        """Return a client of the server of `lives`, whose timeout is the time left of the run.
 
-        The timeout is at least `LEAST_WAIT_S`.
+        The server is started if it does not run. The timeout is at least `LEAST_WAIT_S`.
         """
         return replace(lives.server.client, timeout=max(LEAST_WAIT_S, self.clock.left_s))
 
@@ -208,7 +208,7 @@ class Context:
 
     @contextlib.contextmanager
     def theirs(self) -> Iterator[Lives]:
-        """Run `mlx_lm.server` while the block runs."""
+        """Run `mlx_lm.server` on the model, with its default settings, while the block runs."""
         with ExitStack() as stack:
             yield self._lives(mlx_lm_server(), stack)
 

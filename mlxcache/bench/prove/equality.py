@@ -119,7 +119,10 @@ def _check_reuse(heard: Heard, way: str) -> None:
 
 
 async def hear(inside: Inside, ids: Tokens) -> Heard:
-    """Generate a greedy reply to `ids` with log-probabilities."""
+    """Generate a greedy reply of `REPLY` tokens to the prompt `ids`.
+
+    For each token it has the `TOP` likeliest tokens with their log-probabilities.
+    """
     stream = await inside.ask(ids, REPLY, top=TOP)
     tokens: list[TokenLogprob] = []
     async for event in stream:
@@ -133,10 +136,11 @@ async def hear(inside: Inside, ids: Tokens) -> Heard:
 def compare(
     cold: Sequence[TokenLogprob], other: Sequence[TokenLogprob], tolerance: float
 ) -> tuple[float, bool]:
-    """Return the largest difference of log-probabilities, and whether the tokens agree.
+    """Return the largest difference of log-probabilities, and True if the tokens agree.
 
-    Tokens may diverge where the two likeliest of `cold` differ by at most `tolerance`. After that
-    nothing is compared, because the contexts differ.
+    Tokens also agree if they first differ where the log-probabilities of the two likeliest tokens
+    of `cold` are at most `tolerance` apart. Nothing after that place is compared, because the
+    contexts differ.
     """
     apart = 0.0
     for mine, theirs in zip(cold, other, strict=False):

@@ -52,9 +52,9 @@ class Findings:
     """Result of one scenario, called `name`, on one model.
 
     `tables` holds figures by title, row and column. `checks` are bounds on them, and `unchecked`
-    those that these figures cannot show. `notes` are sentences about them, and `not_run` lists
-    measurements that were left out, with reasons. `error` says why the scenario failed or was not
-    run at all. `seconds` is the time that it took.
+    bounds for which a figure is missing or proves nothing, with the reason. `notes` are sentences
+    about the figures, and `not_run` lists measurements that were left out, with reasons. `error`
+    says why the scenario failed or was not run at all. `seconds` is the time that it took.
     """
 
     name: str
@@ -82,9 +82,9 @@ class Findings:
         return self.tables.get(table, {}).get(row, {}).get(column)
 
     def hold(self, checks: Iterable[Check], *, why_not: str | None = None) -> None:
-        """Add bounds to be checked.
+        """Append bounds to `checks`, or to `unchecked` if there is a reason `why_not`.
 
-        With `why_not`, they are added as unchecked, for that reason.
+        `why_not` says why the figures, although measured, cannot show that the bounds hold.
         """
         for check in checks:
             if why_not is None:
@@ -93,7 +93,11 @@ class Findings:
                 self.unchecked.append(Unchecked(why=why_not, **asdict(check)))
 
     def as_json(self) -> dict[str, Any]:
-        """Return the findings as an object. Each figure has its median and number of runs."""
+        """Return all fields as an object for JSON.
+
+        Each figure also has its `median` and its number of samples as `runs`, and each of
+        `checks` has `ok`, which is True if the bound holds.
+        """
         value = asdict(self)
         for rows in value["tables"].values():
             for columns in rows.values():
@@ -103,7 +107,10 @@ class Findings:
         return value
 
     def merge(self, value: Mapping[str, Any]) -> None:
-        """Add the findings in `value`, which another process returned by `as_json`."""
+        """Add the figures, bounds, notes and omissions in `value`, a result of `as_json`.
+
+        The status, error and time of `value` are not used.
+        """
         for table, rows in value["tables"].items():
             for row, columns in rows.items():
                 for column, figure in columns.items():

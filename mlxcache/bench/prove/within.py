@@ -82,10 +82,10 @@ async def growth(inside: Inside, scale: Scale, found: Findings) -> None:
 
 
 async def _intervals(inside: Inside, stream: Any) -> tuple[list[float], list[int]]:
-    """Measure the seconds between tokens of a reply, until some time after a buffer first grew.
+    """Measure the seconds between tokens of a reply, until a while after a KV buffer first grew.
 
-    That is `AFTER_GROWTH` intervals later. `stream` is the reply's stream of events. Returns the
-    intervals, and the indices of those in which a buffer grew.
+    It ends `AFTER_GROWTH` intervals after that. `stream` is the reply's stream of events. Returns
+    the intervals, and the indices of those in which a buffer grew.
     """
     intervals: list[float] = []
     grown: list[int] = []
@@ -191,7 +191,8 @@ RESTORE = 0.70
 def disk(name: str, measured: Measured, scale: Scale, found: Findings) -> None:
     """Add the figures of the disk scenario `name` to `found`, with their bounds.
 
-    A figure that is a list becomes several samples. Bounds of a quick run are added as unchecked.
+    A figure that is a list becomes several samples, and a text becomes a note. Bounds of a quick
+    run are added as unchecked, because it writes too little.
     """
     for figure, value in measured.figures.items():
         end = next((end for end in UNITS if figure.endswith(end)), "")
@@ -234,7 +235,7 @@ def _ignore(_: str) -> None:
 
 
 def main() -> None:
-    """Run the scenario named on the command line, and print its findings."""
+    """Run the scenario named on the command line, print its findings as JSON, and exit."""
     name, options = sys.argv[1], json.loads(sys.argv[2])
     scale = Scale(**{key: _frozen(value) for key, value in options["scale"].items()})
     try:

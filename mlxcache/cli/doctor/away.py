@@ -11,9 +11,11 @@ from mlxcache.errors import ConfigError, RemoteUnavailable
 
 
 def examine_remote(settings: Settings) -> Finding:
-    """Open the remote, compare its key, and write and read a small object. Blocks for seconds.
+    """Open the remote, check its key, and write, read and delete a small object.
 
-    The settings must have a remote. Nothing is left in it: the first server decides its key.
+    The key must be that of the servers which use the remote; in a new remote every key is accepted
+    and none is recorded, as the first server does that. The settings must have a remote. Blocks for
+    seconds.
     """
     from mlxcache.remote.objects import TRIAL, open_configured  # noqa: PLC0415 - only with --remote
 

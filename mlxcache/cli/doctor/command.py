@@ -82,15 +82,15 @@ def doctor(
 class Report:
     """Results of all checks, in display order.
 
-    `models` holds the examined models and how many conversations fit in memory and on disk. It is
-    empty if the settings name no model. Models that cannot be examined are left out.
+    `models` holds the examined models, each with how many conversations fit in memory and on disk.
+    It is empty if the settings name no model. Models that cannot be examined are left out.
     """
 
     findings: tuple[Finding, ...]
     models: tuple[Checked, ...]
 
     def as_object(self) -> dict[str, Any]:
-        """Return the findings and the model as an object for `doctor --json`."""
+        """Return the findings and the models as an object for `doctor --json`."""
         found: dict[str, Any] = {
             "object": "doctor",
             "status": worst(self.findings),
@@ -154,9 +154,10 @@ def _examine_disk(settings: Settings, *, quick: bool, shown: bool) -> list[Findi
 
 
 def _examine_machine(settings: Settings) -> tuple[list[Finding], tuple[Checked, ...]]:
-    """Check the machine and the models, whose weights count towards the memory needed.
+    """Check the machine and the models that the settings name.
 
-    Returns the findings, and the examined models.
+    The weights of a single model count as memory needed beside the budget `--ram`. Returns the
+    findings, and the examined models.
     """
     try:
         host = machine.host()
@@ -196,7 +197,8 @@ def _examine_models(
 ) -> tuple[list[Finding], tuple[Checked, ...]]:
     """Examine the models that the settings name.
 
-    Returns findings, and the examined models. The findings of each of several begin with its name.
+    Returns findings, and the models that could be examined. If there are several models, the text
+    of each finding begins with the name of its model.
     """
     if settings.model is None:
         return [], ()

@@ -28,7 +28,11 @@ Run = Callable[[Sequence[str]], subprocess.CompletedProcess[str]]
 
 
 def run_command(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
-    """Run a command and return its output, with exit status 255 if it takes too long."""
+    """Run a command and return its output. Blocks up to `ANSWER_S`.
+
+    The exit status is 255, as that of an ssh that fails, if the command cannot be run or takes
+    longer. The reason is then in the standard error.
+    """
     try:
         return subprocess.run(
             command, capture_output=True, text=True, timeout=ANSWER_S, check=False
@@ -38,9 +42,11 @@ def run_command(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
 
 
 def examine_hosts(settings: Settings, run: Run = run_command) -> list[Finding]:
-    """Log in to each machine of `--hosts` or `--hostfile`, and compare versions and the model.
+    """Log in to each machine of `--hosts` or `--hostfile`, and check versions and the model.
 
-    Blocks for seconds. The settings must name machines.
+    Each must have the versions of this machine and, if the model is a folder here, that folder.
+    `run` runs a command, as `run_command` does. The settings must name machines. Blocks for
+    seconds.
     """
     from mlxcache.ranks.group import versions  # noqa: PLC0415 - imports MLX
 
@@ -57,7 +63,10 @@ def examine_hosts(settings: Settings, run: Run = run_command) -> list[Finding]:
 
 
 def _names(settings: Settings) -> list[str]:
-    """Return the names by which ssh reaches the machines. Raises ConfigError."""
+    """Return the names by which ssh reaches the machines of `--hosts` or `--hostfile`.
+
+    The first is this machine. Raises ConfigError if the setting or the file is not valid.
+    """
     file = settings.hostfile
     if file is None:
         return [str(one["ssh"]) for one in read_hosts(settings.hosts or "")]
@@ -70,7 +79,10 @@ def _names(settings: Settings) -> list[str]:
 
 
 def _examine(name: str, model: Path | None, mine: dict[str, str], run: Run) -> Finding:
-    """Ask one machine for its versions and the model."""
+    """Ask the machine `name` by ssh for its versions, and whether it has the folder `model`.
+
+    `model` is None if the model is not a folder here. `mine`: this machine's versions by package.
+    """
     title = f"machine {name}"
     question = shlex.join([sys.executable, "-c", _QUESTION, str(model or ""), *mine])
     answer = run([*_CONNECT, name, question])

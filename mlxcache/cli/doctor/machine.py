@@ -53,10 +53,11 @@ _NUMPY_BLAS = "scipy_openblas"
 class Host:
     """Description of the machine.
 
-    `total` and `available` are memory in bytes. `macos` is its version, empty on other systems.
-    `working_set` is Metal's recommended maximum in bytes. `wired_mb` is the user's limit in MB that
-    replaces it, 0 for the default. `accelerated` is True if MLX computes on a GPU. Optional fields
-    are None if the machine reports no value.
+    `total` and `available` are memory in bytes. `chip` is the name of the processor, such as "Apple
+    M4". `macos` is the version of macOS, empty on other systems. `working_set` is the maximum of
+    memory in bytes that Metal recommends. `wired_mb` is the maximum in MiB that the user has set in
+    its place (`iogpu.wired_limit_mb`), 0 for the system's default. `accelerated` is True if MLX
+    computes on a GPU. Optional fields are None if the machine reports no value.
     """
 
     system: str
@@ -104,7 +105,10 @@ def _device_name(info: Mapping[str, str | int]) -> str:
 
 
 def examine_system(host: Host) -> Finding:
-    """Check that MLX runs natively on this system and processor."""
+    """Check that MLX runs natively on this system and processor.
+
+    On a Mac, also check that the version of macOS is not too old for MLX or for wired weights.
+    """
     mac = f"macOS {host.macos}" if host.macos else f"{host.system} {platform.release()}"
     gpu = f", {host.gpu_cores} GPU cores" if host.gpu_cores else ""
     value = f"{host.chip}, {host.cores} cores{gpu}, {mac}, Python {platform.python_version()}"
@@ -157,7 +161,7 @@ def _lower_ram(room: int) -> str:
 
 
 def examine_metal(host: Host, ram: int, weights: int) -> Finding | None:
-    """Check that weights and budget, in bytes, are within Metal's memory limit.
+    """Check that the weights and the budget `ram`, in bytes, are within Metal's memory limit.
 
     Returns None on a machine without Metal.
     """

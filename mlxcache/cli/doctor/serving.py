@@ -19,7 +19,7 @@ HEALTH_S = 2.0
 
 
 def examine_port(settings: Settings) -> Finding:
-    """Check that the port is free, or that an mlxcache server is listening on it."""
+    """Check that no program listens on the port of the settings, or only an mlxcache server."""
     if settings.port == 0:
         return Finding("port", "ok", "0: any free port")
     try:

@@ -21,7 +21,10 @@ _MOST_SETS = 4
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """An examined model of the settings, with the capacity that it has if it is alone."""
+    """An examined model of the settings.
+
+    `fit` is how many conversations fit if no other model is loaded.
+    """
 
     entry: ModelEntry
     found: Examined
@@ -43,7 +46,7 @@ class Checked:
 def examine_adapter(entry: ModelEntry) -> list[Finding]:
     """Check that an adapter was trained on the model to which it is added.
 
-    Passes if the adapter's files do not name that model.
+    Returns [] if it was, if its files do not name that model, or if `entry` has no adapter.
     """
     if entry.adapter is None or entry.model is None:
         return []
@@ -90,7 +93,10 @@ def examine_together(models: Sequence[Checked], budget: int) -> Finding:
 
 
 def _largest_sets(models: Sequence[Checked], budget: int) -> list[tuple[Checked, ...]]:
-    """Return the largest sets of models that fit into the budget at once."""
+    """Return all sets of models that fit into the budget at once, of the largest possible size.
+
+    Returns [] if no model fits alone. `budget`: bytes for all models with their weights.
+    """
     room = budget - pool_bytes(budget)
 
     def fits(chosen: Sequence[Checked]) -> bool:

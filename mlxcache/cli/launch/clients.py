@@ -136,7 +136,7 @@ def _permission_mode(invocation: Invocation, own: Sequence[Mapping[str, Any]]) -
 
 
 def _is_print_mode(arguments: Sequence[str]) -> bool:
-    """Return whether Claude Code prints only its final reply, without earlier events."""
+    """Return whether Claude Code, with `arguments`, prints nothing before its final reply."""
     streams = any("stream-json" in argument for argument in arguments)
     return any(one in ("-p", "--print") for one in arguments) and not streams
 

@@ -62,9 +62,14 @@ _USED = ("host", "port", "cache_dir", "api_key", "api_keys_file", "model")
 class Launch:
     """One call of the command `launch`.
 
-    `settings` are those of the server to start if none runs. `url` is the server's address, and
-    `running` tells whether an mlxcache server answers there. Starting a server changes both.
-    `small` is the name of the model for titles and sub-agents, None for the same model.
+    `flags` are settings given as flags, by name, and `config` is the path of config.toml or None.
+    `url` is the address that the user gave, or None. `small` is the name of the model for titles
+    and sub-agents, None for the client's main model.
+
+    The attribute `settings` has those of the server to start if none runs, `url` is the address of
+    the server found or to be started, and `running` tells whether an mlxcache server answers there.
+    `url` changes when a server is started on a free port, and `running` if another command starts
+    a server first.
     """
 
     def __init__(
@@ -129,8 +134,8 @@ class Launch:
         """Print hints to standard error before the client starts, where they apply.
 
         One says that the client would work on the sources of mlxcache, the other how long its first
-        prompt is. The latter is printed only if the server was started here (`new`), so that it has
-        not read the prompt yet.
+        prompt is. The latter is printed only if this command started the server (`new`), which then
+        has not read the prompt yet.
         """
         if own_sources(invocation.cwd):
             _say(
@@ -188,9 +193,10 @@ class Launch:
             )
 
     def _find(self) -> None:
-        """Find a running server: at the configured address, else in the cache folder's list.
+        """Look for a running server, and set `url` and `running` accordingly.
 
-        Sets `url` and `running`. The list is skipped if flags fix the address or the model.
+        It is looked for at the configured address, then among the servers that are listed in the
+        cache folder, unless flags fix the address or the model.
         """
         self.running = bool(self.settings.port) and server_answers(self.url)
         fixed = self._elsewhere or any(self._flags.get(one) for one in ("host", "port", "model"))
@@ -263,8 +269,8 @@ class Launch:
     def _choose_models(self, service: Service) -> Service:
         """Return the running server as `service`, with the models that the user asked for.
 
-        The first `--model` is the client's model. It is loaded if it never was, because its context
-        length is not known before. Raises MlxcacheError for a model that is not served.
+        The first `--model` is the client's model. The server loads it now if it never did, because
+        its context length is not known before. Raises MlxcacheError for a model that is not served.
         """
         remote = Remote(self.url, self.key)
         models = remote.models() if self._small or self._flags.get("model") else []
@@ -282,9 +288,10 @@ class Launch:
         return self._with_small(service, models)
 
     def _choose_small(self, service: Service, started: StartedServer) -> Service:
-        """Return a started server as `service`, with the small model.
+        """Return the server that was `started`, with the small model if the user named one.
 
-        If the server does not have that model, stops it and raises MlxcacheError.
+        `service` is that server without it. If the server does not have that model, stops the
+        server and raises MlxcacheError.
         """
         if self._small is None:
             return service
@@ -295,7 +302,10 @@ class Launch:
             raise
 
     def _with_small(self, service: Service, models: Sequence[Mapping[str, Any]]) -> Service:
-        """Return `service` with the small model. Raises MlxcacheError if it is none of `models`."""
+        """Return `service` with the model that was named as small, or unchanged if none was.
+
+        `models`: as in `GET /v1/models`. Raises MlxcacheError if the small model is none of them.
+        """
         if self._small is None:
             return service
         found = _find_served(models, (self._small,))

@@ -69,10 +69,11 @@ def run_client(
 
 
 def _working_folder(named: str | None, folder: Path) -> str:
-    """Return `named`, the user's path of the current `folder`, or its own if that is another one.
+    """Return the value of the variable PWD for a client that runs in `folder`.
 
-    OpenCode works on the folder that the variable PWD names. A program that starts this command in
-    another folder than its own may leave the variable unchanged.
+    It is `named`, the variable's present value, if that is a path of `folder`, else the path
+    `folder`. OpenCode works on the folder that PWD names, and a program that starts this command in
+    another folder than its own may have left PWD unchanged.
     """
     with suppress(OSError):
         if named and Path(named).samefile(folder):
@@ -163,8 +164,9 @@ def remove_abandoned_settings() -> list[Path]:
 def _is_abandoned(folder: Path) -> bool:
     """Return whether a folder of `_settings_file` is this user's and no process holds its lock.
 
-    The lock is held on a file of its own, or on the settings file if `folder` has no lock file.
-    Raises OSError if that file cannot be examined.
+    The lock is on a file of its own, or on the settings file if `folder` has no lock file. Returns
+    False while that file is empty, because its owner may be about to lock it. Raises OSError if
+    that file cannot be examined.
     """
     try:
         found = folder.lstat()

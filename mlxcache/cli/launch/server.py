@@ -281,7 +281,7 @@ def _query_started(key: str | None, started: StartedServer) -> Service | None:
 
 
 def _loading(started: StartedServer | None) -> tuple[str, float | None]:
-    """Return a text about what is being loaded, and the fraction done, from 0 to 1.
+    """Return the step of loading as text, and the fraction of it that is done, from 0 to 1.
 
     Both are from the last line of the log. The fraction is None if unknown.
     """

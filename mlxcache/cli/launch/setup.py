@@ -22,9 +22,9 @@ class Service:
     """Server to which a client is pointed.
 
     `url` is its address without /v1, `model` the model's id, `context` the context length in
-    tokens. `key` is the API key that it requires, or None. Clients ask for the model by the name
-    `asked`, which need not change with the server's default model. `small` is the name of the model
-    for their titles and sub-agents, None if that is the same.
+    tokens. `key` is the API key that it requires, or None. `asked` is the model name that clients
+    send; by default it is a name that stands for the server's default model. `small` is the name of
+    the model for their titles and sub-agents, None if that is the same.
     """
 
     url: str
