@@ -67,7 +67,7 @@ class Reply:
 
 
 class _Startable(Protocol):
-    """Interface of an engine, or of the engines of several models."""
+    """Interface of an engine, or of several models' engines, with coroutines to start and stop."""
 
     async def start(self) -> None: ...
 
@@ -155,11 +155,13 @@ class Model(_Embedded["Engine"]):
     ) -> Stream:
         """Generate a reply as a stream of `mlxcache.types.Event`.
 
-        `messages` and `fields`, such as `max_tokens`, `temperature` or `tools`, are the fields of a
-        `POST /v1/chat/completions` body. `session` is the session's label. Closing the stream
-        cancels the reply; the KV computed so far is kept.
+        `messages` and `fields`, such as `max_tokens`, `temperature` or `tools`, are the
+        fields of a `POST /v1/chat/completions` body. `session` is the session's label.
+        Closing the stream cancels the reply; the KV computed so far stays in the cache for
+        reuse.
 
-        Raises BadRequest for an invalid or unsupported field, and Busy if the queue is full.
+        Raises BadRequest for an invalid or unsupported field, and Busy if the queue is
+        full.
         """
         _ = self.info
         return await _stream(self._engine, messages, session, fields)
@@ -178,7 +180,10 @@ class Models(_Embedded["Engines"]):
         super().__init__({"model": models or None, **settings}, _make_engines)
 
     def describe(self) -> list[dict[str, Any]]:
-        """Return the state of each model, the default one first: `models` of `GET /v1/cache`."""
+        """Return the state of each model, the default one first.
+
+        This is the list `models` in the body of `GET /v1/cache`.
+        """
         return self._engine.describe()
 
     @property
@@ -191,7 +196,7 @@ class Models(_Embedded["Engines"]):
         return self._engine.figures()
 
     async def load(self, model: str) -> None:
-        """Load a model ahead of its first call. Raises NotFound, and ModelError if that fails."""
+        """Load a model before its first call. Raises NotFound, and ModelError if loading fails."""
         engine = await self._engine.of(self._engine.named(model).label)
         await engine.load_weights()
 
@@ -224,9 +229,9 @@ class Models(_Embedded["Engines"]):
     ) -> Stream:
         """Generate a reply of one of the models as a stream of events; see `Model.stream`.
 
-        `model` is chosen as by a server: a name, id, alias or a name that `route` matches; None and
-        other names are the default model. Loads the model if needed. Raises ModelError if that
-        fails.
+        `model` is chosen as by a server: a name, id or alias of a model, or a name that a
+        pattern of the setting `route` matches. With None or any other name, the default
+        model replies. Loads the model if needed. Raises ModelError if that fails.
         """
         return await _stream(await self._engine.of(model), messages, session, fields)
 
@@ -245,7 +250,10 @@ def _make_engines(settings: Settings, remote: Objects | None) -> Engines:
 
 
 class _Folder:
-    """The cache folder of this process. While `lock` is held, it is marked as in use."""
+    """The cache folder of this process, marked as in use while the ExitStack `lock` is open.
+
+    The mark keeps commands from changing the folder meanwhile.
+    """
 
     def __init__(self, settings: Settings):
         self.lock = ExitStack()

@@ -144,7 +144,8 @@ class Gone(StoreError):
 class Vanished(StoreError):
     """Error raised if the store's folder is missing or was replaced.
 
-    The server reopens the folder within seconds. `retry_after` is in seconds.
+    The server reopens the folder within seconds. `retry_after` is the number of seconds after
+    which the client may try again.
     """
 
     retry_after = 2.0

@@ -22,9 +22,9 @@ def _one(_: Any) -> int:
 class LRU(Generic[K, V]):
     """Cache of values by key, from which the least recently used ones are evicted.
 
-    The sizes of all values, by `size`, add up to at most `limit`; by default each value counts as
-    1. `get`, `put` and `setdefault` make a value the most recently used. A value larger than the
-    limit is not kept.
+    The sizes of all values, by `size`, add up to at most `limit`; by default each value counts
+    as 1. `get`, `put` and `setdefault` make a value the most recently used. Putting a value
+    larger than the limit evicts all values, that one included.
     """
 
     def __init__(self, limit: int, size: Callable[[V], int] = _one):
@@ -46,9 +46,10 @@ class LRU(Generic[K, V]):
             return self._held.get(key)
 
     def put(self, key: K, value: V) -> list[V]:
-        """Set the value of a key, and evict values until the limit holds.
+        """Set the value of a key, and evict the least recently used values above the limit.
 
-        Returns the evicted values, least recently used first. A replaced value is not among them.
+        Returns the evicted values, least recently used first. The value that the key had
+        before is not among them.
         """
         with self._lock:
             return self._put(key, value)
@@ -99,8 +100,9 @@ class LatestByGroup(Generic[K, V]):
     """Container of the latest values of each group.
 
     Holds at most `each` values per group, and in total at most `count` values whose sizes, by
-    `size`, add up to at most `limit`. Adding a value evicts the oldest ones, of the same group
-    first. Reading does not affect the order.
+    `size`, add up to at most `limit`. Adding a value to a group that has `each` values evicts
+    the oldest of that group; then the oldest of all groups are evicted until the other two
+    limits hold. Reading does not affect the order.
     """
 
     def __init__(self, *, each: int, count: int, limit: int, size: Callable[[V], int]):
@@ -111,10 +113,10 @@ class LatestByGroup(Generic[K, V]):
     def add(
         self, group: K, value: V, *, replaced: Sequence[V] = (), each: int | None = None
     ) -> None:
-        """Add a value to a group and evict the oldest values above the limits.
+        """Add a value to a group, and evict old values as the class describes.
 
-        Values of the group that are in `replaced`, compared by identity, are removed first. `each`
-        overrides the limit per group for this call.
+        Values of the group that are in `replaced`, compared by identity, are removed first.
+        `each` overrides the limit per group for this call.
         """
         with self._lock:
             held = [h for h in self._held if h[0] != group or not any(h[1] is r for r in replaced)]

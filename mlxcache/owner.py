@@ -33,9 +33,9 @@ def owner_of(key: str) -> str:
 def own_ids(ids: Ids, owner: str | None) -> Ids:
     """Return the ids under which an owner's tokens are cached, shape (n,).
 
-    The first ids are changed to negative ones by a mask of the owner, so that look-ups in RAM, on
-    disk and in the table of sessions never match another owner. If `owner` is None, returns `ids`
-    itself.
+    The first `MARKED` (4) ids are changed to negative ones by a mask of the owner, so that
+    look-ups in RAM, on disk and in the table of sessions never match another owner. If `owner`
+    is None, returns `ids` itself.
     """
     if owner is None or not len(ids):
         return ids
@@ -46,7 +46,7 @@ def own_ids(ids: Ids, owner: str | None) -> Ids:
 
 
 def plain_ids(ids: Ids, owner: str | None) -> Ids:
-    """Return the token ids from which `own_ids` made `ids`."""
+    """Return the token ids from which `own_ids`, with the same `owner`, made `ids`."""
     if owner is None or not len(ids):
         return ids
     plain = ids.copy()
@@ -57,6 +57,6 @@ def plain_ids(ids: Ids, owner: str | None) -> Ids:
 
 
 def _mask(owner: str) -> Ids:
-    """Return a 31-bit mask for each of the ids that `own_ids` changes."""
+    """Return the owner's masks for the first `MARKED` ids: random numbers of 31 bits, int32."""
     drawn = blake2b(owner.encode(), digest_size=4 * MARKED, person=b"mlxcache ids").digest()
     return (np.frombuffer(drawn, "<u4") & 0x7FFFFFFF).astype(np.int32)

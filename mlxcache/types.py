@@ -28,7 +28,8 @@ length or the memory budget; `repetition`: the reply repeated itself exactly."""
 class Image:
     """An image as it was sent.
 
-    `data` is a PNG, JPEG, GIF or WebP file, and `digest` its SHA-256.
+    `data` is the content of a PNG, JPEG, GIF or WebP file, and `digest` the 32 bytes of its
+    SHA-256.
     """
 
     data: bytes = field(repr=False, compare=False)
@@ -291,7 +292,11 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """Event: the end of a reply that did not fail. Counts are in tokens."""
+    """Event: the end of a reply that did not fail. Counts are in tokens.
+
+    `reasoning_tokens`: those of the generated tokens that are thinking. `stop_sequence`: the
+    stop string that ended the reply, or None.
+    """
 
     reason: FinishReason
     prompt_tokens: int
@@ -335,7 +340,12 @@ class ModelInfo:
 
 @dataclass(slots=True)
 class RequestRecord:
-    """Measured numbers of one request. Nothing is estimated, and times are in seconds."""
+    """Measured numbers of one request. Nothing is estimated, and times are in seconds.
+
+    `created_at`: seconds since 1970. `timing`: durations by name, such as `render_s` or
+    `decode_s`. `canonicalised`: rules of canonicalisation that changed the conversation.
+    `lost`: description of a prefix loss, or None.
+    """
 
     id: str
     session: str | None
@@ -377,5 +387,5 @@ class Arrival:
     record: RequestRecord | None = None
 
     def note_waiting(self, record: RequestRecord | None) -> None:
-        """Note the record with which the request waits for its model; None once it does not."""
+        """Set `record`: the request's record while it waits for its model, None afterwards."""
         self.record = record

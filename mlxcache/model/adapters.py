@@ -56,7 +56,10 @@ class Sliced:
         return slot.keys is not None
 
     def first_write(self, slot: Any) -> int:
-        """Return the number of tokens after which the slot has been written to, if it ever is."""
+        """Return how many tokens must be fed until the slot has its first rows.
+
+        A slot to which the model never writes has this number too.
+        """
         return 1
 
     def arrays(self, slot: Any) -> list[mx.array]:
@@ -320,10 +323,10 @@ class Checkpointed:
         return None
 
     def blank(self, like: Any, position: int) -> Any:
-        """Return a state of zeros that covers `position` positions, of the structure `like`.
+        """Return a state of zeros for `position` positions, with the structure of `like`, or None.
 
-        `like` has an ArraySpec in place of each array. Returns None if the model can be fed with
-        whatever state is there, wherever it was taken.
+        `like` has an ArraySpec in place of each array. None means that no such state is
+        needed: the model can be fed at any position with whatever state the slot has.
         """
         return None
 
@@ -492,12 +495,15 @@ class Recent(Checkpointed):
 
 
 def _zero_rows(spec: ArraySpec | None, rows: int) -> mx.array | None:
-    """Return an array of zeros, shape (1, rows, size), with size and dtype of `spec`."""
+    """Return zeros of shape (1, rows, size), with size and dtype of `spec`; None for None."""
     return None if spec is None else mx.zeros((1, rows, spec.shape[2] or 0), spec.dtype)
 
 
 def _vector_bytes(arrays: Sequence[mx.array | None]) -> int:
-    """Return the bytes of one row of each of `arrays`, shape (1, n, size); None counts nothing."""
+    """Return the bytes of one row in all of `arrays` together, each of shape (1, n, size).
+
+    None in place of an array counts as 0 bytes.
+    """
     return sum(int(a.shape[2]) * a.dtype.size for a in arrays if a is not None)
 
 

@@ -32,7 +32,8 @@ Stamp = tuple[str, int, int]
 def file_stamps(folder: Path) -> tuple[Stamp, ...]:
     """Return a stamp of each file in `folder` that the content of the weights depends on.
 
-    A broken link has a size of -1.
+    A stamp is the path, the size in bytes, and the time of the last change in ns. A broken link
+    has a size of -1.
     """
     return tuple(_stamp(file) for name in FILES for file in sorted(folder.glob(name)))
 
@@ -66,7 +67,11 @@ class Base:
         return list(self._arrays)
 
     def hold(self, name: str, array: mx.array, user: BaseUse) -> None:
-        """Record `user` as a user of the array `name`, which must be `array` if it is in memory."""
+        """Record `user` as a user of the array `name`, so that the array stays in memory.
+
+        `array`: the array itself, which must be the result of `get(name)` unless that is
+        None.
+        """
         self._arrays[name] = array
         self._users[name] = self._users.get(name, frozenset()) | {user}
         self._bytes = None
@@ -184,8 +189,9 @@ class BaseUse:
     def share(self, folder: Path, model: nn.Module) -> None:
         """Replace arrays of `model` by the equal ones of the base in `folder` that are in memory.
 
-        `model` was built lazily from that folder, without an adapter. All of its arrays are held,
-        so that models loaded later can use them.
+        `model` was built lazily from that folder, without an adapter. All of its arrays are
+        held, so that models loaded later can use them, except one whose shape or dtype
+        differs from that of the base's array with the same name: it stays as it is.
         """
         base, held = self._bases.find(folder), dict(self._held)
 

@@ -45,10 +45,10 @@ Kind = Literal[
 class Group:
     """Layers of a model that cache in the same way.
 
-    `layers`: number of layers. `kinds`: kinds of the slots in one layer, ordered by how hard reuse
-    is; a "sliceable" slot is the easiest. `size`: tokens of a window or chunk, None if there is
-    none. `cls`: names of mlx-lm's cache classes. `bytes_per_token` and `checkpoint_bytes` are those
-    of one layer.
+    `layers`: number of layers. `kinds`: kinds of the slots in one layer, those that are easier
+    to reuse first; "sliceable" is the easiest and "unknown" the last. `size`: tokens of a
+    window or chunk, None if there is none. `cls`: names of mlx-lm's cache classes, joined by "
+    + ". `bytes_per_token` and `checkpoint_bytes` are those of one layer.
     """
 
     layers: int

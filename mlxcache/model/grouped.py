@@ -72,7 +72,7 @@ class GroupRows:
         return (self.groups + 1) * self.ratio - 1
 
     def begin(self, count: int) -> None:
-        """Account for `count` new positions, before the model computes their groups.
+        """Add `count` new positions to `offset`, before the model computes their groups.
 
         Raises ValueError if the newest vector is missing, since no checkpoint was restored.
         """
@@ -86,9 +86,9 @@ class GroupRows:
     def vectors(self) -> mx.array | None:
         """Return the vectors of all closed groups, shape (1, groups, size), or None.
 
-        None stands for no group. It is also returned as long as groups of the running pass are
-        missing: mlx-lm appends their vectors to what it reads here, and gets by with a copy of the
-        new ones alone.
+        None means that no group is closed. It is also returned in a pass that closes
+        groups, until `add` has written their vectors: mlx-lm passes what it read here, with
+        the new vectors appended, to `add`, which needs the new ones only.
         """
         if self._closing or not self.groups or self.rows is None:
             return None
@@ -124,7 +124,10 @@ class GroupRows:
         self._closing = 0
 
     def _write(self, vectors: mx.array, first: int) -> None:
-        """Write `vectors`, of group `first` and the next, to as many of their rows as there are."""
+        """Write the rows of `vectors`, which belong to group `first` and the groups after it.
+
+        Rows at positions beyond the capacity of the buffer are left out.
+        """
         assert self.rows is not None
         padding = self.ratio * self.rows.shape[3] - self.size
         if padding:
@@ -136,7 +139,12 @@ class GroupRows:
         self._tail = end == start + new.shape[2]
 
     def _write_tail(self) -> None:
-        """Write the rows of the newest vector again, which a copy of the rows may have left out."""
+        """Write the rows of the newest vector again if the buffer may lack some of them.
+
+        It may after `put`, `end_at` or `restore`, or if it was too short before. Raises
+        ValueError if the newest vector is not that of `offset`, since no checkpoint was
+        restored.
+        """
         if self._tail or self._end <= self.offset or not self.groups:
             return
         if self.newest is None or self._newest_of != self.groups:
@@ -161,7 +169,10 @@ class GroupRows:
         self.offset, self._closing, self._tail = offset, 0, False
 
     def restore(self, newest: mx.array | None, offset: int) -> None:
-        """Set the newest vector and the number of positions, `offset`."""
+        """Set the newest vector, and set the number of positions to `offset`.
+
+        The rows stay as they are.
+        """
         self.newest, self._newest_of, self._tail = newest, offset // self.ratio, False
 
     def newest_vector(self, dtype: mx.Dtype) -> mx.array | None:
@@ -177,9 +188,10 @@ class GroupRows:
 class RecentRows:
     """The newest `window_size` rows of a layer, and its tokens of the group that is still open.
 
-    `window` has shape (1, n, dim); `pending_kv` and `pending_gate` have shape (1, n, dim), or are
-    None in layers that compress nothing. `groups`: slots of the same layer, whose newest vectors
-    belong to this one's state. `ratio`: tokens in a group, or 0.
+    `window` has shape (1, n, dim). `pending_kv` and `pending_gate`, the latents and gates of
+    those tokens, have shape (1, n, dim), or are None in layers that compress nothing. `groups`:
+    slots of the same layer, whose newest vectors belong to this one's state. `ratio`: tokens in
+    a group, or 0.
     """
 
     def __init__(self, window_size: int, groups: Sequence[GroupRows] = ()):
@@ -193,7 +205,11 @@ class RecentRows:
 
     @property
     def state(self) -> tuple[Any, ...]:
-        """Window, open group, newest vectors; then the position, the window size and the ratio."""
+        """Tuple of the slot's state, for a checkpoint.
+
+        Its items are `window`, `pending_kv`, `pending_gate`, a tuple of the newest vector
+        of each of `groups`, `offset`, `window_size` and `ratio`.
+        """
         newest: tuple[Any, ...] = ()
         if self.window is not None:
             newest = tuple(slot.newest_vector(self.window.dtype) for slot in self.groups)
@@ -241,17 +257,17 @@ class GroupedCache:
 
     @property
     def offset(self) -> int:
-        """Number of positions."""
+        """Number of positions fed so far."""
         return self.recent.offset
 
     @property
     def window(self) -> mx.array | None:
-        """The newest rows, shape (1, n, dim)."""
+        """Newest rows, at most `window_size`, shape (1, n, dim); None before the first."""
         return self.recent.window
 
     @property
     def pending_kv(self) -> mx.array | None:
-        """Latents of the tokens of the open group."""
+        """Latents of the tokens of the open group, shape (1, n, dim), or None."""
         return self.recent.pending_kv
 
     @pending_kv.setter
@@ -260,7 +276,7 @@ class GroupedCache:
 
     @property
     def pending_gate(self) -> mx.array | None:
-        """Weights of the tokens of the open group."""
+        """Gates of the tokens of the open group, shape (1, n, dim), or None."""
         return self.recent.pending_gate
 
     @pending_gate.setter

@@ -136,7 +136,7 @@ def _is_whole(file: LargeFile) -> bool:
 
 @contextmanager
 def _locked(part: FileIO) -> Iterator[None]:
-    """Context manager that locks a part for one process; others wait."""
+    """Context manager that locks a part for this process; waits while another one has the lock."""
     fcntl.flock(part, fcntl.LOCK_EX)
     try:
         yield
@@ -145,7 +145,10 @@ def _locked(part: FileIO) -> Iterator[None]:
 
 
 class _Told:
-    """Progress of several files together. Any thread; reports are made one at a time."""
+    """Reporter of the bytes of several files on disk, which calls `progress` with their sum.
+
+    May be called on any thread; only one thread at a time calls `progress`.
+    """
 
     def __init__(self, files: Sequence[LargeFile], progress: Progress | None):
         self._progress = progress
@@ -154,7 +157,7 @@ class _Told:
         self._lock = threading.Lock()
 
     def note(self, file: LargeFile, size: int) -> None:
-        """Note that `size` bytes of a file are on disk."""
+        """Record that `size` bytes of a file are on disk, and report the bytes of all files."""
         with self._lock:
             self._sizes[file.name] = size
             if self._progress is not None:

@@ -58,7 +58,7 @@ def sliced(slot: Any) -> Sliced:
 
 
 def first_write(slots: Sequence[Any]) -> int:
-    """Return the number of tokens after which every linear slot that is ever filled is filled."""
+    """Return how many tokens must be fed until all linear slots that the model fills have rows."""
     found = ((slot, adapter_of(slot)) for slot in slots)
     return max((a.first_write(slot) for slot, a in found if isinstance(a, Sliced)), default=1)
 
@@ -167,15 +167,16 @@ class Layout:
 
     `make`: returns empty caches for one sequence. `vocab_size`: number of logits.
     `bytes_per_token`: KV bytes of one position in all linear slots. `checkpoint_bytes`: maximum
-    bytes of the states of all opaque slots at one position. `running_bytes`: maximum bytes that the
-    opaque slots hold while the model is fed. `linear`: indices, in the order of `flatten`, of the
-    linear slots that the model fills. `specs`: for each of those, (heads, dim, dtype) of its
-    arrays. `windows`: for each of those, its sliding window in tokens, or None. `checkpointed`:
-    adapters of the opaque slots. `batchable`: several sequences can be fed as a batch. `states`:
-    the form of a checkpoint, as nested tuples like those that `kv.capture` returns, with an
-    ArraySpec in place of each array. `unknown`: names of cache classes without an adapter; such a
-    model is not cached. `stateful`: another rank has opaque slots, so that checkpoints are needed.
-    `lockstep`: is told every operation on KV of this layout.
+    bytes of the states of all opaque slots at one position. `running_bytes`: maximum bytes that
+    the opaque slots hold while the model is fed. `linear`: indices, in the order of `flatten`,
+    of the linear slots that the model fills. `specs`: for each of those, (heads, dim, dtype) of
+    its arrays. `windows`: for each of those, its sliding window in tokens, or None.
+    `checkpointed`: adapters of the opaque slots. `batchable`: several sequences can be fed as a
+    batch. `states`: the form of a checkpoint, as nested tuples like those that `kv.capture`
+    returns, with an ArraySpec in place of each array. `unknown`: names of cache classes without
+    an adapter; such a model is not cached. `stateful`: another rank has opaque slots, so that
+    checkpoints are needed. `lockstep`: the object that is told every operation on KV of this
+    layout, so that other ranks repeat it.
     """
 
     make: Callable[[], Caches]

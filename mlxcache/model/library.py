@@ -77,9 +77,10 @@ def pull(model: str, revision: str | None = None, progress: Progress | None = No
     """Download the files of the Hub's `model` that mlx-lm needs, check them, return their folder.
 
     `revision`: branch, tag or commit, None for the default branch. Files that are complete are
-    kept, and a file that was downloaded in part is continued. `progress` is called with bytes on
-    disk and bytes needed. Raises ModelError if `model` is not on the Hub or cannot be reached, if
-    mlx-lm cannot load it, if the disk has too little space, or if the files are incomplete.
+    not downloaded again, and the download of a partial file is continued. `progress` is called
+    with bytes on disk and bytes needed. Raises ModelError if `model` is not on the Hub or
+    cannot be reached, if mlx-lm cannot load it, if the disk has too little space, or if the
+    files are incomplete.
     """
     if here(model, revision) is None:
         path, size = outline(model, revision)

@@ -249,11 +249,12 @@ class Lineage:
     ) -> None:
         """Append `count` positions from `tail`, which yields the arrays of each linear slot.
 
-        Each array has shape (1, heads, count, dim). `tail` may be an iterator that computes the
-        arrays of a slot when it is advanced. At least one slot, and as many as fit in `copy_bytes`
-        bytes, are read and then evaluated together. `held`: the number of positions to assume for
-        the size of an array there, by default `count`; pass more if computing an array takes more
-        memory than its result. With `windows` False, the arrays of sliding windows hold no values.
+        Each array has shape (1, heads, count, dim). `tail` may be an iterator that computes
+        the arrays of a slot when it is advanced. Slots are read in groups that are
+        evaluated together: as many as take at most `copy_bytes` bytes, but at least one.
+        `held`: the number of positions with which these bytes are counted, by default
+        `count`; pass more if computing an array takes more memory than its result. With
+        `windows` False, the arrays of sliding windows hold no values.
         """
         end, held = self.length + count, count if held is None else held
         self.note_pass()
@@ -302,9 +303,11 @@ class Lineage:
         kv.restore(self.slots, state)
 
     def set_state(self, state: State | None) -> None:
-        """Set the opaque slots to a copy of `state`, which no rank knows: from disk or a batch.
+        """Set the opaque slots to a copy of `state`, without telling the other ranks.
 
-        None leaves them as they are. The caller tells the other ranks where it comes from.
+        Used for a state from disk or from a batch, which is no checkpoint that the other
+        ranks know; the caller tells them where it comes from. None leaves the slots as they
+        are.
         """
         kv.restore(self.slots, state)
 

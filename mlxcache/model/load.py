@@ -104,12 +104,12 @@ def load(
 ) -> Loaded:
     """Load the model that `spec` names. Blocks; MLX thread only.
 
-    With `lazy`, each weight is read when it is first used. With `use`, weights that other models
-    have in memory are not read; release it if an error is raised. `divide(model, config)` may drop
-    parts of the model before any weight is read. A model on the Hub is downloaded
-    first, and `progress` is called with the bytes on disk and the bytes needed; to keep the MLX
-    thread free, call `fetch` in another thread before. Raises ModelError, which names the file at
-    fault or says what to do.
+    With `lazy`, each weight is read when it is first used. With `use`, weights that other
+    models have in memory are not read; if an error is raised, the caller must call
+    `use.release()`. `divide(model, config)` may drop parts of the model before any weight is
+    read. A model on the Hub is downloaded first, and `progress` is called with the bytes on
+    disk and the bytes needed; to keep the MLX thread free, call `fetch` in another thread
+    before. Raises ModelError, which names the file at fault or says what to do.
     """
     path = resolve(spec.model, spec.revision, progress)
     config = own = checked_config(path)
@@ -141,7 +141,9 @@ def _with_draft(loaded: Loaded, spec: ModelSpec, name: str, use: BaseUse | None)
     check_tokenizers(loaded.tokenizer, draft.tokenizer)
     info, length = loaded.info, draft.info.context_length
     if length < info.context_length:
-        log.warning("context limited to the draft model's: %d tokens", length)
+        log.warning(
+            "context of %s limited to that of its draft model: %d tokens", info.id, length
+        )
     info = replace(
         info,
         context_length=min(length, info.context_length),

@@ -18,11 +18,12 @@ if TYPE_CHECKING:
 
 
 class Lockstep:
-    """What is told to other ranks about each operation: nothing, as long as there are none.
+    """Announcements of operations to the other ranks: without effect, as here there are none.
 
-    Every method describes one operation, and none makes it. Those of passes must be called before
-    the operation, the others before or after it. `caches` are those of a lineage or of a batch.
-    Methods raise GroupLost if another rank cannot be reached. `divided`: there are other ranks.
+    A subclass sends them. Each method announces one operation, which the caller makes itself.
+    Those of passes must be called before the operation, the others before or after it. `caches`
+    are those of a lineage or of a batch. Methods raise GroupLost if another rank cannot be
+    reached. `divided`: there are other ranks.
     """
 
     divided = False
@@ -30,7 +31,7 @@ class Lockstep:
     def check(self, error: Exception) -> None:
         """Raise GroupLost if `error`, raised by an operation, leaves the ranks in different states.
 
-        To be called wherever such an error would be handled as that of one request.
+        To be called wherever such an error would otherwise end only one request.
         """
 
     def prepare(self, pool_bytes: int) -> None:
@@ -39,16 +40,25 @@ class Lockstep:
     # -- passes ------------------------------------------------------------------------------------
 
     def feed(self, lineage: Lineage, tokens: Sequence[int]) -> None:
-        """Tokens are fed at the end of a lineage; then its caches, and no logits, are evaluated."""
+        """Announce that `tokens` are fed at the end of a lineage.
+
+        Then its caches are evaluated, but no logits.
+        """
 
     def start(self, caches: Caches, tokens: Sequence[int]) -> None:
-        """Decoding starts: one token per row is fed, and the next ones are drawn."""
+        """Announce the start of decoding.
+
+        `tokens`, one per row of `caches`, are fed, and the next ones are drawn.
+        """
 
     def step(self, caches: Caches) -> None:
-        """The pending tokens of the rows of `caches` are fed, and the next ones are drawn."""
+        """Announce a step of decoding.
+
+        The pending tokens of the rows of `caches` are fed, and the next ones are drawn.
+        """
 
     def share(self, drawn: mx.array) -> mx.array:
-        """Return the tokens of a pass, shape (rows,), as all ranks will feed them.
+        """Return the tokens that all ranks will feed, shape (rows,): those `drawn` on this rank.
 
         The result is lazy. To be evaluated together with the logits of the pass.
         """
@@ -57,72 +67,90 @@ class Lockstep:
     # -- lineages ----------------------------------------------------------------------------------
 
     def create(self, lineage: Lineage) -> None:
-        """A lineage was made. Every other operation names only lineages that were told here."""
+        """Announce a new lineage. Every other operation names only lineages that were announced."""
 
     def rebuild(self, lineage: Lineage, sources: Sequence[Span], capacity: int) -> None:
-        """The buffers of a lineage are replaced by copies of `sources`; see `Lineage.fill`."""
+        """Announce that copies of `sources` replace the buffers of a lineage; see `Lineage.fill`.
+
+        `capacity`: the number of positions of the new buffers.
+        """
 
     def truncate(self, lineage: Lineage, length: int) -> None:
-        """The positions of a lineage from `length` on are dropped."""
+        """Announce that the positions of a lineage from `length` on are dropped."""
 
     def pretend(self, lineage: Lineage, length: int) -> None:
-        """The length of a lineage is set without feeding it; see `Lineage.pretend`."""
+        """Announce that a lineage gets `length` positions without feeding: `Lineage.pretend`."""
 
     def append_span(self, lineage: Lineage, span: Span) -> None:
-        """A range of another lineage is appended to a lineage."""
+        """Announce that `span`, a range of another lineage, is appended to a lineage."""
 
     def capture(self, lineage: Lineage, state: State) -> State:
-        """Return `state`, a new checkpoint of a lineage, as the object to be kept."""
+        """Announce a new checkpoint of a lineage, `state`; return the object to be stored.
+
+        Only that object may be given to `restore` and `write_state`.
+        """
         return state
 
     def restore(self, lineage: Lineage, state: State | None) -> None:
-        """The states of a lineage are set to those of a checkpoint, or left as they are."""
+        """Announce that the states of a lineage are set to those of the checkpoint `state`.
+
+        None leaves them as they are.
+        """
 
     def settle(self, lineage: Lineage) -> None:
-        """The states of a lineage are copied into buffers of their own."""
+        """Announce that the states of a lineage are copied into buffers of their own."""
 
     def rest(self, lineage: Lineage) -> None:
-        """The states of a lineage are dropped, and its caches are new objects now."""
+        """Announce that a lineage has new caches, without the states that the former ones had."""
 
     def release(self, lineage: Lineage) -> None:
-        """The buffers of a lineage are released."""
+        """Announce that the buffers of a lineage are released."""
 
     # -- batches -----------------------------------------------------------------------------------
 
     def join(self, joint: Caches, rows: Caches, others: Sequence[Caches], batched: bool) -> None:
-        """A batch `joint` was made of `rows` and `others`; see `rows.join`.
+        """Announce that a batch `joint` was made of copies of `rows` and `others`; see `rows.join`.
 
-        A batch `rows` is not used any more.
+        With `batched`, `rows` is a batch, which is not used any more.
         """
 
     def keep_rows(self, batch: Caches, rows: Sequence[int]) -> None:
-        """All rows of a batch but those with the indices `rows` were dropped."""
+        """Announce that all rows of a batch but those with the indices `rows` were dropped."""
 
     def take_row(self, batch: Caches, row: int, lineage: Lineage) -> None:
-        """The pending token of a batch's row is continued over the caches of a lineage."""
+        """Announce that a row of a batch is decoded over the caches of a lineage from now on.
+
+        The lineage takes over the row's pending token.
+        """
 
     def append_row(self, batch: Caches, row: int, lineage: Lineage, count: int) -> None:
-        """The newest `count` positions of a batch's row, and its states, go to a lineage."""
+        """Announce that the newest `count` positions of a batch's row were appended to a lineage.
+
+        The lineage also gets the states of the row.
+        """
 
     def drop_batch(self, batch: Caches) -> None:
-        """A batch is not used any more."""
+        """Announce that a batch is not used any more."""
 
     # -- files -------------------------------------------------------------------------------------
 
     def write_run(self, ids: Any, start: int, spans: Sequence[Span]) -> None:
-        """The KV of the positions from `start` to the end of `ids` is written to disk.
+        """Announce that the KV of positions from `start` to the end of `ids` is written to disk.
 
         `spans`: the ranges of lineages that hold it.
         """
 
     def write_state(self, ids: Any, state: State) -> None:
-        """A checkpoint at the end of `ids` is written to disk."""
+        """Announce that `state`, a checkpoint at the end of `ids`, is written to disk."""
 
     def load(self, lineage: Lineage, ids: Any, start: int, end: int) -> None:
-        """Positions [start, end) of a lineage were read from disk, where they belong to `ids`."""
+        """Announce that positions [start, end) of a lineage were read from disk.
+
+        `ids`: the token ids for which the files on disk hold that KV.
+        """
 
     def load_state(self, lineage: Lineage, ids: Any) -> None:
-        """The states of a lineage were read from the checkpoint on disk at the end of `ids`."""
+        """Announce that a lineage's states were read from the checkpoint on disk after `ids`."""
 
 
 ALONE = Lockstep()

@@ -40,7 +40,7 @@ CHUNK_BYTES = 4 << 20
 
 
 def check_portable(layout: Layout) -> None:
-    """Raise Unsupported if mlx-lm cannot read its own prompt cache files of models of `layout`."""
+    """Raise Unsupported for a `layout` whose prompt cache files mlx-lm itself cannot read."""
     names = sorted({adapter.name for adapter in layout.checkpointed if not adapter.portable})
     if names:
         raise Unsupported(

@@ -143,7 +143,10 @@ class OutputParser:
         return self._taken()
 
     def _drain(self) -> None:
-        """Process the text that was held back as the possible beginning of a marker."""
+        """Append text held back as a possible marker to the current part of the reply.
+
+        If this ends a tool block, what follows the block is parsed again.
+        """
         while self.done is None and (held := self._finders[self._state].flush()):
             state = self._state
             self._carry(held)
@@ -175,7 +178,7 @@ class OutputParser:
                 text = self._reread() + text
 
     def _is_prose(self, marker: str) -> bool:
-        """Return whether the model writes about `marker` instead of using it."""
+        """Return whether `marker` is only mentioned in the text, and so changes no state."""
         if self._token == _REREAD or self._is_token(marker):
             return False
         target = self._grammar.edges[self._state][marker]
@@ -211,7 +214,11 @@ class OutputParser:
                 self._state = NORMAL
 
     def _reread(self) -> str:
-        """Return the text of a tool block that must be parsed again, and clear it."""
+        """Return the text that must be parsed again, and clear it.
+
+        This is the rest after a tool block, or text that turned out not to be a message
+        header.
+        """
         text, self._framing = self._framing, ""
         return text
 
@@ -416,8 +423,9 @@ class Finder:
     def feed(self, text: str) -> tuple[str, str | None, str]:
         """Add text; return the text before the string found, the string, and the rest.
 
-        If no string is found, returns the text that cannot be part of one, None and "". Once a
-        string is found nothing is held back, and the caller must handle the rest.
+        If no string is found, returns the text that cannot be part of one, None and "".
+        Once a string is found nothing is held back, and the rest has not been searched: to
+        search it, the caller feeds it again.
         """
         text = self._held + text
         found = min(
@@ -487,7 +495,7 @@ class Visible:
         return self._out(text)
 
     def before_thinking(self) -> str:
-        """Return the visible text held back when a think block begins.
+        """Return the visible text that was held back, because a think block begins.
 
         Returns "" if the reply has no visible text but white space so far.
         """
@@ -499,7 +507,11 @@ class Visible:
         self._after_thinking = True
 
     def before_call(self) -> str:
-        """Return the visible text held back when a tool call begins, without its last newline."""
+        """Return the visible text that was held back, because a tool call begins.
+
+        Its last newline is left out. Returns "" if the reply has no visible text but white
+        space so far.
+        """
         return self.before_thinking().removesuffix("\n")
 
     def flush(self) -> str:

@@ -115,7 +115,10 @@ class Weights:
             ) from error
 
     def _read_stamps(self) -> list[Stamp]:
-        """Return a stamp of each file that the content of the weights depends on."""
+        """Return a stamp of each file that the content of the weights depends on.
+
+        A stamp is the path, the size in bytes, and the time of the last change in ns.
+        """
         folders = [self._loaded.path, self._loaded.draft, self._spec.adapter]
         paths = [Path(folder).expanduser() for folder in folders if folder is not None]
         return [stamp for path in paths for stamp in file_stamps(path)]
@@ -134,14 +137,14 @@ def is_resident(model: nn.Module) -> bool:
 class Pace:
     """Size of the parts in which weights are read, so that each takes about `SLICE_S` seconds.
 
-    `nbytes`: bytes of the next part. `least`, `most`: its bounds.
+    `nbytes`: bytes of the next part. `least`, `most`: the bounds of `nbytes`.
     """
 
     def __init__(self, least: int = MIN_SLICE, most: int = MAX_SLICE):
         self.nbytes, self._least, self._most = least, least, most
 
     def note(self, nbytes: int, seconds: float) -> None:
-        """Note that reading `nbytes` bytes took `seconds`."""
+        """Adapt the size of the next part to the last one: `nbytes` bytes took `seconds`."""
         fitting = int(nbytes * SLICE_S / max(seconds, 1e-6))
         self.nbytes = min(self._most, max(self._least, fitting))
 

@@ -229,7 +229,7 @@ def state_tensors(state: State) -> list[Tensor]:
 def _fold(value: Any, arrays: list[mx.array]) -> Any:
     """Convert `value` to JSON, with {"array": index} in place of each array.
 
-    The arrays are appended to `arrays`.
+    The array is appended to `arrays`, at that index.
     """
     if isinstance(value, mx.array):
         arrays.append(value)
@@ -268,11 +268,11 @@ def _skeleton(path: Path, array: mx.array | None) -> Any:
 
 
 def _unfold(value: Any, like: Any, found: dict[str, mx.array], path: Path) -> Any:
-    """Replace each {"array": index} in the JSON `value` by an array of `found`, keyed by name.
+    """Replace each {"array": N} in the JSON `value` by the array `found["state.N"]`.
 
-    `like`: the structure that the result must have, with an ArraySpec for each array. The arrays
-    taken are removed from `found`. Raises Corrupt, with the name `path`, if structure, shapes or
-    dtypes differ.
+    `like`: the structure that the result must have, with an ArraySpec for each array. The
+    arrays taken are removed from `found`. Raises Corrupt, with the name `path`, if structure,
+    shapes or dtypes differ.
     """
     wrong = Corrupt(f"{path} holds a state that is not of this model's shape.")
     if isinstance(like, tuple):

@@ -102,7 +102,7 @@ class ToolBlock:
                 self._next = (self._next + text).lstrip()[:_SHOWN]
 
     def closing(self) -> Closing:
-        """Return, as a `Closing`, whether a marker that comes next would close the tool block."""
+        """Return the `Closing`: the role that a closing marker would have if it came next."""
         return self._scanner.closing()
 
     def close(self, marker: str, target: str, verdict: Closing) -> None:

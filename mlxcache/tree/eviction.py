@@ -43,13 +43,13 @@ half.
 class Worth:
     """Scorer of segments for eviction: the logarithm of frequency x cost / size.
 
-    The formula is that of GreedyDual-Size-Frequency. The logarithm keeps frequent use in the past
-    from outweighing current use. Cost / size counts as at least half and at most twice the usual,
-    and one use weighs more than that: at the same clock, a segment that was reused outlasts one
-    that was not.
+    The formula is that of GreedyDual-Size-Frequency. The logarithm keeps frequent use in the
+    past from outweighing current use. Cost / size is compared with that of the first tokens of
+    a prompt, and counts as at least half of it and at most twice. One use weighs more than
+    that: at the same clock, a segment that was reused outlasts one that was not.
 
-    `bytes_per_token`: bytes of KV. `checkpoint_bytes`: bytes of one checkpoint. `growth`: measured
-    relative increase of a token's compute time for each token before it.
+    `bytes_per_token`: bytes of KV. `checkpoint_bytes`: bytes of one checkpoint. `growth`:
+    measured relative increase of a token's compute time for each token before it.
     """
 
     bytes_per_token: int
@@ -59,8 +59,8 @@ class Worth:
     def of(self, uses: int, tokens: int, end: int, nbytes: int, *, kept: bool = False) -> float:
         """Return the worth of a segment of `tokens` tokens that ends at position `end`.
 
-        `uses`: how often it was reused. `nbytes`: bytes of its KV and checkpoint together. `kept`:
-        a client's keep hint for it is still valid.
+        `uses`: how often it was reused. `nbytes`: bytes of its KV and checkpoint together.
+        `kept`: a client's keep hint for it is still valid, which makes it worth more.
         """
         frequency = 1.0 + log2(1 + min(uses, MOST_USES))
         return frequency + KEPT_MORE * kept + PLACE * self.place(tokens, end, nbytes)
@@ -101,7 +101,7 @@ class EvictionClock:
         self.now = max(self.now, score)
 
     def advance_by(self, share: float) -> None:
-        """Advance the clock by `share`, which is 0 or more."""
+        """Advance the clock by `share`, 0 or more, in units of scores."""
         self.now += share
 
 

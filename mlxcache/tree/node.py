@@ -37,7 +37,11 @@ class Usage:
         return replace(self)
 
     def absorb(self, other: Usage) -> None:
-        """Merge the usage of a neighbour, whose tokens are merged into this segment."""
+        """Merge the usage `other` of a neighbour whose tokens are merged into this segment.
+
+        Of each number the higher one stays, and keep hints of both. The result counts as
+        replaced only if both were.
+        """
         self.clock = max(self.clock, other.clock)
         self.count = max(self.count, other.count)
         self.reach = max(self.reach, other.reach)

@@ -157,7 +157,11 @@ class Edges:
         return upper
 
     def compress(self, node: Node) -> None:
-        """Merge `node` into its only child if `unneeded` is true for it."""
+        """Merge `node` into its only child if nothing needs the boundary between them.
+
+        See `node.unneeded`. Otherwise, and for the root or a node that left the tree, does
+        nothing.
+        """
         if node is self.root or node.detached or not unneeded(node):
             return
         (child,) = node.children.values()
@@ -284,8 +288,8 @@ class Uses:
     def renew(self, nodes: Sequence[Node], least: int = 0) -> None:
         """Mark the path to the last of `nodes` that is still in the tree as used now.
 
-        Each node on it gets at least `least` uses. Called for a conversation that no request uses
-        at the moment, but that is expected to continue.
+        The number of uses of each node on it is raised to at least `least`. Called for a
+        conversation that no request uses at the moment, but that is expected to continue.
         """
         last = next((node for node in reversed(nodes) if not node.detached), None)
         path = last.path()[1:] if last is not None else []

@@ -49,11 +49,11 @@ _PROBE = "zqthink7", "zqtext7"
 class Closing:
     """Token ids that end a think block of one model family.
 
-    `words`: a sentence with which the model stops thinking, then the end of the block. `plain`: the
-    end only. `after`: how many ids at the end of both come after the block's closing marker.
-    `header`: how many of those, at their end, are the header of a message with visible text; they
-    are left out if the reply may call tools or follows a grammar, and one of `options` must follow
-    then. `vocab_size`: the width of the logits.
+    `words`: a sentence with which the model stops thinking, then the end of the block. `plain`:
+    the end only. `after`: how many ids at the end of both come after the block's closing
+    marker. `header`: how many of those, at their end, are the header of a message with visible
+    text. They are left out if the reply may call tools or follows a grammar; then one of the
+    token ids in `options` must follow. `vocab_size`: the width of the logits.
     """
 
     vocab_size: int
@@ -135,9 +135,11 @@ class ThinkingBudget:
         self._spoken = limit is not None and limit < least
 
     def note(self, token: int, *, thinking: bool, used: int) -> Steering | None:
-        """Record a token of the reply; return a function that changes its guide, or None.
+        """Record a token of the reply; return a function that changes the reply's guide, or None.
 
-        `thinking`: a think block is open after the token. `used`: tokens in think blocks so far.
+        The function is a `Steering`: it takes the guide so far and the tokens drawn since,
+        and returns the new guide. With None the guide stays. `thinking`: a think block is
+        open after the token. `used`: tokens in think blocks so far.
         """
         self._recent.append(token)
         if self._since >= 0:
@@ -155,8 +157,9 @@ class ThinkingBudget:
     def begin(self, guide: Guide | None) -> Guide | None:
         """Return the guide of a reply that begins inside a think block.
 
-        This is `guide`, which the reply has so far or None, unless the limit is so small that the
-        block must be closed at once.
+        `guide`: the guide that the reply has so far, or None. It is returned unless the
+        limit is so small that the block must be closed at once. The result then closes the
+        block, and follows `guide` after it.
         """
         if self._limit is None or self._limit > self._within + self._ahead:
             return guide
@@ -166,7 +169,8 @@ class ThinkingBudget:
     def end(self) -> Steering | None:
         """Request the end of the open think block, and of any later one.
 
-        Returns a function that changes the reply's guide, or None if the end was requested before.
+        Returns a function that changes the reply's guide (see `note`), or None if the end
+        was requested before.
         """
         if self._limit == 0 or self._since >= 0:
             return None

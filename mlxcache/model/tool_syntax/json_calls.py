@@ -28,7 +28,7 @@ class JsonScanner:
         self._escaped = False
 
     def add(self, text: str) -> None:
-        """Process the next text of the tool block."""
+        """Scan `text`, which continues the tool block."""
         at = int(self._escaped and bool(text))
         if at:
             self._escaped = False
@@ -43,7 +43,7 @@ class JsonScanner:
                     self._quote = ""
 
     def closing(self) -> Closing:
-        """Return, as a `Closing`, whether a marker that comes next would end the tool block."""
+        """Return the `Closing`: the role that a closing marker would have if it came next."""
         return Closing.INSIDE if self._quote else Closing.FINAL
 
 

@@ -37,7 +37,7 @@ class BlockScanner:
         self._begun = False
 
     def add(self, text: str) -> None:
-        """Process the next text of the tool block."""
+        """Scan `text`, which continues the tool block."""
         self._tail = (self._tail + text)[-TAIL:]
         if self._json is not None:
             self._json.add(text)
@@ -45,7 +45,7 @@ class BlockScanner:
             self._parts.append(text)
 
     def closing(self) -> Closing:
-        """Return, as a `Closing`, whether a marker that comes next would end the tool block."""
+        """Return the `Closing`: the role that a closing marker would have if it came next."""
         if not self._begun and not self._begin("".join(self._parts)):
             return Closing.FINAL
         if self._json is not None:

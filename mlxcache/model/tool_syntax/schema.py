@@ -135,9 +135,9 @@ class _Walk:
         self._left = _MOST_NODES
 
     def ends(self, schema: Any, depth: int) -> bool:
-        """Count a visited node; return True if nothing below it must be visited.
+        """Count a visited node; return True if nothing below it may be visited.
 
-        `depth`: number of nodes around it.
+        `schema`: the node. `depth`: number of nodes around it.
         """
         self._left -= 1
         return not isinstance(schema, Mapping) or depth > _DEEPEST or self._left < 0

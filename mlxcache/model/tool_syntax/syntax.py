@@ -38,10 +38,10 @@ class Scanner(Protocol):
     """
 
     def add(self, text: str) -> None:
-        """Process the next text of the tool block."""
+        """Scan `text`, which continues the tool block."""
 
     def closing(self) -> Closing:
-        """Return, as a `Closing`, whether a marker that comes next would end the tool block."""
+        """Return the `Closing`: the role that a closing marker would have if it came next."""
 
 
 class Syntax(Protocol):
