@@ -141,9 +141,7 @@ def _with_draft(loaded: Loaded, spec: ModelSpec, name: str, use: BaseUse | None)
     check_tokenizers(loaded.tokenizer, draft.tokenizer)
     info, length = loaded.info, draft.info.context_length
     if length < info.context_length:
-        log.warning(
-            "context of %s limited to that of its draft model: %d tokens", info.id, length
-        )
+        log.warning("context of %s limited to that of its draft model: %d tokens", info.id, length)
     info = replace(
         info,
         context_length=min(length, info.context_length),
