@@ -87,7 +87,8 @@ class PlannedCache:
     """The simulated cache of one server: a `KVCache` without arrays, and a disk without files.
 
     `now()` returns the simulated time in seconds. `growth`: a token after k cached ones takes 1 +
-    `growth` * k times as long as the first; eviction weighs that.
+    `growth` * k times as long as the first; eviction weighs that. `fits`: the memory has room for
+    what a server sets aside. `disk`, `remote`: the simulated tiers, or None.
     """
 
     def __init__(

@@ -60,16 +60,16 @@ class CountedLineage(Lineage):
         return STATE
 
     def restore(self, state: State | None) -> None:
-        """Do nothing: there are no states."""
+        """Do nothing: there are no opaque slots whose states could be set."""
 
     def rest(self) -> None:
-        """Do nothing: there are no states."""
+        """Do nothing: there are no opaque slots whose states could be dropped."""
 
     def sound(self) -> bool:
-        """Return True: there is nothing that could fail."""
+        """Return True: there are no arrays, which a failed pass could leave uncomputed."""
         return True
 
     def release(self) -> None:
-        """Release the positions."""
+        """Mark the lineage as released: `lost` is True, and the capacity 0."""
         super().release()
         self._held = False

@@ -16,13 +16,13 @@ from mlxcache.plan.simulate import Outcome, Simulation, Speed
 from mlxcache.plan.trace import Trace
 
 NEAR = 0.95
-"""Share of the ceiling of which the capacity is sought."""
+"""Share of the ceiling: the bytes of RAM are searched for that reach this hit rate."""
 
 STEPS = 6
-"""Runs that narrow that capacity down; each halves the range of its logarithm."""
+"""Simulations in the search for those bytes; each halves the range of their logarithm."""
 
 FULL = 0.8
-"""Share of its time for which a MLX thread may be busy before requests wait long."""
+"""Share of its time for which the MLX thread may be busy before requests wait long."""
 
 DAY_S = 86_400
 

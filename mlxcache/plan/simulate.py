@@ -161,7 +161,7 @@ class _Arrivals:
         return at, rest, one
 
     def ended(self, at: float, rest: Iterator[Request]) -> None:
-        """Note that a request ended, and add the request that follows it.
+        """Queue the request that follows one that ended, if there is any.
 
         That is the next turn of its session or, after the last turn, the first one of a new
         session. `at`: time of the end. `rest`: the later turns of the session.
@@ -219,7 +219,11 @@ class Simulation:
         return self._cache.kv.budget.high_water
 
     def run(self, trace: Trace, users: int | None = None) -> Outcome:
-        """Play `trace` and return the outcome; call once. `users`: see `_Arrivals`. Blocks."""
+        """Play `trace` and return the outcome; call once. Blocks.
+
+        `users`: number of sessions that are open at once, in a trace whose later turns follow
+        earlier ones; None lets each session begin at the time of its first request.
+        """
         arrivals = _Arrivals(trace, users)
         began = self._now = arrivals.next_at
         try:
@@ -285,7 +289,7 @@ class Simulation:
         return share / len(self._replies) if self._speed.times else 1.0
 
     def _until_end(self, share: float = 1.0) -> float:
-        """Return the seconds until the first reply ends.
+        """Return the seconds until the next end of a reply in progress.
 
         `share`: share of the thread's time for all replies.
         """
@@ -303,7 +307,7 @@ class Simulation:
                 one.advance(each)
 
     def _end_one(self, arrivals: _Arrivals) -> None:
-        """Advance the time to the end of the first reply, and end its request."""
+        """Advance the time to the end of the reply that ends next, and end its request."""
         first = min(self._replies, key=lambda one: one.left_s)
         self._pass(self._until_end())
         self._replies.remove(first)

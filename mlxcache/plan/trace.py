@@ -30,7 +30,7 @@ BLOCK_SIZES = (512, 16, 32, 64, 128, 256, 1024)
 VERSION = 1
 
 MAX_TOKENS = 1 << 27
-"""Most tokens of one request; more are a mistake."""
+"""Most tokens of one request; a line with more is refused with TraceError."""
 
 
 class TraceError(MlxcacheError):
@@ -47,9 +47,9 @@ class Request:
     `prompt_parts` parts are the prompt. `time`: arrival, in seconds since the trace began. `delay`:
     seconds from the end of the turn before to this request; None for a request that arrives at its
     `time`. `key` and `head`: numbers of leading tokens; see `conversation_key` and `head` of
-    `CacheHints`. `cached` and `restored`: tokens that the recorded server reused, None if unknown.
-    `took`: seconds that the request took there. `strand`: name of the sequence of requests that
-    follow one another; by default the session.
+    `CacheHints`. `cached`: tokens that the recorded server reused, None if unknown; `restored`:
+    those of them from disk. `took`: seconds that the request took on that server. `strand`: name of
+    the sequence of requests that follow one another; by default the session.
     """
 
     time: float
@@ -107,7 +107,7 @@ class Trace:
     def scaled(self, factor: float) -> Trace:
         """Return the trace with all lengths multiplied by `factor`, each part at least 1 token.
 
-        The same parts stay shared.
+        Requests share the same parts as before. What the recorded server reused is left out.
         """
         if factor == 1.0:
             return self
@@ -438,7 +438,10 @@ class _Recorded:
 
 
 def replace_path(one: Request, parts: Iterable[tuple[int, int]]) -> Request:
-    """Return a copy of a request whose same tokens are divided into other `parts`."""
+    """Return a copy of a request whose tokens are the same but divided into `parts`.
+
+    `parts`: pairs of an id and a number of tokens, with a division at the end of the prompt.
+    """
     ids, lengths = path_of(parts)
     ends = np.cumsum(lengths)
     prompt = int(np.searchsorted(ends, one.prompt_tokens)) + 1

@@ -11,7 +11,10 @@ MOST_PROBE_S = 30.0
 """Most seconds between two probes."""
 
 STEADY_S = 60.0
-"""Seconds of use after which the time before a probe is the shortest again."""
+"""Seconds after the end of a skipped period from which the next one begins with `probe_s` again.
+
+Before that, it begins with twice the last `wait_s`.
+"""
 
 
 class Breaker:

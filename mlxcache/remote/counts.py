@@ -18,8 +18,11 @@ NAMES = (
     "slower",
     "dropped",
 )
-"""Lookups; what was fetched and uploaded; objects with the wrong content; lookups that took too
-long; fetches that were not made because prefill is faster; uploads given up.
+"""Names of the counters: lookups of a prompt, what was fetched, what was uploaded, and failures.
+
+`corrupt`: objects with wrong content. `expired`: lookups and fetches that were ended by their time
+limit. `slower`: fetches that were not begun, or ended early, because prefill takes less time.
+`dropped`: paths and records that were removed from the full queue of uploads.
 """
 
 

@@ -24,7 +24,7 @@ _CAUSES = {
 """Reasons by a part of obstore's text, in lower case."""
 
 _LOCAL = ("permission denied", "it is read-only", "the share is full")
-"""Reasons that do not concern reading."""
+"""Reasons of `_CAUSES` that end writing only: reading may still work."""
 
 
 class Failure(Exception):

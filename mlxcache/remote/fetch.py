@@ -91,10 +91,10 @@ class _Expired(Exception):
 class _Lookup:
     """One lookup of a prompt in the remote.
 
-    `chain`: the prompt's token ids with the digests of its blocks. `local`: tokens whose runs are
-    on disk. `have`: tokens that the request can reuse without the remote. `most`: most tokens that
-    it can reuse. `allowance`: its time limit. `dropped()` returns True once nobody waits for the
-    result.
+    `chain`: the prompt's token ids with the digests of its blocks. `local`: leading tokens whose
+    runs are on disk. `have`: leading tokens that the request can reuse without the remote. `most`:
+    most tokens that it could reuse with it, all but the last. `allowance`: time limit of the
+    lookup. `dropped()` returns True once nobody waits for the result.
     """
 
     chain: Chain
@@ -434,4 +434,4 @@ class Fetcher:
     def _note_wrong(self, name: str, error: Malformed) -> None:
         self._names.note_wrong(name)
         self._counts.add("corrupt")
-        log.warning("object of the remote discarded: %s: %s", name, error)
+        log.warning("remote object has wrong content, and is not used: %s: %s", name, error)

@@ -54,7 +54,10 @@ class Traffic:
 
     @contextmanager
     def transfer(self) -> Iterator[Traffic]:
-        """Context manager of one transfer; yields this instance, and counts an object."""
+        """Context manager of one transfer: yield this instance, to `add` the bytes to.
+
+        Counts an object if the block ends without an error.
+        """
         if not self._running:
             self._began, self._moved = time.monotonic(), 0
         self._running += 1
@@ -68,8 +71,9 @@ class Traffic:
             self._measure(least_s=math.inf if whole else _BROKEN_S)
 
     def _measure(self, least_s: float) -> None:
-        """Update the bytes per second if enough bytes were moved, or `least_s` seconds have
-        passed.
+        """Update `rate` if enough bytes were moved, or more than `least_s` seconds have passed.
+
+        Nothing is updated while other transfers run, until `_PERIOD_S` seconds have passed.
         """
         now = time.monotonic()
         seconds = max(now - self._began, 1e-6)
@@ -92,14 +96,17 @@ class Figures:
         self._lock = threading.Lock()
 
     def add_damaged(self) -> int:
-        """Count a damaged object, and return how many there were in a row. For any thread."""
+        """Count a damaged object; return how many there were since the last intact one.
+
+        For any thread.
+        """
         with self._lock:
             self.damaged += 1
             self._in_a_row += 1
             return self._in_a_row
 
     def add_intact(self) -> None:
-        """Record an object that was not damaged. For any thread."""
+        """Record that an object was not damaged; see `add_damaged`. For any thread."""
         with self._lock:
             self._in_a_row = 0
 

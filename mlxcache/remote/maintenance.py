@@ -55,8 +55,8 @@ def measure(url: RemoteUrl, form: Form, step: Callable[[int], None]) -> Holdings
     """List all objects of the remote at `url`, and count them.
 
     `form`: how its names are stored. An object's kind is the third part of its name, such as "run";
-    it is `FOREIGN` for names under another key. `step(n)` is called with the number of objects so
-    far. Blocks for about a second per 5,000 objects. Raises RemoteUnavailable.
+    it is `FOREIGN` for names under another key. `step(n)` is called with the number of objects
+    counted so far. Blocks for about a second per 5,000 objects. Raises RemoteUnavailable.
     """
     holdings, now = Holdings(), datetime.now(UTC)
 
@@ -75,8 +75,8 @@ def prune(url: RemoteUrl, older_than: timedelta, step: Callable[[int], None]) ->
     """Remove all objects that were written more than `older_than` ago, under any key.
 
     Objects behind a symbolic link in a shared folder stay. Servers may run in the meantime. Returns
-    the number of objects removed and their bytes. `step(n)` is called with the number of objects so
-    far. Raises RemoteUnavailable; what was removed until then stays removed.
+    the number of objects removed and their bytes. `step(n)` is called with the number of objects
+    removed so far. Raises RemoteUnavailable; what was removed until then stays removed.
     """
     count = freed = 0
     limit = datetime.now(UTC) - older_than

@@ -26,12 +26,15 @@ class KnownNames:
         self._wrong: LRU[str, bool] = LRU(MOST_NAMES)
 
     def note_present(self, name: str, stop: int) -> None:
-        """Note that the object `name` is in the remote and holds tokens up to position `stop`."""
+        """Remember that the object `name` is in the remote, with tokens up to position `stop`.
+
+        The object no longer counts as damaged.
+        """
         self._wrong.pop(name)
         self._present.put(name, (self._clock(), stop))
 
     def note_wrong(self, name: str) -> None:
-        """Note that the object `name` is damaged, so that it must be written again."""
+        """Remember that the object `name` is damaged or missing, and must be written again."""
         self._present.pop(name)
         self._wrong.put(name, True)
 
@@ -41,5 +44,8 @@ class KnownNames:
         return known is not None and known[1] >= stop and self._clock() - known[0] < RECENT_S
 
     def is_wrong(self, name: str) -> bool:
-        """Return whether the object `name` must be written although there may be one."""
+        """Return whether the object `name` must be written even if the remote has one of this name.
+
+        True after `note_wrong`, until `note_present`.
+        """
         return self._wrong.peek(name) is not None

@@ -27,7 +27,10 @@ from mlxcache.remote.storage import Storage
 log = logging.getLogger("mlxcache.remote")
 
 MARKER = "v1/mlxcache.json"
-"""Object that tells which key the others have. Neither its name nor its content is sealed."""
+"""Name of the marker, which tells with which key the other objects are sealed.
+
+Neither its name nor its content is sealed.
+"""
 
 TRIAL = "v1/trial"
 """Name of an object that tests whether the remote can be written."""

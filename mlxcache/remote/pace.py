@@ -18,8 +18,9 @@ class Allowance:
     """Time limit of a lookup, which grows by the prefill that fetched tokens make unnecessary.
 
     A request may wait for the remote until `began` plus `seconds`, and in addition as long as
-    computing the fetched tokens would have taken. So it never takes longer than without the remote
-    by more than `seconds`. `clock()` returns seconds.
+    computing the fetched tokens would have taken. So the request never takes longer than without
+    the remote by more than `seconds`. `least`: the `seconds` of the beginning. `clock()` returns
+    seconds, and `began` is a time of it.
     """
 
     def __init__(self, began: float, seconds: float, clock: Clock = time.monotonic):

@@ -42,7 +42,7 @@ TRIES = 3
 """Number of times that a reply is looked up, if it is not there."""
 
 MOST_TRIED = 1 << 14
-"""Most names of objects that are remembered."""
+"""Most objects whose lookups are counted, to look for each at most `TRIES` times."""
 
 _CHECK_BYTES = 8
 _Digest = Annotated[bytes, msgspec.Meta(min_length=KEY_BYTES, max_length=KEY_BYTES)]
@@ -197,5 +197,5 @@ class SharedReplies:
             return decode(data, self._vocab_size)
         except Damaged as error:
             self._counts.add("corrupt")
-            log.warning("object of the remote discarded: %s: %s", name, error)
+            log.warning("remote object has wrong content, and is not used: %s: %s", name, error)
             return []

@@ -97,7 +97,7 @@ class SharedSessions:
             found = decode(SessionRecord, data)
         except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
             self._counts.add("corrupt")
-            log.warning("object of the remote discarded: %s: %s", name, error)
+            log.warning("remote object has wrong content, and is not used: %s: %s", name, error)
             return
         if found.version == VERSION and ID.fullmatch(found.id):
             self._found.put(name, (found,))

@@ -130,8 +130,9 @@ class RemoteTier:
     ) -> list[ReplyRow]:
         """Return the replies of an owner that the remote has, as far as they arrive in time.
 
-        `asked`: for each reply, the digest of the messages before it. `characters`: length of the
-        conversation. Blocks for a small part of the time that computing it would take.
+        `asked`: for each reply, the digest of the messages before it, oldest first. `characters`:
+        length of the conversation's text. Blocks for at most `REPLIES_SHARE` of the estimated
+        seconds for computing it, and at most `MOST_REPLIES_S`.
         """
         if not asked or not self._objects.available:
             return []

@@ -96,7 +96,7 @@ class Uploader:
 
     @property
     def waiting(self) -> int:
-        """Number of paths and records that are not uploaded yet."""
+        """Number of paths and records that are queued, plus 1 while one is being uploaded."""
         with self._state:
             return len(self._paths) + len(self._records) + self._busy
 

@@ -380,7 +380,10 @@ class SessionBook:
     # -- state ---------------------------------------------------------------------------------
 
     async def settled(self) -> bool:
-        """Wait until no write to disk is pending; return False after `SETTLE_S` seconds."""
+        """Wait until no KV is waiting to be written to disk, at most `SETTLE_S` seconds.
+
+        Returns True if all was written, False if the time was over before.
+        """
         deadline = time.monotonic() + SETTLE_S
         while await self._thread.ask(lambda: self._kv.writing):
             if time.monotonic() > deadline:

@@ -78,7 +78,7 @@ class SessionBooks:
         raise missing
 
     def note_label(self, namespace: str, label: str) -> None:
-        """Note the label of a model that was not loaded, to show with its sessions.
+        """Remember the label of a model that was not loaded, to show with its sessions.
 
         `namespace`: that of the model, by which its sessions are found.
         """

@@ -38,7 +38,7 @@ T = TypeVar("T")
 PIN_S = 3.0
 """Seconds between a turn of a pinned session and the pinning of its new files.
 
-They have been written by then.
+The files have usually been written by then.
 """
 
 WRITE_WAIT_S = 5.0

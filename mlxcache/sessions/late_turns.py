@@ -28,7 +28,7 @@ class LateTurn:
     session: str | None = None
 
     def show_in(self, copy: Sessions) -> None:
-        """Record the turn in a copy of the table. Raises StoreError."""
+        """Record the turn in a copy of the table, and set `session`. Raises StoreError."""
         self.session = copy.record_turn(self.turn, self.session)
 
 
@@ -55,10 +55,10 @@ class LateTurns:
         return self._copy or self._sessions
 
     def add(self, request: str, turn: Turn) -> None:
-        """Add a turn.
+        """Add a turn to those that wait.
 
-        If there are more than `MAX_LATE`, drops the oldest turn that a later one continues, or else
-        the oldest one.
+        If `MAX_LATE` turns wait already, the oldest one that a later one continues is removed
+        unwritten, or else the oldest one.
         """
         if len(self._turns) == MAX_LATE:
             del self._turns[self._superseded()]
@@ -77,7 +77,7 @@ class LateTurns:
     def write(self, record: Callable[[LateTurn], None]) -> None:
         """Call `record` with each turn, in order, until it raises StoreError, which is raised.
 
-        Turns for which it did not raise are dropped; the others are added to the copy `table`.
+        Turns for which it did not raise no longer wait; the others are added to the copy `table`.
         """
         try:
             while self._turns:
@@ -97,7 +97,7 @@ class LateTurns:
         return {one.session for one in self._turns if one.session is not None}
 
     def forget(self, sessions: set[str]) -> None:
-        """Drop the turns of some sessions."""
+        """Remove the waiting turns of sessions with these ids, without writing them."""
         self._turns = [one for one in self._turns if one.session not in sessions]
 
     def refresh(self) -> None:

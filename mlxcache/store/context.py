@@ -19,7 +19,10 @@ from mlxcache.store.lock import ProcessLock
 from mlxcache.store.reserve import Reserve
 
 USE_STEP_S = 1e-5
-"""Least seconds between two times of use; a float resolves this step."""
+"""Least seconds between two times of use.
+
+It is large enough for a float of seconds since 1970 to tell the two apart.
+"""
 
 CLOSE_S = 0.5
 """Seconds that a closing store waits for other writers of the index."""
@@ -28,8 +31,9 @@ CLOSE_S = 0.5
 class StoreContext:
     """One open store folder: its database, process lock, disk space, counters and noted uses.
 
-    A use of a file delays its eviction; a reuse by a request is counted as well. Both are noted in
-    memory and written to the index with the next write, so that looking up a prefix writes nothing.
+    A use of a file delays its eviction; a reuse by a request is counted as well. Uses and reuses
+    are collected in memory and written to the index with the next write, so that looking up a
+    prefix writes nothing.
     `lock` shows other processes that the folder is open; see `ProcessLock`. `space` evicts files.
     `reserve`: the file that is removed while the disk is full. Thread-safe.
     """
@@ -86,7 +90,7 @@ class StoreContext:
             self._latest = max(self._latest, latest)
 
     def note_use(self, rows: Iterable[Row], *, unless_within: float = 0.0) -> None:
-        """Note that the files of `rows` are used now; `write_uses` writes the time to the index.
+        """Remember that the files of `rows` are used now; `write_uses` writes that to the index.
 
         Files used within the last `unless_within` seconds are skipped, and all of them while the
         index cannot be written.
@@ -98,9 +102,9 @@ class StoreContext:
             self._uses.update((row.id, now) for row in rows if now - row.used >= unless_within)
 
     def note_reuse(self, ids: Iterable[int]) -> None:
-        """Note that a request reused the files with these ids; `write_uses` counts it in the index.
+        """Remember that a request reused these files; `write_uses` counts it in the index.
 
-        Does nothing while the index cannot be written.
+        `ids`: ids of their index rows. Does nothing while the index cannot be written.
         """
         with self._lock:
             if self.database.obstacle is None:
@@ -109,7 +113,7 @@ class StoreContext:
     def write_uses(self, connection: sqlite3.Connection) -> None:
         """Write to the index when files were last used, and how often requests reused them.
 
-        Writes what `note_use` and `note_reuse` noted since the last call, within the open
+        Writes what `note_use` and `note_reuse` collected since the last call, within the open
         transaction of `connection`.
         """
         with self._lock:
@@ -119,7 +123,7 @@ class StoreContext:
         index.count_reuses(connection, reused)
 
     def make_room(self, connection: sqlite3.Connection, coming: int, *, has_row: bool) -> None:
-        """Write the noted uses, then evict files until `coming` more bytes fit.
+        """Call `write_uses`, then evict files until `coming` more bytes fit.
 
         `has_row`: the index already counts these bytes, because it has the row of the file to be
         written. Part of the transaction of `connection`. Raises DiskFull if they cannot fit.
@@ -138,7 +142,8 @@ class StoreContext:
     def remove_file(self, id: int, *, corrupt: bool) -> bool:
         """Remove a file and all files that continue it; return False if the index lacks it.
 
-        `corrupt`: move the file itself to quarantine and count it as damaged. Raises StoreError.
+        `id`: id of the file's index row. `corrupt`: the file itself is damaged; it is moved to
+        quarantine instead, and counted. Raises StoreError.
         """
         with self.database.write() as connection:
             self.check_present()
@@ -156,9 +161,9 @@ class StoreContext:
         return True
 
     def close(self) -> None:
-        """Write noted uses of files to the index, and close the database.
+        """Call `write_uses`, close the database, and release the process lock.
 
-        The process lock is released too.
+        If the index cannot be written within `CLOSE_S` seconds, the uses are lost.
         """
         self.database.check_before(None)
         with (

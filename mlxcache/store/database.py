@@ -19,9 +19,9 @@ WAL_PAGES = 256
 """Pages of 4 KiB in the write-ahead log after which they are moved into the database file."""
 
 OF_THE_DISK = (sqlite3.SQLITE_IOERR, sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN)
-"""SQLite errors of a disk that may become usable again.
+"""Codes of SQLite errors that stand for a disk that may become usable again.
 
-Connections opened before do not detect that, so they are closed.
+A connection that was open before would go on failing then, so pooled connections are closed.
 """
 
 _PRAGMAS = (
@@ -46,7 +46,7 @@ class ReadOnly(sqlite3.Connection):
 
 
 _LOG_IN_MEMORY = ("locking_mode=EXCLUSIVE",)
-"""Keep the index of the log in memory and not in a file."""
+"""Pragmas with which SQLite keeps the index of the write-ahead log in memory, not in a file."""
 
 
 def connect(path: Path) -> sqlite3.Connection:
@@ -112,7 +112,7 @@ NO_SPACE = 64 << 10
 class Unwritable(StoreError):
     """Error raised by a write to a database whose disk cannot be written.
 
-    The database was read into memory then, so that reads work.
+    Reads work, because such a database was read into memory when it was opened.
     """
 
 
@@ -314,9 +314,9 @@ class Database:
 
     @contextmanager
     def steady(self) -> Iterator[sqlite3.Connection]:
-        """Yield a connection to read with, while no other thread or process writes.
+        """Yield a connection to read with, and keep other writers out until the block ends.
 
-        Raises as `write` does, except Unwritable.
+        Blocks until no other thread or process writes. Raises as `write` does, except Unwritable.
         """
         with self._transaction() as connection:
             yield connection

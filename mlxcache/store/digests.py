@@ -45,7 +45,7 @@ def partial_digest(digest: bytes, ids: Tokens) -> bytes:
 
 
 class Chain:
-    """Digests of the prefixes of token ids `ids`.
+    """Digests of the prefixes of the token ids `ids` in one namespace.
 
     `whole[k]` is the digest of the first k blocks.
     """
@@ -64,7 +64,8 @@ class Chain:
 class Chains:
     """Factory of digest chains for one namespace. Thread-safe.
 
-    It keeps the last chain, so that digests of a common prefix are not computed again.
+    It remembers the chain that it made last, and takes from it the digests of the prefix that the
+    next token ids share.
     """
 
     def __init__(self, namespace: str):

@@ -38,7 +38,11 @@ WITH RECURSIVE after (file) AS (
   SELECT rank.file FROM rank, after WHERE rank.previous = after.file AND rank.most > ?2)
 SELECT max(used), uses FROM rank JOIN after USING (file) GROUP BY uses
 """
-"""Latest use by number of uses, of a checkpoint and of those after it that have more uses."""
+"""SQL query for the latest time of use at each number of reuses, as rows (time, reuses).
+
+It covers the checkpoint with id ?1 and those after it on its path that have more reuses than ?2,
+the checkpoint's own number.
+"""
 
 
 class Space:
@@ -189,7 +193,11 @@ def _choose(connection: sqlite3.Connection, need: int, partly: bool) -> list[Row
 
 
 _Key = tuple[int, float, int, int, int]
-"""Place in the order of eviction: pinned, negative age, head, negative end, id."""
+"""Sort key of a file in the order of eviction: pinned, negative age, head, negative end, id.
+
+Pinned and head are 0 or 1. Head: the file is the first checkpoint of its path. End: position after
+its last token. Id: that of its index row.
+"""
 
 
 class _Order:
@@ -214,7 +222,7 @@ class _Order:
             one.close()
 
     def take(self) -> Row | None:
-        """Return the next file; None if none is left. Changes nothing in the index."""
+        """Return the row of the next file to evict; None if none is left. Removes nothing."""
         while self._next is not None and not (self._eligible and self._eligible[0] < self._next):
             heappush(self._eligible, self._key_of_path(self._next))
             self._next = next(self._listed, None)
@@ -254,7 +262,10 @@ class _Order:
         return (pinned, age, head, end, id)
 
     def _release(self, id: int) -> None:
-        """Note that one of the files that continue the file `id` was taken."""
+        """Count that `take` returned one of the files that continue the file `id`.
+
+        Once it returned all of them, the file `id` can be taken too.
+        """
         if id not in self._continued:
             query = "SELECT count(*) FROM file WHERE parent = ?"
             (self._continued[id],) = self._connection.execute(query, (id,)).fetchone()

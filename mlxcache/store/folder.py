@@ -56,7 +56,7 @@ class Folder:
         self.note_device()
 
     def note_device(self) -> None:
-        """Remember the disk that the folder is on. Raises OSError."""
+        """Remember the disk that the folder is on, for `may_be_made_again`. Raises OSError."""
         self.device = os.stat(self.path).st_dev
 
     def may_be_made_again(self) -> bool:
@@ -92,9 +92,9 @@ class Folder:
                     yield kind, entry
 
     def groups(self, kind: str) -> Iterator[tuple[str, list[os.DirEntry[str]]]]:
-        """Yield the files of a kind by the folder that they are in, and the folder's name.
+        """Yield the subfolders of a kind (run or checkpoint), each as (name, files in it).
 
-        The name is empty for a file that is in no folder of its own.
+        A file that lies beside the subfolders is yielded alone, with an empty name.
         """
         for sub in _entries(self.kinds[kind]):
             if sub.is_dir(follow_symlinks=False):

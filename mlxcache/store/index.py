@@ -62,7 +62,7 @@ _QUALIFIED = ", ".join(f"file.{name}" for name in COLUMNS.split(", "))
 NO_TOKENS: Tokens = np.empty(0, np.int32)
 
 _MOST_SIBLINGS = 4096
-"""Most runs whose first block is compared with a prompt."""
+"""Most runs whose first block is compared with a block of a prompt: the last used ones."""
 
 _MOST_VARIABLES = 16384
 """Most variables in one SQL statement."""
@@ -129,9 +129,9 @@ def shapes() -> set[tuple[str, str, str | None]]:
 
 
 def complete(connection: sqlite3.Connection) -> None:
-    """Fill the tables that an index of an earlier version lacked.
+    """Fill the tables `totals` and `changed` if they are new, in an index of an earlier version.
 
-    Counts its files, and notes that none of them has a rank.
+    Counts its files, and lists all of them in `changed`, because none has a rank.
     """
     if not totals.are_counted(connection):
         totals.count_files(connection)
@@ -174,7 +174,7 @@ def version(connection: sqlite3.Connection) -> tuple[int, int, int]:
 
 
 def has_checkpoints(connection: sqlite3.Connection, root: bytes) -> bool:
-    """Return whether any of the newest runs that start at token 0 contains a checkpoint.
+    """Return whether any of the 50 newest runs that start at token 0 contains a checkpoint.
 
     `root`: digest of the empty prefix of the namespace.
     """

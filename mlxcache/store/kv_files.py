@@ -62,8 +62,8 @@ class RunHeader:
 
     The run holds the token ids `tokens` from position `start` on, after the prefix with digest
     `base`. `checksums`: one per block, 8 bytes each; the last block may be partial. They exclude
-    the tensors named in `late`, which hold sliding windows and are needed only soon after the run;
-    those have `late_checksums`.
+    the tensors named in `late`, those of sliding windows, which have `late_checksums` instead:
+    a prompt that continues far beyond the run does not read them.
     """
 
     header: Header
@@ -289,9 +289,10 @@ def file_checksum(fd: int, header: Header) -> bytes:
 
 
 def update_blocks(states: list[xxh3_64], size: int, at: int, view: memoryview) -> None:
-    """Update the hash states of blocks with the bytes of `view`.
+    """Update the hash states of consecutive blocks with the bytes of `view`.
 
-    `size`: bytes of a block. `at`: offset of `view` from the start of the first block.
+    `states`: one per block. `size`: bytes of a block. `at`: offset in bytes of `view` from the
+    start of the first block.
     """
     done = 0
     while done < len(view):
@@ -357,8 +358,9 @@ def check_run(
 ) -> None:
     """Check that an open run file contains the KV of `ids` that `piece` describes.
 
-    `base`: digest of the prefix before the run. Compares the namespace, positions, every token id
-    and the checksums of the blocks. Unless `late`, the tensors of sliding windows are not read.
+    `ids`: the prompt's token ids, from token 0. `base`: digest of the prefix before the run.
+    Compares the namespace, positions, every token id and the checksums of the blocks. Unless
+    `late`, the tensors of sliding windows are not read.
     Raises Malformed and OSError.
     """
     content = read_run(fd)

@@ -15,7 +15,10 @@ from mlxcache.types import Tokens
 Kind = Literal["main", "agent"]
 
 SETTLED_TURNS = 8
-"""Turns after which a later conversation with the same head becomes the main one."""
+"""Turns from which a later conversation with the same head can become the main one.
+
+It must also have more turns than the present main one.
+"""
 
 TINY_SHARE = 4
 """Factor by which a first request must be shorter than a later one to count as a side request.

@@ -62,7 +62,7 @@ class Listed:
         return "ram" if ram else "disk" if disk else None
 
     def as_object(self, *, leaves: bool = False) -> dict[str, Any]:
-        """Return the object of `GET /v1/sessions`; `leaves` adds one object per leaf.
+        """Return the session's JSON object in `GET /v1/sessions`; `leaves` adds one per leaf.
 
         `tokens` and `durable_tokens` count only the main leaf, but the bytes are those of all
         leaves.
@@ -100,7 +100,10 @@ class Listed:
 
 
 def related_objects(sessions: Sequence[Session]) -> list[dict[str, Any]]:
-    """Return an object for each of `sessions`, which have the label of another model's session."""
+    """Return JSON objects of `sessions` that have the label of another model's session.
+
+    The fields are `id`, `model`, `turns` and `last_used_at`.
+    """
     return [
         {"id": one.id, "model": one.model, "turns": one.turns, "last_used_at": one.last_used_at}
         for one in sessions

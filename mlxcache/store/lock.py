@@ -141,7 +141,8 @@ def is_running(pid: int) -> bool:
 def _locked(cache_dir: Path, kind: int) -> Iterator[bool]:
     """Try to hold `serving.lock` inside the block, and yield whether it could be taken.
 
-    `kind`: LOCK_SH or LOCK_EX. Does not block. Raises StoreError if the folder cannot be locked.
+    `kind`: `fcntl.LOCK_SH` or `LOCK_EX`. Does not block: False is yielded if another process holds
+    the lock. Raises StoreError if the folder cannot be locked for another reason.
     """
     with _folder_errors(cache_dir):
         make_folder(cache_dir)
@@ -208,7 +209,10 @@ class NoLock(ProcessLock):
 
 
 def is_alive(folder: Folder, name: str) -> bool:
-    """Return whether the store that holds the lock file `name` is still open."""
+    """Return whether the store that holds the lock file `name` is still open.
+
+    Blocks for up to 0.2 s if the process of the store has just ended.
+    """
     try:
         fd = _open_lock(folder.locks / name)
     except FileNotFoundError:

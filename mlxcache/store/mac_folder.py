@@ -34,9 +34,10 @@ log = logging.getLogger(__name__)
 
 
 def locate_cache_dir(cache_dir: Path) -> Path:
-    """Return the folder that commands use for `cache_dir`.
+    """Return the folder that commands use for `cache_dir`: `cache_dir` or the one before it.
 
-    That is the folder of earlier versions until its content has been moved.
+    For the default folder on a Mac, that is the default of earlier versions, in ~/Library/Caches,
+    until a server has moved its content; see `prepare_cache_dir`.
     """
     former = _former(cache_dir)
     if former is None or _has_store(cache_dir) or not _has_store(former):

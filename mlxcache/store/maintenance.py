@@ -38,7 +38,7 @@ def check(context: StoreContext, progress: Progress) -> list[Problem]:
 
 
 def _problems(context: StoreContext, progress: Progress) -> Iterator[tuple[Problem, Row | None]]:
-    """Yield each problem with the index row of its file, or None if it has no row.
+    """Yield each problem of the folder with the index row of its file, or None if it has no row.
 
     Files that another process removes in the meantime are not reported.
     """

@@ -148,7 +148,7 @@ _UPDATE = f"UPDATE rank SET ({_FIELDS}) = (?{', ?' * (len(_Rank._fields) - 1)}) 
 
 
 Step = Callable[[int, int], None]
-"""Callable that gets the number of files done so far, and of all."""
+"""Callable that gets two numbers of files: those ranked so far, and all."""
 
 
 def _no_step(done: int, total: int) -> None:
@@ -156,9 +156,10 @@ def _no_step(done: int, total: int) -> None:
 
 
 def refresh(connection: sqlite3.Connection, step: Step = _no_step) -> None:
-    """Update the ranks of all changed files, within the transaction of `connection`.
+    """Update the ranks of the files in `changed`, and of those that depend on them.
 
-    `step(done, total)` is called for each file, with the number of files so far and of all.
+    The table is empty afterwards. Part of the transaction of `connection`. `step(done, total)` is
+    called after each file with the number of files ranked so far, and of all.
     """
     query = "SELECT kind, start, id FROM changed JOIN file ON file.id = changed.file"
     changed = connection.execute(query).fetchall()
@@ -170,15 +171,16 @@ def refresh(connection: sqlite3.Connection, step: Step = _no_step) -> None:
 
 
 def _read(own: Sequence[Any]) -> _Rank | None:
-    """Return the rank at the end of the row `own` of a query, or None if it has none.
+    """Return the rank that a file has in the index, or None if it has none yet.
 
-    The query is `_RANK_RUN` or `_RANK_CHECKPOINT`.
+    `own`: the values of its row of the table `rank`, the last columns of `_RANK_RUN` and of
+    `_RANK_CHECKPOINT`; the first is NULL without a rank.
     """
     return None if own[0] is None else _Rank(*own)
 
 
 def _path_of(rank: _Rank) -> tuple[float, int, int | None]:
-    """Return the fields of a checkpoint's rank on which the checkpoint before it depends."""
+    """Return (used, most, previous), the fields on which the checkpoint before this one depends."""
     return rank.used, rank.most, rank.previous
 
 
@@ -212,7 +214,8 @@ class _Refresh:
     def run(self, step: Step) -> None:
         """Compute the ranks of all queued files, and of the files that depend on a changed rank.
 
-        `step(done, total)` is called for each file.
+        `step(done, total)` is called after each file with the number of files ranked so far, and
+        of all that were queued until then.
         """
         done = 0
         for files, compute in ((self._runs, self._rank_run), (self._checkpoints, self._rank_state)):

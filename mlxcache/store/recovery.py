@@ -56,7 +56,7 @@ PROGRESS_S = 5.0
 MISSING_S = 1.0
 """Seconds that a folder must be missing before it is created again.
 
-In this time a removal can finish.
+In this time, a command that is removing the folder can finish.
 """
 
 _NOT_DAMAGED = (
@@ -161,7 +161,7 @@ def free_least(folder: Folder) -> None:
 
 
 def _least_used(folder: Folder, need: int) -> list[Row]:
-    """Return the files to evict to free `need` bytes, or all files if these are less.
+    """Return the files to evict to free `need` bytes, or all that can be evicted if they are less.
 
     The index cannot be written. If its ranks do not suffice, all of it is copied to memory, where
     they can be updated. Raises StoreError.
@@ -182,8 +182,8 @@ def _least_used(folder: Folder, need: int) -> list[Row]:
 def recover(context: StoreContext) -> None:
     """Make index and files agree again.
 
-    Removes what killed processes left behind, and adds rows for complete files that have none.
-    Raises StoreError.
+    Removes lock files, temporary files and unfinished files of processes that have ended, and rows
+    without a file, and adds rows for complete files that have none. Raises StoreError.
     """
     with store_errors(context.folder.path):
         for lock in list(context.folder.locks.iterdir()):
@@ -388,8 +388,8 @@ def _read(kind: str, path: Path) -> _Stray:
 def _adopt(connection: sqlite3.Connection, holders: dict[bytes, int], stray: _Stray) -> None:
     """Add an index row for a file, or remove the file if it is a run whose prefix is missing.
 
-    `holders` maps the digest after each block to the id of the run that contains the block; it is
-    extended.
+    `holders` maps the digest after each block to the id of the run that contains the block; the
+    blocks of a file that is added are added to it.
     """
     parent = holders.get(stray.row.base)
     if parent is None and not stray.rooted:

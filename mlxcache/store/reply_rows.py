@@ -107,7 +107,9 @@ def read_replies(
 ) -> tuple[dict[str | None, list[ReplyRow]], int]:
     """Return the replies of a namespace with a row id above `after`, and the highest row id.
 
-    The replies are in a dictionary by the owner of their session, oldest first.
+    The replies are in a dictionary by the owner of their session, oldest first. The highest row id
+    is that of all replies in the table; as the next `after`, it leaves out what was returned
+    already.
     """
     last = int(db.execute("SELECT coalesce(max(id), 0) FROM replies").fetchone()[0])
     found: dict[str | None, list[ReplyRow]] = {}

@@ -17,7 +17,10 @@ RESERVE_BYTES = 1 << 20
 """Bytes of the reserve at most; with less free space a disk counts as full."""
 
 SMALL_BYTES, PART = 256 << 10, 32
-"""Bytes of the reserve at least, and the divisor of the byte limit for its size in between."""
+"""Least bytes of the reserve, and the divisor that gives its size from the folder's byte limit.
+
+The size is the limit divided by `PART`, but from `SMALL_BYTES` to `RESERVE_BYTES`.
+"""
 
 LEAST_BYTES = 96 << 10
 """Bytes that SQLite needs at least to open the index and delete some rows."""
@@ -62,7 +65,7 @@ class Reserve:
                     self._make()
 
     def _give_up(self) -> bool:
-        """Remove the reserve if the disk is full; return whether it is."""
+        """Remove the reserve if the disk is full; return whether the disk is full."""
         with suppress(OSError):  # the block says what is wrong with the disk
             if self._folder.free() < RESERVE_BYTES:
                 if not self._limited:

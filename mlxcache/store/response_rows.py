@@ -74,9 +74,10 @@ def insert_response(db: sqlite3.Connection, response: StoredResponse) -> None:
 
 
 def link_response(db: sqlite3.Connection, id: str, session: str, at: float) -> None:
-    """Note that the response `id`, which may be inserted later, is a turn of `session`.
+    """Write to the table that the response `id` is a turn of `session`, an id of a session.
 
-    `at`: time of the turn in seconds since 1970.
+    The response itself may be inserted before or later. `at`: time of the turn in seconds since
+    1970.
     """
     db.execute(
         "INSERT INTO responses (id, session, created_at, size) VALUES (?1,?2,?3,0)"

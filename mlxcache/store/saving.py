@@ -36,7 +36,7 @@ WAIT_S = 30.0
 
 _POLL_S = 0.02
 _USE_S = 30.0
-"""Least seconds between two noted uses of a path that is being written to."""
+"""Seconds after a use of a file in which writing to its path does not count as another one."""
 
 _NO_HEADER = Header({}, (), 0)
 

@@ -210,8 +210,8 @@ def insert_session(db: sqlite3.Connection, session: Session) -> None:
 def new_session(id: str, turn: Turn, origin: Origin | None = None) -> Session:
     """Return the session that begins with `turn`, before its first turn is counted.
 
-    `origin`: the session on another server, or None. If its id is `id`, its name and its time of
-    creation are taken over.
+    `origin`: the conversation's session on another server, or None. If it has the same `id`, the
+    new session gets its name, and its time of creation if that is earlier.
     """
     name, began = None, turn.at
     if origin is not None and origin.id == id:

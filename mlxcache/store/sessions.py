@@ -159,7 +159,8 @@ class Sessions:
     ) -> tuple[dict[str | None, list[ReplyRow]], int]:
         """Return the replies of a namespace with a row id above `after`, and the highest row id.
 
-        The replies are in a dictionary by owner, oldest first.
+        The replies are in a dictionary by owner, oldest first. The highest row id is that of all
+        replies in the table; as the next `after`, it leaves out what was returned already.
         """
         with self._database.read() as db:
             return reply_rows.read_replies(db, namespace, after)
@@ -323,10 +324,11 @@ class Sessions:
     ) -> str:
         """Insert a session from a snapshot and return its id.
 
-        `at`: present time in seconds since 1970, recorded as its last use. The session gets a new
-        id if its own is in use, or if it is imported for an `owner`, because the id could be that
-        of another owner's session. It loses its label if another session has the same one. Replies
-        that the owner already has are not inserted again.
+        `at`: present time in seconds since 1970, recorded as its last use. `name`: its name; None
+        or "" for the name in the snapshot. `owner`: the owner to whom it will belong. The session
+        gets a new id if its own is in use, or if it is imported for an `owner`, because the id
+        could be that of another owner's session. It loses its label if another session has the same
+        one. Replies that the owner already has are not inserted again.
         """
         with self._database.write() as db:
             own = {field: getattr(info, field) for field in CARRIED}

@@ -267,7 +267,8 @@ def check_model(description: Description, namespace: str | None, model: str | No
 def wrong_model(model: str, namespace: str, here: Sequence[str]) -> SnapshotRefused:
     """Return the error for a snapshot that was made with another model than those `here`.
 
-    `model` and `namespace`: those of the snapshot.
+    `model` and `namespace`: those of the snapshot. `here`: texts that name the models of this
+    server, such as "name (first 8 characters of the namespace)".
     """
     ours = f"the one here is {here[0]}" if len(here) == 1 else f"those here are {', '.join(here)}"
     return SnapshotRefused(
@@ -344,8 +345,9 @@ def read_leaf_ids(
 ) -> list[Tokens]:
     """Return the token ids of each leaf, from token 0.
 
-    Raises SnapshotRefused for ids that the model does not have. Negative ids are allowed, because
-    they stand for images and are never fed to a model.
+    `raw`: content of the tensor `TOKENS`, little-endian int32. `vocab_size`: number of the model's
+    token ids, or None if it is not known. Raises SnapshotRefused for ids that the model does not
+    have. Negative ids are allowed, because they stand for images and are never fed to a model.
     """
     own = np.frombuffer(raw, "<i4")
     if vocab_size and own.max(initial=0) >= vocab_size:

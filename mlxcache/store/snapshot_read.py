@@ -113,8 +113,9 @@ def read_snapshot(
 def read_origin(path: Path) -> tuple[str | None, str]:
     """Return the namespace and the model's name that a session's file states.
 
-    The namespace is None for a prompt cache of mlx-lm, whose `model` is as given to its tool. Any
-    other file has neither. Raises StoreError if the file cannot be read.
+    For a prompt cache of mlx-lm, the namespace is None, and the name is the path or id that was
+    given to mlx-lm's tool. For any other file, returns (None, ""). Raises StoreError if the file
+    cannot be read.
     """
     with _opened(path) as fd:
         try:

@@ -43,9 +43,9 @@ FREE_FLOOR = 2_000_000_000
 """Bytes of the file system that the store leaves free for other programs."""
 
 MOST_LEAVES_READ = 50
-"""Most leaves whose files are looked up one by one before a removal.
+"""Most leaves whose files are looked up one by one before the files of a session are removed.
 
-With more leaves, every file with shared tokens is kept.
+If more leaves share tokens with the session, every file that contains shared tokens stays.
 """
 
 _UNREADABLE = (errno.EIO, errno.ENXIO, errno.EISDIR, errno.ELOOP)
@@ -142,7 +142,8 @@ class Store:
     def find(self, ids: Tokens, *, touch: bool = True) -> Found:
         """Find the longest prefix of `ids` on disk, to the token, and the checkpoints along it.
 
-        `touch`: note a use of the files found; this does not write to the index. Raises StoreError.
+        `touch`: count this as a use of the files found, which delays their eviction. Uses are
+        written to the index later, with the next write or by `note_uses`. Raises StoreError.
         """
         return self._look_up(ids, touch=touch)
 
@@ -165,16 +166,17 @@ class Store:
     def reused(self, found: Found, tokens: int) -> None:
         """Count that a request reused the first `tokens` tokens of `found`.
 
-        The counts are kept in memory and written to the index with the next noted uses.
+        The counts stay in memory until the next write to the index, or `note_uses`.
         """
         ids = [piece.id for piece in found.pieces if piece.start < tokens]
         ids += [one.id for one in found.checkpoints if one.position <= tokens]
         self.context.note_reuse(ids)
 
     def note_uses(self) -> None:
-        """Write the uses that `find` noted to the index; every other write does this too.
+        """Write to the index the uses that `find` counted, and the reuses that `reused` counted.
 
-        Does nothing while the index cannot be written.
+        They are collected in memory until this or any other write to the index. Does nothing
+        while the index cannot be written.
         """
         if self.obstacle is not None:
             return
@@ -235,10 +237,10 @@ class Store:
         """Save the KV of tokens [start, len(ids)). Blocks for an fsync; durable on return.
 
         `start` is a multiple of 64; the first axis of each tensor is those tokens. Blocks that are
-        already on disk are left out, and nothing is written if all are. `late`: names of tensors
-        that hold sliding windows, which are needed only soon after these tokens; `verify` can skip
-        them. Raises PrefixNotStored if [0, start) is not on disk, DiskFull if no room can be made,
-        StoreError, and ValueError for shapes that do not fit.
+        already on disk are left out, and nothing is written if all are. `late`: names of the
+        tensors of sliding windows; `verify` can skip them, because a prompt that continues far
+        beyond these tokens does not read them. Raises PrefixNotStored if [0, start) is not on disk,
+        DiskFull if no room can be made, StoreError, and ValueError for shapes that do not fit.
         """
         save_run(self.context, self._chains.of(ids), start, tensors, late)
 
@@ -322,7 +324,11 @@ class Store:
         return self._remove(files, {file.id for file in files if _needed_beyond(file) < keep})
 
     def _remove(self, files: Sequence[Piece | Saved], needed: set[int]) -> int:
-        """Remove `files` and those they were built on, except those that `needed` ones need."""
+        """Remove those of `files` that are not needed, and return the number of files removed.
+
+        `needed`: ids of files that must stay; so do the files that they continue. After a file, the
+        run that it continues is tried in the same way. What continues a removed file goes with it.
+        """
         gone, left = 0, [file.id for file in files]
         while left:
             id = left.pop()

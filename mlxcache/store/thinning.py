@@ -19,10 +19,16 @@ from mlxcache.tree.thinning import BUDGET_SHARE, NEWEST, allowed, checkpoints_to
 from mlxcache.types import Tokens
 
 SIDE_TOKENS = 1024
-"""Tokens after leaving a path within which the checkpoint at a reply's end may be removed."""
+"""Tokens after a path's checkpoint within which one beside the path may be removed as surplus.
+
+Such a checkpoint is at the end of a reply that later prompts do not contain as it was generated.
+"""
 
 SIDE_KEPT = 2
-"""Number of checkpoints beside a path that are kept, because a request may continue from them."""
+"""Number of checkpoints beside a path that stay, because a request may continue from them.
+
+They are the most recently used ones.
+"""
 
 
 def surplus_checkpoints(
@@ -92,8 +98,9 @@ def _start(row: Row) -> int:
 def checkpoints_over_share(connection: sqlite3.Connection, coming: int, limit: int) -> list[Row]:
     """Choose checkpoints to remove so that another of `coming` bytes fits into their share.
 
-    `limit`: limit of the folder in bytes. The least recently used are chosen first; a checkpoint
-    counts as used whenever a later one on its path was. Of equally old ones, those between a path's
+    `limit`: limit of the folder in bytes, of which `BUDGET_SHARE` is the share. The least recently
+    used are chosen first; a checkpoint counts as used whenever a later one on its path was. Of
+    equally old ones, those between a path's
     first and last are chosen first, then the last, then the first, which new conversations share.
     Pinned ones are chosen only when no others are left.
     """
