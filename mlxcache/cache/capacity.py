@@ -30,13 +30,13 @@ MOST_POOL = 1 << 30
 def pool_bytes(limit: int) -> int:
     """Return the maximum bytes of MLX's pool of freed buffers.
 
-    `limit`: the whole budget in bytes.
+    The pool is part of the budget. `limit`: the whole budget in bytes.
     """
     return min(limit // 16, MOST_POOL)
 
 
 def with_pool(size: int) -> int:
-    """Return the least budget, in bytes, that leaves `size` bytes beside MLX's pool."""
+    """Return the least budget, in bytes, that has `size` bytes besides those of MLX's pool."""
     return size + min(-(-size // 15), MOST_POOL)
 
 
@@ -133,7 +133,8 @@ class Held:
 class Fit:
     """Capacity of a model within budgets of `ram` and `disk` bytes.
 
-    `disk` is 0 without a disk tier. `room`: bytes of `ram` that remain for conversations.
+    `disk` is 0 without a disk tier. `room`: bytes of `ram` for conversations, without
+    what is set aside for other purposes.
     `longest`: tokens of the longest prompt that fits, unless forward passes need more memory than
     is set aside. `held`: the estimate for each length of conversation that was asked for.
     """
@@ -213,7 +214,8 @@ def _most(layout: Layout, tokens: int, limit: int) -> int:
     """Return how many checkpoints of one path of `tokens` tokens a tier keeps at most.
 
     `limit`: the limit of the tier, RAM or disk, in bytes, for KV and checkpoints together. The
-    checkpoints of a path may take a share of it, and not more than its KV warrants; see `allowed`.
+    checkpoints of a path may take a share of it, and not more than its KV warrants; see
+    `thinning.allowed`.
     """
     size = max(1, layout.checkpoint_bytes)
     most = allowed(tokens * layout.bytes_per_token, size, limit) // size

@@ -57,7 +57,7 @@ class DiskTier:
         self._next_copy_at = 0.0
 
     def pump(self, *, decoding: bool) -> None:
-        """Collect finished writes, and give the writer's thread at most one more job.
+        """Apply the results of finished writes, and give the writer's thread at most one more job.
 
         With `decoding` (replies are being generated), copies for the disk take at most the part
         `COPY_SHARE` of the MLX thread's time.

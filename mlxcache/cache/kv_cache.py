@@ -85,7 +85,7 @@ class Lease:
         return self.lineage.length
 
     def note_restored(self) -> None:
-        """Record that a restore is complete: all positions of the lineage are reused."""
+        """Record that a restore is complete: `cached` becomes the length of the lineage."""
         self.cached = self.written = self.length
         self.awaiting_state = False
 
@@ -93,8 +93,9 @@ class Lease:
 class KVCache:
     """Operations by which requests use KV. Each reserves bytes before it allocates them.
 
-    Results are valid until the next operation that mutates the cache. Nodes locked by a lease stay
-    until the lease is released. Create an instance with `KVCache.open`; it owns `ram` and `disk`.
+    Results are valid until the next operation that mutates the cache. Nodes that a lease locks are
+    not evicted until the lease is released. Create an instance with `KVCache.open`; it owns `ram`
+    and `disk`.
     """
 
     def __init__(self, ram: RamTier, disk: DiskTier | None = None):
@@ -613,9 +614,10 @@ class KVCache:
         return positions * self.layout.bytes_per_token + self.layout.running_bytes
 
     def wait_for_others(self, tokens: int) -> bool:
-        """Note that a prompt of `tokens` tokens waits for memory that other models hold.
+        """Record that a prompt of `tokens` tokens waits for memory that other models hold.
 
-        Returns False, and notes nothing, if no other model holds memory that it may get.
+        From then on `wait` returns it, until `stop_waiting`. Returns False, and records nothing, if
+        no other model holds memory that the prompt may get later.
         """
         shared = self.ram.shared
         if shared is None or not shared.waits_for_others(self.ram):
@@ -624,23 +626,26 @@ class KVCache:
         return True
 
     def retry_wait(self) -> None:
-        """Let a request that waits for memory of other models be tried again, if there is one."""
+        """Let the prompt that waits for memory of other models try again to reserve it.
+
+        It may try even if no memory has become free. Does nothing if no prompt waits.
+        """
         if self.ram.shared is not None:
             self.ram.shared.retry(self.ram)
 
     @property
     def wait(self) -> Wait | None:
-        """The wait of a request for memory of other models, if there is one."""
+        """The wait of a prompt for memory of other models, or None if none waits."""
         return self.ram.shared.wait_of(self.ram) if self.ram.shared is not None else None
 
     def stop_waiting(self) -> None:
-        """Note that no request waits for memory of other models any more."""
+        """Record that no prompt waits for memory of other models: `wait` is None then."""
         if self.ram.shared is not None:
             self.ram.shared.stop_waiting(self.ram)
 
     @property
     def short(self) -> bool:
-        """True while a request waits for memory of other models, and none has become free since."""
+        """True while a prompt waits for memory of other models, and none has become free since."""
         return self.ram.shared is not None and self.ram.shared.is_short(self.ram)
 
     @property
@@ -661,7 +666,7 @@ class KVCache:
         return self.disk is not None and self.disk.write_behind.ready
 
     def pump(self, *, decoding: bool) -> None:
-        """Collect finished writes, and give the disk tier's writer thread at most one more job.
+        """Apply the results of finished writes, and give the disk writer at most one more job.
 
         Must be called on each tick of the scheduler. `decoding`: replies are being generated and
         would be delayed, so copies for the disk take only a small share of the time.

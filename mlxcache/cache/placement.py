@@ -63,7 +63,7 @@ class Placed(NamedTuple):
 
 
 class Placement:
-    """Chooser of the lineage in which a request continues; it also fills that lineage.
+    """Chooser of the lineage in which a request continues; it also copies the prefix into it.
 
     `ram`: the tier whose lineages it chooses from and whose budget it charges.
     """
@@ -94,7 +94,7 @@ class Placement:
         return self._copy(spans, cached, least, evict)
 
     def _tail(self, owner: Lineage, end: int) -> int:
-        """Count the positions of the lineage `owner` from `end` on that the tree uses."""
+        """Return how many positions of the lineage `owner` from `end` on the tree uses."""
         held = self._tree.live_range(owner)
         return max(0, held[1] - end) if held else 0
 

@@ -118,8 +118,8 @@ class Restorer:
     def _search(self, lookup: DiskLookup, *, first: bool) -> None:
         """Search the disk for the prompt of `lookup`.
 
-        `first`: files of other servers were not fetched for this lookup yet; if more are to be had,
-        they are fetched, and the disk is searched again.
+        `first`: no files of other servers were fetched for this lookup yet. If they have more of
+        the prefix than the disk, their files are fetched, and the disk is searched again.
         """
         try:
             found = self._store.find(lookup.ids)
@@ -166,7 +166,7 @@ class Restorer:
             self._end_search(lookup)
 
     def _warn_once(self, why: str) -> None:
-        """Log a warning that the disk tier cannot be read, with its cause `why`.
+        """Log a warning that reading from disk failed, with its cause `why`.
 
         Consecutive failures with the same cause are logged once.
         """
@@ -208,7 +208,7 @@ class Restorer:
     # -- on the MLX thread -------------------------------------------------------------------------
 
     def ready(self, lookup: DiskLookup, length: int) -> bool:
-        """Return whether `load` has a verified file to load, or a failure to report.
+        """Return whether `load` has a verified file to load, or would raise for a failed lookup.
 
         `length`: positions that the lineage holds so far.
         """

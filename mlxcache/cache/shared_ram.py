@@ -85,7 +85,7 @@ class SharedRam:
         self._tiers[tier] = None
 
     def leave(self, tier: RamTier) -> None:
-        """Remove `tier`. It keeps its KV, which is no longer evicted for other models."""
+        """Remove `tier`: its KV stays in RAM, and is no longer evicted for other models."""
         self._tiers.pop(tier, None)
         self._waiting.pop(tier, None)
 
@@ -231,19 +231,25 @@ class SharedRam:
         return size <= min(own, self.budget.free + idle)
 
     def wait(self, tier: RamTier, size: int) -> None:
-        """Note that a request of `tier` waits for `size` bytes, which other models use."""
+        """Record that a request of `tier` waits for `size` bytes, which other models use.
+
+        `wait_of` returns it until `stop_waiting`.
+        """
         self._waiting[tier] = Wait(size, self._room())
 
     def stop_waiting(self, tier: RamTier) -> None:
-        """Note that no request of `tier` waits for memory of other models."""
+        """Record that no request of `tier` waits for memory: `wait_of` returns None then."""
         self._waiting.pop(tier, None)
 
     def wait_of(self, tier: RamTier) -> Wait | None:
-        """Return the wait for memory of a request of `tier`, if there is one."""
+        """Return the wait of a request of `tier` for memory, or None if none waits."""
         return self._waiting.get(tier)
 
     def retry(self, tier: RamTier) -> None:
-        """Let the request of `tier` that waits for memory be tried again, if there is one."""
+        """Let the request of `tier` that waits for memory try again, if there is one.
+
+        It may try even if no memory has become free.
+        """
         if (wait := self._waiting.get(tier)) is not None:
             self._waiting[tier] = Wait(wait.size, None)
 

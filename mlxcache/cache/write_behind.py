@@ -185,12 +185,12 @@ class PathWrite:
     """The write of one path of the tree, from its queueing to its last durable file.
 
     `ids`: the tokens of the path. `node`: the locked node at its end, or one below. `wanted`: the
-    checkpoints on the path. `asked`: the store was searched for the path. After that, `at` is the
-    position of the next token to hand to the writer, and `states` are the checkpoints to write
-    after the runs. `in_flight`: number of jobs that were handed to the writer and are not done.
-    `lost`: files that this path continues were evicted in the meantime. `reused`: prompt tokens
-    that the request reused, to be counted as a use of their files. `whole`: the path ends where a
-    request ended. `tries`: number of restarts.
+    checkpoints on the path, which are to be on disk. `asked`: the store was searched for the path.
+    After that, `at` is the position of the next token to hand to the writer, and `states` are the
+    checkpoints to write after the runs. `in_flight`: number of jobs that were handed to the writer
+    and are not done. `lost`: files that this path continues were evicted in the meantime. `reused`:
+    prompt tokens that the request reused, to be counted as a use of their files. `whole`: the path
+    ends where a request ended. `tries`: number of restarts.
     """
 
     node: Node
@@ -382,23 +382,24 @@ class WriteBehind:
         self._drop([path for path in held if any(node in nodes for node in path.node.path())])
 
     def drop_checkpoint(self, node: Node) -> None:
-        """Do not write the checkpoint at `node`, because RAM is about to release it."""
+        """Remove the checkpoint at `node` from the queue, because RAM is about to release it."""
         for path in [*self._queue, *self._handed]:
             path.drop_checkpoint(node.checkpoint)
 
     def delete_beyond(self, ids: Tokens, keep: int) -> None:
-        """Delete from disk all of `ids` beyond `keep` tokens, and everything that continues it.
+        """Delete from disk the KV of `ids` beyond `keep` tokens, because it is not finite.
 
-        Does not block: the writer's thread deletes them after the jobs that it already has.
+        What continues it is deleted too; see `Store.forget_beyond`. Does not block: the writer's
+        thread deletes the files after the jobs that it already has.
         """
         self.writer.call(lambda: self._store.forget_beyond(ids, keep))
 
     # -- handing over ------------------------------------------------------------------------------
 
     def pump(self) -> bool:
-        """Process results of the writer, and give it at most one new job.
+        """Apply the results of the writer as `collect` does, and give it at most one new job.
 
-        Returns True if the writer got one.
+        Returns True if the writer got a job. Does not block.
         """
         self.collect()
         if not self.busy and self.backoff.due and (found := self.backoff.take()) is not None:
@@ -519,7 +520,10 @@ class WriteBehind:
         self._wake()
 
     def collect(self) -> None:
-        """Handle all results of the writer's thread, and unlock paths that are on disk."""
+        """Apply all results of the writer's thread that have arrived. Does not block.
+
+        A path whose files are all on disk is unlocked. After an error, writing is paused.
+        """
         while True:
             try:
                 answer = self._answers.get_nowait()
@@ -620,9 +624,9 @@ class WriteBehind:
         return self._pending_tokens + sum(len(path.ids) - path.at for path in self._queue)
 
     def _wait(self, seconds: float) -> bool:
-        """Wait up to `seconds` for one result of the writer's thread, and handle it.
+        """Wait up to `seconds` for one result of the writer's thread, and apply it.
 
-        Returns False if no result is expected, or if none came in time.
+        See `collect`. Returns False if no result is expected, or if none came in time.
         """
         if not self.pending_bytes and self._asking is None:
             return False

@@ -31,10 +31,11 @@ _MESSAGE = msgspec.msgpack.Decoder(op.Message)
 
 
 class Follower:
-    """The state of one rank: its lineages, states, batches and pending tokens by number.
+    """The lineages, checkpoints, batches and pending tokens of one rank, by number.
 
-    `group`: MLX's group of all ranks. `open_store(operation)` returns the rank's own store. MLX
-    thread only, except `answer`.
+    Rank 0 chooses the numbers. `model`, `layout`: this rank's part of the model, and the layout of
+    its KV. `group`: MLX's group of all ranks. `open_store(operation)` returns the rank's own store;
+    without it, this rank has no disk tier. MLX thread only, except `answer`.
     """
 
     def __init__(
@@ -61,11 +62,15 @@ class Follower:
 
     @property
     def counts(self) -> tuple[int, int, int]:
-        """Numbers of lineages, states and batches that are held."""
+        """Counts of the lineages, checkpoints and batches that this rank holds, in this order."""
         return len(self._lineages), len(self._states), len(self._batches)
 
     def answer(self, question: op.AnyQuestion) -> op.Answer:
-        """Answer a question. Any thread. Blocks for a lookup on disk at most."""
+        """Answer a question of rank 0, or start the change of files that it requests. Any thread.
+
+        Blocks while files are looked up or verified. Changes of files, such as `Pin`, are queued
+        for the writer's thread, and the answer is empty.
+        """
         match question:
             case op.Ping():
                 began = self._began_at
@@ -100,7 +105,10 @@ class Follower:
         return op.Answer(length=found.length, checkpoints=saved)
 
     def _verify(self, question: op.Verify | op.VerifyState) -> op.Answer:
-        """Read files that rank 0 will have loaded. Any thread."""
+        """Verify files that are to be loaded next, and return the answer.
+
+        Its `failure` is set if a file cannot be used. Blocks while they are read. Any thread.
+        """
         try:
             store, ids = self._opened, _ids(question.ids)
             found = store.find(ids)
@@ -127,7 +135,10 @@ class Follower:
             self._outcomes.setdefault(key, deque()).append(answer)
 
     def obey(self, data: bytes) -> bool:
-        """Repeat the operation of an encoded message; return False if it ends the group."""
+        """Repeat the operation of a message of rank 0; return False if that operation is `End`.
+
+        `data`: a `Message`, encoded as msgpack. First drops the objects that rank 0 has dropped.
+        """
         message = _MESSAGE.decode(data)
         self._began_at = time.monotonic()
         for number in message.lineages:
@@ -142,7 +153,7 @@ class Follower:
         return True
 
     def close(self) -> None:
-        """Write what is still to be written, and close the store. Blocks."""
+        """Wait until all queued files are written to disk, then close the store. Blocks."""
         self._writer.shutdown()
         if self.store is not None:
             self.store.close()
@@ -154,7 +165,10 @@ class Follower:
         return self._lineages[number]
 
     def _lineage(self, number: int, length: int) -> Lineage:
-        """Return a lineage, with the length that rank 0 gives it: passes changed that alone."""
+        """Return the lineage `number`, after setting its number of positions to `length`.
+
+        That is its length on rank 0. Passes append to its caches, but do not count the positions.
+        """
         lineage = self._lineages[number]
         lineage.advance(length - lineage.length)
         return lineage
@@ -168,14 +182,22 @@ class Follower:
         return found.caches if found is not None else self._batches[number]
 
     def _pass(self, number: int, tokens: mx.array) -> None:
-        """Feed one token per row and start drawing the next ones, which rank 0 draws."""
+        """Feed one token per row, and begin to receive the next ones, which rank 0 draws.
+
+        `number`: that of a lineage or batch. `tokens`: token ids, shape (rows,). Does not wait for
+        the next tokens, which become its pending ones.
+        """
         logits = self.model(tokens[:, None], cache=self._caches(number))
         drawn = self.share(logits)
         mx.async_eval(drawn)  # type: ignore[no-untyped-call]
         self._pending[number] = drawn
 
     def share(self, logits: mx.array) -> mx.array:
-        """Return the tokens that rank 0 draws from `logits`, shape (rows, 1, vocabulary); lazy."""
+        """Return the tokens that rank 0 draws in this pass, as a lazy array of shape (rows,).
+
+        `logits`: this rank's own, shape (rows, 1, vocabulary). Their values are not used; they only
+        let the exchange of tokens begin after the pass that computes them.
+        """
         none = mx.depends([mx.zeros(len(logits), mx.int32)], [logits])[0]  # after the same pass
         return mx.distributed.all_sum(none, group=self._group)
 
@@ -341,7 +363,10 @@ class Follower:
     # -- on the writer's thread --------------------------------------------------------------------
 
     def _write(self, key: bytes, write: Callable[[Store], None]) -> None:
-        """Have the writer's thread write the file `key`, and note the outcome for rank 0."""
+        """Have the writer's thread call `write`, which writes the file `key`. Does not block.
+
+        The outcome is stored until rank 0 asks for it with the question `Outcome`.
+        """
         store = self._opened
 
         def run() -> None:
@@ -358,7 +383,10 @@ class Follower:
         self._writer.submit(run)
 
     def _change(self, change: Callable[[Store], object]) -> None:
-        """Have the writer's thread pin or remove files. A failure is logged."""
+        """Have the writer's thread call `change`, which pins or removes files. Does not block.
+
+        A failure is logged. Nothing is called if this rank has no store.
+        """
         if (store := self.store) is None:
             return
 

@@ -37,7 +37,7 @@ CONNECT_S = 60.0
 """Most seconds for the ranks of a group to find each other."""
 
 PING_S = 1.0
-"""Seconds between two questions whether the ranks live."""
+"""Seconds between two questions of rank 0 whether the other ranks still run."""
 
 SILENT_S = ANSWER_S
 """Seconds without a question after which rank 0 counts as lost."""
@@ -54,10 +54,12 @@ PACKAGES = ("mlxcache", "mlx", "mlx-lm")
 
 
 class Setup(msgspec.Struct, frozen=True):
-    """What rank 0 tells each rank first: the model to load, and how it is divided.
+    """First message of rank 0 to each other rank: the model to load, and its division.
 
-    `model`: the path of its folder, or its name on the Hub. `config`: digest of its config.json.
-    `versions`: of `PACKAGES`, as on rank 0. `ram`: the setting.
+    `model`: the path of its folder, or its name on the Hub. `mode`: how it is divided. `adapter`:
+    its LoRA adapter, or None. `kv_bits`: bits of a quantised KV value, or None. `config`: digest of
+    its config.json. `versions`: of `PACKAGES`, as on rank 0. `ram`: the setting, from which each
+    rank computes the budget of its machine.
     """
 
     model: str
@@ -71,10 +73,11 @@ class Setup(msgspec.Struct, frozen=True):
 
 
 class Share(msgspec.Struct, frozen=True):
-    """What a rank says when its part of the model is loaded, or why it cannot be loaded.
+    """Message of a rank to rank 0 about the part of the model that it has loaded.
 
-    Bytes are those of `Layout`. `ram_limit`: bytes of the budget on its machine. `runs`: the rank
-    has layers with KV of every position. `states`: it has layers that need checkpoints.
+    `failure`: why the part cannot be loaded, or None. `ram_limit`: bytes of the budget on its
+    machine. The other bytes, `batchable` and `unknown` are those of `Layout`. `runs`: the part has
+    layers with KV of every position. `states`: it has layers that need checkpoints.
     """
 
     failure: str | None = None
@@ -92,7 +95,8 @@ class Share(msgspec.Struct, frozen=True):
 class Place:
     """This process in its group: its rank, and the host on which rank 0 listens.
 
-    `mode`: how the model is divided.
+    `mode`: how the model is divided: each layer among all ranks ("tensor"), or by layers
+    ("pipeline").
     """
 
     rank: int
@@ -102,7 +106,10 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Meeting:
-    """Where the other ranks connect to rank 0: a TCP port of its host, and the secret for it."""
+    """Address at which the other ranks connect to rank 0.
+
+    `port`: a TCP port of its host. `key`: the secret with which each rank authenticates.
+    """
 
     port: int
     key: bytes
@@ -146,9 +153,10 @@ def check_divisible(model: nn.Module, config: Mapping[str, Any], size: int, mode
 
 
 def divide(model: nn.Module, config: Mapping[str, Any], group: Any, mode: Mode) -> None:
-    """Keep only this rank's part of a model whose weights were not read yet.
+    """Reduce `model`, whose weights were not read yet, to this rank's part.
 
-    Raises ModelError if it cannot be divided.
+    `config`: its config.json. `group`: MLX's group of all ranks. Raises ModelError if it cannot be
+    divided.
     """
     check_divisible(model, config, group.size(), mode)
     try:
@@ -163,14 +171,15 @@ def divide(model: nn.Module, config: Mapping[str, Any], group: Any, mode: Mode) 
 
 
 def wait_for_all(group: Any) -> None:
-    """Return when all ranks have called this. Blocks."""
+    """Block until all ranks of MLX's `group` have called this."""
     mx.eval(mx.distributed.all_sum(mx.array(1.0), group=group, stream=mx.cpu))
 
 
 def agree_on_meeting(group: Any, mine: Meeting | None) -> Meeting:
-    """Return rank 0's meeting on all ranks; `mine` is that on rank 0, None on the others. Blocks.
+    """Send the meeting of rank 0 to all ranks, and return it. Blocks until all have called this.
 
-    It travels over the group's own links, which are not encrypted.
+    `mine`: the meeting on rank 0, None on the others. It travels over the links of MLX's `group`,
+    which are not encrypted.
     """
     told = [0] * (1 + KEY_BYTES) if mine is None else [mine.port, *mine.key]
     heard = mx.distributed.all_sum(mx.array(told, mx.int32), group=group, stream=mx.cpu)
@@ -185,7 +194,10 @@ def part_of_namespace(namespace: str, mode: Mode, rank: int, size: int) -> str:
 
 
 def share_of(layout: Layout, ram_limit: int) -> Share:
-    """Return what rank 0 must know of a rank's layout. `ram_limit`: bytes of its budget."""
+    """Return the message to rank 0 about a rank's part, of which this is the `layout`.
+
+    `ram_limit`: bytes of the budget on its machine.
+    """
     return Share(
         None,
         layout.bytes_per_token,
@@ -200,10 +212,12 @@ def share_of(layout: Layout, ram_limit: int) -> Share:
 
 
 def united(layout: Layout, shares: Sequence[Share], leader: Leader) -> Layout:
-    """Return rank 0's `layout` with what the others need: checkpoints if one rank needs them.
+    """Return `layout`, that of rank 0, changed so that it suits all ranks.
 
-    Bytes are those of the rank with the most. Raises ModelError for a division that leaves only
-    some ranks with KV of every position.
+    Bytes are those of the rank with the most. Checkpoints are needed if one rank needs them, and
+    batches are made only if all ranks can. `shares`: the messages of the other ranks. `leader`: is
+    told every operation on KV of the result. Raises ModelError for a division that leaves only some
+    ranks with KV of every position.
     """
     runs = {bool(layout.specs), *(share.runs for share in shares)}
     if len(runs) > 1:
@@ -237,7 +251,7 @@ class Links:
     questions: Any
 
     def close(self) -> None:
-        """Close both."""
+        """Close both connections."""
         self.operations.close()
         self.questions.close()
 
@@ -245,7 +259,8 @@ class Links:
 def accept_all(host: str, group: Any) -> list[Links]:
     """Wait on rank 0 for the connections of all other ranks; return them in the order of ranks.
 
-    Blocks for at most `CONNECT_S`. Raises GroupLost.
+    `host`: that of rank 0. Blocks for at most `CONNECT_S` seconds, and then raises GroupLost if a
+    rank has not connected.
     """
     key, wanted = secrets.token_bytes(KEY_BYTES), 2 * (group.size() - 1)
     found: dict[tuple[int, str], Any] = {}
@@ -272,13 +287,16 @@ def accept_all(host: str, group: Any) -> list[Links]:
 
 
 def _poke(address: Any) -> None:
-    """Wake a listener that waits at `address`, by a connection that says nothing."""
+    """Wake a listener that waits at `address`: connect to it, and close the connection at once."""
     with suppress(OSError):
         socket.create_connection(address, timeout=1.0).close()
 
 
 def connect(host: str, group: Any) -> Links:
-    """Connect to rank 0 from another rank. Blocks for at most `CONNECT_S`. Raises GroupLost."""
+    """Connect to rank 0 on `host` from another rank.
+
+    Blocks for at most `CONNECT_S` seconds, and then raises GroupLost.
+    """
     meeting = agree_on_meeting(group, None)
     made: list[Any] = []
     deadline = time.monotonic() + CONNECT_S
@@ -297,10 +315,12 @@ def connect(host: str, group: Any) -> Links:
 
 
 class Watch:
-    """Thread that asks all ranks whether they live, and calls `on_loss(why)` once if one does not.
+    """Thread of rank 0 that asks the other ranks every `every_s` seconds whether they still run.
 
-    Neither a frozen host nor, with some backends, a lost one is an error of a collective operation:
-    the pass hangs instead. `own_age()`: seconds that rank 0's own operation has run.
+    Calls `on_loss(why)` once, and ends, if a rank does not answer, or if an operation on any rank
+    has run for more than `STUCK_S` seconds. A frozen host, and with some backends a lost one,
+    causes no error in a collective operation: the pass hangs instead. `own_age()`: seconds that
+    rank 0's own operation has run.
     """
 
     def __init__(
@@ -319,13 +339,13 @@ class Watch:
         self._thread.start()
 
     def close(self) -> None:
-        """End the thread."""
+        """Stop asking and end the thread. Does not wait for it."""
         self._ended.set()
 
     def figures(self) -> list[dict[str, float]]:
-        """Return for each of the other ranks what it said last.
+        """Return the last answer of each of the other ranks, as a dictionary.
 
-        `rank`: its number. `silent_s`: seconds since it answered. `operation_s`: seconds that its
+        `rank`: its number. `silent_s`: seconds since that answer. `operation_s`: seconds that its
         operation had run then. Any thread.
         """
         silent = round(time.monotonic() - self._answered_at, 1)
@@ -376,7 +396,7 @@ def place_from(environ: Mapping[str, str], *, pipeline: bool = False) -> Place |
 
 
 def end_process(why: str) -> None:
-    """End this process at once, whatever its threads are stuck in."""
+    """Log the cause `why`, and end this process with status 70 without waiting for its threads."""
     log.error("this process ends: %s", why)
     logging.shutdown()
     os._exit(70)

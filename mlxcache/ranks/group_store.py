@@ -1,4 +1,4 @@
-"""The store of rank 0: on disk is what every rank has on its own disk."""
+"""The store of rank 0: a prefix counts as on disk only if every rank has its part on disk."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class GroupStore(Store):
     """The store of rank 0 over `own`, its own folder, and those of the other ranks.
 
     A prefix is found as far as every rank has it, and a write has ended when it has ended on every
-    rank. What is removed here is removed on the other ranks soon after. Thread-safe. Where the
-    other ranks cannot be reached, StoreError is raised: their loss is noticed elsewhere.
+    rank. What is removed here is removed on the other ranks soon after. Thread-safe. Raises
+    StoreError if another rank cannot be reached; `Watch` reports that loss.
     """
 
     def __init__(self, own: Store, leader: Leader, *, needs_checkpoints: bool):
@@ -103,17 +103,18 @@ class GroupStore(Store):
 
 
 def _check_verified(answers: Sequence[op.Answer]) -> None:
-    """Raise StoreError unless all ranks could verify their files."""
+    """Raise StoreError if one of the ranks that sent `answers` could not verify its files."""
     for rank, answer in enumerate(answers, 1):
         if answer.failure is not None:
             raise StoreError(f"Rank {rank}: {answer.failure}")
 
 
 def wait_for_outcome(leader: Leader, key: bytes) -> None:
-    """Wait until a write has ended on every rank.
+    """Block until the write of the file `key` has ended on all ranks other than 0.
 
-    Raises PrefixNotStored if the file builds on a prefix that a rank does not have, and StoreError
-    for any other failure.
+    `key`: a result of `key_of`, or `STORE` for the opening of the stores. Raises
+    PrefixNotStored if the file builds on a prefix that a rank does not have, and StoreError for any
+    other failure.
     """
     pause, left = FIRST_PAUSE_S, None
     failures: dict[int, op.Answer] = {}

@@ -27,7 +27,10 @@ _ANSWER = msgspec.msgpack.Decoder(op.Answer)
 
 
 class NumberedState(tuple):  # type: ignore[type-arg]
-    """A checkpoint that the other ranks know by its `number`."""
+    """A checkpoint that the other ranks know by its `number`.
+
+    When it is garbage-collected, its number is added to `dropped`, so that they drop it too.
+    """
 
     number: int
     dropped: deque[int]
@@ -39,7 +42,8 @@ class NumberedState(tuple):  # type: ignore[type-arg]
 class Leader(Lockstep):
     """Sender of operations to the other ranks. MLX thread only, except `ask`.
 
-    `operations`, `questions`: a connection of each kind to each of the other ranks.
+    `group`: MLX's group of all ranks. `operations`, `questions`: the connections to the other ranks
+    for messages of each kind, in the order of ranks from rank 1.
     """
 
     divided = True
@@ -60,7 +64,10 @@ class Leader(Lockstep):
     # -- sending -----------------------------------------------------------------------------------
 
     def tell(self, operation: op.AnyOperation) -> None:
-        """Send one operation to every rank. Raises GroupLost."""
+        """Send one operation to every other rank, without waiting until it is done.
+
+        Raises GroupLost.
+        """
         lineages = [self._dropped.popleft() for _ in range(len(self._dropped))]
         states = [self._dropped_states.popleft() for _ in range(len(self._dropped_states))]
         data = _PACK.encode(op.Message(operation, lineages, states))
@@ -71,10 +78,11 @@ class Leader(Lockstep):
                 raise GroupLost(f"a rank cannot be reached: {error}") from error
 
     def ask(self, question: op.AnyQuestion, seconds: float = ANSWER_S) -> list[op.Answer]:
-        """Ask every rank, and return the answers in the order of ranks, from rank 1.
+        """Ask every other rank, and return the answers in the order of ranks, from rank 1.
 
-        Any thread. Blocks for at most `seconds` for each. Raises GroupLost, and then always: an
-        answer that comes later belongs to no question.
+        Any thread. Blocks for at most `seconds` for each rank. Raises GroupLost if a rank does not
+        answer. Every later call then raises it too, because a late answer could be taken for that
+        to another question.
         """
         data = _PACK.encode(question)
         with self._asking:

@@ -46,7 +46,10 @@ class Feed(Operation, frozen=True):
 
 
 class Start(Operation, frozen=True):
-    """Operation: begin to decode over a lineage or batch; `tokens` has one token per row."""
+    """Operation: feed `tokens`, one per row of a lineage or batch, and draw the next ones.
+
+    The tokens drawn become its pending ones: its decoding begins.
+    """
 
     caches: int
     tokens: list[int]
@@ -59,7 +62,7 @@ class Step(Operation, frozen=True):
 
 
 class Create(Operation, frozen=True):
-    """Operation: make an empty lineage. `copy_bytes`: see `Lineage`."""
+    """Operation: make an empty lineage with the number `lineage`. `copy_bytes`: see `Lineage`."""
 
     lineage: int
     copy_bytes: int
@@ -86,7 +89,10 @@ class Truncate(Operation, frozen=True):
 
 
 class Pretend(Operation, frozen=True):
-    """Operation: set the number of positions of a lineage to `to`; the values may be anything."""
+    """Operation: set the number of positions of a lineage to `to`; the values may be anything.
+
+    It serves to measure a pass there.
+    """
 
     lineage: int
     length: int
@@ -118,7 +124,10 @@ class Restore(Operation, frozen=True):
 
 
 class Settle(Operation, frozen=True):
-    """Operation: copy the states of a lineage into buffers of their own."""
+    """Operation: copy the states of a lineage into buffers of their own.
+
+    Before, they may be views that keep larger buffers in memory.
+    """
 
     lineage: int
     length: int
@@ -139,10 +148,10 @@ class Release(Operation, frozen=True):
 
 
 class Join(Operation, frozen=True):
-    """Operation: make the batch `joint` of the rows of `rows` and of all `others`.
+    """Operation: make the batch `joint` of the rows of `rows` and of all `others`, in this order.
 
-    `rows`, `others`: numbers of lineages or batches. `batched`: `rows` is a batch already, which is
-    replaced.
+    `joint`: number of the new batch. `rows`, `others`: numbers of lineages or batches. `batched`:
+    `rows` is a batch, which is dropped afterwards.
     """
 
     joint: int
@@ -172,7 +181,7 @@ class TakeRow(Operation, frozen=True):
 class AppendRow(Operation, frozen=True):
     """Operation: append the newest `count` positions of the row `row` of a batch to a lineage.
 
-    The row's states are appended with them.
+    The states of the lineage become those of the row.
     """
 
     batch: int
@@ -247,7 +256,10 @@ AnyOperation = (
 
 
 class Message(msgspec.Struct, frozen=True, array_like=True):
-    """An operation, and the numbers of the lineages and states that rank 0 dropped before it."""
+    """An operation, and the numbers of the lineages and states that rank 0 dropped before it.
+
+    The other ranks drop these too, before the operation.
+    """
 
     operation: AnyOperation
     lineages: list[int] = []
@@ -259,7 +271,7 @@ class Question(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Ping(Question, frozen=True):
-    """Question: since when does the current operation run?"""
+    """Question: for how many seconds has the current operation run?"""
 
 
 class Find(Question, frozen=True):
@@ -291,20 +303,29 @@ class VerifyState(Question, frozen=True):
 
 
 class Outcome(Question, frozen=True):
-    """Question: has the write of the file `key` ended, and how? Each write is reported once."""
+    """Question: has the write of the file `key` ended, and how? Each write is reported once.
+
+    `key`: a result of `key_of`, or `STORE`.
+    """
 
     key: bytes
 
 
 class Pin(Question, frozen=True):
-    """Request: pin the files of `paths` under a name; see `Store.pin`."""
+    """Request: pin the files of `paths` under a name; see `Store.pin`.
+
+    `paths`: the token ids of each, int32 as bytes.
+    """
 
     name: str
     paths: list[bytes]
 
 
 class Remove(Question, frozen=True):
-    """Request: remove the files from disk that have none of the first `keep` tokens of `ids`."""
+    """Request: remove from disk the files of `ids` that hold none of its first `keep` tokens.
+
+    Files that continue them are removed too.
+    """
 
     ids: bytes
     keep: int
@@ -324,9 +345,9 @@ class Clear(Question, frozen=True):
 
 
 class Prune(Question, frozen=True):
-    """Request: remove damaged files from disk, and others down to `limit` bytes.
+    """Request: remove damaged files from disk, then evict files down to `limit` bytes in total.
 
-    See `Store.prune`.
+    With None, none are evicted. See `Store.prune`.
     """
 
     limit: int | None
@@ -342,7 +363,7 @@ class Answer(msgspec.Struct, frozen=True, array_like=True):
     `age_s`: seconds that the current operation has run. `length`: positions of the prefix on disk.
     `checkpoints`: positions of its checkpoints; None if the rank needs none. `ended`: the write
     that was asked about has ended. `failure`: why the write or the verification failed, or None.
-    `missing`: it failed because the prefix is not on disk.
+    `missing`: the write failed because the prefix that its file continues is not on disk.
     """
 
     age_s: float = 0.0
@@ -354,7 +375,10 @@ class Answer(msgspec.Struct, frozen=True, array_like=True):
 
 
 def key_of(ids: bytes, start: int | None) -> bytes:
-    """Return the key of the run of the positions from `start` of `ids`, or of a checkpoint."""
+    """Return the key by which ranks name a file: a run, or the checkpoint at the end of `ids`.
+
+    `ids`: int32, as bytes. `start`: the position at which the run begins; None for a checkpoint.
+    """
     return hashlib.blake2b(ids, digest_size=16, salt=str(start).encode()).digest()
 
 

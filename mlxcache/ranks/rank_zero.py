@@ -1,4 +1,4 @@
-"""Rank 0's side of a group: it loads its part of the model with the others, and leads them."""
+"""Rank 0's side of a group: it has the others load their parts, and loads its own."""
 
 from __future__ import annotations
 
@@ -37,8 +37,9 @@ _SHARE = msgspec.msgpack.Decoder(Share)
 
 
 class RankZero:
-    """The group as rank 0 sees it. Call its methods in their order, on the MLX thread.
+    """The group as rank 0 sees it: connections, division of the model, and stores.
 
+    Call the methods in the order of their definition, on the MLX thread. `place`: that of rank 0.
     `ram_limit`: the least budget of the other ranks in bytes, known after `survey`.
     `on_loss(why)` is called on another thread if a rank is lost. `own_age()`: seconds that the
     current operation of the MLX thread has run.
@@ -63,10 +64,11 @@ class RankZero:
         kv_bits: int | None,
         ram: str | int,
     ) -> None:
-        """Wait for the other ranks, and have them load their parts. Blocks. Raises GroupLost.
+        """Wait until the other ranks have connected, then tell them to load their parts.
 
         `model`: the model's path or name on every machine. `folder`: where it is on this one.
-        `ram`: the setting, of which each rank computes its budget.
+        `ram`: the setting, from which each rank computes its budget. The other arguments are those
+        of `Setup`. Blocks for the connections, not for the loads. Raises GroupLost.
         """
         self._group = group = mx.distributed.init(strict=True)
         self._links = accept_all(self.place.host, group)
@@ -84,13 +86,18 @@ class RankZero:
             links.operations.send_bytes(msgspec.msgpack.encode(setup))
 
     def divide(self, model: nn.Module, config: Mapping[str, Any]) -> None:
-        """Keep only rank 0's part of `model`, whose weights were not read yet."""
+        """Reduce `model`, whose weights were not read yet, to the part of rank 0.
+
+        `config`: its config.json. Raises ModelError if it cannot be divided.
+        """
         divide(model, config, self._group, self.place.mode)
 
     def survey(self, model: nn.Module, kv_bits: int | None) -> Layout:
-        """Return the layout of the model on all ranks, once they have loaded it.
+        """Wait until all ranks have loaded their parts; return a layout that suits them all.
 
-        Raises ModelError if a rank cannot load its part, or the parts do not fit together.
+        `model`: the part of rank 0, loaded. `kv_bits`: bits of a quantised KV value, or None.
+        Blocks. Raises GroupLost, and ModelError if a rank cannot load its part, or the parts do not
+        fit together.
         """
         self._hear_shares()  # a rank that could not load its part makes no pass
         wait_for_all(self._group)
@@ -139,15 +146,18 @@ class RankZero:
         return GroupStore(own, leader, needs_checkpoints=needs_checkpoints)
 
     def figures(self) -> dict[str, Any]:
-        """Return what `GET /v1/cache` shows: how the model is divided, and the other ranks.
+        """Return the part of `GET /v1/cache` about the division of the model.
 
-        See `Watch.figures`. Any thread.
+        `mode`: as in `Place`. `size`: number of ranks. `others`: see `Watch.figures`. Any thread.
         """
         others = self._watch.figures() if self._watch is not None else []
         return {"mode": self.place.mode, "size": self._group.size(), "others": others}
 
     def close(self) -> None:
-        """End the group: the other ranks write what they have, and end."""
+        """End the group: the other ranks finish their queued writes to disk, then exit.
+
+        Does not wait for them.
+        """
         if self._watch is not None:
             self._watch.close()
         if self._leader is not None:

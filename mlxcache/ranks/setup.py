@@ -1,4 +1,4 @@
-"""Loading of a rank's part of a model, and its life until the group ends."""
+"""A rank other than 0: it loads its part of the model, and follows rank 0 until the group ends."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _QUESTION = msgspec.msgpack.Decoder(op.AnyQuestion)
 
 
 def config_digest(model: Path) -> str:
-    """Return a digest of a model's config.json."""
+    """Return a digest of the config.json in the folder `model`, in hexadecimal digits."""
     return hashlib.blake2b((model / "config.json").read_bytes(), digest_size=16).hexdigest()
 
 
@@ -63,9 +63,10 @@ class Rank:
         self._heard_at = time.monotonic()
 
     def run(self) -> None:
-        """Serve the group until it ends. Blocks; signals are handled on the calling thread.
+        """Load this rank's part, and repeat the operations of rank 0 until the group ends.
 
-        MLX runs on a thread of its own, so that signals work while a pass hangs.
+        Blocks until then; the process exits at the end. Ctrl-C is ignored, because it ends rank 0.
+        MLX runs on a thread of its own, so that other signals work while a pass hangs.
         """
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends rank 0, and that the others
         thread = MlxThread(lambda error: end_process(f"rank {self.place.rank}: {error!r}"))
@@ -109,7 +110,7 @@ class Rank:
             while follower.obey(links.operations.recv_bytes()):
                 pass
         except (EOFError, OSError):
-            log.warning("rank 0 is gone: rank %d ends", self.place.rank)
+            log.warning("rank %d ends: the connection to rank 0 was lost", self.place.rank)
         follower.close()
         links.close()
         mx.synchronize()
@@ -138,7 +139,11 @@ class Rank:
     # -- on other threads --------------------------------------------------------------------------
 
     def _answer(self, links: Links, follower: Follower) -> None:
-        """Answer the questions of rank 0."""
+        """Answer the questions of rank 0.
+
+        When the connection is lost, ends the process after `SILENT_S` seconds, so that files can
+        still be written.
+        """
         try:
             while True:
                 question: Any = _QUESTION.decode(links.questions.recv_bytes())
@@ -150,7 +155,7 @@ class Rank:
             end_process(f"rank {self.place.rank}: rank 0 is gone")
 
     def _watch(self) -> None:
-        """End the process if rank 0 is silent."""
+        """End the process if rank 0 has asked nothing for `SILENT_S` + `PING_S` seconds."""
         while True:
             time.sleep(PING_S / 4)
             if time.monotonic() - self._heard_at > SILENT_S + PING_S:
