@@ -64,7 +64,7 @@ def foreign_origin(
     The page is named by its origin or by the Host header. Requests are allowed from pages of this
     server, from the origins `allowed`, and from origins with other schemes, such as an editor's
     `vscode-webview://...`. The hidden origin `null` is refused. With `any_host`, every name in Host
-    is accepted. `linkable` allows links on other pages to open the path.
+    is accepted. With `linkable`, a link on a page of another site may open the URL in the browser.
     """
     host, origin = headers.get("host", ""), headers.get("origin", "").lower()
     if not any_host and not is_local(_host_name(f"//{host}")):
@@ -130,8 +130,8 @@ def _address(url: str, like: str = "") -> tuple[str, int] | None:
 def check_page(settings: ApiSettings, request: Request) -> None:
     """Raise HTTPException for a request of another site's page (403) or too many headers (431).
 
-    If keys are required, or with `any_host`, every host name is accepted: another site's page
-    cannot have a key.
+    If keys are required, or `settings.any_host` is true, every host name is accepted: another
+    site's page cannot have a key. The limits are `MAX_HEADERS` and `MAX_HEADER_BYTES`.
     """
     raw = request.scope["headers"]
     if len(raw) > MAX_HEADERS or sum(len(k) + len(v) for k, v in raw) > MAX_HEADER_BYTES:
@@ -332,7 +332,7 @@ def explain_wrong_base_url(path: str) -> str | None:
 class UnknownPaths:
     """Handler of requests to paths that do not exist; logs those of a wrong base URL.
 
-    The response says the same, but most clients do not show its message.
+    The response names the same cause, but most clients do not show its message.
     """
 
     def __init__(self, refusals: RefusalLog):

@@ -131,7 +131,7 @@ async def _warm(
 
 @dataclass(frozen=True, slots=True)
 class Begun:
-    """A reply that has begun: its stream, its job, and its admission, or None if it is queued."""
+    """A submitted request: its stream, its job, and its `Admitted` event; None while queued."""
 
     stream: Stream
     job: Job

@@ -118,7 +118,8 @@ def _middleware(deps: Deps) -> list[Middleware]:
 class RequestMiddleware:
     """Middleware that gives each request an id, adds `SECURITY_HEADERS` and counts error responses.
 
-    Errors of `/health` are not counted, because clients poll it until the model is loaded.
+    The id is also a header of the response. Errors are counted by status. Those of `/health` are
+    not counted, because clients poll it until the model is loaded.
     """
 
     def __init__(self, app: ASGIApp, error_counts: Counter[int]):

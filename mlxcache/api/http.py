@@ -93,8 +93,10 @@ class Deps:
     async def of(self, model: str | None, arrival: Arrival | None = None) -> Deps:
         """Return these objects with the engine of the model that a request names.
 
-        Loads the model if it was never loaded, and raises the errors of `Models.of`. `arrival`: the
-        request, to be recorded while it waits. `loaded_s` of the result is how long it waited.
+        `model`: the name in the request; an unknown one, or None, stands for the default model.
+        Waits while the model is loaded for the first time, and raises the errors of `Models.of`.
+        `arrival`: the request, to be recorded while it waits. `loaded_s` of the result is the
+        seconds that it waited.
         """
         if self.models is None:
             return self
@@ -103,7 +105,10 @@ class Deps:
         return replace(self, engine=engine, loaded_s=time.monotonic() - began if waits else 0.0)
 
     def load_share(self, model: str | None) -> float | None:
-        """Return the share of the model that is loaded, if a request for it waits for that."""
+        """Return the share of a model that is loaded, from 0 to 1, while it is being loaded.
+
+        `model`: the name in a request. Returns None if that model is not being loaded.
+        """
         return (self.engine if self.models is None else self.models.find(model)).load_share
 
     def figures(self) -> dict[str, Any]:
@@ -138,7 +143,7 @@ def get_request_id(request: Request) -> str:
 
 
 def require_model(deps: Deps) -> ModelInfo:
-    """Return a description of the loaded model.
+    """Return a description of the model of `deps.engine`.
 
     Raises NotReady while the model loads or the server stops, and ModelError if loading failed.
     """
@@ -154,7 +159,7 @@ def require_model(deps: Deps) -> ModelInfo:
 
 
 def accepts_images(deps: Deps) -> bool:
-    """Return whether the loaded model accepts images; False if none is loaded."""
+    """Return whether the model of `deps.engine` accepts images; False until it is loaded."""
     return deps.engine.info is not None and deps.engine.info.has_images
 
 

@@ -15,8 +15,9 @@ T = TypeVar("T")
 class LateReply(Generic[T]):
     """A reply that begins once its model is loaded.
 
-    `begin` loads the model and submits the request. `arrival`: the request, as `begin` gives it to
-    `Deps.of`. `close(begun)` closes the streams of a reply that has begun.
+    `begin` loads the model, submits the request and returns an object for the reply that has begun.
+    `arrival`: the request, as `begin` gives it to `Deps.of`. `close(result)` is called with the
+    result of `begin` to close its streams.
     """
 
     def __init__(
@@ -30,9 +31,10 @@ class LateReply(Generic[T]):
         self._arrival, self._close = arrival, close
 
     async def begun(self, seconds: float) -> T | None:
-        """Wait until the reply begins; return None if its model is still loaded after `seconds`.
+        """Return the result of `begin`, or None if the model is still being loaded after `seconds`.
 
-        Raises the errors of `begin`. If this is cancelled, the request is too.
+        If the request does not wait for its model then, this waits on, without a limit. Raises the
+        errors of `begin`. If the call is cancelled, so is the request.
         """
         try:
             await asyncio.wait({self._task}, timeout=seconds)
@@ -49,14 +51,17 @@ class LateReply(Generic[T]):
         return self._task.done()
 
     async def get(self) -> T:
-        """Wait until the reply begins. Raises the errors of `begin`, and NotReady once closed."""
+        """Wait for the result of `begin` and return it.
+
+        Raises the errors of `begin`, and NotReady if `aclose` cancelled the request.
+        """
         await asyncio.wait({self._task})
         if self._task.cancelled():
             raise NotReady("The server is stopping.", retry_after=5.0)
         return self._task.result()
 
     async def aclose(self) -> None:
-        """Cancel the request, or close its streams if the reply has begun. Idempotent."""
+        """Cancel the request, or close the streams of a reply that has begun. Idempotent."""
         self._task.cancel()
         await asyncio.wait({self._task})
         if not self._task.cancelled() and self._task.exception() is None:

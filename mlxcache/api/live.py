@@ -177,8 +177,9 @@ class Feed:
     def _poll(self) -> bool:
         """Read the parts `server` and `requests`, and start reading the other parts that are due.
 
-        The cache's figures are due every `FIGURES_S` seconds, sessions at most as often, and the
-        tree with them. Returns whether any request is running.
+        The part `cache` is due every `FIGURES_S` seconds. `sessions` and `tree` are due together
+        with it, less often if reading them takes long, and only while a reader asks for them.
+        Returns whether any request is queued or running.
         """
         engine, now = self._engine, asyncio.get_running_loop().time()
         info = engine.info
@@ -229,7 +230,10 @@ class Feed:
             self._sessions = asyncio.create_task(self._read_sessions())
 
     async def _read_sessions(self) -> None:
-        """Read the sessions and their tree, unless nothing in them can have changed."""
+        """Read the sessions and their tree, unless they are as when they were last read.
+
+        That is assumed if the rows of the sessions and `_held_bytes` are unchanged.
+        """
         book = (self._models or self._engine).sessions
         loop = asyncio.get_running_loop()
         try:
@@ -278,9 +282,10 @@ class LiveReaders:
         self._readers: Counter[str | None] = Counter()
 
     def enter(self) -> Callable[[], None]:
-        """Count one more live stream of the current owner; return a function that removes it.
+        """Count one more live stream of the current owner; return a function that uncounts it.
 
-        Raises TooMany if the owner already has `MAX_READERS` streams.
+        Call that function when the stream has ended. Raises TooMany if the owner already has
+        `MAX_READERS` streams.
         """
         owner = OWNER.get()
         if self._readers[owner] >= MAX_READERS:

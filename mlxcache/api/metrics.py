@@ -59,7 +59,7 @@ class Family:
     def iterate_samples(
         self, figures: Mapping[str, Any]
     ) -> Iterator[tuple[tuple[str, ...], float]]:
-        """Yield label values with a number, for each value of this metric in `figures`."""
+        """Yield (label values, number) for each value of this metric in `figures`."""
         value: Any = figures
         for key in self.path.split("."):
             value = value.get(key) if isinstance(value, Mapping) else None
@@ -244,7 +244,11 @@ def arrange_figures(figures: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _arrange_remote(remote: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the figures of the remote, with mappings from the direction, `up` or `down`."""
+    """Return the figures of the remote, with entries added for the metrics `_REMOTE`.
+
+    Figures of transfers become mappings from the direction, `up` or `down`; the state becomes two
+    booleans.
+    """
     ways = {"up": "upload", "down": "download"}
     rates = {way: remote[f"{name}_bytes_per_s"] for way, name in ways.items()}
     return {
@@ -284,7 +288,10 @@ def _encode(registry: CollectorRegistry, accept: str) -> tuple[bytes, str]:
 
 
 def _loaded_share(model: Mapping[str, Any]) -> float:
-    """Return the share of a model's weights that is in memory, from its state in `models`."""
+    """Return the share of a model's weights that is in memory, from 0 to 1.
+
+    `model`: the model's entry in the figures `models`.
+    """
     if model["state"] == "loading":
         return float(model.get("progress") or 0.0)
     return 1.0 if model["state"] == "loaded" else 0.0
@@ -301,7 +308,10 @@ class EngineCollector(Collector):
         self._figures: dict[str, Any] = {}
 
     async def refresh(self) -> None:
-        """Read the figures in a thread, because they wait for the disk."""
+        """Read the figures that the next `collect` reports.
+
+        They are read in another thread, because that waits for the disk.
+        """
         if self._models is not None:
             self._figures = await run_sync(self._models.figures)
             return

@@ -37,7 +37,7 @@ def routes(deps: Deps) -> list[Route]:
 
 
 async def models(deps: Deps, request: Request) -> Response:
-    """List the models: in Anthropic's form for its clients, else in that of all others."""
+    """List the models: in Anthropic's form for clients of its API, else in OpenAI's."""
     info = require_model(deps)
     if is_anthropic_client(request):
         opened = [one for one in _infos(deps) if one is not None]
@@ -61,7 +61,7 @@ def _infos(deps: Deps) -> list[ModelInfo | None]:
 
 
 def _listed(deps: Deps) -> list[dict[str, Any]]:
-    """Return an object for each model, with its `state`."""
+    """Return an object for each model, with its `state`, such as `loaded` or `unloaded`."""
     infos = _infos(deps)
     if deps.models is None:
         engine = deps.engine
@@ -75,7 +75,7 @@ def _listed(deps: Deps) -> list[dict[str, Any]]:
 
 
 def _unknown(label: str) -> dict[str, Any]:
-    """Return the object of a model that was never loaded; fields that are not known are null."""
+    """Return the object of a model that was never loaded, without the fields that are not known."""
     return {
         "id": label,
         "object": "model",
@@ -87,9 +87,9 @@ def _unknown(label: str) -> dict[str, Any]:
 
 
 async def load(deps: Deps, request: Request) -> Response:
-    """Load a model, unless it is loaded, and return its object once that has begun.
+    """Load a model's weights if they are not in memory, and return its object at once.
 
-    A model that was never loaded is returned when it is loaded.
+    Only for a model that was never loaded, the answer comes after it is loaded.
     """
     engine = await engine_named(deps, _name(request))
     await engine.load_weights()
@@ -110,7 +110,9 @@ async def unload(deps: Deps, request: Request) -> Response:
 async def engine_named(deps: Deps, name: str, *, wait: bool = True) -> Engine:
     """Return the engine of the model with the name, id or alias `name`.
 
-    With `wait`, it is loaded if it never was. Raises NotFound for other names.
+    With `wait`, a model that was never loaded is loaded first, which may take minutes; without it,
+    the engine is returned as it is. Raises NotFound for other names, and the errors of
+    `require_model`.
     """
     require_model(deps)
     if deps.models is None:
@@ -133,9 +135,9 @@ async def model(deps: Deps, request: Request) -> Response:
 
 
 def _info(deps: Deps, name: str) -> ModelInfo:
-    """Return the description of the model for requests that name `name`.
+    """Return the description of the model that serves requests with the model name `name`.
 
-    It is that of the default model if the named one was never loaded.
+    If that model was never loaded, the description of the default model is returned.
     """
     default = require_model(deps)
     found = deps.models.find(name).info if deps.models is not None else None
@@ -145,7 +147,8 @@ def _info(deps: Deps, name: str) -> ModelInfo:
 def _is_other_page(request: Request) -> bool:
     """Return whether a request for Anthropic's list of models asks for a page without models.
 
-    The one served model is on the first page, among the active ones. Raises BadRequest for a
+    All models are on the first page, and all are active. So there are none after or before a model
+    id (`after_id`, `before_id`), or if `lifecycle` asks only for others. Raises BadRequest for a
     `limit` that is not from 1 to 1,000.
     """
     if not 1 <= read_number(request, "limit", 20) <= 1000:

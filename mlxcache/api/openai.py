@@ -166,10 +166,10 @@ async def _text_job(deps: Deps, one: str | Prompt, fields: dict[str, Any]) -> Jo
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A rendered request: a job for each choice, and how its reply is written.
+    """A rendered request: a job for each choice, and the form in which its reply is written.
 
-    `echoes`: the texts of its prompts, if they are to be repeated. `held`: the reply is shown only
-    when it is complete, because it must be whole.
+    `echoes`: the texts of its prompts, if choices must begin with them. `held`: a format or a tool
+    call is required, so that a part of the reply is useless (see `Wish.whole`).
     """
 
     jobs: list[Job]
@@ -181,8 +181,8 @@ class Prepared:
 def _jobs(jobs: Sequence[Job], body: Generation) -> list[Job]:
     """Return a job for each of the `n` choices of each prompt, from one job for each prompt.
 
-    They are ordered by prompt. Each choice has a seed and, except the first of all, an id of its
-    own.
+    They are ordered by prompt. The choices of a prompt have different seeds, if the request has
+    one. The first job of all has the id of the request; the others add `-1`, `-2` and so on.
     """
     n = wire.read_choices(body)
     made = [
@@ -206,7 +206,10 @@ def _fields(deps: Deps, request: Request, body: Generation) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Begun:
-    """A reply that has begun: the streams of its choices, and how it is written."""
+    """A submitted request: the streams of its choices, and the form in which it is answered.
+
+    `count` is the number of choices of all prompts together.
+    """
 
     choices: Choices
     count: int
@@ -266,7 +269,10 @@ async def _answer(
 
 
 async def _late_events(late: LateReply[Begun], progress: ReplyProgress) -> Events:
-    """Yield the events of a reply whose model is still being loaded."""
+    """Yield a progress comment at once, then the events of the reply when it has begun.
+
+    Used if the model is still being loaded when the response begins.
+    """
     yield progress.to_comment()
     async with aclosing(_events(await late.get(), progress)) as events:
         async for item in events:

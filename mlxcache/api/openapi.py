@@ -265,8 +265,8 @@ def _body_schemas() -> tuple[dict[type, Schema], dict[str, Schema]]:
 def _mark_unsupported(schema: Schema, own: Mapping[str, Any]) -> None:
     """Mark the fields of a body's schema that the server refuses, and move them to its end.
 
-    These are the fields of `UnsupportedFields` without those in `own`: the type of the body defines
-    these itself, because it supports them.
+    These are the fields of `UnsupportedFields`, except those in `own`, the fields that the type of
+    the body defines itself because it supports them.
     """
     properties: dict[str, Schema] = schema["properties"]
     for name in openai_types.UnsupportedFields.__struct_fields__:

@@ -70,7 +70,9 @@ class Recorder:
             self._failing = False
         except OSError as error:
             if not self._failing:
-                log.warning("request body not written to the folder of --record: %s", error)
+                log.warning(
+                    "%s: request body not written to the folder of --record: %s", id, error
+                )
             self._failing = True
 
     def _write(self, path: Path, body: bytes) -> None:

@@ -218,7 +218,7 @@ async def _continued(deps: Deps, body: ResponsesRequest) -> wire.Conversation:
 
 
 def _writer(deps: Deps, request: Request, body: ResponsesRequest) -> ResponseWriter:
-    """Return the writer of the response to a request that was checked, before it is rendered."""
+    """Return the writer that builds the response to a request, before the request is rendered."""
     tools, id = Toolbox(body.tools or ()), get_request_id(request).replace("req_", PREFIX)
     form, use = wire.read_text_format(body), tools.read_use(body)
     model = body.model or require_model(deps).id
@@ -272,7 +272,7 @@ async def _start(deps: Deps, request: Request, asked: Asked, writer: ResponseWri
 async def _truncate(deps: Deps, chat: Chat, limit: int) -> Chat:
     """Return `chat` without the oldest turns, so that its prompt has at most `limit` tokens.
 
-    The newest turn is always kept.
+    The newest turn is always kept, even if its prompt alone has more tokens.
     """
 
     async def fits(one: Chat) -> bool:
@@ -348,7 +348,7 @@ async def _end(deps: Deps, reply: Reply) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Begun:
-    """A response that has begun, with the engine of its model."""
+    """A submitted request, with the engine of its model in `deps`."""
 
     deps: Deps
     reply: Reply
@@ -357,7 +357,10 @@ class Begun:
 async def _late_events(
     late: LateReply[Begun], running: RunningResponses, writer: ResponseWriter, deps: Deps
 ) -> sse.Events:
-    """Yield the events of a response whose model is still being loaded."""
+    """Yield the first events at once, then the others when the reply has begun.
+
+    Used if the model is still being loaded when the response begins.
+    """
     for payload in writer.begin():
         yield _event(payload)
     while not await late.wait(0.9 * deps.settings.ping_seconds):

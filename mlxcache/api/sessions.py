@@ -180,9 +180,10 @@ async def restore(deps: Deps, request: Request) -> Response:
 
 
 async def _files_for(deps: Deps, model: str | None) -> SessionFiles | SeveralFiles:
-    """Return the files of the model with the name `model`, or of all models if it is None.
+    """Return the object that imports and exports sessions of a model; of all models for None.
 
-    Raises NotFound for an unknown name.
+    `model`: the model's name, id or alias. A model that was never loaded is loaded first. Raises
+    NotFound for an unknown name.
     """
     sessions = require_sessions(deps)
     return sessions.files if model is None else (await engine_named(deps, model)).sessions.files

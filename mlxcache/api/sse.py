@@ -59,7 +59,11 @@ class ReplyProgress:
     """Phase of one reply, sent as a comment if no event was sent for `ping_seconds`."""
 
     def __init__(self, load_share: Callable[[], float | None] = lambda: None) -> None:
-        """Begin in the queue. `load_share` returns the share of the model that is loaded."""
+        """Begin in the phase `queued`.
+
+        `load_share` returns the share of the model that is loaded, from 0 to 1, or None if the
+        model is not being loaded.
+        """
         self._text: str | None = None
         self._load_share = load_share
 

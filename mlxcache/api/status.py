@@ -120,11 +120,12 @@ def measure_progress(
 
     The keys are `phase`, `done_tokens`, `total_tokens`, `tokens_per_s` and `left_s`. A request that
     waits while its model is loaded is in the phase `loading`, and has the key `share` too: the
-    share of the model that is loaded, `load_share`. In prefill,
-    `done_tokens` counts the cached and the computed tokens of the prompt, and `total_tokens` all of
-    it. In `decode`, `done_tokens` counts tokens of the reply, and the total is None because it is
+    share of the model that is loaded, from 0 to 1, given as `load_share`. In prefill, `done_tokens`
+    counts the cached and the computed tokens of the prompt, and `total_tokens` all of it. In
+    `decode`, `done_tokens` counts tokens of the reply, and `total_tokens` is None because it is
     unknown. `tokens_per_s` is the reply's average so far, None before its second token. `left_s` is
-    the estimated rest of the prefill in seconds. `now` is in seconds since 1970.
+    the estimated rest of the prefill in seconds. `now`: the time in seconds since 1970, by default
+    the present.
     """
     if record.status not in ("queued", "prefill", "decode"):
         return None

@@ -228,9 +228,10 @@ class PromptBuilder:
             self._replay.replies.add(reply)
 
     def unknown_replies(self, chat: Chat, session: str | None = None) -> tuple[bytes, ...]:
-        """Return digests of what precedes each reply in a conversation that is not known.
+        """Return a digest of the messages before each reply in `chat` that is not a known reply.
 
-        See `canonical.replies.Found`. `session`: as for `chat`.
+        These are the digests `Found.unknown` of `canonical.replies`, by which the replies can be
+        looked up in the remote. `session`: as for the method `chat`.
         """
         if self._replay is None or not any(m.get("role") == "assistant" for m in chat.messages):
             return ()

@@ -462,9 +462,9 @@ Many messages begin with "What is".
 
 
 def differences(old: Chat, new: Chat) -> list[Difference]:
-    """Return the differences between two conversations, apart from what one has only in addition.
+    """Return the differences between two conversations: template arguments, tools, then messages.
 
-    They are in the order of template arguments, tools, and messages. The result is empty if one
+    Messages that only one of them has at its end are no difference. So the result is empty if one
     conversation only continues the other.
     """
     return [

@@ -84,7 +84,8 @@ class Explanation:
 
     `at_token`: number of shared leading tokens. `new_from`: token of the later prompt at which
     messages begin that the earlier prompt and its reply did not have. `again`: half-open ranges of
-    tokens between the two that the earlier prompt had too, and that are computed a second time.
+    token positions of the later prompt, from `at_token` to `new_from`, whose tokens the earlier
+    prompt had too: they are computed a second time.
     `first`: the difference, or None if nothing differs before `new_from` or the prompts are not
     `related`. `later`: further differences. `removed`: differences between the requests as sent
     that canonicalisation removed, each with its rule. `related`: see `differences.related`.
@@ -130,7 +131,7 @@ class Explainer:
     def explain(self, old: Side, new: Side, computed: int | None = None) -> Explanation:
         """Return the first difference of prompt `new` from prompt `old`, and its cause.
 
-        `computed`: leading tokens of `old` that were computed; all by default.
+        `computed`: number of leading tokens of `old` whose KV was computed; all by default.
         """
         found = self._explain(old, new)
         if not related(old.source.chat, new.source.chat):
@@ -256,7 +257,10 @@ class EarlierPrompts:
         )
 
     def add(self, new: EarlierPrompt) -> None:
-        """Add a prompt, and drop the prompts of its session that it continues."""
+        """Add a prompt, and drop the prompts of its session that it continues.
+
+        It continues a prompt if it begins with at least three quarters of that prompt's tokens.
+        """
         ids, group = new.side.ids, (new.session, new.owner)
         continued = [
             one
@@ -275,8 +279,9 @@ class EarlierPrompts:
     ) -> list[tuple[EarlierPrompt, int]]:
         """Return the prompts `held`, each with the number of leading tokens it shares with `ids`.
 
-        The best are first: prompts of the session, then those that share more tokens, then the
-        newest.
+        `held`: prompts, oldest first. `session`, `ids`: session label and token ids of the prompt
+        to compare with. Prompts of the same session come first; among those of equal rank, the ones
+        that share more tokens, then the newest.
         """
         found = [(one, common_length(one.side.ids, ids)) for one in reversed(held)]
         return sorted(found, key=lambda pair: (pair[0].session != session, -pair[1]))

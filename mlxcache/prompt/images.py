@@ -167,9 +167,9 @@ def add_images(prompt: Prompt, template: ImageTemplate, images: Sequence[Image])
 
 
 def _find_part(template: Template, token: str, args: Mapping[str, Any]) -> Message | None:
-    """Return the kind of image part in a message that the template renders as `token`.
+    """Return the form of image part that the template renders as `token`: one of `PARTS`, or None.
 
-    The result is one of `PARTS`, or None.
+    `token`: text that a template writes for an image. `args`: arguments of the template.
     """
     for part in PARTS:
         content = [{"type": "text", "text": U}, part, {"type": "text", "text": U2}]

@@ -155,7 +155,10 @@ class ControlTokenFinder:
         self._is_control[list(self._ids.values())] = True
 
     def find_all(self, text: str, start: int = 0, end: int = sys.maxsize) -> list[re.Match[str]]:
-        """Return the control tokens in a range of a text, leftmost and longest first."""
+        """Return the control tokens in characters [start, end) of a text, in order.
+
+        They do not overlap. Of the tokens that match at one character, the longest is taken.
+        """
         return [m for m in self._pattern.finditer(text, start, end) if m.group() in self._ids]
 
     def id_of(self, match: re.Match[str]) -> int:

@@ -83,8 +83,9 @@ def find_marks(prompt: Tokenised, openers: frozenset[int], generation_at: int) -
     """Return the token positions of each message's start and of the reply, ascending.
 
     Position 0, the prompt's length, and positions among the control tokens that begin the text are
-    left out, and so is a position within `MARK_DISTANCE` tokens of the one before. `openers`: ids
-    of tokens that open a message. `generation_at`: token position of the reply.
+    left out. So is a position fewer than `MARK_DISTANCE` tokens after the one before it in the
+    result, or before the reply. `openers`: ids of tokens that open a message. `generation_at`:
+    token position of the reply.
     """
     ids = prompt.ids
     opens = np.isin(ids[prompt.at], list(openers)) if openers else np.zeros(0, dtype=bool)

@@ -352,7 +352,10 @@ class Replies:
         self._keys: tuple[tuple[int, str], ...] | None = ()
 
     def add(self, reply: GeneratedReply) -> None:
-        """Remember a reply, together with other replies to the same prompt."""
+        """Remember a reply beside other replies to the same prompt, of which the latest are kept.
+
+        At most `ALTERNATIVES` replies are kept for one prompt.
+        """
         with self._lock:
             others = self._held.peek(reply.row.digest) or ()
             same = [o for o in others if o.same(reply)]

@@ -77,11 +77,12 @@ def _hashes(ids: Tokens) -> NDArray[np.uint64]:
 def _longest(
     old: Tokens, new: Tokens, used: NDArray[np.bool_], at: tuple[int, int], places: Sequence[int]
 ) -> tuple[int, int, int]:
-    """Return the longest sequence that both prompts have around a token.
+    """Return the longest sequence around a token of `new` that `old` has too.
 
-    The result is its starts in `new` and `old`, and its length. `at`: position of the token in
-    `new`, and the first position at which the sequence may begin. `used`: tokens of `old` in
-    sequences found before. `places`: positions in `old` to compare.
+    The result is (start in `new`, start in `old`, number of tokens), all 0 beyond the first if
+    there is none. `at`: position of the token in `new`, and the first position of `new` at which
+    the sequence may begin. `used`: True for tokens of `old` in sequences found before, shape (n,).
+    `places`: positions in `old` with which the token is compared.
     """
     best = at[0], 0, 0
     for place in places:

@@ -146,7 +146,8 @@ def count_usage(prompt: Prompt, cached: int, generated: int = 0) -> dict[str, in
 def count_prompt(prompt: Prompt, *, edited: bool = False) -> dict[str, Any]:
     """Return the response body of `POST /v1/messages/count_tokens`.
 
-    `edited`: the request has `context_management`, so the body needs a count for it too.
+    `edited`: the request has `context_management`, so the body also has
+    `context_management.original_input_tokens`. It is the same count, because no edit is applied.
     """
     count = len(prompt.ids)
     edits = {"context_management": {"original_input_tokens": count}} if edited else {}

@@ -175,9 +175,10 @@ class _ChatWriter:
         self.breakpoint = len(self.messages)
 
     def continue_last(self, *, strict: bool) -> bool:
-        """Return whether the final assistant message can be continued; remove an empty one.
+        """Return True if the reply is to continue the final message, an assistant message.
 
-        With `strict`, raises BadRequest for a message that is not empty and cannot be continued.
+        An empty message is removed; then, and if the message cannot be continued, False is
+        returned. With `strict`, a message that cannot be continued raises BadRequest instead.
         """
         last = self.messages[-1]
         content = last["content"]

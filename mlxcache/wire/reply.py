@@ -36,9 +36,10 @@ class HeldLogprobs:
         self._begun = False
 
     def take(self, piece: Piece) -> Sequence[TokenLogprob]:
-        """Hold the log-probabilities of `piece`; return those whose text is sent now.
+        """Add the log-probabilities of `piece`; return all held ones if it has text to send.
 
-        If `piece` is not text, all held ones are dropped.
+        A text piece with an empty text only adds to those held. A piece that is not text drops
+        them.
         """
         if not isinstance(piece, Text):
             self._held, self._begun = [], False

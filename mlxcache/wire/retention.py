@@ -22,9 +22,9 @@ RetentionHints = tuple[tuple[int, float], ...]
 def hints_from_marks(body: types.Conversation, breakpoint: int | None) -> RetentionHints:
     """Return the keep hints that the fields `cache_control` in `body` ask for.
 
-    Each is a pair of a number of leading messages and seconds. `breakpoint` is the number of
-    leading messages up to and including the last one with such a field: 0 if only tools or the
-    system prompt have one, None if there is none.
+    Each is a pair: the number of leading messages to keep, and the seconds to keep them after each
+    use. `breakpoint` is the number of leading messages up to and including the last one with such a
+    field: 0 if only tools or the system prompt have one, None if there is none.
     """
     head = [tool.cache_control for tool in body.tools or ()]
     head += _marks(body.system)
@@ -38,8 +38,8 @@ def hints_from_marks(body: types.Conversation, breakpoint: int | None) -> Retent
 def hints_from_retention(retention: Any, messages: int) -> RetentionHints:
     """Return the keep hint that a value of `prompt_cache_retention` asks for.
 
-    It is a pair of `messages`, the number of all messages, and seconds. Returns an empty tuple if
-    the value is unknown.
+    It is one pair: `messages`, the number of all messages, and the seconds to keep them after each
+    use. Returns an empty tuple if the value is unknown.
     """
     known = {"in_memory": MINUTES_5, "in-memory": MINUTES_5, "24h": DAY}
     seconds = known.get(retention) if isinstance(retention, str) else None

@@ -76,11 +76,11 @@ class Canonicaliser:
         stop: Sequence[str] = (),
         without: Sequence[str] = (),
     ) -> Canonical:
-        """Return the conversation to render. Never raises; `chat` itself is not changed.
+        """Return the conversation to render. `chat` itself is not changed.
 
         `session`: label of the session for which rules remember texts between requests, or None.
         `stop`: strings that will end the reply. `without`: names of rules to leave out in this
-        call.
+        call. Raises nothing but RecursionError, for messages or tools that are nested too deeply.
         """
         draft = Draft(chat)
         on = {name: state and name not in without for name, state in self._on.items()}

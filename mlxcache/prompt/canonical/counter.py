@@ -33,8 +33,9 @@ def apply(draft: Draft, *, keep: bool = False) -> bool:
 def without(text: str) -> tuple[str, list[str]]:
     """Remove counters of remaining tokens from a system message between turns.
 
-    Removes any paragraph that is a counter, and lines at the end, because the client wrote the
-    whole message. Returns the remaining text and the counters.
+    Removes every paragraph that is a counter, and counters in the last lines. Unlike a system
+    prompt, such a message is written by the client alone, so none of it is a user's text. Returns
+    the remaining text and the counters.
     """
     paragraphs = text.split("\n\n")
     counters = [part.strip() for part in paragraphs if COUNTER.fullmatch(part.strip())]

@@ -50,11 +50,13 @@ def take(draft: Draft) -> str:
 
 
 def place(draft: Draft, status: str, places: Places, session: str | None) -> None:
-    """Insert a git status as a system message at the end of the first request that had it.
+    """Insert a git status as a system message where the first request that had it ended.
 
-    Older statuses of the session are inserted at their own places. The places are remembered in
-    `places`. Without a session label only this status itself is looked up, because another one may
-    belong to another conversation with the same beginning.
+    For a new status that is the end of this request. Older statuses of the session are inserted
+    where the first requests that had them ended. `places` maps the digest of the messages before
+    such a place to the status, and is updated. If `session`, the label, is None, only `status`
+    itself is looked up, because another one may belong to another conversation with the same
+    beginning.
     """
     history = History(f"git {session}" if session else f"git\n{status}")
     known: list[tuple[int, str]] = []

@@ -59,8 +59,8 @@ class Found:
     """Known and unknown replies in a conversation.
 
     `history`: digest of all messages. `keys`: keys of the known replies, in order. `asked`: digest
-    of the messages that are no replies, and of the places of replies among them. `unknown`: such
-    digests of what precedes each reply that is not known, in order.
+    of the messages in which each reply counts only as a reply, whatever its content. `unknown`: for
+    each reply that is not known, in order, the digest `asked` of the messages before it.
     """
 
     history: bytes = b""
@@ -79,9 +79,9 @@ def apply(draft: Draft, known_reply: KnownReply, *, thinking: bool, blanks: bool
     """Give replies in the history the form in which the model wrote them, where it is known.
 
     `thinking`: restore missing thinking. `blanks`: restore white space and the form of calls.
-    `known_reply(history, message, tools)` returns the reply that the model wrote, or None. If the
-    request continues the last reply, the end of that reply is not changed, because the client
-    appends the rest to it.
+    `known_reply(history, message, tools)` returns the reply that the model wrote, or None;
+    `history` is the digest of the messages before it. If the request continues the last reply, the
+    end of that reply is not changed, because the client appends the rest to it.
     """
     history, asked = History("replies"), History("asked")
     keys: list[bytes] = []

@@ -14,7 +14,8 @@ Orders = LRU[bytes, tuple[bytes, ...]]
 def apply(draft: Draft, orders: Orders) -> bool:
     """Put the tools into the order that the first request with the same tools had.
 
-    Orders are remembered in `orders`. Returns whether this request's order has changed.
+    Orders are remembered in `orders`. Returns whether the tools of `draft` were put into another
+    order.
     """
     if len(draft.tools) < 2:
         return False
