@@ -70,9 +70,7 @@ class Recorder:
             self._failing = False
         except OSError as error:
             if not self._failing:
-                log.warning(
-                    "%s: request body not written to the folder of --record: %s", id, error
-                )
+                log.warning("%s: request body not written to the folder of --record: %s", id, error)
             self._failing = True
 
     def _write(self, path: Path, body: bytes) -> None:
