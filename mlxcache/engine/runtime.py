@@ -593,9 +593,11 @@ class ModelRuntime:
         """
         if self.remote is None:
             return
-        unknown = self.builders.of(owner).unknown_replies(chat, session)
-        characters = sum(len(str(message.get("content") or "")) for message in chat.messages)
-        rows = self.remote.replies_to(owner, unknown, characters) if unknown else []
+        builder = self.builders.of(owner)
+        unknown = builder.unknown_replies(chat, session)
+        if not unknown:
+            return
+        rows = self.remote.replies_to(owner, unknown, builder.estimate_tokens(chat))
         if rows:
             self.builders.learn({owner: rows})
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -42,6 +42,9 @@ from mlxcache.types import Chat, Prompt
 log = logging.getLogger(__name__)
 
 Messages = Sequence[Mapping[str, Any]]
+
+_SAMPLE = 2048
+"""Characters of a conversation that are encoded to learn how many make a token."""
 
 
 class PromptBuilder:
@@ -240,6 +243,19 @@ class PromptBuilder:
         except RecursionError as error:
             raise too_deep() from error
 
+    def estimate_tokens(self, chat: Chat) -> int:
+        """Return about how many tokens a conversation has, without tokenising all of it.
+
+        The number is the length of its texts times the tokens per character of a sample.
+        """
+        texts = list(_texts(chat))
+        longest = max(texts, key=len, default="")
+        start = max(0, (len(longest) - _SAMPLE) // 2)
+        sample = longest[start : start + _SAMPLE].encode("utf-8", "replace").decode()
+        if not sample:
+            return 0
+        return sum(map(len, texts)) * len(self._codec.encode(sample)) // len(sample)
+
     def message_position(self, source: Source, leading: int) -> int:
         """Return the token position at which the message with index `leading` begins in a prompt.
 
@@ -330,3 +346,15 @@ def _escape(tokenizer: ChatTokenizer, controls: Sequence[Added], thinking: list[
 def _normalizer(tokenizer: ChatTokenizer) -> Callable[[str], str] | None:
     normalizer = getattr(backend_of(tokenizer), "normalizer", None)
     return None if normalizer is None else normalizer.normalize_str
+
+
+def _texts(chat: Chat) -> Iterator[str]:
+    """Yield the texts of a conversation: contents, thinking, calls and tools."""
+    for message in chat.messages:
+        content = message.get("content") or ""
+        parts = [content] if isinstance(content, str) else content
+        yield from (part for part in parts if isinstance(part, str))
+        yield from (
+            str(message[key]) for key in ("reasoning_content", "tool_calls") if key in message
+        )
+    yield from map(str, chat.tools)

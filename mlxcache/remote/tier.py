@@ -27,14 +27,11 @@ log = logging.getLogger("mlxcache.engine")
 LOOKUPS = 8
 """Most lookups at once; each waits for the remote on a thread of its own."""
 
-REPLIES_SHARE = 0.02
+REPLIES_SHARE = 0.03
 """Share of a prompt's whole prefill that looking up its replies may take."""
 
 MOST_REPLIES_S = 1.0
 """Most seconds for looking up the replies of a prompt."""
-
-CHARACTERS = 4
-"""Characters of text that count as one token, before it is tokenised."""
 
 CLOSE_S = 1.0
 """Most seconds for uploads when the server stops, and again for the object in progress."""
@@ -125,18 +122,16 @@ class RemoteTier:
         """
         self._replies.offer(owner, asked, row)
 
-    def replies_to(
-        self, owner: str | None, asked: Sequence[bytes], characters: int
-    ) -> list[ReplyRow]:
+    def replies_to(self, owner: str | None, asked: Sequence[bytes], tokens: int) -> list[ReplyRow]:
         """Return the replies of an owner that the remote has, as far as they arrive in time.
 
-        `asked`: for each reply, the digest of the messages before it, oldest first. `characters`:
-        length of the conversation's text. Blocks for at most `REPLIES_SHARE` of the estimated
-        seconds for computing it, and at most `MOST_REPLIES_S`.
+        `asked`: for each reply, the digest of the messages before it, oldest first. `tokens`:
+        length of the conversation. Blocks for at most `REPLIES_SHARE` of the estimated seconds for
+        computing it, and at most `MOST_REPLIES_S`.
         """
         if not asked or not self._objects.available:
             return []
-        whole = self._seconds(0, characters // CHARACTERS)
+        whole = self._seconds(0, tokens)
         return self._replies.fetch(owner, asked, min(MOST_REPLIES_S, REPLIES_SHARE * whole))
 
     # -- state -------------------------------------------------------------------------------------

@@ -247,3 +247,18 @@ def test_a_new_turn_costs_a_fraction_of_the_whole() -> None:
     warm = min(seconds("fast", text) for text in texts[1:])
     whole = min(seconds(None, text) for text in texts[:4])
     assert warm < whole / 4
+
+
+@pytest.mark.parametrize("kind", ["byte_level", "unigram"])
+def test_the_tokens_of_a_conversation_are_estimated_from_a_sample(kind: str) -> None:
+    made = builder(kind)
+    call = {"id": "1", "type": "function", "function": {"name": "read", "arguments": {"n": 1}}}
+    turns = [
+        user("Read the file. " * 200),
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+    ]
+    turns += [{"role": "tool", "tool_call_id": "1", "content": "a line of it\n" * 300}]
+    chat = Chat(turns, tools=TOOLS)
+    assert made.estimate_tokens(chat) == pytest.approx(len(made.chat(chat).ids), rel=0.4)
+    assert made.estimate_tokens(Chat([user("\ud800" * 9)])) > 0
+    assert made.estimate_tokens(Chat([user("")])) == 0
