@@ -47,10 +47,10 @@ class Measured:
 
 
 def speed(results: Results, others: Sequence[str]) -> list[Check]:
-    """Return the bounds on speed for which `results` has figures.
+    """Return the bounds on this server's speed, each with the figure in `results` that it limits.
 
-    `others` names the other servers that were measured. Bounds relative to one of them need its
-    figures.
+    `others` names the other servers that were measured, relative to which some bounds are. A bound
+    is left out if `results` lacks a figure for it.
     """
     return [*_beside(results, others), *_by_itself(results)]
 

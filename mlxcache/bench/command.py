@@ -21,7 +21,7 @@ from mlxcache.plan.trace import read_trace
 
 
 class MeasurementSet(NamedTuple):
-    """Set of measurements with one name for --only.
+    """Set of measurements that --only accepts under one name.
 
     `names` are its measurements, `title` describes them in the help. `minutes` is the time of a run
     with the defaults on a Linux machine with 2 CPU cores.

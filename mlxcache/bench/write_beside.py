@@ -132,7 +132,7 @@ async def _decoding(inside: Inside, run: int) -> AsyncIterator[None]:
 
 
 async def _pace(inside: Inside, work: Work) -> tuple[float, float]:
-    """Run `work`; return the tokens generated per second during it, and its seconds."""
+    """Run `work`; return the tokens generated per second meanwhile, and the seconds it took."""
     before, began = inside.generated(), time.perf_counter()
     await work
     seconds = time.perf_counter() - began

@@ -157,7 +157,7 @@ def _lost_object(explained: Explanation) -> dict[str, Any] | None:
 
 
 def _members(found: object, *names: str) -> dict[str, Any]:
-    """Return the attributes `names` of `found` as a dict, for JSON."""
+    """Return the attributes `names` of the object `found` as a dict by name, for JSON."""
     return {name: getattr(found, name) for name in names}
 
 

@@ -40,7 +40,10 @@ class LazyGroup(TyperGroup):
         return _hide_flag_types(super().get_params(ctx))
 
     def invoke(self, ctx: Any) -> Any:
-        """Run the command. The error for a wrong value names the nearest value that is allowed."""
+        """Run the command as click does; improve the error for a value that is not allowed.
+
+        Its message names the most similar value that is allowed.
+        """
         try:
             return super().invoke(ctx)
         except typer.BadParameter as error:
@@ -107,7 +110,11 @@ def _commands(command: Any) -> Iterator[Any]:
 
 
 def _improve(message: str) -> str:
-    """Return a message about a wrong value without pydantic's words, and with the likely value."""
+    """Return a message about a wrong value, improved for users.
+
+    The prefix "Value error, " of pydantic is removed, and the most similar value that is allowed
+    is added.
+    """
     message = message.removeprefix("Value error, ")
     wrong = re.fullmatch(r"'(.+)' is not one of ('.+')\.", message)
     if wrong is None:

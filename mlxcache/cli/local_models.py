@@ -26,9 +26,9 @@ class LocalModels:
     def models(self) -> list[dict[str, Any]]:
         """Return an object for each model: those of the settings, then others in the Hub's cache.
 
-        `configured` tells which. `path` is the folder, and `disk_bytes` its size; both are None if
-        the model is not on this machine. `problem` says why a model of the settings cannot be
-        served, or is None.
+        `configured` is True for those of the settings. `path` is the folder, and `disk_bytes` its
+        size; both are None if the model is not on this machine. `problem` says why a model of the
+        settings cannot be served, or is None.
         """
         downloaded = {one.id: one for one in library.list_downloaded()}
         entries = self._settings.entries
@@ -84,8 +84,8 @@ def _model_object(name: str, model: str) -> dict[str, Any]:
 def servers_of(model: str, *folders: Path) -> list[Serving]:
     """Return the running servers of this user that serve `model`, a Hub id.
 
-    Servers are found by the lock file of their cache folder, which they hold open, and in the
-    cache `folders`.
+    Servers are looked for in the cache `folders`, and in those whose lock file a running process
+    has open.
     """
     found = {one.pid: one for folder in {*folders, *_served_folders()} for one in servers(folder)}
     return [

@@ -25,9 +25,9 @@ UNSEEN = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u206
 
 
 def visible(text: str) -> str:
-    """Return `text` without control characters.
+    """Return `text` without the characters in `UNSEEN`, which could change what a terminal shows.
 
-    Applied to text from clients and from files of other machines.
+    Use it for text that comes from clients or from files of other machines.
     """
     return UNSEEN.sub("", text)
 

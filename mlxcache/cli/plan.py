@@ -209,7 +209,10 @@ def _synthetic(users: int, context: int | None, examined: Examined) -> Trace:
 
 
 def _server(url: str | None, api_key: str | None) -> Mapping[str, Any] | None:
-    """Return the figures and recent requests of the server at `url`; None if no server is named."""
+    """Return `figures` and `requests` of the server at `url`; None if no server is named.
+
+    They are the body of `GET /v1/cache` and the newest 1000 requests.
+    """
     if url is None:
         return None
     from mlxcache.cli.target import find_server  # noqa: PLC0415 - httpx takes a while
@@ -226,7 +229,11 @@ def _memory(
     *,
     remote: bool,
 ) -> Memory:
-    """Return the memory to plan with: that of the flags, else of the server, else of `auto`."""
+    """Return the limits of RAM and disk to plan with.
+
+    Each is that of its flag, else that of `server` (a result of `_server`), else that of the
+    settings. `remote`: plan with a remote too.
+    """
     from mlxcache.config.sizes import machine_bytes  # noqa: PLC0415
     from mlxcache.model.device import working_set_bytes  # noqa: PLC0415
     from mlxcache.plan.cache import Memory  # noqa: PLC0415

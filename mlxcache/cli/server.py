@@ -78,7 +78,8 @@ request_log = logging.getLogger("mlxcache.requests")
 async def run(settings: Settings, console: Console, place: Place | None = None) -> None:
     """Run a server until SIGINT or SIGTERM.
 
-    `place`: that of this process, rank 0, if the model is divided among several.
+    `place`: the place of this process among the ranks if the model is divided among several
+    processes; only rank 0 runs a server. None if it is not divided.
 
     Raises CannotListen, ConfigError, InUse or ModelError. A dead MLX thread also raises ModelError,
     so that a supervisor can restart the process.
@@ -161,7 +162,7 @@ async def _serve(
 
 
 def _log_request(several: bool, record: RequestRecord) -> None:
-    """Log a request that is over, with its model's name if the server has `several`."""
+    """Log a finished request, with its model's name if the server has `several` models."""
     request_log.info("%s", log_line(record, several=several))
 
 
@@ -217,7 +218,10 @@ class _HttpServer(uvicorn.Server):
         yield
 
     def end(self, grace_s: int) -> None:
-        """Stop accepting requests, and close all connections within `grace_s` seconds."""
+        """Begin to end the server: accept no requests, and close connections within `grace_s`.
+
+        `grace_s` is in seconds. Returns at once; `serve` returns when all are closed.
+        """
         self.config.timeout_graceful_shutdown = grace_s
         self.should_exit = True
 

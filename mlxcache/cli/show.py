@@ -142,7 +142,7 @@ def format_saved(cached_tokens: int, saved: Mapping[str, Any]) -> str:
 
 
 def no_sessions_text(computing: int, where: str = "") -> str:
-    """Return the sentence to print in place of an empty list of sessions.
+    """Return the sentence to print in place of a table of sessions if there are none.
 
     `computing` counts the running and waiting requests, which may still become sessions. `where`
     names the server or the folder.
@@ -242,7 +242,10 @@ def format_reuse(tokens: Mapping[str, int]) -> str:
 
 
 def format_age(at: float) -> str:
-    """Format the time since `at`, in seconds since 1970, in the largest unit that fits."""
+    """Format the time since `at` in days, hours or minutes: "3 h ago".
+
+    `at` is in seconds since 1970. Less than a minute ago is "now".
+    """
     passed = max(0.0, time.time() - at)
     for seconds, unit in _AGES:
         if passed >= seconds:

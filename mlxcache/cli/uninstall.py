@@ -69,7 +69,7 @@ class Place:
     command: str | None = None
 
     def as_object(self) -> dict[str, Any]:
-        """Return the object of the place for --json."""
+        """Return `what`, `path`, `bytes` and `command` as an object for --json."""
         found = {**asdict(self), "path": str(self.path)}
         found["bytes"] = found.pop("nbytes")
         return found
@@ -162,7 +162,9 @@ def _left() -> Iterator[Place]:
 
 
 def _remove(places: Sequence[Place], folders: Sequence[Path]) -> None:
-    """Remove mlxcache's files in the cache folders, and the files in `places`.
+    """Remove mlxcache's files in the cache folders, and those of `places` that are files.
+
+    Folders that are empty then are removed too.
 
     Raises InUse if a server has started in the meantime, and MlxcacheError if a file cannot be
     removed.
@@ -186,7 +188,10 @@ def _remove(places: Sequence[Place], folders: Sequence[Path]) -> None:
 
 
 def _own_files(folder: Path, name: str) -> list[Path]:
-    """Return mlxcache's files in the folder `name` of a cache folder, which may be a link."""
+    """Return mlxcache's files in `folder` / `name`, which may be a link to a folder.
+
+    `folder` is a cache folder and `name` a key of `OWN`, which has the patterns of the files.
+    """
     top = folder / name
     return [path for pattern in OWN[name] for path in top.glob(pattern) if path.is_file()]
 

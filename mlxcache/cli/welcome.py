@@ -76,7 +76,10 @@ def _facts(url: str, info: ModelInfo, figures: Mapping[str, Any], routes: Sequen
 
 
 def _models(models: Sequence[Mapping[str, Any]], routes: Sequence[Route]) -> list[tuple[str, str]]:
-    """Return a line for each model: its name, its aliases, and the patterns that lead to it."""
+    """Return a heading and a text for each model; only the first heading is not empty.
+
+    The text has the model's name, its aliases, and the patterns of the `routes` that lead to it.
+    """
     lines: list[tuple[str, str]] = []
     for one in models:
         names = [one["label"], *one["aliases"]]

@@ -26,9 +26,10 @@ read_context = read_number(16, NO_LIMIT, example=32768)
 
 
 def read_model_names(value: object) -> tuple[str, ...]:
-    """Read a path, Hub id or name of a model, or a list of them in the order of precedence.
+    """Parse the setting `model`: a path, Hub id or name of a model, or a list of them.
 
-    Raises ValueError if the list is empty or names a model twice.
+    The first of a list is the default model. Raises ValueError if the list is empty or names a
+    model twice.
     """
     given = value if isinstance(value, list | tuple) else [value]
     names = tuple(read_text(one) for one in given)
@@ -41,9 +42,9 @@ def read_model_names(value: object) -> tuple[str, ...]:
 
 
 def read_models(value: object) -> tuple[ModelEntry, ...]:
-    """Read the tables of [models], by the name of the model, in their order.
+    """Parse the section [models] of config.toml, which has a table for each model by its name.
 
-    Tuples of entries are returned unchanged.
+    Returns the entries in the order of the tables. A tuple of entries is returned unchanged.
     """
     if isinstance(value, tuple) and all(isinstance(one, ModelEntry) for one in value):
         return value
@@ -124,9 +125,10 @@ def read_names(value: object) -> tuple[str, ...]:
 
 
 def read_routes(value: object) -> tuple[Route, ...]:
-    """Read routes from a text `PATTERN=NAME`, a list of such texts, or a table.
+    """Parse routes: a text `PATTERN=NAME`, a list of such texts, or a table from pattern to name.
 
-    A text may contain several, separated by commas. Tuples of routes are returned unchanged.
+    A text that is not in a list may contain several, separated by commas. A tuple of routes is
+    returned unchanged.
     """
     if isinstance(value, tuple) and all(isinstance(one, Route) for one in value):
         return value

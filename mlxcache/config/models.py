@@ -93,9 +93,9 @@ def match_model(
 ) -> int:
     """Return the index in `entries` of the model for a request that names `requested`.
 
-    An entry's name precedes ids, and ids precede aliases; then the same without regard to case;
-    then the first route whose pattern matches. All other requests get the first entry, the default
-    model.
+    `requested` is compared with the names of all entries, then with their ids, then with their
+    aliases; then with all of these without regard to case; then with the patterns of `routes`, of
+    which the first that matches counts. All other requests get the first entry, the default model.
     """
     if not requested:
         return 0
@@ -110,9 +110,9 @@ def match_model(
 
 
 def find_model(name: str, entries: Sequence[ModelEntry]) -> int | None:
-    """Return the index of the entry that `name` names, or None.
+    """Return the index of the entry with the name, id or alias `name`, or None.
 
-    Precedence as in `match_model`, without routes.
+    If several have it, the one that `match_model` would choose counts.
     """
     kinds: tuple[Callable[[ModelEntry], Iterable[str | None]], ...] = (
         lambda one: (one.name,),

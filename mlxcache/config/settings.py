@@ -458,9 +458,10 @@ class Settings:
         )
 
     def for_model(self, entry: ModelEntry) -> Settings:
-        """Return the settings of an engine that serves `entry` alone.
+        """Return the settings of an engine that serves only the model of `entry`.
 
-        What the entry does not set is as in these settings. There are no routes.
+        What the entry does not set is as in these settings. `models` has only `entry`, and `route`
+        is empty.
         """
         return replace(
             self,
@@ -474,7 +475,10 @@ class Settings:
         )
 
     def for_request(self, requested: str | None) -> Settings:
-        """Return the settings of the model that a request for the name `requested` gets."""
+        """Return the settings of the model that answers a request for the model name `requested`.
+
+        They are those of `for_model`. None stands for a request without a model name.
+        """
         return self.for_model(self.entries[match_model(requested, self.entries, self.route)])
 
     def keep_for(self, entry: ModelEntry) -> Keep:

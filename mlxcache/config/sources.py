@@ -51,7 +51,10 @@ def load_settings(
 
 @dataclass(frozen=True, slots=True)
 class _Given:
-    """Value of a setting that was given, with the flag, variable or key from which it came."""
+    """Value of a setting that was given, with the flag, variable or key from which it came.
+
+    `in_file`: it came from a key of config.toml.
+    """
 
     value: Any
     source: str

@@ -70,7 +70,7 @@ def _await_end(held: set[int]) -> None:
 
 
 def asserting() -> set[int]:
-    """Return the ids of `caffeinate` processes that prevent sleep now, as pmset lists them.
+    """Return the process ids of each `caffeinate` that prevents sleep now, as pmset lists them.
 
     Raises OSError if pmset cannot be run, and NotHeld if it fails.
     """

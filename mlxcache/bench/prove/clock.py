@@ -14,7 +14,7 @@ class TimeUp(Exception):
 
 
 class Clock:
-    """Remaining time of a run that may take `seconds` from now on."""
+    """Remaining time of a run that may take `seconds` from the construction of this object on."""
 
     def __init__(self, seconds: float):
         self._end = time.monotonic() + seconds
@@ -26,7 +26,7 @@ class Clock:
 
     @contextmanager
     def bounding(self) -> Iterator[None]:
-        """Raise TimeUp inside the block when no time is left. Main thread only: uses SIGALRM.
+        """Raise TimeUp in the block as soon as no time is left. Main thread only: uses SIGALRM.
 
         Source: https://docs.python.org/3/library/signal.html#signal.setitimer
         """

@@ -49,7 +49,7 @@ def as_markdown(machine: Mapping[str, Any], run: Mapping[str, Any], all: Sequenc
 
 
 def write(file: Path, markdown: str, json_text: str) -> Path:
-    """Write the report to `file` and the JSON to a file beside it; return the latter's path."""
+    """Write the report to `file`, and the JSON to the same path with `.json`; return that path."""
     file.write_text(markdown, encoding="utf-8")
     beside = file.with_suffix(".json")
     beside.write_text(json_text, encoding="utf-8")

@@ -161,9 +161,10 @@ class Proof:
         ]
 
     def _given(self, model: str, clock: Clock) -> LazySubject:
-        """Load the model that the user named. Raises ModelError.
+        """Load `model`, which the user named, and return it. Raises ModelError.
 
-        If the time limit passes or Ctrl-C is pressed, this is recorded, not raised.
+        If the time limit passes, the result raises TimeUp when its model is needed. If Ctrl-C is
+        pressed, `interrupted` is set, so that no scenario needs it.
         """
 
         def look() -> Subject:
@@ -236,9 +237,11 @@ class Proof:
 def planned(
     names: Sequence[str], subjects: Sequence[T], again: Sequence[str]
 ) -> Iterator[tuple[str, T]]:
-    """Yield each scenario of `names` with each model that it is run on, in order.
+    """Yield the names of scenarios, each with a model to run it on, in the order of the run.
 
-    Models after the first are used only for scenarios in `again`.
+    All scenarios of `names` run on the first model, and those that are also in `again` on the
+    others. The order is that of the models, then that of `SCENARIOS`; those in `LAST` come at the
+    end.
     """
     for last in (False, True):
         for number, subject in enumerate(subjects):

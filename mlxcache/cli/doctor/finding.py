@@ -14,7 +14,8 @@ _ORDER: tuple[Status, ...] = ("ok", "warn", "fail")
 class Finding:
     """Result of one check.
 
-    `name` is the thing checked, `value` the result as text, and `remedy` one line of advice.
+    `name` is the thing checked, `status` is `ok`, `warn` or `fail`, `value` is the result as text,
+    and `remedy` one line of advice, or None.
     `figures` holds bytes, seconds and counts by name, for programs.
     """
 
@@ -33,5 +34,5 @@ class Finding:
 
 
 def worst(findings: Iterable[Finding]) -> Status:
-    """Return the worst status of `findings`; `ok` if there are none."""
+    """Return the worst status of `findings`: `fail`, else `warn`, else `ok`."""
     return max((one.status for one in findings), key=_ORDER.index, default="ok")

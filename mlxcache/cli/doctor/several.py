@@ -33,8 +33,8 @@ class Checked:
     def least_bytes(self, budget: int) -> int:
         """Return the bytes beside its weights that the model needs for an agent's shortest context.
 
-        These are what the server sets aside, and KV of `LEAST_CONTEXT` tokens. `budget`: bytes for
-        all models.
+        They are KV of `LEAST_CONTEXT` tokens, and what is set aside for forward passes and for
+        copies that wait to be written to disk. `budget`: bytes for all models with their weights.
         """
         layout, info = self.found.layout, self.found.info
         left = max(0, budget - info.weights_bytes)

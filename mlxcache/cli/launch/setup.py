@@ -70,8 +70,8 @@ class Setup:
     `variables` are set in the environment; None stands for the server's key. Those named in `unset`
     are removed because they would select another server. `arguments` come before the user's own.
     `settings` are written to a temporary file whose path is passed after `settings_flag`, or in the
-    variable `settings_variable`; if both are None, no file is written. `by_hand` says what to do
-    for that file if `launch` does not run the client.
+    variable `settings_variable`; if both are None, no file is written. `by_hand` tells the
+    user what to put where instead of that file if `launch` only prints the setup, or is None.
     """
 
     variables: Variables

@@ -75,7 +75,10 @@ def watching(service: Service, *, quiet: bool) -> Iterator[None]:
 
 
 def _watch(service: Service, out: TextIO, ended: threading.Event) -> None:
-    """Poll the server and update the line until `ended` is set or the server does not answer."""
+    """Show the progress of prefills on `out` until `ended` is set or the server does not answer.
+
+    Polls the server every `POLL_S` seconds. Blocks.
+    """
     line, long = LineAbove(out), LongReadings()
     remote = Remote(service.url, service.key)
     with suppress(MlxcacheError):

@@ -63,8 +63,9 @@ Names = Mapping[tuple[str, str | None], str]
 def _names(sessions: Sequence[dict[str, Any]]) -> Names:
     """Return the display names of sessions by id and by label, each with and without its model.
 
-    `sessions` are ordered by last use, latest first. If labels are equal, the latest session
-    counts. If sessions of several clients are among them, each name begins with its client's.
+    `sessions` are ordered by last use, latest first. If several sessions have a label, its name is
+    that of the latest. If sessions of several clients are among them, each name begins with its
+    client's.
     """
     several = show.has_several_clients(sessions)
     return {
@@ -99,7 +100,10 @@ def _row_counts(height: int | None, wanted: tuple[int, int, int]) -> tuple[int, 
 
 
 def _head(live: LiveState, url: str, models: int) -> Text:
-    """Return the line at the top. `models`: number of models, 0 if there is only one."""
+    """Return the first line: the version, the state, the address and the model of the server.
+
+    `models`: number of models, which is shown in place of a name; 0 if there is only one.
+    """
     server = live.server
     if server is None:
         return Text.assemble(("mlxcache", "bold"), f"  {url}", no_wrap=True, overflow="ellipsis")
@@ -140,7 +144,7 @@ def _budgets(cache: Mapping[str, Any] | None) -> list[RenderableType]:
 
 
 def _remote(remote: Mapping[str, Any]) -> Text:
-    """Return a line with what the shared remote moved, or why it is not used."""
+    """Return a line with the bytes sent to and received from the remote, or why it is not used."""
     up, down = (format_size(remote[f"{way}_bytes"]) for way in ("uploaded", "downloaded"))
     text, style = f"remote: {up} sent, {down} received", ""
     if remote["state"] != "ok":
@@ -151,7 +155,8 @@ def _remote(remote: Mapping[str, Any]) -> Text:
 def _models(cache: Mapping[str, Any]) -> list[RenderableType]:
     """Return a line for each model if there are several: its bar, its state and its sizes.
 
-    `cache` is the body of `GET /v1/cache`. The bar is of the budget of all models.
+    `cache` is the body of `GET /v1/cache`. The bar shows the model's weights and KV as parts of the
+    budget of all models.
     """
     models = cache.get("models", ())
     if not models:
