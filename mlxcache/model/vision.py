@@ -162,24 +162,27 @@ def load_vision(model: Any, tokenizer: Any, config: Mapping[str, Any]) -> Vision
     `tokenizer`: mlx-lm's TokenizerWrapper. Returns None if the model takes no images, or, with a
     warning, if a required part is missing.
     """
+    kind = config.get("model_type")
     try:
         processor = load_processor(model, dict(config))
     except (TypeError, ValueError, LookupError, AttributeError) as error:
-        log.warning("images disabled: the model's image processor cannot be made: %s", error)
+        log.warning("images disabled: model type %s: no image processor: %s", kind, error)
         return None
     if processor is None:
         return None
     if find_spec("PIL") is None:
         log.warning(
-            "images disabled: the model takes images, but Pillow is not installed: "
-            "pip install 'mlxcache[vision]'"
+            "images disabled: model type %s takes images, but Pillow is not installed: "
+            "pip install 'mlxcache[vision]'",
+            kind,
         )
         return None
     if not (hasattr(model, "embed_inputs") and does_model_support_input_embeddings(model)):
-        log.warning("images disabled: mlx-lm cannot feed this model images")
+        log.warning("images disabled: mlx-lm cannot feed images to model type %s", kind)
         return None
     token_id = tokenizer.convert_tokens_to_ids(processor.image_token)
     if token_id is None or token_id == getattr(tokenizer, "unk_token_id", None):
-        log.warning("images disabled: the tokenizer has no token %s", processor.image_token)
+        token = processor.image_token
+        log.warning("images disabled: model type %s: the tokenizer has no token %s", kind, token)
         return None
     return Vision(model, processor, int(token_id))
