@@ -375,8 +375,9 @@ class Fetcher:
     def _begin(self, lookup: _Lookup, name: str, nbytes: int) -> Future[bytes | None]:
         """Start reading the object `name`; return a future of its content.
 
-        Reading is given up after the time within which any fetch of the prompt can be worthwhile.
-        `nbytes`: expected bytes of its tensors. An object that is much larger is not read.
+        The future raises RemoteUnavailable after the time in which any fetch of the prompt can be
+        worthwhile. `nbytes`: expected bytes of its tensors. An object that is much larger is not
+        read.
         """
         within = max(0.0, lookup.allowance.left) + self._seconds(lookup.have, lookup.most)
         return self._pool.submit(self._objects.get, name, within, most=2 * nbytes + SPARE_BYTES)

@@ -120,7 +120,7 @@ class Objects:
 
     @property
     def bandwidth_down(self) -> float | None:
-        """Measured bytes per second of recent reads; None before the first."""
+        """Measured bytes per second of recent reads; None if there were none."""
         return self._figures.down.rate
 
     def head(self, name: str, within: float | None = None) -> int | None:

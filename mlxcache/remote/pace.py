@@ -58,14 +58,20 @@ class Pace:
         self._rate = self._averaged(self._rate, seconds / max(1, nbytes))
 
     def note_unfinished(self, nbytes: int, seconds: float) -> None:
-        """Add a read of `nbytes` bytes that was not done after `seconds` and was given up."""
+        """Record that a read of `nbytes` bytes was not done after `seconds`, when waiting ended.
+
+        The measured speed becomes `nbytes` in `seconds`, unless it is lower already.
+        """
         slow = seconds / max(1, nbytes)
         rate = self._recent(self._rate)
         if rate is None or rate < slow:
             self._rate = (slow, self._clock())
 
     def note_silence(self, seconds: float) -> None:
-        """Add a small call that was given up after `seconds`; it is assumed to take twice that."""
+        """Record that a small call had no answer after `seconds`, when waiting ended.
+
+        The measured time of a call becomes twice that, unless it is longer already.
+        """
         call = self._recent(self._call)
         if call is None or call < 2 * seconds:
             self._call = (2 * seconds, self._clock())

@@ -134,7 +134,7 @@ class Uploader:
                 self._put_back(item)
                 self._pause = min(RETRY_S, 2 * self._pause or FIRST_RETRY_S)
             except (StoreError, OSError, Malformed) as error:  # evicted or damaged meanwhile
-                log.debug("upload to the remote given up: %s", error)
+                log.debug("upload to the remote failed, and is not tried again: %s", error)
             except Exception:
                 log.exception("upload to the remote failed")
             finally:

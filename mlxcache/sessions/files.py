@@ -184,7 +184,7 @@ class SessionFiles:
 
 
 def _is_snapshot(path: Path) -> bool:
-    """Return whether the file is a snapshot or unknown, and not a prompt cache of mlx-lm."""
+    """Return False for a prompt cache of mlx-lm, True for a snapshot and for any other file."""
     try:
         return detect_format(path) == "mlxcache"
     except SnapshotRefused:

@@ -372,7 +372,7 @@ class SessionWriter:
 
 
 def _nothing() -> None:
-    """Do nothing: once this action of `read` has run, all earlier actions have run too."""
+    """Do nothing: once the writer's thread has run this action, all earlier ones have run too."""
 
 
 def _busy() -> Busy:

@@ -29,7 +29,7 @@ CLOSE_S = 0.5
 
 
 class StoreContext:
-    """One open store folder: its database, process lock, disk space, counters and noted uses.
+    """One open store folder: its database, process lock, disk space, counters and unwritten uses.
 
     A use of a file delays its eviction; a reuse by a request is counted as well. Uses and reuses
     are collected in memory and written to the index with the next write, so that looking up a
@@ -60,7 +60,10 @@ class StoreContext:
         self._latest = 0.0
 
     def renew_lock(self) -> None:
-        """Take a new process lock after the folder was created again. Raises OSError."""
+        """Replace the process lock by a new one, after the folder was created again.
+
+        Raises OSError.
+        """
         self.lock.release()
         self.lock = ProcessLock(self.folder)
 

@@ -35,7 +35,8 @@ class Leaf:
     `ids`: newest prompt with its reply, int32, shape (n,); the first `prompt_tokens` are the
     prompt. `key_tokens`: length of its conversation key, the leading tokens that a prompt must
     share to continue it. `turns`: number of finished requests. `last_used_at`: seconds since 1970.
-    `replies`: keys of the replies in it, in order; None if an earlier version of mlxcache wrote it.
+    `replies`: keys of the replies in it, in order (see `ReplyRow.key`); None if an earlier version
+    of mlxcache wrote the leaf.
     """
 
     id: int

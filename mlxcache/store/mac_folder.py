@@ -59,7 +59,7 @@ def prepare_cache_dir(cache_dir: Path) -> Path:
         if _has_store(former) and (former / STORE).resolve() != (cache_dir / STORE).resolve():
             log.warning(
                 "sessions in %s are not used, because %s has sessions too: pass the first folder "
-                "as --cache-dir to use them, or remove it",
+                "as --cache-dir to use them, or remove that folder",
                 *(former, cache_dir),
             )
         return cache_dir
@@ -185,7 +185,7 @@ def _move_rest(source: Path, target: Path) -> None:
 def _remove_empty(former: Path) -> None:
     """Remove the former folder if only its lock file is left in it.
 
-    The folder may also be a link, or be inside a folder that cannot be changed; it is kept then.
+    If it cannot be removed, for example because it is a symbolic link, that is logged.
     """
     try:
         if [entry.name for entry in former.iterdir()] == [NAME]:

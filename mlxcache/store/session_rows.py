@@ -358,9 +358,10 @@ def insert_leaf(db: sqlite3.Connection, namespace: str, leaf: Leaf) -> Leaf:
 
 
 def _write_ids(db: sqlite3.Connection, leaf: int, ids: Tokens, same: int, held: int) -> None:
-    """Replace the `held` token ids of a leaf by `ids`.
+    """Replace the token ids of a leaf by `ids`.
 
-    The first `same` ids are equal, so their rows are not written again.
+    `leaf`: id of its row. `held`: number of its ids before. `same`: number of leading ids that stay
+    the same; the rows that hold only such ids are not written again.
     """
     if same == len(ids) == held:
         return

@@ -127,9 +127,9 @@ class Store:
         return self if namespace == self.namespace else Store(self.context, namespace)
 
     def close(self) -> None:
-        """Write noted uses of files to the index, and release the folder.
+        """Write the uses of files that were not written yet, and close the folder.
 
-        Later calls raise StoreError.
+        Later calls raise StoreError, also those of stores made by `for_namespace`.
         """
         self.context.close()
 
