@@ -375,7 +375,10 @@ class Database:
             connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
 
     def close(self) -> None:
-        """Close the pooled connections; a connection in use is closed when its block ends."""
+        """Close the pooled connections; a connection in use is closed when its block ends.
+
+        Later calls of `read` and `write` raise StoreError.
+        """
         with self._pool_lock:
             self._closed = True
             idle, self._idle = self._idle, []

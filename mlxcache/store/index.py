@@ -308,7 +308,7 @@ def _cover(reaches: list[tuple[int, int, Row]]) -> tuple[list[tuple[Row, int, in
 
 
 def _sibling(connection: sqlite3.Connection, chain: Chain, cursor: int) -> tuple[Row, int] | None:
-    """Find the run that begins with the block of `cursor` and shares the most tokens beyond it.
+    """Find the run that begins with the block around `cursor` and shares the most tokens.
 
     `cursor`: position up to which the prefix of the chain was found. Returns the row of the run and
     the end of the shared tokens, or None if no run shares tokens beyond `cursor`.

@@ -360,8 +360,7 @@ def check_run(
 
     `ids`: the prompt's token ids, from token 0. `base`: digest of the prefix before the run.
     Compares the namespace, positions, every token id and the checksums of the blocks. Unless
-    `late`, the tensors of sliding windows are not read.
-    Raises Malformed and OSError.
+    `late`, the tensors of sliding windows are not read. Raises Malformed and OSError.
     """
     content = read_run(fd)
     if content.namespace != namespace or content.base != base:

@@ -406,7 +406,8 @@ def _adopt(connection: sqlite3.Connection, holders: dict[bytes, int], stray: _St
 class StoreReopener:
     """Reopens a store folder that was removed or replaced while the store was open.
 
-    Called before each transaction; returns at once if the folder is unchanged.
+    It also reopens a folder that was opened for reading only, once it can be written. Called before
+    each transaction; returns at once if there is nothing to do.
     """
 
     def __init__(self, context: StoreContext):
@@ -416,7 +417,7 @@ class StoreReopener:
         self._missed_at: float | None = None
 
     def __call__(self) -> None:
-        """Reopen the folder if it was removed or replaced.
+        """Reopen the folder if it was removed or replaced, or can be written again.
 
         Raises Vanished until the folder has been missing for `MISSING_S` seconds, and StoreError if
         it cannot be created again.

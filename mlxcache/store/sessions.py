@@ -192,8 +192,9 @@ class Sessions:
     ) -> str:
         """Record a finished request; return the id of the session to which it belongs.
 
-        A new session is inserted if the request continues none, with the given `id` if that is
-        unused, or else with the id of `origin`, its session on another server.
+        A new session is inserted if the request continues none. Its id is the given `id`; if that
+        is None, the one derived from the turn's label; without a label, that of `origin`, its
+        session on another server. A random id is used if that one is in use, or without any.
         """
         with self._database.write() as db:
             session = rows.find_labelled(db, turn)
@@ -225,7 +226,8 @@ class Sessions:
     ) -> str:
         """Return an unused id for the session that begins with `turn`.
 
-        If possible, that is `id`, else that of the turn's label, else that of `origin`.
+        That is `id`; if it is None, the one derived from the turn's label; without a label, that of
+        `origin`. A random id is returned if that one is in use, or without any.
         """
         if id is None and turn.label:
             id = id_of(turn.namespace, turn.label, turn.owner)

@@ -75,6 +75,7 @@ class SessionInfo:
 
     `model`: the model's name, for display only; `namespace` identifies the model. `label` is given
     by clients, `name` by the user. `replies`: the replies that its leaves contain, oldest first.
+    For the other fields see `session_rows.Session`.
     """
 
     id: str

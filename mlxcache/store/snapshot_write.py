@@ -102,9 +102,9 @@ class LeafPart:
 
 
 def within_limits(leaves: tuple[LeafInfo, ...]) -> list[LeafInfo]:
-    """Return the leaves that fit into a snapshot, in order, the main one first.
+    """Return the leaves that fit into a snapshot, in their order; those without tokens do not.
 
-    Raises StoreError if there are none.
+    The limits are `MOST_LEAVES` and `MOST_TOKENS`. Raises StoreError if no leaf is left.
     """
     kept: list[LeafInfo] = []
     tokens = 0

@@ -219,7 +219,7 @@ class Store:
         return max((x.position for x in found.checkpoints if x.position <= limit), default=0)
 
     def measure_leaves(self, leaves: Sequence[Leaf]) -> Held:
-        """Measure how much of `leaves` is on disk, without noting a use. Raises StoreError."""
+        """Return how much of `leaves` is on disk. Does not count as a use. Raises StoreError."""
         found = [self.find(leaf.ids, touch=False) for leaf in leaves]
         files = {piece.path: piece.nbytes for each in found for piece in each.pieces}
         files |= {saved.path: saved.nbytes for each in found for saved in each.checkpoints}
@@ -266,8 +266,9 @@ class Store:
     def pin(self, name: str, paths: Sequence[Tokens]) -> None:
         """Pin the files of `paths` under `name`, so that they are evicted last.
 
-        They replace the files pinned under `name` before; empty `paths` unpin those. Files written
-        later are not pinned until the next call. Raises StoreError.
+        `name`: any text, such as the id of a session. `paths`: token ids, each from token 0. They
+        replace the files pinned under `name` before; empty `paths` unpin those. Files written later
+        are not pinned until the next call. Raises StoreError.
         """
         with self.database.write() as connection:
             connection.execute("DELETE FROM pin WHERE name = ?", (name,))

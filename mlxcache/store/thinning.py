@@ -100,9 +100,8 @@ def checkpoints_over_share(connection: sqlite3.Connection, coming: int, limit: i
 
     `limit`: limit of the folder in bytes, of which `BUDGET_SHARE` is the share. The least recently
     used are chosen first; a checkpoint counts as used whenever a later one on its path was. Of
-    equally old ones, those between a path's
-    first and last are chosen first, then the last, then the first, which new conversations share.
-    Pinned ones are chosen only when no others are left.
+    equally old ones, those between a path's first and last are chosen first, then the last, then
+    the first, which new conversations share. Pinned ones are chosen only when no others are left.
     """
     held = read_totals(connection).get(CHECKPOINT, Totals()).disk
     need = held + coming - int(limit * BUDGET_SHARE)

@@ -72,9 +72,10 @@ class Writer:
         self._thread.start()
 
     def offer(self, job: Job) -> bool:
-        """Queue `job`; return False if the writer is closed or the job exceeds the byte limit.
+        """Queue `job` and return True, or return False if it is not accepted. Does not block.
 
-        An empty queue accepts a job of any size. Does not block.
+        A job is not accepted after `close`, nor if the waiting jobs would exceed the byte limit
+        with it. While none is waiting or being written, a job of any size is accepted.
         """
         with self._state:
             full = self._pending and self._pending + job.nbytes > self._limit
