@@ -225,8 +225,8 @@ class Keyring:
 def check_key(keys: Keyring, request: Request) -> None:
     """Set the context variable `OWNER` to the owner of the request's key.
 
-    It is set to None if no key is required. Raises Unauthorized if a key is required and the
-    request has no valid one.
+    It is set to None for the common key, and if the server or the path requires no key. Raises
+    Unauthorized if a key is required and the request has no valid one.
     """
     needs_key = keys and request.scope["path"] not in KEYLESS_PATHS
     OWNER.set(keys.find_owner(request.headers) if needs_key else None)

@@ -44,7 +44,11 @@ def _timeout(headers: Mapping[str, str]) -> float | None:
 def read_arrival(
     headers: Mapping[str, str], id: str, api: str, session: str | None = None
 ) -> Arrival:
-    """Return what is known of a request before its prompt. Raises as `read_job_options`."""
+    """Return what is known of a request before its prompt is rendered.
+
+    `api`: name of the API, such as `chat` or `messages`. `session`: session label. Raises the
+    errors of `read_job_options`.
+    """
     timeout_s = read_job_options(headers)["timeout_s"]
     return Arrival(id, api, session, read_client_name(headers), OWNER.get(), timeout_s)
 

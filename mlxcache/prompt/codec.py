@@ -249,7 +249,7 @@ def _copy_stages(base: Any, backend: Any) -> None:
 def _add_tokens(base: Any, backend: Any, added: Sequence[Added], names: dict[str, str]) -> Tokens:
     """Add the tokens `added` to tokenizer `base`, control tokens under their new `names`.
 
-    Returns an array that maps the ids of `base` to those of `backend`.
+    Returns an array that maps ids: at the index of an id of `base` is the id of `backend`.
     """
     taken = base.get_vocab(with_added_tokens=False)
     top = max(taken.values(), default=-1)

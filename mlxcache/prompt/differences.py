@@ -210,8 +210,9 @@ def _in_place(
 ) -> bool:
     """Return whether message `i` was edited, and not inserted or dropped.
 
-    This is assumed for system messages at the start, and if the next messages of both conversations
-    are equal. `seen`: all messages of both conversations as JSON.
+    That is assumed if both conversations have a message of the same role there, and it is a system
+    message at the start, or the next messages of both are equal. `was`, `now`: messages of the
+    earlier and the later conversation. `seen`: both lists with each message as JSON.
     """
     following = [keys[i + 1 : i + 2] for keys in seen]
     goes_on = bool(following[0]) and following[0] == following[1]
@@ -221,10 +222,10 @@ def _in_place(
 def _moved(
     was: Sequence[Message], now: Sequence[Message], seen: tuple[list[str], list[str]], i: int
 ) -> str | None:
-    """Return why the lists of messages differ at index `i`, such as `compaction`.
+    """Return the cause, such as `compaction`, why another message is at index `i` than before.
 
-    Returns None if message `i` was edited in place. `seen`: all messages of both conversations as
-    JSON.
+    Returns None if message `i` was edited in place. `was`, `now`: messages of the earlier and the
+    later conversation. `seen`: both lists with each message as JSON.
     """
     old, new = seen
     tail = bool({*old[i:]} & {*new[i:]})
@@ -312,8 +313,10 @@ def _reminder_moved(was: Message, now: Sequence[Message]) -> bool:
 def _shifted(now: Sequence[Message], seen: tuple[list[str], list[str]], i: int) -> str | None:
     """Return the cause, such as `message_dropped`, if a message was inserted or dropped at `i`.
 
-    The messages after it must be equal. Returns None otherwise. `seen`: all messages of both
-    conversations as JSON.
+    It was inserted if the earlier message `i` follows unchanged in the later conversation, and
+    dropped if the later message `i` follows unchanged in the earlier one. Returns None otherwise.
+    `now`: messages of the later conversation. `seen`: messages of the earlier and of the later
+    conversation, each as JSON.
     """
     old, new = seen
     for shift in range(1, _SHIFTS + 1):
@@ -327,7 +330,8 @@ def _shifted(now: Sequence[Message], seen: tuple[list[str], list[str]], i: int) 
 def _shifted_and_edited(was: Sequence[Message], now: Sequence[Message], i: int) -> str | None:
     """Return the cause, such as `message_dropped`, if a message was inserted or dropped at `i`.
 
-    Unlike in `_shifted`, the next message was also edited. Returns None otherwise.
+    As in `_shifted`, but the message that follows was also edited: it has the same role and almost
+    the same text. Returns None otherwise.
     """
     if was[i].get("role") == now[i].get("role"):
         return None

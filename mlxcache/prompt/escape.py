@@ -28,7 +28,7 @@ class Escape:
     text. It contains no letters, quotes or white space, which a template could change. If a
     template writes JSON in ASCII, both the sentinel and its text come out escaped.
 
-    `controls`: the texts to escape; those in `passing` are allowed in an assistant's content.
+    `controls`: the texts to escape; those in `passing` are not escaped in an assistant's content.
     `normalized`: those that the tokenizer matches after its normaliser `normalize`; a text that
     contains one after normalisation is replaced as a whole.
     """
@@ -65,7 +65,10 @@ class Escape:
         return value
 
     def escape_message(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        """Return an escaped copy of a message; `passing` texts stay in an assistant's content."""
+        """Return an escaped copy of a message; an assistant's content keeps the `passing` texts.
+
+        Those are the texts given to the constructor as `passing`.
+        """
         escaped: dict[str, Any] = self.escape_value(message)
         content = message.get("content")
         if message.get("role") == "assistant" and isinstance(content, str):

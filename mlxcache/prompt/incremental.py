@@ -350,9 +350,10 @@ class RecentTexts:
         )
 
     def find_nearest(self, text: str, session: str | None) -> tuple[Tokenised | None, int]:
-        """Return the remembered text with the longest common prefix with `text`.
+        """Return the remembered text with the longest common prefix, and that prefix's length.
 
-        Also returns the length of that prefix in characters. The text is None if nothing is shared.
+        The prefix is common with `text`, its length in characters. The result is (None, 0) if
+        nothing is shared.
         """
         held = self._held.items()
         latest = held[-self._latest :]

@@ -46,7 +46,10 @@ def learn_openers(renderer: Renderer, finder: ControlTokenFinder) -> frozenset[i
 
 
 def learn_closer(renderer: Renderer, finder: ControlTokenFinder) -> str:
-    """Return the control token with which the template ends a reply; empty if there is none."""
+    """Return the text of the control token with which the template ends a reply.
+
+    It is empty if there is none.
+    """
     words = ((U, "user"), (A, "assistant"), (END, "user"))
     try:
         messages: list[Message] = [{"role": role, "content": word} for word, role in words]

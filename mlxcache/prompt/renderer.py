@@ -95,10 +95,10 @@ class Renderer:
         return Rendered(text, self._shared(text, messages, tools, args), images)
 
     def shared_characters(self, chat: Chat, leading: int, text: str) -> int:
-        """Return how many characters `text` shares with the rendering of its leading messages.
+        """Return how many leading characters `text` shares with a rendering of fewer messages.
 
-        `text`: the whole rendered conversation. `leading`: number of messages; 0 means only tools
-        and system text.
+        `text`: the whole rendered conversation. `leading`: number of leading messages that are
+        rendered; 0 means only tools and system text.
         """
         args, tools = self._arguments(chat), self._tools(chat)
         if leading == 0:

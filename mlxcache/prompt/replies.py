@@ -77,7 +77,7 @@ class ReplyContent:
     def of_message(cls, message: Mapping[str, Any]) -> ReplyContent | None:
         """Return the content of an assistant message.
 
-        Returns None if the message contains more than text and calls.
+        Returns None if the message contains more than text, thinking and calls.
         """
         texts, thinking = message_blocks(message), message.get("reasoning_content") or ""
         if texts is None or not isinstance(thinking, str):

@@ -102,7 +102,10 @@ class Template:
 
 
 def check_arguments(template: Template, args: Mapping[str, Any]) -> None:
-    """Raise ConfigError for template arguments that make the template fail."""
+    """Raise ConfigError for template arguments that are reserved or make the template fail.
+
+    Logs a warning if there is no template.
+    """
     if not template.exists:
         log.warning("conversations are rendered as plain text: the model has no chat template")
     own = RESERVED & args.keys()

@@ -41,7 +41,8 @@ class Toolbox:
     def describe_loaded(self, name: str) -> str:
         """Return the text that replaces a reference to the tool `name` in the prompt.
 
-        The tool can be called from there on. Each reference to a tool gets the same text.
+        The tool can be called from there on, if the request has one of this name; otherwise the
+        text says that there is none. Each reference to a tool gets the same text.
         """
         self._removed.discard(name)
         if name in self._deferred:

@@ -97,8 +97,8 @@ def _end_fields(last: Finished, wish: Wish, *, called: bool) -> dict[str, str | 
     """Return `finish_reason` and vLLM's `stop_reason`, the stop string that ended the reply.
 
     `called` tells whether the reply has tool calls. A reply stopped for repeating itself has the
-    reasons `stop` and `repetition`, because agents would request more after `length`. If the reply
-    had to be whole, it has `length`, because clients parse a reply that has `stop`.
+    reasons `stop` and `repetition`, because agents would request more after `length`. If
+    `wish.whole`, its `finish_reason` is `length`, because clients parse a reply that has `stop`.
     """
     looped = "repetition" if last.reason == "repetition" else None
     return {

@@ -122,8 +122,9 @@ class ResponseWriter:
     """Builder of a `response` object and of the stream events from which clients build the same.
 
     Call `begin`, then `feed` for each engine event, and finally `finish`, or `fail` after an error.
-    `response` holds the completed part of the object. `whole` is True if a format or a tool call
-    was required, so that a part of the reply is useless. Events are numbered by `sequence_number`.
+    `response` is the object so far, with the output items that are complete. `whole` is True if a
+    format or a tool call was required, so that a part of the reply is useless. Events are numbered
+    by `sequence_number`.
     """
 
     def __init__(

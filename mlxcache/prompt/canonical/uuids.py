@@ -38,12 +38,13 @@ _SHORTEST = 4
 
 
 def apply(draft: Draft, stop: Sequence[str] = ()) -> bool:
-    """Replace UUIDs in temporary paths by stable ones, which are the same in all sessions.
+    """Replace the UUIDs of a session's folders by stable ones, which are the same in all sessions.
 
-    The UUIDs are those of system messages. They are replaced in all messages except those of users.
-    The replacements are added to `draft.names`. Nothing is replaced if a stop string could match
-    part of a UUID, or if a reply to be continued ends inside one. Returns whether anything was
-    replaced.
+    The UUIDs are those in temporary paths, and in paths of Copilot CLI's sessions, of the system
+    messages. They are replaced in the tools and in all messages except those of users. The client's
+    UUIDs are added to `draft.names`, each under its replacement. Nothing is replaced if a stop
+    string could match part of a UUID, or if a reply to be continued ends inside one. Returns
+    whether anything was replaced.
     """
     own = _session_uuids(draft)
     if not own:
