@@ -122,12 +122,12 @@ class Inside:
         return await self.engine.submit(job)
 
     async def reply(self, ids: Tokens, max_tokens: int) -> None:
-        """Generate a reply of `max_tokens` to its end; `generated` counts the tokens."""
+        """Generate a reply, wait for its end, and add `max_tokens` to the result of `generated`."""
         await drained(await self.ask(ids, max_tokens))
         self._generated += max_tokens
 
     def generated(self) -> int:
-        """Return the tokens generated so far, in finished replies and running ones."""
+        """Return the number of tokens generated so far, in replies of `reply` and running ones."""
         lanes = self.core.scheduler.lanes.all
         return self._generated + sum(len(task.out) for lane in lanes for task in lane.tasks)
 

@@ -67,7 +67,7 @@ class Results:
     kv_bytes_per_token: float | None = None
 
     def medians(self, scenario: str, server: str) -> dict[str, float | None]:
-        """Return the median of each figure of `Sample`; empty if no sample was taken."""
+        """Return the median of each field of `Sample` by name; empty if no sample was taken."""
         taken = self.samples.get(scenario, {}).get(server, [])
         names = Sample.__dataclass_fields__ if taken else ()
         return {name: middle(getattr(sample, name) for sample in taken) for name in names}

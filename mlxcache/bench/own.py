@@ -64,7 +64,7 @@ class OwnTime:
         return True
 
     def read(self) -> dict[str, float]:
-        """Read the process's next answer: figures by name. Blocks. Raises NoOwnTime."""
+        """Wait for the process's next answer and return its figures by name. Raises NoOwnTime."""
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         answer = json.loads(line) if line else {"error": "the measuring process ended"}

@@ -185,7 +185,7 @@ class Lives:
         return self._server
 
     def kill(self) -> None:
-        """Kill the running server. The next use of `server` starts another one."""
+        """Kill the running server with SIGKILL. The next use of `server` starts another one."""
         if self._server is not None:
             self._server.kill()
             self.end()

@@ -40,7 +40,10 @@ RATIOS = ("first_s", "fed_tokens", "wall_s", "rate", "throughput")
 
 
 def show(console: Console, results: Results, servers: Sequence[Server], what: str = "") -> None:
-    """Print all results. `what` names the model, if several are measured."""
+    """Print tables of medians, of memory and of the parts of a warm turn, then the failures.
+
+    `what` names the model, if several are measured.
+    """
     names = [server.name for server in servers]
     console.print(_scenarios(results, names, f"{what}: medians" if what else "Medians"))
     console.print(_memory(servers))

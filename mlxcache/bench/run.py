@@ -62,7 +62,10 @@ class Bench:
     found: dict[str, Any] = field(default_factory=dict)
 
     def speed(self, model: Path, names: Sequence[str]) -> None:
-        """Run the scenarios `names` at every server, and time warm turns in mlx-lm alone."""
+        """Run the scenarios `names` at every server, and time warm turns in mlx-lm alone.
+
+        Prints the figures, and adds them to `found` and their bounds to `checks`.
+        """
         with measuring(model, self.folder) as own:
             results, servers = self._played(model, "speed", names, own)
         if own is None:

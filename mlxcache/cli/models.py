@@ -150,7 +150,10 @@ def _served_row(one: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _memory_or_least(one: dict[str, Any]) -> str:
-    """Return the memory of a loaded model in words; before its first load the least it can be."""
+    """Return the memory that a model takes when loaded, as text; before its first load, a minimum.
+
+    `one`: its object in `GET /v1/models`.
+    """
     least = one.get("weights_bytes")
     if one.get("size_bytes") is None and least:
         return f"over {format_size(least)}"

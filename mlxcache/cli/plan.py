@@ -185,7 +185,10 @@ def _write(path: Path, text: str) -> None:
 
 
 def _examine(settings: Settings, context: int | None) -> Examined:
-    """Examine the model of the settings. Raises ModelError and ConfigError."""
+    """Examine the model of the settings, whose weights are not needed.
+
+    Raises ModelError, and ConfigError if the model was not made for `context` tokens.
+    """
     from mlxcache.model.examine import examine  # noqa: PLC0415 - mlx-lm takes seconds
     from mlxcache.model.load import ModelSpec  # noqa: PLC0415
 

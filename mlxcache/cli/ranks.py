@@ -186,7 +186,7 @@ class Ranks:
         self._told.set()
 
     def _running(self) -> list[psutil.Process]:
-        """Return the processes of mlx.launch on this machine that have not ended."""
+        """Return the processes that mlx.launch started on this machine and that have not ended."""
         with suppress(psutil.NoSuchProcess):
             for one in self._launcher.children():
                 self._seen.setdefault(one.pid, one)
@@ -200,7 +200,7 @@ def _lives(process: psutil.Process) -> bool:
 
 
 def _rank(process: psutil.Process) -> int | None:
-    """Return the rank of a process of mlx.launch, or None if it cannot be read."""
+    """Return the rank of a process that mlx.launch started, or None if it cannot be read."""
     try:
         return int(process.environ()[RANK])
     except (psutil.Error, KeyError, ValueError):

@@ -95,7 +95,10 @@ class Remote:
         return sum(bool(one["progress"]) and one["api"] != WARMING for one in self.requests())
 
     def requests(self, limit: int | None = None) -> list[dict[str, Any]]:
-        """Return recent requests, newest first: at most `limit`, by default the server's."""
+        """Return recent requests, newest first.
+
+        At most `limit` are returned; None leaves the number to the server.
+        """
         path = "/v1/requests" + ("" if limit is None else f"?limit={limit}")
         found: list[dict[str, Any]] = self._json("GET", path)["data"]
         return found
@@ -308,7 +311,7 @@ class Remote:
 
 
 def _events(response: httpx.Response) -> Iterator[tuple[str, Any]]:
-    """Yield the name and the body of each server-sent event; both are empty for a comment."""
+    """Yield the name and the parsed body of each server-sent event; "" and None for a comment."""
     name = ""
     for line in response.iter_lines():
         field, _, value = line.partition(": ")

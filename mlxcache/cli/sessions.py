@@ -210,7 +210,7 @@ def find_session(sessions: list[dict[str, Any]], text: str) -> str:
 
 
 def _with_models(sessions: list[dict[str, Any]], ids: list[str]) -> list[str]:
-    """Return session ids, each with its model if these differ."""
+    """Return `ids` as text, each followed by its session's model if there are several models."""
     models = {one["id"]: one["model"] for one in sessions if one["id"] in ids}
     several = len(set(models.values())) > 1
     return [f"{id} ({visible(models[id])})" if several else id for id in ids]

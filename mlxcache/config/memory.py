@@ -45,7 +45,7 @@ class PressureLevel(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class MemoryPressure:
-    """A level of memory pressure, and in `why` the observation that led to it."""
+    """A level of memory pressure, and as text in `why` the observation that led to it."""
 
     level: PressureLevel
     why: str = ""

@@ -145,7 +145,7 @@ def check_names(entries: Sequence[ModelEntry]) -> None:
 
 
 def check_routes(routes: Sequence[Route], entries: Sequence[ModelEntry]) -> None:
-    """Raise ConfigError if a route names none of the models."""
+    """Raise ConfigError if the `name` of a route is no name, id or alias of one of `entries`."""
     for route in routes:
         if find_model(route.name, entries) is None:
             known = ", ".join(dict.fromkeys(entry.label for entry in entries))

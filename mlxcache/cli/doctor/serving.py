@@ -73,7 +73,7 @@ def _server(url: str, key: str | None, *, named: bool) -> Finding | None:
 
 
 def _models(url: str, key: str | None) -> list[dict[str, Any]]:
-    """Return the models of the server at `url`; none if it requires another key."""
+    """Return the models of the server at `url`; [] if it lists none, as with a wrong key."""
     try:
         return Remote(url, key).models()
     except MlxcacheError:

@@ -166,7 +166,11 @@ class Launch:
         _say(f"The server keeps running at {service.url}. To stop it: kill {pid}")
 
     def print_env(self, name: ClientName, arguments: list[str], *, as_json: bool) -> None:
-        """Print the client's variables and command without starting anything."""
+        """Print the client's variables and command, without starting the client or a server.
+
+        They are printed as shell lines, or with `as_json` as one JSON object. Blocks while a
+        running server loads its model.
+        """
         self._check_small(name)
         if self.running:
             service = self._choose_models(wait_until_ready(self.url, self.key, None))
