@@ -67,7 +67,8 @@ class CountedDisk:
     """The simulated disk tier for KV of one layout, in a folder that may take `limit` bytes.
 
     `now()` returns the simulated time in seconds. `pending`: bytes of copies that may wait to be
-    written, which limit the length of a run. `written`: bytes written so far.
+    written, which limit the length of a run. `written`: bytes written so far. `evicted`: files
+    evicted so far.
     """
 
     def __init__(self, layout: Layout, limit: int, pending: int, now: Callable[[], float]):

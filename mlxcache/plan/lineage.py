@@ -28,7 +28,7 @@ class CountedLineage(Lineage):
 
     @property
     def state_bytes(self) -> int:
-        """Bytes that a copy of the states of the opaque slots takes."""
+        """Bytes that a copy of the states of the opaque slots would take in a real lineage."""
         return self.layout.checkpoint_bytes
 
     @property
@@ -56,14 +56,14 @@ class CountedLineage(Lineage):
         self.truncate(self.length + span[2] - span[1])
 
     def capture(self) -> State:
-        """Return a placeholder for the state of the opaque slots."""
+        """Return `STATE`, a placeholder for the states of the opaque slots."""
         return STATE
 
     def restore(self, state: State | None) -> None:
-        """Do nothing: there are no opaque slots whose states could be set."""
+        """Do nothing: a counted lineage has no slots whose states could be set."""
 
     def rest(self) -> None:
-        """Do nothing: there are no opaque slots whose states could be dropped."""
+        """Do nothing: a counted lineage has no slots whose states could be dropped."""
 
     def sound(self) -> bool:
         """Return True: there are no arrays, which a failed pass could leave uncomputed."""

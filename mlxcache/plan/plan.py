@@ -41,7 +41,8 @@ class Plan:
 
     `outcome`: the simulation of the machine as it is. `ceiling`: the hit rate of a cache without
     limits. `curve`: hit rates by bytes of RAM, ascending. `enough`: bytes of RAM with which the hit
-    rate is `NEAR` of the ceiling. `room`: bytes of the machine's RAM for conversations.
+    rate is `NEAR` of the ceiling. `room`: bytes of the machine's RAM for conversations. The other
+    fields are arguments of `make_plan`.
     """
 
     trace: Trace

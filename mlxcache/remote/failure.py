@@ -51,7 +51,8 @@ def describe_failure(error: Exception) -> Failure:
     """Return the failure that stands for an error of obstore.
 
     The error's own text is not used: it holds URLs, which may be signed. Answers such as 503 are
-    not grave, because they may be the provider's way to slow a client down. A refusal (4xx) is.
+    not grave, because they may be the provider's way to slow a client down. A refusal is grave:
+    status 4xx, except 408, 425 and 429.
     """
     text = str(error)
     if status := _STATUS.search(text):

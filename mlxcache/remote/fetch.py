@@ -237,7 +237,8 @@ class Fetcher:
     def _find_checkpoint(self, lookup: _Lookup, reach: int) -> int | None:
         """Return the position of the last useful checkpoint in the remote, at most `reach`.
 
-        None if there is none beyond the tokens that the request can reuse without the remote.
+        None if there is none at least `MIN_GAIN` tokens after those that the request can reuse
+        without the remote. Searches the cell of `reach` and at most `BACK` cells before it.
         """
         cell = self._shape.cell
         cells = range(reach // cell, max(-1, reach // cell - 1 - BACK), -1)
@@ -301,8 +302,9 @@ class Fetcher:
     def _save_runs(self, lookup: _Lookup, ends: Sequence[int], target: int) -> int:
         """Read the runs with the given `ends` and save them in order; return the tokens saved.
 
-        `target`: tokens of the prefix that is fetched. Stops at a run that is missing, damaged,
-        late, or not worth its time.
+        `target`: tokens of the prefix that is fetched. Stops at a run that is missing, damaged, or
+        not read within the time limit, that cannot be saved, or from which on reading is expected
+        to take longer than computing the tokens.
         """
         at, saved = lookup.local, 0
         try:

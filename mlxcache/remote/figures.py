@@ -48,7 +48,7 @@ class Traffic:
         return self._rate
 
     def add(self, count: int) -> None:
-        """Add `count` bytes of a running transfer."""
+        """Count `count` more bytes that a running transfer has moved."""
         self.bytes += count
         self._moved += count
 

@@ -397,7 +397,10 @@ class Objects:
     # -- probes and the marker ---------------------------------------------------------------
 
     async def _probe(self) -> None:
-        """Read, then write the marker repeatedly, until no breaker is open."""
+        """Probe the remote, with a pause before each probe, until no breaker is open.
+
+        A probe reads the marker while the breaker of reading is open, and else writes it.
+        """
         try:
             while self._reading.is_open or self._writing.is_open:
                 breaker = self._reading if self._reading.is_open else self._writing

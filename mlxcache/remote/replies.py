@@ -76,9 +76,10 @@ class Damaged(ValueError):
 
 
 def encode(rows: Sequence[ReplyRow]) -> bytes:
-    """Return the object with the replies `rows` to one prompt.
+    """Return the content of the object with the replies `rows` to one prompt, oldest first.
 
-    It consists of a checksum, then a version and the rows as msgpack.
+    Of more than `MOST_REPLIES`, the newest are included. The content is a checksum, then a version
+    and the rows as msgpack.
     """
     replies = [
         _Reply(

@@ -103,7 +103,9 @@ class SharedSessions:
             self._found.put(name, (found,))
 
     def find(self, owner: str | None, key: bytes) -> Origin | None:
-        """Return the session to which a conversation belongs, if its record was read by now.
+        """Return the session to which a conversation belongs, by its record in the remote.
+
+        None if there is no record, or it was not read by now; see `look_up`. Does not wait.
 
         `owner`, `key`: see `look_up`.
         """

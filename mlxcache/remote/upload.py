@@ -101,7 +101,10 @@ class Uploader:
             return len(self._paths) + len(self._records) + self._busy
 
     def wait(self, seconds: float) -> bool:
-        """Block until nothing waits to be uploaded; return False after `seconds`."""
+        """Block until nothing waits to be uploaded, for at most `seconds`.
+
+        Returns True if nothing waits, False if the time was over or the thread ended before.
+        """
         deadline = time.monotonic() + seconds
         with self._state:
             while self._paths or self._records or self._busy:
@@ -184,7 +187,10 @@ class Uploader:
             self._put_run(chain, found, end, stop)
 
     def _note_held(self, chain: Chain, ends: Sequence[int]) -> None:
-        """Ask the remote which run objects with these `ends` it has, unless that is known."""
+        """Ask the remote which run objects with these `ends` it has, and remember those.
+
+        Objects that are known to be present are not asked for.
+        """
         names = [(grid.run_name(chain, end), end) for end in ends]
         names = [one for one in names if not self._names.is_present(*one)]
         for at in range(0, len(names), HEADS):

@@ -188,7 +188,7 @@ class SessionBook:
         return [replace(a, ram=a.ram.joined(b)) for a, b in zip(listed, held, strict=True)]
 
     def tree_parts(self, listed: Sequence[Listed]) -> Sequence[TreePart]:
-        """Return the sessions of this model, for the tree view."""
+        """Return those of `listed` that belong to this model, as a list of one tree part."""
         own = [one for one in listed if one.session.namespace == self.namespace]
         return [TreePart(own, self.decode)]
 
@@ -342,7 +342,10 @@ class SessionBook:
         return await self._writer.read(lambda: self._writer.table.info(id, OWNER.get()))
 
     async def adopt(self, info: SessionInfo, name: str | None) -> Listed:
-        """Add a session that was read from a file. Raises StoreError."""
+        """Add a session that was read from a file, for the current API key. Raises StoreError.
+
+        `name`: its name; None for the name in the file. For its id see `Sessions.adopt`.
+        """
         size, writer = sum(len(leaf.ids) for leaf in info.leaves), self._writer
         enter = partial(self._sessions.adopt, info, time.time(), name, OWNER.get())
         made = await writer.run(lambda: writer.with_room(size, enter))

@@ -124,7 +124,7 @@ class SessionBooks:
         return [self._labelled(one) for one in await self.default.related(session)]
 
     def tree_parts(self, listed: Sequence[Listed]) -> Sequence[TreePart]:
-        """Return the sessions of each model that was loaded, for the tree view."""
+        """Return for each loaded model those of `listed` that belong to it, for the tree view."""
         parts = []
         for namespace, books in self.by_namespace().items():
             label, book = next(iter(books.items()))

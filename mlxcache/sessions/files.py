@@ -129,8 +129,9 @@ class SessionFiles:
     ) -> Listed:
         """Import the file at `path`: a snapshot, or a prompt cache of mlx-lm.
 
-        `name`: name of the new session. `prompt`: text or token ids of which the prompt cache was
-        made, if the file has no tokens. KV of a prompt cache that cannot be used is computed.
+        `name`: name of the new session; None for the name in the snapshot. `prompt`: text, or JSON
+        list of token ids, of which the prompt cache was made, if the file has no tokens. KV of a
+        prompt cache that cannot be used is computed.
         `served`: another model to which the snapshot must belong, and which need not be loaded.
         Raises SnapshotRefused, BadRequest and StoreError; for a snapshot Unsupported without a disk
         tier or on several ranks; for a prompt cache what `Engine.submit` raises.

@@ -24,7 +24,7 @@ from mlxcache.types import WARMING, Job, Prompt, Tokens
 log = logging.getLogger("mlxcache.engine")
 
 ANSWER_S = 120.0
-"""Most seconds to wait for a part of a file from the MLX thread, which may be in a long pass."""
+"""Most seconds to wait for a part of a file while the MLX thread is in a long pass."""
 
 Submit = Callable[[Job], Awaitable[Any]]
 """Type of `Engine.submit`, which queues a job.
