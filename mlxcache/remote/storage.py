@@ -109,7 +109,7 @@ class Storage:
             raise Failure("there is no such bucket or folder", grave=True) from None
 
     async def pages(self, prefix: str) -> AsyncIterator[list[Stored]]:
-        """Yield the objects whose paths have `prefix` as their first parts, in pages of a listing."""
+        """Yield the objects whose paths begin with the parts of `prefix`, in pages of a listing."""
         with _failures():
             async for page in obstore.list(self._store, prefix, chunk_size=_PAGE):
                 yield [Stored(one["path"], one["size"], one["last_modified"]) for one in page]
