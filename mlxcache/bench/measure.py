@@ -188,9 +188,10 @@ def _play_one(
 
 
 def timing(server: Server, reply: Reply) -> Mapping[str, float | None]:
-    """Fetch the times that this server recorded for a reply: seconds by name of the part.
+    """Fetch the times that this server recorded for the request of `reply`.
 
-    They are `timing` of `GET /v1/requests/ID`. Raises Refused.
+    They are the seconds of each part of the request, by the part's name, from the field `timing` of
+    `GET /v1/requests/ID`. Raises Refused.
     """
     record: dict[str, Any] = server.client.get(f"/v1/requests/{reply.request}")
     return dict(record["timing"])

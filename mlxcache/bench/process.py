@@ -168,7 +168,8 @@ class Server:
 class Lives:
     """A server that can be killed and started again on the same files.
 
-    Each start uses a new port. Methods raise NotStarted if a server does not start.
+    It is started when `server` is first used. Each start uses a new port. Methods raise NotStarted
+    if a server does not start.
     """
 
     def __init__(self, launch: Launch, model: Path, logs: Path, wait_s: float):

@@ -35,7 +35,7 @@ class Conversation:
     messages: list[dict[str, Any]]
 
     def reconnect(self, client: Client) -> None:
-        """Continue the conversation through another client."""
+        """Send later turns through `client`, such as that of a restarted server."""
         self.client = client
 
     def ask(self, text: str) -> Reply:

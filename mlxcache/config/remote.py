@@ -45,8 +45,9 @@ class RemoteUrl:
 def read_remote_url(value: object) -> RemoteUrl:
     """Parse the URL of a remote.
 
-    Raises ValueError for other schemes, and for a URL with a user, a key or options: error messages
-    and figures show it, so it must hold no secret. The message does not repeat such a URL.
+    Raises ValueError for schemes other than those of `RemoteUrl`, and for a URL with a user, a key
+    or options: error messages and figures show the URL, so it must hold no secret. The message does
+    not repeat such a URL.
     """
     example = "must be a URL such as s3://bucket/prefix, gs://..., az://... or file:///path"
     if isinstance(value, RemoteUrl):

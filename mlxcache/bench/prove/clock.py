@@ -14,7 +14,7 @@ class TimeUp(Exception):
 
 
 class Clock:
-    """Remaining time of a run that may take `seconds` from the construction of this object on."""
+    """Remaining time of a run that may take `seconds`, counted from when this object is made."""
 
     def __init__(self, seconds: float):
         self._end = time.monotonic() + seconds

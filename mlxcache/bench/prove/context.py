@@ -196,9 +196,10 @@ class Context:
 
     @contextlib.contextmanager
     def serving(self, *extra: str) -> Iterator[Lives]:
-        """Run this server with flags `extra` while the block runs.
+        """Yield this server with flags `extra`, which ends with the block.
 
-        Its cache folder is new and is removed at the end.
+        It is started when it is first used (see `Lives`). Its cache folder is new and is removed at
+        the end.
         """
         self._started += 1
         with ExitStack() as stack:
@@ -208,7 +209,10 @@ class Context:
 
     @contextlib.contextmanager
     def theirs(self) -> Iterator[Lives]:
-        """Run `mlx_lm.server` on the model, with its default settings, while the block runs."""
+        """Yield `mlx_lm.server` with its default settings, which ends with the block.
+
+        It is started when it is first used; see `Lives`.
+        """
         with ExitStack() as stack:
             yield self._lives(mlx_lm_server(), stack)
 
@@ -219,7 +223,7 @@ class Context:
 
     @contextlib.contextmanager
     def own_time(self) -> Iterator[OwnTime]:
-        """Run a process that measures mlx-lm alone while the block runs.
+        """Yield a process that measures mlx-lm alone, which ends with the block.
 
         Raises NotApplicable if the model cannot be measured that way.
         """

@@ -45,8 +45,9 @@ class Heard:
 async def matrix(inside: Inside, scale: Scale, found: Findings) -> None:
     """Compare warm replies, alone and with other requests, and restored ones with cold ones.
 
-    Does so for each prompt length in `scale.equal`. Raises Unequal at the end if a reply differs by
-    more than the tolerance.
+    Does so for each prompt length in `scale.equal`, and adds the largest difference of
+    log-probabilities of each comparison to `found`. Raises Unequal at the end if one is above the
+    tolerance, or if the tokens do not agree.
     """
     wrong: list[str] = []
     for length in scale.equal:
@@ -80,7 +81,10 @@ async def rounding_of(inside: Inside, ids: Tokens) -> float:
 
 
 def tolerance_for(noise: float) -> float:
-    """Return the largest accepted difference of log-probabilities if mlx-lm's own is `noise`."""
+    """Return the largest accepted difference of log-probabilities.
+
+    `noise`: the difference that is due to rounding alone, a result of `rounding_of`.
+    """
     return max(LEAST_TOLERANCE, TOLERANCE * noise)
 
 

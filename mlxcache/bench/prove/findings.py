@@ -1,4 +1,4 @@
-"""Figures of one scenario on one model: tables of samples, bounds, and what was left out."""
+"""Result of one scenario on one model: samples, bounds, and measurements that were not run."""
 
 from __future__ import annotations
 
@@ -53,8 +53,9 @@ class Findings:
 
     `tables` holds figures by title, row and column. `checks` are bounds on them, and `unchecked`
     bounds for which a figure is missing or proves nothing, with the reason. `notes` are sentences
-    about the figures, and `not_run` lists measurements that were left out, with reasons. `error`
-    says why the scenario failed or was not run at all. `seconds` is the time that it took.
+    about the figures, and `not_run` lists measurements that were left out, with reasons. `status`
+    is done, failed, not run, or not applicable to the model or system. `error` says why the
+    scenario failed or was not run at all. `seconds` is the time that it took.
     """
 
     name: str

@@ -1,7 +1,8 @@
 """Scenarios that run an engine in their own process: memory, buffer growth, disk tier, equality.
 
 `python -m mlxcache.bench.prove.within NAME OPTIONS` runs one and prints the `Findings` as JSON in
-its last line. A fatal error of the device thus ends only that process.
+its last line. OPTIONS is a JSON object with `model` and `folder` (paths) and `scale` (the fields of
+`Scale`). A fatal error of the device thus ends only that process.
 """
 
 from __future__ import annotations
@@ -118,7 +119,7 @@ def split_at(intervals: Sequence[float], grown: Sequence[int]) -> tuple[list[flo
 
 
 def _capacity(inside: Inside) -> int:
-    """Return the positions for which the running replies' KV buffers have room."""
+    """Return the sum of the tokens that the KV buffers of all running replies can hold."""
     lanes = inside.core.scheduler.lanes.all
     leases = [task.lease for lane in lanes for task in lane.tasks]
     return sum(lease.lineage.capacity for lease in leases if lease is not None)

@@ -22,7 +22,10 @@ Update = tuple[str, Any] | MlxcacheError
 
 @dataclass(frozen=True, slots=True)
 class _Prefill:
-    """First and latest progress of a prefill, each as tokens done and time in seconds."""
+    """First and latest progress of a prefill, each as tokens done and the time of receipt.
+
+    The time is in seconds of a monotonic clock.
+    """
 
     first: tuple[int, float]
     last: tuple[int, float]
