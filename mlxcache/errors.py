@@ -26,7 +26,7 @@
 
 GroupLost stands apart, because it ends the process.
 
-`api.errors` maps each to its status and to each API's own shape.
+`api.errors` maps each to its HTTP status, and to the error body of each API.
 """
 
 from __future__ import annotations
@@ -159,8 +159,8 @@ class PrefixNotStored(StoreError):
 
 
 class DiskFull(StoreError):
-    """Error raised if the disk, its limit or the reserve of free space is used up."""
+    """Error raised if the disk, the disk tier's limit or the reserve of free space is used up."""
 
 
 class RemoteUnavailable(MlxcacheError):
-    """Error raised if the shared remote is gone, too slow, refuses or is skipped for now."""
+    """Error raised if the shared remote is gone, is too slow, refuses, or is skipped after failures."""

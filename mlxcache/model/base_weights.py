@@ -137,7 +137,7 @@ class Bases:
         return dict(charges)
 
     def freed_by(self, uses: Set[BaseUse]) -> int:
-        """Return the bytes of the arrays whose only users are in `uses`."""
+        """Return the bytes that are freed if all of `uses` release their arrays."""
         return sum(nbytes for _, users, nbytes in self._groups() if users <= uses)
 
     def _groups(self) -> Iterator[tuple[Base, frozenset[BaseUse], int]]:
@@ -209,7 +209,7 @@ class BaseUse:
         self._set_held(held)
 
     def keep(self, model: nn.Module) -> None:
-        """Release the arrays that are not parameters of `model`; the others are what it needs."""
+        """Release the held arrays that are not parameters of `model`; the others become `needed`."""
         used = {id(array) for _, array in tree_flatten(model.parameters())}
         held = {part: n for part, n in self._held.items() if id(part[0].get(part[1])) in used}
         for base, name in self._held.keys() - held.keys():

@@ -144,7 +144,7 @@ def pretend(slots: Sequence[Any], likes: State, position: int) -> None:
 def settle(slots: Sequence[Any]) -> None:
     """Copy the states of the opaque slots into buffers of their own.
 
-    A model may leave views there that keep the input of a whole chunk in memory.
+    A model may leave views in the slots that keep the input of a whole chunk in memory.
     """
     _set_states(slots, capture(slots))
 

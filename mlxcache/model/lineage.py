@@ -366,9 +366,9 @@ class Lineage:
 
 
 def _window_valid_from(span: Span) -> int:
-    """Return the first position from which sliding windows hold values in a lineage's range.
+    """Return the first position from which sliding windows hold values in the range `span`.
 
-    Returns 0 if they hold values at all positions of the range.
+    Returns 0 if they hold values at all of its positions.
     """
     owner, start, end = span
     return min(owner.window_valid_from, end) if owner.window_valid_from > start else 0
