@@ -209,7 +209,7 @@ class BaseUse:
         self._set_held(held)
 
     def keep(self, model: nn.Module) -> None:
-        """Release the held arrays that are not parameters of `model`; the others become `needed`."""
+        """Release held arrays that are not parameters of `model`; the others become `needed`."""
         used = {id(array) for _, array in tree_flatten(model.parameters())}
         held = {part: n for part, n in self._held.items() if id(part[0].get(part[1])) in used}
         for base, name in self._held.keys() - held.keys():
