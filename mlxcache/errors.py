@@ -163,4 +163,4 @@ class DiskFull(StoreError):
 
 
 class RemoteUnavailable(MlxcacheError):
-    """Error raised if the shared remote is gone, too slow, refuses, or is skipped after failures."""
+    """Error raised if the shared remote is gone, slow, refuses, or is skipped after failures."""
