@@ -127,8 +127,8 @@ class Bases:
     def charges(self) -> dict[str, int]:
         """Return the bytes of all arrays in memory, by the name to charge them to.
 
-        An array with one user is charged to that user's name, an array with several to `BASE
-        (shared)`.
+        An array with one user is charged to that user's name, an array with several to the
+        name of its base followed by " (shared)".
         """
         charges: Counter[str] = Counter()
         for base, users, nbytes in self._groups():

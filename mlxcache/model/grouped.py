@@ -4,18 +4,19 @@ A layer attends to a sliding window and, in some layers, to compressed KV: one v
 closed group of `ratio` tokens. `LayerCache` of mlx-lm holds both in one object, which can neither
 be truncated nor restored. `GroupedCache` takes its place and splits it into slots:
 
-- `RecentRows`: the window and what the newest tokens leave behind; it stands for one position;
+- `RecentRows`: the window, the tokens of the open group and the newest vectors, a state that
+  stands for one position;
 - `GroupRows`: the vectors of the closed groups, or their index keys, a row for each position.
 
-The `ratio` rows of a vector begin at the position that closes its group, because only from there
-on do the tokens before a position determine them. With a ratio of 4:
+The `ratio` rows of a vector begin at the position that closes its group, because only from there on
+do the tokens before a position determine them. With a ratio of 4:
 
     position    0   1   2   3   4   5   6   7   8   9  10  11
     group       0   0   0   0   1   1   1   1   2   2   2   2
     row of      -   -   -   0   0   0   0   1   1   1   1   2
 
-So the newest vector has rows at positions that are not there yet. `RecentRows` therefore has that
-vector too. MLX thread only.
+So a part of the newest vector's rows may belong to positions that were not fed yet. Therefore
+`RecentRows` has that vector as a whole too. MLX thread only.
 """
 
 from __future__ import annotations

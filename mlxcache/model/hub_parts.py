@@ -63,8 +63,8 @@ def find_large_files(
 ) -> tuple[LargeFile, ...]:
     """Return the large files of a model on the Hub that the Hub's cache lacks.
 
-    `patterns`: names of the files that are wanted, with wildcards. Makes one request. Raises the
-    errors of the Hub's client.
+    Large are those of `LEAST_BYTES` (32 MiB) to 50 GB. `patterns`: names of the files that are
+    wanted, with wildcards. Makes one request. Raises the errors of the Hub's client.
     """
     info = HfApi().model_info(model, revision=revision, files_metadata=True, timeout=ANSWER_S)
     large = {

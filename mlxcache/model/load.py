@@ -72,7 +72,10 @@ class ModelSpec:
 
 
 Divide = Callable[[nn.Module, Mapping[str, Any]], None]
-"""Keeps a part of a model, given the model and its configuration."""
+"""Function that drops the parts of a model that other processes have.
+
+It takes the model and its configuration, and changes the model in place.
+"""
 
 
 @dataclass(frozen=True, slots=True)

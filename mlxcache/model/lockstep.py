@@ -154,4 +154,4 @@ class Lockstep:
 
 
 ALONE = Lockstep()
-"""Of a process that has the whole model."""
+"""Lockstep of a process that has the whole model, so that there are no other ranks."""

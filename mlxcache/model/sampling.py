@@ -42,7 +42,7 @@ LEAST_LOGPROB = -9999.0
 """Number sent for minus infinity, which JSON lacks; OpenAI sends the same."""
 
 SPLITS_AT_ONCE = 256
-"""Splits of a random key that are evaluated together: each one adds to a graph."""
+"""Maximum number of splits of a random key in one evaluation, to bound the size of its graph."""
 
 _SEED_MASK = (1 << 64) - 1
 

@@ -164,7 +164,7 @@ def run_spec(layout: Layout) -> dict[str, tuple[str, tuple[int, int]]]:
 def late_names(layout: Layout) -> frozenset[str]:
     """Return the names of a run's tensors that belong to sliding-window layers.
 
-    A prompt uses only those of its last positions.
+    Of these tensors, a prompt uses only the rows of its last positions.
     """
     sliding = [i for i, window in enumerate(layout.windows) if window is not None]
     return frozenset(run_name(i, j) for i in sliding for j in range(len(layout.specs[i])))

@@ -64,7 +64,7 @@ _VOID: dict[str, tuple[Any, ...]] = {
     "dependentSchemas": ({},),
     "dependencies": ({},),
 }
-"""Values with which a keyword has no effect."""
+"""Values with which a keyword has no effect, by keyword."""
 _LISTS = ("anyOf", "allOf", "oneOf", "prefixItems")
 _MAPS = ("properties", "patternProperties")
 _COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")

@@ -43,7 +43,7 @@ HARMONY: Syntax = HeadedCalls(
     r"(?:(?!<\|message\|>).){0,400}?\bto=(?:functions\.)?(?P<call>[^\s<]{1,256})"
     r"(?:(?!<\|message\|>).){0,400}?<\|message\|>"
 )
-"""Calls of gpt-oss: the message with its header."""
+"""Syntax of gpt-oss's calls: the header of a message, then JSON arguments."""
 
 SYNTAXES: dict[str, Syntax] = {
     "function_gemma": GemmaSyntax("<escape>"),
