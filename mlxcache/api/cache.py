@@ -107,7 +107,8 @@ async def warm(engine: Engine, body: bytes, id: str | None = None) -> dict[str, 
 async def run_warming(engine: Engine, job: Job) -> Finished:
     """Compute the prompt of `job` without a reply, and return the final event.
 
-    Raises the errors of `Engine.submit` and `finished_or_raise`.
+    Raises the errors of `Engine.submit`, GenerationFailed if the model failed, and NotReady if the
+    server stopped before the prompt was computed.
     """
     stream = await engine.submit(replace(job, max_tokens=1, raw=True, api=WARMING))
     last: Finished | None = None

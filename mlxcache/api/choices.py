@@ -62,7 +62,8 @@ class Choices:
     async def gather(self) -> list[WholeReply]:
         """Read all choices to their ends and return their replies.
 
-        Raises the first error of `gather_reply`.
+        Raises the first error: GenerationFailed if the model failed, NotReady if the reply was cut
+        short because the server is stopping.
         """
         tasks = [asyncio.ensure_future(gather_reply(one)) for one in self._streams]
         try:
@@ -94,8 +95,9 @@ async def _forward(
 
 
 async def start_choices(deps: Deps, jobs: Sequence[Job]) -> Choices:
-    """Submit `jobs` and wait until the first leaves the queue, at most `queue_grace` seconds.
+    """Submit `jobs` and wait until the first leaves the queue.
 
+    Waits at most `ApiSettings.queue_grace` seconds, and then returns with the job still queued.
     A job leaves the queue when its memory is reserved and its cached prefix is known (`Admitted`).
     The caller must close the choices. If this function raises or is cancelled, they are already
     closed. Raises the errors of `Engine.submit`.

@@ -185,7 +185,9 @@ def read_number(request: Request, name: str, default: int) -> int:
 async def read_json(request: Request, type: type[T], deps: Deps) -> T:
     """Read a request's JSON body as a value of `type`, and record it if recording is on.
 
-    Raises the errors of `read_body` and `decode`.
+    Raises BadRequest if the body is not JSON or does not fit `type`, TooLarge if it is longer than
+    `ApiSettings.max_body_bytes`, HTTPException (408) if it does not arrive in time, and
+    ClientDisconnect.
     """
     body = await read_body(request, deps.settings.max_body_bytes)
     value = decode(type, body)

@@ -111,8 +111,8 @@ async def engine_named(deps: Deps, name: str, *, wait: bool = True) -> Engine:
     """Return the engine of the model with the name, id or alias `name`.
 
     With `wait`, a model that was never loaded is loaded first, which may take minutes; without it,
-    the engine is returned as it is. Raises NotFound for other names, and the errors of
-    `require_model`.
+    the engine is returned as it is. Raises NotFound for other names, and NotReady or ModelError if
+    the default model is not loaded.
     """
     require_model(deps)
     if deps.models is None:

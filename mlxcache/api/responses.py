@@ -229,7 +229,9 @@ def _writer(deps: Deps, request: Request, body: ResponsesRequest) -> ResponseWri
 async def _start(deps: Deps, request: Request, asked: Asked, writer: ResponseWriter) -> Reply:
     """Render a checked request, submit it to the engine, and wait until it leaves the queue.
 
-    Waits at most `queue_grace` seconds. Raises the errors of rendering and of `Engine.submit`.
+    Waits at most `ApiSettings.queue_grace` seconds, and then returns with the job still queued.
+    Raises BadRequest, Unsupported or ContextLengthExceeded if it cannot be rendered, and the errors
+    of `Engine.submit`.
     """
     body, info = asked.body, require_model(deps)
     chat = wire.to_chat(body, asked.talk, asked.tools, images=accepts_images(deps))

@@ -79,7 +79,11 @@ def routes(deps: Deps) -> list[Route]:
 
 
 def require_sessions(deps: Deps) -> SessionBook | SessionBooks:
-    """Return the sessions of all models. Raises the errors of `require_model`."""
+    """Return the sessions of all models.
+
+    Raises NotReady while the default model loads or the server stops, and ModelError if loading it
+    failed.
+    """
     require_model(deps)
     return deps.sessions
 

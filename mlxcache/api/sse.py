@@ -56,7 +56,10 @@ def make_comment(text: str) -> ServerSentEvent:
 
 
 class ReplyProgress:
-    """Phase of one reply, sent as a comment if no event was sent for `ping_seconds`."""
+    """Phase of one reply, to be sent as a comment during silences of the stream.
+
+    A silence is `ApiSettings.ping_seconds` without an event.
+    """
 
     def __init__(self, load_share: Callable[[], float | None] = lambda: None) -> None:
         """Begin in the phase `queued`.
@@ -94,11 +97,11 @@ async def close_stream(stream: Closable) -> None:
 
 
 async def start_stream(deps: Deps, job: Job) -> tuple[Stream, Admitted | None]:
-    """Submit `job` and wait until it leaves the queue, at most `queue_grace` seconds.
+    """Submit `job` and wait until it leaves the queue; return its stream and its `Admitted` event.
 
-    The second value is the event that reports its cached prefix, or None if the job is still queued
-    after that time. The caller must close the stream. If this function raises or is cancelled, the
-    stream is already closed. Raises the errors of `Engine.submit`.
+    The event reports the cached prefix. It is None if the job is still queued after
+    `ApiSettings.queue_grace` seconds. The caller must close the stream. If this function raises or
+    is cancelled, the stream is already closed. Raises the errors of `Engine.submit`.
     """
     stream = await deps.engine.submit(job)
     try:

@@ -166,7 +166,8 @@ def _order(
 ) -> Iterator[Finding]:
     """Yield a finding if the tools are not sorted by name, because their order may change.
 
-    The parameters are those of `audit`.
+    `position(source, char)` returns the number of tokens before a character of the rendered text.
+    `tokens`: length of the prompt.
     """
     names = [str((tool.get("function") or tool).get("name")) for tool in source.chat.tools]
     i = next((i for i in range(1, len(names)) if names[i] < names[i - 1]), None)

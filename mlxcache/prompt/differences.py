@@ -33,8 +33,9 @@ _NUMBER = re.compile(r"\d[\d,_]*(?:\.\d+)?")
 class Change:
     """The change of one text into another.
 
-    `at`: number of shared leading characters. `cause`: kind of the change. `before`, `after`:
-    excerpts of the old and new text, beginning with up to 60 shared characters of the same line.
+    `at`: number of shared leading characters. `cause`: kind of the change, such as `date`, or else
+    `text`. `before`, `after`: excerpts of the old and new text, beginning with up to 60 shared
+    characters of the same line.
     `shows`: the old and new text from a few characters before `at` on.
     """
 
@@ -121,7 +122,8 @@ def _in_git(text: str, at: int, line: str) -> bool:
 def _form(old: str, new: str) -> str | None:
     """Return the name of a difference between two texts that is invisible, such as `whitespace`.
 
-    Returns None if the texts are equal or differ visibly.
+    The others are `line_endings` and `unicode_normalisation`. Returns None if the texts are equal
+    or differ visibly.
     """
     if old == new:
         return None
@@ -163,9 +165,9 @@ class Difference:
     """One difference between two conversations.
 
     `where`: part of the later conversation, such as `system`, `tools[2] Read` or `messages[5]
-    user`. `reason`, `cause`: kind of the difference, in general and in detail. `before`, `after`:
-    excerpts of the earlier and the later text. `shows`: the earlier and the later text right at the
-    difference, by which it is found in the rendered prompts.
+    user`. `reason`, `cause`: kind of the difference, in general and in detail, such as `edited` and
+    `date`. `before`, `after`: excerpts of the earlier and the later text. `shows`: the earlier and
+    the later text right at the difference, by which it is found in the rendered prompts.
     """
 
     where: str
@@ -261,8 +263,8 @@ def _begins_again(was: Sequence[Message], now: Sequence[Message], i: int) -> boo
 def _text_moved(was: Message, now: Sequence[Message]) -> bool:
     """Return whether a user message lost only a text that a later user message now has.
 
-    `now`: the message as the client sent it again, and all messages after it. Unlike in
-    `_reminder_moved`, the text is equal and not between tags.
+    `was`: the message in the earlier conversation. `now`: the same message in the later one, and
+    all messages after it. The text is equal in both places, and need not be between tags.
     """
     old, new = _text_of(was), _text_of(now[0])
     if was.get("role") != "user" or now[0].get("role") != "user" or len(new) >= len(old):
@@ -292,8 +294,9 @@ def _history_inserted(was: Sequence[Message], now: Sequence[Message], i: int) ->
 def _reminder_moved(was: Message, now: Sequence[Message]) -> bool:
     """Return whether a user message lost only reminders that a later user message now has.
 
-    `now`: the message as the client sent it again, and all messages after it. This happens with
-    clients that put a reminder only into the newest message.
+    `was`: the message in the earlier conversation. `now`: the same message in the later one, and
+    all messages after it. This happens with clients that put a reminder only into the newest
+    message.
     """
     if was.get("role") != "user" or now[0].get("role") != "user":
         return False
@@ -330,8 +333,10 @@ def _shifted(now: Sequence[Message], seen: tuple[list[str], list[str]], i: int) 
 def _shifted_and_edited(was: Sequence[Message], now: Sequence[Message], i: int) -> str | None:
     """Return the cause, such as `message_dropped`, if a message was inserted or dropped at `i`.
 
-    As in `_shifted`, but the message that follows was also edited: it has the same role and almost
-    the same text. Returns None otherwise.
+    It was inserted if the earlier message `i` follows, edited, in the later conversation, and
+    dropped if the later message `i` follows, edited, in the earlier one. Edited: with the same
+    role and almost the same text. Returns None otherwise. `was`, `now`: messages of the earlier and
+    the later conversation.
     """
     if was[i].get("role") == now[i].get("role"):
         return None
@@ -604,8 +609,8 @@ def _seen_of(tools: Sequence[Mapping[str, Any]]) -> str:
 def _described(was: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
     """Return the kind of an invisible difference between the descriptions of two tools.
 
-    The kinds are those of `_form`, such as `whitespace`. Returns None if the descriptions differ
-    visibly, or anything else differs.
+    The kinds are `line_endings`, `whitespace` and `unicode_normalisation`. Returns None if the
+    descriptions differ visibly, or anything else differs.
     """
     old, new = dict(_function_of(was)), dict(_function_of(now))
     texts = str(old.pop("description", "")), str(new.pop("description", ""))

@@ -112,7 +112,8 @@ class Renderer:
     def probe(self, messages: Sequence[Message], *, tools: bool) -> str:
         """Render messages that no client sent, to learn about the template.
 
-        `tools`: also render an example tool. Raises the errors of `render`.
+        `tools`: also render an example tool. Raises BadRequest if the template refuses the
+        messages, and GenerationFailed if it fails.
         """
         adapted = adapt(messages, (), self._traits)
         return self._text(adapted, [TOOL] if tools else None, self._args, generation=False)

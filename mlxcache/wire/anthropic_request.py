@@ -75,7 +75,7 @@ def to_chat(
 def to_sampling(body: types.Request) -> Sampling:
     """Convert the sampling fields. The default temperature is 1, as Anthropic documents.
 
-    Omitted fields are listed in `unset`, so that the model's own defaults apply to them.
+    Omitted fields are listed in `Sampling.unset`, so that the model's own defaults apply to them.
     """
     top_p = 1.0 if body.top_p is None else body.top_p
     stated = {name for name in ("temperature", "top_p", "top_k") if getattr(body, name) is not None}
@@ -306,7 +306,8 @@ class BlockReader:
     def read_block(self, block: types.Block, where: str) -> list[Item]:
         """Return the texts and images that a content block adds to the prompt.
 
-        `where` is the block's place in the body, for errors. Raises the errors of `read_text`.
+        `where` is the block's place in the body, for errors. Raises Unsupported for citations, and
+        for an image if the model accepts none; BadRequest for other blocks that are not allowed.
         """
         if isinstance(block, types.Document):
             return self._read_document(block, where)
@@ -326,7 +327,8 @@ class BlockReader:
     def read_texts(self, content: types.Content, where: str) -> tuple[list[str], bool]:
         """Return the text of each block, and whether any has `cache_control`.
 
-        `where` is the place of `content` in the body, for errors. Raises the errors of `read_text`.
+        `where` is the place of `content` in the body, for errors. Raises Unsupported for citations,
+        and BadRequest or Unsupported for a block that is not text.
         """
         found = list(_read_blocks(content, where))
         texts = [self.read_text(block, at) for at, block in found]

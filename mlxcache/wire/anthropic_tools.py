@@ -66,7 +66,8 @@ class Toolbox:
     def define(self, tool: types.Tool, where: str) -> str:
         """Add a tool that a message defines, and return the text that describes the tool.
 
-        `where` is the definition's place in the body, for errors. Raises the errors of the class.
+        `where` is the definition's place in the body, for errors. Raises Unsupported and BadRequest
+        for the same tools as the constructor.
         """
         function = self._add(tool, where)
         self._deferred[tool.name] = function

@@ -161,8 +161,8 @@ def _without_images(value: Any) -> Any:
 def differences_without_effect(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
     """Return the names of differences between two requests that do not change their prompts.
 
-    These are fields that are not rendered, such as `temperature`, then the results of
-    `_differences_in_form`.
+    These are the names of fields that are not rendered, such as `temperature`, then `cache_control`
+    and `the form of messages` if equal messages differ in these.
     """
     keys = sorted({*one, *other} - _RENDERED - _TEMPLATE_ARGS)
     found = [key for key in keys if one.get(key) != other.get(key)]

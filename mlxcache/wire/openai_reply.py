@@ -175,7 +175,10 @@ class Chunks:
         return []
 
     def feed(self, event: Event) -> list[Payload]:
-        """Return the chunks for an engine event. Raises the errors of `finished_or_raise`."""
+        """Return the chunks for an engine event.
+
+        Raises GenerationFailed if the model failed, and NotReady if the reply was cancelled.
+        """
         if isinstance(event, Piece):
             probs = self._held.take(event)
             return self._feed(event, self._show(probs))
@@ -207,7 +210,7 @@ class Chunks:
 def usage_chunk(envelope: Envelope, chunks: Sequence[Chunks], n: int) -> Payload:
     """Return the last chunk of a stream, with the usage; `n` is the number of choices per prompt.
 
-    Raises the errors of `finished_or_raise` if a choice did not end by itself.
+    Raises GenerationFailed or NotReady if a choice did not end by itself.
     """
     usage = count_usage([finished_or_raise(one.last) for one in chunks], n)
     return envelope.wrap(choices=[], usage=usage)

@@ -117,8 +117,9 @@ def _check_continuation(body: ChatRequest) -> None:
 def to_sampling(body: Generation) -> Sampling:
     """Convert the sampling fields. The default temperature is 1, as OpenAI documents.
 
-    Omitted fields are listed in `unset`, so that the model's own defaults apply to them. A `top_p`
-    of 0 leaves only the likeliest token, so it means greedy sampling. A seed is taken modulo 2**63.
+    Omitted fields are listed in `Sampling.unset`, so that the model's own defaults apply to them. A
+    `top_p` of 0 leaves only the likeliest token, so it means greedy sampling. A seed is taken
+    modulo 2**63.
     """
     plain = Sampling()
     greedy = body.top_p == 0
@@ -170,7 +171,10 @@ def wants_logprobs(body: Generation) -> bool:
 
 
 def of_choice(sampling: Sampling, index: int) -> Sampling:
-    """Return the sampling of choice number `index` of a prompt, whose seed is `seed` + `index`."""
+    """Return the sampling of choice number `index` of a prompt, from 0.
+
+    Its seed is that of `sampling` plus `index`; without a seed, it is `sampling` itself.
+    """
     if sampling.seed is None:
         return sampling
     return replace(sampling, seed=(sampling.seed + index) % 2**63)

@@ -63,7 +63,8 @@ class HeldLogprobs:
 async def gather_reply(events: AsyncIterable[Event]) -> WholeReply:
     """Read `events` to the end and return the whole reply.
 
-    Raises the errors of `events` and of `finished_or_raise`.
+    Raises the errors of `events`, GenerationFailed if the model failed, and NotReady if the reply
+    was cancelled or has no final event.
     """
     text: list[str] = []
     thinking: list[str] = []

@@ -157,7 +157,7 @@ class ResponseWriter:
     def feed(self, event: Event) -> list[Payload]:
         """Return the stream events for an engine event.
 
-        Raises the errors of `finished_or_raise`.
+        Raises GenerationFailed if the model failed, and NotReady if the reply was cancelled.
         """
         if isinstance(event, Piece):
             probs = self._held.take(event)
