@@ -60,8 +60,8 @@ class NextTurn:
     """A turn that the client may send next, to be computed in advance.
 
     `task`: the turn as a task, which no client reads. `before`: token ids of the conversation so
-    far, including the reply, shape (n,). `blocked`: memory is full, and waiting for writes to disk
-    may free some.
+    far, including the reply, shape (n,). `blocked`: memory is full, so the turn waits until no
+    write to disk is pending, because KV that is on disk too can be evicted.
     """
 
     task: Task
@@ -69,12 +69,15 @@ class NextTurn:
     blocked: bool = False
 
     def unblock(self) -> bool:
-        """Clear `blocked` and return its previous value."""
+        """Set `blocked` to False, and return the value that it had before."""
         blocked, self.blocked = self.blocked, False
         return blocked
 
     def block(self, blocked: bool) -> bool:
-        """Set `blocked` and return it; pass True if waiting for writes to disk may free memory."""
+        """Set the field `blocked` to the argument `blocked`, and return it.
+
+        True: the turn is tried again once no write to disk is pending. False: it is given up.
+        """
         self.blocked = blocked
         return blocked
 
@@ -96,8 +99,8 @@ class IdlePrefill:
     def add(self, prompt: Prompt, before: Tokens) -> None:
         """Queue `prompt` to be computed, all but its last token.
 
-        `before`: token ids of the conversation that the prompt continues, shape (n,). A turn in
-        progress is interrupted first; the tokens computed for it are kept.
+        `before`: token ids of the conversation that the prompt continues, shape (n,). The tokens
+        that were computed for other turns are committed first, and those turns stay queued.
         """
         job = Job("ahead", prompt, api=WARMING)
         record = RequestRecord(job.id, None, "", None, "prefill", 0.0, len(prompt.ids))
@@ -144,7 +147,10 @@ class IdlePrefill:
                 self._kv.abandon(turn.task.give_up_lease())
 
     def _advance(self, turn: NextTurn) -> bool:
-        """Feed one chunk of a turn; return False once nothing is left to do for it."""
+        """Feed one chunk of a turn; return False once it can be dropped.
+
+        That is when it is computed, or cannot be started. A blocked turn stays: returns True.
+        """
         task = turn.task
         if task.lease is None and not self._start(turn):
             return turn.blocked
@@ -242,7 +248,7 @@ class IdlePrefill:
                 self._computed.append((ids, start))
 
     def clear(self) -> None:
-        """Drop every queued turn; tokens computed so far are kept."""
+        """Drop every queued turn; the KV of tokens computed so far stays in the cache."""
         self.pause()
         self._turns.clear()
 
@@ -276,10 +282,10 @@ class NextTurnRenderer:
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="mlxcache-anticipate")
 
     def note_begin(self, job: Job) -> bool:
-        """Note that a request began; return whether the pieces of its reply must be collected.
+        """Return whether the pieces of a request's reply must be collected. Call when it begins.
 
-        The pieces are needed to render the next turn. Also notes if the request continues a
-        conversation that ended recently.
+        The pieces are needed to render the next turn. If the request continues one of the latest
+        conversations, this also resets the count of replies that no client has continued.
         """
         source = job.prompt.source
         if source is None or job.api == WARMING:
@@ -292,10 +298,10 @@ class NextTurnRenderer:
         return True
 
     def note_end(self, task: Task, pieces: Sequence[Piece], *, idle: bool) -> None:
-        """Note that a request ended, with the pieces of its reply.
+        """Include the conversation of an ended request in those whose next turns are rendered.
 
-        `idle`: no other request is in progress. If so, the next turns of the latest conversations
-        are queued for rendering.
+        `pieces`: those of its reply. `idle`: no other request is in progress. Only then are turns
+        queued for rendering: this one, and those of requests that ended while others ran.
         """
         if task.record.status == "done" and pieces:
             self._ended.append(task.job.prompt.source)
@@ -314,7 +320,7 @@ class NextTurnRenderer:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _render(self, task: Task, pieces: Sequence[Piece]) -> None:
-        """Render the next turn of a conversation and pass it on to be computed.
+        """Render the next turn of a conversation and call the renderer's `add` with it.
 
         Runs on the renderer's thread. Logs errors instead of raising them.
         """

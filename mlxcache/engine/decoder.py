@@ -143,7 +143,7 @@ class Row:
         return True
 
     def note_drawn(self) -> None:
-        """Note that a new token is pending, which the guide has not accepted yet."""
+        """Record that a new token is pending, which the guide has not accepted yet."""
         self.guided = False
 
     def count_drafts(self, drafted: int, accepted: int) -> None:
@@ -233,7 +233,10 @@ class Decoder:
         return both
 
     def alone(self, row: int, caches: Caches) -> Decoder:
-        """Return a decoder of one row over `caches`, which must hold all KV of that row."""
+        """Return a decoder of only the row with index `row`, over `caches`.
+
+        `caches` must hold all KV of that row.
+        """
         own = Decoder(
             self.model, [self.rows[row]], caches, waits=self.waits, lockstep=self.lockstep
         )
@@ -246,7 +249,7 @@ class Decoder:
         self.rows = [self.rows[i] for i in rows]
 
     def _take(self, other: Decoder, rows: slice | mx.array) -> None:
-        """Copy the pending tokens of the given `rows` of `other` to this decoder."""
+        """Set this decoder's pending tokens to those of the given `rows` of `other`."""
         if other.pending is not None and other.logprobs is not None and other.finite is not None:
             self._set_pending(other.pending[rows], other.logprobs[rows], other.finite[rows])
 

@@ -265,7 +265,10 @@ class Engine:
         self._runtime = runtime
 
     def _load_lazily(self, spec: load.ModelSpec, use: BaseUse) -> load.Loaded:
-        """Load the model, or this rank's part of it, without its weights."""
+        """Load the model, or this rank's part of it, without its weights.
+
+        `use`: the arrays that it shares with other models.
+        """
         ranks = self._ranks
         if ranks is None:
             return load.load(spec, lazy=True, use=use)
@@ -491,7 +494,7 @@ class Engine:
         return live.shared
 
     def _receive(self, live: LiveRequest, event: Event | BaseException) -> None:
-        """Process one event of a request and pass it to the readers.
+        """Pass one event of a request to its readers.
 
         If it is the last event, the request is removed and its record completed first.
         """

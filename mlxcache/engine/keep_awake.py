@@ -24,7 +24,7 @@ The turns of an agent are closer together than this.
 """
 
 CHECK_S = 1.0
-"""Seconds after which a command that does not work has ended, and wait for a terminated one."""
+"""Seconds from the command's start to the check that it still runs, and most after SIGTERM."""
 
 
 class Timer(Protocol):

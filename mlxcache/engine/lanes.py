@@ -301,7 +301,11 @@ class Lanes:
     # -- leaving -----------------------------------------------------------------------------
 
     def leave(self, lane: Lane, gone: list[Task]) -> None:
-        """Remove tasks from a lane, after bringing their lineages up to date."""
+        """Remove the tasks `gone` from a lane.
+
+        First, the KV that a batch has computed is appended to the lineages of its rows. If fewer
+        than two rows remain in a batch, or it cannot be made smaller, it is split.
+        """
         self._changed = True
         keep = [i for i, task in enumerate(lane.tasks) if task not in gone]
         try:

@@ -140,7 +140,10 @@ class Models:
         return engine
 
     async def _opened(self, engine: Engine, arrival: Arrival | None) -> None:
-        """Wait until the model of `engine` is loaded; load it if nobody does. Raises as `of`."""
+        """Wait until the model of `engine` is loaded; start to load it if that is not in progress.
+
+        Raises as `of`.
+        """
         limits = (arrival.timeout_s if arrival else None, self.settings.request_timeout)
         seconds = min((limit for limit in limits if limit is not None), default=None)
         end = None if seconds is None else time.monotonic() + seconds
@@ -164,12 +167,15 @@ class Models:
             await asyncio.sleep(0)  # those it was opened for had left
 
     def _give_up_unwanted(self, engine: Engine) -> None:
-        """Cancel the load of a model that waits for memory if no request waits for the model."""
+        """Cancel the load of a model that waits for memory if no request waits for the model.
+
+        If the load does not wait for memory, checks again after `GIVE_UP_S` seconds.
+        """
         opening = self._opening.get(engine)
         if opening is None or self._arrivals.waits_for(engine.label):
             return
         if engine.awaits_room:
-            log.info("model %s: not loaded: no request waits for it any more", engine.label)
+            log.info("model %s: load cancelled: no request waits for it any more", engine.label)
             opening.cancel()
         else:  # it may have to wait later
             asyncio.get_running_loop().call_later(GIVE_UP_S, self._give_up_unwanted, engine)
@@ -249,8 +255,9 @@ class Models:
         """Return the response body of `GET /v1/cache`: figures of all models together.
 
         `models` is as in `describe`. `memory` is the budget of all models, in bytes: `used_bytes`,
-        `limit_bytes`, `high_water_bytes`, and `kinds` for what no model alone takes. Waits for the
-        disk: call in a worker thread.
+        `limit_bytes`, `high_water_bytes`, and `kinds`, the bytes charged to that budget itself by
+        kind, such as weights and MLX's pool, without the KV of the models. Waits for the disk: call
+        in a worker thread.
         """
         figures, memory = self.default.figures(), self._memory
         if not figures or memory is None:

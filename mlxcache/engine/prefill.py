@@ -70,7 +70,7 @@ class PrefillDecodeBalance:
         self._round_at = clock()
 
     def begin(self, *, decoding: bool) -> None:
-        """Note that prefill begins while no other prompt is in prefill.
+        """Record that prefill begins, and no other prompt was in prefill: a burst starts.
 
         `decoding`: replies are being decoded, so only a short burst of prefill may delay them.
         """
@@ -96,7 +96,7 @@ class PrefillDecodeBalance:
         self.owed = max(self.owed, DECODE_SHARE * chunk_s)
 
     def due(self, left_s: float) -> float:
-        """Return the seconds of decoding that are due now, negative if none are.
+        """Return the seconds of decoding that are due now, 0 or negative if none are.
 
         `left_s`: expected seconds of the remaining prefill. If that is 0, `owed` is reset.
         """
@@ -234,7 +234,7 @@ class Prefill:
         return self._feeding is None
 
     def note_confirmed(self) -> None:
-        """Note that the device has computed every chunk fed so far."""
+        """Record that the device has computed every chunk fed so far: `confirmed` is True."""
         self._feeding = None
 
     def note_device_error(self) -> None:

@@ -93,7 +93,7 @@ class PrefixLossReporter:
         self._begin(task, Found(event.cached_tokens, task.matched, damaged))
 
     def note_reply(self, task: Task) -> None:
-        """Set the measured cost of a loss; call once the prompt is computed."""
+        """Set the cost of a request's loss in measured seconds, once its prompt is computed."""
         _set_cost(task.record, task.record.timing.get("prefill_s"))
 
     def _begin(self, task: Task, found: Found) -> None:
@@ -109,7 +109,7 @@ class PrefixLossReporter:
         if done.cancelled():
             return
         if (error := done.exception()) is not None:
-            log.error("prefix-loss analysis failed", exc_info=error)
+            log.error("%s: prefix-loss analysis failed", record.id, exc_info=error)
         elif (loss := done.result()) is not None:
             self._losses[record.id] = loss
             tokens = count_within(loss.runs, 0, record.prompt_tokens)
@@ -118,9 +118,9 @@ class PrefixLossReporter:
             _set_cost(record, record.timing.get("prefill_s"))
 
     def note_end(self, task: Task, then: Callable[[], None]) -> None:
-        """Keep an ended request's prompt for comparison with later ones, then call `then`.
+        """Store an ended request's prompt for comparison with later ones, then call `then()`.
 
-        If the request's own prefix loss is still being analysed, `then` is called after that.
+        If the request's own prefix loss is still being analysed, `then()` is called after that.
         """
         record, source = task.record, task.job.prompt.source
         if is_explained(task.job) and task.lease is not None:

@@ -243,7 +243,10 @@ class LiveRequest:
         self._on_event(self, event)
 
     def take(self, piece: Piece) -> bool:
-        """Note a piece of the reply; return True for the first one."""
+        """Record that a piece of the reply has arrived; return True if it is the first.
+
+        The piece is added to `pieces` if these are collected.
+        """
         first = not self.replying
         self.replying = True
         if self._keep_pieces:
@@ -281,11 +284,12 @@ class RequestTable:
         return next((one.shared for one in self._live.values() if one.shared.accepts(job)), None)
 
     def check_places(self, job: Job, *, rate: float, round_s: float) -> None:
-        """Raise QueueFull if the queue is full, or TooMany if `job`'s session takes up its share.
+        """Raise QueueFull if the queue is full, or TooMany if `job`'s session has its share of it.
 
-        All choices of one request take one place, that of the first. Both errors carry an estimate
-        of the seconds until a retry can succeed. `rate`: prefill speed in tokens per second.
-        `round_s`: seconds per round of decoding.
+        One session may have 1/`QUEUE_SHARE` of the places. All choices of one request take one
+        place, that of the first. Both errors carry an estimate of the seconds until a retry can
+        succeed. `rate`: prefill speed in tokens per second. `round_s`: seconds per round of
+        decoding.
         """
         if job.choice:
             return

@@ -27,6 +27,9 @@ log = logging.getLogger("mlxcache.engine")
 class Residency:
     """Decides which models are loaded. MLX thread only.
 
+    The model that has waited longest for memory has the *turn*: others give up memory for it. A
+    busy model need not give up its memory during its *stay*, which lasts `Resident.stay_s` seconds.
+
     `memory`: the RAM of all models under one budget. If it is None, models have no common budget
     and are unloaded only for being idle. `clock()` returns seconds.
     """
@@ -76,7 +79,7 @@ class Residency:
         self._opened.append(newcomer)
 
     def note_left(self) -> None:
-        """Drop the newcomers for which nobody waits any more."""
+        """Remove from the queue the newcomers for which no request waits any more."""
         self._newcomers = [one for one in self._newcomers if not one.left]
         self._stepped = True
 
@@ -110,7 +113,7 @@ class Residency:
         return [one for one in self.residents if one.wanted or one.short]
 
     def note_step(self) -> None:
-        """Note that a scheduler made a step, after which its model may be idle."""
+        """Record that a scheduler made a step: `step` must check again which models are idle."""
         self._stepped = True
 
     def wait_s(self) -> float | None:
@@ -155,7 +158,10 @@ class Residency:
         self.settle()
 
     def settle(self) -> None:
-        """Release KV of models that were idle, once it is on disk. Call after writes have ended."""
+        """Release memory of unloaded models that waited for writes to disk, if these have ended.
+
+        It is that for the writes and, of models that were unloaded for being idle, their KV.
+        """
         if any([one.settle() for one in self.residents]):
             trim_heap()
             self.note_step()
@@ -208,14 +214,20 @@ class Residency:
         return min(waiting, key=lambda one: one.wanted_at or 0.0, default=None)
 
     def _could_start(self, one: Resident) -> bool:
-        """Return whether the prompt that waits fits once the other models give up memory."""
+        """Return whether the waiting prompt of `one` would fit if other models gave up memory.
+
+        Models that are never unloaded do not give up any.
+        """
         wait = one.kv.wait
         if wait is None or wait is self._hopeless or self.memory is None:
             return False
         return self.memory.fits_alone(one.kv.ram, wait.size)
 
     def _end_turn(self, now: float) -> None:
-        """Let all models start requests again, because the model with the turn waits no more."""
+        """Let all models start requests again, because the model that had the turn waits no more.
+
+        `now`: seconds of a monotonic clock.
+        """
         for one in self.residents:
             one.drain(on=False)
         first = self._first
@@ -227,8 +239,9 @@ class Residency:
     def _end_of_stay(self, one: Resident) -> float:
         """Return the time after which the busy model `one` starts no new requests if others wait.
 
-        If a prompt waits for memory, the stay begins with that wait at the earliest, because the
-        requests that run now may leave enough memory when they end.
+        It is the end of the model's stay, in seconds of a monotonic clock. If a prompt of another
+        model waits for memory, the stay begins with that wait at the earliest, because the requests
+        that run now may leave enough memory when they end.
         """
         first = self._first
         if not isinstance(first, Resident) or not first.short:
@@ -275,7 +288,10 @@ class Residency:
         self._claimer, self._claimed_version = wanted, bases.version
 
     def _make_room(self, wanted: Resident | Newcomer, memory: SharedRam, now: float) -> bool:
-        """Free memory for what `wanted` does not hold yet; return whether there is enough now.
+        """Free memory for the weights that `wanted` lacks; return whether there is enough now.
+
+        Evicts idle KV and unloads idle models. If that does not suffice, busy models past their
+        stay start no more requests.
 
         `now`: seconds of a monotonic clock.
         """

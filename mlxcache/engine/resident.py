@@ -138,7 +138,7 @@ class Resident:
 
     @property
     def state(self) -> State:
-        """`loaded`, `loading` or `unloaded`."""
+        """State of the weights: `loaded`, `loading` (being read) or `unloaded`."""
         if self._reading is not None:
             return "loading"
         return "loaded" if self.weights.resident else "unloaded"
@@ -260,7 +260,7 @@ class Resident:
         self._began_at = now
 
     def read_on(self, now: Callable[[], float]) -> None:
-        """Read one more part of the weights, and note when the last one is read.
+        """Read one more part of the weights; after the last one, the model is loaded.
 
         `now()` returns seconds of a monotonic clock. Raises ModelError if a part cannot be read.
         """
@@ -275,11 +275,14 @@ class Resident:
         self.load_s = self.held_at - self._began_at
 
     def note_loaded(self, now: float) -> None:
-        """Note that the weights are in memory since `now`, in seconds of a monotonic clock."""
+        """Record that the weights are in memory from `now` on, in seconds of a monotonic clock."""
         self.held_at = self.used_at = now
 
     def note_given(self, now: float) -> None:
-        """Note that a prompt got memory at `now` that other models gave up."""
+        """Record that a prompt of this model got memory that other models gave up.
+
+        From `now` on, in seconds of a monotonic clock, the model keeps it for `stay_s` seconds.
+        """
         self.held_at, self.alone = now, True
 
     def drain(self, *, on: bool) -> None:
@@ -287,22 +290,22 @@ class Resident:
         self.draining = on
 
     def ask(self, *, load: bool = True) -> None:
-        """Have the model loaded without a request; with `load=False`, take that back."""
+        """Ask for the model to be loaded although no request waits; `load=False` cancels that."""
         self.asked = load
 
     def forget_want(self) -> None:
-        """Note that neither a request nor a client waits for the model any more."""
+        """Record that neither a request nor a client waits for the model any more."""
         self.asked = False
         self.wanted_at = None
 
     def give_up(self) -> None:
-        """Release what `begin` has charged, because the weights could not be read."""
+        """Stop a read of the weights that failed, and release the bytes that `begin` charged."""
         self._reading, self.asked = None, False
         self._release(*self._held)
         release_unused()
 
     def drop(self, cause: Cause) -> None:
-        """Drop the weights for the reason `cause`.
+        """Drop the weights from memory; `cause` is the reason that is shown to clients.
 
         Idle KV stays in memory until something else needs the space.
         """

@@ -147,5 +147,8 @@ class Rounds:
 
 
 def _ends_thread(error: BaseException) -> bool:
-    """Return whether an error of one action concerns all that the MLX thread does."""
+    """Return whether an error in one action makes all work of the MLX thread invalid.
+
+    That is a device error or the loss of another rank.
+    """
     return isinstance(error, GroupLost) or device.is_device_error(error)

@@ -576,9 +576,9 @@ class ModelRuntime:
             self.remote.share_reply(task.job.owner, found.asked, reply.row)
 
     def note_begin(self, job: Job) -> None:
-        """Begin to look up the session of a request in the remote, if there is one.
+        """Begin to look up in the remote, if there is one, the session to which a request belongs.
 
-        Returns at once. Any thread.
+        Other servers may have recorded it. Returns at once. Any thread.
         """
         if self.remote is not None and job.api != WARMING:
             ids = job.prompt.ids

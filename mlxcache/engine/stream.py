@@ -132,7 +132,10 @@ class Stream:
                 return
 
     async def aclose(self) -> None:
-        """Cancel the request unless it is over; what it has computed is kept. Idempotent."""
+        """Cancel the request unless it is over. Idempotent.
+
+        The KV that it has computed stays in the cache.
+        """
         if not self._over:
             self._cancel()
 
@@ -141,7 +144,7 @@ class Stream:
         self.put(error)
 
     def expires(self, timer: asyncio.TimerHandle) -> None:
-        """Take over the timer of the request's time limit: cancel it when the reply ends."""
+        """Set the timer of the request's time limit, which is cancelled when the reply ends."""
         self._timer = timer
         if self._over:
             timer.cancel()

@@ -235,7 +235,10 @@ class Task:
     # -- its start ---------------------------------------------------------------------------------
 
     def defer(self, deferred: bool) -> bool:
-        """Set `deferred` and return it; pass True while another request computes the prefix."""
+        """Set the field `deferred` to the argument `deferred`, and return it.
+
+        True: the task waits, because another request computes its prefix. False: it does not.
+        """
         self.deferred = deferred
         return deferred
 
@@ -273,7 +276,7 @@ class Task:
         return lease
 
     def stop_restore(self) -> Lease:
-        """Detach and return the lease of a failed restore, and disable further reads from disk."""
+        """Detach and return the lease of a failed restore; the task reads no more from disk."""
         assert self.lookup is not None
         self.lookup.disable()
         return self.give_up_lease()
@@ -328,9 +331,7 @@ class Task:
     # -- its course --------------------------------------------------------------------------------
 
     def pass_over(self, chosen: Task) -> None:
-        """Count that the chunk of `chosen` was fed before this task's; reset if `chosen` is this
-        task.
-        """
+        """Count in `skipped` that a chunk of `chosen` is fed next; 0 if `chosen` is this task."""
         self.skipped = 0 if self is chosen else self.skipped + 1
 
     def note_oom(self) -> bool:

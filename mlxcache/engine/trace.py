@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 VERSION = 1
 
 MOST_SESSIONS, MOST_ENDS = 1024, 65_536
-"""Sessions whose last line is remembered, and blocks in which ends of paths are."""
+"""Most sessions whose last line is remembered, and most blocks with remembered ends of paths."""
 
 MOST_WAITING = 1000
 """Requests that a recording may be behind before it ends."""
@@ -87,7 +87,7 @@ class TraceWriter:
         self._ends: LRU[bytes, dict[int, set[bytes]]] = LRU(MOST_ENDS)
 
     def header(self) -> dict[str, Any]:
-        """Return the first line of the file."""
+        """Return the first line of the file, as a JSON object."""
         return {"trace": "mlxcache", "version": VERSION, "block_tokens": BLOCK}
 
     def line(self, one: TracedRequest) -> dict[str, Any]:
@@ -163,7 +163,11 @@ class Recording:
         self._waiting: asyncio.Queue[TracedRequest] = asyncio.Queue(MOST_WAITING)
 
     def put(self, one: TracedRequest) -> None:
-        """Queue a request. If too many wait, the recording ends after those, with `lagging` set."""
+        """Queue a request to be written.
+
+        If `MOST_WAITING` requests are queued already, this one is left out, and `lagging` is set:
+        the recording ends after those that are queued.
+        """
         try:
             self._waiting.put_nowait(one)
         except asyncio.QueueFull:

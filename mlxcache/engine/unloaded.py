@@ -1,4 +1,4 @@
-"""What the files of a model say about it, without loading its weights."""
+"""Size and description of a model from its files, without loading its weights."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ log = logging.getLogger("mlxcache.engine")
 def weigh_files(label: str, model: str) -> int | None:
     """Return the bytes of a model's weight files, and log what hinders its first load.
 
-    `model`: a path or Hub id. None if its files are not on this machine or damaged. Blocks.
+    `model`: a path or Hub id. Returns None if its files are damaged or not on this machine. Blocks.
     """
     path, problem = inspect_folder(model)
     if problem is not None:
