@@ -17,7 +17,7 @@ THROUGHPUT = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """A bound on a measured figure, and what was measured.
+    """A bound on a measured figure, with the measured value.
 
     `measured` must be at most `bound`, or at least `bound` if `least` is True. Both are in `unit`,
     which is empty for ratios and counts. `name` is the text to print.

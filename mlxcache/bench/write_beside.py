@@ -48,8 +48,8 @@ def write_beside(
 ) -> Measured:
     """Measure the speed of a reply while the disk tier, or a plain thread, writes `total` bytes.
 
-    Repeats both `runs` times. The plain thread writes files of the same sizes in the same way: it
-    syncs each and then renames it. `on_step` is called with a text at each step. Blocks. Raises
+    Both are measured `runs` times. The plain thread writes files of the same sizes in the same way:
+    it syncs each and then renames it. `on_step` is called with a text at each step. Blocks. Raises
     ValueError, MlxcacheError, OSError.
     """
     return asyncio.run(_play(model, folder, runs, on_step, total))

@@ -245,7 +245,7 @@ def read_request(file: Path, server: Callable[[], Remote]) -> dict[str, Any]:
 def _history(previous: str, name: str, server: Callable[[], Remote]) -> list[Any]:
     """Return the items of the stored response `previous` and of those that it continues.
 
-    Raises MlxcacheError if no server answers, or if it does not have them.
+    Raises MlxcacheError if no server answers, or if the server does not have these responses.
     """
     from mlxcache.cli.remote import NoServer  # noqa: PLC0415 - httpx takes a while
 

@@ -41,8 +41,8 @@ class _Speed(ProgressColumn):
 def byte_bar(what: str) -> Iterator[Step]:
     """Show a bar labelled `what` on standard error, with the bytes done and the speed.
 
-    Yields a function to update it, which takes the bytes done and their total, or 0 while the total
-    is unknown. Without a terminal, nothing is shown.
+    Yields a function to update it, which takes the bytes done and the total (0 while it is
+    unknown). Without a terminal, nothing is shown.
     """
     with _bar(what, format_size, _Speed()) as step:
         yield step
@@ -52,8 +52,8 @@ def byte_bar(what: str) -> Iterator[Step]:
 def count_bar(what: str) -> Iterator[Step]:
     """Show a bar labelled `what` on standard error, with a count and the time passed.
 
-    Yields a function to update it, which takes the count so far and the total, or 0 while the total
-    is unknown. Without a terminal, nothing is shown.
+    Yields a function to update it, which takes the count so far and the total (0 while it is
+    unknown). Without a terminal, nothing is shown.
     """
     with _bar(what, "{:,}".format, TimeElapsedColumn()) as step:
         yield step
@@ -79,7 +79,7 @@ def loading_bar(console: Console) -> Iterator[Callable[[str, float | None], None
     """Show the progress of loading a model on `console`; yield a function to update it.
 
     The function takes the name of a step and the fraction done, from 0 to 1, or None if unknown.
-    Any thread may call it. Without a terminal, a line is printed per step and per tenth of it.
+    Any thread may call it. Without a terminal, a line is printed for each tenth of each step.
     """
     shown: tuple[str, int] | None = None
     columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TaskProgressColumn())

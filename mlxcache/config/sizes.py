@@ -87,10 +87,11 @@ def ram_limit(
 ) -> int:
     """Return the budget in bytes for all memory that MLX holds besides the weights.
 
-    An explicit size is used unchanged, and a percentage is of `machine_bytes`. `auto` is a part of
-    the memory that the weights leave: on Metal, three quarters of the rest of `working_set_bytes`
-    (the device's recommended working set, None elsewhere); elsewhere, half of the rest of the
-    machine's memory, so that other programs have memory too. It is at least 64 MB. Raises
+    An explicit size is used unchanged, and a percentage is of `machine_bytes`. For `auto`, subtract
+    `weights_bytes` from the memory, and take a part of the difference. On Metal the memory is
+    `working_set_bytes`, and the part is three quarters; elsewhere it is `machine_bytes`, and half,
+    so that other programs have memory too. The result of `auto` is at least 64 MB.
+    `working_set_bytes`: the maximum of memory that Metal recommends, None without Metal. Raises
     ConfigError if `setting` is not a size.
     """
     explicit = parse_size(setting, total=machine_bytes)

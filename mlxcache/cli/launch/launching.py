@@ -197,7 +197,7 @@ class Launch:
             )
 
     def _find(self) -> None:
-        """Look for a running server, and set `url` and `running` accordingly.
+        """Look for a running server: if one answers, set `url` to its address and `running`.
 
         It is looked for at the configured address, then among the servers that are listed in the
         cache folder, unless flags fix the address or the model.
