@@ -201,8 +201,9 @@ async def read_body(
 ) -> bytes:
     """Read a whole request body of at most `limit` bytes.
 
-    `pause` and `seconds` are the time limits of `iterate_body`, whose errors are raised. Raises
-    TooLarge if the announced or the received length exceeds `limit`.
+    Raises TooLarge if the announced or the received length exceeds `limit`, HTTPException (408) if
+    no part arrives for `pause` seconds or the body is incomplete after `seconds`, and
+    ClientDisconnect if the client disconnects.
     """
     announced = request.headers.get("content-length", "")
     if announced.isdecimal() and int(announced) > limit:

@@ -66,9 +66,9 @@ def _stripped(blocks: Iterable[str]) -> list[str]:
 def _split_blanks(blocks: Sequence[str]) -> tuple[str, dict[int, str], set[int]]:
     """Separate the white space of blocks from their other characters.
 
-    Returns the other characters, the white space inside blocks, and the edges of blocks. White
-    space and edges are identified by the number of other characters before them. `blocks` have no
-    white space at their ends.
+    Returns the other characters as one string, the white space inside blocks by position, and the
+    positions at which blocks begin. A position is the number of other characters before it.
+    `blocks` have no white space at their ends.
     """
     words: list[str] = []
     gaps: dict[int, str] = {}

@@ -278,9 +278,9 @@ def _text_moved(was: Message, now: Sequence[Message]) -> bool:
 
 
 def _history_inserted(was: Sequence[Message], now: Sequence[Message], i: int) -> bool:
-    """Return whether replies were inserted before message `i`, which is now near the end.
+    """Return whether replies were inserted before message `i` of the earlier conversation.
 
-    This happens with clients that send a text after the history: a sub-agent its instruction, other
+    That message is then, almost unchanged, among the last ones of the later conversation. This happens with clients that send a text after the history: a sub-agent its instruction, other
     clients the content of files.
     """
     most = min(len(was) - i, _SHIFTS)
@@ -529,7 +529,10 @@ def related(old: Chat, new: Chat) -> bool:
 
 
 def _has_messages_of(old: Chat, new: Chat) -> bool:
-    """Return whether `new` has a message of `old`, or its first message is nearly that of `old`."""
+    """Return whether two conversations have an equal message, or nearly the same first message.
+
+    System messages do not count.
+    """
     known = {_key(m) for m in old.messages if m.get("role") not in SYSTEM}
     return any(_key(m) in known for m in new.messages) or _alike(old.messages, new.messages)
 
@@ -545,7 +548,10 @@ def _similarity(was: str, now: str) -> float:
 
 
 def _alike(was: Sequence[Message], now: Sequence[Message]) -> bool:
-    """Return whether the first messages after the system text are nearly equal."""
+    """Return whether the first messages of two conversations, after the system text, nearly agree.
+
+    They have the same role, and at least half of the longer text in common.
+    """
     first, second = was[_heads(was) :][:1], now[_heads(now) :][:1]
     if not first or not second or first[0].get("role") != second[0].get("role"):
         return False

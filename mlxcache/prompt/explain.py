@@ -222,7 +222,10 @@ def _reasons(chat: Chat) -> list[Any]:
 
 
 def _squeezed(text: str) -> str:
-    """Return a text for comparison, without the characters that templates and JSON may change."""
+    """Return the letters and digits of a text, for comparison.
+
+    Other characters, and escapes of JSON, may be changed by a template.
+    """
     return re.sub(r"\\[nrtbf\"\\]|[\W_]", "", text)
 
 

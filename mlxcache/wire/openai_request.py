@@ -55,8 +55,8 @@ MAX_CHOICES, MAX_REPLIES = 16, 128
 def check_supported(body: Generation) -> None:
     """Raise Unsupported for the first unsupported field of a completion request.
 
-    Only fields that would change the answer are checked: those of `check_generation`, then those of
-    chat or text completions. Raises BadRequest if fields contradict each other.
+    Only fields that would change the answer are checked: those of `UnsupportedFields`, then those
+    of chat or text completions. Raises BadRequest if fields contradict each other.
     """
     check_generation(body)
     if isinstance(body, ChatRequest):

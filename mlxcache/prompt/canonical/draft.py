@@ -93,7 +93,7 @@ class Draft:
 def map_strings(value: Any, change: Callable[[str], str]) -> Any:
     """Return a copy of a JSON value with `change` applied to every string and object key.
 
-    Images in the value are kept.
+    Numbers, and images in the value, stay as they are.
     """
     if isinstance(value, str):
         return change(value)
