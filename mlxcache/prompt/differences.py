@@ -280,7 +280,8 @@ def _text_moved(was: Message, now: Sequence[Message]) -> bool:
 def _history_inserted(was: Sequence[Message], now: Sequence[Message], i: int) -> bool:
     """Return whether replies were inserted before message `i` of the earlier conversation.
 
-    That message is then, almost unchanged, among the last ones of the later conversation. This happens with clients that send a text after the history: a sub-agent its instruction, other
+    That message is then, almost unchanged, among the last ones of the later conversation. This
+    happens with clients that send a text after the history: a sub-agent its instruction, other
     clients the content of files.
     """
     most = min(len(was) - i, _SHIFTS)

@@ -329,7 +329,8 @@ class TextLogprobs:
     def _advance(self, raw: bytes) -> int:
         """Count the characters of a token; return the index of the character in which it begins.
 
-        The index counts from the start of the choice's text. `raw`: the token's bytes, which may be a part of a character.
+        The index counts from the start of the choice's text. `raw`: the token's bytes, which may be
+        a part of a character.
         """
         cut_short = bool(self._decoder.getstate()[0]) and raw[:1] != b"" and raw[0] & 0xC0 != 0x80
         start = self._characters + cut_short  # the bytes before it became a U+FFFD
