@@ -83,9 +83,9 @@ class MainConversation:
 
     `tokens` and `nodes`: length and tree nodes of that turn. `turns`: number of turns.
     `side_requests`: number of requests of the session since then that belonged to other
-    conversations. `rival`: another conversation with the same tools and system prompt, and its
-    number of consecutive turns; it may become the main one. `former`: the previous main
-    conversation, which becomes the main one again if it continues.
+    conversations. `rival`: another conversation with the same tools and system prompt, and how
+    many consecutive turns it has had, or None; it may become the main one. `former`: the previous
+    main conversation, which becomes the main one again if it continues.
     """
 
     id: ConversationId
@@ -97,9 +97,10 @@ class MainConversation:
     former: MainConversation | None = None
 
     def count_rival(self, rival: ConversationId) -> int:
-        """Count a turn of another conversation with the same tools and system prompt.
+        """Count a turn of `rival`, another conversation with the same tools and system prompt.
 
-        Returns its number of consecutive turns.
+        Returns how many turns it has had since the last turn of the main conversation, or of
+        another such conversation.
         """
         before = self.rival[1] if self.rival and self.rival[0] == rival else 0
         self.rival = (rival, before + 1)

@@ -238,9 +238,10 @@ class RamTier:
         return True
 
     def _evict_for(self, size: int) -> bool:
-        """Evict once so that `size` bytes fit: from all tiers if only the shared budget is short.
+        """Evict from one leaf node, as `evict_once` does, because `size` bytes do not fit.
 
-        Returns False if every leaf node there is in use.
+        The node is that with the lowest worth in all tiers if only the shared budget is short, else
+        in this tier. Returns False if every leaf node there is in use.
         """
         if self.shared is None or self.budget.own_free < size:
             return self.evict_once(size - self.budget.own_free)
@@ -265,12 +266,13 @@ class RamTier:
         return self._write_behind.pending_paths if self._write_behind is not None else 0
 
     def evict_once(self, needed: int, worth: float = CHECKPOINT_WORTH) -> bool:
-        """Evict once from the end of the tree's leaf node with the lowest worth.
+        """Evict checkpoints on the path to the leaf node with the lowest worth, or its last tokens.
 
-        Returns False if every leaf node is in use. `needed`: bytes to free, if the node has as
-        many. Drops close checkpoints on its path before its tokens: those that leave a gap of less
-        than the share `worth` of the tokens from the gap to the end. They stay if the node's
-        conversation has continued on another branch, which then uses them.
+        Returns False, with nothing evicted, if every leaf node is in use. `needed`: bytes to free,
+        if the node has as many. First drops close checkpoints on its path: those that leave a gap
+        of less than the share `worth` of the tokens from the gap to the end. Tokens are evicted
+        only if no checkpoint was dropped. The checkpoints stay if the node's conversation has
+        continued on another branch, which then uses them.
         """
         leaf = self.tree.least_leaf()
         if leaf is None:

@@ -128,7 +128,7 @@ class SharedRam:
     # -- making room -------------------------------------------------------------------------------
 
     def evict_least(self, needed: int) -> bool:
-        """Evict once, from the end of the leaf node with the lowest worth in all trees.
+        """Evict from the leaf node with the lowest worth in all trees; see `RamTier.evict_once`.
 
         `needed`: bytes to free, if the leaf has as many. Returns False if every leaf is in use.
         """

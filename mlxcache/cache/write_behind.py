@@ -259,7 +259,7 @@ class PathWrite:
 
 
 def lacking_checkpoints(positions: list[int], present: list[int]) -> set[int]:
-    """Return the positions of a path's checkpoints to write.
+    """Choose which checkpoints of a path to write to disk; return their positions in tokens.
 
     `positions`: those of its checkpoints in RAM, ascending. `present`: those of its checkpoints on
     disk. A checkpoint before the newest one on disk was on disk once and was dropped by thinning,

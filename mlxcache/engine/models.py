@@ -198,8 +198,8 @@ class Models:
     def named(self, name: str) -> Engine:
         """Return the engine of the model with the name, id or alias `name`.
 
-        Without regard to case if none is exactly equal, as for requests, but without routes. Raises
-        NotFound for other names.
+        Case is ignored if no name is exactly equal. Unlike `find`, ignores the setting `route` and
+        raises NotFound for unknown names.
         """
         if (found := find_model(name, self.entries)) is not None:
             return self.engines[found]

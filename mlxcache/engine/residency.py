@@ -340,7 +340,10 @@ class Residency:
         return False
 
     def _could_free(self, others: list[Resident], memory: SharedRam) -> int:
-        """Return the bytes free after evicting all idle KV and unloading idle `others`."""
+        """Return the bytes that would be free without all idle KV and the idle models in `others`.
+
+        Evicts and unloads nothing.
+        """
         idle = sum(one.kv.ram.idle_bytes for one in self.residents)
         models = self._freed_by([one for one in self._unloadable() if one in others])
         return memory.free + idle + models
@@ -492,5 +495,5 @@ def _size_of(models: Sequence[Resident | Newcomer]) -> int:
 
 
 def _counts_down(one: Resident) -> bool:
-    """Return whether a model is idle, and is to be unloaded after `idle_s` seconds of that."""
+    """Return whether a model is idle, and is unloaded once it has been for `idle_s` seconds."""
     return one.idle and one.idle_s is not None and not one.keep

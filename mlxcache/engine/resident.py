@@ -92,7 +92,7 @@ class Newcomer:
             self.read.set_exception(error)
 
     def claim(self) -> None:
-        """Hold the arrays of its base models that other models have in memory."""
+        """Keep arrays of its base models that are in memory, even if other models are unloaded."""
         self.use.find(self._folders)
         self.use.claim()
 
@@ -245,7 +245,7 @@ class Resident:
         self.alone = self.alone and not scheduler.idle
 
     def claim(self) -> None:
-        """Hold those of its arrays of base models that other models have in memory."""
+        """Keep arrays of its base models that are in memory, even if other models are unloaded."""
         self.use.claim()
 
     def begin(self, now: float) -> None:
