@@ -20,7 +20,7 @@ COPY_SHARE = 0.05
 """Share of the MLX thread's time that copies for the disk may take while replies are decoded."""
 
 END_S = 1.0
-"""Seconds of the time given to `close` that are kept for the write in progress."""
+"""Seconds, of those that `close` may take, in which it only waits for the write in progress."""
 
 FIGURES_S = 0.5
 """Seconds for which the store's figures are reused."""

@@ -310,7 +310,7 @@ class KVCache:
         return complete
 
     def cancel_restore(self, lease: Lease) -> None:
-        """Release a lease whose restore failed, and keep what was committed if it is intact.
+        """Release a lease whose restore failed; its committed KV stays in RAM if it is intact.
 
         A file may fail as late as when its arrays are evaluated. The buffers of the lineage are
         then unusable, and are released.
@@ -466,7 +466,7 @@ class KVCache:
         self.ram.compact_idle(evict=_without_waiting(lease))
 
     def abandon(self, lease: Lease) -> None:
-        """End a lease whose last forward pass failed, and keep only what was committed."""
+        """End a lease whose last forward pass failed; only its committed KV stays in RAM."""
         lineage = lease.lineage
         held = self.tree.live_range(lineage)
         lineage.truncate(held[1] if held else 0)

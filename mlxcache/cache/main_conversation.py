@@ -115,9 +115,9 @@ class MainConversation:
 class MainConversations:
     """The main conversation of each recent session, by session label.
 
-    The first conversation of a session is the main one. Another replaces it if the first was only a
-    short side request, or if it has the same tools and system prompt and has taken at least
-    `SETTLED_TURNS` consecutive turns. The rule is `store.leaves.becomes_main`.
+    The first conversation of a session is the main one. Another one replaces it if the first was
+    only a short side request, or if the other one has the same tools and system prompt and has
+    taken at least `SETTLED_TURNS` consecutive turns. The rule is `store.leaves.becomes_main`.
     """
 
     def __init__(self) -> None:
@@ -169,10 +169,10 @@ class MainConversations:
     ) -> bool:
         """Return whether a request begins a new main conversation.
 
-        That is so if the former main conversation was only a side request, such as one for a title,
-        or after the client compacted the conversation. Counts the request as a turn of its
-        conversation if that has the same tools and system prompt as the main one. `tokens`: the
-        length of the request with its reply.
+        That is so if `main`, the main conversation before it, was only a side request, such as one
+        for a title, or if the client has compacted the conversation. Counts the request as a turn
+        of its conversation if that has the same tools and system prompt as `main`. `ids`: the
+        tokens of the request. `tokens`: its length with its reply.
         """
         now = ConversationId.of(ids, hints)
         same_head = bool(now.head) and now.head == main.id.head

@@ -190,9 +190,9 @@ class Admission:
     def _acquire_last(self, task: Task, planned: int, hints: CacheHints) -> Lease | None:
         """Acquire a lease for `task` with all memory that no request uses.
 
-        `planned` and `hints` are as in `KVCache.acquire`. Returns None, and notes that the model
-        waits, if other models hold memory that it may get later. Raises ContextLengthExceeded if
-        the prompt can never fit.
+        `planned` and `hints` are as in `KVCache.acquire`. Returns None if other models hold memory
+        that the task may get later; `KVCache.wait` is the task's wait then. Raises
+        ContextLengthExceeded if the prompt can never fit.
         """
         kv, lease = self._kv, None
         if kv.in_reach(len(task.ids)):

@@ -101,9 +101,9 @@ class Engine:
     seconds without reading after which a reader's request is cancelled. `awake`: prevents a Mac
     from sleeping while requests run; by default it is made from the settings. Engines in one
     process share `rounds`, the loop of the MLX thread, `records`, the recent requests, and
-    `database`, which holds the table of sessions if there is no disk tier; `on_request` is not used
-    then. `remote`: storage that is shared with other servers, or None; the caller closes it.
-    `place`: that of this process, rank 0, in a group that serves a divided model.
+    `database`, which holds the table of sessions if there is no disk tier; with `records`,
+    `on_request` is not used. `remote`: storage that is shared with other servers, or None; the
+    caller closes it. `place`: that of this process, rank 0, in a group that serves a divided model.
     """
 
     def __init__(

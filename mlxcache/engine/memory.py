@@ -167,7 +167,7 @@ def plan_memory(
 def read_ram_limit(settings: Settings, weights: int) -> int:
     """Return the bytes that the setting `ram` allows for the cache.
 
-    `weights`: bytes of the weights, which are kept in memory besides; `auto` subtracts them.
+    `weights`: bytes of the weights, which take memory besides; the value `auto` subtracts them.
     """
     machine, working_set = machine_bytes(), device.working_set_bytes()
     limit = ram_limit(

@@ -460,7 +460,7 @@ class Residency:
     def unload(self, scheduler: Scheduler) -> bool:
         """Unload the model of `scheduler` if it is idle; return whether it is unloaded now.
 
-        A request to load it that `ask` has made is taken back.
+        A load that `ask` has requested and that has not begun is cancelled.
         """
         for one in self.residents:
             if one.scheduler is scheduler:

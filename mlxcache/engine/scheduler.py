@@ -491,10 +491,10 @@ class Scheduler:
         return True
 
     def _fail(self, task: Task, error: MlxcacheError, *, pass_failed: bool = True) -> None:
-        """End a task with an error; KV committed before is kept.
+        """End a task with an error; KV that it has committed stays in the cache.
 
-        Unless `pass_failed`, all KV of the task is committed first. If the model's output is not
-        finite, none of its KV is kept.
+        Unless `pass_failed`, all of its KV is committed first. If the model's output is not finite,
+        the KV that the task has computed is removed from RAM and disk instead.
         """
         self._interrupted[task] = error
         self._take_out(task)

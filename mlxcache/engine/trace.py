@@ -91,7 +91,7 @@ class TraceWriter:
         return {"trace": "mlxcache", "version": VERSION, "block_tokens": BLOCK}
 
     def line(self, one: TracedRequest) -> dict[str, Any]:
-        """Return the line of a request as a JSON object. 100,000 tokens take about 10 ms."""
+        """Return the line of a request, to be written as JSON. 100,000 tokens take about 10 ms."""
         parts = self._parts(one.ids, one.prompt_tokens)
         session = None if one.session is None else self._name(b"session", one.session.encode())
         before = self._last.peek(session) or ()
