@@ -600,7 +600,7 @@ class Engine:
 
     @property
     def ranks(self) -> Mapping[str, Any] | None:
-        """How the model is divided and what the other ranks do; None if it is not divided.
+        """Division of the model and state of the other ranks; None if the model is not divided.
 
         See `RankZero.figures`. Any thread.
         """

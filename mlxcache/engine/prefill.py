@@ -70,7 +70,7 @@ class PrefillDecodeBalance:
         self._round_at = clock()
 
     def begin(self, *, decoding: bool) -> None:
-        """Record that prefill begins, and no other prompt was in prefill: a burst starts.
+        """Begin a burst of prefill. Call when a prompt enters prefill while no other one is in it.
 
         `decoding`: replies are being decoded, so only a short burst of prefill may delay them.
         """
