@@ -69,7 +69,7 @@ class Residency:
 
         `step` makes room for it in the order of waiting, and then completes `newcomer.room`.
         """
-        newcomer.wanted_at = self._clock()
+        newcomer.note_queued(self._clock())
         self._newcomers.append(newcomer)
         self._stepped = True
 

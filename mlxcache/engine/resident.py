@@ -67,6 +67,10 @@ class Newcomer:
         """True if nobody waits for the model any more: `room` or `read` was cancelled."""
         return self.room.cancelled() or self.read.cancelled()
 
+    def note_queued(self, now: float) -> None:
+        """Set `wanted_at`, the time since when requests wait for it, to `now`, in seconds."""
+        self.wanted_at = now
+
     def begin(self, weights: Weights) -> None:
         """Prepare to read `weights` in parts; `read_on` reads each part."""
         self._reading, self._whole = weights.read(), max(1, weights.nbytes)
