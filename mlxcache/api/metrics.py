@@ -174,8 +174,8 @@ _DISK = (
 )
 
 _REMOTE = (
-    _gauge("remote_available", "1 while the remote is read.", "remote.available"),
-    _gauge("remote_writable", "1 while the remote is written.", "remote.writable"),
+    _gauge("remote_available", "1 if the remote can be read, else 0.", "remote.available"),
+    _gauge("remote_writable", "1 if the remote can be written to, else 0.", "remote.writable"),
     _gauge("remote_waiting_uploads", "Uploads that wait.", "remote.exchange.waiting"),
     _gauge(
         "remote_bytes_per_second",

@@ -252,8 +252,8 @@ class Restorer:
         """Yield each linear slot's arrays of positions [first, last) in turn, for `Lineage.append`.
 
         `arrays`: those of a run, shape (tokens, heads, dim), which are released after use; `first`
-        and `last` count from the run's start. `late`: sliding windows are needed too; without it,
-        their arrays are zeros and are not read.
+        and `last` count from the run's start. `late`: the run reaches into the sliding windows, so
+        their KV is needed too. If it is False, zeros are yielded for the slots with a window.
         """
         for window in self._layout.windows:
             rows = serialise.row_major([arrays.pop(0)], first, last)[0]

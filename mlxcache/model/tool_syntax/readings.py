@@ -227,9 +227,10 @@ class Block:
     def _wide(self, tools: Tools, plain: _Walk, found: list[Reading]) -> Reading | None:
         """Return the reading in which unknown names begin parameters, or None if it is unlikely.
 
-        `plain`: the walk that accepted known names only. `found`: the readings so far, choices of
-        cuts. A model that invents a parameter writes matching tags, so the reading is likely only
-        if it leaves no unpaired tag inside a value, while the reading `found[0]` does.
+        A reading says where each value ends. `plain`: the result of the search that accepted known
+        names only. `found`: the readings found before, the likeliest first. A model that invents a
+        parameter writes matching tags, so the reading is likely only if it leaves no unpaired tag
+        inside a value, while the reading `found[0]` does.
         """
         if not plain.refused or self._balanced(found[0]):
             return None
