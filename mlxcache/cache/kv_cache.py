@@ -449,7 +449,8 @@ class KVCache:
     def release(self, lease: Lease) -> None:
         """End a lease: the lineage becomes idle, or is released if the tree does not refer to it.
 
-        Mutates: older idle lineages may be compacted. The lease must not be used afterwards.
+        Mutates: buffers of older lineages that no request uses may be made smaller. The lease must
+        not be used afterwards.
         """
         lineage = lease.lineage
         if lease.node is not None:

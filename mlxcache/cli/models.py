@@ -89,7 +89,10 @@ def models(
 
 
 def _find_models(url: str | None, api_key: str | None, cache_dir: Path | None) -> Any:
-    """Find the running server, or return the models on this machine if there is none.
+    """Return where models are listed, loaded and removed, with one set of methods for both cases.
+
+    It is the running server, as a `Remote`; if there is none, the files on this machine, as
+    `LocalModels`.
 
     Raises NoServer if --url or MLXCACHE_URL names a server that does not answer.
     """

@@ -235,7 +235,10 @@ class Models:
             try:
                 served = await describe_unloaded(engine.settings, self._rounds.thread)
             except ModelError as error:
-                log.warning("model %s: cannot be examined: %s", engine.label, error)
+                log.warning(
+                    "model %s: cannot be the one of this snapshot, it cannot be opened: %s",
+                    *(engine.label, error),
+                )
                 served = None
             if served is not None and served.namespace == namespace:
                 return engine.label, served

@@ -112,7 +112,10 @@ class PrefillDecodeBalance:
         return due <= 0 and self._clock() - self._round_at < STALL_S
 
     def decode(self, run_round: Callable[[], None], due: float, more: Callable[[], bool]) -> None:
-        """Run rounds of decoding for `due` seconds, and subtract their time from `owed`.
+        """Run rounds of decoding for `due` seconds, as `due` returns them.
+
+        The time that they take is subtracted from `owed`, the seconds of decoding that prefill has
+        delayed so far.
 
         `run_round()` runs one round. Runs at least one, and stops once `more()` is false.
         """

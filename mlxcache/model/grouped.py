@@ -73,9 +73,10 @@ class GroupRows:
         return (self.groups + 1) * self.ratio - 1
 
     def begin(self, count: int) -> None:
-        """Add `count` new positions to `offset`, before the model computes their groups.
+        """Add `count` new positions to `offset`, before the model computes their KV.
 
-        Raises ValueError if the newest vector is missing, since no checkpoint was restored.
+        Raises ValueError if rows of the last closed group belong to these positions, and its vector
+        is missing, because the rows were restored without the checkpoint that has it.
         """
         if self.rows is not None:
             self._reserve(self.offset + count)
