@@ -30,7 +30,7 @@ def used(monkeypatch: pytest.MonkeyPatch) -> list[Settings]:
     """The settings of each server that is started, none of which serves."""
     settings: list[Settings] = []
 
-    async def run(found: Settings, _: object) -> None:
+    async def run(found: Settings, *_: object) -> None:
         settings.append(found)
 
     monkeypatch.setattr(server, "run", run)

@@ -76,7 +76,7 @@ async def test_a_grammar_that_waits_for_others_is_not_blamed(
         return make(self, job)
 
     monkeypatch.setattr(Guides, "make", slow)
-    monkeypatch.setattr("mlxcache.engine.engine.COMPILE_S", 0.2)
+    monkeypatch.setattr("mlxcache.engine.engine.COMPILE_S", 1.0)
     async with started(toy_llama, tmp_path) as engine:
         asked = (ask(engine, as_format(POINT), str(i)) for i in range(COMPILE_THREADS + 1))
         *first, last = await asyncio.gather(*asked, return_exceptions=True)

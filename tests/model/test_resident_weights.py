@@ -50,7 +50,7 @@ def test_the_same_model_is_there_again(toy: ToyMaker, family: str) -> None:
         assert parts[-1] == weights.nbytes
         assert weights.resident
         assert mx.array_equal(logits(model), first)
-        assert mx.get_active_memory() <= held
+        assert mx.get_active_memory() <= held + 1024  # a few scalars come and go
     weights.drop()
     assert mx.get_active_memory() - before < 0.1 * weights.nbytes + (1 << 20)
 
@@ -94,7 +94,7 @@ def test_files_that_changed_are_refused(toy: ToyMaker, tmp_path: Path) -> None:
         list(weights.read())
     assert not weights.resident
     shutil.rmtree(folder)
-    with pytest.raises(ModelError, match="have changed"):
+    with pytest.raises(ModelError, match="is gone since"):
         list(weights.read())
 
 

@@ -152,9 +152,13 @@ def test_each_metric_is_named_by_the_conventions_and_told_what_it_is(text, expor
 
 
 def test_every_figure_has_a_value_on_a_server_with_a_disk(exported):
-    """So no path of the table leads nowhere. Those of a remote: tests/remote/test_status.py."""
+    """So no path of the table leads nowhere.
+
+    Those of a remote: tests/remote/test_status.py; of ranks: tests/api/test_metrics.py.
+    """
     empty = {PREFIX + one.name for one in FAMILIES if not exported[PREFIX + one.name].samples}
-    assert {one for one in empty if not one.startswith("mlxcache_remote_")} == set()
+    elsewhere = ("mlxcache_remote_", "mlxcache_rank")
+    assert {one for one in empty if not one.startswith(elsewhere)} == set()
 
 
 def test_openmetrics_for_who_accepts_it(api):
