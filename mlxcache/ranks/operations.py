@@ -303,9 +303,10 @@ class VerifyState(Question, frozen=True):
 
 
 class Outcome(Question, frozen=True):
-    """Question: has the write of the file `key` ended, and how? Each write is reported once.
+    """Ask another rank whether it has written the file `key`, or failed to. Told once per file.
 
-    `key`: a result of `key_of`, or `STORE`.
+    `key`: a result of `key_of`, or `STORE` to ask whether the rank has opened its store; see
+    `Open`.
     """
 
     key: bytes
