@@ -87,7 +87,7 @@ class Withholding(Protocol):
 
     @property
     def budget(self) -> Budget:
-        """The budget whose limit is divided into parts."""
+        """The budget of the owner: its limit, and what of it is used and withheld."""
         ...
 
     def withhold(self, size: int) -> None:
