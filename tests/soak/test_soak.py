@@ -30,8 +30,9 @@ def ledger() -> Ledger:
     return Ledger(lambda line: None)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("minutes", [0.9, pytest.param(1.8, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("minutes", [0.9, 1.8])
 def test_minutes_under_agents_faults_and_kills(tmp_path: Path, minutes: float) -> None:
     """Servers of one family under two agents, killed, damaged and cleared: no violation."""
     lines: list[str] = []
