@@ -1,0 +1,194 @@
+"""The tokens of one conversation, indexed so that text like its newest end is found again.
+
+The index is a chain of positions with the same hash of their last three tokens, as in LZ77
+compressors (https://www.rfc-editor.org/rfc/rfc1951, section 4). It takes about 12 bytes a token.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from mlxcache.types import Tokens
+
+GRAM = 3
+"""Tokens that two places must have in common before one is a candidate for the other."""
+
+LOOK = 16
+"""Most candidates that are compared, the newest first."""
+
+MOST_MATCHED = 64
+"""Most tokens by which a candidate is compared backwards."""
+
+MOST_TOKENS = 1 << 18
+"""Default of the most tokens that a log holds, about 3 MB."""
+
+BREAK = -1
+"""Stands between two texts of a log, which no match spans."""
+
+_BULK = 256  # tokens from which NumPy is faster than a loop
+_LEAST_SLOTS = 1 << 10
+_FACTORS = (0x9E3779B1, 0x85EBCA6B, 0xC2B2AE35)  # odd, of Knuth's and MurmurHash's multiplications
+_WORD = 0xFFFFFFFF
+
+
+@dataclass(frozen=True, slots=True)
+class Guess:
+    """Tokens that may come next, and the number of tokens before them that matched.
+
+    `matched` is from `GRAM` to `MOST_MATCHED`, or 0 if there is no guess.
+    """
+
+    tokens: tuple[int, ...] = ()
+    matched: int = 0
+
+
+NO_GUESS = Guess()
+
+
+class TokenLog:
+    """Tokens in the order in which they were said, with an index of their trigrams.
+
+    `most`: maximum number of tokens; the older half is dropped when there are more. Not
+    thread-safe.
+    """
+
+    def __init__(self, most: int = MOST_TOKENS):
+        self._most = most
+        self._tokens = array("i")
+        self._previous = array("i")
+        self._heads = array("i", [-1]) * _LEAST_SLOTS
+
+    def __len__(self) -> int:
+        return len(self._tokens)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tokens and of their index."""
+        return 4 * (len(self._tokens) + len(self._previous) + len(self._heads))
+
+    def extend(self, ids: Sequence[int] | Tokens) -> None:
+        """Append `ids`, the continuation of the text so far."""
+        if len(self._tokens) + len(ids) > self._most:
+            self._drop_older(self._most // 2)
+            ids = ids[-(self._most // 2) :]
+        if len(ids) >= _BULK or len(self._tokens) + len(ids) > len(self._heads):
+            self._extend_many(np.asarray(ids, np.int32))
+        else:
+            for token in ids:
+                self._append(int(token))
+
+    def cut(self) -> None:
+        """Separate what comes next from the text so far: no match spans both."""
+        if self._tokens and self._tokens[-1] != BREAK:
+            self.extend([BREAK] * GRAM)
+
+    def _append(self, token: int) -> None:
+        tokens, heads = self._tokens, self._heads
+        tokens.append(token)
+        if len(tokens) < GRAM:
+            self._previous.append(-1)
+            return
+        slot = _hash(tokens[-3], tokens[-2], token) & (len(heads) - 1)
+        self._previous.append(heads[slot])
+        heads[slot] = len(tokens) - 1
+
+    def _drop_older(self, kept: int) -> None:
+        newest = self._tokens[len(self._tokens) - kept :] if kept else array("i")
+        self._tokens, self._previous = newest, array("i")
+        self._rebuild()
+
+    def _extend_many(self, ids: Tokens) -> None:
+        first = len(self._tokens)
+        self._tokens.frombytes(np.ascontiguousarray(ids).tobytes())
+        if len(self._tokens) > len(self._heads):
+            self._rebuild()
+        else:
+            self._index(first)
+
+    def _rebuild(self) -> None:
+        slots = _LEAST_SLOTS
+        while slots < len(self._tokens):
+            slots *= 2
+        self._heads = array("i", [-1]) * slots
+        self._previous = array("i")
+        self._index(0)
+
+    def _index(self, first: int) -> None:
+        """Add the positions from `first` on to the chains."""
+        while len(self._previous) < min(GRAM - 1, len(self._tokens)):
+            self._previous.append(-1)
+        start = max(first, GRAM - 1)
+        if start >= len(self._tokens):
+            return
+        said = np.frombuffer(self._tokens, np.int32)
+        near = said[start - 2 :].astype(np.uint32)
+        heads = np.frombuffer(self._heads, np.int32)  # a view: writes change the index
+        slots = _hashes(near[:-2], near[1:-1], near[2:]) & np.uint32(len(heads) - 1)
+        order = np.argsort(slots, kind="stable")
+        placed, at = slots[order], order.astype(np.int32) + start
+        opens = np.empty(len(placed), np.bool_)
+        opens[:1] = True
+        opens[1:] = placed[1:] != placed[:-1]
+        before = np.empty(len(placed), np.int32)
+        before[1:] = at[:-1]
+        before[opens] = heads[placed[opens]]
+        closes = np.append(opens[1:], True)
+        heads[placed[closes]] = at[closes]
+        previous = np.empty(len(placed), np.int32)
+        previous[order] = before
+        self._previous.frombytes(previous.tobytes())
+
+    def guess(self, count: int) -> Guess:
+        """Return up to `count` tokens that followed the place most like the newest end.
+
+        Of the newest `LOOK` candidates, the one with the longest common text before it counts, and
+        of equals the newest.
+        """
+        tokens, previous = self._tokens, self._previous
+        end = len(tokens) - 1
+        if end < GRAM or count < 1:
+            return NO_GUESS
+        best, found, place = GRAM - 1, -1, previous[end]
+        for _ in range(LOOK):
+            if place < 0:
+                break
+            ends = tokens[place + 1] == BREAK  # nothing followed there
+            if not ends and place >= best and tokens[place - best] == tokens[end - best]:
+                matched, most = 0, min(MOST_MATCHED, place + 1)
+                while matched < most and tokens[place - matched] == tokens[end - matched]:
+                    matched += 1
+                if matched > best:
+                    best, found = matched, place
+                    if matched == MOST_MATCHED:
+                        break
+            place = previous[place]
+        if found < 0 or tokens[end] == BREAK:
+            return NO_GUESS
+        said = _following(tokens, found, count)
+        return Guess(said, best) if said else NO_GUESS
+
+
+def _following(tokens: array[int], place: int, count: int) -> tuple[int, ...]:
+    """Return up to `count` tokens after `place`; text that reaches the end goes on repeating."""
+    said = tokens[place + 1 : place + 1 + count].tolist()
+    at = 0
+    while len(said) < count:
+        said.append(said[at])
+        at += 1
+    return tuple(said[: said.index(BREAK)] if BREAK in said else said)
+
+
+def _hash(a: int, b: int, c: int) -> int:
+    mixed = (a * _FACTORS[0] ^ b * _FACTORS[1] ^ c * _FACTORS[2]) & _WORD
+    return mixed ^ mixed >> 15
+
+
+def _hashes(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
+    """Return `_hash` of arrays of tokens, of type uint32."""
+    one, two, three = (np.uint32(factor) for factor in _FACTORS)
+    mixed = a * one ^ b * two ^ c * three
+    return np.asarray(mixed ^ mixed >> np.uint32(15))

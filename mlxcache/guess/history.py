@@ -1,0 +1,127 @@
+"""What the conversations of one owner say, for guesses within the same conversation."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from mlxcache.common_prefix import common_length
+from mlxcache.guess.candidates import MOST_MATCHED, MOST_TOKENS, Guess, TokenLog
+from mlxcache.types import Tokens
+
+MOST_HISTORIES = 16
+"""Most conversations whose tokens are kept."""
+
+SHARED = 0.5
+"""Least share of a known conversation that a prompt must begin with to continue it."""
+
+
+class History:
+    """Tokens of one conversation: prompts, replies, and tool results as a reply would write them.
+
+    `most`: maximum number of tokens. Not thread-safe.
+    """
+
+    def __init__(self, most: int = MOST_TOKENS):
+        self._log = TokenLog(most)
+        self._ids = np.zeros(0, np.int32)
+        self._reply: list[int] = []
+        self._forms: set[int] = set()
+        self._newest: deque[int] = deque(maxlen=MOST_MATCHED)
+
+    def __len__(self) -> int:
+        return len(self._log)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tokens and of their index."""
+        return self._log.nbytes + self._ids.nbytes
+
+    @property
+    def said(self) -> Tokens:
+        """Token ids of the conversation so far, shape (n,)."""
+        self._join()
+        return self._ids
+
+    def shared(self, ids: Tokens) -> int:
+        """Return how many tokens `ids` and the conversation so far begin with in common."""
+        return int(common_length(self.said, ids))
+
+    def follow(self, ids: Tokens) -> None:
+        """Continue with the prompt `ids`; of what is known already nothing is added again."""
+        known = self.shared(ids)
+        if known < len(self._ids):  # another branch: with the text before it, for its context
+            self._log.cut()
+            known = max(0, known - MOST_MATCHED)
+        self._log.extend(ids[known:])
+        self._ids = ids
+        self._newest.extend(ids[-MOST_MATCHED:].tolist())
+
+    def add_forms(self, forms: Mapping[str, Tokens]) -> None:
+        """Add tool results in the form of a reply, by their texts; those known are skipped."""
+        new = [text for text in forms if hash(text) not in self._forms]
+        if not new:
+            return
+        self._forms.update(map(hash, new))
+        for key in new:
+            self._log.cut()
+            self._log.extend(forms[key])
+        self._log.cut()
+        self._log.extend(list(self._newest))
+
+    def say(self, tokens: Sequence[int]) -> None:
+        """Append tokens of the reply."""
+        self._log.extend(tokens)
+        self._reply += tokens
+        self._newest.extend(tokens)
+
+    def guess(self, count: int) -> Guess:
+        """Return up to `count` tokens that may come next."""
+        return self._log.guess(count)
+
+    def _join(self) -> None:
+        if self._reply:
+            self._ids = np.concatenate([self._ids, np.asarray(self._reply, np.int32)])
+            self._reply = []
+
+
+class Histories:
+    """The most recently used histories, each of one owner. Not thread-safe.
+
+    `most`: number of histories. `tokens`: most tokens of each.
+    """
+
+    def __init__(self, most: int = MOST_HISTORIES, tokens: int = MOST_TOKENS):
+        self._most, self._tokens = most, tokens
+        self._kept: OrderedDict[int, tuple[str | None, History]] = OrderedDict()
+        self._made = 0
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def take(self, owner: str | None, ids: Tokens) -> History:
+        """Return the history that the prompt `ids` continues, or a new one, and have it follow it.
+
+        It is not given to another reply before `keep`.
+        """
+        found, most = None, 0
+        for number, (theirs, history) in self._kept.items():
+            known = history.shared(ids) if theirs == owner else 0
+            if known > most and known >= SHARED * min(len(ids), len(history.said)):
+                found, most = number, known
+        history = self._kept.pop(found)[1] if found is not None else History(self._tokens)
+        history.follow(ids)
+        return history
+
+    def keep(self, owner: str | None, history: History) -> None:
+        """Keep the history of a reply that has ended, for the next turn."""
+        self._made += 1
+        self._kept[self._made] = owner, history
+        while len(self._kept) > self._most:
+            self._kept.popitem(last=False)
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self._kept.clear()

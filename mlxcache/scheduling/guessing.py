@@ -1,0 +1,279 @@
+"""Decoding of one lineage that checks guesses: several tokens in one pass of the model.
+
+The model's own draw decides at each position, with the sampler, processors and guide as they are
+there, so the reply is the same as without guesses, also with a seed. Without a guess a step is that
+of `Decoder`. A pass that checks a guess is launched over the pending token and the guess while the
+pass before it still runs; until `settle` the caches are ahead of the lineage. MLX thread only.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import mlx.core as mx
+import numpy as np
+
+from mlxcache.model import kv
+from mlxcache.model.guidance.guide import Bitmask
+from mlxcache.model.kv import State
+from mlxcache.model.lineage import Lineage
+from mlxcache.scheduling.decoder import Decoder, Drawn, NonFiniteOutput, Row
+from mlxcache.scheduling.drafting import Draws
+from mlxcache.types import Tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Settled:
+    """Result of a pass that checked a guess.
+
+    `checked`, `right`: tokens of the guess, and how many of them, from the first on, were drawn
+    too. `fed`: all tokens of the pass. `seconds`: since the tokens before were known.
+    """
+
+    checked: int
+    right: int
+    fed: int
+    seconds: float
+
+
+@dataclass(slots=True)
+class _Flight:
+    """A pass in progress that checks a guess, with its draw at each position.
+
+    `newest`: the token that was pending, shape (1,). `again`: the tokens before it that were fed
+    again. `guess`: the tokens after it, of which the first `len(after) - 1` are checked. `after`:
+    the state of sampler, context and guide after each draw.
+    """
+
+    newest: mx.array
+    again: Sequence[int]
+    guess: Sequence[int]
+    tokens: mx.array
+    logprobs: Sequence[mx.array]
+    finite: mx.array
+    after: Sequence[Draws]
+
+
+class GuessingDecoder(Decoder):
+    """Decoder of one row over the caches of `lineage`, which checks the guesses it is given.
+
+    `clock` returns seconds. `plain`: tokens and seconds of the last pass without a guess whose end
+    is known; None if other work came between, or the last pass that ended checked a guess.
+    """
+
+    def __init__(
+        self,
+        model: object,
+        row: Row,
+        lineage: Lineage,
+        *,
+        waits: bool = False,
+        clock: Callable[[], float] = time.perf_counter,
+    ):
+        super().__init__(model, [row], lineage.caches, waits=waits)
+        self._lineage = lineage
+        self._clock = clock
+        self._flight: _Flight | None = None
+        self._guess: Sequence[int] = ()
+        self._again: list[int] = []
+        self._accepted: list[Drawn] = []
+        self._settled = False
+        self._known_at: float | None = None
+        self._points: list[tuple[int, State]] = []
+        self._running = 1
+        self.plain: tuple[int, float] | None = None
+
+    @classmethod
+    def resumed(cls, decoder: Decoder, lineage: Lineage) -> GuessingDecoder:
+        """Return a decoder that continues `decoder`, which has one row, over `lineage`."""
+        own = cls(decoder.model, decoder.rows[0], lineage, waits=decoder.waits)
+        own._take(decoder, slice(0, 1))
+        return own
+
+    # -- between two steps -------------------------------------------------------------------------
+
+    @property
+    def in_flight(self) -> bool:
+        """True while a pass runs that checks a guess."""
+        return self._flight is not None
+
+    @property
+    def ready(self) -> list[int]:
+        """Tokens that are known and that the next step hands out; empty before `settle`."""
+        if not self._settled or self.pending is None:
+            return []
+        return [*(drawn.token for drawn in self._accepted), *np.asarray(self.pending).tolist()]
+
+    @property
+    def feeds(self) -> int:
+        return 1 + len(self._again)
+
+    @property
+    def running(self) -> int:
+        """Number of tokens of the newest pass."""
+        return self._running
+
+    def settle(self) -> Settled | None:
+        """Wait for a pass that checks a guess; return its result, or None if none is running.
+
+        Takes the wrong tokens of the guess back from the lineage. If that has opaque slots, all
+        tokens of the pass are taken back, and the next step feeds the right ones again. The next
+        step hands out the right tokens and one more. Raises NonFiniteOutput if one of these was
+        drawn from logits that are not finite.
+        """
+        flight, self._flight = self._flight, None
+        if flight is None:
+            self._points.clear()
+            return None
+        tokens, finite = np.asarray(flight.tokens).tolist(), np.asarray(flight.finite).tolist()
+        now = self._clock()
+        (row,) = self.rows
+        checked, right = len(flight.after) - 1, 0
+        # a change of the guide applies from the token after the first one on
+        most = 0 if row.steering is not None else checked
+        while right < most and tokens[right] == flight.guess[right]:
+            right += 1
+        if not all(finite[: right + 1]):
+            raise NonFiniteOutput
+        row.count_drafts(len(flight.guess), right)
+        self._take_back(flight, right)
+        after = flight.after[right]
+        row.resume(after.sampler, after.context, after.guide)
+        self._accepted = [Drawn(row, tokens[i], flight.logprobs[i][0]) for i in range(right)]
+        chosen = slice(right, right + 1)
+        self._set_pending(flight.tokens[chosen], flight.logprobs[right], flight.finite[chosen])
+        self._settled = True
+        seconds = now - self._known_at if self._known_at is not None else 0.0
+        self._known_at, self.plain = now, None
+        fed = len(flight.again) + 1 + len(flight.guess)
+        return Settled(len(flight.guess), right, fed, seconds)
+
+    def _take_back(self, flight: _Flight, right: int) -> None:
+        """Set the lineage to the tokens of a pass that were right, or to those before the pass."""
+        lineage = self._lineage
+        if not lineage.layout.opaque or right == len(flight.guess):
+            lineage.truncate(lineage.length + right)
+            self._points = self._points[-1:]
+            return
+        start, state = self._points[-1]
+        newest = np.asarray(flight.newest).tolist()
+        self._again = [*flight.again, *newest, *flight.guess[:right]]
+        lineage.truncate(start)
+        kv.put_back(lineage.slots, state)
+        self._points = [(start, state)]
+
+    def propose(self, guess: Sequence[int]) -> None:
+        """Set the tokens to check in the next pass, after the pending one.
+
+        The caches must have room for them and for the tokens that are fed again.
+        """
+        self._guess = guess
+
+    def interrupt(self) -> None:
+        """Note that other work is done before the next step, so that its time tells nothing."""
+        self._known_at = None
+
+    def rewind(self, ids: Tokens) -> None:
+        """Set the lineage to exactly the tokens `ids`, the newest of which were handed out.
+
+        Drops the pass in progress and the pending token. Blocks if a recurrent state must be
+        computed again.
+        """
+        lineage, flight = self._lineage, self._flight
+        points, self._points, self._flight, self.pending = self._points, [], None, None
+        exact = flight is None and lineage.length == len(ids)
+        if exact or not lineage.layout.opaque:
+            lineage.truncate(min(lineage.length, len(ids)))
+            return
+        start, state = [point for point in points if point[0] <= len(ids)][-1]
+        lineage.truncate(start)
+        kv.put_back(lineage.slots, state)
+        if start == len(ids):
+            return
+        lineage.note_pass()
+        try:
+            self.model(mx.array(ids[start:])[None], cache=self.caches)
+            kv.eval_states(self.caches)
+        except BaseException:  # what was computed up to there is kept
+            lineage.truncate(start)
+            kv.put_back(lineage.slots, state)
+            raise
+        lineage.advance(len(ids) - start)
+
+    # -- a step ------------------------------------------------------------------------------------
+
+    def step(self) -> list[list[Drawn]]:
+        """Return the tokens that are known and the pending one; start a pass that feeds the latter.
+
+        The pass also checks the guess, if there is one. The list ends before the pending token if
+        its logits are not finite.
+        """
+        accepted, guess, again = self._accepted, self._guess, self._again
+        ended = self._running
+        if guess or again:
+            drawn = self._step_over(again, guess)
+        else:
+            (drawn,) = super().step()
+        self._accepted, self._guess, self._again = [], (), []
+        if not self._settled:
+            now = self._clock()
+            self.plain = None if self._known_at is None else (ended, now - self._known_at)
+            self._known_at = now
+        self._running = 1 + len(again) + len(guess)
+        self._settled = False
+        return [[*accepted, *drawn]]
+
+    def _step_over(self, again: Sequence[int], guess: Sequence[int]) -> list[Drawn]:
+        """Feed `again`, the pending token and `guess`, and draw at each position from there on."""
+        newest, logprobs, finite = self.pending, self.logprobs, self.finite
+        assert newest is not None
+        assert logprobs is not None
+        assert finite is not None
+        if self.waits:
+            mx.synchronize()
+        (row,) = self.rows
+        row.apply_steering()
+        lineage = self._lineage
+        if lineage.layout.opaque and guess:
+            self._points.append((lineage.length, kv.hold(lineage.slots)))
+        before_it, behind_it = (mx.array(list(ids), mx.int32) for ids in (again, guess))
+        fed = mx.concatenate([before_it, newest.astype(mx.int32), behind_it])
+        logits = self.model(fed[None], cache=self.caches)[:, len(again) :, :]
+        if row.guide is not None:  # the device computes them while the masks are computed
+            mx.async_eval(logits)  # type: ignore[no-untyped-call]
+        context = row.context if row.processors else None
+        state = Draws(row, row.sampler, context, row.guide).seen(newest, drawn=not row.guided)
+        tokens, drawn, sound, after = [], [], [], []
+        for i in range(1 + len(guess)):
+            before = state
+            token, line, is_sound, state = before.draw(logits[:, i, :])
+            tokens.append(token)
+            drawn.append(line)
+            sound.append(is_sound)
+            after.append(state)
+            if i == len(guess) or not _allows(before.mask, guess[i]) or row.error is not None:
+                break
+            state = state.seen(mx.array([guess[i]], mx.uint32))
+        flight = _Flight(
+            newest, again, guess, mx.concatenate(tokens), drawn, mx.concatenate(sound), after
+        )
+        contexts = [one.context for one in after if one.context is not None]
+        mx.async_eval(flight.tokens, drawn, flight.finite, contexts)  # type: ignore[no-untyped-call]
+        if lineage.layout.opaque:
+            kv.eval_states(self.caches, wait=False)
+        if guess:
+            self._flight, self.pending = flight, None
+        else:
+            row.resume(after[0].sampler, after[0].context, after[0].guide)
+            self.pending, self.logprobs, self.finite = tokens[0], drawn[0], sound[0]
+        (ready,) = self._drawn(newest, logprobs, finite)
+        return ready
+
+
+def _allows(mask: Bitmask | None, token: int) -> bool:
+    """Return whether a guide's mask allows a token; None allows all."""
+    if mask is None:
+        return True
+    return token // 32 < mask.size and bool(mask[token // 32] >> (token % 32) & 1)

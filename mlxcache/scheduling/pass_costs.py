@@ -1,0 +1,118 @@
+"""Measurement of passes over few tokens when a model is loaded, kept for later starts."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import time
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+
+from mlxcache.guess.passes import LENGTHS, Curves
+from mlxcache.model import kv
+from mlxcache.model.kv import Layout
+from mlxcache.model.lineage import Lineage
+from mlxcache.private import create
+from mlxcache.scheduling.decoder import normalised
+
+log = logging.getLogger("mlxcache.engine")
+
+NEAR, FAR = 256, 4096
+"""Cached positions after which passes are measured, as far as there is memory."""
+
+REPEATS = 3
+"""Number of times that each pass is measured; the fastest counts."""
+
+FIRST = (1, 2, 4, 8, 16, 32)
+"""Lengths that are always measured, and before the others."""
+
+LONGEST_S = 4.0
+"""Seconds of measuring, at one number of cached positions, after which no length is added."""
+
+
+def measure_passes(model: Any, layout: Layout, room: int) -> Curves:
+    """Measure passes of `LENGTHS` tokens, with a draw at each; return seconds by positions.
+
+    `room`: bytes that cached positions may take. Lengths for which there is no time are left out.
+    Blocks; MLX thread only.
+    """
+    most = room // max(1, layout.bytes_per_token) - 2 * LENGTHS[-1]
+    places = sorted({max(1, min(NEAR, most)), max(1, min(FAR, most))})
+    line = Lineage(layout)
+    line.grow(places[-1] + LENGTHS[-1])
+    curves = {at: _curve(model, line, at) for at in places}
+    line.release()
+    mx.clear_cache()
+    return curves
+
+
+def _curve(model: Any, line: Lineage, at: int) -> list[tuple[int, float]]:
+    began, found = time.perf_counter(), dict[int, float]()
+    for tokens in sorted(LENGTHS, key=lambda n: (n not in FIRST, n)):
+        if len(found) >= len(FIRST) and time.perf_counter() - began > LONGEST_S:
+            break
+        _feed(model, line, at, tokens)  # compiles the kernels
+        repeats = REPEATS if time.perf_counter() - began < LONGEST_S else 1
+        found[tokens] = min(_feed(model, line, at, tokens) for _ in range(repeats))
+    return sorted(found.items())
+
+
+def _feed(model: Any, line: Lineage, at: int, tokens: int) -> float:
+    """Return the seconds of a pass over `tokens` tokens after `at` positions."""
+    line.pretend(at)
+    line.settle()
+    fed = mx.zeros((1, tokens), mx.int32)
+    mx.synchronize()
+    began = time.perf_counter()
+    logits = model(fed, cache=line.caches)
+    lines = [normalised(logits[:, i, :])[0] for i in range(tokens)]
+    mx.eval([mx.argmax(one, axis=-1) for one in lines])
+    kv.eval_states(line.caches)
+    return max(1e-6, time.perf_counter() - began)
+
+
+def load_passes(file: Path, key: str) -> Curves | None:
+    """Return what `save_passes` stored for `key`, or None if there is nothing that can be read."""
+    try:
+        held = json.loads(file.read_bytes())[key]
+        return {int(at): [(int(n), float(s)) for n, s in points] for at, points in held.items()}
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        return None
+
+
+def save_passes(file: Path, key: str, curves: Curves) -> None:
+    """Store `curves` for `key` in `file`, replacing it at once. Logs a warning if it cannot."""
+    try:
+        known = json.loads(file.read_bytes())
+    except (OSError, ValueError):
+        known = {}
+    known = dict(list(known.items())[-MOST_KEPT:]) if isinstance(known, dict) else {}
+    entry = {str(at): [list(point) for point in points] for at, points in curves.items()}
+    draft = file.with_name(f".{file.name}.{os.getpid()}")
+    try:
+        with create(draft) as out:
+            out.write(json.dumps({**known, key: entry}).encode())
+        draft.replace(file)
+    except OSError as error:
+        log.warning("measured costs of passes not stored: %s", error)
+
+
+MOST_KEPT = 31
+"""Models whose measurements are kept beside the newest."""
+
+
+def passes_key(namespace: str, layout: Layout) -> str:
+    """Return the key of measurements of one model on this device, with these versions.
+
+    `namespace`: that of the model, which covers its weights and their quantisation.
+    """
+    info = mx.device_info() if mx.default_device() == mx.gpu else {}
+    machine = (str(info.get("device_name", "cpu")), str(os.cpu_count()))
+    parts = (namespace, repr(layout.specs), *machine, version("mlx"), version("mlx-lm"))
+    text = "\n".join(parts)
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()

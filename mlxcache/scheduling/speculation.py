@@ -1,0 +1,121 @@
+"""Guesses for the replies of one model: from its conversations, at its measured costs. MLX thread.
+
+Guesses are made from the text of the same conversation alone, which is kept by owner between turns.
+What is shared between conversations are numbers: the cost of passes, and how long guesses survive.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from mlxcache.guess.history import Histories
+from mlxcache.guess.passes import PassCosts
+from mlxcache.guess.reply import ReplyGuesses
+from mlxcache.guess.rule import LONGEST, Survival
+from mlxcache.scheduling.guessing import GuessingDecoder, Settled
+from mlxcache.scheduling.task import Task
+from mlxcache.types import Tokens
+
+STEERS_WITHIN = 3 * (LONGEST + 1)
+"""Tokens before a change of the guide from which nothing is guessed: it must apply to the same
+token as without guesses."""
+
+
+FORMS_EVERY = 64
+"""Tokens of a reply after which forms of results that were made meanwhile are added."""
+
+
+@dataclass(slots=True)
+class _Guessed:
+    """Guesses of a task, and how many tokens of its reply they know."""
+
+    guesses: ReplyGuesses
+    known: int = 0
+
+
+class Speculation:
+    """Owner of the guesses of all replies of one model.
+
+    `costs`: measured costs of passes. `most`: most tokens of a guess. `redo`: right tokens before a
+    wrong one must be fed again. `forms(task)`: tool results of a task's conversation as a reply
+    would write them, by their texts, as far as they are
+    ready.
+    """
+
+    def __init__(
+        self,
+        costs: PassCosts,
+        most: int = LONGEST,
+        *,
+        redo: bool = False,
+        forms: Callable[[Task], Mapping[str, Tokens]] = lambda task: {},
+    ):
+        self.costs = costs
+        self.most = most
+        self._redo = redo
+        self._forms = forms
+        self._histories = Histories()
+        self._survival = Survival()
+        self._running: dict[Task, _Guessed] = {}
+
+    def propose(self, task: Task, decoder: GuessingDecoder, most: int) -> list[int]:
+        """Return the tokens to check in the task's next pass; empty if none pays.
+
+        `most`: most tokens. Before the reply's first token nothing is guessed, so that it does not
+        wait for the index.
+        """
+        if not task.out:
+            return []
+        running: _Guessed = self._running.get(task) or self._begin(task)
+        ready = decoder.ready
+        said = [*task.out, *ready]
+        new, running.known = said[running.known :], len(said)
+        running.guesses.say(new)
+        if running.known // FORMS_EVERY != (running.known - len(new)) // FORMS_EVERY:
+            running.guesses.history.add_forms(self._forms(task))
+        output = task.output
+        assert output is not None
+        if most < 1 or output.may_steer(STEERS_WITHIN):
+            return []
+        cost = self.costs.at(task.length + len(ready))
+        again = decoder.feeds - 1
+        return running.guesses.propose(cost, most, ahead=not ready, fed=again)
+
+    def _begin(self, task: Task) -> _Guessed:
+        history = self._histories.take(task.job.owner, task.fed_ids())
+        history.add_forms(self._forms(task))
+        made = _Guessed(ReplyGuesses(history, self._survival, most=self.most, redo=self._redo))
+        made.known = len(task.out)
+        self._running[task] = made
+        return made
+
+    def note(self, task: Task, settled: Settled, *, alone: bool) -> None:
+        """Account for a pass that checked a guess. `alone`: no other work came between."""
+        running = self._running.get(task)
+        if running is None:
+            return
+        cached = task.length
+        cost = self.costs.at(cached)(settled.fed)
+        if alone and settled.seconds > 0:
+            cost = self.costs.observe(settled.fed, settled.seconds, cached)
+        running.guesses.note_pass(cost, settled.checked, settled.right)
+
+    def note_plain(self, task: Task, decoder: GuessingDecoder, *, alone: bool) -> None:
+        """Account for the newest pass of `decoder`, which checks no guess.
+
+        `alone`: no other work came between.
+        """
+        if alone and decoder.plain is not None and decoder.plain[1] > 0:
+            self.costs.observe(*decoder.plain, task.length)
+        running = self._running.get(task)
+        if running is not None:
+            running.guesses.note_pass(self.costs.at(task.length)(decoder.running), 0, 0)
+
+    def end(self, task: Task) -> float:
+        """End the guesses of a task, and keep its history; return the seconds that they saved."""
+        running = self._running.pop(task, None)
+        if running is None:
+            return 0.0
+        self._histories.keep(task.job.owner, running.guesses.history)
+        return running.guesses.gains.saved * self.costs.seconds(task.length)

@@ -1,0 +1,121 @@
+"""Speed of replies with guesses by the wall clock, on a model that is made to write given text.
+
+`python -m tests.proofs.speculation_wall` measures the costs of passes as a server does, then writes
+the replies of agents' sessions with and without guesses in turn on this machine.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import mlx.core as mx
+
+from mlxcache.guess.passes import PassCosts
+from mlxcache.model.kv import Layout
+from mlxcache.scheduling.pass_costs import measure_passes
+from mlxcache.scheduling.speculation import Speculation
+from mlxcache.scheduling.task import Output, Task
+from tests.proofs.agent_sessions import Kind, Style, Words, session
+from tests.scheduled import Bench
+from tests.scheduling.guesses import speculating
+from tests.toys.toy import make_toy
+
+SHAPES: Sequence[tuple[Kind, Style]] = (("write", "xml"), ("edit", "xml"), ("prose", "json"))
+VOCABULARY = 4096
+LEAST = 0.97
+"""Least speed of any shape."""
+
+TURNS, PAIRS = 3, 2
+"""Replies of each shape, and times that each is written with and without guesses."""
+
+
+class Dictated:
+    """A sampler that draws given tokens, whatever the model computes."""
+
+    def __init__(self, ids: Sequence[int]):
+        self._ids, self._at = ids, 0
+
+    def __call__(self, logprobs: mx.array) -> mx.array:
+        self._at += 1
+        return mx.array([self._ids[min(self._at, len(self._ids)) - 1]], mx.uint32) + mx.argmax(
+            mx.zeros_like(logprobs), axis=-1
+        )  # waits for the pass, as a draw does
+
+
+class Oracle(Bench):
+    """A bench whose replies are `dictation`."""
+
+    dictation: Sequence[int] = ()
+
+    def prepare_output(self, task: Task) -> Output:
+        output = super().prepare_output(task)
+        output.row.set_draws(Dictated(self.dictation), None)
+        return output
+
+
+def turns(kind: Kind, style: Style, words: Words) -> list[tuple[list[int], list[int]]]:
+    """Prompts of a session, each with its reply, as token ids."""
+    said, found = list[int](), list[tuple[list[int], list[int]]]()
+    for message in session(kind, style, 3):
+        ids = [i % VOCABULARY for i in words.encode(message.text + "\n")]
+        if message.reply and len(ids) >= 100:
+            found.append(([*said, 1, 2], ids[:200]))
+        said += ids
+    return found[:TURNS]
+
+
+def write(bench: Bench, prompt: list[int], reply: list[int]) -> tuple[float, Task]:
+    """Write a reply; return the seconds of its decoding."""
+    assert isinstance(bench, Oracle)
+    bench.dictation = reply
+    task = bench.put(prompt, tokens=len(reply))
+    bench.run(until=lambda: bool(task.out))
+    began = time.perf_counter()
+    while not bench.scheduler.idle:
+        bench.tick()
+    assert task.out == reply
+    return time.perf_counter() - began, task
+
+
+def compare(plain: Bench, costs: Callable[[], PassCosts], shape: tuple[Kind, Style]) -> float:
+    """Return the speed with guesses, in units of that without, for one shape of sessions."""
+    seconds = [0.0, 0.0]
+    for _ in range(PAIRS):
+        fast = speculating(plain, Speculation(costs()))
+        slow = plain.twin()
+        for prompt, reply in turns(*shape, Words()):
+            for which, bench in enumerate((slow, fast)):
+                seconds[which] += write(bench, prompt, reply)[0]
+    return seconds[0] / seconds[1]
+
+
+def measured(model: object, layout: Layout) -> PassCosts:
+    """The costs of passes on this machine."""
+    return PassCosts(measure_passes(model, layout, 1 << 26))
+
+
+def main(out: Callable[[str], object] = print, *, hidden: int = 384, layers: int = 4) -> int:
+    """Play all shapes; return the number of those that are slower than without guesses."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = make_toy(
+            Path(folder) / "model", "llama", vocab_size=VOCABULARY, hidden=hidden, layers=layers,
+            heads=6, kv_heads=2, head_dim=64, intermediate=4 * hidden, context=131072,
+        )  # fmt: skip
+        bench = Oracle(path, chunk=512)
+        costs = measured(bench.model, bench.kv.layout)
+        curve = ", ".join(f"c({q}) {costs.at(1000)(q):.2f}" for q in (2, 4, 8, 12, 16, 32))
+        out(f"{1e3 * costs.seconds(1000):.1f} ms a pass, {curve}")
+        slower = 0
+        for shape in SHAPES:
+            speed = compare(bench, lambda: measured(bench.model, bench.kv.layout), shape)
+            out(f"{' '.join(shape):12} {speed:.2f}")
+            slower += speed < LEAST
+        return slower
+
+
+if __name__ == "__main__":
+    sys.exit(1 if main() else 0)

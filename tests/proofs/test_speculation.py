@@ -1,0 +1,58 @@
+"""Guesses bring the speed that they promise, in sessions of the shapes that agents have."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.proofs.agent_sessions import Words, call, numbered, session
+from tests.proofs.speculation import CURVES, LEAST, WORST, Speed, faults, main, simulate
+
+
+@pytest.mark.parametrize("kind", ["edit", "write", "mixed", "prose"])
+def test_replies_are_faster_and_none_is_slower(kind: str) -> None:
+    """At the first curve, in one session each."""
+    curve, cost = next(iter(CURVES.items()))
+    found = simulate((kind, "json"), cost, sessions=1)  # type: ignore[arg-type]
+    assert list(faults({(f"{kind} json", curve): found})) == []
+
+
+def test_without_the_forms_of_results_edits_are_slower() -> None:
+    """Copies of a numbered file break at each line."""
+    cost = CURVES["0.24 to 12"]
+    without = simulate(("edit", "json"), cost, sessions=1, forms=False)
+    assert without.speed < 0.8 * simulate(("edit", "json"), cost, sessions=1).speed
+
+
+@pytest.mark.parametrize("curve", CURVES)
+def test_a_model_that_feeds_tokens_again_gains_too(curve: str) -> None:
+    """A recurrent one: what was right is fed again after a wrong token."""
+    found = simulate(("edit", "xml"), CURVES[curve], sessions=1, redo=True)
+    assert found.speed > 1.1
+    assert found.worst >= WORST
+
+
+def test_speeds_below_the_thresholds_are_faults() -> None:
+    """Of all replies, and of the worst."""
+    slow = Speed(replies=[(200, 200 / 0.9), (50, 100.0)])
+    texts = list(faults({("edit json", "0.24 to 12"): slow, ("edit json", "MoE 0.30"): slow}))
+    assert len(texts) == 3
+    assert LEAST["edit"] > 1
+
+
+def test_the_shapes_are_those_of_agents() -> None:
+    """Numbered files, calls in JSON and tags, and tokens of words."""
+    words = Words()
+    assert words.encode("def add") == words.encode("def") + words.encode(" add")
+    assert numbered("a\nb").splitlines() == ["     1→a", "     2→b"]
+    assert '"x\\ny"' in call("json", "Write", {"content": "x\ny"})
+    assert "x\ny" in call("xml", "Write", {"content": "x\ny"})
+    replies = [m.text for m in session("edit", "json", 1) if m.reply]
+    assert sum('"name": "Edit"' in text for text in replies) == 15
+    assert session("edit", "json", 1) == session("edit", "json", 1)
+
+
+@pytest.mark.slow
+def test_every_shape_at_every_curve() -> None:
+    """The whole table."""
+    lines: list[str] = []
+    assert main(lines.append) == 0, "\n".join(lines)
