@@ -14,7 +14,6 @@ from mlx import nn
 from mlx_lm.utils import load_model
 
 from mlxcache.config import Settings
-from mlxcache.engine.memory import plan_memory
 from mlxcache.errors import GroupLost, ModelError
 from mlxcache.model import kv
 from mlxcache.model.load import ModelSpec, load
@@ -31,6 +30,7 @@ from mlxcache.ranks.group import (
     united,
 )
 from mlxcache.ranks.leader import Leader
+from mlxcache.residency.memory import plan_memory
 from tests.conftest import ToyMaker
 
 

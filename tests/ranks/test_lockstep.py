@@ -20,7 +20,7 @@ from mlxcache.ranks.leader import Leader
 from mlxcache.ranks.operations import Open
 from mlxcache.tree.budget import Budget
 from tests.conftest import ToyMaker
-from tests.engine.history import History
+from tests.scheduling.history import History
 
 
 class Tape:
