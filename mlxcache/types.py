@@ -15,6 +15,9 @@ import numpy.typing as npt
 Tokens = npt.NDArray[np.int32]
 """Token ids, shape (n,)."""
 
+GuessSource = Literal["draft", "history"]
+"""Source of drafted tokens: a draft model, or what the conversation already says."""
+
 FinishReason = Literal[
     "stop", "stop_sequence", "length", "tool_calls", "repetition", "cancelled", "error"
 ]
@@ -200,6 +203,7 @@ class Job:
     - `timeout_s`: seconds from submission until the request ends in DeadlineExceeded; with None,
       the server's limit applies.
     - `choice`: index of this reply among those that one request of the client asked for.
+    - `speculate`: guesses from the conversation may be checked, if the server does so.
     - `response`: id under which the client can retrieve the reply; None if it is not stored.
     """
 
@@ -225,6 +229,7 @@ class Job:
     retry: bool = False
     timeout_s: float | None = None
     choice: int = 0
+    speculate: bool = True
     response: str | None = None
 
 
@@ -360,6 +365,9 @@ class RequestRecord:
     generated_tokens: int = 0
     drafted_tokens: int = 0
     accepted_tokens: int = 0  # of the drafted ones
+    guess_source: GuessSource | None = None  # of the drafted tokens; None if there are none
+    guess_passes: int = 0  # of the model that checked drafted tokens
+    guess_saved_s: float = 0.0  # by checking them; below 0 if it cost more
     timing: dict[str, float] = field(default_factory=dict)
     finish_reason: FinishReason | None = None
     error: str | None = None

@@ -85,7 +85,8 @@ def foreign_origin(
 def is_local(name: str | None) -> bool:
     """Return whether `name` is an IP address or a local host name, such as `mac.local`.
 
-    Names without a dot, with one of `LOCAL_SUFFIXES`, and of this machine are local; None is not.
+    Local are names without a dot, names that end in one of `LOCAL_SUFFIXES`, and this machine's
+    own host name. Returns False for None.
     """
     if name is None:
         return False
@@ -187,7 +188,8 @@ class OriginMiddleware(CORSMiddleware):
 class Keyring:
     """API keys that the server accepts.
 
-    The key `common` has no owner. Each of `owned` has an owner, with its own sessions.
+    `common`: a key without an owner, or None. `owned`: further keys; each has an owner of its own,
+    and so its own sessions (see `owner_of`).
     """
 
     def __init__(self, common: str | None, owned: tuple[str, ...] = ()):

@@ -218,6 +218,7 @@ async def _job(request: Request, body: types.Request, deps: http.Deps) -> Job:
         api="messages",
         render_s=time.perf_counter() - begun,
         loaded_s=deps.loaded_s,
+        speculate=body.speculate is not False,
     )
 
 

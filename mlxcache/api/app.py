@@ -70,7 +70,8 @@ def create_app(
 ) -> Starlette:
     """Build the HTTP application for `engine`, which may still be loading its model.
 
-    `models`: all models of the server, if there are several; `engine` is that of the default one.
+    `settings`: None for the defaults of `ApiSettings`. `models`: all models of the server, if there
+    are several; `engine` is that of the default one.
 
     Requests from web pages are refused, except from this server's own pages and the origins in
     `settings.origins`.
@@ -126,7 +127,10 @@ class RequestMiddleware:
         self._app, self._error_counts = app, error_counts
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Handle one ASGI connection. Connections other than HTTP are passed on unchanged."""
+        """Answer one HTTP request with the wrapped application, with its id and headers added.
+
+        Connections other than HTTP are passed on unchanged.
+        """
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -157,7 +161,10 @@ class FallbackMiddleware:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Handle one ASGI connection. Connections other than HTTP are passed on unchanged."""
+        """Answer one HTTP request with the wrapped application, or with 500 if that raises.
+
+        Connections other than HTTP are passed on unchanged.
+        """
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return

@@ -42,8 +42,8 @@ _DRAIN_S = 10.0
 class ApiSettings:
     """Settings of the API, apart from the model. Times are in seconds.
 
-    - `api_key`: key that requests must carry, or None.
-    - `owned_keys`: further keys, each with its own sessions.
+    - `api_key`: key that requests must carry, or None. Without it and `owned_keys`, none is needed.
+    - `owned_keys`: further accepted keys, each with its own sessions.
     - `origins`: origins of web pages that may use the API.
     - `max_body_bytes`: largest request body that is held in memory.
     - `default_max_tokens`: limit of a reply for requests without one, or None.

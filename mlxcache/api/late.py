@@ -16,8 +16,8 @@ class LateReply(Generic[T]):
     """A reply that begins once its model is loaded.
 
     `begin` loads the model, submits the request and returns an object for the reply that has begun.
-    `arrival`: the request, as `begin` gives it to `Deps.of`. `close(result)` is called with the
-    result of `begin` to close its streams.
+    `arrival`: the object that `begin` passes to `Deps.of`, which shows whether the request waits
+    for its model. `close(result)` is called with the result of `begin` to close its streams.
     """
 
     def __init__(
@@ -33,8 +33,8 @@ class LateReply(Generic[T]):
     async def begun(self, seconds: float) -> T | None:
         """Return the result of `begin`, or None if the model is still being loaded after `seconds`.
 
-        If the request does not wait for its model then, this waits on, without a limit. Raises the
-        errors of `begin`. If the call is cancelled, so is the request.
+        If the request waits for something else by then, such as its turn, waits for the result
+        without a limit. Raises the errors of `begin`. If the call is cancelled, so is the request.
         """
         try:
             await asyncio.wait({self._task}, timeout=seconds)

@@ -71,7 +71,10 @@ class Feed:
     """
 
     def __init__(self, engine: Engine, owner: str | None, models: Models | None = None):
-        """Prepare the feed of `owner`. `models`: all models, if there are several."""
+        """Prepare the feed of `owner`; nothing is read until `watch` is iterated.
+
+        `engine`: that of the default model. `models`: all models, if there are several.
+        """
         self._engine, self._owner, self._models = engine, owner, models
         self._version = 0
         self._parts: dict[str, tuple[int, Any]] = {}

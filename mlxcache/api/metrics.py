@@ -113,8 +113,25 @@ _REQUESTS = (
     _counter("restored_tokens", "Cached tokens that were read from disk.", "tokens.restored"),
     _counter("fed_tokens", "Prompt tokens that the model computed.", "tokens.fed"),
     _counter("generated_tokens", "Tokens of replies.", "tokens.generated"),
-    _counter("drafted_tokens", "Tokens that the draft model proposed.", "tokens.drafted"),
-    _counter("accepted_tokens", "Drafted tokens that the model generated too.", "tokens.accepted"),
+    _counter(
+        "drafted_tokens",
+        "Tokens proposed by a draft model or the conversation.",
+        "guesses.drafted",
+        "source",
+    ),
+    _counter(
+        "accepted_tokens",
+        "Drafted tokens that the model generated too.",
+        "guesses.accepted",
+        "source",
+    ),
+    _counter("guess_passes", "Passes that checked drafted tokens.", "guesses.passes", "source"),
+    _gauge(
+        "guess_saved_seconds",
+        "Time that drafted tokens saved, less what they cost.",
+        "guesses.saved_s",
+        "source",
+    ),
     _counter("saved_tokens", "Cached tokens that saved_seconds covers.", "saved.tokens"),
     _counter(
         "saved_seconds", "Time that computing the saved tokens would have taken.", "saved.seconds"
@@ -246,8 +263,8 @@ def arrange_figures(figures: Mapping[str, Any]) -> dict[str, Any]:
 def _arrange_remote(remote: Mapping[str, Any]) -> dict[str, Any]:
     """Return the figures of the remote, with entries added for the metrics `_REMOTE`.
 
-    Figures of transfers become mappings from the direction, `up` or `down`; the state becomes two
-    booleans.
+    Figures of transfers become mappings from the direction, `up` or `down`. The state becomes the
+    booleans `available` (it can be read) and `writable`.
     """
     ways = {"up": "upload", "down": "download"}
     rates = {way: remote[f"{name}_bytes_per_s"] for way, name in ways.items()}

@@ -69,9 +69,9 @@ Whole = Callable[[Sequence[WholeReply], Envelope, Wish], dict[str, Any]]
 class Endpoint:
     """Reply format of one endpoint.
 
-    `id_prefix` begins the ids of replies. `whole` builds a whole reply, whose field `object` is
-    `object`. `chunks` builds the chunks of a streamed reply, whose field `object` is
-    `chunk_object`. `called` is the `finish_reason` of a reply that calls tools.
+    `id_prefix` begins the ids of replies. `whole` builds a reply that is not streamed, and `chunks`
+    the chunks of a streamed one. `object` and `chunk_object` are the values of their JSON field
+    `object`. `called` is the `finish_reason` of a reply that calls tools.
     """
 
     id_prefix: str
@@ -169,7 +169,7 @@ class Prepared:
     """A rendered request: a job for each choice, and the form in which its reply is written.
 
     `echoes`: the texts of its prompts, if choices must begin with them. `held`: a format or a tool
-    call is required, so that a part of the reply is useless (see `Wish.whole`).
+    call is required, so a reply stopped for repeating itself ends with `length` (`Wish.whole`).
     """
 
     jobs: list[Job]
@@ -200,6 +200,7 @@ def _fields(deps: Deps, request: Request, body: Generation) -> dict[str, Any]:
         "session": read_session_label(request.headers, prompt_cache_key=body.prompt_cache_key),
         "client": read_client_name(request.headers),
         "loaded_s": deps.loaded_s,
+        "speculate": body.speculate is not False,
         **read_job_options(request.headers),
     }
 

@@ -264,6 +264,7 @@ async def _start(deps: Deps, request: Request, asked: Asked, writer: ResponseWri
         render_s=time.perf_counter() - began,
         loaded_s=deps.loaded_s,
         response=None if body.store is False else id,
+        speculate=body.speculate is not False,
         **read_job_options(request.headers),
     )
     stream, _ = await sse.start_stream(deps, job)

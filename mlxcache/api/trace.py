@@ -25,7 +25,7 @@ WAIT_S = 0.5
 
 
 def routes(deps: Deps) -> list[Route]:
-    """Return the route of recordings."""
+    """Return the route `GET /v1/trace`."""
     return [Route("/v1/trace", partial(trace, deps, LiveReaders(deps)), methods=["GET"])]
 
 

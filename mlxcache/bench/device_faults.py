@@ -14,10 +14,10 @@ from unittest.mock import patch
 
 import mlx.core as mx
 
-from mlxcache.engine.decoder import Decoder
 from mlxcache.model import device, kv
 from mlxcache.model.arrays import tree_arrays
 from mlxcache.model.kv import Caches
+from mlxcache.scheduling.decoder import Decoder
 
 ERRORS = (
     "[METAL] Command buffer execution failed: Insufficient Memory "

@@ -14,10 +14,10 @@ from mlxcache.cache.disk import DiskTier
 from mlxcache.cache.kv_cache import KVCache
 from mlxcache.config import Settings
 from mlxcache.engine.engine import Engine
-from mlxcache.engine.memory import Shared
 from mlxcache.engine.runtime import ModelRuntime
 from mlxcache.engine.stream import Stream
 from mlxcache.model.load import Loaded
+from mlxcache.residency.memory import Shared
 from mlxcache.types import Finished, Job, Prompt, Sampling, Tokens
 
 AT_ONCE = 1024

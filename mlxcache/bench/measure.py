@@ -120,7 +120,7 @@ def _mean(counts: Sequence[int | None]) -> float | None:
 class Plan:
     """Scenarios to run, by name, and how often: `runs` repetitions at each server.
 
-    `visit` makes the conversations of one repetition, from the server and the repetition's number.
+    `visit(server, run)` makes a `Visit`: the conversations of repetition `run` at one server.
     `on_step` is called with a text before each scenario. With `keep`, all repetitions share one
     visit: conversations continue, and scenarios that begin one are run only once. This saves most
     of the time if prompts are long.
@@ -133,7 +133,7 @@ class Plan:
     keep: bool = False
 
     def visits(self, servers: Sequence[Server], run: int) -> dict[str, Visit]:
-        """Return a new visit to each server for repetition `run`, by the server's name."""
+        """Return new conversations for repetition `run` at each server, by the server's name."""
         return {server.name: self.visit(server, run) for server in servers}
 
     def due(self, run: int) -> Sequence[str]:

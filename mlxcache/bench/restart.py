@@ -86,8 +86,8 @@ def play(
 ) -> Rounds:
     """Run `runs` rounds at each server in turn and return their figures. Blocks.
 
-    A server that fails is left out of later rounds. `visit` makes the conversations of a round, and
-    `on_step` is called with each step.
+    A server that fails is left out of later rounds. `visit(client, round)` makes the conversations
+    of a round, which are counted from 0. `on_step` is called with a text at the start of each.
     """
     rounds = Rounds({one.name: [] for one in lives})
     out: set[str] = set()

@@ -68,8 +68,8 @@ class Trail:
 
         `end`: the length of the path in tokens. `coming`: positions of checkpoints that are about
         to be added. `worth`: drop a checkpoint only if the gap that it leaves is less than this
-        share of the tokens from the gap to the end. Returns the nodes in the order in which to drop
-        their checkpoints.
+        share of the tokens from the gap to the end. The default, infinity, sets no such limit.
+        Returns the nodes in the order in which to drop their checkpoints.
         """
         at = {node.end: node for node in self.nodes}
         positions = sorted({*at, *coming})

@@ -293,7 +293,7 @@ class RamTier:
         return True
 
     def _thin(self, leaf: Node, needed: int, worth: float) -> int:
-        """Drop checkpoints on the path to the node `leaf` until `needed` bytes are free.
+        """Drop checkpoints on the path to the node `leaf` until they have freed `needed` bytes.
 
         Only those are dropped that leave a gap of less than the share `worth` of the tokens from
         the gap to the end. Returns the number of bytes freed.
@@ -364,8 +364,9 @@ class RamTier:
     def remove(self, node: Node, keep: int) -> int:
         """Remove the tokens of `node` from position `keep` on; return the number of tokens removed.
 
-        Removes nothing and returns 0 if a request or a pending write uses the node, or if other
-        segments follow it.
+        `keep` counts from the beginning of the path; if it is before the node, all of the node is
+        removed. Removes nothing and returns 0 if a request or a pending write uses the node, or if
+        other segments follow it.
         """
         if node.locks or node.children or node.detached:
             return 0
@@ -409,8 +410,8 @@ class RamTier:
     def shrink(self, lineage: Lineage, *, force: bool) -> int:
         """Release a lineage that the tree does not use; return the number of bytes freed.
 
-        With `force`, a lineage of which the tree uses a range is copied to buffers for that range
-        only, if there is room for the copy. Otherwise a lineage in use stays as it is.
+        A lineage of which the tree uses a range stays as it is. With `force`, it is copied to
+        buffers for that range only, if there is room for the copy.
         """
         held = self.tree.live_range(lineage)
         before = lineage.nbytes

@@ -134,7 +134,8 @@ class Restorer:
             self._warn_once(str(error))
             lookup.failed = True
         except Exception:
-            log.exception("disk lookup failed for a prompt of %d tokens", len(lookup.ids))
+            n = len(lookup.ids)
+            log.exception("disk lookup failed, computing the prefix: prompt of %d tokens", n)
             lookup.failed = True
         self._end_search(lookup)
 

@@ -240,9 +240,9 @@ class PathWrite:
         return Job(ids, None, serialise.state_tensors(state), layout.checkpoint_bytes, self)
 
     def stop(self, *, lost: bool = False) -> None:
-        """Give no further jobs to the writer.
+        """Give no further jobs of this path to the writer; those that it has are still done.
 
-        With `lost`, the path starts again when the jobs that the writer has are done.
+        With `lost` (files that the path continues were evicted), its write then starts again.
         """
         self.asked, self.at, self.states, self.lost = True, len(self.ids), [], lost
         self.stopped = True
@@ -597,7 +597,7 @@ class WriteBehind:
     def _give_up(self) -> None:
         """Suspend the disk tier, and unlock every path that is not on disk yet.
 
-        Jobs in flight are still written, from their copies.
+        Writes that have begun go on, from their copies.
         """
         self._suspend(StoreError("writes are slower than eviction needs"), least=RETRY_S)
         self._drop([*self._queue, *self._handed])

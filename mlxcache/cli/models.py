@@ -37,7 +37,8 @@ _WAIT_S = 10.0
 def complete_name(ctx: typer.Context, incomplete: str) -> list[str]:
     """Return names of models that begin with `incomplete`: of running servers and of the settings.
 
-    Reads the notes of servers in the cache folder; no server is asked.
+    Reads the files in which running servers describe themselves, in the cache folder; sends no
+    request.
     """
     # Here and not above: a shell that completes something else need not wait for it.
     from mlxcache.store.lock import servers  # noqa: PLC0415

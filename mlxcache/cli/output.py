@@ -98,7 +98,7 @@ def log_line(record: RequestRecord, *, several: bool = False) -> str:
         f"first token {'-' if first is None else f'{first:.2f} s'}",
         speed,
         f"generated {record.generated_tokens}"
-        + (f" ({accepted} of {drafted} drafts accepted)" if drafted else ""),
+        + (f" ({accepted} of {drafted} drafts accepted{_saved(record)})" if drafted else ""),
         str(end),
     ]
     if record.lost:
@@ -106,6 +106,12 @@ def log_line(record: RequestRecord, *, several: bool = False) -> str:
     if record.error:
         fields.append(" ".join(record.error.split()))
     return "  ".join(fields)
+
+
+def _saved(record: RequestRecord) -> str:
+    """Format the passes that checked a reply's drafted tokens, and what they saved."""
+    sign = "lost" if record.guess_saved_s < 0 else "saved"
+    return f" in {record.guess_passes} passes, {abs(record.guess_saved_s):.2f} s {sign}"
 
 
 def name_sender(session: str | None, client: str | None) -> str:

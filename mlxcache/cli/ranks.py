@@ -166,9 +166,9 @@ class Ranks:
     def _quieten(self) -> None:
         """Write a line to the standard input of mlx.launch, at the times of `QUIET_S`.
 
-        mlx.launch passes it on to its processes, which have closed their standard input (see
-        `close_input`), and so notices that. Until then it uses a whole CPU core, because it polls
-        for processes to write to, and always finds some.
+        mlx.launch tries to pass the line on to its processes. They have closed their standard input
+        (see `close_input`), so writing fails, and mlx.launch stops polling them. Until then the
+        polling uses a whole CPU core, because it always finds processes to write to.
         """
         if self._lines and time.monotonic() > self._lines[0]:
             del self._lines[0]

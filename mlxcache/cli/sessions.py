@@ -270,6 +270,9 @@ def _request_facts(figures: dict[str, Any]) -> list[tuple[str, str]]:
     if figures["saved_s"] is not None:
         saved = {"tokens": figures["saved_tokens"], "seconds": figures["saved_s"]}
         facts.append(("time saved", show.format_saved(figures["cached_tokens"], saved)))
+    if figures.get("guess_passes"):
+        names = ("drafted_tokens", "accepted_tokens", "guess_passes", "guess_saved_s")
+        facts.append(("guesses", show.format_guesses(*(figures[name] for name in names))))
     return facts
 
 

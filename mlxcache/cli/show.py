@@ -126,9 +126,21 @@ def print_run_summary(console: Console, figures: Mapping[str, Any], tally: Tally
     lines.append(("Reused", format_reuse(tokens)))
     if saved["tokens"]:
         lines.append(("Time saved", format_saved(tokens["cached_tokens"], saved)))
+    names = ("drafted", "accepted", "passes", "saved_s")
+    guesses = [sum(figures["guesses"][name].values()) for name in names]
+    if guesses[0]:
+        lines.append(("Guesses", format_guesses(*guesses)))
     console.print(Text("\nThis run", "bold"))
     for name, value in lines:
         console.print(f"{name:<12} {value}")
+
+
+def format_guesses(drafted: int, accepted: int, passes: int, saved_s: float) -> str:
+    """Format how many guessed tokens were accepted, in how many passes, and the time saved."""
+    text = f"{accepted:,} of {drafted:,} tokens accepted in {passes:,} passes"
+    if saved_s >= 0:
+        return f"{text}, {format_duration(saved_s)} saved"
+    return f"{text}, {format_duration(-saved_s)} lost"
 
 
 def format_saved(cached_tokens: int, saved: Mapping[str, Any]) -> str:

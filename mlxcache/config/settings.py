@@ -37,6 +37,7 @@ from mlxcache.config.values import (
     read_path,
     read_seconds,
     read_secrets,
+    read_speculate,
     read_switch,
     read_table,
     read_text,
@@ -51,6 +52,9 @@ MOST_DRAFTED = 15
 """Maximum number of tokens drafted at once; one more would be as long as the shortest prefill
 chunk.
 """
+
+MOST_GUESSED = 31
+"""Maximum number of tokens guessed at once; with the token before them a pass has 32."""
 
 _MODEL, _MEMORY, _RANKS = "Model", "Memory and speed", "Several machines"
 _SERVER, _OTHER = "Server", "Other"
@@ -192,6 +196,21 @@ class Settings:
         read_number(1, MOST_DRAFTED, example=3),
         "N",
         "Tokens drafted at once.",
+    )
+    speculate: Literal["off", "auto"] = _setting(
+        _MODEL,
+        "off",
+        read_speculate,
+        "off|auto",
+        "Guess the next tokens from what the conversation already says, and check several in one "
+        "pass where that is faster; replies stay the same.",
+    )
+    speculate_tokens: int = _setting(
+        _MODEL,
+        MOST_GUESSED,
+        read_number(1, MOST_GUESSED, example=15),
+        "N",
+        "Most tokens guessed at once with --speculate auto.",
     )
     chat_template_args: Mapping[str, Any] = _setting(
         _MODEL,
@@ -399,6 +418,11 @@ class Settings:
             raise ConfigError(
                 "--remote needs the disk, where what is fetched is kept: remove --disk off"
             )
+        if self.speculate != "off" and any(entry.draft_model for entry in self.entries):
+            raise ConfigError(
+                "--speculate auto does not go with --draft-model: remove one of them, or set "
+                "--speculate off"
+            )
         has_key = bool(self.api_key) or self.api_keys_file is not None
         if not (self.insecure or has_key or is_loopback(self.host)):
             raise ConfigError(
@@ -426,8 +450,8 @@ class Settings:
     def check_divisible(self) -> None:
         """Raise ConfigError if the settings do not allow to divide the model among machines.
 
-        They do not with several models, the demo, a draft model, a duration of `--idle-unload`, a
-        remote, or both `--hosts` and `--hostfile`.
+        Not allowed together with it: several models, the demo, a draft model, a duration of
+        `--idle-unload`, a remote, and both `--hosts` and `--hostfile` at once.
         """
         if self.hosts is not None and self.hostfile is not None:
             raise ConfigError("--hosts and --hostfile both name the machines: set one of them")
@@ -436,6 +460,7 @@ class Settings:
             (len(self.models) > 1, "several models", "name one with --model"),
             (entry.model is None, "the built-in demo", "name a model with --model"),
             (self.for_model(entry).draft_model is not None, "--draft-model", "leave it out"),
+            (self.speculate != "off", "--speculate auto", "leave it out"),
             (isinstance(self.keep_for(entry), int | float), "--idle-unload", "leave it out"),
             (self.remote is not None, "--remote", "leave it out"),
         ):

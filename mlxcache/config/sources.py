@@ -43,6 +43,8 @@ def load_settings(
     drafts = [one.draft_model for one in values.get("models", ())] + [values.get("draft_model")]
     if "num_draft_tokens" in values and not any(drafts):
         raise ConfigError("--num-draft-tokens needs a draft model: add --draft-model PATH|HUB_ID")
+    if "speculate_tokens" in values and values.get("speculate", "off") == "off":
+        raise ConfigError("--speculate-tokens needs guesses to limit: add --speculate auto")
     settings = Settings(**values)
     if len(settings.models) == 1:
         return replace(settings.for_model(settings.models[0]), route=settings.route)

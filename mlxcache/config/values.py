@@ -146,6 +146,15 @@ def read_kv_bits(value: object) -> int:
     return int(str(value))
 
 
+def read_speculate(value: object) -> str:
+    """Read when guesses are checked: off or auto."""
+    if value is False:  # TOML and YAML writers know off as a boolean
+        return "off"
+    if str(value).lower() not in ("off", "auto"):
+        raise ValueError(f"must be off or auto, not {value!r}")
+    return str(value).lower()
+
+
 def read_switch(value: object) -> bool:
     """Read a boolean, or one of the texts true, yes, 1, false, no and 0 in any case."""
     words = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}

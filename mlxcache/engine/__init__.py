@@ -1,7 +1,7 @@
-"""The engine: from requests to tokens, with scheduling, prefill and decoding.
+"""The engine: from requests to tokens, for one model or several.
 
-Other layers use `engine.Engine`, which runs on the asyncio event loop. Modules documented as "MLX
-thread only" run on the one thread that calls MLX; all others run on the event loop. This package
-handles no HTTP and no wire format. It reaches cached KV only through `mlxcache.cache.KVCache`; only
-`runtime` opens the store on disk.
+Other layers use `engine.Engine` (one model) and `models.Models`, which run on the asyncio event
+loop. Only `runtime` opens the store on disk and joins a model's scheduler to it. This package
+handles no HTTP and no wire format. The steps of a request are in `mlxcache.scheduling`, the weights
+and the memory of models in `mlxcache.residency`.
 """

@@ -11,26 +11,15 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from pathlib import Path
-from traceback import clear_frames
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from mlxcache.config import Settings
+from mlxcache.engine.first_load import FirstLoad
 from mlxcache.engine.keep_awake import KeepAwake, Timer
-from mlxcache.engine.memory import Shared, fewest_reserved
 from mlxcache.engine.metrics import Records, Tally, with_disk
 from mlxcache.engine.requests import LiveRequest, RequestTable, SharedReply, prefill_left_s
-from mlxcache.engine.resident import Newcomer, Resident, release_unused
-from mlxcache.engine.rounds import Rounds
-from mlxcache.engine.runtime import (
-    RECORDED,
-    ModelRuntime,
-    demo_spec,
-    fetch_model,
-    hash_files,
-)
+from mlxcache.engine.runtime import RECORDED, ModelRuntime
 from mlxcache.engine.stream import Stream
-from mlxcache.engine.task import for_owner
 from mlxcache.engine.trace import Recordings
 from mlxcache.errors import (
     BadRequest,
@@ -43,7 +32,6 @@ from mlxcache.errors import (
     Unsupported,
 )
 from mlxcache.model import load
-from mlxcache.model.base_weights import BaseUse
 from mlxcache.model.generation import resolve
 from mlxcache.model.guidance.guide import Guide
 from mlxcache.model.resident_weights import Weights
@@ -52,6 +40,10 @@ from mlxcache.owner import OWNER
 from mlxcache.prompt.canonical.restore import ReplyRestorer
 from mlxcache.ranks.group import Place, end_process
 from mlxcache.ranks.rank_zero import RankZero
+from mlxcache.residency.memory import Shared
+from mlxcache.residency.resident import Resident
+from mlxcache.residency.rounds import Rounds
+from mlxcache.scheduling.task import for_owner
 from mlxcache.sessions.book import SessionBook
 from mlxcache.store.database import Database
 from mlxcache.types import (
@@ -94,16 +86,16 @@ class Engine:
     """One model and all that serves its requests. Use from one event loop.
 
     `failure`: the error that ended the MLX thread, or None. When that thread ends, `dead` is set,
-    and committed KV is still written to disk. `awaits_room`: the model waits for memory before it
-    is loaded. `on_progress(what, share)` is called on other threads while the model loads; `share`
-    is from 0 to 1, or None if unknown. `on_request(record)` is called on the event loop when a
-    request is over. `label`, `aliases`: names of the model among those of the server. `stall_s`:
-    seconds without reading after which a reader's request is cancelled. `awake`: prevents a Mac
-    from sleeping while requests run; by default it is made from the settings. Engines in one
-    process share `rounds`, the loop of the MLX thread, `records`, the recent requests, and
-    `database`, which holds the table of sessions if there is no disk tier; with `records`,
-    `on_request` is not used. `remote`: storage that is shared with other servers, or None; the
-    caller closes it. `place`: that of this process, rank 0, in a group that serves a divided model.
+    and committed KV is still written to disk. `on_progress(what, share)` is called on other threads
+    while the model loads; `share` is from 0 to 1, or None if unknown. `on_request(record)` is
+    called on the event loop when a request is over. `label`, `aliases`: names of the model among
+    those of the server. `stall_s`: seconds without reading after which a reader's request is
+    cancelled. `awake`: prevents a Mac from sleeping while requests run; by default it is made from
+    the settings. Engines in one process share `rounds`, the loop of the MLX thread, `records`, the
+    recent requests, and `database`, which holds the table of sessions if there is no disk tier;
+    with `records`, `on_request` is not used. `remote`: storage that is shared with other servers,
+    or None; the caller closes it. `place`: that of this process, rank 0, in a group that serves a
+    divided model.
     """
 
     def __init__(
@@ -126,9 +118,6 @@ class Engine:
         self.failure: str | None = None
         self.dead = asyncio.Event()
         self.stall_s = stall_s
-        self._on_progress = on_progress
-        self._share: float | None = None
-        self.awaits_room = False
         self._records = records or Records(on_request)
         self._database = database
         self._awake = awake or KeepAwake(on=settings.keep_awake, call_later=_call_later)
@@ -138,6 +127,7 @@ class Engine:
         self._ranks: RankZero | None = None
         if place is not None:
             self._ranks = RankZero(place, self._own_age, self._on_loss)
+        self._first_load = FirstLoad(settings, self._rounds, self._ranks, on_progress)
         self._runtime: ModelRuntime | None = None
         self._resident: Resident | None = None
         self._remote = remote
@@ -151,20 +141,9 @@ class Engine:
         """Load the model. Raises ModelError or ConfigError if it cannot be served."""
         self._loop = asyncio.get_running_loop()
         self._rounds.on_death(self._on_death)
-        self.state, self._share = "loading", 0.0
+        self.state = "loading"
         try:
-            fetched = await self._loop.run_in_executor(
-                self._pool, fetch_model, self.settings, self._report
-            )
-            self._rounds.start()
-            if (spec := fetched) is None:
-                spec = await self._thread.ask(lambda: demo_spec(self.settings))
-            wanted = spec
-            if self._rounds.residency.memory is not None:  # else nobody waits for the thread
-                await self._loop.run_in_executor(
-                    self._pool, lambda: hash_files(wanted, self.settings)
-                )
-            await self._load(wanted, await self._await_room(wanted))
+            await self._first_load.run(self._pool, self._serve)
         except GroupLost as error:
             self.state = "failed"
             raise ModelError(f"The ranks could not load the model: {error}.") from error
@@ -172,89 +151,11 @@ class Engine:
             if self.state == "loading":
                 self.state = "failed"
             raise
-        finally:
-            self._share = None
         if self.state == "loading":
             self.state = "ready"
 
-    def _report(self, what: str, share: float | None) -> None:
-        """Report the loading step `what` and the loaded `share`, from 0 to 1. Any thread."""
-        if share is not None:
-            self._share = share
-        self._on_progress(what, share)
-
-    async def _await_room(self, spec: load.ModelSpec) -> Newcomer:
-        """Wait until there is memory for the weights, and charge their bytes to the shared budget.
-
-        Returns the model as a newcomer; see `Newcomer`. Does not wait if no other models share the
-        memory. Raises BadRequest if there can never be enough.
-        """
-        residency = self._rounds.residency
-        use = BaseUse(residency.account.bases, self.label)
-        if residency.memory is None:
-            return Newcomer(use, on_read=self._note_read)
-        size = await self._loop.run_in_executor(self._pool, load.estimate_bytes, spec)
-        folders = await self._loop.run_in_executor(self._pool, load.base_folders, spec)
-        reserved = fewest_reserved(residency.memory.limit - size)
-        newcomer = Newcomer(use, folders, size, reserved, self._note_read)
-        self._thread.post(lambda: residency.welcome(newcomer))
-        self._share, self.awaits_room = None, True
-        try:
-            await asyncio.wrap_future(newcomer.room)
-        except asyncio.CancelledError:
-            self._thread.post(residency.note_left)
-            self._thread.post(lambda: self._give_up(use))  # the memory may have been charged
-            raise
-        finally:
-            self.awaits_room = False
-        return newcomer
-
-    def _note_read(self, share: float) -> None:
-        self._report("loading the weights", share)
-
-    async def _load(self, spec: load.ModelSpec, newcomer: Newcomer) -> None:
-        """Load the model, reading its weights in parts, and make its runtime.
-
-        `newcomer`: the model, whose weights are charged already.
-        """
-        thread, residency = self._thread, self._rounds.residency
-        self._share = 0.0
-        self._report("loading the weights", None)
-        opened: tuple[load.Loaded, Weights] | None = None
-        try:
-            opened = await thread.ask(lambda: self._open(spec, newcomer.use))
-            loaded, weights = opened
-            thread.post(lambda: residency.read_first(newcomer, weights))
-            await asyncio.wrap_future(newcomer.read)
-            await thread.ask(lambda: self._serve(loaded, weights))
-        except BaseException as error:
-            clear_frames(error.__traceback__)  # they would keep the weights
-            opened = loaded = weights = None  # type: ignore[assignment]
-            if self._runtime is None:
-                thread.post(lambda: self._give_up(newcomer.use))
-            if not isinstance(error, asyncio.CancelledError):
-                await thread.ask(lambda: None)  # so that the memory is free when this raises
-            raise
-
-    def _open(self, spec: load.ModelSpec, use: BaseUse) -> tuple[load.Loaded, Weights]:
-        """Load the model without reading its weights; return it, and its weights to read in parts.
-
-        `use`: the arrays that it shares with other models. Runs on the MLX thread.
-        """
-        self._thread.heartbeat.rest()  # this takes seconds, and is no sign of a stalled device
-        loaded = self._load_lazily(spec, use)
-        weights = Weights(loaded, spec, use, resident=False)
-        self._rounds.residency.account.grant(use, weights.nbytes)
-        return loaded, weights
-
-    def _give_up(self, use: BaseUse) -> None:
-        """Release the weights of a model that cannot be served. Runs on the MLX thread."""
-        self._rounds.residency.account.remove(use)
-        release_unused()
-
     def _serve(self, loaded: load.Loaded, weights: Weights) -> None:
         """Make the runtime of a model whose weights are read. Runs on the MLX thread."""
-        self._thread.heartbeat.rest()
         runtime = self.make_runtime(loaded, self._shared(weights))
         if self.state == "stopped":  # `stop` found nothing to close
             runtime.close(died=False)
@@ -263,25 +164,6 @@ class Engine:
         self._resident = self._make_resident(runtime, weights)
         self._rounds.residency.add(self._resident)
         self._runtime = runtime
-
-    def _load_lazily(self, spec: load.ModelSpec, use: BaseUse) -> load.Loaded:
-        """Load the model, or this rank's part of it, without its weights.
-
-        `use`: the arrays that it shares with other models.
-        """
-        ranks = self._ranks
-        if ranks is None:
-            return load.load(spec, lazy=True, use=use)
-        local = Path(spec.model).expanduser()
-        ranks.gather(
-            str(local.absolute()) if local.exists() else spec.model,
-            load.resolve(spec.model, spec.revision),
-            trust_remote_code=spec.trust_remote_code,
-            adapter=spec.adapter,
-            kv_bits=self.settings.kv_bits,
-            ram=self.settings.ram,
-        )
-        return load.load(spec, lazy=True, use=use, divide=ranks.divide)
 
     def _own_age(self) -> float:
         return self._thread.heartbeat.silent_s
@@ -318,7 +200,7 @@ class Engine:
             self.settings,
             self._thread,
             self.submit,
-            self._report,
+            self._first_load.report,
             shared=shared,
             remote=self._remote,
             database=self._database,
@@ -404,7 +286,10 @@ class Engine:
             return runtime.builders.of(owner).chat(chat, session, stop)
 
         await runtime.book.refresh_replies()
-        return await self._loop.run_in_executor(self._pool, _rendered, make)
+        prompt = await self._loop.run_in_executor(self._pool, _rendered, make)
+        if runtime.speculation is not None and self.state == "ready":  # not waited for
+            self._pool.submit(_learn_forms, runtime, prompt, owner)
+        return prompt
 
     async def render_text(self, text: str) -> Prompt:
         """Return the prompt of plain `text`, without a chat template. Raises as `render`."""
@@ -570,13 +455,18 @@ class Engine:
         }
 
     @property
+    def awaits_room(self) -> bool:
+        """Whether the model waits for memory before it is loaded for the first time."""
+        return self._first_load.awaits_room
+
+    @property
     def load_share(self) -> float | None:
         """Share of the model that is loaded, from 0 to 1, while it is being loaded, else None.
 
         None too while it waits for memory. Any thread.
         """
         if (one := self._resident) is None:
-            return self._share
+            return self._first_load.share
         return (one.progress or 0.0) if one.state == "loading" else None
 
     async def load_weights(self) -> None:
@@ -704,6 +594,14 @@ class Engine:
 
 def _stopping() -> NotReady:
     return NotReady("The server is stopping.", retry_after=5.0)
+
+
+def _learn_forms(runtime: ModelRuntime, prompt: Prompt, owner: str | None) -> None:
+    """Make the forms of a conversation's tool results; a failure leaves guesses without them."""
+    try:
+        runtime.learn_forms(prompt, owner)
+    except Exception:
+        log.exception("tool results not prepared for guesses")
 
 
 def _rendered(make: Callable[[], T], what: str = "Rendering the prompt") -> T:

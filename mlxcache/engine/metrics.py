@@ -13,14 +13,14 @@ import mlx.core as mx
 
 from mlxcache.cache.kv_cache import KVCache
 from mlxcache.config.rules import RULES
-from mlxcache.engine.cost import PrefillSpeed, figures_of
 from mlxcache.engine.trace import Recordings
 from mlxcache.lru import LRU
+from mlxcache.scheduling.cost import PrefillSpeed, figures_of
 from mlxcache.store.session_rows import SessionFigures
-from mlxcache.types import WARMING, Arrival, Job, RequestRecord
+from mlxcache.types import WARMING, Arrival, GuessSource, Job, RequestRecord
 
 if TYPE_CHECKING:
-    from mlxcache.engine.anticipate import IdlePrefill
+    from mlxcache.scheduling.anticipate import IdlePrefill
 
 Reuse = Literal["cold", "warm", "restored"]
 """Source of most of a prompt: computed; reused from RAM alone; reused, in part from disk."""
@@ -216,6 +216,18 @@ class Records:
         return found if found is not None and found.owner == owner else None
 
 
+GUESSES = {
+    "drafted": "drafted_tokens",
+    "accepted": "accepted_tokens",
+    "passes": "guess_passes",
+    "saved_s": "guess_saved_s",
+}
+"""Counts of guesses, each by their source, with the fields of a record that they add up."""
+
+SOURCES: tuple[GuessSource, ...] = ("draft", "history")
+"""Sources of drafted tokens: a draft model, or the conversation."""
+
+
 @dataclass(slots=True)
 class Totals:
     """Sums over all requests that were admitted. MLX thread only.
@@ -223,7 +235,8 @@ class Totals:
     `requests`: number of all requests, and of those that were warm, restored and cold. `tokens`:
     their prompt, cached, restored, fed, generated, drafted and accepted tokens. `canonicalised`:
     number of requests that each rule changed. `sessions`: labels of the requests' sessions.
-    `saved`: tokens and seconds that reuse saved clients.
+    `saved`: tokens and seconds that reuse saved clients. `guesses`: drafted and accepted tokens,
+    passes that checked them, and the seconds that these saved, each by source of the tokens.
     """
 
     requests: dict[str, int] = field(
@@ -236,6 +249,9 @@ class Totals:
     )
     canonicalised: dict[str, int] = field(default_factory=lambda: dict.fromkeys(RULES, 0))
     sessions: set[str] = field(default_factory=set)
+    guesses: dict[str, dict[str, float]] = field(
+        default_factory=lambda: {name: dict.fromkeys(SOURCES, 0) for name in GUESSES}
+    )
     saved: dict[str, float] = field(default_factory=lambda: {"tokens": 0, "seconds": 0.0})
 
     def add(self, record: RequestRecord, speed: PrefillSpeed) -> SessionFigures:
@@ -245,6 +261,7 @@ class Totals:
         self.requests[reuse_of(record)] += 1
         for name in self.tokens:
             self.tokens[name] += getattr(record, f"{name}_tokens")
+        self._add_guesses(record)
         if record.api != WARMING:
             self.saved["tokens"] += figures.saved_tokens
             self.saved["seconds"] += figures.saved_s
@@ -253,6 +270,15 @@ class Totals:
         if record.session:
             self.sessions.add(record.session)
         return figures
+
+    def _add_guesses(self, record: RequestRecord) -> None:
+        if record.guess_source is None:
+            return
+        for name, counted in GUESSES.items():
+            held = self.guesses[name]
+            held[record.guess_source] = round(
+                held[record.guess_source] + getattr(record, counted), 6
+            )
 
 
 def memory_of_mlx() -> dict[str, int]:
@@ -290,6 +316,7 @@ class Figures:
             "sessions": len(totals.sessions),
             "requests": dict(totals.requests),
             "tokens": dict(totals.tokens),
+            "guesses": {name: dict(totals.guesses[name]) for name in GUESSES},
             "saved": totals.saved | {"seconds": round(totals.saved["seconds"], 3)},
             "canonicalised": dict(totals.canonicalised),
             "anticipated": {"tokens": ahead.tokens, "used_tokens": ahead.used},
@@ -341,6 +368,9 @@ def add_up(
         "reserved_bytes": kinds.get("transient", 0) + kinds.get("pool", 0),
         "mlx": memory_of_mlx(),
         "sessions": max(one["sessions"] for one in models),
+        "guesses": {
+            name: _sums([one["guesses"][name] for one in models], SOURCES) for name in GUESSES
+        },
         "queue": _sums([one["queue"] for one in models]),
     }
     disks = [one["disk"] for one in models]

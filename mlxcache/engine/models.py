@@ -14,13 +14,13 @@ from mlxcache.config import Settings
 from mlxcache.config.models import ModelEntry, find_model, match_model
 from mlxcache.engine.arrivals import Arrivals
 from mlxcache.engine.engine import Engine
-from mlxcache.engine.memory import open_shared_memory
 from mlxcache.engine.metrics import Records, add_up
-from mlxcache.engine.rounds import Rounds
 from mlxcache.engine.runtime import watch_pressure
 from mlxcache.engine.unloaded import describe_unloaded, weigh_files
 from mlxcache.errors import BadRequest, DeadlineExceeded, ModelError, NotFound, NotReady
 from mlxcache.ranks.group import Place
+from mlxcache.residency.memory import open_shared_memory
+from mlxcache.residency.rounds import Rounds
 from mlxcache.sessions.book import SessionBook
 from mlxcache.sessions.books import SessionBooks
 from mlxcache.sessions.journal import Served

@@ -9,14 +9,14 @@ from dataclasses import dataclass, fields
 
 import numpy as np
 
-from mlxcache.engine.admission import asker_of
-from mlxcache.engine.prefill import DECODE_SHARE
-from mlxcache.engine.scheduler import Scheduler
 from mlxcache.engine.stream import Stream
-from mlxcache.engine.task import Task
 from mlxcache.errors import DeadlineExceeded, MlxcacheError, QueueFull, TooMany
 from mlxcache.model.guidance.guide import Guide
 from mlxcache.prompt.canonical.restore import ReplyRestorer
+from mlxcache.scheduling.admission import asker_of
+from mlxcache.scheduling.prefill import DECODE_SHARE
+from mlxcache.scheduling.scheduler import Scheduler
+from mlxcache.scheduling.task import Task
 from mlxcache.types import Event, Finished, Job, Piece, Progress, RequestRecord
 
 MIN_RETRY_S, MAX_RETRY_S = 1.0, 600.0

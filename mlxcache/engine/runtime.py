@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING
 
@@ -21,28 +20,12 @@ from mlxcache.cache.kv_cache import KVCache
 from mlxcache.cache.pressure import Pressure, Withholding
 from mlxcache.config import Settings, disk_limit
 from mlxcache.config.memory import read_footprint
-from mlxcache.config.models import DEMO_ID
-from mlxcache.engine import images
-from mlxcache.engine.anticipate import NextTurnRenderer
-from mlxcache.engine.decoder import Drawn, Row
-from mlxcache.engine.loop_guard import LoopGuard
-from mlxcache.engine.memory import (
-    IMAGES_PART,
-    MIN_CONTEXT,
-    MemoryPlan,
-    Shared,
-    has_room,
-    plan_memory,
-)
 from mlxcache.engine.metrics import Figures, Totals
-from mlxcache.engine.prefill import Limits
-from mlxcache.engine.prefix_loss import PrefixLossReporter
-from mlxcache.engine.scheduler import Scheduler
-from mlxcache.engine.task import Output, Task
+from mlxcache.engine.model_files import namespace_of
 from mlxcache.errors import BadRequest, Busy, ContextLengthExceeded, StoreError
+from mlxcache.guess.passes import PassCosts
 from mlxcache.mlx_thread import MlxThread
-from mlxcache.model import demo, device, kv, load, serialise
-from mlxcache.model.fingerprint import fingerprint
+from mlxcache.model import device, kv, serialise
 from mlxcache.model.generation import describe
 from mlxcache.model.guidance.guided import Guides
 from mlxcache.model.guidance.thinking_budget import ThinkingBudget, read_closing
@@ -55,6 +38,24 @@ from mlxcache.model.sampling import make_processors, make_sampler, text_ends, to
 from mlxcache.prompt.builder import PromptBuilder
 from mlxcache.prompt.replies import GeneratedReply, Replies
 from mlxcache.ranks.rank_zero import RankZero
+from mlxcache.residency.memory import (
+    IMAGES_PART,
+    MIN_CONTEXT,
+    MemoryPlan,
+    Shared,
+    has_room,
+    plan_memory,
+)
+from mlxcache.scheduling import images
+from mlxcache.scheduling.anticipate import NextTurnRenderer
+from mlxcache.scheduling.decoder import Drawn, Row
+from mlxcache.scheduling.loop_guard import LoopGuard
+from mlxcache.scheduling.pass_costs import load_passes, measure_passes, passes_key, save_passes
+from mlxcache.scheduling.prefill import Limits
+from mlxcache.scheduling.prefix_loss import PrefixLossReporter
+from mlxcache.scheduling.scheduler import Scheduler
+from mlxcache.scheduling.speculation import Speculation
+from mlxcache.scheduling.task import Output, Task
 from mlxcache.sessions.book import SessionBook
 from mlxcache.sessions.files import remove_stale
 from mlxcache.sessions.journal import Served
@@ -82,45 +83,6 @@ RECORDED = ("done", "cancelled")
 
 FLUSH_S = 5.0
 """Most seconds for writing KV to disk when the server stops."""
-
-
-def fetch_model(
-    settings: Settings, on_progress: Callable[[str, float | None], None]
-) -> load.ModelSpec | None:
-    """Return the model to load, downloading it if needed; None for the built-in demo.
-
-    `on_progress(what, share)` is called during the download; `share` is from 0 to 1, or None if
-    unknown. Blocks.
-    """
-    if settings.model is None:
-        return None
-
-    def downloading(name: str, done: int, total: int) -> None:
-        on_progress(f"downloading {name}", done / total if total else None)
-
-    spec = load.ModelSpec(
-        settings.model,
-        adapter=settings.adapter,
-        draft=settings.draft_model,
-        trust_remote_code=settings.trust_remote_code,
-        context=settings.context,
-        id=settings.entries[0].name,
-    )
-    load.fetch(spec, downloading)
-    return spec
-
-
-def demo_spec(settings: Settings) -> load.ModelSpec:
-    """Return the built-in demo model, writing it to the cache folder if it is missing.
-
-    MLX thread only.
-    """
-    return load.ModelSpec(
-        str(demo.materialise(settings.cache_dir / "demo")),
-        context=settings.context,
-        id=DEMO_ID,
-        is_demo=True,
-    )
 
 
 class PromptBuilders:
@@ -153,24 +115,6 @@ class PromptBuilders:
             with self._lock:
                 known = self._replies[owner]
             known.learn(replies)
-
-
-def hash_files(spec: load.ModelSpec, settings: Settings) -> None:
-    """Compute the digests of the model's files, unless they are known, for `open_store` to use.
-
-    Blocks while the files are read; may be called on any thread. Raises ModelError if a file cannot
-    be read.
-    """
-    if settings.disk == "off":
-        return
-    path, *draft = load.base_folders(spec)
-    fingerprint(
-        path,
-        adapter=Path(spec.adapter).expanduser() if spec.adapter else None,
-        memo=settings.cache_dir / "fingerprints.json",
-        layout_key="",
-        draft=draft[0] if draft else None,
-    )
 
 
 def open_store(
@@ -211,20 +155,6 @@ def open_tier(
 
     shape = Shape(layout.bytes_per_token, layout.checkpoint_bytes, bool(layout.opaque))
     return RemoteTier(objects, store, shape, seconds, layout.vocab_size)
-
-
-def namespace_of(path: Path, layout: Layout, settings: Settings, draft: Path | None = None) -> str:
-    """Return the namespace of the model in folder `path`. Blocks while its files are read.
-
-    `draft`: folder of its draft model. Raises ModelError for a file that cannot be read.
-    """
-    return fingerprint(
-        path,
-        adapter=Path(settings.adapter).expanduser() if settings.adapter else None,
-        memo=settings.cache_dir / "fingerprints.json",
-        layout_key=serialise.layout_key(layout),
-        draft=draft,
-    )
 
 
 def open_images(loaded: Loaded, plan: MemoryPlan, settings: Settings) -> images.Images | None:
@@ -313,6 +243,7 @@ class ModelRuntime:
             context = self._max_context()
             self.kv = self._open_cache(thread, on_progress)
             on_failure.callback(self.kv.close, 0.0)
+            self.speculation = self._make_speculation(on_progress)
             limits = Limits(settings.concurrency, settings.prefill_chunk, context, plan.transient)
             self.scheduler = Scheduler(
                 loaded.model,
@@ -325,6 +256,7 @@ class ModelRuntime:
                 on_tick=self._publish,
                 images=self.images,
                 drafts=settings.num_draft_tokens,
+                speculation=self.speculation,
             )
             self.guides = Guides(loaded.tokenizer, self.layout.vocab_size)
             self._totals = Totals()
@@ -385,6 +317,54 @@ class ModelRuntime:
             shared=self._shared,
             remote=self.remote,
         )
+
+    def _make_speculation(
+        self, on_progress: Callable[[str, float | None], None]
+    ) -> Speculation | None:
+        """Measure passes, unless that was done before, and make what guesses of replies need.
+
+        Returns None if guesses are switched off, or if the model's cache cannot be rewound.
+        """
+        if self.settings.speculate == "off":
+            return None
+        if not self.layout.rewinds:
+            log.warning("--speculate auto has no effect: the model's cache cannot be rewound")
+            return None
+        on_progress("measuring passes over several tokens", None)
+        file, key, found = self.settings.cache_dir / "passes.json", "", None
+        if self.kv.disk is not None:
+            key = passes_key(self.kv.disk.store.namespace, self.layout)
+            found = load_passes(file, key)
+        curves = found
+        if curves is None:
+            curves = measure_passes(self.loaded.model, self.layout, self._plan.budget.own_free // 2)
+        if key and found is None:
+            save_passes(file, key, curves)
+        costs = PassCosts(curves)
+        log.info(
+            "guesses are checked: a pass over 2, 4, 8 and 16 tokens costs %s passes over one",
+            ", ".join(f"{costs.at(0)(tokens):.2f}" for tokens in (2, 4, 8, 16)),
+        )
+        return Speculation(
+            costs,
+            self.settings.speculate_tokens,
+            redo=self.layout.opaque,
+            forms=self._result_forms,
+        )
+
+    def _result_forms(self, task: Task) -> Mapping[str, Tokens]:
+        source = task.job.prompt.source
+        if source is None:
+            return {}
+        return self.builders.of(task.job.owner).forms.of(source.chat.messages)
+
+    def learn_forms(self, prompt: Prompt, owner: str | None) -> None:
+        """Make the forms in which a reply would write the tool results of a conversation.
+
+        Blocks while they are tokenised; does nothing if no guesses are made. Any thread.
+        """
+        if self.speculation is not None and prompt.source is not None:
+            self.builders.of(owner).forms.learn(prompt.source.chat.messages)
 
     def _make_builder(self, context: int, replies: Replies) -> PromptBuilder:
         loaded, settings = self.loaded, self.settings
@@ -621,14 +601,17 @@ class ModelRuntime:
         `died`: the MLX thread ended with an error, so running requests are written too. An error in
         one step of the shutdown is logged, and the next step runs. MLX thread only.
         """
-        steps: list[Callable[[], object]] = [self.book.close, self._close_cache]
+        steps: list[tuple[str, Callable[[], object]]] = [
+            ("writing the table of sessions", self.book.close),
+            ("writing KV to disk", self._close_cache),
+        ]
         if died:
-            steps.insert(0, self.scheduler.persist_all)
-        for step in steps:
+            steps.insert(0, ("saving what running requests computed", self.scheduler.persist_all))
+        for what, step in steps:
             try:
                 step()
             except Exception:
-                log.exception("shutdown step failed")
+                log.exception("a step of the shutdown failed, the others follow: %s", what)
 
     def _close_cache(self) -> None:
         if self.pressure is not None:

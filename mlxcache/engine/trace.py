@@ -26,7 +26,7 @@ from mlxcache.store.digests import BLOCK
 from mlxcache.types import Tokens
 
 if TYPE_CHECKING:
-    from mlxcache.engine.task import Task
+    from mlxcache.scheduling.task import Task
 
 VERSION = 1
 

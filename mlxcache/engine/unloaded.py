@@ -6,7 +6,7 @@ import asyncio
 import logging
 
 from mlxcache.config import Settings
-from mlxcache.engine.runtime import demo_spec, namespace_of
+from mlxcache.engine.model_files import demo_spec, namespace_of
 from mlxcache.mlx_thread import MlxThread
 from mlxcache.model import serialise
 from mlxcache.model.examine import examine

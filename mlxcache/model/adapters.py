@@ -281,11 +281,13 @@ class Checkpointed:
     `name`: mlx-lm's name of the class. `verb`: always "checkpoint"; other adapters have "slice" or
     "window". `batchable`: mlx-lm has a batch version of the class, for several sequences.
     `portable`: as in `Sliced`. `growing`: the axis of its arrays that may have any size, or None if
-    all sizes are fixed.
+    all sizes are fixed. `rewinds`: the arrays of its state are replaced, and never written to, when
+    the model is fed.
     """
 
     verb = "checkpoint"
     portable = True
+    rewinds = False
     growing: int | None = None
 
     def __init__(self, name: str, *, batchable: bool = False):
@@ -350,6 +352,8 @@ class Checkpointed:
 
 class Recurrent(Checkpointed):
     """Adapter for slots of mlx-lm's `ArraysCache`, whose arrays do not grow with the text."""
+
+    rewinds = True
 
     def set_state(self, slot: Any, state: Any) -> None:
         slot.state = [list(state[0]), *state[1:]]
@@ -445,6 +449,7 @@ class Recent(Checkpointed):
     """Adapter for slots of `RecentRows`: a window, and the tokens of a group that is still open."""
 
     portable = False
+    rewinds = True
     growing = 1
 
     def set_state(self, slot: Any, state: Any) -> None:

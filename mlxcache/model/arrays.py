@@ -38,6 +38,11 @@ def copied_tree(value: Any) -> Any:
     return value
 
 
+def held_tree(value: Any) -> Any:
+    """Return nested tuples with the same arrays as the nested tuples and lists of `value`."""
+    return tuple(map(held_tree, value)) if isinstance(value, list | tuple) else value
+
+
 def tree_arrays(value: Any) -> list[mx.array]:
     """Return every array in nested tuples and lists, in order."""
     if isinstance(value, mx.array):

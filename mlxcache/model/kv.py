@@ -17,7 +17,14 @@ import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
 
 from mlxcache.model.adapters import Checkpointed, Sliced, adapter_of, class_name, parts_of, prepared
-from mlxcache.model.arrays import copied_tree, either, spec_tree, tree_arrays, varies
+from mlxcache.model.arrays import (
+    copied_tree,
+    either,
+    held_tree,
+    spec_tree,
+    tree_arrays,
+    varies,
+)
 from mlxcache.model.lockstep import ALONE, Lockstep
 from mlxcache.model.quantise import quantised
 
@@ -130,6 +137,19 @@ def restore(slots: Sequence[Any], state: State | None) -> None:
     _set_states(slots, fresh)
 
 
+def hold(slots: Sequence[Any]) -> State:
+    """Return references to the states of the opaque slots, without a copy.
+
+    They stay valid while the model is fed if `Layout.rewinds`.
+    """
+    return tuple(held_tree(state) for state in _needed(slots))
+
+
+def put_back(slots: Sequence[Any], state: State) -> None:
+    """Set the opaque slots to `state`, a result of `hold`, without a copy."""
+    _set_states(slots, state)
+
+
 def pretend(slots: Sequence[Any], likes: State, position: int) -> None:
     """Set the opaque slots to states of any values at `position`, to measure a pass from there.
 
@@ -203,6 +223,16 @@ class Layout:
     def opaque(self) -> bool:
         """True if there are opaque slots, so that continuing at a position takes a checkpoint."""
         return bool(self.checkpointed) or self.stateful
+
+    @property
+    def rewinds(self) -> bool:
+        """True if the newest positions can be taken back, on this rank and without telling others.
+
+        Opaque slots are set to references to their state before, which `hold` returned.
+        """
+        if self.lockstep.divided:
+            return False
+        return self.cacheable and all(adapter.rewinds for adapter in self.checkpointed)
 
     @property
     def window(self) -> int | None:

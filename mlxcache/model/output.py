@@ -322,7 +322,7 @@ class OutputParser:
         The text of the block from position `after` on is parsed again, unless `after` is None.
         """
         if after is not None and block.follow() is Follow.TEXT:
-            log.warning("text after a tool call left out of the reply: the call was complete")
+            log.warning("text after a complete tool call left out of the reply")
         self._block, self._state = None, target
         calls = calls if self._parallel else calls[:1]
         self._reader.take(calls)

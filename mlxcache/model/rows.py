@@ -46,7 +46,7 @@ def join(rows: Caches, others: Sequence[Caches], *, batched: bool) -> Caches:
 def _merged(caches: Sequence[Any]) -> Any:
     """Build one batch cache with copies of `caches`, which hold one sequence each.
 
-    Its capacity is `STEP` positions larger: without those, the first step would copy all of it
+    It has room for `STEP` (256) more positions: without those, the first step would copy all of it
     again.
     """
     if (first := parts_of(caches[0])) is not None:
@@ -85,8 +85,9 @@ def row_tail(
 ) -> tuple[list[list[mx.array]], Caches]:
     """Slice the newest `count` positions of one row of a batch.
 
-    Returns the arrays of each linear slot, and a copy of each opaque slot with this row only.
-    `count` must not exceed the smallest sliding window. The result is lazy, and must be evaluated
+    Returns the arrays of each linear slot, shape (1, heads, `count`, dim), and a copy of each
+    opaque slot with this row only.
+    `count` must not exceed the smallest sliding window. The arrays are lazy, and must be evaluated
     before the next step.
     """
     slots = kv.flatten(batch)

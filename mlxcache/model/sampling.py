@@ -149,8 +149,9 @@ class _Draw:
     def _exclude(self, logprobs: mx.array, key: mx.array) -> mx.array:
         """Apply XTC: in some draws, remove the likeliest tokens.
 
-        All tokens above the threshold are removed except the least likely of them. mlx-lm decides
-        by MLX's global generator whether to remove them; here the request's own key decides.
+        `logprobs` and result: shape (..., V); removed tokens get minus infinity. All tokens above
+        the threshold are removed except the least likely of them. mlx-lm decides by MLX's global
+        generator whether to remove them; here `key`, a random key of the request, decides.
         """
         chosen = self._sampling
         fewer = apply_xtc(logprobs, 1.0, chosen.xtc_threshold, self._kept)

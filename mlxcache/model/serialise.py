@@ -120,8 +120,8 @@ def copied_run(layout: Layout, spans: Sequence[Span], out: memoryview) -> list[T
 def _all_readable(spans: Sequence[Span]) -> dict[int, list[list[mx.array]]]:
     """Return the arrays of all lineages in `spans`, as views that NumPy can read.
 
-    They are keyed by the `id` of the lineage, then by slot. Waits once for all of them. The caller
-    must drop the views before the next write to a lineage.
+    The keys are Python's `id(lineage)`; each value lists the arrays of each linear slot. Waits once
+    for all arrays. The caller must drop the views before the next write to a lineage.
     """
     owners = {id(owner): owner for owner, _, _ in spans}
     views = {
@@ -145,7 +145,8 @@ def _copy(out: npt.NDArray[np.uint8], parts: Sequence[npt.NDArray[Any]]) -> None
 def _rows(span: Span, readable: mx.array) -> npt.NDArray[Any]:
     """Return the part of an array that a lineage's range covers, shape (tokens, heads, dim).
 
-    The result is a view; the caller must drop it before the next write to the lineage.
+    `readable`: the array, shape (1, heads, capacity, dim), as `_readable` returns it. The result is
+    a view; the caller must drop it before the next write to the lineage.
     """
     owner, start, end = span
     seen: npt.NDArray[Any] = np.asarray(readable)[0, :, start - owner.base : end - owner.base]

@@ -25,7 +25,10 @@ _SHOWN = 64  # characters that tell if a marker follows
 
 
 class Follow(Enum):
-    """Kind of text that follows the last possible end of a tool block."""
+    """Kind of text that follows the last possible end of a tool block.
+
+    NOTHING yet, a MARKER that confirms the end, or other TEXT, which may continue an argument.
+    """
 
     NOTHING = auto()
     """Nothing yet, or the possible beginning of a marker."""

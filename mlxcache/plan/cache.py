@@ -135,8 +135,8 @@ class PlannedCache:
     def _look_up(self, prompt: Tokens) -> tuple[int, int, int]:
         """Look a prompt up on disk and in the remote.
 
-        Returns the position up to which to restore, the part of it that is on disk, and the number
-        of tokens shared with earlier prompts there.
+        Returns three numbers of leading tokens: those that disk and remote can restore, those that
+        the disk alone can restore, and those whose KV is on disk.
         """
         known = self.kv.reusable(prompt)
         target = on_disk = shared = 0

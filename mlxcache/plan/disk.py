@@ -35,7 +35,7 @@ class CountedFolder(Folder):
     """A simulated store folder, which holds no files.
 
     `other_bytes()` returns the bytes of everything in it except the files of KV and the index's
-    log.
+    write-ahead log.
     """
 
     def __init__(self, other_bytes: Callable[[], int]):
@@ -47,7 +47,7 @@ class CountedFolder(Folder):
         return self._other_bytes() + self.log_bytes()
 
     def log_bytes(self) -> int:
-        """Return the assumed bytes of the index's log after some use."""
+        """Return the assumed bytes of the index's write-ahead log after some use."""
         return WAL_PAGES * _PAGE_BYTES
 
     def quarantined(self) -> list[tuple[Path, int]]:
@@ -67,8 +67,8 @@ class CountedDisk:
     """The simulated disk tier for KV of one layout, in a folder that may take `limit` bytes.
 
     `now()` returns the simulated time in seconds. `pending`: bytes of copies that may wait to be
-    written, which limit the length of a run. `written`: bytes written so far. `evicted`: files
-    evicted so far.
+    written, which limit the length of a run. `written`: bytes written so far. `evicted`: number
+    of files evicted so far.
     """
 
     def __init__(self, layout: Layout, limit: int, pending: int, now: Callable[[], float]):
@@ -99,10 +99,10 @@ class CountedDisk:
     # -- reading -----------------------------------------------------------------------------------
 
     def look_up(self, ids: Tokens, known: int) -> tuple[int, int]:
-        """Return up to which position a server would restore `ids`, and how far they are on disk.
+        """Return how many leading tokens of `ids` a server would restore, and how many are on disk.
 
-        `known`: leading tokens that are in RAM. The first result is 0 if too little would be
-        gained. Counts a use of the files found.
+        `known`: leading tokens that are in RAM. The first result is 0 if that is too few tokens
+        more than `known`. Counts a use of the files found.
         """
         match = self._find(ids)
         self._touch(match)

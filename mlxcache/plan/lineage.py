@@ -48,7 +48,10 @@ class CountedLineage(Lineage):
         windows: bool = True,
         held: int | None = None,
     ) -> None:
-        """Count `count` more positions; `tail` is not read."""
+        """Count `count` more positions.
+
+        `tail`, `windows` and `held` are those of a real lineage, and are ignored.
+        """
         self.truncate(self.length + count)
 
     def append_span(self, span: Span) -> None:

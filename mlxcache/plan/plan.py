@@ -41,8 +41,8 @@ class Plan:
 
     `outcome`: the simulation of the machine as it is. `ceiling`: the hit rate of a cache without
     limits. `curve`: hit rates by bytes of RAM, ascending. `enough`: bytes of RAM with which the hit
-    rate is `NEAR` of the ceiling. `room`: bytes of the machine's RAM for conversations. The other
-    fields are arguments of `make_plan`.
+    rate is 95 % (`NEAR`) of the ceiling. `room`: bytes of the machine's RAM for conversations. The
+    other fields are arguments of `make_plan`.
     """
 
     trace: Trace
@@ -70,7 +70,7 @@ class Plan:
         return cuts[9], cuts[18]
 
     def users_per_machine(self) -> float | None:
-        """Return the number of users that keep the MLX thread busy for `FULL` of its time.
+        """Return the number of users that keep the MLX thread busy for 80 % of its time.
 
         Each user sends the next request after the pause that the trace has there. The hit rate is
         assumed to stay the same. None without speeds, and for traces without pauses.

@@ -247,7 +247,8 @@ class Simulation:
     ) -> None:
         """Compute one prompt, and begin its reply.
 
-        `at`: when the request arrived. `rest`: the later turns of its session.
+        `at`: when the request arrived. `rest`: the later turns of its session. `arrivals`: the
+        queue that gets the next turn of each reply that ends in the meantime.
         """
         running = self._cache.start(request)
         while running is None and self._replies:
@@ -271,7 +272,8 @@ class Simulation:
     def _feed(self, seconds: float, arrivals: _Arrivals) -> None:
         """Advance the time by that of a prompt that needs `seconds` of the thread.
 
-        While replies are decoded, the prompt gets half of the thread's time.
+        While replies are decoded, the prompt gets half of the thread's time. `arrivals`: the queue
+        that gets the next turn of each reply that ends in the meantime.
         """
         while self._replies and seconds > 0:
             step = min(2 * seconds, self._until_end(share=0.5))
@@ -307,7 +309,10 @@ class Simulation:
                 one.advance(each)
 
     def _end_one(self, arrivals: _Arrivals) -> None:
-        """Advance the time to the end of the reply that ends next, and end its request."""
+        """Advance the time to the end of the reply that ends next, and end its request.
+
+        Its session's next turn is added to `arrivals`.
+        """
         first = min(self._replies, key=lambda one: one.left_s)
         self._pass(self._until_end())
         self._replies.remove(first)

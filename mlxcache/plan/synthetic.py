@@ -42,7 +42,8 @@ def synthetic_trace(
     """Make a trace of `users` users, each with `sessions` conversations one after another.
 
     Each conversation ends at a random length between half of `context` tokens and all of them. The
-    same seed gives the same trace.
+    same seed gives the same trace. `agents`: the shape of the conversations; None for that of
+    `Agents()`.
     """
     ids, rng = Ids(), random.Random(seed)
     shape = agents or Agents()

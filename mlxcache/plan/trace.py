@@ -46,10 +46,10 @@ class Request:
     tokens after equal prefixes, so two requests share a prefix as far as their ids agree. The first
     `prompt_parts` parts are the prompt. `time`: arrival, in seconds since the trace began. `delay`:
     seconds from the end of the turn before to this request; None for a request that arrives at its
-    `time`. `key` and `head`: numbers of leading tokens; see `conversation_key` and `head` of
-    `CacheHints`. `cached`: tokens that the recorded server reused, None if unknown; `restored`:
-    those of them from disk. `took`: seconds that the request took on that server. `strand`: name of
-    the sequence of requests that follow one another; by default the session.
+    `time`. `key`: leading tokens that identify the conversation, None if unknown; `head`: those
+    of tools and system prompt. `cached`: tokens that the recorded server reused, None if unknown;
+    `restored`: those of them from disk. `took`: seconds that the request took on that server.
+    `strand`: name of the sequence of requests that follow one another; by default the session.
     """
 
     time: float
@@ -227,7 +227,7 @@ class _Line:
     fields: Mapping[str, Any]
 
     def error(self, what: str) -> TraceError:
-        """Return an error that names the file and the line."""
+        """Return an error with the message `what`, after the names of file and line."""
         return TraceError(f"{self.path}, line {self.number}: {what}.")
 
     def count(self, name: str, *, least: int = 0, default: int | None = None) -> int:
@@ -411,7 +411,10 @@ class _Recorded:
             within = [*within, (at, id)] if at else []
 
     def _cut(self, ids: Tokens, lengths: Tokens) -> Iterator[tuple[int, int]]:
-        """Yield the parts of a path, divided wherever any line has a division."""
+        """Yield the parts of a path as (id, tokens), divided wherever any line has a division.
+
+        `ids`, `lengths`: id and number of tokens of each part in one line, shape (n,).
+        """
         at = 0
         for id, tokens in zip(ids.tolist(), lengths.tolist(), strict=True):
             end = at + tokens

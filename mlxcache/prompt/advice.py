@@ -73,7 +73,8 @@ _OTHER_SYSTEM = (
 def advice_for(cause: str, reason: str = "") -> str:
     """Return the advice to show for a prefix loss with the given cause, a key of `ADVICE`.
 
-    An unknown cause gets general advice. `reason` is that of docs/explain.md, if it is known.
+    An unknown cause gets general advice. `reason`: one of the reasons in docs/explain.md, such as
+    `system_changed`, or "" if it is not known.
     """
     if (reason, cause) == ("system_changed", "text"):
         return _OTHER_SYSTEM

@@ -9,6 +9,7 @@ from typing import Any
 
 from mlxcache.common_prefix import common_characters, common_length
 from mlxcache.errors import ContextLengthExceeded, MlxcacheError
+from mlxcache.guess.forms import writes_escaped
 from mlxcache.prompt.canonical.canonicaliser import LENGTHENING, Canonical, Canonicaliser
 from mlxcache.prompt.codec import Codec
 from mlxcache.prompt.escape import Escape
@@ -26,6 +27,7 @@ from mlxcache.prompt.next_turn import next_turns
 from mlxcache.prompt.renderer import Renderer
 from mlxcache.prompt.replay import Replay, ReplayedText
 from mlxcache.prompt.replies import GeneratedReply, PromptKey, ReadReply, Replies, ReplyReader
+from mlxcache.prompt.result_forms import ResultForms
 from mlxcache.prompt.template import Template, check_arguments, too_deep
 from mlxcache.prompt.tokenizer import (
     Added,
@@ -36,7 +38,7 @@ from mlxcache.prompt.tokenizer import (
     thinking_markers,
     tool_markers,
 )
-from mlxcache.prompt.traits import U, probe
+from mlxcache.prompt.traits import KEY, LONG_ID, NAME, U, probe
 from mlxcache.types import Chat, Prompt
 
 log = logging.getLogger(__name__)
@@ -62,6 +64,7 @@ class PromptBuilder:
 
     Attributes: `takes_images`: model and template support images. `incremental`: only what changed
     since a session's last turn is tokenised. `openers`: ids of the tokens that open a message.
+    `forms`: token ids of tool results as a later reply would repeat them.
 
     Raises ConfigError for `template_args` that the template does not support.
     """
@@ -96,6 +99,7 @@ class PromptBuilder:
             Tokeniser(self._codec, finder), controls, self._sample()
         )
         self._tokeniser = Tokeniser(self._codec, finder, incremental=self.incremental)
+        self.forms = ResultForms(self._codec.encode, escaped=writes_escaped(self._shown_call))
         self._replay: Replay | None = None
         if read is not None and self.incremental:
             image_token = processor.token_id if processor else None
@@ -234,7 +238,7 @@ class PromptBuilder:
         """Return a digest of the messages before each reply in `chat` that is not a known reply.
 
         These are the digests `Found.unknown` of `canonical.replies`, by which the replies can be
-        looked up in the remote. `session`: as for the method `chat`.
+        looked up in the remote. `session`: label of the conversation's session.
         """
         if self._replay is None or not any(m.get("role") == "assistant" for m in chat.messages):
             return ()
@@ -318,6 +322,19 @@ class PromptBuilder:
             return False
         tail = prompt.text[min(generation, prompt.char_before(marks[-1] if marks else 0)) :]
         return tail.rfind(start) > tail.rfind(end)
+
+    def _shown_call(self, value: str) -> str:
+        """Return a rendered conversation whose last message is a tool call with argument `value`.
+
+        Empty if the template cannot render it.
+        """
+        function = {"name": NAME, "arguments": {KEY: value}}
+        call = {"id": LONG_ID, "type": "function", "function": function}
+        reply = {"role": "assistant", "content": "", "tool_calls": [call]}
+        try:
+            return self._renderer.probe([{"role": "user", "content": U}, reply], tools=True)
+        except MlxcacheError:
+            return ""
 
     def _sample(self) -> str:
         try:

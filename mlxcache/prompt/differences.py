@@ -254,7 +254,7 @@ def _begins_again(was: Sequence[Message], now: Sequence[Message], i: int) -> boo
     """Return whether message `i` is the only one after the system text, and begins as before.
 
     It is then the first message of a new session, not a summary: clients begin all first messages
-    with the same reminders.
+    with the same reminders. `was`, `now`: messages of the earlier and the later conversation.
     """
     only = i == _heads(now) == len(now) - 1
     return only and common_characters(_text_of(was[i]), _text_of(now[i])) >= ALIKE
@@ -282,7 +282,7 @@ def _history_inserted(was: Sequence[Message], now: Sequence[Message], i: int) ->
 
     That message is then, almost unchanged, among the last ones of the later conversation. This
     happens with clients that send a text after the history: a sub-agent its instruction, other
-    clients the content of files.
+    clients the content of files. `was`, `now`: messages of the earlier and the later conversation.
     """
     most = min(len(was) - i, _SHIFTS)
     for end in range(max(i + 1, len(now) - most), len(now)):

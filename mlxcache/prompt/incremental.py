@@ -205,8 +205,9 @@ class Tokeniser:
     ) -> Tokenised:
         """Tokenise a rendered text, which may contain sentinels, and remember it.
 
-        `splices`: ranges of the text with known token ids. If they do not fit into the text, it is
-        tokenised without them. Raises BadRequest if the text is not valid Unicode.
+        `session`: label of the session under which it is remembered, or None. `splices`: ranges of
+        the text with known token ids. If they do not fit into the text, it is tokenised without
+        them. Raises BadRequest if the text is not valid Unicode.
         """
         if not self._incremental:
             return self.encode_whole(remove_splices(text, splices))
@@ -352,8 +353,9 @@ class RecentTexts:
     def find_nearest(self, text: str, session: str | None) -> tuple[Tokenised | None, int]:
         """Return the remembered text with the longest common prefix, and that prefix's length.
 
-        The prefix is common with `text`, its length in characters. The result is (None, 0) if
-        nothing is shared.
+        The prefix is common with `text`, its length in characters. Searched are the texts of the
+        session with the label `session`, and the newest of all sessions. The result is (None, 0)
+        if nothing is shared.
         """
         held = self._held.items()
         latest = held[-self._latest :]

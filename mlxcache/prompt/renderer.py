@@ -124,7 +124,7 @@ class Renderer:
         """Return how many leading characters of `text` the rendering of `messages` has too.
 
         `tools`, `args`: the conversation's tools and template arguments. If the template refuses
-        these messages alone, probe messages are appended to them.
+        these messages alone, test messages are appended to them.
         """
         asked = bool(messages) and messages[-1]["role"] == "user"
         for shown in (messages, [*messages, *((_REPLY, _USER) if asked else (_USER,))]):
@@ -162,8 +162,9 @@ class Renderer:
     def _open(self, messages: list[Message], tools: Any, args: Mapping[str, Any]) -> str:
         """Render messages up to the end of the last message's content, so that it can be continued.
 
-        Raises BadRequest if the last message is not an assistant message, has tool calls, or cannot
-        be continued with this template.
+        `tools`, `args`: the conversation's tools and template arguments. Raises BadRequest if the
+        last message is not an assistant message, has tool calls, or cannot be continued with this
+        template.
         """
         last = messages[-1]
         if last["role"] != "assistant" or last.get("tool_calls"):

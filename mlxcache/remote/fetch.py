@@ -94,7 +94,7 @@ class _Lookup:
     `chain`: the prompt's token ids with the digests of its blocks. `local`: leading tokens whose
     runs are on disk. `have`: leading tokens that the request can reuse without the remote. `most`:
     most tokens that it could reuse with it, all but the last. `allowance`: time limit of the
-    lookup. `dropped()` returns True once nobody waits for the result.
+    lookup; it tells the seconds left. `dropped()` returns True once nobody waits for the result.
     """
 
     chain: Chain
@@ -177,7 +177,7 @@ class Fetcher:
         except _Expired:
             self._counts.add("expired")
         except RemoteUnavailable as error:
-            log.debug("lookup in the remote ended: %s", error)
+            log.debug("lookup of a prompt in the remote failed, nothing fetched: %s", error)
         return 0
 
     def _fetch(self, lookup: _Lookup) -> int:
@@ -321,7 +321,7 @@ class Fetcher:
         except _Expired:
             self._counts.add("expired")
         except RemoteUnavailable as error:
-            log.debug("fetching from the remote ended: %s", error)
+            log.debug("fetching KV from the remote ended after %d tokens: %s", saved, error)
         self._counts.add("fetched_tokens", saved)
         return saved
 

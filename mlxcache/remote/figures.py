@@ -40,8 +40,8 @@ class Traffic:
     def rate(self) -> float | None:
         """Moving average of the bytes per second of all running transfers together.
 
-        None before the first measurement, and `LASTING_S` seconds after the newest. Transfers that
-        were broken off count too.
+        None before the first measurement, and from 300 s (`LASTING_S`) after the newest.
+        Transfers that were broken off count too.
         """
         if self._rate is None or time.monotonic() - self._measured_at > LASTING_S:
             return None

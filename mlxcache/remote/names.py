@@ -39,7 +39,10 @@ class KnownNames:
         self._wrong.put(name, True)
 
     def is_present(self, name: str, stop: int) -> bool:
-        """Return whether object `name` is known to hold tokens up to `stop` or later."""
+        """Return whether object `name` is known to hold tokens up to `stop` or later.
+
+        What was seen more than `RECENT_S` seconds ago does not count.
+        """
         known = self._present.get(name)
         return known is not None and known[1] >= stop and self._clock() - known[0] < RECENT_S
 

@@ -124,13 +124,17 @@ class Objects:
         return self._figures.down.rate
 
     def head(self, name: str, within: float | None = None) -> int | None:
-        """Return the size of an object's content in bytes, or None if it is absent."""
+        """Return the size of an object's content in bytes, or None if it is absent.
+
+        `within`: seconds to wait at most, if less than the deadline.
+        """
         return self._wait(partial(self._head, self._stored(name)), self._reading, within)
 
     def head_many(self, names: Sequence[str], within: float | None = None) -> list[int | None]:
         """Return the size of each of the objects `names`, or None if it is absent.
 
-        They are asked for at the same time.
+        They are asked for at the same time. `within`: seconds to wait at most, if less than the
+        deadline.
         """
         stored = [self._stored(name) for name in names]
         return self._wait(lambda: _all([self._head(one) for one in stored]), self._reading, within)
@@ -141,6 +145,7 @@ class Objects:
         """Return the content of the object `name`, or None if it is absent or damaged.
 
         `most`: maximum bytes of the content; a larger object counts as damaged, and is not read.
+        `within`: seconds to wait at most, if less than the deadline.
         """
         work = partial(self._get, self._stored(name), most)
         found: bytearray | Corrupt | None
@@ -156,7 +161,8 @@ class Objects:
         """Return the content of each of the objects `names`, or None if it is absent or damaged.
 
         They are read at the same time. None also stands for objects that could not be read, unless
-        all failed. `most`: see `get`.
+        all failed. `within`: seconds to wait at most, if less than the deadline.
+        `most`: maximum bytes of each content; larger objects count as damaged.
         """
         stored = [self._stored(name) for name in names]
         found = self._wait(
@@ -178,7 +184,8 @@ class Objects:
     def list(self, prefix: str, limit: int, within: float | None = None) -> Names:
         """Return the names of at most `limit` objects below `prefix`, sorted.
 
-        `prefix` is a name's first parts, with or without a slash at its end.
+        `prefix` is a name's first parts, with or without a slash at its end. `within`: seconds to
+        wait at most, if less than the deadline.
         """
         stored = self._stored(prefix.rstrip("/"))
         found = self._wait(partial(self._list, stored, limit), self._reading, within)
@@ -531,8 +538,8 @@ def open_remote(
     """Open the remote at `url`, check its key and return it. Blocks for `Limits.start_s` at most.
 
     A remote that cannot be reached is skipped until it can be. `key`: 32 bytes to seal names and
-    contents with. `marks`: see `Objects`. Raises ConfigError for a URL or a key that cannot be
-    right.
+    contents with. `marks`: write the marker if it is absent. Raises ConfigError for a URL or a key
+    that cannot be right.
     """
     try:
         address = read_remote_url(url)

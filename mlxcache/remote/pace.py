@@ -19,8 +19,8 @@ class Allowance:
 
     A request may wait for the remote until `began` plus `seconds`, and in addition as long as
     computing the fetched tokens would have taken. So the request never takes longer than without
-    the remote by more than `seconds`. `least`: the `seconds` of the beginning. `clock()` returns
-    seconds, and `began` is a time of it.
+    the remote by more than `seconds`. `least`: that number of seconds, unchanged by `gain`.
+    `clock()` returns seconds, and `began` is a time of it.
     """
 
     def __init__(self, began: float, seconds: float, clock: Clock = time.monotonic):

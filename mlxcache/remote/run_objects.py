@@ -37,7 +37,8 @@ _NO_HEADER = Header({}, (), 0)
 class FetchedRun:
     """The verified KV of a prompt's tokens [start, stop), ready to be saved.
 
-    `late`: names of the tensors that hold sliding windows; see `Store.write_run`.
+    `late`: names of the tensors of sliding-window layers. A prompt that continues far beyond `stop`
+    does not read them.
     """
 
     start: int

@@ -105,15 +105,17 @@ class SharedSessions:
     def find(self, owner: str | None, key: bytes) -> Origin | None:
         """Return the session to which a conversation belongs, by its record in the remote.
 
-        None if there is no record, or it was not read by now; see `look_up`. Does not wait.
-
-        `owner`, `key`: see `look_up`.
+        None if there is no record, or `look_up` has not read it by now. Does not wait. `owner`: the
+        owner of the request. `key`: digest of the conversation key.
         """
         record = (self._found.get(self._name(owner, key)) or (None,))[0]
         return None if record is None else Origin(record.id, record.name, record.created_at)
 
     def share(self, session: Session, key: bytes) -> None:
-        """Upload the record of a session after a turn, if it changed. `key`: see `look_up`."""
+        """Upload the record of a session after a turn, if it changed.
+
+        `key`: digest of the conversation key.
+        """
         record = SessionRecord(
             id=session.id,
             label=session.label,

@@ -86,7 +86,7 @@ class RemoteTier:
         `known`: leading tokens that can be reused from RAM. `found`: the part on disk. Returns
         False, and does nothing, if a lookup is not worthwhile or too many are in progress.
         Otherwise `then()` is called on another thread at the end, whether something was fetched or
-        not. `dropped()`: see `Fetcher.fetch`.
+        not. `dropped()` returns True once nobody waits for the result.
         """
         if not self.fetcher.wanted(ids, known, found) or not self._places.acquire(blocking=False):
             return False
@@ -96,9 +96,10 @@ class RemoteTier:
             try:
                 self.fetcher.fetch(ids, known, began, dropped)
             except StoreError as error:
-                log.debug("lookup in the remote ended: %s", error)
+                log.debug("fetching KV from the remote failed: local store: %s", error)
             except Exception:
-                log.exception("lookup in the remote failed for a prompt of %d tokens", len(ids))
+                n = len(ids)
+                log.exception("remote lookup failed, fetching nothing: prompt of %d tokens", n)
             finally:
                 self._places.release()
                 then()
@@ -118,7 +119,7 @@ class RemoteTier:
     def share_reply(self, owner: str | None, asked: bytes, row: ReplyRow) -> None:
         """Queue a reply to be uploaded.
 
-        `asked`: digest of the messages before the reply; see `SharedReplies`.
+        `owner`: the owner of the request. `asked`: digest of the messages before the reply.
         """
         self._replies.offer(owner, asked, row)
 
@@ -126,8 +127,8 @@ class RemoteTier:
         """Return the replies of an owner that the remote has, as far as they arrive in time.
 
         `asked`: for each reply, the digest of the messages before it, oldest first. `tokens`:
-        length of the conversation. Blocks for at most `REPLIES_SHARE` of the estimated seconds for
-        computing it, and at most `MOST_REPLIES_S`.
+        length of the conversation. Blocks for at most 3 % (`REPLIES_SHARE`) of the estimated
+        seconds for computing it, and for at most 1 s (`MOST_REPLIES_S`).
         """
         if not asked or not self._objects.available:
             return []

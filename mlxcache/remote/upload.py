@@ -133,13 +133,13 @@ class Uploader:
                 self._upload(item)
                 self._pause = 0.0
             except RemoteUnavailable as error:
-                log.debug("upload to the remote postponed: %s", error)
+                log.debug("upload to the remote failed, and is tried again later: %s", error)
                 self._put_back(item)
                 self._pause = min(RETRY_S, 2 * self._pause or FIRST_RETRY_S)
             except (StoreError, OSError, Malformed) as error:  # evicted or damaged meanwhile
                 log.debug("upload to the remote failed, and is not tried again: %s", error)
             except Exception:
-                log.exception("upload to the remote failed")
+                log.exception("upload to the remote failed, and is not tried again")
             finally:
                 with self._state:
                     self._busy = False

@@ -29,11 +29,11 @@ from mlxcache.config import (
     memory_for,
     ram_limit,
 )
-from mlxcache.engine import cost
 from mlxcache.errors import BadRequest, Busy, ModelError
 from mlxcache.model import device
 from mlxcache.model.kv import Layout
 from mlxcache.model.load import Loaded
+from mlxcache.scheduling import cost
 from mlxcache.tree.budget import Budget, SharedBudget
 
 log = logging.getLogger("mlxcache.engine")
@@ -51,9 +51,9 @@ _MOST_MEGABYTES = 1 << 20
 class Shared:
     """The shared budget of several models, at the time when one of them is loaded.
 
-    `ram`: the RAM tiers under that budget, to which MLX's pool and the weights of this model are
-    charged already. `outside`: bytes of it that this model's cache can never have: its own weights,
-    and all that models with `keep = "always"` take.
+    `ram`: the RAM tiers under that budget, to which MLX's pool of freed buffers and the weights of
+    this model are charged already. `outside`: bytes of the budget that this model's cache can never
+    have: its own weights, and all that models with `keep = "always"` take.
     """
 
     ram: SharedRam
@@ -76,12 +76,13 @@ class Bound:
 def _bound(settings: Settings, weights: int, shared: Shared | None, others: int | None) -> Bound:
     """Return the limit of the budget of a model whose weights take `weights` bytes.
 
-    `others`: see `plan_memory`.
+    `shared`: the budget of several models; None for a single one. `others`: the least budget of the
+    other ranks of a divided model, or None.
     """
     if shared is None:
         limit = whole = read_ram_limit(settings, weights)
         if others is not None and others < limit:
-            log.warning("RAM budget limited to %s by another rank", format_size(others))
+            log.warning("RAM budget limited to %s by another rank's memory", format_size(others))
             limit = whole = others
         bound = Bound(limit, f"--ram {settings.ram}", lambda size: size)
     else:
@@ -123,7 +124,7 @@ def plan_memory(
     shared: Shared | None = None,
     others: int | None = None,
 ) -> MemoryPlan:
-    """Set aside memory for MLX's pool, forward passes, and copies to write to disk.
+    """Set aside memory for MLX's pool of freed buffers, passes, and copies to write to disk.
 
     Measures the memory that forward passes need. `shared`: the budget of several models; None for a
     single one. `others`: the least budget of the other ranks of a divided model, or None. Raises
@@ -142,6 +143,8 @@ def plan_memory(
     measured = cost.measure(loaded.model, layout, limit // 8, kind=kind, most=most)
     if loaded.draft is not None:  # a pass computes the logits of each drafted token too
         measured = measured.for_drafts(settings.num_draft_tokens)
+    elif settings.speculate == "auto" and layout.rewinds:
+        measured = measured.for_drafts(settings.speculate_tokens)
 
     def refuse(what: str) -> NoReturn:
         least = _least_budget(loaded, layout, measured, settings, pooled=shared is None)
@@ -186,9 +189,12 @@ def read_ram_limit(settings: Settings, weights: int) -> int:
 def open_shared_memory(
     settings: Settings, free_idle: Callable[[int], bool], ceiling: Callable[[RamTier], int]
 ) -> SharedRam:
-    """Return the memory that several models share, with MLX's pool set aside. MLX thread only.
+    """Return the memory that several models share. MLX thread only.
 
-    `free_idle`, `ceiling`: see `SharedRam`.
+    Memory for MLX's pool of freed buffers is set aside already.
+
+    `free_idle(size)` unloads idle models until `size` bytes are free, or returns False.
+    `ceiling(tier)` returns the most bytes that a model's tier can have.
     """
     limit = read_ram_limit(settings, 0)
     budget = SharedBudget(limit)
@@ -225,7 +231,7 @@ def _divide(
 def _least_budget(
     loaded: Loaded, layout: Layout, measured: cost.Cost, settings: Settings, *, pooled: bool
 ) -> int:
-    """Return the smallest budget with memory for `MIN_CONTEXT` tokens, in bytes.
+    """Return the smallest budget with memory for a context of 512 tokens, in bytes.
 
     `pooled`: MLX's pool of freed buffers is part of the budget.
     """

@@ -14,12 +14,12 @@ from mlxcache.cache.ram import RamTier
 from mlxcache.cache.shared_ram import SharedRam, Wait
 from mlxcache.config import format_size
 from mlxcache.config.memory import trim_heap
-from mlxcache.engine.resident import Cause, Newcomer, Resident
-from mlxcache.engine.scheduler import Scheduler
-from mlxcache.engine.weights_account import WeightsAccount, union_bytes
 from mlxcache.errors import BadRequest, MlxcacheError, ModelError
 from mlxcache.model import device
 from mlxcache.model.resident_weights import Weights
+from mlxcache.residency.resident import Cause, Newcomer, Resident
+from mlxcache.residency.weights_account import WeightsAccount, union_bytes
+from mlxcache.scheduling.scheduler import Scheduler
 
 log = logging.getLogger("mlxcache.engine")
 
@@ -172,7 +172,7 @@ class Residency:
         A newcomer only has its `room` completed; None is returned then. If busy models hold the
         memory, those that have had it for `stay_s` seconds start no new requests until the memory
         was passed on. A loaded model may wait too, because a prompt needs more memory than the
-        others leave; it has its turn like a model that is to be loaded.
+        others leave. Both kinds of waiting models are served in one order.
         """
         first = self._find_first()
         if first is not self._first:
@@ -206,7 +206,11 @@ class Residency:
         return first
 
     def _find_first(self) -> Resident | Newcomer | None:
-        """Return the model that has waited longest for its weights or for memory of others."""
+        """Return the model that has waited longest for its weights or for memory of other models.
+
+        Left out are those whose prompt would not fit even if others gave up memory. None if no
+        model waits.
+        """
         waiting: list[Resident | Newcomer] = [
             *(one for one in self._waiting if one.wanted or self._could_start(one)),
             *self._newcomers,
@@ -224,9 +228,10 @@ class Residency:
         return self.memory.fits_alone(one.kv.ram, wait.size)
 
     def _end_turn(self, now: float) -> None:
-        """Let all models start requests again, because the model that had the turn waits no more.
+        """Let all models start requests again: the one they gave up memory for waits no more.
 
-        `now`: seconds of a monotonic clock.
+        If it got the memory for a prompt, it may keep it for `stay_s` seconds from `now` on, in
+        seconds of a monotonic clock.
         """
         for one in self.residents:
             one.drain(on=False)
@@ -239,9 +244,10 @@ class Residency:
     def _end_of_stay(self, one: Resident) -> float:
         """Return the time after which the busy model `one` starts no new requests if others wait.
 
-        It is the end of the model's stay, in seconds of a monotonic clock. If a prompt of another
-        model waits for memory, the stay begins with that wait at the earliest, because the requests
-        that run now may leave enough memory when they end.
+        It is `stay_s` seconds after the model was loaded or got more memory, in seconds of a
+        monotonic clock. If a prompt of another model waits for memory, the `stay_s` seconds begin
+        with that wait at the earliest, because the requests that run now may leave enough memory
+        when they end.
         """
         first = self._first
         if not isinstance(first, Resident) or not first.short:
@@ -253,9 +259,9 @@ class Residency:
     def _let_start(self, one: Resident, now: float) -> None:
         """Have other models give up memory for a prompt of `one` that waits for it.
 
-        Those past their stay start no more requests. The prompt is tried again each time that one
-        of them has no request in progress any more, and so may be unloaded. `now`: seconds of a
-        monotonic clock.
+        Models that have had their memory for `stay_s` seconds start no more requests. The prompt is
+        tried again each time that one of them has no request in progress any more, and so may be
+        unloaded. `now`: seconds of a monotonic clock.
         """
         self._gives = True
         others = [other for other in self.residents if other is not one]
@@ -290,9 +296,8 @@ class Residency:
     def _make_room(self, wanted: Resident | Newcomer, memory: SharedRam, now: float) -> bool:
         """Free memory for the weights that `wanted` lacks; return whether there is enough now.
 
-        Evicts idle KV and unloads idle models. If that does not suffice, busy models past their
-        stay start no more requests.
-
+        Evicts idle KV and unloads idle models. If that does not suffice, busy models that have had
+        their memory for `stay_s` seconds start no more requests. `memory`: what all models share.
         `now`: seconds of a monotonic clock.
         """
         others = [one for one in self.residents if one is not wanted]
@@ -313,7 +318,7 @@ class Residency:
     def _can_fit(
         self, wanted: Resident | Newcomer, keep: list[Resident], memory: SharedRam
     ) -> bool:
-        """Return whether `wanted` fits into the budget beside the models `keep`.
+        """Return whether `wanted` fits into the budget of `memory` beside the models `keep`.
 
         If not, the requests that wait for it get an error.
         """
@@ -495,5 +500,5 @@ def _size_of(models: Sequence[Resident | Newcomer]) -> int:
 
 
 def _counts_down(one: Resident) -> bool:
-    """Return whether a model is idle, and is unloaded once it has been for `idle_s` seconds."""
+    """Return whether a model is idle, and has a time `idle_s` after which it is unloaded then."""
     return one.idle and one.idle_s is not None and not one.keep

@@ -14,9 +14,9 @@ from typing import Literal
 import mlx.core as mx
 
 from mlxcache.cache.kv_cache import KVCache
-from mlxcache.engine.scheduler import Scheduler
 from mlxcache.model.base_weights import BaseUse
 from mlxcache.model.resident_weights import Weights
+from mlxcache.scheduling.scheduler import Scheduler
 
 STAY_LOADS = 4.0
 """Factor: a busy model keeps its memory for this many times the seconds that reading it took.

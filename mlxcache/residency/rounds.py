@@ -9,11 +9,11 @@ import logging
 import time
 from collections.abc import Callable
 
-from mlxcache.engine.residency import Residency
-from mlxcache.engine.scheduler import Scheduler
 from mlxcache.errors import GroupLost
 from mlxcache.mlx_thread import MlxThread
 from mlxcache.model import device
+from mlxcache.residency.residency import Residency
+from mlxcache.scheduling.scheduler import Scheduler
 
 log = logging.getLogger("mlxcache.engine")
 
@@ -69,7 +69,7 @@ class Rounds:
             try:
                 listener(error)
             except Exception:  # the others still write to disk
-                log.exception("shutdown step failed")
+                log.exception("MLX thread died: shutdown failed, newest KV may not be on disk")
 
     # -- on the MLX thread -------------------------------------------------------------------------
 

@@ -14,11 +14,11 @@ from mlxcache.cache.kv_cache import KVCache, Lease
 from mlxcache.cache.main_conversation import CacheHints
 from mlxcache.cache.ram import Evict
 from mlxcache.common_prefix import common_length
-from mlxcache.engine.cost import Cost
-from mlxcache.engine.prefill import Limits
-from mlxcache.engine.task import Output, Task
 from mlxcache.errors import ContextLengthExceeded
 from mlxcache.lru import LRU
+from mlxcache.scheduling.cost import Cost
+from mlxcache.scheduling.prefill import Limits
+from mlxcache.scheduling.task import Output, Task
 from mlxcache.types import Job
 
 Asker = tuple[str | None, str, str | None]
@@ -190,8 +190,9 @@ class Admission:
     def _acquire_last(self, task: Task, planned: int, hints: CacheHints) -> Lease | None:
         """Acquire a lease for `task` with all memory that no request uses.
 
-        `planned` and `hints` are as in `KVCache.acquire`. Returns None if other models hold memory
-        that the task may get later; `KVCache.wait` is the task's wait then. Raises
+        `planned`: position up to which the prefix will be restored from disk. `hints` tell how the
+        use of the prefix is counted. Returns None if other models hold memory that the task may get
+        later; `KVCache.wait` then states the bytes that it waits for. Raises
         ContextLengthExceeded if the prompt can never fit.
         """
         kv, lease = self._kv, None

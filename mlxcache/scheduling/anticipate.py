@@ -18,13 +18,13 @@ from mlxcache.cache.checkpoints import stops
 from mlxcache.cache.kv_cache import KVCache
 from mlxcache.cache.main_conversation import CacheHints
 from mlxcache.common_prefix import common_length
-from mlxcache.engine.prefill import Prefill
-from mlxcache.engine.task import Task, for_owner
 from mlxcache.errors import MlxcacheError
 from mlxcache.model import device
 from mlxcache.prompt.builder import PromptBuilder
 from mlxcache.prompt.explain import Source
 from mlxcache.prompt.next_turn import append_reply
+from mlxcache.scheduling.prefill import Prefill
+from mlxcache.scheduling.task import Task, for_owner
 from mlxcache.types import WARMING, Job, Piece, Prompt, RequestRecord, Tokens
 
 log = logging.getLogger("mlxcache.engine")
@@ -141,7 +141,8 @@ class IdlePrefill:
             if device.is_device_error(error):
                 raise
             self._kv.layout.lockstep.check(error)
-            log.exception("computing the next turn in advance failed")
+            n = len(turn.task.ids)
+            log.exception("computing the next turn in advance failed: prompt of %d tokens", n)
             self._turns.pop()
             if turn.task.lease is not None:
                 self._kv.abandon(turn.task.give_up_lease())
@@ -256,7 +257,7 @@ class IdlePrefill:
 def _end_at_mark(task: Task) -> None:
     """Cut the prompt of `task` after its last mark, if that is near the end.
 
-    Near means within `NEAR_MARK` tokens.
+    Near means within `NEAR_MARK` (16) tokens.
     """
     last = max((mark for mark in task.job.prompt.marks if mark < task.target), default=0)
     if 0 < task.target - last <= NEAR_MARK:
@@ -285,7 +286,8 @@ class NextTurnRenderer:
         """Return whether the pieces of a request's reply must be collected. Call when it begins.
 
         The pieces are needed to render the next turn. If the request continues one of the latest
-        conversations, this also resets the count of replies that no client has continued.
+        conversations, this also resets the count of replies in a row that no client has continued.
+        After `MAX_UNUSED` of them, no next turns are rendered.
         """
         source = job.prompt.source
         if source is None or job.api == WARMING:
@@ -298,10 +300,11 @@ class NextTurnRenderer:
         return True
 
     def note_end(self, task: Task, pieces: Sequence[Piece], *, idle: bool) -> None:
-        """Include the conversation of an ended request in those whose next turns are rendered.
+        """Plan to render the next turn of an ended request, unless it failed or has no reply.
 
         `pieces`: those of its reply. `idle`: no other request is in progress. Only then are turns
-        queued for rendering: this one, and those of requests that ended while others ran.
+        queued for rendering: this one, and those of requests that ended while others ran. None is
+        added after more than `MAX_UNUSED` replies in a row that no client continued.
         """
         if task.record.status == "done" and pieces:
             self._ended.append(task.job.prompt.source)

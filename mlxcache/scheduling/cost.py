@@ -16,12 +16,12 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlxcache.engine.decoder import Decoder, Row
 from mlxcache.model import kv
 from mlxcache.model.device import DeviceKind
 from mlxcache.model.kv import Layout
 from mlxcache.model.lineage import Lineage
 from mlxcache.model.weights import shared_bytes
+from mlxcache.scheduling.decoder import Decoder, Row
 from mlxcache.store.session_rows import Measured, SessionFigures
 from mlxcache.types import RequestRecord
 
@@ -134,7 +134,7 @@ class Cost:
     def chunk(self, cached: int, *, bytes_: int, seconds: float, most: int) -> int:
         """Return the most tokens to feed within `bytes_` of temporary memory and about `seconds`.
 
-        `cached`: tokens before the chunk. The result is at most `most`, but at least `FEWEST`.
+        `cached`: tokens before the chunk. The result is at most `most`, but at least `FEWEST` (16).
         """
         size = min(most, max(32, int(seconds / self.pace(cached))))
         while size > FEWEST and self.peak(size, cached) > bytes_:
@@ -202,7 +202,7 @@ class Cost:
         """Add a measured chunk of `tokens` tokens, fed after `cached` ones, to the moving averages.
 
         Seconds are averaged, not rates, so that one slow chunk has an effect at once. Chunks of
-        fewer than `FEWEST` tokens are ignored.
+        fewer than `FEWEST` (16) tokens are ignored.
         """
         if tokens < FEWEST or seconds <= 0:
             return
@@ -213,8 +213,8 @@ class Cost:
 def range_of(cached: int) -> int:
     """Return the index of the range of positions that contains position `cached`.
 
-    Range 0 ends at `NEAR` and range 1 at 2 * `NEAR`; each further range is twice as long as the one
-    before.
+    Range 0 ends at `NEAR` (1024) and range 1 at 2 * `NEAR`; each further range is twice as long as
+    the one before.
     """
     return (cached // NEAR).bit_length()
 
@@ -437,7 +437,7 @@ class PrefillSpeed:
         """Add a chunk of `tokens` tokens, fed after `cached` ones in `seconds`.
 
         A chunk over several ranges is divided among them by its tokens. Chunks of fewer than
-        `LEAST` tokens are ignored.
+        `LEAST` (128) tokens are ignored.
         """
         if tokens < LEAST or seconds <= 0:
             return
@@ -488,7 +488,10 @@ class PrefillSpeed:
 
 
 def _by_range(start: int, end: int) -> Iterator[tuple[int, int]]:
-    """Yield the ranges of the positions from `start` to `end`, and how many of these each has."""
+    """Divide the positions from `start` to `end` among the ranges of `range_of`.
+
+    Yields the index of each range, and the number of positions in it.
+    """
     while start < end:
         where = range_of(start)
         after = min(end, NEAR << where)
@@ -515,4 +518,8 @@ def figures_of(record: RequestRecord, speed: PrefillSpeed) -> SessionFigures:
         generated_tokens=record.generated_tokens,
         saved_tokens=speed.known_tokens(record.cached_tokens),
         saved_s=speed.seconds(record.cached_tokens) or 0.0,
+        drafted_tokens=record.drafted_tokens,
+        accepted_tokens=record.accepted_tokens,
+        guess_passes=record.guess_passes,
+        guess_saved_s=record.guess_saved_s,
     )

@@ -50,10 +50,10 @@ class Row:
     `owner`: the task that it belongs to. `context`: all of its token ids so far, shape (n,), kept
     only if there are processors. `error`: the exception raised by its sampler, a processor or its
     guide; no further token is drawn. `drafted` and `accepted`: numbers of tokens that a draft model
-    proposed, and that the model drew too. `id`: the request's id, for the log. `guide`: restricts
-    the tokens that may be drawn. It has accepted every token that was handed out. `guided`: it has
-    accepted the pending token too. `steering`: a change of the guide that the decoder has not
-    applied yet.
+    proposed, and that the model drew too. `draft_passes`: passes that checked drafted tokens. `id`:
+    the request's id, for the log. `guide`: restricts the tokens that may be drawn. It has accepted
+    every token that was handed out. `guided`: it has accepted the pending token too. `steering`: a
+    change of the guide that the decoder has not applied yet.
     """
 
     owner: Any
@@ -63,6 +63,7 @@ class Row:
     error: Exception | None = None
     drafted: int = 0
     accepted: int = 0
+    draft_passes: int = 0
     id: str = "no request"
     guide: Guide | None = None
     guided: bool = False
@@ -71,7 +72,8 @@ class Row:
     def steer(self, steering: Steering) -> None:
         """Schedule a change of the guide; it applies to the first token that is not drawn yet.
 
-        `steering(guide, newer)` returns the guide to continue with; for `newer`, see `steered`.
+        `steering(guide, newer)` returns the guide to continue with. `newer`: drawn tokens that the
+        guide has seen but that were not handed out yet.
         """
         self.steering = steering
 
@@ -142,12 +144,18 @@ class Row:
             return False
         return True
 
+    def resume(self, sampler: Sampler, context: mx.array | None, guide: Guide | None) -> None:
+        """Continue with the state of sampler, context and guide before a draw that is not kept."""
+        self.sampler, self.context, self.guide = sampler, context, guide
+        self.guided = False
+
     def note_drawn(self) -> None:
         """Record that a new token is pending, which the guide has not accepted yet."""
         self.guided = False
 
     def count_drafts(self, drafted: int, accepted: int) -> None:
         """Add to the row's counts of drafted and accepted tokens."""
+        self.draft_passes += drafted > 0
         self.drafted += drafted
         self.accepted += accepted
 
@@ -167,7 +175,7 @@ class Decoder:
     `pending`: the pending token of each row, drawn but not handed out yet, shape (rows,); None
     before `start`. `waits`: build each pass only after the one before has ended. Needed on devices
     where a buffer that a running pass still reads would be copied before it is written to.
-    `lockstep`: is told every pass.
+    `lockstep`: announces each pass to the other ranks of a divided model, before it runs.
     """
 
     def __init__(
@@ -267,6 +275,11 @@ class Decoder:
     @property
     def writes(self) -> int:
         """Maximum number of times that the next step writes to one KV buffer."""
+        return 1
+
+    @property
+    def feeds(self) -> int:
+        """Number of tokens of each row that the next step adds to the KV for good."""
         return 1
 
     def _drawn(self, tokens: mx.array, logprobs: mx.array, finite: mx.array) -> list[list[Drawn]]:

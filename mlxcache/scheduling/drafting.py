@@ -20,7 +20,11 @@ from typing import cast
 import mlx.core as mx
 import numpy as np
 
-from mlxcache.engine.decoder import (
+from mlxcache.model.guidance.guide import Bitmask, Guide
+from mlxcache.model.kv import Caches, eval_states
+from mlxcache.model.pair import Pair
+from mlxcache.model.sampling import masked
+from mlxcache.scheduling.decoder import (
     Decoder,
     Drawn,
     NonFiniteOutput,
@@ -29,21 +33,18 @@ from mlxcache.engine.decoder import (
     normalised,
     processed,
 )
-from mlxcache.model.guidance.guide import Bitmask, Guide
-from mlxcache.model.kv import Caches, eval_states
-from mlxcache.model.pair import Pair
-from mlxcache.model.sampling import masked
 
 log = logging.getLogger("mlxcache.engine")
 
 
 @dataclass(slots=True)
-class _Draws:
+class Draws:
     """State of sampler, context and guide before the next draw.
 
     Each state has its own copy of the sampler, which every draw changes, and of the guide, which
-    every token changes. `row`: records exceptions of these. `context`: see `Row`. `mask`: tokens
-    that `guide` allows next; None if it allows all or was not asked yet.
+    every token changes. `row`: records exceptions of these. `context`: all token ids so far,
+    shape (n,); None without processors. `mask`: tokens that `guide` allows next; None if it allows
+    all or was not asked yet.
     """
 
     row: Row
@@ -52,7 +53,7 @@ class _Draws:
     guide: Guide | None = None
     mask: Bitmask | None = None
 
-    def draw(self, logits: mx.array) -> tuple[mx.array, mx.array, mx.array, _Draws]:
+    def draw(self, logits: mx.array) -> tuple[mx.array, mx.array, mx.array, Draws]:
         """Draw a token from `logits`, shape (1, vocabulary).
 
         Returns the token, shape (1,), its log-probabilities, whether they are finite, shape (1,),
@@ -71,9 +72,9 @@ class _Draws:
             log.exception("%s: reply ended: its sampler failed", self.row.id)
             self.row.fail(error)
             token = mx.zeros(1, mx.uint32)
-        return token, logprobs, finite, _Draws(self.row, sampler, self.context, self.guide)
+        return token, logprobs, finite, Draws(self.row, sampler, self.context, self.guide)
 
-    def seen(self, token: mx.array, *, drawn: bool = True) -> _Draws:
+    def seen(self, token: mx.array, *, drawn: bool = True) -> Draws:
         """Return the state with `token`, shape (1,), appended to the context.
 
         `drawn`: the token is part of the reply, so a guide advances by it. With a guide, this waits
@@ -85,7 +86,7 @@ class _Draws:
         if guide is not None and drawn:
             guide = guide.copy()
             self.row.advance(guide, int(cast(int, token.item())))
-        return _Draws(self.row, self.sampler, context, guide)
+        return Draws(self.row, self.sampler, context, guide)
 
 
 @dataclass(slots=True)
@@ -100,7 +101,7 @@ class _Flight:
     tokens: mx.array
     logprobs: Sequence[mx.array]
     finite: mx.array
-    after: Sequence[_Draws]
+    after: Sequence[Draws]
     drafted: mx.array
 
 
@@ -113,7 +114,7 @@ class DraftingDecoder(Decoder):
         super().__init__(model, [row], caches)
         self._drafts = 0
         context = row.context if row.processors else None
-        self._draws = _Draws(row, row.sampler, context, row.guide)
+        self._draws = Draws(row, row.sampler, context, row.guide)
         self._flight: _Flight | None = None
         self._ready: list[Drawn] = []
         self._unseen: list[int] = []  # drawn, and not fed to the draft yet
@@ -147,7 +148,7 @@ class DraftingDecoder(Decoder):
         draws = flight.after[right]
         guide = row.steered(draws.guide, tokens[:right])
         if guide is not draws.guide:
-            draws = _Draws(row, draws.sampler, draws.context, guide)
+            draws = Draws(row, draws.sampler, draws.context, guide)
         self._draws = draws
         self._unseen = drafted[-1:] if right == len(drafted) else []
         self._ready = [Drawn(row, tokens[i], flight.logprobs[i][0]) for i in range(right + 1)]

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 import mlx.core as mx
 import numpy as np
 
-from mlxcache.engine.cost import SAFETY, peak
-from mlxcache.engine.task import Task
 from mlxcache.model.vision import Vision, encode
+from mlxcache.scheduling.cost import SAFETY, peak
+from mlxcache.scheduling.task import Task
 from mlxcache.types import Image, ImageSpan
 
 SIDES = (224, 320, 448, 640, 896)

@@ -13,15 +13,18 @@ from typing import Any
 
 import mlx.core as mx
 
+from mlxcache.cache.checkpoints import SPACING
 from mlxcache.cache.kv_cache import KVCache
 from mlxcache.cache.ram import Evict
-from mlxcache.engine.cost import DecodingCost
-from mlxcache.engine.decoder import Decoder, Drawn
-from mlxcache.engine.drafting import DraftingDecoder
-from mlxcache.engine.task import Task
 from mlxcache.model import device, rows
 from mlxcache.model.kv import eval_states
 from mlxcache.model.pair import Pair
+from mlxcache.scheduling.cost import DecodingCost
+from mlxcache.scheduling.decoder import Decoder, Drawn
+from mlxcache.scheduling.drafting import DraftingDecoder
+from mlxcache.scheduling.guessing import GuessingDecoder
+from mlxcache.scheduling.speculation import Speculation
+from mlxcache.scheduling.task import Task
 
 log = logging.getLogger("mlxcache.engine")
 
@@ -37,6 +40,9 @@ CATCH_UP = 16
 EVICTION_SHARE = 8
 """Divisor: a batch may evict other KV only if it takes at most 1/EVICTION_SHARE of the budget."""
 
+MOST_FED = 32
+"""Most tokens of a pass that checks a guess, with those that it feeds again."""
+
 DRAFTS = 3
 """Default number of tokens that a draft model proposes at once."""
 
@@ -46,7 +52,8 @@ class Lane:
     """A decoder and its tasks, one task per row, in the order of the rows.
 
     If `batched`, the rows share a batch: `bytes` are reserved for it in the budget, and its buffers
-    have room for `capacity` positions.
+    have room for `capacity` positions. Otherwise `bytes` are reserved for copies of the recurrent
+    state, from which wrong guesses are undone; 0 if the lane needs none.
     """
 
     decoder: Decoder
@@ -68,19 +75,23 @@ class Lane:
         return max(t.held.length + t.behind for t in self.tasks)
 
 
-def solo(model: Any, task: Task, *, waits: bool = False) -> Lane:
+def solo(model: Any, task: Task, *, waits: bool = False, guessing: bool = False) -> Lane:
     """Start a lane of one task over the task's own lineage, and feed the prompt's last token.
 
-    `waits`: each step is built only after the one before has ended; see `Decoder`.
+    `waits`: each step is built only after the one before has ended; see `Decoder`. `guessing`: the
+    lane's passes may check guesses.
     """
     assert task.output is not None
     lineage, row = task.held.lineage, task.output.row
     lineage.note_pass()
-    decoder = (
-        DraftingDecoder(model, row, lineage.caches)
-        if isinstance(model, Pair)
-        else Decoder(model, [row], lineage.caches, waits=waits, lockstep=lineage.layout.lockstep)
-    )
+    decoder: Decoder
+    if isinstance(model, Pair):
+        decoder = DraftingDecoder(model, row, lineage.caches)
+    elif guessing:
+        decoder = GuessingDecoder(model, row, lineage, waits=waits)
+    else:
+        lockstep = lineage.layout.lockstep
+        decoder = Decoder(model, [row], lineage.caches, waits=waits, lockstep=lockstep)
     decoder.start([int(task.fed[-1])])
     lineage.advance(1)
     return Lane(decoder, [task])
@@ -90,10 +101,16 @@ class Lanes:
     """All lanes, and the rules for joining them into batches and splitting them.
 
     `cost`: costs of decoding on this device. `drafts`: tokens that a draft model proposes at once.
+    `speculation`: makes the guesses that lanes of one row check, or None if nothing is guessed.
     """
 
     def __init__(
-        self, model: Any, kv: KVCache, cost: DecodingCost | None = None, drafts: int = DRAFTS
+        self,
+        model: Any,
+        kv: KVCache,
+        cost: DecodingCost | None = None,
+        drafts: int = DRAFTS,
+        speculation: Speculation | None = None,
     ):
         self.model = model
         self.kv = kv
@@ -107,6 +124,7 @@ class Lanes:
         self.sync_after = min(SYNC, window // 2 if window else SYNC)
         self.can_batch = self.layout.batchable and self.layout.cacheable and self.sync_after > 0
         self.can_batch = self.can_batch and not isinstance(model, Pair)
+        self.speculation = speculation if self.layout.rewinds else None
 
     def __len__(self) -> int:
         return sum(len(lane.tasks) for lane in self.all)
@@ -119,15 +137,30 @@ class Lanes:
 
     def enter(self, task: Task) -> None:
         """Start decoding a prefilled task in a lane of its own."""
-        self.all.append(solo(self.model, task, waits=self._cost.waits))
+        size = self._reserve_states() if self.speculation and task.job.speculate else None
+        try:
+            lane: Lane = solo(self.model, task, waits=self._cost.waits, guessing=size is not None)
+        except BaseException:
+            self.kv.budget.release("batch", size or 0)
+            raise
+        lane.bytes = size or 0
+        self.all.append(lane)
         self._changed = True
+
+    def _reserve_states(self) -> int | None:
+        """Reserve memory for two copies of a row's recurrent state, to undo wrong guesses.
+
+        Returns the bytes reserved, 0 for a model without such a state, or None if memory is short.
+        """
+        size = 2 * self.layout.running_bytes
+        return size if not size or self.kv.ram.reserve("batch", size, evict="idle") else None
 
     def gather(self) -> None:
         """Join lanes of single rows of similar length into batches.
 
         All rows join in one operation, because each join copies the KV of the batch.
         """
-        if not (self.can_batch and self._changed):
+        if not (self.can_batch and self._changed) or any(map(_in_flight, self.all)):
             return
         self._changed = False
         for lane in sorted(self.all, key=lambda ln: not ln.batched):
@@ -192,11 +225,13 @@ class Lanes:
             if device.is_device_error(error):
                 raise
             self._lockstep.check(error)
-            log.exception("joining requests into a batch failed, decoding them separately")
+            ids = ", ".join(task.record.id for ln in (lane, *new) for task in ln.tasks)
+            log.exception("joining requests into a batch failed, they stay in their lanes: %s", ids)
             return False
         self.kv.budget.release("batch", lane.bytes)
         lane.decoder = decoder
         for other in new:
+            self.kv.budget.release("batch", other.bytes)
             lane.tasks += other.tasks
             self.all.remove(other)
         lane.batched, lane.bytes, lane.capacity = True, size, capacity
@@ -208,9 +243,10 @@ class Lanes:
         """Draw one token or more for every row. Call `make_ready` before."""
         if not lane.batched:
             lane.tasks[0].held.lineage.note_pass(lane.decoder.writes)
+        count = lane.decoder.feeds
         drawn = lane.decoder.step()
         if not lane.batched:
-            lane.tasks[0].held.lineage.advance(1)
+            lane.tasks[0].held.lineage.advance(count)
         return drawn
 
     def make_ready(self, lane: Lane) -> bool:
@@ -226,6 +262,8 @@ class Lanes:
         (task,) = lane.tasks
         if isinstance(lane.decoder, DraftingDecoder):
             return self._settle(task, lane.decoder)
+        if isinstance(lane.decoder, GuessingDecoder) and not task.behind:
+            return self._guess(task, lane.decoder)
         lineage = task.held.lineage
         if not self.kv.extend(task.held, lineage.length + task.behind + 1):
             return False
@@ -247,12 +285,51 @@ class Lanes:
         """
         lease, lineage = task.held, task.held.lineage
         lineage.truncate(lineage.length + decoder.settle())
-        task.note_drafts()
+        task.note_drafts("draft")
         left = task.limit - len(task.out) - decoder.ready
         drafts, least = max(0, min(self._drafts, left - 1)), lineage.length + 1
         if not (self.kv.extend(lease, least + drafts) or self.kv.extend(lease, least)):
             return False
         decoder.propose(min(drafts, lineage.capacity - least))
+        return True
+
+    def interrupt(self) -> None:
+        """Leave the time of the passes in progress out of the measured costs of passes.
+
+        Call before other work than decoding, which makes these passes seem longer.
+        """
+        for lane in self.all:
+            if isinstance(lane.decoder, GuessingDecoder):
+                lane.decoder.interrupt()
+
+    def _guess(self, task: Task, decoder: GuessingDecoder) -> bool:
+        """Count how much of the last guess was right, make the next one, and reserve memory.
+
+        Nothing is guessed while rows may join a batch, if memory is short, or where the next step
+        takes a checkpoint. Returns False if there is no memory even for one token.
+        """
+        assert self.speculation is not None
+        alone = len(self.all) == 1
+        if not alone:
+            decoder.interrupt()
+        if (settled := decoder.settle()) is not None:
+            self.speculation.note(task, settled, alone=alone)
+            task.note_drafts("history")
+        else:
+            self.speculation.note_plain(task, decoder, alone=alone)
+        lease, lineage = task.held, task.held.lineage
+        out, ready = len(task.out), max(1, len(decoder.ready))
+        least = lineage.length + decoder.feeds
+        most = min(task.limit - out - ready - 1, MOST_FED - decoder.feeds)
+        if self.layout.opaque:  # a checkpoint takes the state that is right after its token
+            most = min(most, -(out + ready) % SPACING - 1)
+        joining = self.can_batch and self._changed and not alone
+        guess = self.speculation.propose(task, decoder, 0 if joining else most)
+        if guess and not self.kv.extend(lease, least + len(guess) + 1):
+            guess = []  # the right tokens of a guess are handed out with the pass after it
+        if not self.kv.extend(lease, least):
+            return False
+        decoder.propose(guess)
         return True
 
     def _has_room(self, lane: Lane) -> bool:
@@ -308,22 +385,34 @@ class Lanes:
         """
         self._changed = True
         keep = [i for i, task in enumerate(lane.tasks) if task not in gone]
+        self._end_guesses(gone)
         try:
             self._sync(lane)
+            if isinstance(lane.decoder, GuessingDecoder):
+                lane.decoder.rewind(lane.tasks[0].fed_ids())
             if len(keep) > 1 and self._narrow(lane, keep):
                 return
         except Exception as error:
             if device.is_device_error(error):
                 raise
             self._lockstep.check(error)
-            log.exception("removing requests from a batch failed, decoding the rest separately")
+            ids = ", ".join(task.record.id for task in gone)
+            log.exception("removing requests from a lane failed, the others go on alone: %s", ids)
         if isinstance(lane.decoder, DraftingDecoder):
             for task in lane.tasks:  # drafted tokens that were fed and not drawn
                 task.held.lineage.truncate(task.length)
         if lane.batched:
             self.split(lane)
+        for old in self.all:
+            if not old.batched and old.tasks[0] in gone:
+                self.kv.budget.release("batch", old.bytes)
         self.all = [ln for ln in self.all if ln.batched or ln.tasks[0] not in gone]
         mx.clear_cache()
+
+    def _end_guesses(self, gone: list[Task]) -> None:
+        if self.speculation is not None:
+            for task in gone:
+                task.note_guesses(self.speculation.end(task))
 
     def _narrow(self, lane: Lane, keep: list[int]) -> bool:
         """Keep only the rows with indices `keep` of a batch.
@@ -351,6 +440,7 @@ class Lanes:
             self.kv.budget.release("batch", lane.bytes)
             if lane.batched:
                 self._lockstep.drop_batch(lane.decoder.caches)
+            self._end_guesses(lane.tasks)
         self.all = []
         self._changed = False
 
@@ -363,9 +453,16 @@ class Lanes:
             (row,) = own.rows
             if row.processors:
                 row.set_context(mx.array(task.fed_ids()))
-            lanes.append(Lane(own, [task]))
+            size = self._reserve_states() if self.speculation and task.job.speculate else None
+            if size is not None:
+                own = GuessingDecoder.resumed(own, task.held.lineage)
+            lanes.append(Lane(own, [task], bytes=size or 0))
         self._lockstep.drop_batch(lane.decoder.caches)
         self.all.remove(lane)
         self.all += lanes
         self.kv.budget.release("batch", lane.bytes)
         mx.clear_cache()
+
+
+def _in_flight(lane: Lane) -> bool:
+    return isinstance(lane.decoder, GuessingDecoder) and lane.decoder.in_flight

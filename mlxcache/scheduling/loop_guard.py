@@ -12,6 +12,9 @@ LONGEST = 1024
 BLOCK = 32
 """Number of tokens that are compared at once."""
 
+NEAR = 3 * BLOCK
+"""Number of tokens before the detection of a loop from which it is announced."""
+
 OFTEN, OFTEN_TOKENS = 50, 1000
 SELDOM, SELDOM_TOKENS = 8, 4000
 """Repetitions and tokens that make a reply a loop.
@@ -42,7 +45,8 @@ class LoopGuard:
     """Detects loops of any period up to `LONGEST` tokens in one reply.
 
     The reply is checked in blocks of `BLOCK` tokens. Constant memory, and some microseconds per
-    token. `period`: number of tokens in the detected loop, or 0.
+    token. `period`: number of tokens in the detected loop, or 0. `near`: a loop may be detected
+    within the next `NEAR` tokens.
     """
 
     def __init__(self) -> None:
@@ -50,7 +54,7 @@ class LoopGuard:
 
     def reset(self) -> None:
         """Forget all tokens of the reply so far."""
-        self.period = 0
+        self.period, self.near = 0, False
         self._new: list[int] = []
         self._recent = np.full(BLOCK + LONGEST, -1, np.int32)  # the newest first
         self._runs = np.zeros(LONGEST + 1, np.int32)  # by period: newest tokens that repeat
@@ -81,6 +85,8 @@ class LoopGuard:
         runs = np.where(whole, self._runs[periods] + BLOCK, since)
         self._runs[:] = 0
         self._runs[periods] = runs
-        found = periods[runs >= _REQUIRED[periods - 1]]
+        required = _REQUIRED[periods - 1]
+        found = periods[runs >= required]
+        self.near = bool((runs >= required - NEAR).any())
         self.period = int(found[0]) if len(found) else 0
         return len(found) > 0

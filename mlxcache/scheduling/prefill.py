@@ -14,15 +14,15 @@ from typing import Any
 import mlx.core as mx
 
 from mlxcache.cache.kv_cache import KVCache
-from mlxcache.engine.cost import FEWEST, Cost, PrefillSpeed, range_of
-from mlxcache.engine.decoder import NonFiniteOutput
-from mlxcache.engine.images import Images
-from mlxcache.engine.task import Task
 from mlxcache.errors import GenerationFailed
 from mlxcache.model import device
 from mlxcache.model import kv as model_kv
 from mlxcache.model.finite import ends_finite
 from mlxcache.model.lineage import Lineage
+from mlxcache.scheduling.cost import FEWEST, Cost, PrefillSpeed, range_of
+from mlxcache.scheduling.decoder import NonFiniteOutput
+from mlxcache.scheduling.images import Images
+from mlxcache.scheduling.task import Task
 from mlxcache.types import Tokens
 
 log = logging.getLogger("mlxcache.engine")
@@ -146,7 +146,10 @@ class Limits:
 
 
 class Prefill:
-    """Feeds prompts in chunks and commits them. `images` is None if the model takes no images."""
+    """Feeds prompts in chunks and commits them.
+
+    `images`: computes what is fed for images; None if the model takes no images.
+    """
 
     def __init__(
         self,
@@ -252,7 +255,8 @@ class Prefill:
             at, size = self._feeding
             self._most[range_of(at)] = shorter = max(FEWEST, size // 4)
             log.warning(
-                "device error in the chunk at token %d: later chunks have at most %d tokens",
+                "device error in the chunk of a prompt at token %d: from there on, chunks of all "
+                "prompts have at most %d tokens",
                 at,
                 shorter,
             )
@@ -263,8 +267,9 @@ class Prefill:
     def _forward(self, ids: Tokens, lineage: Lineage, images: Mapping[str, mx.array]) -> None:
         """Feed token ids `ids`, shape (n,), in one pass or several.
 
-        `images`: extra keyword arguments of the model. The last pass is not evaluated here, because
-        its logits are not used.
+        `images`: arrays to pass to the model as keyword arguments, by name, for the images among
+        the tokens; the second axis of each is the tokens. The last pass is not evaluated here,
+        because its logits are not used.
         """
         caches = lineage.caches
         step = self.cost.step(len(ids))

@@ -10,7 +10,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-from mlxcache.engine.task import Task
 from mlxcache.prompt.advice import COMPARE, advice_for
 from mlxcache.prompt.builder import PromptBuilder
 from mlxcache.prompt.explain import (
@@ -22,6 +21,7 @@ from mlxcache.prompt.explain import (
     first_related,
 )
 from mlxcache.prompt.shared_runs import Runs, count_within
+from mlxcache.scheduling.task import Task
 from mlxcache.types import WARMING, Admitted, Job, RequestRecord, Tokens
 
 log = logging.getLogger("mlxcache.engine")

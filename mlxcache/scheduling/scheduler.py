@@ -14,13 +14,16 @@ from typing import Any
 import mlx.core as mx
 
 from mlxcache.cache.kv_cache import KVCache
-from mlxcache.engine.admission import Admission, FairQueue
-from mlxcache.engine.anticipate import IdlePrefill
-from mlxcache.engine.cost import Cost
-from mlxcache.engine.decoder import NonFiniteOutput
-from mlxcache.engine.images import Images
-from mlxcache.engine.lanes import DRAFTS, Lane, Lanes
-from mlxcache.engine.prefill import (
+from mlxcache.errors import GenerationFailed, MlxcacheError, StoreError
+from mlxcache.mlx_thread import MlxThread
+from mlxcache.model import device
+from mlxcache.scheduling.admission import Admission, FairQueue
+from mlxcache.scheduling.anticipate import IdlePrefill
+from mlxcache.scheduling.cost import Cost
+from mlxcache.scheduling.decoder import NonFiniteOutput
+from mlxcache.scheduling.images import Images
+from mlxcache.scheduling.lanes import DRAFTS, Lane, Lanes
+from mlxcache.scheduling.prefill import (
     ALONE_S,
     DECODING_S,
     WAITING_S,
@@ -28,10 +31,8 @@ from mlxcache.engine.prefill import (
     Prefill,
     PrefillDecodeBalance,
 )
-from mlxcache.engine.task import Outcome, Output, Task, as_failure
-from mlxcache.errors import GenerationFailed, MlxcacheError, StoreError
-from mlxcache.mlx_thread import MlxThread
-from mlxcache.model import device
+from mlxcache.scheduling.speculation import Speculation
+from mlxcache.scheduling.task import Outcome, Output, Task, as_failure
 from mlxcache.types import FinishReason
 
 log = logging.getLogger("mlxcache.engine")
@@ -58,6 +59,7 @@ class Scheduler:
     `prepare(task)` makes the parser and sampler of an admitted task. `on_end(task)` is called once
     for each task that is over, after its memory is released and before its last event. `on_tick()`
     is called by `publish`, after each step. `drafts`: tokens that a draft model proposes at once.
+    `speculation`: makes guesses from the conversations, or None.
     """
 
     def __init__(
@@ -73,6 +75,7 @@ class Scheduler:
         on_tick: Callable[[], None] = lambda: None,
         images: Images | None = None,
         drafts: int = DRAFTS,
+        speculation: Speculation | None = None,
         balance: PrefillDecodeBalance | None = None,
         queue: FairQueue | None = None,
     ):
@@ -86,7 +89,7 @@ class Scheduler:
         self.waiting: list[Task] = []
         self.prefilling: list[Task] = []
         self.prefill = Prefill(model, kv, cost, limits, images)
-        self.lanes = Lanes(model, kv, cost.decoding, drafts)
+        self.lanes = Lanes(model, kv, cost.decoding, drafts, speculation)
         self.idle_prefill = IdlePrefill(kv, self.prefill)
         self.admission = Admission(kv, limits, cost, prepare, self.idle_prefill.note_use)
         self._on_end = on_end
@@ -124,6 +127,8 @@ class Scheduler:
         """
         self.idle_prefill.step() if self.idle and admitting else self.idle_prefill.pause()
         self.kv.pump(decoding=len(self.lanes) > 0)
+        if sharing:
+            self.lanes.interrupt()
         if not self.prefilling:
             self.balance.begin(decoding=len(self.lanes) > 0)
         started = admitting and self._admit()
@@ -165,7 +170,7 @@ class Scheduler:
         return self.kv.can_pump or not (looking or blocked or self.kv.short)
 
     def publish(self) -> None:
-        """Report that a step is over, for figures that other threads read."""
+        """Call `on_tick` after a step, so that figures which other threads read are updated."""
         self._on_tick()
 
     def submit(self, task: Task) -> None:
@@ -200,7 +205,8 @@ class Scheduler:
     def _admit(self) -> bool:
         """Start waiting tasks in fair order as long as places and memory last.
 
-        None starts beside others while another model waits for memory, so that it gets its turn.
+        While another model waits for memory, a task starts only if no task of this model is active,
+        so that the other model gets its turn.
         Returns whether a task started.
         """
         before = len(self.prefilling)
@@ -240,6 +246,7 @@ class Scheduler:
         `sharing`: other models wait for the thread.
         """
         task = self.prefill.choose(self._computable())
+        self.lanes.interrupt()
         try:
             self._prefill_chunk(task, sharing=sharing)
         except Exception as error:

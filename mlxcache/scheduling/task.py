@@ -13,19 +13,20 @@ import numpy as np
 from mlxcache.cache.checkpoints import SPACING
 from mlxcache.cache.kv_cache import Lease
 from mlxcache.cache.restore import DiskLookup
-from mlxcache.engine.decoder import Drawn, Row
-from mlxcache.engine.loop_guard import LoopGuard
 from mlxcache.errors import GenerationFailed, MlxcacheError
 from mlxcache.model.guidance.guide import Guide
 from mlxcache.model.guidance.thinking_budget import ThinkingBudget
 from mlxcache.model.sampling import skip_draws
 from mlxcache.owner import own_ids
 from mlxcache.prompt.replies import GeneratedReply, make_reply
+from mlxcache.scheduling.decoder import Drawn, Row
+from mlxcache.scheduling.loop_guard import LoopGuard
 from mlxcache.types import (
     Admitted,
     Event,
     Finished,
     FinishReason,
+    GuessSource,
     Job,
     Piece,
     Progress,
@@ -89,6 +90,16 @@ class Output:
                 self.row.steer(steering)
         return pieces
 
+    def may_steer(self, within: int) -> bool:
+        """Return whether the reply's guide may change within the next `within` tokens.
+
+        A change of the guide makes a thinking block end, or takes effect after its end.
+        """
+        if self.budget is None:
+            return False
+        near = self.loop is not None and self.loop.near and self.parser.thinking
+        return near or self.budget.may_steer(self.parser.reasoning_tokens, within)
+
     def is_loop(self, token: int) -> bool:
         """Return whether the reply, including its newest token, is a loop and must end.
 
@@ -128,10 +139,10 @@ class Task:
     the cache stores them, shape (n,). `fed`: the ids as the model is fed them, shape (n,). The two
     differ for images and if the server has several keys; see `Prompt` and `own_ids`. `out`: the
     token ids drawn so far. `limit`: the most tokens of the reply. `stops`: positions at which the
-    prefill takes a checkpoint. `skipped`: number of chunks of other prompts that came first.
-    `deferred`: the task waited for a prefix that another request computes. `matched`: prompt tokens
-    in RAM at its admission, reusable or not. `guide`: restricts the reply; each row gets a copy of
-    its first state.
+    prefill takes a checkpoint. `skipped`: number of chunks of other prompts that were fed since its
+    own last one. `deferred`: the task waited for a prefix that another request computes. `matched`:
+    prompt tokens in RAM at its admission, reusable or not. `guide`: restricts the reply; it stays
+    in its state before the first token, and each decoder row gets a copy.
 
     Pieces of the reply are staged until `deliver`, because on a GPU, which reports errors late, the
     pass that drew them may have failed. After such an error, `begin_again` drops the tokens that
@@ -265,7 +276,7 @@ class Task:
         self.record.timing["restore_s"] = 0.0
 
     def lend(self, lease: Lease) -> None:
-        """Attach `lease` to a prompt that is computed before any client sends it."""
+        """Attach `lease` to the task, whose prompt is computed before any client sends it."""
         self.lease = lease
         self.record.cached_tokens = lease.cached
 
@@ -300,10 +311,10 @@ class Task:
             record.cached_tokens, record.restored_tokens = self.held.cached, self.restored
 
     def admit(self, output: Output, matched: int) -> None:
-        """Tell the client that its request was admitted.
+        """Set the output of the reply, and tell the client that its request was admitted.
 
-        `matched`: prompt tokens in RAM, reusable or not. If the task began again, `output` is
-        brought to the state after the tokens delivered so far instead.
+        `matched`: prompt tokens in RAM, reusable or not. If the task began again, the client is
+        not told again, and `output` is brought to the state after the tokens delivered so far.
         """
         if self.admitted:
             output.replay(self.out)
@@ -331,7 +342,10 @@ class Task:
     # -- its course --------------------------------------------------------------------------------
 
     def pass_over(self, chosen: Task) -> None:
-        """Count in `skipped` that a chunk of `chosen` is fed next; 0 if `chosen` is this task."""
+        """Add 1 to `skipped`, because a chunk of the task `chosen` is fed next.
+
+        Sets `skipped` to 0 if `chosen` is this task.
+        """
         self.skipped = 0 if self is chosen else self.skipped + 1
 
     def note_oom(self) -> bool:
@@ -350,11 +364,18 @@ class Task:
         self.record.timing[name] = round(now - self.phase_began, 6)
         self.phase_began = now
 
-    def note_drafts(self) -> None:
-        """Copy the numbers of drafted and accepted tokens to the record."""
+    def note_drafts(self, source: GuessSource) -> None:
+        """Copy the numbers of drafted and accepted tokens to the record, with their `source`."""
         assert self.output is not None
+        if self.output.row.drafted:
+            self.record.guess_source = source
         self.record.drafted_tokens = self.output.row.drafted
         self.record.accepted_tokens = self.output.row.accepted
+        self.record.guess_passes = self.output.row.draft_passes
+
+    def note_guesses(self, saved_s: float) -> None:
+        """Add to the record the seconds that guesses saved."""
+        self.record.guess_saved_s = round(self.record.guess_saved_s + saved_s, 6)
 
     def show_progress(self) -> None:
         """Send the client the number of prompt tokens processed so far."""
@@ -487,7 +508,7 @@ def as_failure(error: Exception) -> MlxcacheError:
     """Return the error for the client; an error that is no MlxcacheError is logged and wrapped."""
     if isinstance(error, MlxcacheError):
         return error
-    log.error("request failed", exc_info=error)
+    log.error("request failed with an unexpected exception", exc_info=error)
     return GenerationFailed(f"The model failed: {error}")
 
 

@@ -113,7 +113,7 @@ class SessionBook:
         """Write a finished request as a turn of its session. Any thread; returns at once.
 
         `ids`: token ids of its prompt and reply as far as they are cached, shape (n,). `reply`: its
-        reply in the form kept for replay, or None. `gain`: its figures.
+        reply in the form kept for replay, or None. `gain`: its times and counts of tokens.
         """
         self._writer.add_turn(job, ids, time.time(), reply, gain)
 
@@ -188,7 +188,10 @@ class SessionBook:
         return [replace(a, ram=a.ram.joined(b)) for a, b in zip(listed, held, strict=True)]
 
     def tree_parts(self, listed: Sequence[Listed]) -> Sequence[TreePart]:
-        """Return those of `listed` that belong to this model, as a list of one tree part."""
+        """Return those of `listed` that belong to this model, for the tree view.
+
+        The result has one part, as the tree view expects a part for each model.
+        """
         own = [one for one in listed if one.session.namespace == self.namespace]
         return [TreePart(own, self.decode)]
 
@@ -314,13 +317,16 @@ class SessionBook:
         return {"sessions": len(gone), "freed_bytes": freed}
 
     def disk_bytes(self) -> int:
-        """Return the bytes of all models on disk; 0 without a disk tier. Waits for the disk."""
+        """Return the bytes of the store folder, with the KV of all models; 0 without a disk tier.
+
+        Blocks while it reads the disk.
+        """
         return self.store.stats().used_bytes if self.store else 0
 
     async def prune(self, limit: int | None = None) -> int:
         """Remove damaged files, evict files down to `limit` bytes, and return the bytes freed.
 
-        Reads every file. Raises StoreError.
+        If `limit` is None, nothing is evicted. Reads every file. Raises StoreError.
         """
         if (store := self.store) is None:
             return 0

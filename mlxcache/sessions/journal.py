@@ -159,10 +159,13 @@ class SessionWriter:
             self._failing = False
         except StoreError as error:
             if not self._failing:
-                log.warning("sessions not written, retrying every %g s: %s", RETRY_S, error)
+                log.warning(
+                    "turns not written to the table of sessions, retrying every %g s: %s",
+                    *(RETRY_S, error),
+                )
             self._failing = True
         except Exception:
-            log.exception("writing a session failed")
+            log.exception("writing to the table of sessions failed")
         finally:
             with self._counted:
                 self._open -= 1

@@ -117,7 +117,7 @@ class PromptCacheReader:
         size = path.stat().st_size  # comparing an array reads all of it
         if not kv.ram.reserve("import", size):
             log.warning(
-                "imported KV not used, its prompt is computed: no room in RAM for %d bytes", size
+                "KV of an imported prompt cache not used, it is computed: no RAM for %d bytes", size
             )
             return ids
         try:
@@ -125,7 +125,7 @@ class PromptCacheReader:
                 self._insert(found, own_ids(ids, owner))
             else:
                 log.warning(
-                    "imported KV not used, its prompt is computed: it differs from this model's KV"
+                    "KV of an imported prompt cache not used, it is computed: this model's differs"
                 )
         finally:
             del found

@@ -62,10 +62,10 @@ class ReplyFeed:
         try:
             rows, self._last = self._sessions.replies(self._store.namespace, self._last)
         except StoreError as error:  # reported where the table is written
-            log.debug("cannot read replies on disk: %s", error)
+            log.debug("cannot read the replies on disk that are kept for replay: %s", error)
             return
         except Exception:  # a prompt is rendered without them
-            log.exception("reading replies on disk failed")
+            log.exception("reading the replies on disk failed, they are not replayed")
             return
         if rows:
             self._learn(rows)

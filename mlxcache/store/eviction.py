@@ -247,10 +247,10 @@ class _Order:
         return (self._now - used) / (1 + log2(1 + uses))
 
     def _key_of_path(self, key: _Key) -> _Key:
-        """Return `key`, with the age of a later checkpoint on the path if that is lower.
+        """Return `key`; a checkpoint gets the lowest age of itself and of later ones on its path.
 
-        Only a checkpoint with more uses can have a lower age, because the time of use is the latest
-        of all of them.
+        Only later checkpoints with more reuses are read. The others are not younger, because a use
+        of a checkpoint counts as one of each before it on the path.
         """
         pinned, age, head, end, id = key
         query = "SELECT uses FROM rank WHERE file = ? AND checkpoint AND most > uses"

@@ -54,12 +54,12 @@ class StoreStats:
     """Figures of one store folder.
 
     `limit_bytes`: most bytes that the folder may take, or None. `used_bytes`: disk space of the
-    whole folder, of which `run_bytes`, `checkpoint_bytes` and `pinned_bytes` are those of such
-    files, and `index_bytes` those of everything but runs and checkpoints. `runs`, `checkpoints`,
-    `quarantined`: numbers of files. `tokens`: tokens in all runs. The figures from `written_bytes`
-    to `evicted` count events of this process since it opened the folder: bytes and tokens written,
-    files verified before use, files found damaged, files evicted. `obstacle`: why nothing can be
-    written now, None if something can.
+    whole folder, of which `run_bytes`, `checkpoint_bytes` and `pinned_bytes` are that of runs, of
+    checkpoints and of pinned files, and `index_bytes` that of all but runs and checkpoints. `runs`,
+    `checkpoints`, `quarantined`: numbers of files. `tokens`: tokens in all runs. The figures from
+    `written_bytes` to `evicted` count events of this process since it opened the folder: bytes and
+    tokens written, files verified before use, files found damaged, files evicted. `obstacle`: why
+    nothing can be written now, None if something can.
     """
 
     limit_bytes: int | None

@@ -100,9 +100,10 @@ class Listed:
 
 
 def related_objects(sessions: Sequence[Session]) -> list[dict[str, Any]]:
-    """Return JSON objects of `sessions` that have the label of another model's session.
+    """Return a JSON object for each of `sessions`, those related to a listed session.
 
-    The fields are `id`, `model`, `turns` and `last_used_at`.
+    Related sessions have the same label and different models; see `Sessions.related`. The fields
+    are `id`, `model`, `turns` and `last_used_at`.
     """
     return [
         {"id": one.id, "model": one.model, "turns": one.turns, "last_used_at": one.last_used_at}

@@ -120,7 +120,7 @@ def servers(cache_dir: Path) -> list[Serving]:
 
 
 def _sweep(notes: Path) -> None:
-    """Remove the note files of servers that no longer run."""
+    """Remove the note files of servers that no longer run from the folder `notes`."""
     for note in notes.glob("*.json"):
         if note.stem.isdecimal() and not is_running(int(note.stem)):
             note.unlink(missing_ok=True)

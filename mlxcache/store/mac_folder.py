@@ -58,9 +58,9 @@ def prepare_cache_dir(cache_dir: Path) -> Path:
     if _has_store(cache_dir):
         if _has_store(former) and (former / STORE).resolve() != (cache_dir / STORE).resolve():
             log.warning(
-                "sessions in %s are not used, because %s has sessions too: pass the first folder "
-                "as --cache-dir to use them, or remove that folder",
-                *(former, cache_dir),
+                "sessions in %s are not used, because %s has sessions too: to use them, pass "
+                "--cache-dir %s; to be rid of them, remove it",
+                *(former, cache_dir, former),
             )
         return cache_dir
     if _has_store(former) and not _take_over(former, cache_dir):

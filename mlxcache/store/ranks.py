@@ -180,7 +180,10 @@ def _read(own: Sequence[Any]) -> _Rank | None:
 
 
 def _path_of(rank: _Rank) -> tuple[float, int, int | None]:
-    """Return (used, most, previous), the fields on which the checkpoint before this one depends."""
+    """Return the fields of a checkpoint's rank on which the rank of the one before it depends.
+
+    They are (used, most, previous), described at `SCHEMA`.
+    """
     return rank.used, rank.most, rank.previous
 
 

@@ -101,8 +101,9 @@ class Turn:
     `ids`: token ids of its prompt and reply, shape (n,); the first `prompt_tokens` are the prompt.
     `key_tokens`: see `leaves.conversation_key_tokens`. `head`: number of tokens of tools and system
     prompt. `at`: seconds since 1970. `label`, `client`, `title`, `owner`: see `Session`. `reply`:
-    its reply for replay, or None. `gain`: its figures. `known`: keys of earlier replies in its
-    prompt. `response`: id of the stored response of OpenAI's Responses API that the request made.
+    its reply for replay, or None. `gain`: its times and counts of tokens. `known`: keys of
+    earlier replies in its prompt. `response`: id of the stored response of OpenAI's Responses API
+    that the request made.
     """
 
     namespace: str
@@ -178,6 +179,10 @@ _LATER_COLUMNS = (
     ("sessions", "owner", "TEXT"),
     ("leaves", "replies", "BLOB"),
     ("replies", "key", "BLOB"),
+    ("session_figures", "drafted_tokens", "INTEGER NOT NULL DEFAULT 0"),
+    ("session_figures", "accepted_tokens", "INTEGER NOT NULL DEFAULT 0"),
+    ("session_figures", "guess_passes", "INTEGER NOT NULL DEFAULT 0"),
+    ("session_figures", "guess_saved_s", "REAL NOT NULL DEFAULT 0"),
 )
 
 
@@ -223,7 +228,7 @@ def new_session(id: str, turn: Turn, origin: Origin | None = None) -> Session:
 def find_labelled(db: sqlite3.Connection, turn: Turn) -> str | None:
     """Return the id of the session with a turn's label, or None.
 
-    The label may also be the session's id.
+    A session whose id is the turn's label is preferred.
     """
     if turn.label is None:
         return None
@@ -431,7 +436,9 @@ CREATE TABLE IF NOT EXISTS session_figures (
     requests INTEGER NOT NULL, first_tokens INTEGER NOT NULL, first_token_s REAL NOT NULL,
     prompt_tokens INTEGER NOT NULL, cached_tokens INTEGER NOT NULL,
     restored_tokens INTEGER NOT NULL, fed_tokens INTEGER NOT NULL,
-    generated_tokens INTEGER NOT NULL, saved_tokens INTEGER NOT NULL, saved_s REAL NOT NULL);
+    generated_tokens INTEGER NOT NULL, saved_tokens INTEGER NOT NULL, saved_s REAL NOT NULL,
+    drafted_tokens INTEGER NOT NULL DEFAULT 0, accepted_tokens INTEGER NOT NULL DEFAULT 0,
+    guess_passes INTEGER NOT NULL DEFAULT 0, guess_saved_s REAL NOT NULL DEFAULT 0);
 CREATE TABLE IF NOT EXISTS prefill_times (
     namespace TEXT NOT NULL, range INTEGER NOT NULL, tokens INTEGER NOT NULL, seconds REAL NOT NULL,
     PRIMARY KEY (namespace, range)) WITHOUT ROWID;
@@ -444,7 +451,8 @@ class SessionFigures:
 
     `first_tokens`: number of requests that gave a first token, after `first_token_s` seconds in
     total. `saved_tokens`: cached tokens for which the speed of prefill was known. `saved_s`:
-    estimated seconds that computing those would have taken.
+    estimated seconds that computing those would have taken. `drafted_tokens`, `accepted_tokens`,
+    `guess_passes`, `guess_saved_s`: as in a request's record.
     """
 
     requests: int = 0
@@ -457,6 +465,10 @@ class SessionFigures:
     generated_tokens: int = 0
     saved_tokens: int = 0
     saved_s: float = 0.0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
+    guess_passes: int = 0
+    guess_saved_s: float = 0.0
 
     def as_object(self) -> dict[str, Any]:
         """Return the figures as a JSON object of the API.
@@ -476,6 +488,10 @@ class SessionFigures:
             "generated_tokens": self.generated_tokens,
             "saved_tokens": self.saved_tokens,
             "saved_s": round(self.saved_s, 3) if known else None,
+            "drafted_tokens": self.drafted_tokens,
+            "accepted_tokens": self.accepted_tokens,
+            "guess_passes": self.guess_passes,
+            "guess_saved_s": round(self.guess_saved_s, 3),
         }
 
 

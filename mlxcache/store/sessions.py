@@ -58,9 +58,9 @@ class Sessions:
     def __init__(self, database: Database):
         self._database = database
         database.create(rows.SCHEMA)
+        database.create(rows.FIGURES_SCHEMA)
         database.create(reply_rows.SCHEMA, rows.add_later_columns)
         database.create(response_rows.SCHEMA)
-        database.create(rows.FIGURES_SCHEMA)
 
     def copy(self) -> Sessions:
         """Copy the table to a database in memory, which the caller must close.

@@ -402,9 +402,9 @@ class Store:
     def prune(self, limit: int | None = None, progress: Progress = lambda _, __: None) -> int:
         """Remove damaged files and the quarantine, then evict files down to `limit` bytes.
 
-        Returns the bytes freed. Reads every file, and removes all that `check` reports except a
-        damaged index, which the next start rebuilds. `progress(done, total)` is called with numbers
-        of files. Raises StoreError.
+        If `limit` is None, nothing is evicted. Returns the bytes freed. Reads every file, and
+        removes all that `check` reports except a damaged index, which the next start rebuilds.
+        `progress(done, total)` is called with numbers of files. Raises StoreError.
         """
         with self.freeing():
             return maintenance.prune(self.context, limit, progress)

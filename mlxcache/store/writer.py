@@ -136,7 +136,7 @@ class Writer:
                     return None
                 if self._queue:
                     return self._queue.popleft()
-            _run_logged("noting uses in the index", self._store.note_uses)
+            _run_logged("writing the uses of files to the index", self._store.note_uses)
             _run_logged("work while idle", self._idle)
 
     def _write(self, job: Job) -> None:
@@ -151,7 +151,7 @@ class Writer:
         except Exception as raised:
             log.exception("writing KV to disk failed")
             error = StoreError(f"Writing KV to disk failed: {raised!r}.")
-        _run_logged("completing a write", lambda: self._done(job, error))
+        _run_logged("action after a write", lambda: self._done(job, error))
 
 
 def _run_logged(what: str, action: Callable[[], None]) -> None:

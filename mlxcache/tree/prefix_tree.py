@@ -425,8 +425,8 @@ class PrefixTree:
         root is returned. The caller must lock the node before anything else may evict it.
 
         Raises TypeError if `tokens` is an array that is not int32 of shape (n,). Raises ValueError,
-        with nothing changed, if `value` already holds other tokens at the positions of the tail;
-        cut those first.
+        with nothing changed, if there is a tail and `value` already holds tokens outside of the
+        part of `tokens` that the tree has; cut those first.
         """
         ids = as_tokens(tokens)
         found = self.match(ids, touch=False)
@@ -604,7 +604,7 @@ class PrefixTree:
             raise ValueError(f"{node} left the tree")
 
     def _require_room(self, value: Any, found: Match) -> None:
-        """Raise ValueError if `value` holds tokens anywhere else than on the matched path."""
+        """Raise ValueError if `value` holds tokens outside of the prefix `found`."""
         held = self._edges.holdings.of(value)
         if held and (held[-1] not in found.nodes or held[-1].end > found.length):
             raise ValueError(

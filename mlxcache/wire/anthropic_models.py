@@ -43,7 +43,8 @@ def describe_model(info: ModelInfo, name: str | None = None) -> dict[str, Any]:
 def list_models(infos: Sequence[ModelInfo], *, empty: bool) -> dict[str, Any]:
     """Return the list of models in Anthropic's API.
 
-    With `empty`, returns a page of the list that contains no model.
+    All models are on one page. With `empty`, returns a page without models, for a request of what
+    comes before or after them.
     """
     data = [] if empty else [describe_model(info) for info in infos]
     ids = [one["id"] for one in data] or [None]

@@ -110,10 +110,11 @@ def read_thinking_budget(body: Request, *, takes_effort: bool) -> int | None:
 
 
 def read_effort(body: Conversation) -> Effort | None:
-    """Return the effort of the reply: that of the request, or of the last system message with one.
+    """Return the effort of the reply, from the last system message with one that applies already.
 
-    An effort in a system message applies at once if the message follows new input of the user (more
-    than tool results), otherwise from the next such input on.
+    Without such a message, it is that of the request's `output_config`, or None. An effort in a
+    system message applies at once if the message follows new input of the user (more than tool
+    results), otherwise from the next such input on.
     Source: https://platform.claude.com/docs/en/build-with-claude/effort-per-message.
     """
     effort = body.output_config.effort if body.output_config else None

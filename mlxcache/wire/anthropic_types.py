@@ -242,6 +242,7 @@ class Request(Conversation, kw_only=True):
     temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
     top_p: Annotated[float, Meta(ge=0, le=1)] | None = None
     top_k: Annotated[int, Meta(ge=0)] | None = None
+    speculate: bool | None = None
 
 
 def read_block(raw: RawBlock, where: str) -> Block:

@@ -1,6 +1,6 @@
 """Conversion of OpenAI's request bodies to `Chat`, `Prompt`, `Sampling` and limits.
 
-An unsupported field that would change the answer raises BadRequest with the field's name.
+An unsupported field that would change the answer raises Unsupported with the field's name.
 """
 
 from __future__ import annotations

@@ -43,7 +43,11 @@ class Call(Struct):
 
 
 class Message(Struct):
-    """One message of a conversation. `function` and `function_call` are older names."""
+    """One message of a conversation.
+
+    The role `function` is the older name of `tool`; `function_call` is the older form of
+    `tool_calls`.
+    """
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: str | list[Part] | None = None
@@ -198,6 +202,7 @@ class Generation(UnsupportedFields, kw_only=True):
     n: int | None = None
     best_of: int | None = None
     prompt_cache_key: str | None = None
+    speculate: bool | None = None
     prompt_cache_retention: Any = None
     response_format: Format | None = None
     structured_outputs: StructuredOutputs | None = None

@@ -90,6 +90,7 @@ function recentRow() {
     setText(first, seconds(one.timing.first_token_s) || "–");
     setAttr(first, "data-kind", one.reuse);
     setText(reply, outcome(one));
+    reply.title = guessed(one);
     setAttr(element, "data-status", one.status);
   };
   return { element, update };
@@ -102,4 +103,12 @@ function outcome(one) {
   const speed = spent && many > 1 ? (many - 1) / spent : null;
   const words = `${count(many)}${speed ? ` at ${speed < 10 ? speed.toFixed(1) : Math.round(speed)}/s` : ""}`;
   return one.status === "cancelled" ? `${words}, cut` : words;
+}
+
+function guessed(one) {
+  if (!one.drafted_tokens) return "";
+  const from = one.guess_source === "draft" ? "a draft model" : "the conversation";
+  const saved = one.guess_saved_s;
+  const time = saved < 0 ? `${seconds(-saved)} lost` : `${seconds(saved)} saved`;
+  return `${count(one.accepted_tokens)} of ${count(one.drafted_tokens)} tokens from ${from} accepted, in ${plural(one.guess_passes, "pass", "passes")}: ${time}`;
 }

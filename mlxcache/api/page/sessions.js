@@ -78,6 +78,7 @@ function about(one) {
   if (one.agents) words.push(plural(one.agents, "sub-agent"));
   if (one.client) words.push(one.client);
   if (one.figures?.saved_s >= 1) words.push(`${seconds(one.figures.saved_s)} saved`);
+  if (one.figures?.guess_saved_s >= 1) words.push(`${seconds(one.figures.guess_saved_s)} saved by guesses`);
   if (one.name && one.title) words.push(`“${one.title}”`);
   return words.join(" · ");
 }

@@ -52,7 +52,8 @@ def in_child(name: str) -> Callable[[Context], None]:
 def scale_for(subject: Subject, scale: Scale) -> Scale:
     """Return `scale` with `deep` and `disk_bytes` reduced to what the model's context allows.
 
-    At most `CONTEXT_SHARE` of the context is used. Nothing is reduced if its length is unknown.
+    At most `CONTEXT_SHARE` of the context is used. If the length of the context is unknown, `scale`
+    is returned unchanged.
     """
     most = round(CONTEXT_SHARE * subject.context_length)
     if not most:

@@ -253,6 +253,8 @@ def _totals(cache: Mapping[str, Any]) -> Text:
         text += f"; {tokens['cached'] / whole:.0%} reused"
     if saved["tokens"]:
         text += f", {show.format_saved(tokens['cached'], saved)} saved"
+    if tokens.get("drafted"):
+        text += f"; {tokens['accepted']:,} of {tokens['drafted']:,} guessed tokens accepted"
     return Text(text, no_wrap=True, overflow="ellipsis")
 
 

@@ -154,6 +154,15 @@ class ThinkingBudget:
         self._since = 0
         return self._start
 
+    def may_steer(self, used: int, within: int) -> bool:
+        """Return whether the guide may change within the next `within` tokens of thinking.
+
+        `used`: tokens in think blocks so far.
+        """
+        if self._since >= 0:
+            return True
+        return self._limit is not None and used + within >= self._limit - self._within - self._ahead
+
     def begin(self, guide: Guide | None) -> Guide | None:
         """Return the guide of a reply that begins inside a think block.
 

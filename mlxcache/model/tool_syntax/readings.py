@@ -44,7 +44,7 @@ class Cut:
 
 @dataclass(frozen=True, slots=True)
 class Tag:
-    """A tag at position `at` of a tool block that opens or closes a parameter."""
+    """A tag at position `at` of a tool block; it opens a parameter if `opens`, else closes one."""
 
     at: int
     opens: bool

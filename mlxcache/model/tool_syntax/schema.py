@@ -120,7 +120,10 @@ class Tools:
 
 
 def _complete(tool: Mapping[str, Any]) -> dict[str, Any]:
-    """Add empty `parameters` to a tool that has none, because some parsers need the key."""
+    """Return a copy of a tool's definition, with empty `parameters` if it has none.
+
+    Some parsers need the key.
+    """
     return {**tool, "function": {"parameters": {}, **(tool.get("function") or {})}}
 
 

@@ -18,7 +18,11 @@ class Malformed(ValueError):
 
 
 class Closing(Enum):
-    """Role that a closing marker would have at the end of the text of a tool block so far."""
+    """Role that a closing marker would have at the end of the text of a tool block so far.
+
+    INSIDE: part of a value. MAYBE: part of a value, or the end of the block. FINAL: the block is
+    complete or is no call, whatever follows. UNKNOWN: only reading the whole block can tell.
+    """
 
     INSIDE = auto()
     """The text ends inside a value, so the marker belongs to that value."""
