@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 PACKAGE = "mlxcache"
-LAYER = f"{PACKAGE}.engine"
+LAYERS = [f"{PACKAGE}.{room}" for room in ("engine", "residency", "scheduling")]
 
 BUDGET = 0
 """Maximum number of outside assignments, besides the exceptions below."""
@@ -45,35 +45,47 @@ FOREIGN = {
 
 @dataclass(frozen=True)
 class Record:
-    """A class whose attributes the functions of one package may set.
+    """A class whose attributes the functions of some packages may set.
 
-    `names` are the variables that hold its objects in that package.
+    `packages` are the names of those packages, `names` the variables that hold its objects there.
     """
 
-    package: str
+    packages: frozenset[str]
     names: frozenset[str]
     reason: str
 
 
 RECORDS = {
     "Node": Record(
-        "tree",
+        frozenset({"tree"}),
         frozenset({"node", "child", "leaf", "each", "upper", "last"}),
         "an edge of the tree: the tree's functions link, cut and count it",
     ),
-    "Usage": Record("tree", frozenset({"usage"}), "the part of a node that counts its uses"),
+    "Usage": Record(
+        frozenset({"tree"}), frozenset({"usage"}), "the part of a node that counts its uses"
+    ),
     "RequestRecord": Record(
-        "engine", frozenset({"record"}), "what a request did: each stage notes its part"
+        frozenset({"engine", "scheduling"}),
+        frozenset({"record"}),
+        "what a request did: each stage notes its part",
     ),
     "Draft": Record(
-        "prompt", frozenset({"draft"}), "a request being canonicalised: each rule rewrites its part"
+        frozenset({"prompt"}),
+        frozenset({"draft"}),
+        "a request being canonicalised: each rule rewrites its part",
     ),
     "Findings": Record(
-        "bench", frozenset({"found"}), "what a scenario of prove found: its runner notes the end"
+        frozenset({"bench"}),
+        frozenset({"found"}),
+        "what a scenario of prove found: its runner notes the end",
     ),
-    "Context": Record("cli", frozenset({"ctx"}), "typer's: its `obj` is what subcommands share"),
+    "Context": Record(
+        frozenset({"cli"}), frozenset({"ctx"}), "typer's: its `obj` is what subcommands share"
+    ),
     "Slot": Record(
-        "model", frozenset({"slot", "twin"}), "a cache object of mlx-lm, which has no such methods"
+        frozenset({"model"}),
+        frozenset({"slot", "twin"}),
+        "a cache object of mlx-lm, which has no such methods",
     ),
 }
 """Classes that are records in other modules of their package too, by name."""
@@ -217,16 +229,16 @@ class Outside(ast.NodeVisitor):
     def _usual(self, name: str) -> str | None:
         """Return the record that a variable of this name holds in this package, or None."""
         kinds = (kind for kind, record in RECORDS.items() if name in record.names)
-        return next((kind for kind in kinds if self._inside(RECORDS[kind].package)), None)
+        return next((kind for kind in kinds if self._inside(RECORDS[kind].packages)), None)
 
-    def _inside(self, package: str) -> bool:
-        return self._module.startswith(f"{PACKAGE}.{package}.")
+    def _inside(self, packages: frozenset[str]) -> bool:
+        return any(self._module.startswith(f"{PACKAGE}.{one}.") for one in packages)
 
     def _is_record(self, kind: str, attribute: str) -> bool:
         several = self._known.get(kind, ())
         if any(attribute in one.callbacks for one in several):
             return False
-        listed = kind in RECORDS and self._inside(RECORDS[kind].package)
+        listed = kind in RECORDS and self._inside(RECORDS[kind].packages)
         return listed or (bool(several) and all(one.module == self._module for one in several))
 
 
@@ -341,17 +353,18 @@ def main(checkout: Path) -> int:
         visitor.visit(tree)
         outside += [f"{path.relative_to(checkout)}:{line}: {what}" for line, what in visitor.found]
     imports = Imports(trees)
-    layer = imports.within(LAYER)
-    figures = {
+    figures: dict[str, int] = {
         "modules": len(paths),
         "lines": sum(source.count("\n") for source in sources.values()),
-        f"modules in {LAYER}": len(layer),
-        f"imports inside {LAYER}": sum(map(len, layer.values())),
-        f"floors of {LAYER}": floors(layer),
         "modules with a single importer": len(imports.single()),
-        "Optional fields of Engine": optional_fields(trees[f"{LAYER}.engine"], "Engine"),
+        "Optional fields of Engine": optional_fields(trees[f"{PACKAGE}.engine.engine"], "Engine"),
         "outside assignments": len(outside),
     }
+    for name in LAYERS:
+        layer = imports.within(name)
+        figures[f"modules in {name}"] = len(layer)
+        figures[f"imports inside {name}"] = sum(map(len, layer.values()))
+        figures[f"floors of {name}"] = floors(layer)
     print("\n".join(outside))
     print("\n".join(f"{name:32} {count}" for name, count in figures.items()))
     return int(len(outside) > BUDGET)

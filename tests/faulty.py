@@ -85,9 +85,9 @@ def wrap(owner: Any, name: str, before: Callable[[], None]) -> None:
 def install(faults: Faults) -> None:
     """Wrap the functions of the server in which faults happen."""
     from mlxcache.engine.runtime import ModelRuntime
-    from mlxcache.engine.scheduler import Scheduler
     from mlxcache.prompt.codec import Codec
     from mlxcache.prompt.template import Template
+    from mlxcache.scheduling.scheduler import Scheduler
     from mlxcache.store import saving
 
     real = time.time

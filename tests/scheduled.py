@@ -17,19 +17,19 @@ from mlx.utils import tree_flatten
 
 from mlxcache.cache.disk import DiskTier
 from mlxcache.cache.kv_cache import KVCache
-from mlxcache.engine import cost
-from mlxcache.engine import memory as core
-from mlxcache.engine.decoder import Row
-from mlxcache.engine.lanes import Lane
-from mlxcache.engine.prefill import Limits, PrefillDecodeBalance
-from mlxcache.engine.rounds import Rounds
-from mlxcache.engine.scheduler import Scheduler
-from mlxcache.engine.task import Output, Task
 from mlxcache.model import kv
 from mlxcache.model.arrays import tree_arrays
 from mlxcache.model.guidance.guide import Guide
 from mlxcache.model.load import Loaded, ModelSpec, load
 from mlxcache.model.sampling import make_processors, make_sampler
+from mlxcache.residency import memory as core
+from mlxcache.residency.rounds import Rounds
+from mlxcache.scheduling import cost
+from mlxcache.scheduling.decoder import Row
+from mlxcache.scheduling.lanes import Lane
+from mlxcache.scheduling.prefill import Limits, PrefillDecodeBalance
+from mlxcache.scheduling.scheduler import Scheduler
+from mlxcache.scheduling.task import Output, Task
 from mlxcache.store.store import Store
 from mlxcache.tree.budget import Budget
 from mlxcache.types import (
@@ -99,11 +99,12 @@ class Bench:
         kv_bits: int | None = None,
         draft: Path | None = None,
         loaded: Loaded | None = None,
+        layout: kv.Layout | None = None,
     ):
         loaded = loaded or load(ModelSpec(str(path), draft=str(draft) if draft else None))
         self.loaded = loaded
         self.model, self.tokenizer = loaded.model, loaded.tokenizer
-        layout = kv.survey(self.model, kv_bits=kv_bits)
+        layout = layout or kv.survey(self.model, kv_bits=kv_bits)
         self.rounds = Rounds()
         self.thread = self.rounds.thread
         self.cost: cost.Cost = SteadyCost(64.0, 0.0, 0.0, 1e6)
@@ -140,13 +141,17 @@ class Bench:
         )
         self.rounds.add(self.scheduler)
 
+    def open_store(self, folder: Path, limit: int) -> Store:
+        """Open the store in `folder`, which may take `limit` bytes."""
+        return Store.open(folder, "test", limit, free_floor=0)
+
     def open_disk(
         self, folder: Path, *, ram: int = 1 << 30, limit: int = 1 << 30, pending: int = 1 << 20
     ) -> DiskTier:
         """Start again with an empty RAM tier over the store in `folder`, as a new process would."""
         budget = Budget(ram)
         assert budget.reserve("pending", pending)
-        store = Store.open(folder, "test", limit, free_floor=0)
+        store = self.open_store(folder, limit)
         wake = self.thread.wake
         self.use(KVCache.open(self.kv.layout, budget, store, pending_limit=pending, wake=wake))
         assert self.kv.disk is not None

@@ -28,7 +28,7 @@ import mlx.core as mx
 
 from mlxcache.engine import engine
 from mlxcache.engine.runtime import ModelRuntime
-from mlxcache.engine.task import Output, Task
+from mlxcache.scheduling.task import Output, Task
 from tests.forked import served
 from tests.served import Served
 

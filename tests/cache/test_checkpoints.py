@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from mlxcache.cache.checkpoints import SPACING, Trail, stops
 from mlxcache.cache.kv_cache import KVCache
 from mlxcache.cache.write_behind import PathWrite
-from mlxcache.engine import scheduler
-from mlxcache.engine.cost import STOPS, Cost
 from mlxcache.prompt.marks import MARK_DISTANCE
+from mlxcache.scheduling import scheduler
+from mlxcache.scheduling.cost import STOPS, Cost
 from mlxcache.tree.budget import Budget
 from mlxcache.tree.thinning import BUDGET_SHARE, FEWEST, NEWEST
 from tests.scheduled import Bench, admitted

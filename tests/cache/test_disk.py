@@ -15,13 +15,13 @@ import pytest
 
 from mlxcache.cache.disk import DiskTier
 from mlxcache.cache.write_behind import PathWrite
-from mlxcache.engine.task import Task
 from mlxcache.errors import DiskFull, PrefixNotStored
 from mlxcache.model import serialise
+from mlxcache.scheduling.task import Task
 from mlxcache.store.store import Store
-from tests.engine.drafts import make_draft
-from tests.engine.faults import uncomputable
 from tests.scheduled import Bench
+from tests.scheduling.drafts import make_draft
+from tests.scheduling.faults import uncomputable
 from tests.toys.toy import make_toy
 
 FAMILIES = (

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 from mlxcache.cache.disk import DiskTier
-from mlxcache.engine.task import Task
 from mlxcache.model.finite import finite_upto, is_finite
-from tests.engine.faults import FaultyModel, faulty
-from tests.engine.test_faults import at_rest, error, prompt
+from mlxcache.scheduling.task import Task
 from tests.scheduled import Bench, admitted, finished
+from tests.scheduling.faults import FaultyModel, faulty
+from tests.scheduling.test_faults import at_rest, error, prompt
 
 ROOM = 1 << 20
 

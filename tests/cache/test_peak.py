@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
-from mlxcache.engine.task import Task
+from mlxcache.scheduling.task import Task
 from tests.scheduled import Bench
 from tests.toys.toy import make_toy
 

@@ -20,8 +20,8 @@ from mlxcache.cache.pressure import (
 from mlxcache.cache.ram import WITHHELD, BufferCount
 from mlxcache.config.memory import NO_PRESSURE, MemoryPressure, PressureLevel
 from mlxcache.tree.budget import Budget
-from tests.engine.test_prefill import Clock
 from tests.scheduled import Bench
+from tests.scheduling.test_prefill import Clock
 
 RAM = 40_000_000
 SHORT = MemoryPressure(PressureLevel.WARNING, "somebody says so")

@@ -11,8 +11,8 @@ from mlxcache.cache.disk import DiskTier
 from mlxcache.cache.kv_cache import KVCache
 from mlxcache.tree.budget import Budget
 from tests.conftest import ToyMaker
-from tests.engine.drafts import make_draft
 from tests.scheduled import Bench
+from tests.scheduling.drafts import make_draft
 from tests.toys.toy import make_toy
 
 ROOM = 1 << 20

@@ -8,10 +8,10 @@ from types import SimpleNamespace
 from typing import Any
 
 from mlxcache.cache.kv_cache import KVCache
-from mlxcache.engine.task import Task
-from tests.engine.test_long_prefill import Timed, answered, ids
-from tests.engine.test_prefill import Clock
+from mlxcache.scheduling.task import Task
 from tests.scheduled import Bench
+from tests.scheduling.test_long_prefill import Timed, answered, ids
+from tests.scheduling.test_prefill import Clock
 
 TICKS = 20
 

@@ -9,9 +9,9 @@ import pytest
 
 from mlxcache.cache.kv_cache import KVCache
 from mlxcache.tree.budget import Budget
-from tests.engine.test_faults import prompt
-from tests.engine.test_two_models import Models
+from tests.residency.test_two_models import Models
 from tests.scheduled import Bench
+from tests.scheduling.test_faults import prompt
 
 
 @pytest.fixture

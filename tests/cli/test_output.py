@@ -52,6 +52,14 @@ def test_a_request_is_one_line_with_every_figure():
     )
 
 
+def test_guesses_are_told_with_what_they_saved() -> None:
+    """Or what they cost."""
+    one = record(generated_tokens=101, drafted_tokens=80, accepted_tokens=60, guess_passes=9)
+    assert "generated 101 (60 of 80 drafts accepted in 9 passes, 0.00 s saved)" in log_line(one)
+    one.guess_saved_s = -0.25
+    assert "in 9 passes, 0.25 s lost)" in log_line(one)
+
+
 def test_a_request_to_one_of_several_models_names_it():
     """With one model its name would say nothing."""
     one = record(model="small", prompt_tokens=20, finish_reason="stop")

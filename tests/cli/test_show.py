@@ -3,8 +3,10 @@
 import re
 
 import pytest
+from rich.console import Console
 
 from mlxcache.cli import show
+from mlxcache.engine.metrics import Tally
 
 ID = "ses_0123456789ab"
 COLUMNS = (("id", "left"), ("name", "left"), ("tokens", "right"), ("last used", "right"))
@@ -25,6 +27,32 @@ def printed(capsys, monkeypatch, name, width):
     output = re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out)
     head, line = (one.rstrip() for one in output.splitlines())
     return head, line
+
+
+def test_the_end_of_a_run_says_what_guesses_brought(capsys) -> None:
+    """By a draft model and the conversation together."""
+    guesses: dict[str, dict[str, float]] = {
+        "drafted": {"draft": 0, "history": 1200},
+        "accepted": {"draft": 0, "history": 900},
+        "passes": {"draft": 0, "history": 70},
+        "saved_s": {"draft": 0, "history": 12.5},
+    }
+    figures = {
+        "requests": {"total": 2, "cold": 2, "warm": 0, "restored": 0},
+        "saved": {"tokens": 0, "seconds": 0.0},
+        "tokens": {"prompt": 9, "cached": 0, "restored": 0, "fed": 9},
+        "guesses": guesses,
+    }
+    show.print_run_summary(
+        Console(no_color=True, highlight=False, force_terminal=False), figures, Tally()
+    )
+    text = capsys.readouterr().out
+    assert "Guesses      900 of 1,200 tokens accepted in 70 passes, 12.5 s saved" in text
+    guesses["saved_s"]["history"] = -0.5
+    show.print_run_summary(
+        Console(no_color=True, highlight=False, force_terminal=False), figures, Tally()
+    )
+    assert "in 70 passes, 0.50 s lost" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("width", [52, 60, 80, 119])

@@ -237,6 +237,17 @@ def test_drafted_tokens_need_a_draft_model(tmp_path: Path) -> None:
     assert load_settings({"draft_model": "d"}, {}, file).num_draft_tokens == 4
 
 
+def test_a_limit_of_guesses_needs_guesses(tmp_path: Path) -> None:
+    """The setting without --speculate auto is an error, and so is a value that is neither."""
+    with pytest.raises(ConfigError, match="--speculate auto"):
+        load_settings({"speculate_tokens": "4"}, {}, None)
+    with pytest.raises(ConfigError, match="off or auto"):
+        load_settings({"speculate": "on"}, {}, None)
+    file = tmp_path / "config.toml"
+    file.write_text('model = "m"\nspeculate = false\n')
+    assert load_settings({}, {}, file).speculate == "off"
+
+
 def test_the_banner_lists_several_models() -> None:
     """Each with the names and patterns that lead to it."""
     out = Console(file=io.StringIO(), width=200)

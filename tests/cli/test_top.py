@@ -145,6 +145,13 @@ def test_budgets_and_totals_are_shown():
     assert "57 requests: 2 cold, 54 warm, 1 restored; 96% reused, 16 min 52 s saved" in text
 
 
+def test_guessed_tokens_are_shown() -> None:
+    """Where a draft model or the conversation proposed any."""
+    tokens = {"cached": 1_204_112, "fed": 43_789, "drafted": 1200, "accepted": 800}
+    text = "\n".join(lines(state(*ROWS, cache=CACHE | {"tokens": tokens}), 120))
+    assert "saved; 800 of 1,200 guessed tokens accepted" in text
+
+
 GB = 1_000_000_000
 
 

@@ -3,6 +3,7 @@
 import pytest
 
 from mlxcache.config import Settings
+from mlxcache.config.models import ModelEntry
 from mlxcache.config.settings import is_loopback
 from mlxcache.errors import ConfigError
 
@@ -38,6 +39,16 @@ def test_a_draft_without_a_model_is_refused():
     """The demo model has no draft model."""
     with pytest.raises(ConfigError, match="--model"):
         Settings(draft_model="small/")
+
+
+def test_guesses_do_not_go_with_a_draft_model():
+    """Each alone does; a table of config.toml counts like the flag."""
+    assert Settings(model="m", speculate="auto").speculate_tokens == 31
+    with pytest.raises(ConfigError, match="--draft-model"):
+        Settings(model="m", draft_model="d", speculate="auto")
+    entries = (ModelEntry("m", draft_model="d"), ModelEntry("n"))
+    with pytest.raises(ConfigError, match="--speculate off"):
+        Settings(model="m", models=entries, speculate="auto")
 
 
 def test_an_adapter_without_its_model_is_refused():

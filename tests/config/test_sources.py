@@ -71,6 +71,8 @@ VALUES = {
     "kv_bits": ("4", 4),
     "draft_model": ("org/small", "org/small"),
     "num_draft_tokens": ("5", 5),
+    "speculate": ("AUTO", "auto"),
+    "speculate_tokens": ("15", 15),
     "chat_template_args": ('{"enable_thinking": false}', {"enable_thinking": False}),
     "canonicalise": ("git_status=on,uuid=off", {"git_status": True, "uuid": False}),
     "no_canonicalise": ("yes", True),
@@ -90,7 +92,11 @@ assert set(VALUES) == set(SETTINGS) - {"models"}
 OTHERS = {"MLXCACHE_MODEL": "org/name", "MLXCACHE_DRAFT_MODEL": "org/small"}
 """Other settings that some settings require."""
 
-NEEDED = {"remote_key_file": {"MLXCACHE_REMOTE": "s3://bucket"}}
+NEEDED = {
+    "remote_key_file": {"MLXCACHE_REMOTE": "s3://bucket"},
+    "speculate": {"MLXCACHE_DRAFT_MODEL": ""},
+    "speculate_tokens": {"MLXCACHE_DRAFT_MODEL": "", "MLXCACHE_SPECULATE": "auto"},
+}
 """Other settings that one setting requires, and that others contradict."""
 
 

@@ -14,8 +14,9 @@ from mlxcache.cli import protocol
 from mlxcache.cli.doctor import disk
 from mlxcache.config import parse_size, sizes
 from mlxcache.config.settings import MOST_DRAFTED
-from mlxcache.engine import keep_awake, loop_guard, metrics
+from mlxcache.engine import keep_awake, metrics
 from mlxcache.prompt import explain, marks, replies, template
+from mlxcache.scheduling import loop_guard
 from mlxcache.sessions import late_turns
 from mlxcache.store import leaves, reply_rows, session_rows, snapshot_replies, store
 from mlxcache.tree import eviction

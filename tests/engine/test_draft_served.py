@@ -17,10 +17,10 @@ from mlxcache.errors import SnapshotRefused
 from mlxcache.types import Finished, Prompt, RequestRecord
 from tests.cache.test_ram_limit import LIMIT, held
 from tests.conftest import ToyMaker
-from tests.engine.drafts import make_draft
 from tests.engine.running import started
 from tests.memory import rounding_bytes
 from tests.sampler import Sampler
+from tests.scheduling.drafts import make_draft
 from tests.sessions.test_book import ask, prompt, text
 
 

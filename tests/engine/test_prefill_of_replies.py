@@ -12,7 +12,7 @@ from mlxcache.engine.engine import Engine
 from mlxcache.types import Chat, Event, Finished, Job, Sampling, Text, Thinking
 from tests.conftest import ToyMaker
 from tests.engine.running import settled, started
-from tests.engine.test_anticipation import MORE, words
+from tests.scheduling.test_anticipation import MORE, words
 
 Message = dict[str, Any]
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from mlxcache.engine.prefill import DECODE_SHARE
 from mlxcache.engine.requests import (
     FIRST_REPLY,
     MAX_RETRY_S,
@@ -13,6 +12,7 @@ from mlxcache.engine.requests import (
     Running,
     prefill_left_s,
 )
+from mlxcache.scheduling.prefill import DECODE_SHARE
 from mlxcache.types import RequestRecord
 
 

@@ -9,11 +9,12 @@ import pytest
 
 from mlxcache.config import Settings
 from mlxcache.config.sizes import LEAST_RAM
-from mlxcache.engine.memory import MIN_CONTEXT
-from mlxcache.engine.runtime import ModelRuntime, demo_spec
+from mlxcache.engine.model_files import demo_spec
+from mlxcache.engine.runtime import ModelRuntime
 from mlxcache.errors import ModelError, StoreError
 from mlxcache.mlx_thread import MlxThread
 from mlxcache.model.load import ModelSpec, load
+from mlxcache.residency.memory import MIN_CONTEXT
 from mlxcache.store.sessions import Sessions
 from mlxcache.store.store import Store
 from mlxcache.types import Job

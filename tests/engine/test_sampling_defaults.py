@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mlxcache.engine import loop_guard
 from mlxcache.engine.engine import Engine
+from mlxcache.scheduling import loop_guard
 from mlxcache.types import DEFAULTED, Finished, Job, Prompt, Sampling
 from tests.engine.running import started
 

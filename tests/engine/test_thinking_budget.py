@@ -15,19 +15,20 @@ import numpy as np
 import pytest
 
 from mlxcache.config import Settings
-from mlxcache.engine import loop_guard
-from mlxcache.engine.decoder import Row
 from mlxcache.engine.engine import Engine
-from mlxcache.engine.memory import Shared
 from mlxcache.engine.runtime import ModelRuntime
-from mlxcache.engine.task import Output, Task
 from mlxcache.model.guidance.thinking_budget import ThinkingBudget, read_closing
 from mlxcache.model.load import Loaded
 from mlxcache.model.output import OutputParser
 from mlxcache.model.sampling import make_sampler
+from mlxcache.residency.memory import Shared
+from mlxcache.scheduling import loop_guard
+from mlxcache.scheduling.decoder import Row
+from mlxcache.scheduling.task import Output, Task
 from mlxcache.types import Chat, Finished, Job, OutputFormat, Sampling, Text, Thinking
 from tests.engine.running import settled
 from tests.model.test_output import THINK, wrapped
+from tests.scheduling.guesses import CHEAP_CURVES
 
 TOKENS = 70
 
@@ -241,6 +242,33 @@ async def test_a_draft_keeps_the_budget(
             assert budget - 8 <= last.reasoning_tokens <= budget + 8
             assert text
             assert last.generated_tokens == TOKENS
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+async def test_guesses_change_nothing_of_a_budget(
+    model: Callable[[str], Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    temperature: float,
+) -> None:
+    """The guide that ends the thinking applies to the same token, whatever was guessed."""
+    monkeypatch.setattr("mlxcache.engine.runtime.measure_passes", lambda *_: CHEAP_CURVES)
+    first, path = [user("Tell me about trees.")], model("think")
+    hot = Sampling(temperature=temperature, seed=5)
+    limits = {"max_tokens": 240, "sampling": hot}
+    said: list[list[tuple[str, str, int]]] = []
+    for speculate in ("off", "auto"):
+        async with running("think", path, tmp_path, speculate=speculate) as engine:
+            replies = [
+                await ask(engine, first, f"{budget}-{time}", budget, **limits)
+                for time in range(2)
+                for budget in (None, 0, 30, 150)
+            ]
+            said.append([(a, b, end.reasoning_tokens) for a, b, end in replies])
+            accepted = engine.figures()["tokens"]["accepted"]
+            assert (accepted > 200) is (speculate == "auto")
+    assert said[0] == said[1]
 
 
 @pytest.mark.parametrize("name", FAMILIES)

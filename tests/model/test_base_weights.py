@@ -17,7 +17,7 @@ from mlxcache.model.base_weights import Bases, BaseUse
 from mlxcache.model.load import Loaded, ModelSpec, load
 from mlxcache.model.resident_weights import Pace, Weights
 from tests.conftest import ToyMaker
-from tests.engine.drafts import make_draft
+from tests.scheduling.drafts import make_draft
 from tests.toys.adapter import convert, make_adapter
 
 IDS = [[5, 17, 300, 21, 99, 4]]

@@ -15,7 +15,7 @@ from mlxcache.errors import ModelError
 from mlxcache.model.load import ModelSpec, load
 from mlxcache.model.resident_weights import Pace, Weights, split
 from tests.conftest import ToyMaker
-from tests.engine.drafts import make_draft
+from tests.scheduling.drafts import make_draft
 from tests.toys.configs import FAMILIES
 
 IDS = [[5, 17, 300, 21, 99, 4]]

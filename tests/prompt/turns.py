@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from mlxcache.common_prefix import common_length
-from mlxcache.engine.anticipate import NEAR_MARK
 from mlxcache.prompt.next_turn import append_reply
+from mlxcache.scheduling.anticipate import NEAR_MARK
 from mlxcache.types import Finished, FinishReason, Piece, Prompt, Text, Thinking, Tokens, ToolCall
 from mlxcache.wire.anthropic_reply import ContentBlocks
 from mlxcache.wire.chat_bodies import request_to_chat

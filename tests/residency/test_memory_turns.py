@@ -11,13 +11,13 @@ import pytest
 
 from mlxcache.cache.kv_cache import KVCache
 from mlxcache.cache.shared_ram import SharedRam
-from mlxcache.engine.rounds import Rounds
-from mlxcache.engine.task import Task
 from mlxcache.errors import ContextLengthExceeded
+from mlxcache.residency.rounds import Rounds
+from mlxcache.scheduling.task import Task
 from mlxcache.tree.budget import Budget, SharedBudget
 from mlxcache.types import Finished
 from tests.conftest import ToyMaker
-from tests.engine.test_residency import House, ids, last_of, states
+from tests.residency.test_residency import House, ids, last_of, states
 from tests.scheduled import Bench
 
 SMALL, ROOM, LARGE, WHOLE = 60, 400, 700, 1100

@@ -13,14 +13,14 @@ import numpy as np
 import pytest
 
 from mlxcache.cache.kv_cache import KVCache
-from mlxcache.engine.residency import Residency
-from mlxcache.engine.resident import Newcomer, Resident
-from mlxcache.engine.rounds import Rounds
-from mlxcache.engine.task import Task
 from mlxcache.errors import BadRequest, ModelError, StoreError
 from mlxcache.model.base_weights import BaseUse
 from mlxcache.model.load import ModelSpec, load
 from mlxcache.model.resident_weights import Pace, Weights
+from mlxcache.residency.residency import Residency
+from mlxcache.residency.resident import Newcomer, Resident
+from mlxcache.residency.rounds import Rounds
+from mlxcache.scheduling.task import Task
 from mlxcache.types import Finished
 from tests.conftest import ToyMaker
 from tests.scheduled import Bench
@@ -201,7 +201,7 @@ class TestIdle:
 
         monkeypatch.setattr(bench.kv.disk.store, "write_run", wait)
         trims: list[int] = []
-        monkeypatch.setattr("mlxcache.engine.residency.trim_heap", lambda: trims.append(1))
+        monkeypatch.setattr("mlxcache.residency.residency.trim_heap", lambda: trims.append(1))
         prompt = ids(1, 400)
         first = bench.put(prompt, tokens=4)
         house.run(first)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from mlxcache.engine.rounds import Rounds
+from mlxcache.residency.rounds import Rounds
 
 DEVICE_ERROR = "[METAL] Command buffer execution failed: Ignored"
 

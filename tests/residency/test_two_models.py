@@ -14,13 +14,13 @@ import pytest
 from mlxcache.cache.kv_cache import KVCache
 from mlxcache.cache.ram import RamTier
 from mlxcache.cache.shared_ram import SharedRam
-from mlxcache.engine.rounds import Rounds
 from mlxcache.errors import ContextLengthExceeded
+from mlxcache.residency.rounds import Rounds
 from mlxcache.store.store import Store
 from mlxcache.tree.budget import Budget, SharedBudget
-from tests.engine.history import STRAY, History
-from tests.engine.test_faults import error, prompt
 from tests.scheduled import Bench
+from tests.scheduling.history import STRAY, History
+from tests.scheduling.test_faults import error, prompt
 
 
 class Models:

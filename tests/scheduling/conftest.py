@@ -1,4 +1,4 @@
-"""Fixtures of the engine's tests."""
+"""Fixtures of the tests of scheduling."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from tests.conftest import ToyMaker
-from tests.engine.failing_device import Judge, make_judges
+from tests.scheduling.failing_device import Judge, make_judges
 
 
 @pytest.fixture(scope="module")

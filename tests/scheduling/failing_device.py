@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 from mlxcache.bench.device_faults import FailingDevice, failing
-from mlxcache.engine.task import Task
 from mlxcache.errors import DeadlineExceeded, MlxcacheError
 from mlxcache.model import device
 from mlxcache.model.lineage import Lineage
 from mlxcache.model.pair import Pair
+from mlxcache.scheduling.task import Task
 from mlxcache.types import Finished, Sampling, Text
 from tests.conftest import ToyMaker
 from tests.scheduled import Bench

@@ -9,7 +9,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlxcache.engine.task import Task
+from mlxcache.scheduling.task import Task
 from mlxcache.types import Piece
 from tests.scheduled import Bench, PlainParser
 

@@ -13,9 +13,9 @@ import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 
 from mlxcache.cache.kv_cache import KVCache
-from mlxcache.engine.cost import measure
-from mlxcache.engine.task import Task
 from mlxcache.errors import ContextLengthExceeded
+from mlxcache.scheduling.cost import measure
+from mlxcache.scheduling.task import Task
 from mlxcache.tree.budget import Budget
 from mlxcache.types import Finished, Sampling
 from tests.memory import rounding_bytes

@@ -13,21 +13,23 @@ from typing import Any, Literal
 import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
+from mlx.nn import Module
 from mlx_lm.models.cache import make_prompt_cache
 
 from mlxcache.cache.disk import DiskTier
 from mlxcache.cache.kv_cache import KVCache
 from mlxcache.cache.restore import MIN_GAIN, MIN_UNKNOWN
 from mlxcache.cache.shared_ram import SharedRam
-from mlxcache.engine.decoder import Drawn
-from mlxcache.engine.residency import Residency
-from mlxcache.engine.resident import Resident
-from mlxcache.engine.rounds import Rounds
-from mlxcache.engine.task import Output, Task
 from mlxcache.model.base_weights import BaseUse
+from mlxcache.model.kv import Layout
 from mlxcache.model.load import Loaded, ModelSpec, load
 from mlxcache.model.resident_weights import Weights, is_resident
 from mlxcache.prompt.marks import MARK_DISTANCE
+from mlxcache.residency.residency import Residency
+from mlxcache.residency.resident import Resident
+from mlxcache.residency.rounds import Rounds
+from mlxcache.scheduling.decoder import Drawn
+from mlxcache.scheduling.task import Output, Task
 from mlxcache.tree.budget import Budget, SharedBudget
 from mlxcache.types import TokenLogprob
 from tests.rounding import rounding
@@ -160,65 +162,33 @@ class Ledger:
         self.computed.append(computed)
 
 
-class Family(Bench):
-    """A toy's bench that keeps each token's log-probabilities, and knows the cold ones.
+class Checked(Bench):
+    """A toy's bench that checks each reply: its words, and how much of its prompt was cached.
 
-    With `switches`, it takes turns with the model in `other`. `known`: cold log-probabilities of
-    the model in `path`, to which more are added.
+    It keeps each token's log-probabilities, and compares them with those of a cold model. `known`:
+    such cold log-probabilities, to which more are added. By its clock every pass takes 1 ms.
     """
+
+    switches: Switches = "none"
 
     def __init__(
         self,
         name: str,
         path: Path,
-        switches: Switches = "none",
-        other: Path | None = None,
+        loaded: Loaded,
+        layout: Layout | None = None,
         known: dict[tuple[int, ...], Logprobs] | None = None,
     ):
         self.name = name
-        self.switches = switches
-        residency = Residency()
-        self.weights, loaded = opened(residency, name, path)
-        self.other: Bench | None = None
-        super().__init__(path, ram=RAM, loaded=loaded)
-        self.rounds = Rounds(residency)
-        self.thread = self.rounds.thread
-        if other is not None:
-            self.other = self._add_other(residency, other)
         self.said: dict[str, list[Logprobs]] = {}
         self.known = {} if known is None else known
         self.disks: list[DiskTier] = []
-        self.fresh()
-
-    def _add_other(self, residency: Residency, path: Path) -> Bench:
-        """Add another model, which is not in memory, and whose first reply is `expected`."""
-        weights, loaded = opened(residency, "other", path)
-        if self.switches == "kept":
-            budget = SharedBudget(max(weights.nbytes, self.weights.nbytes))
-            residency.share(SharedRam(budget, residency.free_idle))
-        other = Bench(path, ram=RAM, loaded=loaded)
-        other.rounds, other.thread = self.rounds, self.thread
-        other.use(other.kv)
-        self.expected = other.cold(ELSEWHERE, 2)
-        self._reside(other, weights)
-        assert residency.unload(other.scheduler)
-        return other
-
-    def _reside(self, bench: Bench, weights: Weights) -> Resident:
-        """Let the thread decide when `weights`, which are in memory, are dropped and read again."""
-        idle_s = 0.0 if self.switches == "cleared" else None
-        resident = Resident(weights.use.name, weights, bench.scheduler, reserved={}, idle_s=idle_s)
-        self.rounds.residency.add(resident)
-        return resident
+        super().__init__(path, ram=RAM, loaded=loaded, layout=layout)
 
     def use(self, cache: KVCache, clock: object = None, **kwargs: Any) -> None:
-        """Start again with `cache` and all weights. By its clock every pass takes 1 ms."""
+        """Start again with `cache`."""
         ticks = itertools.count()
         super().use(cache, lambda: 1e-3 * next(ticks), **kwargs)
-        if not self.weights.resident:
-            assert self.other is None or self.rounds.residency.unload(self.other.scheduler)
-            list(self.weights.read())
-        self.resident = self._reside(self, self.weights)
 
     def fresh(self) -> None:
         """Nothing is cached, and nothing was asked."""
@@ -231,18 +201,6 @@ class Family(Bench):
         disk = self.open_disk(folder, ram=RAM, pending=PENDING)
         self.disks.append(disk)
         return disk
-
-    def switch(self) -> None:
-        """Let another model have the memory and answer a request, unless requests wait or run."""
-        if self.other is None or not self.scheduler.idle:
-            return
-        former = self.resident.unloads
-        if self.switches == "cleared":
-            while self.resident.state == "loaded" or self.kv.tree.tokens:
-                self.tick()
-        assert self.other.ask(ELSEWHERE, tokens=2).out == self.expected
-        assert self.resident.unloads == former + 1
-        assert not is_resident(self.model)
 
     def await_disk(self, seconds: float) -> None:
         """Wait until a thread of the disk has something for the next tick, at most so long."""
@@ -261,7 +219,7 @@ class Family(Bench):
         said = self.said.setdefault(task.record.id, [])
 
         def keep(drawn: Drawn) -> TokenLogprob:
-            said.append(np.array(drawn.logprobs))
+            said.append(np.array(drawn.logprobs.astype(mx.float32)))
             return TokenLogprob("", drawn.token, 0.0)
 
         return replace(output, logprob=keep)
@@ -269,8 +227,7 @@ class Family(Bench):
     # -- asking ------------------------------------------------------------------------------
 
     def send(self, talk: Talk, *, tokens: int = REPLY) -> Task:
-        """Queue a request, after another model had the memory if `switches`."""
-        self.switch()
+        """Queue a request."""
         return self.put(talk.ids, tokens=tokens, marks=talk.marks)
 
     def say(self, talk: Talk, *, tokens: int = REPLY) -> Task:
@@ -304,23 +261,107 @@ class Family(Bench):
         cold = self.cold_logprobs(task.ids.tolist(), task.out)
         warm = np.stack(self.said[task.record.id])
         worst = np.abs(warm - cold).max(axis=-1)
-        tolerance = rounding(cold)
+        tolerance = self.tolerance(cold)
         assert worst.max() <= tolerance, f"log-probabilities differ by {worst.tolist()}"
         drawn = cold[np.arange(len(task.out)), task.out]
         assert (drawn >= cold.max(axis=-1) - tolerance).all()
 
+    def tolerance(self, cold: Logprobs) -> float:
+        """The most that sums in another order may change the log-probabilities `cold`."""
+        return rounding(cold)
+
     def cold_logprobs(self, ids: list[int], out: list[int]) -> Logprobs:
-        """Of each token of `out`, by mlx-lm's own cache, shape (len(out), vocabulary)."""
-        fed = [*ids, *out[:-1]]
-        key = (len(ids), *fed)
+        """Of each token of `out`, computed without a cache, shape (len(out), vocabulary)."""
+        key = (len(ids), *ids, *out[:-1])
         if key not in self.known:
-            cache, rows = make_prompt_cache(self.model), []
-            for at in range(0, len(fed), 50):
-                logits = self.model(mx.array([fed[at : at + 50]]), cache=cache)[0]
-                rows.append(logits - mx.logsumexp(logits, axis=-1, keepdims=True))
-                mx.eval(rows[-1])
-            self.known[key] = np.array(mx.concatenate(rows)[len(ids) - 1 :])
+            self.known[key] = self.compute_cold(ids, out[:-1])
         return self.known[key]
+
+    def compute_cold(self, ids: list[int], more: list[int]) -> Logprobs:
+        """By mlx-lm's own cache, of the tokens after `ids` and after each of `more`."""
+        return cold_logprobs(self.model, [*ids, *more])[len(ids) - 1 :]
+
+
+def cold_logprobs(model: Module, fed: list[int]) -> Logprobs:
+    """After each token of `fed`, by mlx-lm's own cache, shape (len(fed), vocabulary)."""
+    cache, rows = make_prompt_cache(model), []
+    for at in range(0, len(fed), 50):
+        logits = model(mx.array([fed[at : at + 50]]), cache=cache)[0].astype(mx.float32)
+        rows.append(logits - mx.logsumexp(logits, axis=-1, keepdims=True))
+        mx.eval(rows[-1])
+    return np.array(mx.concatenate(rows))
+
+
+class Family(Checked):
+    """A toy's bench; with `switches`, it takes turns with the model in `other`.
+
+    `known`: as for `Checked`, of the model in `path`.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        path: Path,
+        switches: Switches = "none",
+        other: Path | None = None,
+        known: dict[tuple[int, ...], Logprobs] | None = None,
+    ):
+        self.switches = switches
+        residency = Residency()
+        self.weights, loaded = opened(residency, name, path)
+        self.other: Bench | None = None
+        super().__init__(name, path, loaded, known=known)
+        self.rounds = Rounds(residency)
+        self.thread = self.rounds.thread
+        if other is not None:
+            self.other = self._add_other(residency, other)
+        self.fresh()
+
+    def _add_other(self, residency: Residency, path: Path) -> Bench:
+        """Add another model, which is not in memory, and whose first reply is `expected`."""
+        weights, loaded = opened(residency, "other", path)
+        if self.switches == "kept":
+            budget = SharedBudget(max(weights.nbytes, self.weights.nbytes))
+            residency.share(SharedRam(budget, residency.free_idle))
+        other = Bench(path, ram=RAM, loaded=loaded)
+        other.rounds, other.thread = self.rounds, self.thread
+        other.use(other.kv)
+        self.expected = other.cold(ELSEWHERE, 2)
+        self._reside(other, weights)
+        assert residency.unload(other.scheduler)
+        return other
+
+    def _reside(self, bench: Bench, weights: Weights) -> Resident:
+        """Let the thread decide when `weights`, which are in memory, are dropped and read again."""
+        idle_s = 0.0 if self.switches == "cleared" else None
+        resident = Resident(weights.use.name, weights, bench.scheduler, reserved={}, idle_s=idle_s)
+        self.rounds.residency.add(resident)
+        return resident
+
+    def use(self, cache: KVCache, clock: object = None, **kwargs: Any) -> None:
+        """Start again with `cache` and all weights."""
+        super().use(cache, clock, **kwargs)
+        if not self.weights.resident:
+            assert self.other is None or self.rounds.residency.unload(self.other.scheduler)
+            list(self.weights.read())
+        self.resident = self._reside(self, self.weights)
+
+    def switch(self) -> None:
+        """Let another model have the memory and answer a request, unless requests wait or run."""
+        if self.other is None or not self.scheduler.idle:
+            return
+        former = self.resident.unloads
+        if self.switches == "cleared":
+            while self.resident.state == "loaded" or self.kv.tree.tokens:
+                self.tick()
+        assert self.other.ask(ELSEWHERE, tokens=2).out == self.expected
+        assert self.resident.unloads == former + 1
+        assert not is_resident(self.model)
+
+    def send(self, talk: Talk, *, tokens: int = REPLY) -> Task:
+        """Queue a request, after another model had the memory if `switches`."""
+        self.switch()
+        return super().send(talk, tokens=tokens)
 
 
 def opened(residency: Residency, name: str, path: Path) -> tuple[Weights, Loaded]:
@@ -330,7 +371,7 @@ def opened(residency: Residency, name: str, path: Path) -> tuple[Weights, Loaded
     return Weights(loaded, spec, use), loaded
 
 
-def conversation(family: Family, turns: int) -> Talk:
+def conversation(family: Checked, turns: int) -> Talk:
     """A conversation that ends with a reply, all of it asked and checked."""
     talk = Talk(tuple(text(1, HEAD)))
     for turn in range(turns):

@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mlxcache.engine.anticipate import MAX_UNUSED
 from mlxcache.engine.engine import Engine
-from mlxcache.engine.task import Task
+from mlxcache.scheduling.anticipate import MAX_UNUSED
+from mlxcache.scheduling.task import Task
 from mlxcache.types import Chat, Job, Piece, Prompt, RequestRecord, Text, Thinking, ToolCall
 from tests.conftest import ToyMaker
 from tests.engine.running import settled, started

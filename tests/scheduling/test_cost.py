@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from mlxcache.cache.kv_cache import KVCache
-from mlxcache.engine import cost
-from mlxcache.engine.cost import SHORT, Cost, DecodingCost, measure
 from mlxcache.model import kv
+from mlxcache.scheduling import cost
+from mlxcache.scheduling.cost import SHORT, Cost, DecodingCost, measure
 from mlxcache.tree.budget import Budget
 from tests.conftest import ToyMaker
 from tests.scheduled import Bench

@@ -12,13 +12,15 @@ import numpy as np
 import pytest
 
 from mlxcache.bench.device_faults import ERRORS, FailingDevice, failing
-from mlxcache.engine.task import Task
 from mlxcache.errors import DeadlineExceeded, GenerationFailed
 from mlxcache.model import serialise
+from mlxcache.scheduling.task import Task
 from mlxcache.types import Finished, Prompt, Sampling
 from tests.conftest import ToyMaker
-from tests.engine.drafts import Kind, make_draft
-from tests.engine.failing_device import (
+from tests.engine.running import started
+from tests.scheduled import Bench
+from tests.scheduling.drafts import Kind, make_draft
+from tests.scheduling.failing_device import (
     Judge,
     Once,
     Unlucky,
@@ -32,8 +34,6 @@ from tests.engine.failing_device import (
     text,
     tokens,
 )
-from tests.engine.running import started
-from tests.scheduled import Bench
 from tests.sessions.test_book import ask, prompt
 
 FAMILIES = ("llama", "gemma3", "qwen3_5", "deepseek_v3", "deepseek_v41")

@@ -15,18 +15,21 @@ import pytest
 from mlxcache.bench.device_faults import ERRORS, FailingDevice, failing
 from mlxcache.cache.kv_cache import KVCache
 from mlxcache.cache.ram import RamTier
-from mlxcache.engine.decoder import Drawn
 from mlxcache.engine.engine import Engine
-from mlxcache.engine.task import Task
 from mlxcache.model.lineage import Lineage
 from mlxcache.model.mlx_lm_format import PromptCacheFile
 from mlxcache.model.vision import Vision
+from mlxcache.scheduling.decoder import Drawn
+from mlxcache.scheduling.task import Task
 from mlxcache.sessions.mlx_lm_files import PromptCacheExport
 from mlxcache.tree.budget import Budget
 from mlxcache.types import Finished, Image, Piece, Text, TokenLogprob
 from tests.conftest import ToyMaker
-from tests.engine.drafts import make_draft
-from tests.engine.failing_device import (
+from tests.engine.running import started
+from tests.muse.toy import image
+from tests.scheduled import Bench, PlainParser
+from tests.scheduling.drafts import make_draft
+from tests.scheduling.failing_device import (
     Judge,
     Once,
     Unlucky,
@@ -39,10 +42,7 @@ from tests.engine.failing_device import (
     prefilling,
     tokens,
 )
-from tests.engine.running import started
-from tests.engine.test_images import Client, Reference, settings_for, user
-from tests.muse.toy import image
-from tests.scheduled import Bench, PlainParser
+from tests.scheduling.test_images import Client, Reference, settings_for, user
 from tests.sessions.test_book import ask, prompt
 
 # -- what a failed pass leaves behind --------------------------------------------------------------

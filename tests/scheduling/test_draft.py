@@ -13,21 +13,21 @@ import numpy as np
 import pytest
 
 from mlxcache.cache.kv_cache import KVCache
-from mlxcache.engine import scheduler
-from mlxcache.engine.decoder import Drawn
-from mlxcache.engine.task import Task
 from mlxcache.errors import GenerationFailed
 from mlxcache.model import kv
 from mlxcache.model.pair import Pair
+from mlxcache.scheduling import scheduler
+from mlxcache.scheduling.decoder import Drawn
+from mlxcache.scheduling.task import Task
 from mlxcache.tree.budget import Budget
 from mlxcache.types import Sampling, TokenLogprob
 from tests import scheduled as bench_module
 from tests.conftest import ToyMaker
-from tests.engine import test_scheduler as plain_tests
-from tests.engine.drafts import KINDS, make_draft, make_resized
-from tests.engine.history import live
 from tests.rounding import rounding
 from tests.scheduled import Bench, PlainParser, admitted, finished
+from tests.scheduling import test_scheduler as plain_tests
+from tests.scheduling.drafts import KINDS, make_draft, make_resized
+from tests.scheduling.history import live
 
 MANY = int(os.environ.get("MLXCACHE_HISTORIES", "0"))
 

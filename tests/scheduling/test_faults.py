@@ -11,12 +11,12 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlxcache.engine.task import Task
 from mlxcache.errors import GenerationFailed
+from mlxcache.scheduling.task import Task
 from mlxcache.types import Sampling
-from tests.engine.faults import FaultyParser, faulty, raise_at, uncomputable
 from tests.memory import rounding_bytes
 from tests.scheduled import Bench, admitted, finished
+from tests.scheduling.faults import FaultyParser, faulty, raise_at, uncomputable
 
 SEEDED = Sampling(temperature=0.9, seed=5, frequency_penalty=0.4)
 

@@ -11,17 +11,17 @@ import numpy as np
 import pytest
 
 from mlxcache.bench.device_faults import FailingDevice
-from mlxcache.engine.task import Task
 from mlxcache.errors import GenerationFailed
 from mlxcache.model.guidance.guide import Bitmask, Grammars, Guide
 from mlxcache.model.sampling import make_processors
+from mlxcache.scheduling.task import Task
 from mlxcache.types import Finished, Sampling
 from tests.conftest import ToyMaker
-from tests.engine.drafts import KINDS, Kind, make_draft
-from tests.engine.failing_device import Once, Unlucky, decoding, last, text, tokens
-from tests.engine.faults import FaultyModel, faulty
-from tests.engine.test_scarce import NO_MEMORY, at_passes
 from tests.scheduled import Bench, finished
+from tests.scheduling.drafts import KINDS, Kind, make_draft
+from tests.scheduling.failing_device import Once, Unlucky, decoding, last, text, tokens
+from tests.scheduling.faults import FaultyModel, faulty
+from tests.scheduling.test_scarce import NO_MEMORY, at_passes
 
 LIVES = int(os.environ.get("MLXCACHE_DEVICE_RUNS", "0")) // 10 or 3
 
@@ -143,7 +143,7 @@ def test_a_draw_without_memory_is_tried_again(
     toy_llama: Path, monkeypatch: pytest.MonkeyPatch, rows: int
 ) -> None:
     """The masks of that step are computed again, and are the same."""
-    from mlxcache.engine import decoder
+    from mlxcache.scheduling import decoder
 
     bench = Bench(toy_llama)
     expected = [alone(bench, task) for task in each(bench.twin(), rows=rows)]

@@ -17,13 +17,13 @@ from mlx_lm.generate import generate_step
 from mlx_lm.processors import load_processor
 
 from mlxcache.config import Settings
-from mlxcache.engine.cost import peak
 from mlxcache.engine.engine import Engine
-from mlxcache.engine.images import ImageCost, measure
 from mlxcache.engine.stream import Stream
 from mlxcache.errors import BadRequest
 from mlxcache.model.load import ModelSpec, load
 from mlxcache.model.vision import decode
+from mlxcache.scheduling.cost import peak
+from mlxcache.scheduling.images import ImageCost, measure
 from mlxcache.types import Admitted, Chat, Image, Job, Progress, Prompt, Sampling, Text
 from tests.memory import rounding_bytes
 from tests.muse.toy import image

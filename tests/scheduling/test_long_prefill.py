@@ -11,11 +11,11 @@ import pytest
 
 from mlxcache.cache.kv_cache import KVCache
 from mlxcache.cache.restore import DiskLookup
-from mlxcache.engine.admission import FairQueue
-from mlxcache.engine.task import Task
+from mlxcache.scheduling.admission import FairQueue
+from mlxcache.scheduling.task import Task
 from mlxcache.types import Tokens
-from tests.engine.test_prefill import Clock
 from tests.scheduled import Bench
+from tests.scheduling.test_prefill import Clock
 
 CHUNK_TOKENS, LONG, SHORT = 64, 4000, 40
 PREFILL_S, DECODE_S = 0.004, 0.05

@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlxcache.engine import loop_guard
-from mlxcache.engine.loop_guard import BLOCK, LONGEST, LoopGuard
+from mlxcache.scheduling import loop_guard
+from mlxcache.scheduling.loop_guard import BLOCK, LONGEST, LoopGuard
 from mlxcache.types import Finished, Job, Prompt, Sampling, Text
 from tests.engine.running import started
 

@@ -9,9 +9,9 @@ from typing import get_args
 
 import pytest
 
-from mlxcache.engine.lanes import Lane
+from mlxcache.scheduling.lanes import Lane
 from tests.conftest import ToyMaker
-from tests.engine.matrix import (
+from tests.scheduling.matrix import (
     GENERATION,
     HEAD,
     Family,

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mlxcache.engine.prefill import BURST_S, PrefillDecodeBalance
+from mlxcache.scheduling.prefill import BURST_S, PrefillDecodeBalance
 from tests.scheduled import Bench
 
 
@@ -105,7 +105,7 @@ def test_what_arrives_meanwhile_costs_a_reply_none_of_its_time(
         scheduler.thread.post(lambda: None)
 
     scheduler._decode_round = interrupted  # type: ignore[method-assign]
-    monkeypatch.setattr("mlxcache.engine.prefill.BURST_S", 0.0)
+    monkeypatch.setattr("mlxcache.scheduling.prefill.BURST_S", 0.0)
     bench.put(rng.integers(10, 400, 1500).tolist(), tokens=1)
     while len(chunks) < 12:
         bench.tick()

@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from mlxcache.engine.admission import MAX_ASKERS, FairQueue
-from mlxcache.engine.prefill import Limits
-from mlxcache.engine.task import Task
+from mlxcache.scheduling.admission import MAX_ASKERS, FairQueue
+from mlxcache.scheduling.prefill import Limits
+from mlxcache.scheduling.task import Task
 from mlxcache.types import Job, Prompt, RequestRecord
 from tests.scheduled import Bench
 

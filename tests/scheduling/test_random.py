@@ -10,8 +10,8 @@ import os
 import pytest
 
 from tests.conftest import ToyMaker
-from tests.engine.history import live
 from tests.scheduled import FAMILIES
+from tests.scheduling.history import live
 
 MANY = int(os.environ.get("MLXCACHE_HISTORIES", "0"))
 STEPS = 200 if MANY else 30

@@ -12,10 +12,10 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlxcache.engine.scheduler import is_out_of_memory
-from tests.engine.faults import FaultyModel, faulty
-from tests.engine.test_faults import SEEDED, at_rest, error, prompt
+from mlxcache.scheduling.scheduler import is_out_of_memory
 from tests.scheduled import Bench, admitted, finished
+from tests.scheduling.faults import FaultyModel, faulty
+from tests.scheduling.test_faults import SEEDED, at_rest, error, prompt
 
 NO_MEMORY = RuntimeError("[malloc] Unable to allocate 17179869184 bytes.")
 

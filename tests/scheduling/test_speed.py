@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlxcache.engine.cost import LEAST, NEAR, PrefillSpeed, figures_of, range_of
+from mlxcache.scheduling.cost import LEAST, NEAR, PrefillSpeed, figures_of, range_of
 from mlxcache.types import RequestRecord
 
 

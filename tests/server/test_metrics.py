@@ -147,7 +147,7 @@ def test_each_metric_is_named_by_the_conventions_and_told_what_it_is(text, expor
             assert not sample.name.endswith("_created")
             assert set(sample.labels) <= {
                 *("api", "outcome", "reuse", "le", "stage", "reason", "cause", "version", "model"),
-                *("phase", "rule", "tier", "kind", "level", "status"),
+                *("phase", "rule", "tier", "kind", "level", "status", "source"),
             }
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from mlxcache.bench.text import Filler
-from mlxcache.engine.admission import MIN_UNKNOWN_BESIDE
+from mlxcache.scheduling.admission import MIN_UNKNOWN_BESIDE
 from tests.soak.ledger import Ledger, SessionTracker
 from tests.soak.plan import Step
 from tests.soak.server import SoakServer

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import mlx.core as mx
 from mlx.utils import tree_flatten
+from mlx_lm.models.switch_layers import SwitchLinear
 from mlx_lm.tuner.utils import linear_to_lora_layers
 from mlx_lm.utils import load_model, quantize_model, save_model
 
@@ -43,10 +44,19 @@ def make_adapter(base: Path, folder: Path, kind: str = "lora", seed: int = 1) ->
 
 
 def convert(base: Path, folder: Path, to: str) -> Path:
-    """Write the model in `base` to `folder` as "bf16" or with "4" or "8" bits; return `folder`."""
+    """Write the model in `base` to `folder` as "bf16" or with "4" or "8" bits; return `folder`.
+
+    "half": as "bf16", but experts with 8 bits, because MLX computes no others in bfloat16 on a CPU.
+    """
     model, config = load_model(base)
     if to == "bf16":
         model.set_dtype(mx.bfloat16)
+    elif to == "half":
+        model.set_dtype(mx.bfloat16)
+        if any(isinstance(one, SwitchLinear) for one in model.modules()):
+            model, config = quantize_model(
+                model, config, 32, 8, quant_predicate=lambda _, one: isinstance(one, SwitchLinear)
+            )
     else:
         model, config = quantize_model(model, config, 32, int(to))
     shutil.copytree(base, folder)
