@@ -101,7 +101,7 @@ _LEGEND = {
     "tokens.restored": ("restored", "of those: from disk"),
     "tokens.fed": ("fed", "prompt tokens that were computed"),
     "tokens.generated": ("generated", "of all replies"),
-    "tokens.drafted": ("drafted", "guessed by a draft model or from the conversation"),
+    "tokens.drafted": ("drafted", "by a draft model or the conversation"),
     "tokens.accepted": ("accepted", "of these: drawn by the model too"),
     "guesses.drafted.draft": ("by a draft model", "of drafted"),
     "guesses.accepted.draft": ("of these, accepted", "of a draft model's tokens"),
