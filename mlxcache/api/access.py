@@ -334,7 +334,7 @@ def explain_wrong_base_url(path: str) -> str | None:
 class UnknownPaths:
     """Handler of requests to paths that do not exist; logs those of a wrong base URL.
 
-    The response names the same cause, but most clients do not show its message.
+    The response names the cause too, but most clients do not show its message.
     """
 
     def __init__(self, refusals: RefusalLog):

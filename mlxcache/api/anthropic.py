@@ -131,7 +131,10 @@ async def _warm(
 
 @dataclass(frozen=True, slots=True)
 class Begun:
-    """A submitted request: its stream, its job, and its `Admitted` event; None while queued."""
+    """A submitted request: its stream and its job.
+
+    `admitted`: the event that reports its cached prefix; None if the request is still queued.
+    """
 
     stream: Stream
     job: Job

@@ -133,7 +133,10 @@ def _common_prefix(one: Prompt, other: Prompt) -> Prompt:
 
 
 def _refuse_owners() -> None:
-    """Raise HTTPException (403) if the request's key has an owner: the files are shared."""
+    """Raise HTTPException (403) if the request's key has an owner.
+
+    For endpoints that act on all files on disk, which may belong to other owners too.
+    """
     if OWNER.get() is not None:
         raise HTTPException(
             403,

@@ -95,9 +95,9 @@ async def _forward(
 
 
 async def start_choices(deps: Deps, jobs: Sequence[Job]) -> Choices:
-    """Submit `jobs` and wait until the first leaves the queue.
+    """Submit `jobs`, and wait until the first of them in that order leaves the queue.
 
-    Waits at most `ApiSettings.queue_grace` seconds, and then returns with the job still queued.
+    Waits at most `ApiSettings.queue_grace` seconds, and then returns with that job still queued.
     A job leaves the queue when its memory is reserved and its cached prefix is known (`Admitted`).
     The caller must close the choices. If this function raises or is cancelled, they are already
     closed. Raises the errors of `Engine.submit`.

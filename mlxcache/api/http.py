@@ -80,8 +80,8 @@ def _zero_counts() -> Counter[int]:
 class Deps:
     """Objects that the routes use: the engine, the settings, and error counts by HTTP status.
 
-    `models`: all models, if there are several. `loaded_s`: seconds that a request has waited for
-    the first load of its model.
+    `models`: all models, if there are several. `loaded_s`: 0, or in a result of `of` the seconds
+    that its request has waited for the first load of its model.
     """
 
     engine: Engine

@@ -140,7 +140,7 @@ class Feed:
 
     def _end_on_failure(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:
-            log.error("live updates of the dashboard failed", exc_info=error)
+            log.error("live updates of the dashboard failed, their streams end", exc_info=error)
             self._end_reason = "failed"
             self._notify()
 

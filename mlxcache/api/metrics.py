@@ -71,7 +71,7 @@ class Family:
 
 
 RANK_FIGURES = ("silent_s", "operation_s")
-"""Keys of what is known of each other rank of a divided model."""
+"""Keys of the figures, in seconds, that rank 0 of a divided model has of each other rank."""
 
 LEVELS = ("normal", "warning", "critical")
 

@@ -169,7 +169,8 @@ class Prepared:
     """A rendered request: a job for each choice, and the form in which its reply is written.
 
     `echoes`: the texts of its prompts, if choices must begin with them. `held`: a format or a tool
-    call is required, so a reply stopped for repeating itself ends with `length` (`Wish.whole`).
+    call is required, so the `finish_reason` of a reply that was stopped because it repeats itself
+    is `length` (`Wish.whole`).
     """
 
     jobs: list[Job]

@@ -218,7 +218,7 @@ async def _continued(deps: Deps, body: ResponsesRequest) -> wire.Conversation:
 
 
 def _writer(deps: Deps, request: Request, body: ResponsesRequest) -> ResponseWriter:
-    """Return the writer that builds the response to a request, before the request is rendered."""
+    """Return the writer that builds the response to a request. Renders nothing."""
     tools, id = Toolbox(body.tools or ()), get_request_id(request).replace("req_", PREFIX)
     form, use = wire.read_text_format(body), tools.read_use(body)
     model = body.model or require_model(deps).id

@@ -21,7 +21,7 @@ from mlxcache.engine.trace import Recordings
 from mlxcache.owner import OWNER
 
 WAIT_S = 0.5
-"""Seconds after which the state of the server is looked at again."""
+"""Seconds without a new event after which it is checked whether the stream must end."""
 
 
 def routes(deps: Deps) -> list[Route]:
