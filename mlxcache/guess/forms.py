@@ -1,7 +1,8 @@
 """Tool results in the form in which a reply would write them again.
 
-A result shows a file with line numbers; a reply that edits the file writes it without them, and in
-JSON with its line ends escaped. Tokens of the one form are seldom tokens of the other.
+A tool result shows a file with line numbers. A reply that edits the file writes it without them,
+and if the model's tool calls are JSON, with its line ends and quotes escaped. The two forms have
+few tokens in common, so guesses need the second one.
 """
 
 from __future__ import annotations
@@ -11,15 +12,19 @@ import re
 from collections.abc import Callable, Iterator
 
 LEAST_CHARACTERS = 24
-"""Shorter results are not worth an entry of their own."""
+"""Least length of a result that is given a form of its own."""
 
 _NUMBERED = re.compile(
-    r"(?P<file>[^\s:]{1,200}[:-])?[ \t]*(?P<line>\d{1,7})(?P<mark>\t|→|: (?! )|:|-| ?\| ?)"
+    r"(?P<file>[^\s:]{1,200}?[:-])??[ \t]*L?(?P<line>\d{1,7})(?P<mark>[\t→:-]| ?\|)(?P<rest>.*)",
+    re.DOTALL,
 )
-"""Start of a line of a numbered file (cat -n, Read) or of a search (grep -n)."""
+"""A line of a numbered file, as of `cat -n` or an agent's reading tool, or of `grep -n`."""
 
 _FEWEST = 2
 """Lines with ascending numbers that count as numbered."""
+
+_SPACED = (":", "|")
+"""Marks behind which some tools write a space before the line itself."""
 
 
 def without_line_numbers(text: str) -> str:
@@ -34,39 +39,80 @@ def without_line_numbers(text: str) -> str:
 def _runs(lines: list[str]) -> Iterator[list[str]]:
     """Yield the lines in runs of numbered lines, stripped of their numbers, and of other lines."""
     run: list[str] = []
-    stripped: list[str] = []
-    last, name, mark = -1, "", ""
+    rests: list[str] = []
+    last, notation = -1, ("", "")
     for line in lines:
         match = _NUMBERED.match(line)
-        ascends = match is not None and int(match["line"]) > last >= 0
-        if match and ascends and (match["file"] or "") == name and match["mark"][:1] == mark[:1]:
-            run.append(line)
-            stripped.append(line[match.start("mark") :].removeprefix(mark))
-        else:
-            yield stripped if len(run) >= _FEWEST else run
-            run, stripped = [line], [line[match.end() :] if match else line]
-            name, mark = (match["file"] or "", match["mark"]) if match else ("", "")
-        last = int(match["line"]) if match else -1
-    yield stripped if len(run) >= _FEWEST else run
+        number, found = (int(match["line"]), _notation(match)) if match else (-1, ("", ""))
+        if match is None or not (number > last >= 0 and found == notation):
+            yield _stripped(rests, notation[1]) if len(run) >= _FEWEST else run
+            run, rests = [], []
+        run.append(line)
+        rests.append(match["rest"] if match else line)
+        last, notation = number, found
+    yield _stripped(rests, notation[1]) if len(run) >= _FEWEST else run
+
+
+def _notation(match: re.Match[str]) -> tuple[str, str]:
+    """Return the file's name and the mark behind the number, the same for all lines of a run."""
+    mark = match["mark"].strip(" ").replace("-", ":")  # grep has "-" around the lines that match
+    return (match["file"] or "")[:-1], mark
+
+
+def _stripped(rests: list[str], mark: str) -> list[str]:
+    """Return what follows the marks of a run, without the space that a tool wrote before each line.
+
+    There is one if every line begins with a space and the smallest indentation is odd: that of code
+    is even.
+    """
+    indents = [len(rest) - len(rest.lstrip(" ")) for rest in rests if rest.strip()]
+    spaced = mark in _SPACED and bool(indents) and min(indents) % 2 == 1
+    return [rest[1:] if spaced and rest.startswith(" ") else rest for rest in rests]
+
+
+def unwrapped(result: str) -> str:
+    """Return the texts within a result that is JSON, one below the other; otherwise `result`.
+
+    Some clients send a command's output in an object such as `{"output": "...", "exit_code": 0}`.
+    """
+    if result[:1] not in ("{", "["):
+        return result
+    try:
+        texts = list(_texts(json.loads(result)))
+    except (ValueError, RecursionError):
+        return result
+    long = [text for text in texts if len(text) >= LEAST_CHARACTERS]
+    return "\n".join(long) or result
+
+
+def _texts(value: object) -> Iterator[str]:
+    """Yield the strings within a JSON value, without the keys of objects."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict | list):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _texts(item)
 
 
 def reply_form(result: str, *, escaped: bool) -> str | None:
     """Return a tool result as a tool call in a reply would write it; None if it is the same.
 
-    `escaped`: the family's tool calls are JSON. Results of fewer than `LEAST_CHARACTERS` characters
-    have no such form.
+    That is without line numbers, and without the JSON around a command's output. `escaped`: the
+    model's tool calls are JSON, so their strings are written with escapes. Results of fewer than
+    `LEAST_CHARACTERS` characters have no such form.
     """
     if len(result) < LEAST_CHARACTERS:
         return None
-    text = without_line_numbers(result)
+    text = without_line_numbers(unwrapped(result))
     if escaped:
         text = json.dumps(text, ensure_ascii=False)[1:-1]
     return None if text == result else text
 
 
 def writes_escaped(shown: Callable[[str], str]) -> bool:
-    """Return whether a family writes strings in its tool calls as JSON.
+    """Return whether a model writes strings in its tool calls as JSON.
 
-    `shown(value)`: the text of a reply that calls a tool with `value` as argument.
+    `shown(value)`: the text of a reply that calls a tool with `value` as argument, by the model's
+    chat template.
     """
     return "zq\\nzq" in shown("zq\nzq")
