@@ -18,13 +18,12 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
-
+from mlxcache.cache.retry import FIRST_RETRY_S, RETRY_S, RetryBackoff
+from mlxcache.cache.staging import StagingBuffers
 from mlxcache.errors import PrefixNotStored, StoreError
 from mlxcache.model import device, serialise
 from mlxcache.model.kv import Layout, State
 from mlxcache.model.lineage import Span
-from mlxcache.safetensors import Tensor
 from mlxcache.store.digests import BLOCK
 from mlxcache.store.found import Found
 from mlxcache.store.store import Store
@@ -39,9 +38,6 @@ log = logging.getLogger("mlxcache.engine")
 RUN_TOKENS, RUN_BYTES = 2048, 32 << 20
 """Most tokens and bytes of one file: bounds what a restore reads at once and how long a copy takes.
 """
-
-FIRST_RETRY_S, RETRY_S = 1.0, 30.0
-"""Pause after a disk error, in seconds: the first one, and the longest. Each pause doubles."""
 
 BLOCKED_S = 2.0
 """Seconds that a request waits for a write without progress before writing is suspended."""
@@ -61,123 +57,6 @@ def run_tokens(layout: Layout, pending_limit: int) -> int:
     """
     most = min(RUN_BYTES, pending_limit // 2) // max(1, layout.bytes_per_token)
     return max(BLOCK, min(RUN_TOKENS, most) // BLOCK * BLOCK)
-
-
-class StagingBuffers:
-    """Reusable buffers of `size` bytes for copies that wait to be written.
-
-    A copy that takes at most half of `size`, or more than `size`, is not put into one of these:
-    `take` allocates memory for it alone.
-    """
-
-    def __init__(self, size: int):
-        self.size = size
-        self._free: list[memoryview] = []
-        self._taken: dict[int, memoryview] = {}
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all staging buffers, in use or free."""
-        return self.size * (len(self._free) + len(self._taken))
-
-    def release_free(self) -> None:
-        """Release the memory of the staging buffers that are not in use."""
-        self._free.clear()
-
-    def take(self, size: int) -> memoryview:
-        """Return uninitialised memory of `size` bytes: a staging buffer, or newly allocated."""
-        if not self.size // 2 < size <= self.size:
-            return np.empty(size, np.uint8).data
-        whole = self._free.pop() if self._free else np.empty(self.size, np.uint8).data
-        part = whole[:size]
-        self._taken[_address(part)] = whole
-        return part
-
-    def give_back(self, tensors: Sequence[Tensor]) -> None:
-        """Return the staging buffer that holds `tensors` to the pool, if they are in one.
-
-        The tensors must not be read afterwards.
-        """
-        if tensors:
-            self.put_back(tensors[0].bytes)
-
-    def put_back(self, part: memoryview) -> None:
-        """Return the staging buffer that begins at the address of `part` to the pool.
-
-        `part`: a result of `take`, or the beginning of one. Does nothing if `take` allocated it
-        outside the pool.
-        """
-        if (whole := self._taken.pop(_address(part), None)) is not None:
-            self._free.append(whole)
-
-
-def _address(view: memoryview) -> int:
-    return int(np.frombuffer(view, np.uint8).ctypes.data) if view.nbytes else 0
-
-
-class RetryBackoff:
-    """Pauses after disk errors, and the paths to write when the disk works again.
-
-    The paths are not locked in RAM: a path that is evicted or merged into a longer one is removed
-    from the list. `wake_in(seconds)` wakes the MLX thread after a pause.
-    """
-
-    def __init__(
-        self, wake_in: Callable[[float], None], clock: Callable[[], float] = time.monotonic
-    ):
-        self.failing = False
-        self._wake_in = wake_in
-        self._clock = clock
-        self._nodes: dict[Node, None] = {}
-        self._pause = 0.0
-        self._retry_at = self._failed_at = float("-inf")
-
-    def note_failure(self, least: float = FIRST_RETRY_S) -> None:
-        """Begin a pause of at least `least` seconds, unless one is in progress."""
-        now = self._clock()
-        self.failing = True
-        if now < self._retry_at:
-            return
-        recent = now - self._failed_at < 2 * RETRY_S
-        self._pause = max(least, min(2 * self._pause, RETRY_S) if recent else FIRST_RETRY_S)
-        self._failed_at, self._retry_at = now, now + self._pause
-        self._wake_in(self._pause)
-
-    def note_success(self) -> None:
-        """Record that a write succeeded: the disk works again, and any pause ends."""
-        self.failing = False
-        self.end_pause()
-
-    def end_pause(self) -> None:
-        """End the pause, so that the next write may be tried now."""
-        self._retry_at = float("-inf")
-
-    @property
-    def paused(self) -> bool:
-        """True if a pause is in progress, during which no write may be tried."""
-        return self._clock() < self._retry_at
-
-    @property
-    def due(self) -> bool:
-        """True if the list of paths to write is not empty, and no pause prevents a write."""
-        return bool(self._nodes) and not self.paused
-
-    def add(self, node: Node) -> None:
-        """Add the path to `node` to the list of paths to write later."""
-        if not node.detached:
-            self._nodes[node] = None
-
-    def take(self) -> tuple[Node, Tokens] | None:
-        """Remove the oldest path from the list of paths to write, and return it.
-
-        Returns its node and its token ids, or None if the list is empty.
-        """
-        while self._nodes:
-            node = next(iter(self._nodes))
-            del self._nodes[node]
-            if not node.detached:
-                return node, np.concatenate([each.tokens for each in node.path()])
-        return None
 
 
 @dataclass(slots=True, eq=False)

@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from mlxcache.prompt.advice import advice_for
-from mlxcache.prompt.differences import excerpt
 from mlxcache.prompt.explain import Source
+from mlxcache.prompt.text_change import excerpt
 from mlxcache.prompt.volatile import find_announced
 from mlxcache.types import Chat
 

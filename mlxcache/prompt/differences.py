@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import unicodedata
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -12,131 +11,8 @@ from typing import Any
 
 from mlxcache.common_prefix import common_characters
 from mlxcache.prompt.canonical.draft import SYSTEM, Message, as_text
-from mlxcache.prompt.volatile import ANNOUNCED, VALUES, causes_touching
+from mlxcache.prompt.text_change import Change, change_of, excerpt, invisible_form
 from mlxcache.types import Chat, Image
-
-_LEFT, _RIGHT = 60, 140
-"""Number of characters shown before and after the first difference."""
-_CLOSE = 8
-_LINE = 400
-"""Number of characters of a line examined before and after the first difference."""
-_GIT = re.compile(r"gitStatus|[Gg]it status|Git snapshot at|^(?:Current|Git) branch:", re.MULTILINE)
-_GIT_LINE = re.compile(
-    r"(?:\w+: )?(?:[ MADRCTU?!]{1,2} \S|[0-9a-f]{7,40} |\(clean\)|Status:|Recent commits:"
-    r"|(?:Current|Main|Git) branch)"
-)
-_GIT_REACH = 4000
-_NUMBER = re.compile(r"\d[\d,_]*(?:\.\d+)?")
-
-
-@dataclass(frozen=True, slots=True)
-class Change:
-    """The change of one text into another.
-
-    `at`: number of shared leading characters. `cause`: kind of the change, such as `date`, or else
-    `text`. `before`, `after`: excerpts of the old and new text, beginning with up to 60 shared
-    characters of the same line.
-    `shows`: the old and new text from a few characters before `at` on.
-    """
-
-    at: int
-    cause: str
-    before: str
-    after: str
-    shows: tuple[str, str]
-
-
-def _change_of(old: str, new: str, *, machine: bool = False) -> Change:
-    """Return the change of `old` into a different text `new`.
-
-    `machine`: a program wrote the text, so a changed number is a counter.
-    """
-    at = common_characters(old, new)
-    shown = slice(max(0, at - _CLOSE), at + _RIGHT)
-    cause = _cause(old, new, at, machine)
-    return Change(at, cause, excerpt(old, at), excerpt(new, at), (old[shown], new[shown]))
-
-
-def excerpt(text: str, at: int) -> str:
-    """Return the text around character `at`, from the start of its line if that is near."""
-    start = max(at - _LEFT, text.rfind("\n", 0, at) + 1)
-    return text[start : at + _RIGHT]
-
-
-def _cause(old: str, new: str, at: int, machine: bool) -> str:
-    was, begun = _line(old, at)
-    now, _ = _line(new, at)
-    (first, was_end), now_end = _span(was, now, at - begun), 0
-    now_end = was_end + len(now) - len(was)
-    either = causes_touching(ANNOUNCED, was, first, was_end)
-    either += causes_touching(ANNOUNCED, now, first, now_end)
-    if either:
-        return either[0]
-    if _in_git(old, at, was) or _in_git(new, at, now):
-        return "git_status"
-    values = causes_touching(VALUES, now, first, now_end)
-    both = [cause for cause in causes_touching(VALUES, was, first, was_end) if cause in values]
-    if both:
-        return both[0]
-    if machine and _number_at(was, first, was_end) and _number_at(now, first, now_end):
-        return "counter"
-    return _form(was, now) or _form(old, new) or "text"
-
-
-def _line(text: str, at: int) -> tuple[str, int]:
-    """Return the line of `text` that contains character `at`, and the offset of the line's start.
-
-    Of a long line, only the part near `at` is returned, with the offset of that part.
-    """
-    start = max(at - _LINE, text.rfind("\n", 0, at) + 1)
-    end = text.find("\n", at, at + _LINE)
-    return text[start : end if end >= 0 else at + _LINE], start
-
-
-def _span(was: str, now: str, first: int) -> tuple[int, int]:
-    """Return the half-open range [start, end) of the changed characters of `was`.
-
-    `first`: offset of the first changed character. The range ends where the common ending with
-    `now` starts.
-    """
-    most = min(len(was), len(now)) - first
-    same = next((i for i in range(most) if was[-1 - i] != now[-1 - i]), most)
-    return first, len(was) - same
-
-
-def _number_at(line: str, start: int, end: int) -> bool:
-    return any(m.start() <= start and m.end() >= end for m in _NUMBER.finditer(line))
-
-
-def _in_git(text: str, at: int, line: str) -> bool:
-    """Return whether a line is part of a git status in the text.
-
-    `line`: the line that contains character `at` of `text`.
-    """
-    if not _GIT_LINE.match(line):
-        return False
-    near = text[max(0, at - _GIT_REACH) : at + _LINE]
-    return _GIT.search(near) is not None
-
-
-def _form(old: str, new: str) -> str | None:
-    """Return the name of a difference between two texts that is invisible, such as `whitespace`.
-
-    The others are `line_endings` and `unicode_normalisation`. Returns None if the texts are equal
-    or differ visibly.
-    """
-    if old == new:
-        return None
-    if old.replace("\r\n", "\n").rstrip("\r") == new.replace("\r\n", "\n").rstrip("\r"):
-        return "line_endings"
-    if "".join(old.split()) == "".join(new.split()):
-        return "whitespace"
-    if unicodedata.normalize("NFC", old) == unicodedata.normalize("NFC", new):
-        return "unicode_normalisation"
-    if unicodedata.normalize("NFKC", old) == unicodedata.normalize("NFKC", new):
-        return "unicode_normalisation"
-    return None
-
 
 Shows = tuple[str, str]
 
@@ -190,13 +66,13 @@ def _message_differences(was: Sequence[Message], now: Sequence[Message]) -> Iter
         taken = _reminder_moved(was[i], now[i:]) or _text_moved(was[i], now[i:])
         cause = None if taken or _in_place(was, now, seen, i) else _moved(was, now, seen, i)
         if cause == "message_dropped" and _heads(now) <= i < _heads(was):
-            yield _difference("system", "system_changed", _change_of(_text_of(was[i]), ""))
+            yield _difference("system", "system_changed", change_of(_text_of(was[i]), ""))
             return
         if cause is not None:
             role = now[i].get("role")
             head = cause != "compaction" and role in SYSTEM and i < _heads(now)
             reason = "system_changed" if head else _REASON_OF.get(cause, "edited")
-            change = _change_of(_text_of(was[i]), _text_of(now[i]), machine=True)
+            change = change_of(_text_of(was[i]), _text_of(now[i]), machine=True)
             yield _difference(_place(now, i), reason, change, cause)
             return
         for one in _edited(was[i], now[i], _place(now, i)):
@@ -349,7 +225,7 @@ def _shifted_and_edited(was: Sequence[Message], now: Sequence[Message], i: int) 
 
 
 def _inserted(message: Message) -> str:
-    volatile = _change_of("", _text_of(message), machine=True).cause
+    volatile = change_of("", _text_of(message), machine=True).cause
     return volatile if volatile in ("counter", "git_status") else "message_inserted"
 
 
@@ -369,15 +245,15 @@ def _edited(was: Message, now: Message, where: str) -> Iterator[Difference]:
     if (was.get("reasoning_content") or "") != (now.get("reasoning_content") or ""):
         old, new = str(was.get("reasoning_content") or ""), str(now.get("reasoning_content") or "")
         cause = "thinking_changed" if new else "thinking_dropped"
-        yield _difference(where, reason, _change_of(old, new), cause)
+        yield _difference(where, reason, change_of(old, new), cause)
     old, new = _text_of(was), _text_of(now)
     if old != new:
         machine = role in SYSTEM or role == "tool" or _REMINDER.search(new) is not None
-        change = _change_of(old, new, machine=machine)
+        change = change_of(old, new, machine=machine)
         yield _difference(where, reason, change, _special(role, old, new, change))
     calls = [[_function_of(c) for c in m.get("tool_calls") or ()] for m in (was, now)]
     if _as_json(calls[0]) != _as_json(calls[1]):
-        told = _difference(where, reason, _change_of(*map(_as_json, calls)), "tool_calls")
+        told = _difference(where, reason, change_of(*map(_as_json, calls)), "tool_calls")
         yield replace(told, shows=_argument(*calls) or told.shows)
 
 
@@ -393,7 +269,7 @@ def _argument(was: Sequence[Mapping[str, Any]], now: Sequence[Mapping[str, Any]]
             return None
         changed = [k for k in before if k in after and before[k] != after[k]]
         if changed:
-            return _change_of(before[changed[0]], after[changed[0]]).shows
+            return change_of(before[changed[0]], after[changed[0]]).shows
     return None
 
 
@@ -593,7 +469,7 @@ def _tools(was: Sequence[Mapping[str, Any]], now: Sequence[Mapping[str, Any]]) -
     name = (renamed[at : at + 1] or names[at : at + 1])[0]
     where = f"tools[{at}] {name}"
     before, after = (old[at : at + 1] or [""])[0], (new[at : at + 1] or [""])[0]
-    change = _change_of(before, after, machine=True)
+    change = change_of(before, after, machine=True)
     cause = _tool_cause(names, renamed, at, same=sorted(old) == sorted(new))
     if cause == "tool_changed":
         volatile = change.cause in _VOLATILE
@@ -621,7 +497,7 @@ def _described(was: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
     """
     old, new = dict(_function_of(was)), dict(_function_of(now))
     texts = str(old.pop("description", "")), str(new.pop("description", ""))
-    return _form(*texts) if old == new else None
+    return invisible_form(*texts) if old == new else None
 
 
 def _tool_cause(old: list[str], new: list[str], at: int, *, same: bool) -> str:

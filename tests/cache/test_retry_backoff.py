@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from mlxcache.cache.write_behind import FIRST_RETRY_S, RETRY_S, RetryBackoff
+from mlxcache.cache.retry import FIRST_RETRY_S, RETRY_S, RetryBackoff
 from mlxcache.tree.prefix_tree import PrefixTree
 
 

@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from mlxcache.api import access, http, record
-from mlxcache.cache import checkpoints, main_conversation, pressure, restore, write_behind
+from mlxcache.cache import checkpoints, main_conversation, pressure, restore, retry, write_behind
 from mlxcache.cli import protocol
 from mlxcache.cli.doctor import disk
 from mlxcache.config import parse_size, sizes
@@ -71,7 +71,7 @@ FACTS = (
     ("explain", r"files and (\S+ MB) are kept", record.MAX_BYTES),
     ("troubleshooting", r"writing and reading (\S+ MiB)", disk.TEST_BYTES),
     ("troubleshooting", r"it was missing, at most (\d+), are then added", late_turns.MAX_LATE),
-    ("troubleshooting", r"4 s and so on, up to every (\d+) s\.", write_behind.RETRY_S),
+    ("troubleshooting", r"4 s and so on, up to every (\d+) s\.", retry.RETRY_S),
 )
 """A page, an expression whose group is the figure, and the figure in the code."""
 

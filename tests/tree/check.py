@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
+from mlxcache.tree.edges import Edges
 from mlxcache.tree.eviction import EvictionOrder
 from mlxcache.tree.node import Cut, Node, unneeded
-from mlxcache.tree.prefix_tree import Edges, PrefixTree
+from mlxcache.tree.prefix_tree import PrefixTree
 
 
 def check_tree(tree: PrefixTree) -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from mlxcache.tree.edges import Holdings
 from mlxcache.tree.node import NO_TOKENS, Node
-from mlxcache.tree.prefix_tree import Holdings
 
 
 def node(start: int, value: object) -> Node:

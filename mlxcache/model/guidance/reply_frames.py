@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from mlxcache.model.guidance.lark import Lark, escaped, literal, one_of
-from mlxcache.model.guidance.tool_grammar import Tool, arguments_json
+from mlxcache.model.guidance.tool_grammar import arguments_json
+from mlxcache.model.guidance.tool_members import Tool
 from mlxcache.model.markers import MESSAGE, is_harmony
 
 TEXT = "/(?s:.+)/"

@@ -16,11 +16,21 @@ from functools import partial
 from typing import Any
 
 from mlxcache.errors import BadRequest, Unsupported
+from mlxcache.model.guidance.gemma_calls import GemmaCalls
 from mlxcache.model.guidance.json_schema import check, is_satisfiable
 from mlxcache.model.guidance.lark import Lark, any_text, literal, one_of, repeated
-from mlxcache.model.guidance.schema_facts import TYPES, Node, Schema, listed_values
-from mlxcache.model.guidance.schema_merge import Plain, alternatives, names_of
+from mlxcache.model.guidance.schema_facts import TYPES, Node, Schema
+from mlxcache.model.guidance.schema_merge import names_of
 from mlxcache.model.guidance.text_values import Unwritable, text_terminal
+from mlxcache.model.guidance.tool_members import (
+    EMPTY,
+    Tool,
+    is_free,
+    members_of,
+    object_shapes,
+    of_kinds,
+    separated,
+)
 from mlxcache.model.markers import GENERIC_END, GENERIC_START
 
 PARAM = "tools"
@@ -28,17 +38,6 @@ CODE = "invalid_tool"
 _NAME = re.compile(r"[\w.:/-]+")
 _FREE_NAME = r"[A-Za-z_][\w.-]{0,63}"
 _LINE = '"\\n"?'
-
-
-@dataclass(frozen=True, slots=True)
-class Tool:
-    """A tool that may be called, by its name.
-
-    `schema` is that of its arguments, or None for any object.
-    """
-
-    name: str
-    schema: Schema | None
 
 
 Call = Callable[[Lark, Tool], str]
@@ -199,7 +198,7 @@ def _pythonic_call(lark: Lark, tool: Tool) -> str:
 
     The values are JSON, which the family's parser reads as Python.
     """
-    if tool.schema is None or _is_free(tool.schema):
+    if tool.schema is None or is_free(tool.schema):
         free = f"{lark.terminal('/[A-Za-z_]{1}[A-Za-z0-9_]{0,63}=/')} {lark.json(Schema(True))}"
         inside = f"({repeated(free, literal(', '))})?"
         return f"{literal(tool.name + '(')} {inside} {literal(')')}"
@@ -210,7 +209,9 @@ def _pythonic_call(lark: Lark, tool: Tool) -> str:
             raise Unwritable(f"properties/{name}")
         return f"{literal(name + '=')} {lark.json(schema.of(node))}"
 
-    shapes = [_separated(lark, _members(schema, shape, write), ", ") for shape in _shapes(schema)]
+    shapes = [
+        separated(lark, members_of(schema, shape, write), ", ") for shape in object_shapes(schema)
+    ]
     return f"{literal(tool.name + '(')} {one_of(shapes)} {literal(')')}"
 
 
@@ -241,16 +242,16 @@ class Tags:
         start = lark.marker(self.call.format(tool.name))
         end = f" {lark.marker(self.end)}" if self.end else ""
         line = f" {_LINE}" if self.line else ""
-        if tool.schema is None or _is_free(tool.schema):
+        if tool.schema is None or is_free(tool.schema):
             return f"{start}{line} ({self._free(lark)}{line})*{end}"
         schema = tool.schema
         bodies = []
-        for shape in _shapes(schema):
-            parts = _members(schema, shape, partial(self._written, lark, schema))
+        for shape in object_shapes(schema):
+            parts = members_of(schema, shape, partial(self._written, lark, schema))
             bodies.append(
                 " ".join(f"({part}{line})" + ("" if needed else "?") for part, needed in parts)
             )
-        return f"{start}{line} {one_of(body or _EMPTY for body in bodies)}{end}"
+        return f"{start}{line} {one_of(body or EMPTY for body in bodies)}{end}"
 
     def _written(self, lark: Lark, schema: Schema, name: str, node: Node) -> str:
         if not re.fullmatch(r"[^\s<>\"'&]+", name):
@@ -288,9 +289,6 @@ class Tags:
         return f"{key} {lark.terminal(f'({any_text(self.ends)}) {literal(self.value_end)}')}"
 
 
-_EMPTY = '""'
-
-
 def _value(lark: Lark, schema: Schema, node: Node, closing: str, ends: Sequence[str]) -> str:
     """Return a grammar expression for a value that `node` allows, followed by its closing tag.
 
@@ -300,10 +298,10 @@ def _value(lark: Lark, schema: Schema, node: Node, closing: str, ends: Sequence[
     kinds = schema.types(node)
     options = []
     others = kinds - {"string"}
-    other = _of_kinds(node, others) if "string" in kinds else node
+    other = of_kinds(node, others) if "string" in kinds else node
     if others and is_satisfiable(schema, other):
         options.append(f"{lark.json(schema.of(other))} {lark.marker(closing)}")
-    if "string" in kinds and is_satisfiable(schema, _of_kinds(node, frozenset({"string"}))):
+    if "string" in kinds and is_satisfiable(schema, of_kinds(node, frozenset({"string"}))):
         text = text_terminal(schema, node, ends, mixed=bool(others))
         first, *later = lark.parts(closing)
         if text is not None and first in lark.added:
@@ -315,11 +313,6 @@ def _value(lark: Lark, schema: Schema, node: Node, closing: str, ends: Sequence[
     if not options:
         raise Unwritable("type")
     return one_of(options)
-
-
-def _of_kinds(node: Node, kinds: frozenset[str]) -> Node:
-    types = {"type": names_of(kinds)}
-    return types if isinstance(node, bool) else {"allOf": [node, types]}
 
 
 def _tagged(
@@ -361,7 +354,7 @@ def _kimi_k3_call(lark: Lark, tool: Tool) -> str:
 
 
 def _typed_arguments(lark: Lark, tool: Tool) -> str:
-    if tool.schema is None or _is_free(tool.schema):
+    if tool.schema is None or is_free(tool.schema):
         key = lark.terminal(f'{literal("argument key=")} /"{_FREE_NAME}"/')
         written = partial(_typed_argument, lark, Schema(True), f"{lark.marker('<|open|>')} {key}")
         return f"{written(True)}*"
@@ -373,10 +366,10 @@ def _typed_arguments(lark: Lark, tool: Tool) -> str:
         return _typed_argument(lark, schema, lark.marker(f'<|open|>argument key="{name}"'), node)
 
     bodies = []
-    for shape in _shapes(schema):
-        parts = _members(schema, shape, write)
+    for shape in object_shapes(schema):
+        parts = members_of(schema, shape, write)
         bodies.append(" ".join(f"({part})" + ("" if needed else "?") for part, needed in parts))
-    return one_of(body or _EMPTY for body in bodies)
+    return one_of(body or EMPTY for body in bodies)
 
 
 def _typed_argument(lark: Lark, schema: Schema, key: str, node: Node) -> str:
@@ -386,7 +379,7 @@ def _typed_argument(lark: Lark, schema: Schema, key: str, node: Node) -> str:
     """
     options = []
     for name in names_of(schema.types(node)):
-        only = _of_kinds(node, TYPES[name] & schema.types(node))
+        only = of_kinds(node, TYPES[name] & schema.types(node))
         if not is_satisfiable(schema, only):
             continue
         if name != "string":
@@ -402,225 +395,6 @@ def _typed_argument(lark: Lark, schema: Schema, key: str, node: Node) -> str:
     if not options:
         raise Unwritable("type")
     return one_of(options)
-
-
-# arguments as members of an object
-
-
-Written = list[tuple[str, bool]]
-"""Grammar expressions of an object's members in order, and whether each is required."""
-
-
-def _is_free(schema: Schema) -> bool:
-    """Return whether a schema allows arguments of any names and values."""
-    return schema.resolve(schema.root) in (True, {}, {"type": "object"})
-
-
-def _shapes(schema: Schema) -> list[Plain]:
-    """Return schemas without combinators for the objects that arguments may be.
-
-    Raises Unwritable if a keyword cannot be expressed in a tool-call syntax.
-    """
-    found = []
-    for shape in alternatives(schema, schema.root):
-        if "object" not in schema.types(shape):
-            continue
-        if listed_values(shape) is not None:
-            raise Unwritable("const" if "const" in shape else "enum")
-        required = set(shape.get("required", ()))
-        if shape.get("minProperties", 0) > len(required):
-            raise Unwritable("minProperties")
-        if shape.get("maxProperties", len(shape.get("properties", {}))) < len(
-            required | set(shape.get("properties", {}))
-        ):
-            raise Unwritable("maxProperties")
-        if shape.get("patternProperties"):
-            raise Unwritable("patternProperties")
-        found.append(shape)
-    if not found:
-        raise Unwritable("type")
-    return found
-
-
-def _members(schema: Schema, shape: Plain, write: Callable[[str, Node], str]) -> Written:
-    """Write the named members of a JSON object by `write(name, node)`, in the schema's order.
-
-    Returns pairs of a member's grammar expression and whether it is required. `shape`: the object's
-    schema. Members that no value satisfies are left out; raises Unwritable if one of them is
-    required.
-    """
-    named: dict[str, Node] = dict(shape.get("properties", {}))
-    required = shape.get("required", ())
-    for name in required:
-        named.setdefault(name, shape.get("additionalProperties", True))
-    found = []
-    for name, node in named.items():
-        if is_satisfiable(schema, node):
-            found.append((write(name, node), name in required))
-        elif name in required:
-            raise Unwritable("required")
-    return found
-
-
-def _separated(lark: Lark, members: Written, comma: str) -> str:
-    """Return a grammar expression for an object's members, with `comma` between those present.
-
-    `members`: the result of `_members`. Those that are not required may be absent.
-    """
-    rest, first = _EMPTY, _EMPTY  # what may follow a member, and what may come where none is yet
-    for member, needed in reversed(members):
-        after = f"{literal(comma)} {member} {rest}"
-        begun = f"{member} {rest}"
-        first = lark.rule(begun if needed else one_of((begun, first)))
-        rest = lark.rule(after if needed else one_of((after, rest)))
-    return first
-
-
-# Gemma
-
-
-class _Gemma:
-    """Writer of grammar expressions for Gemma's calls: `call:NAME{key:value,...}`.
-
-    Strings are between delimiters of their own (`quote`), and keys have none.
-    """
-
-    def __init__(self, quote: str):
-        self._quote = quote
-
-    def __call__(self, lark: Lark, tool: Tool) -> str:
-        schema = tool.schema or Schema({"type": "object"})
-        written = _GemmaValues(lark, schema, self._quote)
-        options = (
-            [written.any_object()] if _is_free(schema) else map(written.object, _shapes(schema))
-        )
-        return f"{literal(f'call:{tool.name}')} {one_of(options)}"
-
-
-class _GemmaValues:
-    """Writer of grammar expressions for values of one schema in Gemma's notation.
-
-    `quote`: the delimiter before and after each string.
-    """
-
-    def __init__(self, lark: Lark, schema: Schema, quote: str):
-        self._lark = lark
-        self._schema = schema
-        self._quote = quote
-        self._names: dict[str, str] = {}
-
-    def value(self, node: Node) -> str:
-        if isinstance(node, dict) and set(node) == {"$ref"}:
-            ref = node["$ref"]
-            return self._named(ref, lambda: self._any_of(self._schema.target(ref)))
-        return self._any_of(node)
-
-    def _named(self, key: str, body: Callable[[], str]) -> str:
-        if key not in self._names:
-            self._names[key] = self._lark.reserve()
-            self._lark.define(self._names[key], body())
-        return self._names[key]
-
-    def _any_of(self, node: Node) -> str:
-        plain = alternatives(self._schema, node)
-        options = [option for one in plain for option in self._kinds(one)]
-        if not options:
-            raise Unwritable("type")
-        return one_of(options)
-
-    def _kinds(self, node: Plain) -> list[str]:
-        kinds = self._schema.types(node)
-        if (listed := listed_values(node)) is not None:
-            return [self._constant(value) for value in listed if _fits(value, kinds)]
-        options = []
-        kinds = frozenset(one for one in kinds if self._allows(node, one))
-        if "string" in kinds and (text := self._text(node)) is not None:
-            options.append(text)
-        if scalars := kinds & {"null", "boolean", "integer", "fraction"}:
-            options.append(self._lark.json(self._schema.of(_of_kinds(node, scalars))))
-        if "array" in kinds:
-            options.append(self._array(node))
-        if "object" in kinds:
-            free = node in ({}, {"type": "object"})
-            options.append(self.any_object() if free else self.object(node))
-        return options
-
-    def _allows(self, node: Plain, kind: str) -> bool:
-        return is_satisfiable(self._schema, _of_kinds(node, frozenset({kind})))
-
-    def _text(self, node: Plain) -> str | None:
-        quote = self._lark.marker(self._quote)
-        if self._quote in self._lark.added:
-            text = text_terminal(self._schema, node, ())
-            return None if text is None else f"{quote} {self._lark.terminal(text)} {quote}"
-        text = text_terminal(self._schema, node, (self._quote,))
-        return None if text is None else f"{quote} {self._lark.terminal(f'({text}) {quote}')}"
-
-    def _constant(self, value: Any) -> str:
-        return self._lark.marker(self._plain(value))
-
-    def _plain(self, value: Any) -> str:
-        if isinstance(value, str):
-            if self._quote in value:
-                raise Unwritable("const")
-            return f"{self._quote}{value}{self._quote}"
-        if isinstance(value, list):
-            return "[" + ",".join(map(self._plain, value)) + "]"
-        if isinstance(value, dict):
-            members = (f"{_bare(key)}:{self._plain(one)}" for key, one in value.items())
-            return "{" + ",".join(members) + "}"
-        return json.dumps(value)
-
-    def _array(self, node: Plain) -> str:
-        items, prefix = node.get("items", True), list(node.get("prefixItems", ()))
-        if isinstance(items, list):
-            prefix, items = items, node.get("additionalItems", True)
-        least, most = node.get("minItems", 0), node.get("maxItems")
-        if prefix and (least not in (0, len(prefix)) or most not in (None, len(prefix))):
-            raise Unwritable("prefixItems")
-        if prefix:
-            first = literal(",").join(f" {self.value(one)} " for one in prefix)
-            open_ended = most is None and items is not False
-            more = f"({literal(',')} {self._item(items)})*" if open_ended else ""
-            whole = f'"[" {first} {more} "]"'
-            return whole if least else one_of((whole, literal("[]")))
-        if items is False or most == 0:
-            return literal("[]")
-        item = self._item(items)
-        low, high = max(least - 1, 0), "" if most is None else most - 1
-        filled = f'"[" {item} ("," {item}){{{low},{high}}} "]"'
-        return filled if least else one_of((filled, literal("[]")))
-
-    def _item(self, items: Node) -> str:
-        return self._any() if items in (True, {}) else self.value(items)
-
-    def object(self, node: Plain) -> str:
-        def write(name: str, value: Node) -> str:
-            body = self._any() if value in (True, {}) else self.value(value)
-            return f"{literal(_bare(name) + ':')} {body}"
-
-        for keyword in ("patternProperties", "minProperties", "maxProperties"):
-            if node.get(keyword):
-                raise Unwritable(keyword)
-        return f'"{{" {_separated(self._lark, _members(self._schema, node, write), ",")} "}}"'
-
-    def any_object(self) -> str:
-        """Return a grammar expression for an object with any keys and values."""
-        key = self._lark.terminal("/[A-Za-z_][0-9A-Za-z_]{0,63}:/")
-        return f'"{{" ({repeated(f"{key} {self._any()}", literal(","))})? "}}"'
-
-    def _any(self) -> str:
-        return self._named("", lambda: one_of(self._kinds({})))
-
-
-def _fits(value: Any, kinds: frozenset[str]) -> bool:
-    return bool(Schema(True).types({"const": value}) & kinds)
-
-
-def _bare(name: str) -> str:
-    if not re.fullmatch(r"\w+", name):
-        raise Unwritable(f"properties/{name}")
-    return name
 
 
 _QWEN = Tags(
@@ -656,12 +430,12 @@ _SYNTAXES: dict[str, Syntax | Callable[[Any], Syntax]] = {
     "function_gemma": Syntax(
         "<start_function_call>",
         "<end_function_call>",
-        _Gemma("<escape>"),
+        GemmaCalls("<escape>"),
         apart="",
         names=re.compile(r"\w+"),
     ),
     "gemma4": Syntax(
-        "<|tool_call>", "<tool_call|>", _Gemma('<|"|>'), apart="", names=re.compile(r"[\w-]+")
+        "<|tool_call>", "<tool_call|>", GemmaCalls('<|"|>'), apart="", names=re.compile(r"[\w-]+")
     ),
     "glm47": _arg_tags(""),
     "json_tools": Syntax(GENERIC_START, GENERIC_END, _json_call, names=re.compile(".+")),

@@ -1,0 +1,79 @@
+"""When to write again after a disk error, and which paths are then to be written."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import numpy as np
+
+from mlxcache.tree.node import Node
+from mlxcache.types import Tokens
+
+FIRST_RETRY_S, RETRY_S = 1.0, 30.0
+"""Pause after a disk error, in seconds: the first one, and the longest. Each pause doubles."""
+
+
+class RetryBackoff:
+    """Pauses after disk errors, and the paths to write when the disk works again.
+
+    The paths are not locked in RAM: a path that is evicted or merged into a longer one is removed
+    from the list. `wake_in(seconds)` wakes the MLX thread after a pause.
+    """
+
+    def __init__(
+        self, wake_in: Callable[[float], None], clock: Callable[[], float] = time.monotonic
+    ):
+        self.failing = False
+        self._wake_in = wake_in
+        self._clock = clock
+        self._nodes: dict[Node, None] = {}
+        self._pause = 0.0
+        self._retry_at = self._failed_at = float("-inf")
+
+    def note_failure(self, least: float = FIRST_RETRY_S) -> None:
+        """Begin a pause of at least `least` seconds, unless one is in progress."""
+        now = self._clock()
+        self.failing = True
+        if now < self._retry_at:
+            return
+        recent = now - self._failed_at < 2 * RETRY_S
+        self._pause = max(least, min(2 * self._pause, RETRY_S) if recent else FIRST_RETRY_S)
+        self._failed_at, self._retry_at = now, now + self._pause
+        self._wake_in(self._pause)
+
+    def note_success(self) -> None:
+        """Record that a write succeeded: the disk works again, and any pause ends."""
+        self.failing = False
+        self.end_pause()
+
+    def end_pause(self) -> None:
+        """End the pause, so that the next write may be tried now."""
+        self._retry_at = float("-inf")
+
+    @property
+    def paused(self) -> bool:
+        """True if a pause is in progress, during which no write may be tried."""
+        return self._clock() < self._retry_at
+
+    @property
+    def due(self) -> bool:
+        """True if the list of paths to write is not empty, and no pause prevents a write."""
+        return bool(self._nodes) and not self.paused
+
+    def add(self, node: Node) -> None:
+        """Add the path to `node` to the list of paths to write later."""
+        if not node.detached:
+            self._nodes[node] = None
+
+    def take(self) -> tuple[Node, Tokens] | None:
+        """Remove the oldest path from the list of paths to write, and return it.
+
+        Returns its node and its token ids, or None if the list is empty.
+        """
+        while self._nodes:
+            node = next(iter(self._nodes))
+            del self._nodes[node]
+            if not node.detached:
+                return node, np.concatenate([each.tokens for each in node.path()])
+        return None

@@ -1,0 +1,61 @@
+"""Buffers for copies of KV that wait to be written to disk, used again and again."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from mlxcache.safetensors import Tensor
+
+
+class StagingBuffers:
+    """Reusable buffers of `size` bytes for copies that wait to be written.
+
+    A copy that takes at most half of `size`, or more than `size`, is not put into one of these:
+    `take` allocates memory for it alone.
+    """
+
+    def __init__(self, size: int):
+        self.size = size
+        self._free: list[memoryview] = []
+        self._taken: dict[int, memoryview] = {}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all staging buffers, in use or free."""
+        return self.size * (len(self._free) + len(self._taken))
+
+    def release_free(self) -> None:
+        """Release the memory of the staging buffers that are not in use."""
+        self._free.clear()
+
+    def take(self, size: int) -> memoryview:
+        """Return uninitialised memory of `size` bytes: a staging buffer, or newly allocated."""
+        if not self.size // 2 < size <= self.size:
+            return np.empty(size, np.uint8).data
+        whole = self._free.pop() if self._free else np.empty(self.size, np.uint8).data
+        part = whole[:size]
+        self._taken[_address(part)] = whole
+        return part
+
+    def give_back(self, tensors: Sequence[Tensor]) -> None:
+        """Return the staging buffer that holds `tensors` to the pool, if they are in one.
+
+        The tensors must not be read afterwards.
+        """
+        if tensors:
+            self.put_back(tensors[0].bytes)
+
+    def put_back(self, part: memoryview) -> None:
+        """Return the staging buffer that begins at the address of `part` to the pool.
+
+        `part`: a result of `take`, or the beginning of one. Does nothing if `take` allocated it
+        outside the pool.
+        """
+        if (whole := self._taken.pop(_address(part), None)) is not None:
+            self._free.append(whole)
+
+
+def _address(view: memoryview) -> int:
+    return int(np.frombuffer(view, np.uint8).ctypes.data) if view.nbytes else 0
