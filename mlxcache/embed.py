@@ -89,8 +89,12 @@ class _Embedded(Generic[E]):
     ) -> None:
         self.settings: Settings = _read_settings(given)
         self._remote = _open_remote(self.settings)
-        self._engine = make(self.settings, self._remote)
-        self._folder = _Folder(self.settings)
+        try:
+            self._engine = make(self.settings, self._remote)
+            self._folder = _Folder(self.settings)
+        except BaseException:
+            self._close_remote()
+            raise
 
     async def __aenter__(self) -> Self:
         self._folder.enter()
@@ -108,8 +112,11 @@ class _Embedded(Generic[E]):
         """Cancel running replies, write computed KV to disk, and unload every model. Idempotent."""
         with self._folder.lock:
             await self._engine.stop()
-            if self._remote is not None:
-                self._remote.close()
+            self._close_remote()
+
+    def _close_remote(self) -> None:
+        if self._remote is not None:
+            self._remote.close()
 
 
 class Model(_Embedded["Engine"]):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,22 @@ def test_an_unknown_setting_is_an_error_that_names_it():
 def test_outside_of_async_with_there_is_no_model():
     with pytest.raises(RuntimeError, match="async with"):
         Model().info  # noqa: B018 - it is the look that raises
+
+
+def test_an_engine_that_cannot_be_made_leaves_no_remote_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """The thread of the remote ends with the error, and the error is the engine's own."""
+
+    def fail(*_: object, **__: object) -> None:
+        names = [one.name for one in threading.enumerate()]
+        assert "mlxcache-remote" in names
+        raise ConfigError("no engine")
+
+    monkeypatch.setattr("mlxcache.engine.engine.Engine.__init__", fail)
+    with pytest.raises(ConfigError, match="no engine"):
+        Model(remote=f"file://{tmp_path}/shared", cache_dir=str(tmp_path / "cache"))
+    assert "mlxcache-remote" not in [one.name for one in threading.enumerate()]
 
 
 async def test_turns_are_warm_cancelled_ones_are_kept_and_the_folder_is_held(
