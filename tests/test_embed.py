@@ -60,6 +60,7 @@ def test_an_engine_that_cannot_be_made_leaves_no_remote_open(
         raise ConfigError("no engine")
 
     monkeypatch.setattr("mlxcache.engine.engine.Engine.__init__", fail)
+    (tmp_path / "shared").mkdir()
     with pytest.raises(ConfigError, match="no engine"):
         Model(remote=f"file://{tmp_path}/shared", cache_dir=str(tmp_path / "cache"))
     assert "mlxcache-remote" not in [one.name for one in threading.enumerate()]
