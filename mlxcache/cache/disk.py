@@ -32,6 +32,7 @@ class DiskTier:
     It owns the store and closes it. `pending_limit`: maximum bytes of copies that wait to be
     written. `wake()` is called from other threads when there is work for the MLX thread. `remote`:
     uploads to and fetches from a storage that servers share, or None; it is closed with the tier.
+    `label`: that of the model, for the log.
     Methods must be called on the MLX thread, except `figures`.
     """
 
@@ -44,14 +45,15 @@ class DiskTier:
         wake: Callable[[], None],
         *,
         remote: RemoteTier | None = None,
+        label: str = "unnamed",
     ):
         self.store = store
         self.remote = remote
         on_durable = remote.share if remote is not None else None
         self.write_behind = WriteBehind(
-            layout, tree, store, pending_limit, wake, on_durable=on_durable
+            layout, tree, store, pending_limit, wake, on_durable=on_durable, label=label
         )
-        self.restorer = Restorer(store, layout, wake, remote)
+        self.restorer = Restorer(store, layout, wake, remote, label=label)
         self._figures: dict[str, Any] = {}
         self._figures_at = 0.0
         self._next_copy_at = 0.0

@@ -95,12 +95,13 @@ class KVCache:
 
     Results are valid until the next operation that mutates the cache. Nodes that a lease locks are
     not evicted until the lease is released. Create an instance with `KVCache.open`; it owns `ram`
-    and `disk`.
+    and `disk`. `label`: that of the model, for the log.
     """
 
     def __init__(self, ram: RamTier, disk: DiskTier | None = None):
         self.ram = ram
         self.disk = disk
+        self.label = ram.label
         self.layout: Layout = ram.layout
         self.budget: Budget = ram.budget
         self.tree: PrefixTree = ram.tree
@@ -122,6 +123,7 @@ class KVCache:
         shared: SharedRam | None = None,
         remote: RemoteTier | None = None,
         lineage: type[Lineage] = Lineage,
+        label: str = "unnamed",
     ) -> KVCache:
         """Open a cache for models of `layout`, with a disk tier if `store` is given.
 
@@ -132,14 +134,15 @@ class KVCache:
         copied in one evaluation, 0 for one array at a time. `shared`: the RAM of several models,
         which the cache joins until it is closed; `budget` must then be a member of its budget.
         `remote`: what the disk tier exchanges with other servers, or None.
-        `lineage`: class of the lineages; `mlxcache plan` has one without arrays.
+        `lineage`: class of the lineages; `mlxcache plan` has one without arrays. `label`: that of
+        the model, for the log.
         """
         worth = worth or Worth(layout.bytes_per_token, layout.checkpoint_bytes)
         clock = shared.clock if shared is not None else None
         tree = PrefixTree(layout.bytes_per_token, worth, clock=clock)
         disk = None
         if store is not None:
-            disk = DiskTier(store, layout, tree, pending_limit, wake, remote=remote)
+            disk = DiskTier(store, layout, tree, pending_limit, wake, remote=remote, label=label)
         write_behind = disk.write_behind if disk is not None else None
         ram = RamTier(
             layout,
@@ -150,6 +153,7 @@ class KVCache:
             copy_bytes=copy_bytes,
             shared=shared,
             lineage=lineage,
+            label=label,
         )
         if shared is not None:
             shared.join(ram)
@@ -500,7 +504,9 @@ class KVCache:
         their KV is finite. The lease stays, but its lock on the tree is released.
         """
         kept = self._finite_prefix(ids, min(lease.cached, finite_upto(lease.lineage)))
-        log.warning("model produced NaN; kept %d of %d tokens", kept, len(ids))
+        log.warning(
+            "model %s: model produced NaN; kept %d of %d tokens", self.label, kept, len(ids)
+        )
         if lease.node is not None:
             self.tree.unlock(lease.node)
             lease.node = None

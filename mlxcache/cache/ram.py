@@ -107,7 +107,7 @@ class RamTier:
     `write_behind` is None without a disk tier. `device_buffers`: maximum number of buffers of the
     device. `copy_bytes`: bytes that new lineages copy in one evaluation. `shared`: the RAM of
     several models under one budget; if that is what is short, room is made in all of their tiers.
-    `lineage`: class of the lineages.
+    `lineage`: class of the lineages. `label`: that of the model, for the log.
     `dropped` counts evictions of KV that is then lost, `spilled` those of KV that is on disk too.
     """
 
@@ -122,7 +122,9 @@ class RamTier:
         copy_bytes: int = 0,
         shared: SharedRam | None = None,
         lineage: type[Lineage] = Lineage,
+        label: str = "unnamed",
     ):
+        self.label = label
         self.layout = layout
         self.budget = budget
         self.tree = tree
@@ -430,7 +432,9 @@ class RamTier:
                     raise
                 self.layout.lockstep.check(error)
                 log.exception(
-                    "copying KV to a smaller buffer failed; this KV is no longer in RAM: %s", error
+                    "model %s: copying KV to a smaller buffer failed; this KV is no longer in RAM: "
+                    "%s",
+                    *(self.label, error),
                 )
                 return before
         freed = before - lineage.nbytes

@@ -82,6 +82,7 @@ class Restorer:
     `layout`: that of the model for whose lineages it reads. `wake` is called on a lookup's thread
     when the lookup has a result or has ended. `remote`: where files that are not on disk are
     fetched from, or None. `min_unknown`: least prompt tokens not in RAM for which a lookup is made.
+    `label`: that of the model, for the log.
     """
 
     def __init__(
@@ -90,7 +91,10 @@ class Restorer:
         layout: Layout,
         wake: Callable[[], None],
         remote: RemoteTier | None = None,
+        *,
+        label: str = "unnamed",
     ):
+        self._label = label
         self.min_unknown = MIN_UNKNOWN if remote is None else MIN_GAIN
         self._remote = remote
         self._store = store
@@ -134,8 +138,10 @@ class Restorer:
             self._warn_once(str(error))
             lookup.failed = True
         except Exception:
-            n = len(lookup.ids)
-            log.exception("disk lookup failed, computing the prefix: prompt of %d tokens", n)
+            log.exception(
+                "model %s: disk lookup failed, computing the prefix: prompt of %d tokens",
+                *(self._label, len(lookup.ids)),
+            )
             lookup.failed = True
         self._end_search(lookup)
 
@@ -172,7 +178,10 @@ class Restorer:
         Consecutive failures with the same cause are logged once.
         """
         if why != self._last_warning:
-            log.warning("restore from disk failed: %s", why)
+            log.warning(
+                "model %s: restore from disk failed, computing the rest of the prefix: %s",
+                *(self._label, why),
+            )
         self._last_warning = why
 
     def _plan(self, lookup: DiskLookup, found: Found) -> None:

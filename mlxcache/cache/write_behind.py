@@ -159,8 +159,8 @@ class WriteBehind:
 
     At most `pending_limit` bytes of copies wait to be written. `wake()` is called from the writer's
     thread when the MLX thread has results to collect. `on_durable(ids)` is called on the MLX thread
-    with each path that ends where a request ended, once it is on disk; it must not block. It owns
-    the writer, which `close` ends.
+    with each path that ends where a request ended, once it is on disk; it must not block. `label`:
+    that of the model, for the log. The queue owns the writer, which `close` ends.
     """
 
     def __init__(
@@ -173,8 +173,10 @@ class WriteBehind:
         *,
         on_durable: Callable[[Tokens], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
+        label: str = "unnamed",
     ):
         self.layout = layout
+        self._label = label
         self.pending_bytes = 0
         self._on_durable = on_durable
         self.run_tokens = run_tokens(layout, pending_limit)
@@ -192,7 +194,7 @@ class WriteBehind:
         self._asking: PathWrite | None = None
         self._answers: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         # `pending_limit` is kept here; the writer still counts a job while it reports its end
-        self.writer = Writer(store, 2 * pending_limit, self._on_written, self._on_idle)
+        self.writer = Writer(store, 2 * pending_limit, self._on_written, self._on_idle, label=label)
 
     @property
     def busy(self) -> bool:
@@ -321,7 +323,8 @@ class WriteBehind:
             found = error
         except Exception as error:  # logged; the path in RAM must not stay locked
             log.exception(
-                "disk lookup before a write failed for a path of %d tokens", len(path.ids)
+                "model %s: disk lookup before a write failed for a path of %d tokens",
+                *(self._label, len(path.ids)),
             )
             found = StoreError(f"A prefix could not be looked up: {error!r}.")
         self._answer(lambda: self._looked_up(path, found))
@@ -419,7 +422,7 @@ class WriteBehind:
             self.buffers.give_back(job.tensors)
         if error is None:
             if self.backoff.failing:
-                log.warning("disk tier resumed: a write succeeded")
+                log.warning("model %s: disk tier resumed: a write succeeded", self._label)
             self.backoff.note_success()
         elif isinstance(error, PrefixNotStored):
             path.stop(lost=True)
@@ -433,7 +436,7 @@ class WriteBehind:
         `least`: minimum length of the pause in seconds.
         """
         if not self.backoff.failing:
-            log.warning("disk tier suspended, serving from RAM: %s", error)
+            log.warning("model %s: disk tier suspended, serving from RAM: %s", self._label, error)
         self.backoff.note_failure(least)
         for path in [*self._queue, *self._handed]:
             path.stop()

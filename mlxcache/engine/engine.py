@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from mlxcache.config import Settings
@@ -286,15 +287,17 @@ class Engine:
             return runtime.builders.of(owner).chat(chat, session, stop)
 
         await runtime.book.refresh_replies()
-        prompt = await self._loop.run_in_executor(self._pool, _rendered, make)
+        of = f"session {session}" if session is not None else "no session"
+        prompt = await self._loop.run_in_executor(self._pool, self._run, make, of)
         if runtime.speculation is not None and self.state == "ready":  # not waited for
-            self._pool.submit(_learn_forms, runtime, prompt, owner)
+            self._pool.submit(_learn_forms, runtime, prompt, owner, of)
         return prompt
 
     async def render_text(self, text: str) -> Prompt:
         """Return the prompt of plain `text`, without a chat template. Raises as `render`."""
         builder = self._ready().builders.of(None)  # a text is not remembered
-        return await self._loop.run_in_executor(self._pool, _rendered, lambda: builder.text(text))
+        make = partial(builder.text, text)
+        return await self._loop.run_in_executor(self._pool, self._run, make, "plain text")
 
     def decode(self, prompt: Prompt) -> str:
         """Return the text of a prompt of token ids, including control tokens.
@@ -303,7 +306,24 @@ class Engine:
         """
         runtime = self._ready()
         runtime.check(prompt)
-        return _rendered(lambda: runtime.builders.of(None).decode(prompt.ids.tolist()))
+        decode = runtime.builders.of(None).decode
+        return self._run(partial(decode, prompt.ids.tolist()), "a prompt of token ids")
+
+    def _run(self, make: Callable[[], T], of: str, what: str = "Rendering the prompt") -> T:
+        """Return the result of `make`; `what` describes the work in error messages.
+
+        `of`: its session or request, for the log. Raises MlxcacheError unchanged and
+        GenerationFailed for any other error. BaseException is caught because a panic in the
+        tokenizer's Rust code is not an Exception.
+        """
+        try:
+            return make()
+        except MlxcacheError:
+            raise
+        except BaseException as error:
+            work = what[0].lower() + what[1:]
+            log.exception("model %s, %s: request refused: %s failed", self.label, of, work)
+            raise GenerationFailed(f"{what} failed: {type(error).__name__}: {error}") from error
 
     def _ready(self) -> ModelRuntime:
         if self.state != "ready" or self._runtime is None:
@@ -347,11 +367,12 @@ class Engine:
         """
         begun = threading.Event()
 
-        def make() -> Guide | None:
+        def compiled() -> Guide | None:
             begun.set()
-            return _rendered(lambda: runtime.guides.make(job), what="Compiling the grammar")
+            make = partial(runtime.guides.make, job)
+            return self._run(make, f"request {job.id}", "Compiling the grammar")
 
-        making = self._loop.run_in_executor(self._compilers, make)
+        making = self._loop.run_in_executor(self._compilers, compiled)
         try:
             guide = await asyncio.wait_for(making, COMPILE_S)
         except TimeoutError:
@@ -596,27 +617,18 @@ def _stopping() -> NotReady:
     return NotReady("The server is stopping.", retry_after=5.0)
 
 
-def _learn_forms(runtime: ModelRuntime, prompt: Prompt, owner: str | None) -> None:
-    """Make the forms of a conversation's tool results; a failure leaves guesses without them."""
+def _learn_forms(runtime: ModelRuntime, prompt: Prompt, owner: str | None, of: str) -> None:
+    """Tokenise the tool results of a conversation for guesses; see `ModelRuntime.learn_forms`.
+
+    `of`: its session, for the log. Errors are logged: guesses are then made without tool results.
+    """
     try:
         runtime.learn_forms(prompt, owner)
     except Exception:
-        log.exception("tool results not prepared for guesses")
-
-
-def _rendered(make: Callable[[], T], what: str = "Rendering the prompt") -> T:
-    """Return the result of `make`; `what` describes the work in error messages.
-
-    Raises MlxcacheError unchanged and GenerationFailed for any other error. BaseException is caught
-    because a panic in the tokenizer's Rust code is not an Exception.
-    """
-    try:
-        return make()
-    except MlxcacheError:
-        raise
-    except BaseException as error:
-        log.exception("request refused: %s failed", what[0].lower() + what[1:])
-        raise GenerationFailed(f"{what} failed: {type(error).__name__}: {error}") from error
+        log.exception(
+            "model %s, %s: tool results not prepared, guesses are made without them",
+            *(runtime.label, of),
+        )
 
 
 __all__ = ["Engine", "MlxcacheError", "Stream"]

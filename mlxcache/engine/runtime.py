@@ -135,44 +135,53 @@ def open_store(
             limit = disk_limit(settings.disk, folder)
             store = Store.open(folder, namespace, limit, needs_checkpoints=bool(layout.opaque))
     except (StoreError, OSError) as error:
-        log.warning("no disk tier, serving from RAM alone: %s", error)
+        log.warning(
+            "model %s: no disk tier, serving from RAM alone: %s", settings.entries[0].label, error
+        )
         return None, str(error)
     if store.obstacle is not None:
-        log.warning("disk tier is only read, nothing is written: %s", store.obstacle)
+        log.warning(
+            "model %s: disk tier is only read, nothing is written: %s",
+            *(settings.entries[0].label, store.obstacle),
+        )
     return store, None
 
 
 def open_tier(
-    objects: Objects, store: Store, layout: Layout, seconds: Callable[[int, int], float]
+    objects: Objects,
+    store: Store,
+    layout: Layout,
+    seconds: Callable[[int, int], float],
+    label: str,
 ) -> RemoteTier:
     """Open the part of the shared remote that belongs to one model.
 
     `objects`: the remote. `store`: that of the model's namespace. `seconds(start, stop)` estimates
-    the time for computing the prompt tokens in between.
+    the time for computing the prompt tokens in between. `label`: that of the model, for the log.
     """
     from mlxcache.remote.fetch import Shape  # noqa: PLC0415 - only with --remote
     from mlxcache.remote.tier import RemoteTier  # noqa: PLC0415
 
     shape = Shape(layout.bytes_per_token, layout.checkpoint_bytes, bool(layout.opaque))
-    return RemoteTier(objects, store, shape, seconds, layout.vocab_size)
+    return RemoteTier(objects, store, shape, seconds, layout.vocab_size, label=label)
 
 
 def open_images(loaded: Loaded, plan: MemoryPlan, settings: Settings) -> images.Images | None:
     """Reserve memory for images; return None if there is no memory or the model takes no images."""
-    vision = loaded.vision
+    vision, label = loaded.vision, settings.entries[0].label
     if vision is None:
         return None
     found = images.measure(vision, plan.transient)
     if found is None:
         log.warning(
-            "images disabled: the content of an image does not change the input of the model"
+            "model %s: images disabled: the content of an image does not change its input", label
         )
         return None
     largest, chunk = found.longest(plan.transient, vision.most_tokens), settings.prefill_chunk
     while largest and found.kept(largest, chunk) > plan.budget.limit // IMAGES_PART:
         largest //= 2
     if not largest or not plan.budget.reserve("images", found.kept(largest, chunk)):
-        log.warning("images disabled: --ram %s has no room for them", settings.ram)
+        log.warning("model %s: images disabled: --ram %s has no room for them", label, settings.ram)
         return None
     return images.Images(vision, found, largest)
 
@@ -196,10 +205,10 @@ class ModelRuntime:
     Make it on the MLX thread. `submit`: `Engine.submit`. `on_progress(what, share)` reports which
     step of opening is in progress. `shared`: the budget of several models, to which the weights of
     this one are charged already. `remote`: storage that is shared with other servers, or None.
-    `info.context_length` is reduced to the tokens that the budget has memory for. `pressure` is
-    None with `shared`, whose owner watches it. `database` holds the table of sessions if there is
-    no disk tier; by default it is a temporary one. Raises ModelError or BadRequest if the memory is
-    too small, and StoreError if the table of sessions cannot be opened.
+    `label`: the model's. `info.context_length` is reduced to the tokens that the budget has memory
+    for. `pressure` is None with `shared`, whose owner watches it. `database` holds the table of
+    sessions if there is no disk tier; by default it is a temporary one. Raises ModelError or
+    BadRequest if the memory is too small, and StoreError if the table of sessions cannot be opened.
     """
 
     def __init__(
@@ -217,6 +226,7 @@ class ModelRuntime:
     ):
         self.loaded = loaded
         self.settings = settings
+        self.label = settings.entries[0].label
         self._ranks = ranks
         self.layout = (
             kv.survey(loaded.model, kv_bits=settings.kv_bits)
@@ -225,7 +235,8 @@ class ModelRuntime:
         )
         for name in self.layout.unknown:
             log.warning(
-                "caching disabled, the model is served without it: cache class %s is unknown", name
+                "model %s: caching disabled, it is served without: cache class %s is unknown",
+                *(self.label, name),
             )
         self._shared = shared.ram if shared is not None else None
         self._objects = remote
@@ -239,7 +250,9 @@ class ModelRuntime:
             if ranks is None:
                 self.images = open_images(loaded, plan, settings)
             elif loaded.vision is not None:
-                log.warning("images disabled: the model is divided among several ranks")
+                log.warning(
+                    "model %s: images disabled: it is divided among several ranks", self.label
+                )
             context = self._max_context()
             self.kv = self._open_cache(thread, on_progress)
             on_failure.callback(self.kv.close, 0.0)
@@ -258,7 +271,7 @@ class ModelRuntime:
                 drafts=settings.num_draft_tokens,
                 speculation=self.speculation,
             )
-            self.guides = Guides(loaded.tokenizer, self.layout.vocab_size)
+            self.guides = Guides(loaded.tokenizer, self.layout.vocab_size, self.label)
             self._totals = Totals()
             self.figures = Figures(
                 self.kv, self._totals, self.scheduler.idle_prefill, self._no_disk
@@ -303,7 +316,7 @@ class ModelRuntime:
             if store is None:
                 plan.budget.release("pending", plan.pending)
         if store is not None and self._objects is not None and layout.cacheable:
-            self.remote = open_tier(self._objects, store, layout, self.cost.seconds)
+            self.remote = open_tier(self._objects, store, layout, self.cost.seconds, self.label)
         worth = Worth(layout.bytes_per_token, layout.checkpoint_bytes, self.cost.growth)
         return KVCache.open(
             layout,
@@ -316,6 +329,7 @@ class ModelRuntime:
             copy_bytes=copy_bytes(plan.transient, device.kind()),
             shared=self._shared,
             remote=self.remote,
+            label=self.label,
         )
 
     def _make_speculation(
@@ -328,7 +342,9 @@ class ModelRuntime:
         if self.settings.speculate == "off":
             return None
         if not self.layout.rewinds:
-            log.warning("--speculate auto has no effect: the model's cache cannot be rewound")
+            log.warning(
+                "model %s: --speculate auto has no effect: its cache cannot be rewound", self.label
+            )
             return None
         on_progress("measuring passes over several tokens", None)
         file, key, found = self.settings.cache_dir / "passes.json", "", None
@@ -342,7 +358,9 @@ class ModelRuntime:
             save_passes(file, key, curves)
         costs = PassCosts(curves)
         log.info(
-            "guesses are checked: a pass over 2, 4, 8 and 16 tokens costs %s passes over one",
+            "model %s: guesses are checked: a pass over 2, 4, 8 and 16 tokens takes as long as %s "
+            "passes over one",
+            self.label,
             ", ".join(f"{costs.at(0)(tokens):.2f}" for tokens in (2, 4, 8, 16)),
         )
         return Speculation(
@@ -376,6 +394,7 @@ class ModelRuntime:
             settings.rules,
             read=reader(loaded.tokenizer),
             replies=replies,
+            label=self.label,
         )
 
     def _open_book(
@@ -384,7 +403,7 @@ class ModelRuntime:
         """Open the sessions of this model, in the store's database or else in `database`."""
         loaded, layout, settings = self.loaded, self.layout, self.settings
         store = self.kv.disk.store if self.kv.disk is not None else None
-        namespace = store.namespace if store is not None else f"ram:{settings.entries[0].label}"
+        namespace = store.namespace if store is not None else f"ram:{self.label}"
         path = settings.model or str(loaded.path)
         spec = serialise.run_spec(layout)
         served = Served(self.info.id, path, namespace, spec, layout.vocab_size)
@@ -424,7 +443,7 @@ class ModelRuntime:
         """
         defaults = {} if self.settings.no_generation_config else self.loaded.info.sampling
         if defaults:
-            log.info("sampling defaults of the model: %s", describe(defaults))
+            log.info("model %s: sampling defaults: %s", self.label, describe(defaults))
         return defaults
 
     def _max_context(self) -> int:
@@ -438,14 +457,14 @@ class ModelRuntime:
             self._plan.refuse(f"has room for {longest} tokens of this model")
         if longest < context:
             log.warning(
-                "context limited to %d of the model's %d tokens: %s has no room for more",
-                *(longest, context, self._plan.setting),
+                "model %s: context limited to %d of %d tokens: %s has no room for more",
+                *(self.label, longest, context, self._plan.setting),
             )
         for line in warnings(
             self.layout, context=context, weights=self.loaded.info.weights_bytes,
             ram=self._plan.budget.limit, machine=self._plan.machine,
         ):  # fmt: skip
-            log.warning("memory may be insufficient: %s", line)
+            log.warning("model %s: memory may be insufficient: %s", self.label, line)
         return longest
 
     def _fits(self, tokens: int) -> bool:
@@ -502,6 +521,7 @@ class ModelRuntime:
             continued=job.prompt.continued,
             generic_tools=job.prompt.generic_tools,
             plain=job.raw,
+            id=task.record.id,
             prime=job.prompt.fed[-4:].tolist() if job.raw or job.prompt.continued else (),
         )
         processors = make_processors(job.sampling, task.prompt_tokens)
@@ -611,7 +631,10 @@ class ModelRuntime:
             try:
                 step()
             except Exception:
-                log.exception("a step of the shutdown failed, the others follow: %s", what)
+                log.exception(
+                    "model %s: a step of the shutdown failed, the others follow: %s",
+                    *(self.label, what),
+                )
 
     def _close_cache(self) -> None:
         if self.pressure is not None:
@@ -619,8 +642,7 @@ class ModelRuntime:
         left = self.kv.close(FLUSH_S)
         if left:
             log.warning(
-                "shutdown: KV of up to %d tokens was not written to disk within %g s, and will be"
-                " computed again",
-                left,
-                FLUSH_S,
+                "model %s: shutdown: KV of up to %d tokens was not written to disk within %g s, "
+                "and will be computed again",
+                *(self.label, left, FLUSH_S),
             )

@@ -341,7 +341,11 @@ class Lineage:
         except (RuntimeError, ValueError) as error:
             if device.is_device_error(error):
                 raise
-            log.exception("KV buffers lost: the failed pass left arrays that cannot be computed")
+            log.exception(
+                "KV buffers lost: the failed pass left arrays that cannot be computed; the KV of "
+                "up to %d tokens has to be computed again",
+                self.length,
+            )
             return False
         return True
 

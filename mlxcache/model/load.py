@@ -123,7 +123,7 @@ def load(
     model, config = _load_weights(spec, path, lazy=lazily, use=use, divide=divide)
     tokenizer = _load_tokenizer(spec, path, _eos(config) or _eos(own), template)
     info = _info(spec, path, model, tokenizer, config)
-    vision = load_vision(model, tokenizer, config)
+    vision = load_vision(model, tokenizer, config, label=info.id)
     loaded = Loaded(model, tokenizer, config, info, path, vision)
     if spec.draft is None:
         return loaded

@@ -43,7 +43,7 @@ class OutputParser:
     written as `<tool_call>{json}</tool_call>` instead of the model family's own syntax.
     `stop_at_eos` False: ignore tokens that end the turn. `plain`: all output is text. `prime`: the
     last tokens of the prompt, for a reply that continues its text: without them, a detokenizer
-    removes the space before the reply's first word.
+    removes the space before the reply's first word. `id`: that of the request, for the log.
 
     A marker (a string that opens or closes thinking or a tool call) is recognised in one token or
     in many, with two exceptions for text about markers: if the vocabulary has the marker as one
@@ -65,7 +65,9 @@ class OutputParser:
         stop_at_eos: bool = True,
         plain: bool = False,
         prime: Sequence[int] = (),
+        id: str = "no request",
     ):
+        self._id = id
         thinking_open = thinking_open and not plain
         framing = grammar(tokenizer, tools=bool(tools), generic=generic_tools)
         self._grammar = PLAIN if plain else framing
@@ -158,7 +160,7 @@ class OutputParser:
             self._detokenizer.add_token(token)
         except (IndexError, TypeError):
             # some models have more rows of logits than their tokenizer has tokens
-            log.warning("token ignored: id %d is not in the tokenizer", token)
+            log.warning("%s: token ignored: id %d is not in the tokenizer", self._id, token)
             return ""
         return str(self._detokenizer.last_segment)
 
@@ -322,7 +324,7 @@ class OutputParser:
         The text of the block from position `after` on is parsed again, unless `after` is None.
         """
         if after is not None and block.follow() is Follow.TEXT:
-            log.warning("text after a complete tool call left out of the reply")
+            log.warning("%s: text after a complete tool call left out of the reply", self._id)
         self._block, self._state = None, target
         calls = calls if self._parallel else calls[:1]
         self._reader.take(calls)
@@ -353,9 +355,8 @@ class OutputParser:
         text = self._read_again(block, None if whole else block.first)
         if self._grammar.syntax is not None:
             log.warning(
-                "malformed tool call of %d characters returned as text: %s",
-                len(text),
-                self._reader.problem,
+                "%s: malformed tool call of %d characters returned as text: %s",
+                *(self._id, len(text), self._reader.problem),
             )
         self._block = None
         thinking = block.source == REASONING

@@ -156,33 +156,39 @@ def encode(pixels: npt.NDArray[np.uint8]) -> bytes:
     return file.getvalue()
 
 
-def load_vision(model: Any, tokenizer: Any, config: Mapping[str, Any]) -> Vision | None:
+def load_vision(
+    model: Any, tokenizer: Any, config: Mapping[str, Any], *, label: str = "unnamed"
+) -> Vision | None:
     """Make the image processor of a model that mlx-lm has loaded, from its `config`.
 
-    `tokenizer`: mlx-lm's TokenizerWrapper. Returns None if the model takes no images, or, with a
-    warning, if a required part is missing.
+    `tokenizer`: mlx-lm's TokenizerWrapper. `label`: name of the model, for the log. Returns None if
+    the model takes no images, or, with a warning, if a required part is missing.
     """
     kind = config.get("model_type")
     try:
         processor = load_processor(model, dict(config))
     except (TypeError, ValueError, LookupError, AttributeError) as error:
-        log.warning("images disabled: model type %s: no image processor: %s", kind, error)
+        log.warning(
+            "model %s: images disabled: no image processor for model type %s: %s",
+            *(label, kind, error),
+        )
         return None
     if processor is None:
         return None
     if find_spec("PIL") is None:
         log.warning(
-            "images disabled: model type %s takes images, but Pillow is not installed: "
-            "pip install 'mlxcache[vision]'",
-            kind,
+            "model %s: images disabled: Pillow is not installed: pip install 'mlxcache[vision]'",
+            label,
         )
         return None
     if not (hasattr(model, "embed_inputs") and does_model_support_input_embeddings(model)):
-        log.warning("images disabled: mlx-lm cannot feed images to model type %s", kind)
+        log.warning(
+            "model %s: images disabled: mlx-lm cannot feed images to model type %s", label, kind
+        )
         return None
     token_id = tokenizer.convert_tokens_to_ids(processor.image_token)
     if token_id is None or token_id == getattr(tokenizer, "unk_token_id", None):
         token = processor.image_token
-        log.warning("images disabled: model type %s: the tokenizer has no token %s", kind, token)
+        log.warning("model %s: images disabled: the tokenizer has no token %s", label, token)
         return None
     return Vision(model, processor, int(token_id))

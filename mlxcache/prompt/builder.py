@@ -60,7 +60,7 @@ class PromptBuilder:
     refused before they are tokenised. `processor`: the model's image processor, or None. `rules`:
     overrides of the defaults of canonicalisation rules. `read` parses the token ids of a reply;
     without it no reply is replayed. `replies`: known replies; `remember` adds to them, and other
-    code may too.
+    code may too. `label`: that of the model, for the log.
 
     Attributes: `takes_images`: model and template support images. `incremental`: only what changed
     since a session's last turn is tokenised. `openers`: ids of the tokens that open a message.
@@ -79,10 +79,15 @@ class PromptBuilder:
         *,
         read: ReadReply | None = None,
         replies: Replies | None = None,
+        label: str = "unnamed",
     ):
         args = dict(template_args or {})
         self._context, self._decode = context, tokenizer._tokenizer.decode
         template = Template(tokenizer)
+        if not template.exists:
+            log.warning(
+                "model %s: conversations are rendered as plain text: it has no chat template", label
+            )
         check_arguments(template, args)
         self._think = (tokenizer.think_start, tokenizer.think_end)
         thinking, added = thinking_markers(tokenizer), added_tokens(tokenizer)
@@ -91,6 +96,8 @@ class PromptBuilder:
         self.traits = probe(template, args)
         self._images = ImageTemplate(template, processor, args)
         self.takes_images = self._images.supported
+        if processor is not None and not self.takes_images:
+            log.warning("model %s: images disabled: its chat template does not render them", label)
         self._renderer = Renderer(template, self.traits, escape, args, self._images)
         self._codec = Codec(tokenizer, added, controls, escape)
         finder = ControlTokenFinder(added, controls, normalizer=_normalizer(tokenizer) is not None)
@@ -110,8 +117,9 @@ class PromptBuilder:
         self.canonicaliser = Canonicaliser(rules, known_reply)
         if not self.incremental:
             log.warning(
-                "incremental tokenisation and replay of replies disabled: the tokenizer's ids "
-                "after a control token depend on the text before it"
+                "model %s: incremental tokenisation and replay of replies disabled: the "
+                "tokenizer's ids after a control token depend on the text before it",
+                label,
             )
 
     def text(self, text: str) -> Prompt:

@@ -8,7 +8,6 @@ identifies a prompt by ids that are derived from the content of its images.
 from __future__ import annotations
 
 import hashlib
-import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
@@ -19,8 +18,6 @@ from mlxcache.errors import BadRequest, GenerationFailed, MlxcacheError
 from mlxcache.prompt.template import Message, Template
 from mlxcache.prompt.traits import U2, U
 from mlxcache.types import Image, ImageSpan, Prompt, Tokens
-
-log = logging.getLogger(__name__)
 
 PARTS: tuple[Message, ...] = (
     {"type": "image_url", "image_url": {"url": "data:,"}},
@@ -54,8 +51,6 @@ class ImageTemplate:
     ):
         self._processor = processor
         self._part = _find_part(template, processor.image_token, args) if processor else None
-        if processor is not None and self._part is None:
-            log.warning("images disabled: the model's chat template does not render them")
 
     @property
     def supported(self) -> bool:

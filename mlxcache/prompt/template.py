@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -12,8 +11,6 @@ from jinja2.exceptions import TemplateError
 from mlxcache.errors import BadRequest, ConfigError, GenerationFailed, MlxcacheError
 from mlxcache.prompt.time_limit import run_limited
 from mlxcache.prompt.tokenizer import ChatTokenizer
-
-log = logging.getLogger(__name__)
 
 Message = dict[str, Any]
 
@@ -102,12 +99,7 @@ class Template:
 
 
 def check_arguments(template: Template, args: Mapping[str, Any]) -> None:
-    """Raise ConfigError for template arguments that are reserved or make the template fail.
-
-    Logs a warning if there is no template.
-    """
-    if not template.exists:
-        log.warning("conversations are rendered as plain text: the model has no chat template")
+    """Raise ConfigError for template arguments that are reserved or make the template fail."""
     own = RESERVED & args.keys()
     if own:
         raise ConfigError(f"--chat-template-args: {min(own)!r} is set by the server; remove it")

@@ -42,8 +42,8 @@ class RemoteTier:
 
     `objects`: the remote. `store`: that of the model's namespace; the caller closes both.
     `sessions`: records of sessions. `seconds(start, stop)` estimates the time for computing the
-    prompt tokens in between. `vocab_size`: number of token ids. Any thread; only `replies_to` and
-    `close` block.
+    prompt tokens in between. `vocab_size`: number of token ids. `label`: that of the model, for the
+    log. Any thread; only `replies_to` and `close` block.
     """
 
     def __init__(
@@ -53,7 +53,10 @@ class RemoteTier:
         shape: Shape,
         seconds: PrefillSeconds,
         vocab_size: int,
+        *,
+        label: str = "unnamed",
     ):
+        self._label = label
         self._objects, self._seconds = objects, seconds
         self._counts = counts = Counts()
         names = KnownNames()
@@ -96,10 +99,15 @@ class RemoteTier:
             try:
                 self.fetcher.fetch(ids, known, began, dropped)
             except StoreError as error:
-                log.debug("fetching KV from the remote failed: local store: %s", error)
+                log.debug(
+                    "model %s: fetching KV from the remote failed: local store: %s",
+                    *(self._label, error),
+                )
             except Exception:
-                n = len(ids)
-                log.exception("remote lookup failed, fetching nothing: prompt of %d tokens", n)
+                log.exception(
+                    "model %s: remote lookup failed, fetching nothing: prompt of %d tokens",
+                    *(self._label, len(ids)),
+                )
             finally:
                 self._places.release()
                 then()
@@ -150,4 +158,7 @@ class RemoteTier:
             self.uploader.wait(seconds)
         left = self.uploader.close(seconds)
         if left:
-            log.info("shutdown: %d conversations or replies were not uploaded to the remote", left)
+            log.info(
+                "model %s: shutdown: %d conversations or replies were not uploaded to the remote",
+                *(self._label, left),
+            )

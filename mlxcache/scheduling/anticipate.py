@@ -141,8 +141,10 @@ class IdlePrefill:
             if device.is_device_error(error):
                 raise
             self._kv.layout.lockstep.check(error)
-            n = len(turn.task.ids)
-            log.exception("computing the next turn in advance failed: prompt of %d tokens", n)
+            log.exception(
+                "model %s: computing the next turn in advance failed: prompt of %d tokens",
+                *(self._kv.label, len(turn.task.ids)),
+            )
             self._turns.pop()
             if turn.task.lease is not None:
                 self._kv.abandon(turn.task.give_up_lease())

@@ -226,7 +226,9 @@ class Lanes:
                 raise
             self._lockstep.check(error)
             ids = ", ".join(task.record.id for ln in (lane, *new) for task in ln.tasks)
-            log.exception("joining requests into a batch failed, they stay in their lanes: %s", ids)
+            log.exception(
+                "joining requests into a batch failed, they are decoded as before: %s", ids
+            )
             return False
         self.kv.budget.release("batch", lane.bytes)
         lane.decoder = decoder
@@ -397,7 +399,7 @@ class Lanes:
                 raise
             self._lockstep.check(error)
             ids = ", ".join(task.record.id for task in gone)
-            log.exception("removing requests from a lane failed, the others go on alone: %s", ids)
+            log.exception("removing requests from a batch failed, the others go on alone: %s", ids)
         if isinstance(lane.decoder, DraftingDecoder):
             for task in lane.tasks:  # drafted tokens that were fed and not drawn
                 task.held.lineage.truncate(task.length)

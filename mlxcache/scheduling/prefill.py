@@ -255,10 +255,9 @@ class Prefill:
             at, size = self._feeding
             self._most[range_of(at)] = shorter = max(FEWEST, size // 4)
             log.warning(
-                "device error in the chunk of a prompt at token %d: from there on, chunks of all "
-                "prompts have at most %d tokens",
-                at,
-                shorter,
+                "model %s: device error in the chunk of a prompt at token %d: from there on, "
+                "chunks of all prompts have at most %d tokens",
+                *(self._kv.label, at, shorter),
             )
         self._feeding = None
         if self._images is not None:

@@ -254,7 +254,7 @@ class Scheduler:
                 raise
             self._lockstep.check(error)
             if task not in self.prefilling or not retry_after_oom(self.kv, task, error):
-                self._fail(task, _confirmed_failure(error))
+                self._fail(task, _confirmed_failure(error, task))
 
     def _prefill_chunk(self, task: Task, *, sharing: bool) -> None:
         if task.restoring:
@@ -311,16 +311,19 @@ class Scheduler:
                 (task, *_) = lane.tasks
                 if not lane.batched and lane.steady and retry_after_oom(self.kv, task, error):
                     continue
-                reason = _confirmed_failure(error)
                 if not lane.batched:
-                    self._fail(task, reason)
-                elif lane in self.lanes.all:  # alone, each row shows whether the fault is its own
+                    self._fail(task, _confirmed_failure(error, task))
+                    continue
+                device.confirm()  # raises if the device is the cause
+                if lane in self.lanes.all:  # alone, each row shows whether the fault is its own
+                    ids = ", ".join(task.record.id for task in lane.tasks)
+                    log.exception("a step of a batch failed, its requests go on alone: %s", ids)
                     self.lanes.split(lane)
 
     def _step(self, lane: Lane) -> None:
         for task in list(lane.tasks):
             if task.row_error is not None:
-                self._fail(task, _confirmed_failure(task.row_error), pass_failed=False)
+                self._fail(task, _confirmed_failure(task.row_error, task), pass_failed=False)
         if lane in self.lanes.all and not self.lanes.make_ready(lane):
             self._end(lane, {lane.tasks[0]: "length"})
         if lane not in self.lanes.all:
@@ -381,7 +384,12 @@ class Scheduler:
         while another is not None:
             error = another
             self._device_errors += 1
-            log.error("device error (%d in a row): %s", self._device_errors, error)
+            ends = self._device_errors >= MOST_DEVICE_ERRORS
+            what = "the MLX thread ends" if ends else "its active requests begin again"
+            log.error(
+                "model %s: device error (%d in a row), %s: %s",
+                *(self.kv.label, self._device_errors, what, error),
+            )
             another = self._begin_all_again()
         if self._device_errors >= MOST_DEVICE_ERRORS:
             raise error
@@ -494,7 +502,7 @@ class Scheduler:
             if device.is_device_error(error):
                 raise
             self._lockstep.check(error)
-            self._fail(task, _confirmed_failure(error))
+            self._fail(task, _confirmed_failure(error, task))
         return True
 
     def _fail(self, task: Task, error: MlxcacheError, *, pass_failed: bool = True) -> None:
@@ -539,13 +547,13 @@ class Scheduler:
                 self.kv.persist(task.lease, task.tokens(), whole=True)
 
 
-def _confirmed_failure(error: Exception) -> MlxcacheError:
-    """Return the error to send to a client; raise the device's error instead if the device failed.
+def _confirmed_failure(error: Exception, task: Task) -> MlxcacheError:
+    """Return the error for the client of `task`; raise the device's error if the device failed.
 
     A failed pass may be the cause of `error`: it can leave NaN or invalid tokens behind.
     """
     device.confirm()
-    return as_failure(error)
+    return as_failure(error, task.record.id)
 
 
 def is_out_of_memory(error: Exception) -> bool:

@@ -395,12 +395,12 @@ class Task:
         The pieces are not sent before `deliver`. Exceptions are returned as errors for the client.
         """
         if not drawn and self.row_error is not None:
-            return as_failure(self.row_error)
+            return as_failure(self.row_error, self.record.id)
         try:
             outcomes = map(self._take, drawn)
             return next((outcome for outcome in outcomes if outcome is not None), None)
         except Exception as error:  # noqa: BLE001 - `as_failure` logs it
-            return as_failure(error)
+            return as_failure(error, self.record.id)
 
     def _take(self, drawn: Drawn) -> FinishReason | None:
         assert self.output is not None
@@ -504,11 +504,14 @@ def _with_logprob(pieces: list[Piece], entry: TokenLogprob) -> list[Piece]:
     return [*pieces, Text("", (entry,))]
 
 
-def as_failure(error: Exception) -> MlxcacheError:
-    """Return the error for the client; an error that is no MlxcacheError is logged and wrapped."""
+def as_failure(error: Exception, id: str) -> MlxcacheError:
+    """Return the error for the client of request `id`.
+
+    An `error` that is no MlxcacheError is logged, and wrapped in a GenerationFailed.
+    """
     if isinstance(error, MlxcacheError):
         return error
-    log.error("request failed with an unexpected exception", exc_info=error)
+    log.error("%s: request failed: unexpected exception: %s", id, error, exc_info=error)
     return GenerationFailed(f"The model failed: {error}")
 
 

@@ -74,10 +74,12 @@ class SessionBook:
         self._before_removal = before_removal
         remote = kv.disk.remote if kv.disk is not None else None
         shared = remote.sessions if remote is not None else None
-        self._writer = SessionWriter(sessions, model, self.store, shared)
+        self._writer = SessionWriter(sessions, model, self.store, shared, label=kv.label)
         self._checking = asyncio.Lock()
         self._closed = False
-        self._replies = ReplyFeed(sessions, self.store, learn) if self.store is not None else None
+        self._replies: ReplyFeed | None = None
+        if self.store is not None:
+            self._replies = ReplyFeed(sessions, self.store, learn, label=kv.label)
         self.files = SessionFiles(
             self.store,
             model,
@@ -407,9 +409,9 @@ class SessionBook:
             self._replies.close()
         if left := self._writer.close():
             log.warning(
-                "shutdown: %d turns were not written to the table of sessions within %g s",
-                left,
-                CLOSE_S,
+                "model %s: shutdown: %d turns were not written to the table of sessions within "
+                "%g s",
+                *(self._kv.label, left, CLOSE_S),
             )
 
     # -- on the MLX thread -------------------------------------------------------------------------

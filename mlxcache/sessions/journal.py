@@ -79,7 +79,7 @@ class SessionWriter:
     """The one thread that writes the table of sessions; its actions run in order.
 
     `count`: number of sessions after this process's last write. `shared`: records of sessions that
-    servers exchange, or None. `close` ends the thread.
+    servers exchange, or None. `label`: that of the model, for the log. `close` ends the thread.
     """
 
     def __init__(
@@ -88,8 +88,11 @@ class SessionWriter:
         model: Served,
         store: Store | None,
         shared: SharedSessions | None = None,
+        *,
+        label: str = "unnamed",
     ):
         self.count = 0
+        self._label = label
         self._shared = shared
         self._sessions = sessions
         self._model = model
@@ -160,12 +163,12 @@ class SessionWriter:
         except StoreError as error:
             if not self._failing:
                 log.warning(
-                    "turns not written to the table of sessions, retrying every %g s: %s",
-                    *(RETRY_S, error),
+                    "model %s: turns not written to the table of sessions, retrying every %g s: %s",
+                    *(self._label, RETRY_S, error),
                 )
             self._failing = True
         except Exception:
-            log.exception("writing to the table of sessions failed")
+            log.exception("model %s: writing to the table of sessions failed", self._label)
         finally:
             with self._counted:
                 self._open -= 1

@@ -117,7 +117,8 @@ class PromptCacheReader:
         size = path.stat().st_size  # comparing an array reads all of it
         if not kv.ram.reserve("import", size):
             log.warning(
-                "KV of an imported prompt cache not used, it is computed: no RAM for %d bytes", size
+                "model %s: KV of the prompt cache %s not used, it is computed: no RAM for %d bytes",
+                *(kv.label, path, size),
             )
             return ids
         try:
@@ -125,7 +126,9 @@ class PromptCacheReader:
                 self._insert(found, own_ids(ids, owner))
             else:
                 log.warning(
-                    "KV of an imported prompt cache not used, it is computed: this model's differs"
+                    "model %s: KV of the prompt cache %s not used, it is computed: the model's "
+                    "differs",
+                    *(kv.label, path),
                 )
         finally:
             del found

@@ -30,10 +30,11 @@ class ReplyFeed:
     """Passes the stored replies of one namespace to `learn(replies)`, which gets them by owner.
 
     All stored replies are passed first, and later only the new ones, oldest first. `learn` is
-    called on a worker thread.
+    called on a worker thread. `label`: that of the model, for the log.
     """
 
-    def __init__(self, sessions: Sessions, store: Store, learn: Learn):
+    def __init__(self, sessions: Sessions, store: Store, learn: Learn, *, label: str = "unnamed"):
+        self._label = label
         self._sessions, self._store, self._learn = sessions, store, learn
         self._last = 0
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="mlxcache-replies")
@@ -62,10 +63,15 @@ class ReplyFeed:
         try:
             rows, self._last = self._sessions.replies(self._store.namespace, self._last)
         except StoreError as error:  # reported where the table is written
-            log.debug("cannot read the replies on disk that are kept for replay: %s", error)
+            log.debug(
+                "model %s: cannot read the replies on disk that are kept for replay: %s",
+                *(self._label, error),
+            )
             return
         except Exception:  # a prompt is rendered without them
-            log.exception("reading the replies on disk failed, they are not replayed")
+            log.exception(
+                "model %s: reading the replies on disk failed, they are not replayed", self._label
+            )
             return
         if rows:
             self._learn(rows)

@@ -50,7 +50,8 @@ class Writer:
 
     `limit_bytes`: most bytes of jobs that wait. `done(job, error)` is called on that thread after
     each job; if `error` is None, the job is durable. An error ends the job, not the thread. `idle`
-    is called on the thread once nothing was offered for `IDLE_S` seconds. Thread-safe.
+    is called on the thread once nothing was offered for `IDLE_S` seconds. `label`: that of the
+    model, for the log. Thread-safe.
     """
 
     def __init__(
@@ -59,7 +60,10 @@ class Writer:
         limit_bytes: int,
         done: Callable[[Job, StoreError | None], None],
         idle: Callable[[], None] = lambda: None,
+        *,
+        label: str = "unnamed",
     ):
+        self._label = label
         self._store = store
         self._limit = limit_bytes
         self._done = done
@@ -118,7 +122,7 @@ class Writer:
             if isinstance(item, Job):
                 self._write(item)
             else:
-                _run_logged("queued action", item)
+                self._run_logged("queued action", item)
             nbytes = item.nbytes if isinstance(item, Job) else 0
             del item  # its buffers are freed before the count says so
             with self._state:
@@ -136,8 +140,8 @@ class Writer:
                     return None
                 if self._queue:
                     return self._queue.popleft()
-            _run_logged("writing the uses of files to the index", self._store.note_uses)
-            _run_logged("work while idle", self._idle)
+            self._run_logged("writing the uses of files to the index", self._store.note_uses)
+            self._run_logged("work while idle", self._idle)
 
     def _write(self, job: Job) -> None:
         error: StoreError | None = None
@@ -149,19 +153,20 @@ class Writer:
         except StoreError as raised:
             error = raised
         except Exception as raised:
-            log.exception("writing KV to disk failed")
+            log.exception(
+                "model %s: writing KV up to token %d to disk failed", self._label, len(job.ids)
+            )
             error = StoreError(f"Writing KV to disk failed: {raised!r}.")
-        _run_logged("action after a write", lambda: self._done(job, error))
+        self._run_logged("action after a write", lambda: self._done(job, error))
 
+    def _run_logged(self, what: str, action: Callable[[], None]) -> None:
+        """Run `action` and log its exceptions, so that they do not end the thread.
 
-def _run_logged(what: str, action: Callable[[], None]) -> None:
-    """Run `action` and log its exceptions, so that they do not end the thread.
-
-    `what` describes the action in the log.
-    """
-    try:
-        action()
-    except StoreError as error:
-        log.warning("disk writer: %s failed: %s", what, error)
-    except Exception:
-        log.exception("disk writer: %s failed", what)
+        `what` describes the action in the log.
+        """
+        try:
+            action()
+        except StoreError as error:
+            log.warning("model %s: disk writer: %s failed: %s", self._label, what, error)
+        except Exception:
+            log.exception("model %s: disk writer: %s failed", self._label, what)

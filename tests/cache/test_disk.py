@@ -339,9 +339,9 @@ def test_a_lookup_that_fails_says_what_it_was_for(
         task = llama.ask(ids)
         disk.write_behind.drain(2.0)
     assert task.out == llama.cold(ids)
-    assert "disk lookup failed, computing the prefix: prompt of 300 tokens" in caplog.messages
+    assert "disk lookup failed, computing the prefix: prompt of 300 tokens" in caplog.text
     path = len(ids) + len(task.out)
-    assert f"disk lookup before a write failed for a path of {path} tokens" in caplog.messages
+    assert f"disk lookup before a write failed for a path of {path} tokens" in caplog.text
     while disk.store.find(task.ids).length < len(ids):
         llama.tick()  # the disk's timer wakes it
 

@@ -99,7 +99,7 @@ def test_a_buffer_that_cannot_be_compacted_leaves_the_budget_with_its_bytes(
         dense.kv.ram.evict(600 * dense.kv.layout.bytes_per_token)
     assert (
         f"copying KV to a smaller buffer failed; this KV is no longer in RAM: {NO_MEMORY}"
-        in caplog.messages
+        in caplog.text
     )
     dense.check()
     assert dense.kv.budget.by_kind()["kv"] == 0

@@ -43,7 +43,7 @@ async def test_the_models_defaults_apply_to_what_a_request_leaves_out(
     async with started(model, tmp_path) as engine:
         assert engine.info is not None
         assert engine.info.sampling == {"temperature": 0.0, "repetition_penalty": 1.4}
-        assert "sampling defaults of the model: temperature 0, repetition_penalty 1.4" in (
+        assert f"model {model.name}: sampling defaults: temperature 0, repetition_penalty 1.4" in (
             caplog.text
         )
         left_out = await reply(engine, "a", Sampling(temperature=1.0, unset=UNSET))

@@ -102,15 +102,16 @@ class Grammars:
     """Compiler and cache of the grammars for one model; the most recently used ones are kept.
 
     `tokenizer`: mlx-lm's TokenizerWrapper. `vocab_size`: the width of the logits, which may exceed
-    the number of tokens. Control tokens are not text: no string or regular expression of a grammar
-    allows them. These are the special tokens, those that end a turn, and the markers of thinking
-    and tool calls that are one token of the vocabulary; a Lark grammar names them by `<[id]>`.
-    Methods may be called on any thread, and block.
+    the number of tokens. `label`: that of the model, for the log. Control tokens are not text: no
+    string or regular expression of a grammar allows them. These are the special tokens, those that
+    end a turn, and the markers of thinking and tool calls that are one token of the vocabulary; a
+    Lark grammar names them by `<[id]>`. Methods may be called on any thread, and block.
     """
 
-    def __init__(self, tokenizer: Any, vocab_size: int):
+    def __init__(self, tokenizer: Any, vocab_size: int, label: str = "unnamed"):
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
+        self._label = label
         self._made: LLTokenizer | None = None
         self._lock = Lock()
         self._compiled: LRU[str, GrammarGuide] = LRU(MOST_GRAMMARS)
@@ -154,7 +155,8 @@ class Grammars:
             if self._made is None:
                 began = time.perf_counter()
                 self._made = _vocabulary(self._tokenizer, self._vocab_size)
-                log.info("vocabulary read for grammars in %.1f s", time.perf_counter() - began)
+                seconds = time.perf_counter() - began
+                log.info("model %s: vocabulary read for grammars in %.1f s", self._label, seconds)
             return self._made
 
 

@@ -14,12 +14,13 @@ from mlxcache.types import Job
 class Guides:
     """Factory of the guides of one model's replies. Its methods may be called on any thread.
 
-    `tokenizer`: mlx-lm's TokenizerWrapper. `vocab_size`: the width of the logits.
+    `tokenizer`: mlx-lm's TokenizerWrapper. `vocab_size`: the width of the logits. `label`: that of
+    the model, for the log.
     """
 
-    def __init__(self, tokenizer: Any, vocab_size: int):
+    def __init__(self, tokenizer: Any, vocab_size: int, label: str = "unnamed"):
         self._tokenizer = tokenizer
-        self._grammars = Grammars(tokenizer, vocab_size)
+        self._grammars = Grammars(tokenizer, vocab_size, label)
         self._lock = Lock()
         self._thinking: list[ThinkFormat | None] = []
 
