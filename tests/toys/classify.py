@@ -28,7 +28,8 @@ BEGIN = "<!-- the table is made by `bin/model-families` -->"
 END = "<!-- end of the table -->"
 
 REMARKS = {
-    "deepseek_v41": "mlx-lm rounds KV to 4 and 8 bits: a tiny difference between chunks can grow",
+    "deepseek_v41": "mlx-lm rounds KV to 4 and 8 bits, so a tiny difference grows: "
+    "replies may depend on the chunks",
     "olmo": "mlx-lm cannot feed it",
     "phi3small": "in mlx-lm, a token attends to later ones of its group of 32 or 64: "
     "replies depend on the chunks",
