@@ -57,7 +57,10 @@ class Reply:
 
     @property
     def conversation_tokens(self) -> int:
-        """Tokens of prompt and reply whose KV was computed: all but the last generated one."""
+        """Tokens of prompt and reply whose KV was computed: all but the last generated one.
+
+        Without `prompt_tokens`, those of the reply only.
+        """
         return (self.prompt_tokens or 0) + self.generated_tokens - 1
 
     @property

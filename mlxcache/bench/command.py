@@ -181,7 +181,8 @@ def read_replay(
     """Return the trace in the file `path` with the limits of the servers; None without a file.
 
     `scale`: factor for all lengths. `requests`: maximum number of requests, or None. `users`:
-    number of sessions open at once. `ram` and `disk`: limits as sizes. Raises typer.BadParameter.
+    number of sessions open at once. `ram` and `disk`: limits as text, such as `2GB`. Raises
+    typer.BadParameter for a file that is no trace, or a limit that is no size.
     """
     if path is None:
         return None
@@ -198,8 +199,8 @@ def read_replay(
 def launches(against: Sequence[str], mlx_lm: bool) -> list[Launch]:
     """Return how to start the other servers to measure.
 
-    These are the servers given by --against and, if `mlx_lm`, mlx_lm.server. Raises
-    typer.BadParameter.
+    These are mlx_lm.server, if `mlx_lm`, and the servers in `against`: each a text NAME=COMMAND,
+    as --against takes it. Raises typer.BadParameter for other text.
     """
     try:
         named = [parse_against(text) for text in against]

@@ -75,7 +75,7 @@ class Inside:
             raise NotPlain("this model caches more than KV, so random KV cannot replace it")
         await self.engine.call(lambda core: _put(core.kv, ids))
 
-    async def mark(self, ids: Tokens) -> None:
+    async def schedule_write(self, ids: Tokens) -> None:
         """Schedule the KV of `ids` in RAM to be written to disk, as after a request."""
 
         def begin(core: ModelRuntime) -> None:
@@ -94,7 +94,7 @@ class Inside:
             await asyncio.sleep(POLL_S)
 
     async def forget(self) -> None:
-        """Remove everything from the RAM tier."""
+        """Remove all KV from RAM, except what a request uses or is not written to disk yet."""
         await self.engine.call(lambda runtime: runtime.kv.clear())
 
     async def clear(self) -> None:

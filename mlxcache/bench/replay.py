@@ -48,7 +48,7 @@ class Replay:
     def order(self, model: Path) -> list[Request]:
         """Return the requests of the trace in the order in which every server gets them.
 
-        `model` is the folder of the model, by whose layers the order is simulated.
+        The order results from a simulation of this server with the model in the folder `model`.
 
         Raises ConfigError for a trace without requests, or with longer ones than the model takes.
         """
@@ -68,7 +68,8 @@ class Replay:
     def launches(self, folder: Path, others: Iterable[Launch]) -> Iterator[Launch]:
         """Yield how to start each server: this one with its disk and without, then `others`.
 
-        In the commands of others, {ram_mb} is the limit in MB.
+        This one's cache folders are made in `folder`. In the commands of `others`, {ram_mb} is
+        replaced by the limit of RAM in MB.
         """
         limits = ("--ram", str(self.ram), "--disk")
         yield ours(folder / "cache-trace", *limits, str(self.disk))
@@ -142,7 +143,10 @@ class Played:
 
 
 class Player:
-    """Client that replays one trace at one server. `filler`: generates text for its model."""
+    """Client that replays one trace at one server.
+
+    `filler`: generates text for the server's model. `seed`: other seeds give other text.
+    """
 
     def __init__(self, client: Client, filler: Filler, seed: str = "trace"):
         self._client = client
@@ -195,9 +199,10 @@ def replay(
 ) -> dict[str, Played]:
     """Replay a trace at each server in turn; return the results by the server's name.
 
-    One server runs at a time. `wait_s`: seconds that a server has to start. `status` is called with
-    a text at each step. Raises Refused if a server refuses a request, and NotStarted if it does not
-    start.
+    `plan`: the trace and the limits of the servers. `model`: the model's folder. `folder`: for the
+    servers' caches and logs. `others`: how to start servers other than this one. One server runs at
+    a time. `wait_s`: seconds that a server has to start. `status` is called with a text at each
+    step. Raises Refused if a server refuses a request, and NotStarted if it does not start.
     """
     order, filler = plan.order(model), Filler(model)
     found: dict[str, Played] = {}

@@ -85,7 +85,7 @@ def _scenarios(results: Results, names: Sequence[str], title: str) -> Table:
 
 
 def cell(figure: str, value: float | None) -> str:
-    """Format a figure by the unit with which its name ends; None becomes a dash."""
+    """Format `value` by the unit with which the name `figure` ends; None becomes a dash."""
     if value is None:
         return "-"
     if figure.endswith("_s"):

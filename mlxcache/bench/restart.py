@@ -87,7 +87,8 @@ def play(
     """Run `runs` rounds at each server in turn and return their figures. Blocks.
 
     A server that fails is left out of later rounds. `visit(client, round)` makes the conversations
-    of a round, which are counted from 0. `on_step` is called with a text at the start of each.
+    of a round at the server of `client`; `round` counts from 0. `on_step` is called with a text at
+    the start of each round at each server.
     """
     rounds = Rounds({one.name: [] for one in lives})
     out: set[str] = set()
@@ -139,8 +140,9 @@ def _restored(client: Client, reply: Reply) -> int | None:
 def checks(rounds: Rounds) -> list[Check]:
     """Return the bounds on this server's rounds.
 
-    No round may fail, and no token of the turn before the last may be lost. If the cold first token
-    takes at least `LONG_S` seconds, the one after a restart must be `SOONER` times sooner.
+    No round may fail, and no token of a round's first turn may be lost: `Round.lost_tokens` must be
+    0 or less. If the cold first token takes at least `LONG_S` seconds, the one after a restart must
+    be `SOONER` times sooner.
     """
     failed = sum(failure.startswith(f"{OURS},") for failure in rounds.failures)
     found = [Check("restarts that failed here", failed, 0)]

@@ -33,8 +33,8 @@ def restore_speed(
     """Restore `total` bytes of KV `runs` times, each time paired with plain reading of the files.
 
     Restoring is timed from a request's submission until its prefix has been looked up, verified and
-    copied into a lineage. `on_step` is called with a text at each step. Blocks. Raises ValueError,
-    MlxcacheError, OSError.
+    copied into a lineage. `model` is the model's folder, and `folder` gets the cache. `on_step` is
+    called with a text at each step. Blocks. Raises ValueError, MlxcacheError, OSError.
     """
     return asyncio.run(_play(model, folder, runs, on_step, total))
 
@@ -45,7 +45,7 @@ async def _play(
     async with running_inside(model, folder, ram=f"{4 * total + (2 << 30)}") as inside:
         ids = inside.tokens(total, 1)
         await inside.put(ids)
-        await inside.mark(ids)
+        await inside.schedule_write(ids)
         await inside.written()
         files = inside.files(ids)
         nbytes = sum(file.stat().st_size for file in files)

@@ -33,9 +33,9 @@ FAILURES = (NotStarted, NoOwnTime, MlxcacheError, Refused, OSError, ValueError)
 class Options:
     """Sizes of a benchmark run, and the other servers to measure.
 
-    `tokens` is the length of a conversation's first prompt, `runs` the number of repetitions, and
-    `wait_s` the seconds that a server has to start. `keep` continues the same conversations in each
-    repetition.
+    `tokens` is the length of a conversation's first prompt, `reply_tokens` the maximum length of a
+    reply, `runs` the number of repetitions, and `wait_s` the seconds that a server has to start.
+    `launches` are the other servers. `keep` continues the same conversations in each repetition.
     """
 
     tokens: int

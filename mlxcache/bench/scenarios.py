@@ -61,7 +61,8 @@ class Visit:
     All text is generated from `seed`; different seeds share no text. A conversation begins when a
     scenario first needs it, and later scenarios continue it. Unless said otherwise, its first
     prompt has `tokens` tokens, three quarters of them in the system prompt. Replies have at most
-    `reply_tokens`.
+    `reply_tokens`. `said` counts the texts generated so far, so that each is new.
+    `has_branched` is True once a turn has branched off from `grown`.
 
     - `main` is the conversation of most scenarios.
     - `other` and `revised` have the same system prompt as `main`, then a short message.
@@ -76,7 +77,7 @@ class Visit:
     reply_tokens: int
     seed: str
     talks: dict[str, Conversation] = field(default_factory=dict)
-    played: set[str] = field(default_factory=set)
+    has_branched: bool = False
     said: int = 0
 
     def open(self, name: str) -> Reply:
@@ -279,13 +280,13 @@ def branched_again(visit: Visit) -> Outcome:
     From there on its text differs from that of `grown` and from that of `branched`, which is run
     first if it was not yet.
     """
-    if "branched" not in visit.played:
+    if not visit.has_branched:
         _branch(visit)
     return _branch(visit)
 
 
 def _branch(visit: Visit) -> Outcome:
-    visit.played.add("branched")
+    visit.has_branched = True
     messages = visit.grown().messages
     at = 2 * BRANCH_TURN - 1  # after the system prompt, and two messages for each turn before
     lines = messages[at]["content"].splitlines()

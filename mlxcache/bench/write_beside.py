@@ -49,8 +49,8 @@ def write_beside(
     """Measure the speed of a reply while the disk tier, or a plain thread, writes `total` bytes.
 
     Both are measured `runs` times. The plain thread writes files of the same sizes in the same way:
-    it syncs each and then renames it. `on_step` is called with a text at each step. Blocks. Raises
-    ValueError, MlxcacheError, OSError.
+    it syncs each and then renames it. `model` is the model's folder, and `folder` gets all files.
+    `on_step` is called with a text at each step. Blocks. Raises ValueError, MlxcacheError, OSError.
     """
     return asyncio.run(_play(model, folder, runs, on_step, total))
 
@@ -97,7 +97,7 @@ async def _sizes(inside: Inside, total: int) -> Sequence[int]:
 
 
 async def _stored(inside: Inside, ids: Any) -> None:
-    await inside.mark(ids)
+    await inside.schedule_write(ids)
     await inside.written()
 
 

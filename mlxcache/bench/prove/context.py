@@ -82,9 +82,10 @@ class Subject:
         return length if isinstance(length, int) else 0
 
     def needed_bytes(self, tokens: int, *, processes: int = 1, rows: int = 1) -> int:
-        """Return the estimated bytes for `rows` simultaneous replies of `tokens` tokens.
+        """Return the estimated bytes of memory for `rows` simultaneous replies.
 
-        They are generated in each of `processes` processes, each with its own weights.
+        `tokens`: tokens of each prompt and its reply together. The replies are generated in each of
+        `processes` processes, each with its own weights.
         """
         kv = 1.1 * self.kv_bytes_per_token * tokens * rows
         return round(processes * (self.weights_bytes + kv + WORKING_BYTES))

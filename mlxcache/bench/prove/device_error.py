@@ -43,7 +43,8 @@ async def device_error(model: Path, folder: Path, scale: Scale, found: Findings)
 
     Each reply must equal that of a cold cache or end in an error. The next turn, in which nothing
     fails, must equal that of a cold cache, which shows that no wrong KV is left in the cache.
-    Raises Unequal after all replies if one is wrong.
+    `model` is the model's folder, `folder` gets the cache, and `found` the figures. Raises Unequal
+    after all replies if one is wrong.
     """
     picked: set[int] = set()
     on = FailingDevice(picked.__contains__)

@@ -64,7 +64,7 @@ def test_a_wrong_cache_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         await inside.clear()
         await inside.put(ids[: -equality.TAIL])
         if way == RESTORED:
-            await inside.mark(ids[: -equality.TAIL])
+            await inside.schedule_write(ids[: -equality.TAIL])
             await inside.written()
             await inside.forget()
         return await equality.hear(inside, ids)
