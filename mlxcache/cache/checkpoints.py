@@ -66,10 +66,11 @@ class Trail:
     ) -> list[Node]:
         """Choose nodes whose checkpoints to drop, so that at most `most` are left on the path.
 
-        `end`: the length of the path in tokens. `coming`: positions of checkpoints that are about
-        to be added. `worth`: drop a checkpoint only if the gap that it leaves is less than this
-        share of the tokens from the gap to the end. The default, infinity, sets no such limit.
-        Returns the nodes in the order in which to drop their checkpoints.
+        The first checkpoint of the path and the last 4 always stay, even if more than `most` are
+        then left. `end`: the length of the path in tokens. `coming`: positions of checkpoints that
+        are about to be added; they count too. `worth`: drop a checkpoint only if the gap that it
+        leaves is less than this share of the tokens from the gap to the end. The default, infinity,
+        sets no such limit. Returns the nodes in the order in which to drop their checkpoints.
         """
         at = {node.end: node for node in self.nodes}
         positions = sorted({*at, *coming})

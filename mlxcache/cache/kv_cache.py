@@ -58,7 +58,8 @@ OOM_SHARE = 4
 class Lease:
     """The use of a lineage by one request, with the memory reserved for it.
 
-    `cached`: prompt tokens that are reused. `restored`: how many of them were read from disk.
+    `prompt`: the token ids of the request's prompt. `hints`: its hints about eviction. `cached`:
+    prompt tokens that are reused. `restored`: how many of them were read from disk.
     `matched`: prompt tokens shared with earlier prompts in RAM, whether they can be reused or not.
     `node`: the node of the tree that the lease has locked against eviction, or None before the
     first commit of a new lineage. `awaiting_state`: KV is present, but the state of layers that
@@ -176,9 +177,10 @@ class KVCache:
         return reusable(self.layout, self.tree.match(ids, touch=False), len(ids))[0]
 
     def measure(self, paths: Sequence[Tokens]) -> Held:
-        """Return how many tokens of each path are reusable in RAM, and the bytes of all paths.
+        """Return how many tokens of each path are reusable in RAM, and the bytes of all paths there.
 
-        `paths`: token ids. Bytes shared by several paths are counted once. Changes nothing.
+        `paths`: the token ids of each. Bytes are those of KV and checkpoints; what several paths
+        share is counted once. Changes nothing.
         """
         tokens, nbytes = [], 0
         ends: dict[int, int] = {}
@@ -505,7 +507,8 @@ class KVCache:
         """
         kept = self._finite_prefix(ids, min(lease.cached, finite_upto(lease.lineage)))
         log.warning(
-            "model %s: model produced NaN; kept %d of %d tokens", self.label, kept, len(ids)
+            "model %s: model produced NaN; kept the KV of %d of a request's %d tokens",
+            *(self.label, kept, len(ids)),
         )
         if lease.node is not None:
             self.tree.unlock(lease.node)

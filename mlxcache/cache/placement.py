@@ -94,7 +94,7 @@ class Placement:
         return self._copy(spans, cached, least, evict)
 
     def _tail(self, owner: Lineage, end: int) -> int:
-        """Return how many positions of the lineage `owner` from `end` on the tree uses."""
+        """Return how many positions of the lineage `owner`, at `end` or later, the tree uses."""
         held = self._tree.live_range(owner)
         return max(0, held[1] - end) if held else 0
 

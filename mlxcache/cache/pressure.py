@@ -139,9 +139,9 @@ class Pressure:
             try:
                 self.step()
             except OSError as error:  # no file descriptors, for example, which is logged elsewhere
-                log.debug("memory pressure check failed: %s", error)
+                log.debug("memory pressure check failed, trying again in %g s: %s", POLL_S, error)
             except Exception:  # the next check must still run
-                log.exception("memory pressure check failed")
+                log.exception("memory pressure check failed, trying again in %g s", POLL_S)
 
     def step(self) -> None:
         """Check the memory once, and adjust the withheld part of the budget.

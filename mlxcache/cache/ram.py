@@ -43,9 +43,10 @@ part of them.
 """
 
 CHECKPOINT_WORTH = 0.5
-"""Share of a path's remaining tokens that a checkpoint must save to stay as long as its path.
+"""Share of the tokens from a gap between checkpoints to the end of their path.
 
-One stays for each halving of the distance to the end.
+Eviction drops those checkpoints of a path that leave a smaller gap before any of its tokens. So
+about one stays for each halving of the distance to the end.
 """
 
 UNLOADING: tuple[Evict, ...] = ("unload", "wait")

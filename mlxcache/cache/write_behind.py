@@ -69,7 +69,8 @@ class PathWrite:
     checkpoints to write after the runs. `in_flight`: number of jobs that were handed to the writer
     and are not done. `lost`: files that this path continues were evicted in the meantime. `reused`:
     prompt tokens that the request reused, to be counted as a use of their files. `whole`: the path
-    ends where a request ended. `tries`: number of restarts.
+    ends where a request ended. `tries`: number of restarts. `stopped`: the writer gets no further
+    jobs of the path, so it may not be on disk as a whole.
     """
 
     node: Node
