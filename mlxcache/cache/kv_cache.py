@@ -177,7 +177,7 @@ class KVCache:
         return reusable(self.layout, self.tree.match(ids, touch=False), len(ids))[0]
 
     def measure(self, paths: Sequence[Tokens]) -> Held:
-        """Return how many tokens of each path are reusable in RAM, and the bytes of all paths there.
+        """Return how many tokens of each path are reusable in RAM, and the bytes of all together.
 
         `paths`: the token ids of each. Bytes are those of KV and checkpoints; what several paths
         share is counted once. Changes nothing.

@@ -96,7 +96,9 @@ def prune(
     *,
     older_than: Annotated[
         str | None,
-        typer.Option(metavar="AGE", help="Of a remote: remove what was written before, as 30d."),
+        typer.Option(
+            metavar="AGE", help="Of a remote: remove objects that are older than AGE, as 30d."
+        ),
     ] = None,
     to: Annotated[
         str | None,

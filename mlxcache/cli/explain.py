@@ -217,7 +217,8 @@ def read_request(file: Path, server: Callable[[], Remote]) -> dict[str, Any]:
     """Read a chat request from `file`, or from standard input if `file` is `-`.
 
     A request that continues a stored response gets the conversation before it from `server()`.
-    Raises MlxcacheError with the expected and the actual content.
+    Raises MlxcacheError if the file has no such request, with what it has instead, or if the
+    conversation before it cannot be had.
     """
     # Here and not above: importing msgspec takes a while, and --help needs none of it.
     from mlxcache.wire.chat_bodies import (  # noqa: PLC0415
@@ -245,7 +246,9 @@ def read_request(file: Path, server: Callable[[], Remote]) -> dict[str, Any]:
 def _history(previous: str, name: str, server: Callable[[], Remote]) -> list[Any]:
     """Return the items of the stored response `previous` and of those that it continues.
 
-    Raises MlxcacheError if no server answers, or if the server does not have these responses.
+    `previous`: the response's id. `name`: what errors call the request that continues it. `server`
+    returns the client of the server that is asked. Raises MlxcacheError if no server answers, or if
+    the server does not have these responses.
     """
     from mlxcache.cli.remote import NoServer  # noqa: PLC0415 - httpx takes a while
 

@@ -263,7 +263,7 @@ class ClientName(StrEnum):
 
 
 TAKES_SMALL = (ClientName.CLAUDE, ClientName.OPENCODE)
-"""Clients that take a model of its own for titles and sub-agents."""
+"""Clients to which a second, smaller model can be named, for titles and sub-agents."""
 
 CLIENTS = {
     ClientName.CLAUDE: Client(

@@ -50,11 +50,11 @@ StopAfter = Annotated[
 
 
 _MISSPELT = 0.85
-"""Least similarity (of 1) of an unknown option to one of this command's, to suggest that one."""
+"""Minimum similarity, from 0 to 1, of an unknown option to a known one, to suggest the known one."""
 
 
 _ALSO_CALLED = {"continue": ClientName.CONTINUE.value}
-"""Other first words for clients whose program does not have their name."""
+"""Names of clients that are also taken as CLIENT, which otherwise is the name of the program."""
 
 
 class LaunchCommand(TyperCommand):

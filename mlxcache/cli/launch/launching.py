@@ -197,9 +197,9 @@ class Launch:
             )
 
     def _find(self) -> None:
-        """Look for a running server: if one answers, set `url` to its address and `running`.
+        """Look for a running server: set `running`, and `url` to the address of one that answers.
 
-        It is looked for at the configured address, then among the servers that are listed in the
+        `running` becomes True if one answers, else False. A server is looked for at the configured address, then among the servers that are listed in the
         cache folder, unless flags fix the address or the model.
         """
         self.running = bool(self.settings.port) and server_answers(self.url)

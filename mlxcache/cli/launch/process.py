@@ -90,8 +90,8 @@ def run_process(
     """Run the program `words` in this terminal until it ends, and return its exit status.
 
     The status is 128 plus the signal's number if a signal ended the program. `environment` holds
-    all of its variables, and it inherits the open file `descriptors`. The signals in `early` are
-    sent to it first. Raises MlxcacheError if it cannot be started.
+    all variables of the program, which inherits the open file `descriptors`. The signals in `early`
+    are sent to it first. Raises MlxcacheError if the program cannot be started.
     """
     running: list[subprocess.Popen[bytes]] = []
     missed: list[int] = []
