@@ -337,7 +337,7 @@ class RamTier:
             pass
 
     def clear(self) -> None:
-        """Evict from RAM everything that no request uses."""
+        """Evict from RAM all KV that no request uses and that is not waiting to be written."""
         self.evict(self.budget.limit)
 
     def withhold(self, size: int) -> None:
@@ -382,7 +382,7 @@ class RamTier:
     # -- compacting --------------------------------------------------------------------------------
 
     def compact_idle(self, *, evict: Evict = "idle") -> None:
-        """Compact idle lineages to the range that the tree uses.
+        """Compact idle lineages with many unused positions to the range that the tree uses.
 
         The most recent `WHOLE_LINEAGES` of them stay as they are if they start at position 0, so
         that requests can continue them. Before that, evicts until the number of buffers is within

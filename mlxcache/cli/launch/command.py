@@ -50,7 +50,7 @@ StopAfter = Annotated[
 
 
 _MISSPELT = 0.85
-"""Minimum similarity, from 0 to 1, of an unknown option to a known one, to suggest the known one."""
+"""Minimum similarity, from 0 to 1, of an unknown option to a known one that is suggested for it."""
 
 
 _ALSO_CALLED = {"continue": ClientName.CONTINUE.value}

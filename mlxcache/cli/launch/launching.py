@@ -199,8 +199,9 @@ class Launch:
     def _find(self) -> None:
         """Look for a running server: set `running`, and `url` to the address of one that answers.
 
-        `running` becomes True if one answers, else False. A server is looked for at the configured address, then among the servers that are listed in the
-        cache folder, unless flags fix the address or the model.
+        `running` becomes True if one answers, else False. A server is looked for at the configured
+        address, then among the servers that are listed in the cache folder, unless flags fix the
+        address or the model.
         """
         self.running = bool(self.settings.port) and server_answers(self.url)
         fixed = self._elsewhere or any(self._flags.get(one) for one in ("host", "port", "model"))
