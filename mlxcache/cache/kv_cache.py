@@ -613,9 +613,9 @@ class KVCache:
     def in_reach(self, tokens: int) -> bool:
         """Return whether a prompt of `tokens` tokens fits once all idle KV is evicted.
 
-        KV of other models counts only if it can be evicted now, that is, if it is on disk. Always
-        true without a shared budget, because there is nothing to wait for. Call while no request is
-        in progress.
+        KV of another model counts only if all of it is on disk, so that it can be evicted now.
+        Always true without a shared budget, because there is nothing to wait for. Call while no
+        request is in progress.
         """
         shared = self.ram.shared
         return shared is None or shared.in_reach(self.ram, self._least_bytes(tokens))

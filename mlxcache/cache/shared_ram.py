@@ -224,7 +224,7 @@ class SharedRam:
     def in_reach(self, tier: RamTier, size: int) -> bool:
         """Return whether `size` bytes fit in `tier` once all idle KV is evicted.
 
-        Of other members only KV that is on disk counts.
+        KV of another member counts only if all of it is on disk.
         """
         idle = sum(one.idle_bytes for one in self._tiers if one is tier or not one.writing)
         own = tier.budget.own_free + tier.idle_bytes
