@@ -18,7 +18,8 @@ class RetryBackoff:
     """Pauses after disk errors, and the paths to write when the disk works again.
 
     The paths are not locked in RAM: a path that is evicted or merged into a longer one is removed
-    from the list. `wake_in(seconds)` wakes the MLX thread after a pause.
+    from the list. `wake_in(seconds)` wakes the MLX thread after a pause. `failing` is True from an
+    error until the next write that succeeds.
     """
 
     def __init__(
