@@ -136,7 +136,7 @@ class Server:
         self._sampler.start()
 
     def resident(self) -> int:
-        """Return the resident bytes of the server and its children; 0 if it has ended."""
+        """Return the memory in use by the server and its children, in bytes; 0 if it has ended."""
         return sum(read_footprint(process.pid) for process in self._tree)
 
     @property

@@ -214,8 +214,8 @@ def _most(layout: Layout, tokens: int, limit: int) -> int:
     """Return how many checkpoints of one path of `tokens` tokens a tier keeps at most.
 
     `limit`: the limit of the tier, RAM or disk, in bytes, for KV and checkpoints together. The
-    checkpoints of a path may take a share of it, and not more than its KV warrants; see
-    `thinning.allowed`.
+    checkpoints of a path take at most the bytes that `thinning.allowed` returns, and at most the
+    share `BUDGET_SHARE` of `limit`, or all of it if the model has no KV of tokens.
     """
     size = max(1, layout.checkpoint_bytes)
     most = allowed(tokens * layout.bytes_per_token, size, limit) // size

@@ -54,8 +54,9 @@ def _lengths(context: Context, lengths: Sequence[int]) -> None:
 def _forecast(known: tuple[int, float] | None, tokens: int) -> float:
     """Return the expected seconds of a cold first token, from one measured at another length.
 
-    `known` is that length in tokens and its seconds; 0 is returned if it is None. The time of
-    attention grows with the square of the length, all else in proportion to it.
+    `known` is that length in tokens and its seconds; 0 is returned if it is None. The time is taken
+    to grow with the length to the power of `GROWTH_POWER`: that of attention grows with the square,
+    all else in proportion.
     """
     if known is None:
         return 0.0

@@ -38,7 +38,7 @@ def _existing(folder: Path) -> Path:
 
 
 def examine_folder(folder: Path) -> Finding:
-    """Check that the cache folder can be written, and that other users cannot access it."""
+    """Check that the cache folder can be written, is on a local disk and closed to other users."""
     there = _existing(folder)
     if not os.access(there, os.W_OK | os.X_OK) or not there.is_dir():
         value = f"{folder} cannot be written"

@@ -169,7 +169,8 @@ def start_server(
 ) -> StartedServer:
     """Start `mlxcache serve` with `flags` in a process session of its own, out of reach of Ctrl-C.
 
-    Does not wait until the server listens. Raises MlxcacheError if its log cannot be written.
+    Does not wait until the server listens. Raises MlxcacheError if its log cannot be written or
+    its process cannot be started.
     """
     command = [sys.executable, "-m", "mlxcache.cli.main", "serve", *flags]
     try:
