@@ -124,7 +124,7 @@ def _endpoint(route: Any) -> list[str]:
         raise ValueError(f"the handler of {route.path} has no docstring")
     lines = [f"## {method} {route.path.replace(':path', '')}", "", *_text(handler.__doc__), ""]
     tree = ast.parse(textwrap.dedent(inspect.getsource(handler)))
-    query = sorted(_query(tree))
+    query = sorted(set(_query(tree)))
     if query:
         lines += [f"Query: {', '.join(f'`{name}`' for name in query)}.", ""]
     for struct in _bodies(tree, handler):
@@ -145,7 +145,7 @@ def _query(tree: ast.AST) -> Iterator[str]:
     """Yield the names of the query parameters that the handler reads."""
     for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
         name = ast.unparse(call.func)
-        at = {"request.query_params.get": 0, "read_number": 1}.get(name)
+        at = {"request.query_params.get": 0, "query.get": 0, "read_number": 1}.get(name)
         if at is not None and isinstance(call.args[at], ast.Constant):
             yield str(call.args[at].value)
 
@@ -167,9 +167,11 @@ def _bodies(tree: ast.AST, handler: Callable[..., Any]) -> Iterator[type[msgspec
 def _struct(struct: type[msgspec.Struct], name: str) -> list[str]:
     info = types.type_info(struct)
     assert isinstance(info, types.StructType)
-    refused = (
-        set(UnsupportedFields.__struct_fields__) if issubclass(struct, UnsupportedFields) else set()
-    )
+    refused = set[str]()
+    if issubclass(struct, UnsupportedFields):
+        # a field to which a subclass gives a type is supported there, such as `echo`
+        untyped = {one.name for one in info.fields if isinstance(one.type, types.AnyType)}
+        refused = untyped & set(UnsupportedFields.__struct_fields__)
     rows = [
         f"| `{field.encode_name}` | {_type(field.type)} | {'required' if field.required else ''} |"
         for field in sorted(info.fields, key=lambda field: not field.required)
@@ -177,7 +179,7 @@ def _struct(struct: type[msgspec.Struct], name: str) -> list[str]:
     ]
     if not rows:
         return []
-    text = " ".join(_text(struct.__doc__ or "")) if "Struct" not in (struct.__doc__ or "") else ""
+    text = "" if "Struct" in (struct.__doc__ or "") else " ".join((struct.__doc__ or "").split())
     closed = " No other fields." if info.forbid_unknown_fields else ""
     opening = text if text.startswith(name) else f"{name}{': ' + text if text else ':'}"
     lines = [f"{opening}{closed}", ""]

@@ -446,7 +446,7 @@ def _failed(writer: ResponseWriter, error: Exception) -> ServerSentEvent:
 
 
 async def retrieve_response(deps: Deps, running: RunningResponses, request: Request) -> Response:
-    """Return a stored response, or one that is being computed. It cannot be streamed again."""
+    """Return a stored response, or one that is being computed. `?stream=true` is a 400."""
     id = request.path_params["id"]
     if request.query_params.get("stream", "false").lower() == "true":
         raise BadRequest("`stream`: a stored response is not streamed again.", param="stream")

@@ -34,7 +34,9 @@ def group(
     ctx: typer.Context,
     remote: Annotated[
         str | None,
-        typer.Option(metavar="URL", help="Take the shared remote at URL, for stats and prune."),
+        typer.Option(
+            metavar="URL", help="For stats and prune: the shared remote at URL, not the cache."
+        ),
     ] = None,
     remote_key_file: Annotated[
         Path | None,
@@ -97,7 +99,7 @@ def prune(
     older_than: Annotated[
         str | None,
         typer.Option(
-            metavar="AGE", help="Of a remote: remove objects that are older than AGE, as 30d."
+            metavar="AGE", help="With --remote: remove objects older than this, such as 30d."
         ),
     ] = None,
     to: Annotated[

@@ -93,7 +93,7 @@ def explain(
     """Explain where two requests differ, why, and what that costs; or audit one request.
 
     The files are bodies of chat requests, as `serve --record DIR` writes them. A server is needed
-    only for a body with `previous_response_id`: it has the conversation before.
+    only for a body with `previous_response_id`: it has the earlier part of the conversation.
     """
     with reporting():
         flags = {"model": model, "no_canonicalise": no_canonicalise}

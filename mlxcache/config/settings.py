@@ -188,14 +188,14 @@ class Settings:
         None,
         read_text,
         "PATH|HUB_ID",
-        "A small model with the same tokenizer, which drafts tokens for the main one.",
+        "A small model with the same tokenizer, which proposes tokens for the main one to check.",
     )
     num_draft_tokens: int = _setting(
         _MODEL,
         3,
         read_number(1, MOST_DRAFTED, example=3),
         "N",
-        "Tokens drafted at once.",
+        "Tokens that the draft model proposes at once.",
     )
     speculate: Literal["off", "auto"] = _setting(
         _MODEL,
@@ -210,7 +210,7 @@ class Settings:
         MOST_GUESSED,
         read_number(1, MOST_GUESSED, example=15),
         "N",
-        "Most tokens guessed at once with --speculate auto.",
+        "With --speculate auto: most tokens guessed at once.",
     )
     chat_template_args: Mapping[str, Any] = _setting(
         _MODEL,
@@ -262,7 +262,8 @@ class Settings:
         64,
         read_number(0, 100_000, example=64),
         "N",
-        "Requests that may wait; further ones are answered 503.",
+        "Requests that may wait, at most half of them from one session; further ones are answered "
+        "503 or 429.",
     )
     request_timeout: float | None = _setting(
         _MEMORY,
@@ -292,7 +293,7 @@ class Settings:
         (),
         read_files,
         "FILE",
-        "A chat request or system prompt to compute at the start; repeatable.",
+        "A file with a chat request or system prompt to compute at the start; repeatable.",
         repeatable=True,
     )
     no_loop_guard: bool = _switch(
@@ -315,7 +316,9 @@ class Settings:
         "Divide the model among the machines in this file of mlx.launch (experimental).",
         shown="this machine alone",
     )
-    pipeline: bool = _switch(_RANKS, "Divide the model by layers, instead of each layer.")
+    pipeline: bool = _switch(
+        _RANKS, "With several machines: give each some of the layers, not a part of every layer."
+    )
     host: str = _setting(_SERVER, "127.0.0.1", read_text, "HOST", "The address to listen on.")
     port: int = _setting(
         _SERVER,
@@ -329,8 +332,8 @@ class Settings:
         (),
         read_secrets,
         "KEY",
-        "Require this key from every client. Safer in MLXCACHE_API_KEY than here. Repeatable: then "
-        "each key has sessions of its own.",
+        "Require this key from every client. Safer in MLXCACHE_API_KEY than on the command line. "
+        "Repeatable: then each key has sessions of its own.",
         repeatable=True,
         secret=True,
     )
@@ -339,7 +342,7 @@ class Settings:
         None,
         read_path,
         "FILE",
-        "A key per line, as KEY or NAME:KEY; each key has sessions of its own.",
+        "A file with a key per line, as KEY or NAME:KEY; each key has sessions of its own.",
     )
     allow_origin: tuple[str, ...] = _setting(
         _SERVER,
@@ -371,8 +374,8 @@ class Settings:
         None,
         read_path,
         "FILE",
-        "A key that seals all that is in the remote: 64 hexadecimal digits, the same for all "
-        "servers.",
+        "A file with the key that encrypts everything in the remote: 64 hexadecimal digits, the "
+        "same for all servers.",
     )
     log_level: LogLevel = _setting(
         _OTHER,
@@ -394,14 +397,15 @@ class Settings:
         None,
         read_path,
         "DIR",
-        "Save the bodies of chat requests, whole conversations, there for mlxcache explain.",
+        "Save the bodies of chat requests, that is, whole conversations, in this folder, for "
+        "mlxcache explain.",
     )
     canonicalise: Mapping[str, bool] = _setting(
         _OTHER,
         dict,
         read_rules,
         "RULE=on|off",
-        "Switch a canonicalisation rule; repeatable.",
+        "Switch a canonicalisation rule on or off; repeatable.",
         shown="each rule's own",
         repeatable=True,
     )

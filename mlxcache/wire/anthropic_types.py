@@ -212,7 +212,10 @@ class ContextManagement(Struct):
 
 
 class Conversation(Struct, kw_only=True):
-    """The body of `POST /v1/messages/count_tokens`: everything that a prompt is rendered from."""
+    """The body of `POST /v1/messages/count_tokens`: everything that a prompt is rendered from.
+
+    `mcp_servers`, `container`, `compaction` and `thread` are refused with a 400.
+    """
 
     model: str
     messages: Annotated[list[Message], Meta(min_length=1)]
@@ -235,7 +238,10 @@ class Conversation(Struct, kw_only=True):
 
 
 class Request(Conversation, kw_only=True):
-    """The body of `POST /v1/messages`."""
+    """The body of `POST /v1/messages`.
+
+    `mcp_servers`, `container`, `compaction` and `thread` are refused with a 400.
+    """
 
     max_tokens: Annotated[int, Meta(ge=0)]
     stream: bool | None = None

@@ -61,7 +61,7 @@ class Message(Struct):
 
 
 class Function(Struct):
-    """A function that may be called. If `strict`, arguments are always valid by `parameters`."""
+    """A function that may be called. With `strict`, arguments are valid against `parameters`."""
 
     name: Name
     description: str | None = None

@@ -214,7 +214,11 @@ class ReasoningConfig(Struct):
 
 
 class ResponsesRequest(Generation, kw_only=True):
-    """The body of POST /v1/responses. `input` is a text or a list of items."""
+    """The body of POST /v1/responses. `input` is a text or a list of items.
+
+    `background`, `conversation`, `prompt` and `context_management` are refused with a 400, as is an
+    `n` or `best_of` above 1.
+    """
 
     input: str | list[RawItem] = ""
     instructions: str | None = None

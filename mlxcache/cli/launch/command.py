@@ -44,7 +44,9 @@ SmallModel = Annotated[
 StopAfter = Annotated[
     bool,
     typer.Option(
-        "--stop-after", metavar="", help="Stop the server with the client, if it was started here."
+        "--stop-after",
+        metavar="",
+        help="Stop the server after the client, if this command started it.",
     ),
 ]
 

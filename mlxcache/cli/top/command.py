@@ -38,7 +38,7 @@ def top(
 ) -> None:
     """Show budgets, requests and sessions of a running server, live. Ctrl-C ends it.
 
-    With --once or --json, or if the output is not a terminal, they are printed once.
+    With --once or --json, or if the output is not a terminal, it prints them once and exits.
     """
     with reporting():
         remote = find_server(url, api_key, cache_dir)
