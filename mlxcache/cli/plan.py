@@ -62,7 +62,7 @@ TraceFile = Annotated[
 BlockTokens = Annotated[
     int | None,
     typer.Option(
-        metavar="N", min=1, help="Tokens per block of the trace, if its lengths leave that open."
+        metavar="N", min=1, help="Tokens per block of the trace. Default: derived from its lengths."
     ),
 ]
 Count = Annotated[
