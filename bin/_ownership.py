@@ -33,6 +33,7 @@ FOREIGN = {
     },
     "config.memory": {"relieve.restype": "ctypes has no argument for it"},
     "model.own_time": {"tokenizer.eos_token_ids": "mlx-lm's, which ignores an empty argument"},
+    "model.vlm": {"AutoProcessor.from_pretrained": "mlx-vlm replaces it when it is imported"},
     "prompt.codec": {
         "base.normalizer": "a copy of a tokenizers.Tokenizer",
         "base.pre_tokenizer": "as the line above",

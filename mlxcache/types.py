@@ -325,7 +325,8 @@ class ModelInfo:
 
     `context_length` limits requests, and `max_context_length` is the model's own limit.
     `takes_effort` is True if the chat template has an argument `reasoning_effort`. `sampling` holds
-    the model's defaults for fields of `Sampling` that a client omits.
+    the model's defaults for fields of `Sampling` that a client omits. `backend`: name of the
+    library that runs the model, "mlx-lm" or "mlx-vlm".
     """
 
     id: str
@@ -341,6 +342,7 @@ class ModelInfo:
     created: int = 0
     draft: str | None = None  # the draft model's id
     sampling: Mapping[str, float] = field(default_factory=dict, hash=False)
+    backend: str = "mlx-lm"
 
 
 @dataclass(slots=True)

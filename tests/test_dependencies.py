@@ -8,9 +8,13 @@ import sys
 import tomllib
 from pathlib import Path
 
+from mlxcache.model.backend import INSTALL, VLM_VERSION
+
 ROOT = Path(__file__).parents[1]
-OPTIONAL = {"pil": "pillow"}
+OPTIONAL = {"pil": "pillow", "transformers": "transformers"}
 """What an extra brings, by the name under which it is imported."""
+SEPARATE = {"mlx-vlm"}
+"""What is installed by a command of its own, because an extra would bring all that it needs."""
 
 
 def _imported(path: Path) -> set[str]:
@@ -32,10 +36,20 @@ def test_what_is_imported_is_declared() -> None:
     """What only a test extra brings is missing for everybody else."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     declared = _names(project["dependencies"])
-    vision = _names(project["optional-dependencies"]["vision"])
+    extras = _names(project["optional-dependencies"]["vision"])
+    extras |= _names(project["optional-dependencies"]["vlm"])
     imported = set().union(*(_imported(path) for path in (ROOT / "mlxcache").rglob("*.py")))
     foreign = imported - set(sys.stdlib_module_names) - {"mlxcache"}
     names = {name.lower().replace("_", "-") for name in foreign}
-    assert {"mlx", "mlx-lm", "httpx", "starlette"} <= names
-    for name in sorted(names):
-        assert name in declared or OPTIONAL.get(name) in vision, f"{name} is not declared"
+    assert {"mlx", "mlx-lm", "httpx", "starlette"} | SEPARATE <= names
+    for name in sorted(names - SEPARATE):
+        assert name in declared or OPTIONAL.get(name) in extras, f"{name} is not declared"
+
+
+def test_what_an_extra_cannot_express_is_a_command_in_the_docs() -> None:
+    """mlx-vlm without its dependencies, in the version that is tested."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert "mlx-vlm" not in _names(project["optional-dependencies"]["vlm"])
+    page = (ROOT / "docs" / "install.md").read_text()
+    assert f"--no-deps mlx-vlm=={VLM_VERSION}" in page
+    assert INSTALL.endswith(f"--no-deps mlx-vlm=={VLM_VERSION}")

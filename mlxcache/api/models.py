@@ -188,7 +188,8 @@ def describe_model(info: ModelInfo, name: str | None = None) -> dict[str, Any]:
 
     Lengths are in tokens: `max_context_length` is the model's own limit, `context_length` and
     `loaded_context_length` are both this server's. `sampling_defaults` apply if a request omits the
-    field. `created` is in seconds since 1970. `name` replaces the model's id.
+    field. `created` is in seconds since 1970. `backend` is the library that runs the model. `name`
+    replaces the model's id.
     """
     return {
         "id": name or info.id,
@@ -201,6 +202,7 @@ def describe_model(info: ModelInfo, name: str | None = None) -> dict[str, Any]:
         "type": "model",
         "display_name": info.id,
         "sampling_defaults": dict(info.sampling),
+        "backend": info.backend,
     }
 
 

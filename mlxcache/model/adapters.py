@@ -518,7 +518,7 @@ def _row_bytes(slot: Any) -> int:
 
 Adapter = Sliced | Checkpointed
 
-ADAPTERS: Mapping[type, Adapter] = {
+ADAPTERS: dict[type, Adapter] = {
     KVCache: Sliced("KVCache"),
     WindowCache: Windowed("RotatingKVCache"),
     QuantizedKVCache: Quantised(
@@ -531,6 +531,14 @@ ADAPTERS: Mapping[type, Adapter] = {
     RecentRows: Recent(LAYER_CACHE),
 }
 """Adapters by exact class. A subclass counts as unknown, because it may behave differently."""
+
+
+def register(adapters: Mapping[type, Adapter]) -> None:
+    """Add adapters of further classes, each by exact class.
+
+    Classes of mlx-vlm are added when it is imported, which not every server does.
+    """
+    ADAPTERS.update(adapters)
 
 
 def adapter_of(slot: Any) -> Adapter | None:

@@ -29,6 +29,7 @@ from mlxcache.model.adapters import (
     adapter_of,
     class_name,
 )
+from mlxcache.model.backend import Backend, choose_backend
 from mlxcache.model.context import context_length, native_length
 from mlxcache.model.hub import here, outline
 from mlxcache.model.kv import Layout
@@ -120,8 +121,8 @@ def _outlined(spec: ModelSpec, path: Path, weights: int) -> tuple[nn.Module, Mod
     `weights`: bytes of the model's own weights, for its description.
     """
     config = load_config(path)
-    model_class, args_class = _get_classes(config)
-    model = model_class(args_class.from_dict(config))
+    backend = choose_backend(config, spec.model)
+    model = _made(config, backend)
     model.set_dtype(_dtype(config))
     native = native_length(config)
     length = context_length(native, spec.context)
@@ -135,8 +136,19 @@ def _outlined(spec: ModelSpec, path: Path, weights: int) -> tuple[nn.Module, Mod
         has_tools=False,
         is_demo=False,
         created=0,
+        backend=backend,
     )
     return model, info
+
+
+def _made(config: Mapping[str, Any], backend: Backend) -> nn.Module:
+    """Make the model of a configuration, with random weights that are not computed."""
+    if backend == "mlx-vlm":
+        from mlxcache.model.vlm import make_model  # noqa: PLC0415 - takes seconds
+
+        return make_model(config)
+    model_class, args_class = _get_classes(dict(config))
+    return model_class(args_class.from_dict(config))
 
 
 def _dtype(config: Mapping[str, Any]) -> mx.Dtype:

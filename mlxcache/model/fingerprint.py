@@ -20,6 +20,7 @@ from typing import Any
 
 from mlxcache.disk_calls import sync
 from mlxcache.errors import ModelError
+from mlxcache.model.backend import choose_backend, vlm_version
 from mlxcache.model.hub import Progress
 from mlxcache.private import make_folder
 
@@ -49,8 +50,9 @@ def fingerprint(
 
     The digest covers the content of the weights, of the configuration (parsed JSON), of Python code
     that the model runs, of the adapter and of the draft model in folder `draft`; `layout_key`,
-    which stands for the shapes and dtypes of KV; and the versions of mlx-lm and of stored KV. It
-    covers no name, so a model has the same namespace wherever its folder is.
+    which stands for the shapes and dtypes of KV; the versions of mlx-lm and of stored KV; and that
+    of mlx-vlm, if that runs the model. It covers no name, so a model has the same namespace
+    wherever its folder is.
 
     Files are identified by their SHA-256. In a Hub cache that is the name of the file's blob. Other
     files are read once, and their digests are stored in the file `memo` and used while size, times
@@ -73,6 +75,8 @@ def fingerprint(
         "code": {str(file.relative_to(path)): content[file] for file in code},
         "adapter": [_read_json(file) for file in adapters[:1]] + [content[f] for f in adapters[1:]],
     }
+    if _is_vlm(path):
+        covered |= {"backend": "mlx-vlm", "mlx_vlm": vlm_version()}
     if draft is not None:
         covered["draft"] = fingerprint(draft, adapter=None, memo=memo, layout_key="")
     return _digest(covered)
@@ -97,6 +101,12 @@ def _runs_code(path: Path) -> bool:
     """
     config = _read_json(path / "config.json")
     return isinstance(config, dict) and config.get("model_file") is not None
+
+
+def _is_vlm(path: Path) -> bool:
+    """Return whether mlx-vlm runs the model in folder `path`."""
+    config = _read_json(path / "config.json")
+    return isinstance(config, dict) and choose_backend(config, str(path)) == "mlx-vlm"
 
 
 @dataclass(frozen=True, slots=True)

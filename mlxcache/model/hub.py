@@ -141,6 +141,20 @@ def outline(model: str, revision: str | None = None) -> tuple[Path, int]:
     return Path(config).parent, sum(weights)
 
 
+def fetch_config(model: str, revision: str | None = None) -> Path | None:
+    """Download the config.json of a model on the Hub, and return its folder.
+
+    `revision`: branch, tag or commit on the Hub. Returns None if it cannot be downloaded, within
+    seconds if the Hub cannot be reached; `resolve` then raises the error, or uses what is here.
+    """
+    try:
+        # before the download, which would be retried
+        HfApi().model_info(model, revision=revision, timeout=ANSWER_S)
+        return Path(hf_hub_download(model, "config.json", revision=revision)).parent
+    except (HfHubHTTPError, HFValidationError, OSError, ValueError, _HTTP_ERROR):
+        return None
+
+
 def _looks_local(model: str) -> bool:
     return model.startswith((".", "/", "~")) or "\\" in model or model.count("/") > 1
 

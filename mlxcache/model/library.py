@@ -10,17 +10,16 @@ import os
 import shutil
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from huggingface_hub import CachedRepoInfo, constants, scan_cache_dir
 from huggingface_hub.errors import CacheNotFound, HFValidationError
 from huggingface_hub.file_download import repo_folder_name
-from mlx_lm.utils import MODEL_REMAPPING
 
 from mlxcache.config import format_size
 from mlxcache.errors import ModelError, NotFound
+from mlxcache.model.backend import choose_backend
 from mlxcache.model.hub import Progress, here, outline, resolve
 from mlxcache.model.load import check_files, checked_config
 
@@ -60,9 +59,10 @@ class Removal:
 
 
 def list_downloaded() -> list[Downloaded]:
-    """Return the models in the Hub's cache that mlx-lm can load, the last used ones first.
+    """Return the models in the Hub's cache that can be served, the last used ones first.
 
-    Those are folders with weights in safetensors and a config.json whose model_type mlx-lm knows.
+    Those are folders with weights in safetensors and a config.json whose model_type mlx-lm, or the
+    installed mlx-vlm, can run.
     """
     found = []
     for repo in _repos():
@@ -84,7 +84,7 @@ def pull(model: str, revision: str | None = None, progress: Progress | None = No
     """
     if here(model, revision) is None:
         path, size = outline(model, revision)
-        _require_known_type(path, model)
+        choose_backend(checked_config(path), model)
         if not size:
             raise ModelError(
                 f"{model} has no weights in safetensors ({_WEIGHTS}), so mlx-lm cannot load it. "
@@ -104,7 +104,7 @@ def check(path: Path, model: str) -> None:
     again = f"Remove the model with `mlxcache models rm {model}`, and download it again."
     if Path(model).expanduser().exists():
         again = "Copy or download the model again."
-    _require_known_type(path, model)
+    choose_backend(checked_config(path), model)
     check_files(path)
     tensors = {}
     for file in sorted(path.glob(_WEIGHTS)):
@@ -183,12 +183,6 @@ def remove(removal: Removal) -> None:
         raise ModelError(f"{removal.folder} cannot be removed: {error.strerror}.") from error
 
 
-def knows(model_type: str) -> bool:
-    """Return whether mlx-lm has a model of the type that a config.json names."""
-    name = MODEL_REMAPPING.get(model_type, model_type)
-    return name.isidentifier() and find_spec(f"mlx_lm.models.{name}") is not None
-
-
 def _repos() -> Iterable[CachedRepoInfo]:
     try:
         found = scan_cache_dir(constants.HF_HUB_CACHE).repos
@@ -205,18 +199,10 @@ def _own_bytes(folder: Path) -> int:
 
 def _is_loadable(path: Path) -> bool:
     try:
-        return knows(checked_config(path)["model_type"]) and any(path.glob(_WEIGHTS))
+        choose_backend(checked_config(path), str(path))
     except ModelError:
         return False
-
-
-def _require_known_type(path: Path, model: str) -> None:
-    config = checked_config(path)
-    if not knows(config["model_type"]) and "model_file" not in config:
-        raise ModelError(
-            f"{model} is a model of type {config['model_type']}, which this version of mlx-lm "
-            "does not support; a newer version of mlxcache may."
-        )
+    return any(path.glob(_WEIGHTS))
 
 
 def _require_space(model: str, size: int) -> None:

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +21,11 @@ from mlx_lm.utils import load_adapters, load_model, load_tokenizer
 from mlxcache.config.models import model_id
 from mlxcache.errors import ModelError
 from mlxcache.model import demo
+from mlxcache.model.backend import VLM_VERSION, choose_backend
 from mlxcache.model.base_weights import BaseUse
 from mlxcache.model.context import context_length, native_length
 from mlxcache.model.generation import FILE, is_object, sampling_defaults
-from mlxcache.model.hub import Progress, resolve, why
+from mlxcache.model.hub import Progress, fetch_config, here, resolve, why
 from mlxcache.model.markers import is_harmony, thinks
 from mlxcache.model.pair import check_tokenizers, make_pair
 from mlxcache.model.vision import Vision, load_vision
@@ -116,14 +116,17 @@ def load(
     """
     path = resolve(spec.model, spec.revision, progress)
     config = own = checked_config(path)
+    backend = choose_backend(config, str(path / "config.json"))
     check_files(path)
     template = _template(spec.chat_template)
     context_length(native_length(config), spec.context)  # raises before the weights are read
     lazily = lazy or spec.draft is not None
     model, config = _load_weights(spec, path, lazy=lazily, use=use, divide=divide)
     tokenizer = _load_tokenizer(spec, path, _eos(config) or _eos(own), template)
-    info = _info(spec, path, model, tokenizer, config)
-    vision = load_vision(model, tokenizer, config, label=info.id)
+    info = replace(_info(spec, path, model, tokenizer, config), backend=backend)
+    vision = None
+    if backend == "mlx-lm":
+        vision = load_vision(model, tokenizer, config, label=info.id)
     loaded = Loaded(model, tokenizer, config, info, path, vision)
     if spec.draft is None:
         return loaded
@@ -195,12 +198,20 @@ def fetch(spec: ModelSpec, progress: Callable[[str, int, int], None]) -> None:
     """Download the models that `spec` names, unless they are on this machine. Blocks.
 
     May be called on any thread. `progress` is called with the model's name, the bytes on disk and
-    the bytes needed. Raises ModelError if a model cannot be found or downloaded.
+    the bytes needed. Raises ModelError if a model cannot be found or downloaded, and before the
+    download if it cannot be run.
     """
-    resolve(spec.model, spec.revision, partial(progress, spec.model))
+    _fetch(spec.model, spec.revision, partial(progress, spec.model))
     if spec.draft is not None:
         with _of_the_draft():
-            resolve(spec.draft, None, partial(progress, spec.draft))
+            _fetch(spec.draft, None, partial(progress, spec.draft))
+
+
+def _fetch(model: str, revision: str | None, progress: Progress) -> None:
+    """Download a model unless it is on this machine; refuse one that no library runs before."""
+    if here(model, revision) is None and (folder := fetch_config(model, revision)) is not None:
+        choose_backend(checked_config(folder), model)
+    resolve(model, revision, progress)
 
 
 @contextmanager
@@ -221,7 +232,7 @@ def _load_weights(
     divide: Divide | None = None,
 ) -> tuple[nn.Module, dict[str, Any]]:
     try:
-        model, config = load_model(path, lazy=True, trust_remote_code=spec.trust_remote_code)
+        model, config = _build(spec, path)
         if use is not None:
             use.share(path, model)
         if spec.adapter is not None:
@@ -233,6 +244,19 @@ def _load_weights(
     except (*_FAILURES, SystemExit) as error:  # mlx_lm.models.olmo would end the process
         raise ModelError(_why(path, error)) from error
     return model, config
+
+
+def _build(spec: ModelSpec, path: Path) -> tuple[nn.Module, dict[str, Any]]:
+    """Build the model in folder `path`, with weights that are read at their first use."""
+    if choose_backend(checked_config(path), str(path / "config.json")) == "mlx-lm":
+        model, config = load_model(path, lazy=True, trust_remote_code=spec.trust_remote_code)
+        return model, config
+    if spec.adapter is not None:
+        raise ModelError(f"{path} is run by mlx-vlm: adapters (--adapter) need a model of mlx-lm.")
+    from mlxcache.model.vlm import load_model as load_vlm  # noqa: PLC0415 - takes seconds
+
+    log.info("%s is run by mlx-vlm %s", path, VLM_VERSION)
+    return load_vlm(path)
 
 
 def _add_adapter(model: nn.Module, path: Path, adapter: Path) -> None:
@@ -259,11 +283,6 @@ def _why(path: Path, error: BaseException) -> str:
         return f"{path / FILE} is not a JSON object: correct or remove it."
     if isinstance(error, SystemExit):
         return f"{path / 'config.json'}: mlx-lm lacks a package that this model type needs."
-    if "not supported" in text and text.startswith("Model type"):
-        return (
-            f"{path / 'config.json'}: {text} mlx-lm {version('mlx-lm')} does not support it; "
-            "a newer version of mlxcache may."
-        )
     if "trust_remote_code" in text:
         return (
             f"{path} brings its own Python code ({path / 'config.json'}, model_file). If you trust "

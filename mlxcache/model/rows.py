@@ -12,7 +12,7 @@ from mlx_lm.models.cache import BatchKVCache, KVCache
 from mlxcache.model import kv
 from mlxcache.model.adapters import composed, parts_of
 from mlxcache.model.arrays import tree_arrays
-from mlxcache.model.kv import Caches, Layout
+from mlxcache.model.kv import Caches, Layout, State
 
 STEP = BatchKVCache.step
 """Number of positions by which the buffers of a batch grow."""
@@ -82,11 +82,11 @@ def keep_rows(batch: Caches, rows: Sequence[int]) -> None:
 
 def row_tail(
     layout: Layout, batch: Sequence[Any], row: int, count: int
-) -> tuple[list[list[mx.array]], Caches]:
+) -> tuple[list[list[mx.array]], State]:
     """Slice the newest `count` positions of one row of a batch.
 
-    Returns the arrays of each linear slot, shape (1, heads, `count`, dim), and a copy of each
-    opaque slot with this row only.
+    Returns the arrays of each linear slot, shape (1, heads, `count`, dim), and the states of the
+    opaque slots for this row.
     `count` must not exceed the smallest sliding window. The arrays are lazy, and must be evaluated
     before the next step.
     """
@@ -100,4 +100,4 @@ def row_tail(
             ring = slot.extract(row)
             first = ring.keys.shape[2] - count
             linear.append([a[..., first:, :] for a in (ring.keys, ring.values)])
-    return linear, [slot.extract(row) for slot in kv.opaque_slots(slots)]
+    return linear, kv.hold([slot.extract(row) for slot in kv.opaque_slots(slots)])

@@ -302,7 +302,7 @@ class Follower:
         lineage = self._lineage(it.lineage, it.length)
         linear, opaque = rows.row_tail(self.layout, self._batches[it.batch], it.row, it.count)
         lineage.append(linear, it.count)
-        lineage.set_state(tuple(slot.state for slot in opaque))
+        lineage.set_state(opaque)
 
     @_do.register
     def _(self, it: op.DropBatch) -> None:

@@ -366,7 +366,7 @@ class Lanes:
                 linear, opaque = rows.row_tail(self.layout, lane.decoder.caches, i, count)
                 self._lockstep.append_row(lane.decoder.caches, i, lineage, count)
                 lineage.append(linear, count)
-                lineage.set_state(tuple(slot.state for slot in opaque))
+                lineage.set_state(opaque)
 
     def sync(self, task: Task) -> None:
         """Append the KV that a task's batch has computed to the task's own lineage.

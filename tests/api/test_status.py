@@ -75,6 +75,7 @@ async def test_the_model_tells_its_lengths(client: httpx.AsyncClient) -> None:
     assert model["context_length"] == model["loaded_context_length"] == 8192
     assert model["max_context_length"] == 32768
     assert model["sampling_defaults"] == {"temperature": 0.6, "top_k": 20}
+    assert model["backend"] == INFO.backend == "mlx-lm"
 
 
 async def test_one_model_tells_its_state_as_several_do(

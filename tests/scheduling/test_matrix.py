@@ -21,7 +21,7 @@ from tests.scheduling.matrix import (
     settled,
     shared,
 )
-from tests.toys.configs import CHUNKED, COMPRESSED, FAMILIES
+from tests.toys.configs import CHUNKED, COMPRESSED, FAMILIES, NO_VLM, VLM
 from tests.toys.toy import FUSED
 
 LAYERS = {"gemma4": 4, "llama4": 4}
@@ -40,16 +40,23 @@ def cells(
         pytest.param(
             (name, mode),
             id=name if mode == "none" else f"{name}-{mode}",
-            marks=[pytest.mark.slow] * ((name, mode) not in also),
+            marks=_marks(name, slow=(name, mode) not in also),
         )
-        for name in FAMILIES
+        for name in FAMILIES | VLM
         for mode in get_args(Switches)
     ]
     return pytest.mark.parametrize("made", params, indirect=True, scope="module")
 
 
+def _marks(name: str, *, slow: bool) -> list[pytest.MarkDecorator]:
+    marks = [pytest.mark.slow] if slow else []
+    if name in VLM and NO_VLM is not None:
+        marks.append(pytest.mark.skip(reason=NO_VLM))
+    return marks
+
+
 often = cells(
-    [name for name in FAMILIES if name not in COMPRESSED],
+    [name for name in FAMILIES | VLM if name not in COMPRESSED],
     [("llama", "cleared"), ("qwen3_5", "cleared"), ("qwen3_5", "kept")],
 )
 """For what shows a wrong cache of any kind of layer."""

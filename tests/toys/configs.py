@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from tests.toys import recurrent, sliceable, windows
+from mlxcache.model.backend import VLM_VERSION, vlm_version
+from tests.toys import recurrent, sliceable, vlm, windows
 from tests.toys.shape import Config, Shape
 
 Family = Callable[[Shape], Config]
@@ -60,3 +61,15 @@ RECURRENT: dict[str, Family] = {
 
 FAMILIES: dict[str, Family] = SLICEABLE | WINDOWS | CHUNKED | COMPRESSED | RECURRENT
 """Families that `make_toy` can make, by name: functions from a shape to a config."""
+
+VLM: dict[str, Family] = {
+    "cohere2_moe": vlm.cohere2_moe,
+    "mimo_v2": vlm.mimo_v2,
+    "qwen3_5_moe_text": vlm.qwen3_5_moe_text,
+    "qwen3_5_text": vlm.qwen3_5_text,
+    "step3p7": vlm.step3p7,
+}
+"""Families that only mlx-vlm has, which `make_toy` can make where it is installed."""
+
+NO_VLM = None if vlm_version() == VLM_VERSION else f"mlx-vlm {VLM_VERSION} is not installed"
+"""Why tests of the families in `VLM` are skipped, or None."""

@@ -19,7 +19,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from tokenizers import Tokenizer
 
 from mlxcache.model import demo
-from tests.toys.configs import FAMILIES
+from tests.toys.configs import FAMILIES, VLM
 from tests.toys.shape import Shape
 from tests.toys.tokenizer import CONTROL, MARKS, THINK_MARKS, toy_tokenizer
 from tests.toys.weights import random_model
@@ -51,12 +51,12 @@ def make_toy(
 ) -> Path:
     """Write a model directory at `path` that `mlx_lm.load` loads, and return `path`.
 
-    `family` is a key of `configs.FAMILIES`. `layers` must be even (ValueError). `context` and
-    `window` are in tokens. `thinking` adds think tokens and a template that opens a think block.
-    Control tokens are never the likeliest, so greedy replies run to their limit, except those in
-    `emits`: a token's text, and after how many tokens it comes on average. `{"<|im_end|>": 20}`
-    makes a model that ends its turns. `more`: further keys of its configuration. Raises KeyError
-    for an unknown family.
+    `family` is a key of `configs.FAMILIES` or `configs.VLM`. `layers` must be even (ValueError).
+    `context` and `window` are in tokens. `thinking` adds think tokens and a template that opens a
+    think block. Control tokens are never the likeliest, so greedy replies run to their limit,
+    except those in `emits`: a token's text, and after how many tokens it comes on average.
+    `{"<|im_end|>": 20}` makes a model that ends its turns. `more`: further keys of its
+    configuration. Raises KeyError for an unknown family.
     """
     if layers % 2:
         raise ValueError("a toy needs an even number of layers: half of them are the special kind")
@@ -66,7 +66,7 @@ def make_toy(
     )  # fmt: skip
     tokenizer = toy_tokenizer(vocab_size, thinking)
     ids = Tokenizer.from_str(tokenizer)
-    config = FAMILIES[family](shape) | {"eos_token_id": ids.token_to_id(demo.TURN_END)}
+    config = (FAMILIES | VLM)[family](shape) | {"eos_token_id": ids.token_to_id(demo.TURN_END)}
     config |= dict(more or {})
     model = random_model(config, seed)
     _shape_head(model, ids, emits or {})

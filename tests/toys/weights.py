@@ -10,6 +10,8 @@ from mlx import nn
 from mlx.utils import tree_flatten
 from mlx_lm.utils import _get_classes
 
+from mlxcache.model.backend import choose_backend
+
 LOGIT_SPREAD = 3.0
 GAINS = {"lm_head": LOGIT_SPREAD, "o_proj": 3.0, "out_proj": 3.0, "down_proj": 2.0}
 """The spread of each projection's output for inputs of spread 1; 1.3 for those not named."""
@@ -38,8 +40,7 @@ remembers hundreds of tokens."""
 
 def random_model(config: dict[str, Any], seed: int) -> nn.Module:
     """The family's model, its weights drawn from `seed` alone."""
-    model_class, args_class = _get_classes(config)
-    model = model_class(args_class.from_dict(config))
+    model = _made(config)
     parameters = sorted(tree_flatten(model.parameters()))
     tied = not any(name.endswith("lm_head.weight") for name, _ in parameters)
     keys = mx.random.split(mx.random.key(seed), len(parameters))
@@ -51,6 +52,15 @@ def random_model(config: dict[str, Any], seed: int) -> nn.Module:
         drawn.append((name, new))
     model.load_weights(drawn)
     return model
+
+
+def _made(config: dict[str, Any]) -> nn.Module:
+    if choose_backend(config, "a toy") == "mlx-vlm":
+        from mlxcache.model.vlm import make_model
+
+        return make_model(config)
+    model_class, args_class = _get_classes(config)
+    return model_class(args_class.from_dict(config))
 
 
 def _fitted(family: str, name: str, new: mx.array) -> mx.array:

@@ -25,7 +25,8 @@ function top({ link, server, cache }) {
   const model = server?.model;
   const others = (cache?.models?.length ?? 1) - 1;
   const more = others ? `, and ${plural(others, "more model")}` : "";
-  setText(byId("model"), model ? `${model.id}, ${count(model.context_length)} tokens of context${more}` : "");
+  const by = model?.backend === "mlx-vlm" ? ", run by mlx-vlm" : "";
+  setText(byId("model"), model ? `${model.id}, ${count(model.context_length)} tokens of context${by}${more}` : "");
   setText(byId("version"), server ? `mlxcache ${server.version}` : "");
   show(byId("forget-key"), key() !== null);
 }

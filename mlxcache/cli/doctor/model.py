@@ -55,7 +55,8 @@ def examine_fit(found: Examined, fit: Fit) -> list[Finding]:
     fit. A model with a shorter context must fit completely.
     """
     info = found.info
-    value = f"{info.id} ({info.architecture}), {format_size(info.weights_bytes)} of weights"
+    by = "" if info.backend == "mlx-lm" else f", run by {info.backend}"
+    value = f"{info.id} ({info.architecture}{by}), {format_size(info.weights_bytes)} of weights"
     if found.layout.unknown:
         names = ", ".join(found.layout.unknown)
         why = f"{value}: not cached, because its cache class {names} is unknown"
@@ -142,6 +143,7 @@ def as_object(found: Examined, fit: Fit) -> dict[str, Any]:
     return {
         "id": info.id,
         "architecture": info.architecture,
+        "backend": info.backend,
         "weights_bytes": info.weights_bytes,
         "context_length": info.context_length,
         "layers": [asdict(group) for group in found.groups],

@@ -1,0 +1,99 @@
+"""Which library runs a model: mlx-lm, or mlx-vlm for some families that mlx-lm lacks.
+
+Imports neither of them: importing mlx-vlm takes seconds, and most models do not need it. All
+functions may be called on any thread.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from typing import Any, Literal
+
+from mlx_lm.utils import MODEL_ARCHITECTURE_REMAPPING, MODEL_REMAPPING
+
+from mlxcache.errors import ModelError
+
+Backend = Literal["mlx-lm", "mlx-vlm"]
+
+VLM_VERSION = "0.7.10"
+"""The version of mlx-vlm with which the families were tested. Others are refused."""
+
+INSTALL = f"pip install 'mlxcache[vlm]' && pip install --no-deps mlx-vlm=={VLM_VERSION}"
+"""The command that installs mlx-vlm without its packages for audio, video and training."""
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """How a family of mlx-vlm is called.
+
+    `positions`: the form of the positions that its language model takes: "caches" if it reads them
+    from the caches' offsets and keeps nothing between calls, "rows" for an array of shape (rows,
+    n), "axes" for one of shape (3, rows, n). `batches`: several sequences can be fed as a batch.
+    """
+
+    positions: Literal["caches", "rows", "axes"]
+    batches: bool = True
+
+
+FAMILIES: Mapping[str, Family] = {
+    "cohere2_moe": Family("caches"),
+    "mimo_v2": Family("caches"),
+    "qwen3_5_moe_text": Family("axes"),
+    "qwen3_5_text": Family("axes"),
+    "step3p7": Family("caches"),
+}
+"""Families that mlx-vlm may run, by model_type. Each passes the tests of the engine."""
+
+_NAME = re.compile(r"[\w-]+")
+
+
+def choose_backend(config: Mapping[str, Any], model: str) -> Backend:
+    """Return the library that runs the model with the configuration `config`.
+
+    mlx-lm runs all models that it has a module for. A model with `model_file`, Python code in its
+    own folder, is left to mlx-lm, which runs such code only with the user's permission; mlx-vlm
+    would run it without asking. `model`: name or path of the model, for error messages. Raises
+    ModelError, which says what to install, if neither library can run the model as installed.
+    """
+    kind = str(config.get("model_type"))
+    if config.get("model_file") is not None or mlx_lm_has(config):
+        return "mlx-lm"
+    if kind not in FAMILIES:
+        raise ModelError(
+            f"{model} is of type {kind}. mlx-lm {version('mlx-lm')} does not support it, and it is "
+            "none of the types that are tested with mlx-vlm; a newer version of mlxcache may "
+            "support it."
+        )
+    found = vlm_version()
+    if found != VLM_VERSION:
+        here = "which is not installed" if found is None else f"and {found} is installed"
+        raise ModelError(
+            f"{model} is of type {kind}, which needs mlx-vlm {VLM_VERSION}, {here}. Install it "
+            f"with: {INSTALL}"
+        )
+    return "mlx-vlm"
+
+
+def mlx_lm_has(config: Mapping[str, Any]) -> bool:
+    """Return whether mlx-lm has a module for the model_type of a configuration."""
+    kind = str(config.get("model_type"))
+    architectures = config.get("architectures") or ()
+    for name in (architectures,) if isinstance(architectures, str) else architectures:
+        if (found := MODEL_ARCHITECTURE_REMAPPING.get((kind, name))) is not None:
+            kind = found
+            break
+    else:
+        kind = MODEL_REMAPPING.get(kind, kind)
+    return bool(_NAME.fullmatch(kind)) and find_spec(f"mlx_lm.models.{kind}") is not None
+
+
+def vlm_version() -> str | None:
+    """Return the version of the installed mlx-vlm, or None if it is not installed."""
+    try:
+        return version("mlx-vlm")
+    except PackageNotFoundError:
+        return None

@@ -1,0 +1,149 @@
+"""Which library runs a model, and what is said where none can: without mlx-vlm."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mlxcache.errors import ModelError
+from mlxcache.model import backend, fingerprint
+from mlxcache.model.backend import FAMILIES, INSTALL, VLM_VERSION, choose_backend
+from mlxcache.model.examine import examine
+from mlxcache.model.library import list_downloaded
+from mlxcache.model.load import ModelSpec, fetch, load
+from tests.conftest import ToyMaker
+from tests.fake_hub import FakeHub
+from tests.toys import tiny
+
+KINDS = sorted(FAMILIES)
+
+
+@pytest.fixture(params=[None, "0.7.9"], ids=["absent", "other"])
+def unfit(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str | None:
+    """No mlx-vlm is installed, or another version."""
+    monkeypatch.setattr(backend, "vlm_version", lambda: request.param)
+    found: str | None = request.param
+    return found
+
+
+@pytest.fixture
+def folder(toy: ToyMaker, tmp_path: Path) -> Path:
+    """A model that a test may change."""
+    copied: Path = shutil.copytree(toy("llama"), tmp_path / "model")
+    return copied
+
+
+def edit(folder: Path, **changes: object) -> None:
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+
+@pytest.mark.parametrize("name", [*tiny.module_names(), "mistral", "deepseek_v41_text"])
+def test_mlx_lm_runs_all_that_it_has(name: str, unfit: str | None) -> None:
+    """Under the names of its modules, and those that it maps to one."""
+    assert choose_backend({"model_type": name}, "a model") == "mlx-lm"
+    assert name not in FAMILIES
+
+
+def test_a_name_by_architecture_is_mlx_lms(unfit: str | None) -> None:
+    named = {"model_type": "bailing_hybrid", "architectures": ["BailingMoeV3ForCausalLM"]}
+    assert choose_backend(named, "a model") == "mlx-lm"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_to_install_is_said(kind: str, unfit: str | None) -> None:
+    with pytest.raises(ModelError) as caught:
+        choose_backend({"model_type": kind}, "org/name")
+    said = str(caught.value)
+    assert said.startswith(f"org/name is of type {kind}, which needs mlx-vlm {VLM_VERSION}")
+    assert said.endswith(INSTALL)
+    assert (unfit or "not installed") in said
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_tested_version_is_taken(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backend, "vlm_version", lambda: VLM_VERSION)
+    assert choose_backend({"model_type": kind}, "a model") == "mlx-vlm"
+
+
+@pytest.mark.parametrize("kind", ["deepseek_v4", "gemma5", "a.b", "", "../x"])
+def test_other_families_of_mlx_vlm_are_refused(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also with the right version: some of its ports are wrong."""
+    monkeypatch.setattr(backend, "vlm_version", lambda: VLM_VERSION)
+    with pytest.raises(ModelError, match=r"none of the types that are tested with mlx-vlm"):
+        choose_backend({"model_type": kind}, "a model")
+
+
+@pytest.mark.parametrize("trusted", [False, True])
+def test_code_of_a_model_is_never_run_by_mlx_vlm(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, trusted: bool
+) -> None:
+    """mlx-lm asks for permission first; mlx-vlm would not."""
+    monkeypatch.setattr(backend, "vlm_version", lambda: VLM_VERSION)
+    ran = folder.parent / "ran"
+    (folder / "own.py").write_text(f"open({str(ran)!r}, 'w').close()\nraise ValueError('mine')\n")
+    edit(folder, model_type=KINDS[0], model_file="own.py")
+    with pytest.raises(ModelError, match="mine" if trusted else "--trust-remote-code"):
+        load(ModelSpec(str(folder), trust_remote_code=trusted))
+    assert ran.exists() == trusted
+
+
+def test_no_file_of_a_model_is_read_before_it_is_refused(folder: Path, unfit: str | None) -> None:
+    """Weights that cannot be read do not show."""
+    (folder / "model.safetensors").write_bytes(b"damaged")
+    edit(folder, model_type=KINDS[0])
+    for attempt in (load, examine):
+        with pytest.raises(ModelError, match=r"--no-deps mlx-vlm=="):
+            attempt(ModelSpec(str(folder)))
+
+
+@pytest.mark.parametrize("kind", [KINDS[0], "unheard_of"])
+def test_nothing_is_downloaded_of_a_model_that_cannot_run(
+    local_hub: FakeHub, unfit: str | None, kind: str
+) -> None:
+    """Only its configuration, by which that is known. A model of mlx-lm is downloaded whole."""
+    files = {"model.safetensors": bytes(300_000), "tokenizer.json": b"{}"}
+    local_hub.files = files | {"config.json": json.dumps({"model_type": kind}).encode()}
+    spec = ModelSpec("owner/name")
+    with pytest.raises(ModelError, match=f"owner/name is of type {kind}"):
+        fetch(spec, lambda *_: None)
+    assert set(local_hub.fetched) == {"config.json"}
+    assert list_downloaded() == []
+    local_hub.files = files | {"config.json": b'{"model_type": "llama"}'}
+    fetch(spec, lambda *_: None)
+    assert {*files, "config.json"} <= set(local_hub.fetched)
+
+
+def test_the_namespace_has_the_backend_of_mlx_vlm_alone(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """KV of models of mlx-lm is found again, whatever else is installed."""
+
+    def of(installed: str | None) -> str:
+        for module in (backend, fingerprint):
+            monkeypatch.setattr(module, "vlm_version", lambda: installed)
+        memo = tmp_path / "memo.json"
+        return fingerprint.fingerprint(folder, adapter=None, memo=memo, layout_key="")
+
+    assert of(None) == of(VLM_VERSION)
+    edit(folder, model_type=KINDS[0])
+    first = of(VLM_VERSION)
+    monkeypatch.setattr(backend, "VLM_VERSION", "0.7.11")
+    assert of("0.7.11") != first
+
+
+def test_a_model_of_mlx_lm_does_not_import_mlx_vlm(folder: Path) -> None:
+    """Which would take seconds and memory at each start."""
+    code = (
+        "import sys\n"
+        "from mlxcache.model.load import ModelSpec, load\n"
+        f"print(load(ModelSpec({str(folder)!r})).info.backend)\n"
+        "print([name for name in sys.modules if name.startswith('mlx_vlm')])\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == ["mlx-lm", "[]"]

@@ -1,0 +1,115 @@
+"""Families that only mlx-vlm has. Their fields are those that its configurations read."""
+
+from __future__ import annotations
+
+from tests.toys.shape import Config, Shape, dense, experts
+
+
+def _rope(shape: Shape) -> Config:
+    """Rotary positions of three axes, on half of a head."""
+    half = shape.head_dim // 4
+    sections = [half - 2 * (half // 4), half // 4, half // 4]
+    return {
+        "type": "default",
+        "rope_theta": 10000.0,
+        "partial_rotary_factor": 0.5,
+        "mrope_section": sections,
+    }
+
+
+def _qwen3_5(shape: Shape) -> Config:
+    return dense(shape) | {
+        "linear_num_value_heads": shape.heads,
+        "linear_num_key_heads": shape.kv_heads,
+        "linear_key_head_dim": shape.head_dim,
+        "linear_value_head_dim": shape.head_dim,
+        "linear_conv_kernel_dim": 4,
+        "full_attention_interval": 2,
+        "rope_parameters": _rope(shape),
+    }
+
+
+def qwen3_5_text(shape: Shape) -> Config:
+    """Gated delta rule and full attention in turn."""
+    return _qwen3_5(shape) | {"model_type": "qwen3_5_text"}
+
+
+def qwen3_5_moe_text(shape: Shape) -> Config:
+    """The same with experts."""
+    return (
+        _qwen3_5(shape)
+        | experts(shape)
+        | {
+            "model_type": "qwen3_5_moe_text",
+            "shared_expert_intermediate_size": shape.intermediate // 2,
+        }
+    )
+
+
+def cohere2_moe(shape: Shape) -> Config:
+    """Sliding windows and full attention, and experts; the head tied to the embedding."""
+    return dense(shape) | {
+        "model_type": "cohere2_moe",
+        "logit_scale": 1.0,
+        "sliding_window": shape.window,
+        "layer_types": shape.turns("sliding_attention", "full_attention"),
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_num_shared_experts": 1,
+        "tie_word_embeddings": True,
+    }
+
+
+def mimo_v2(shape: Shape) -> Config:
+    """Sliding windows with sinks and full attention, of other heads, and experts."""
+    return dense(shape) | {
+        "model_type": "mimo_v2",
+        "layernorm_epsilon": 1e-5,
+        "v_head_dim": shape.head_dim,
+        "swa_head_dim": shape.head_dim,
+        "swa_v_head_dim": shape.head_dim,
+        "swa_num_attention_heads": shape.heads,
+        "swa_num_key_value_heads": shape.kv_heads,
+        "swa_rope_theta": 10000.0,
+        "partial_rotary_factor": 0.5,
+        "sliding_window_size": shape.window,
+        "hybrid_layer_pattern": [1, 0] * (shape.layers // 2),
+        "moe_layer_freq": [0] + [1] * (shape.layers - 1),
+        "moe_intermediate_size": shape.intermediate // 2,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "routed_scaling_factor": 1.0,
+        "vision_config": {"depth": 1, "hidden_size": 64, "num_heads": 1, "qk_channels": 64}
+        | {"num_key_value_heads": 1, "num_query_groups": 1, "intermediate_size": 64}
+        | {"out_hidden_size": 64, "fullatt_block_indexes": [0], "vit_window_attn_types": [-1]},
+        "audio_config": {"out_hidden_size": 64, "input_local_dim": 64, "input_local_layers": 1}
+        | {"input_local_attn_heads": 1, "input_local_head_dim": 64, "audio_channels": 0}
+        | {"input_local_intermediate_size": 64, "speech_vocab_size": 8, "speech_zeroemb_idx": 4},
+    }
+
+
+def step3p7(shape: Shape) -> Config:
+    """Sliding windows and full attention, of other heads, gated, and experts."""
+    text = dense(shape) | {
+        "model_type": "step3p5",
+        "num_attention_groups": shape.kv_heads,
+        "layer_types": shape.turns("sliding_attention", "full_attention"),
+        "sliding_window": shape.window,
+        "attention_other_setting": {
+            "num_attention_heads": shape.heads,
+            "num_attention_groups": shape.kv_heads,
+        },
+        "use_head_wise_attn_gate": True,
+        "moe_layers_enum": list(range(1, shape.layers)),
+        "moe_num_experts": 4,
+        "moe_top_k": 2,
+        "moe_intermediate_size": shape.intermediate // 2,
+        "share_expert_dim": shape.intermediate // 2,
+    }
+    vision = {"width": 64, "layers": 1, "heads": 1, "image_size": 28}
+    return {
+        "model_type": "step3p7",
+        "vocab_size": shape.vocab_size,
+        "text_config": text,
+        "vision_config": vision,
+    }
