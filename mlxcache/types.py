@@ -183,19 +183,23 @@ WARMING = "warm"
 class Job:
     """One request to the engine.
 
+    - `id`: the request's own id, which the log and `GET /v1/requests` show.
     - `max_tokens`: maximum tokens of the reply; None means as many as the context leaves.
     - `stop`: strings that end the reply and are not part of it.
     - `tools`: tools that may be called; with None, calls are returned as text. Calls of a tool
       whose `function` has `strict` true always have valid arguments.
     - `tool_choice`: which of `tools` may or must be called.
+    - `parallel_tools`: the reply may have several calls; if false, the first one ends it.
     - `format`: format of the visible text; None means free text.
     - `thinking_budget`: maximum tokens of a think block; None means no limit.
     - `top_logprobs`: None for no log-probabilities, else those of the sampled token and of 0 to 20
       alternatives are reported.
     - `raw`: a plain completion, whose thinking and calls are returned as text.
     - `session`: a label for users, never a key of the cache.
+    - `client`: name and version of the client program, as it states them, or None.
     - `title`: the beginning of the user's first message.
     - `owner`: the owner of the request, set by the engine.
+    - `api`: the kind of request, such as "messages" or `WARMING`.
     - `render_s`: seconds that rendering the prompt took.
     - `loaded_s`: seconds for which the request waited before, until its model was loaded for the
       first time.
@@ -324,9 +328,11 @@ class ModelInfo:
     """Description of the served model. Lengths are in tokens.
 
     `context_length` limits requests, and `max_context_length` is the model's own limit.
-    `takes_effort` is True if the chat template has an argument `reasoning_effort`. `sampling` holds
-    the model's defaults for fields of `Sampling` that a client omits. `backend`: name of the
-    library that runs the model, "mlx-lm" or "mlx-vlm".
+    `architecture`: the model_type of config.json. `created`: time of the last change of that file,
+    in seconds since 1970. `draft`: id of the draft model, or None. `takes_effort` is True if the
+    chat template has an argument `reasoning_effort`. `sampling` holds the model's defaults for
+    fields of `Sampling` that a client omits. `backend`: name of the library that runs the model,
+    "mlx-lm" or "mlx-vlm".
     """
 
     id: str
@@ -347,11 +353,16 @@ class ModelInfo:
 
 @dataclass(slots=True)
 class RequestRecord:
-    """Measured numbers of one request. Nothing is estimated, and times are in seconds.
+    """Numbers of one request so far. Times are in seconds.
 
-    `created_at`: seconds since 1970. `timing`: durations by name, such as `render_s` or
-    `decode_s`. `canonicalised`: rules of canonicalisation that changed the conversation.
-    `lost`: description of a prefix loss, or None.
+    `id`, `session`, `api`, `client` and `owner` are those of `Job`. `created_at`: seconds since
+    1970. `guess_passes`: passes of the model that checked drafted tokens, and `guess_saved_s` the
+    seconds saved by them, below 0 if they cost more. `guess_source`: source of the drafted tokens,
+    None without any. `timing`: durations by name, such as `render_s` or `decode_s`. `error`: text
+    of the error with which the request ended, or None. `canonicalised`: rules of canonicalisation
+    that changed the conversation. `lost`: description of a prefix loss as in `GET /v1/requests`, or
+    None. `joined`: id of the running request whose reply this one shares, or None. `model`: label
+    of the model; see `config.models.ModelEntry`.
     """
 
     id: str
@@ -366,18 +377,18 @@ class RequestRecord:
     fed_tokens: int = 0
     generated_tokens: int = 0
     drafted_tokens: int = 0
-    accepted_tokens: int = 0  # of the drafted ones
-    guess_source: GuessSource | None = None  # of the drafted tokens; None if there are none
-    guess_passes: int = 0  # of the model that checked drafted tokens
-    guess_saved_s: float = 0.0  # by checking them; below 0 if it cost more
+    accepted_tokens: int = 0
+    guess_source: GuessSource | None = None
+    guess_passes: int = 0
+    guess_saved_s: float = 0.0
     timing: dict[str, float] = field(default_factory=dict)
     finish_reason: FinishReason | None = None
     error: str | None = None
     canonicalised: tuple[str, ...] = ()
     lost: dict[str, Any] | None = None
     owner: str | None = None
-    joined: str | None = None  # id of the running request that this one joined
-    model: str | None = None  # label of the model, see `config.models.ModelEntry`
+    joined: str | None = None
+    model: str | None = None
 
 
 @dataclass(slots=True)

@@ -229,7 +229,8 @@ class Engine:
     def _on_loss(self, why: str) -> None:
         """Fail all requests because another rank is lost, and end the process soon. Any thread.
 
-        The MLX thread may wait for that rank for ever, in a pass.
+        `why`: the cause, for the error message. The MLX thread is not waited for, because it may
+        wait for that rank for ever, in a pass.
         """
         self.failure = f"The group of ranks has ended: {why}."
         self._loop.call_soon_threadsafe(self._died, self.failure)
@@ -524,7 +525,10 @@ class Engine:
 
     @property
     def prefill_growth(self) -> float:
-        """Share by which each cached token slows the next one down, measured; 0 until loaded."""
+        """Measured growth of prefill; 0 until the model is loaded.
+
+        After k cached tokens, a token takes 1 + growth * k times as long as the first of a prompt.
+        """
         return self._runtime.cost.growth if self._runtime is not None else 0.0
 
     @property

@@ -24,7 +24,10 @@ The turns of an agent are closer together than this.
 """
 
 CHECK_S = 1.0
-"""Seconds from the command's start to the check that it still runs, and most after SIGTERM."""
+"""Seconds from the command's start to the check that it still runs.
+
+Also the most seconds to wait for the command's end after SIGTERM.
+"""
 
 
 class Timer(Protocol):

@@ -101,8 +101,8 @@ class Tally:
     `outcomes` counts by API and status. `joined`: requests that shared the computation of another.
     `first_token` and `whole`: times from a client's request to its first token and to its end, by
     whether it was cold, warm or restored. `stages`: total seconds by stage; see `STAGES`. `losses`
-    counts prefix losses by reason and cause as in `RequestRecord.lost`, `lost_tokens` their tokens
-    by reason. `repetitions`: replies ended because they repeated themselves.
+    counts prefix losses by reason and cause (see docs/explain.md), `lost_tokens` their tokens by
+    reason. `repetitions`: replies ended because they repeated themselves.
     """
 
     outcomes: Counter[tuple[str, str]] = field(default_factory=Counter)
@@ -222,7 +222,7 @@ GUESSES = {
     "passes": "guess_passes",
     "saved_s": "guess_saved_s",
 }
-"""Counts of guesses, each by their source, with the fields of a record that they add up."""
+"""Keys of `Totals.guesses`, each with the field of `RequestRecord` whose values it adds up."""
 
 SOURCES: tuple[GuessSource, ...] = ("draft", "history")
 """Sources of drafted tokens: a draft model, or the conversation."""
@@ -255,7 +255,10 @@ class Totals:
     saved: dict[str, float] = field(default_factory=lambda: {"tokens": 0, "seconds": 0.0})
 
     def add(self, record: RequestRecord, speed: PrefillSpeed) -> SessionFigures:
-        """Count a request that is over; return its figures, with what its reuse saved."""
+        """Count a request that is over; return its figures, with what its reuse saved.
+
+        `speed`: measured cost of prefill, from which the saved seconds are computed.
+        """
         figures = figures_of(record, speed)
         self.requests["total"] += 1
         self.requests[reuse_of(record)] += 1
@@ -339,13 +342,16 @@ def with_disk(figures: dict[str, Any], stats: dict[str, Any]) -> dict[str, Any]:
 
 
 COUNTED = ("requests", "tokens", "saved", "canonicalised", "anticipated", "evictions", "restores")
-"""Parts of the figures that map names to counts of one model."""
+"""Parts of `GET /v1/cache` that map names to counts. Those of several models are added by name."""
 
 SIZES = ("active_bytes", "pending_bytes", "tree_tokens", "segments", "checkpoints")
-"""Figures that are the count of one model."""
+"""Figures of `GET /v1/cache` that are one number. Those of several models are added."""
 
 DISK_COUNTS = ("written_bytes", "written_tokens", "evicted_files")
-"""Figures of the disk tier that one model counts; the others are those of the whole folder."""
+"""Figures of the disk tier that each model counts for itself, so that those of several are added.
+
+The others are those of the whole folder, and are the same in each model.
+"""
 
 
 def add_up(

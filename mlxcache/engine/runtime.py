@@ -203,12 +203,13 @@ class ModelRuntime:
     """A loaded model with its cache, scheduler, sessions and prompt builders.
 
     Make it on the MLX thread. `submit`: `Engine.submit`. `on_progress(what, share)` reports which
-    step of opening is in progress. `shared`: the budget of several models, to which the weights of
-    this one are charged already. `remote`: storage that is shared with other servers, or None.
-    `label`: the model's. `info.context_length` is reduced to the tokens that the budget has memory
-    for. `pressure` is None with `shared`, whose owner watches it. `database` holds the table of
-    sessions if there is no disk tier; by default it is a temporary one. Raises ModelError or
-    BadRequest if the memory is too small, and StoreError if the table of sessions cannot be opened.
+    step of opening is in progress; `share` is from 0 to 1, or None if unknown. `shared`: the budget
+    of several models, to which the weights of this one are charged already. `remote`: storage that
+    is shared with other servers, or None. `label`: the model's. `info.context_length` is reduced to
+    the tokens that the budget has memory for. `pressure` is None with `shared`, whose owner watches
+    it. `database` holds the table of sessions if there is no disk tier; by default it is a
+    temporary one. Raises ModelError or BadRequest if the memory is too small, and StoreError if the
+    table of sessions cannot be opened.
     """
 
     def __init__(
@@ -335,7 +336,7 @@ class ModelRuntime:
     def _make_speculation(
         self, on_progress: Callable[[str, float | None], None]
     ) -> Speculation | None:
-        """Measure passes, unless that was done before, and make what guesses of replies need.
+        """Make the source of guesses; measure the time of passes unless that was done before.
 
         Returns None if guesses are switched off, or if the model's cache cannot be rewound.
         """

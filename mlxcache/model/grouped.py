@@ -241,7 +241,8 @@ class RecentRows:
 class GroupedCache:
     """Cache of one layer in the form in which mlx-lm's DeepSeek V4.1 reads and writes it.
 
-    It does what `LayerCache` of mlx-lm does. `parts`: the slots that it consists of.
+    It does what `LayerCache` of mlx-lm does. `window_size`: rows of the window. `groups`: the slots
+    of compressed KV. `parts`: all slots that it consists of.
     """
 
     def __init__(self, window_size: int, groups: Sequence[GroupRows] = ()):

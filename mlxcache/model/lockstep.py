@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 class Lockstep:
     """Announcements of operations to the other ranks: without effect, as here there are none.
 
-    A subclass sends them. Each method announces one operation, which the caller makes itself.
-    Those of passes must be called before the operation, the others before or after it. `caches`
-    are those of a lineage or of a batch. Methods raise GroupLost if another rank cannot be
-    reached. `divided`: there are other ranks.
+    A subclass sends them. Each method announces one operation, which the caller makes itself. A
+    method that announces a pass must be called before the pass, any other method before or after
+    its operation. `caches` are those of a lineage or of a batch. Methods raise GroupLost if another
+    rank cannot be reached. `divided`: there are other ranks.
     """
 
     divided = False
@@ -35,7 +35,7 @@ class Lockstep:
         """
 
     def prepare(self, pool_bytes: int) -> None:
-        """The device is prepared; see `device.prepare`."""
+        """Announce that MLX's memory is set up; see `device.prepare`, which has the argument."""
 
     # -- passes ------------------------------------------------------------------------------------
 

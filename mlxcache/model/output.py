@@ -24,8 +24,7 @@ from mlxcache.types import FinishReason, Piece, Text, Thinking, ToolCall
 log = logging.getLogger(__name__)
 
 _MOST_BLOCKS = 20
-"""Number of tool blocks parsed again when a reply ends; the limit keeps the time of its end linear.
-"""
+"""Most tool blocks that are parsed again when a reply ends, so that its end takes linear time."""
 
 _REREAD = -2
 """Token id that stands for text which is parsed again."""

@@ -35,8 +35,8 @@ COLDEST = 1e-4
 log-probabilities differ by 0.01 are e^100 to 1, and dividing by less overflows."""
 
 LEAST_TOP_P = 1e-9
-"""With this `top_p` or less the likeliest token alone is drawn. What is 0 as a float32 would
-exclude that one too."""
+"""With this `top_p` or less the likeliest token alone is drawn. A value so small that it is 0 as a
+float32 would exclude even that token."""
 
 LEAST_LOGPROB = -9999.0
 """Number sent for minus infinity, which JSON lacks; OpenAI sends the same."""

@@ -281,8 +281,8 @@ class Residency:
     def _claim(self, wanted: Resident | Newcomer | None) -> None:
         """Let `wanted`, and no other waiting model, hold arrays of base models in memory.
 
-        Otherwise unloading one adapter to load another would drop their common base, which would
-        have to be read again.
+        With None, none of the waiting models may. Without this hold, unloading one adapter to load
+        another would drop their common base, which would have to be read again.
         """
         former, bases = self._claimer, self.account.bases
         if wanted is former and self._claimed_version == bases.version:

@@ -13,7 +13,7 @@ BLOCK = 32
 """Number of tokens that are compared at once."""
 
 NEAR = 3 * BLOCK
-"""Number of tokens before the detection of a loop from which it is announced."""
+"""Number of tokens ahead: `LoopGuard.near` is true if a loop may be detected within them."""
 
 OFTEN, OFTEN_TOKENS = 50, 1000
 SELDOM, SELDOM_TOKENS = 8, 4000

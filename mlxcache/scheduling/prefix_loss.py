@@ -263,7 +263,7 @@ def _set_cost(record: RequestRecord, spent: float | None) -> None:
 def _count_fed(record: RequestRecord, loss: Loss) -> None:
     """Limit the lost tokens of an ended request to those that it was fed.
 
-    The loss is removed from the record if it is small then.
+    The loss is removed from the record if at most `LEAST_LOSS` tokens are left.
     """
     start, fed = record.cached_tokens, record.fed_tokens
     tokens = count_within(loss.runs, start, start + fed)

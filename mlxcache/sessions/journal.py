@@ -57,7 +57,10 @@ MAX_RESOLVED = 2000
 """Requests whose session is remembered: more than the requests that the engine lists."""
 
 ROW_BYTES, SPARE_BYTES = 8, 64 << 10
-"""Bytes of a token id in a row and in the database's log, and of everything else in a change."""
+"""Bytes to make room for on disk: for each token id of a turn, and for the rest of a change.
+
+A token id is written twice: to the database's log and to its row.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,8 +280,8 @@ class SessionWriter:
     def change(self, id: str, action: Callable[[], T]) -> T:
         """Run `action`, which changes the rows of session `id`; return its result.
 
-        Call on the writer's thread. Raises what it raises, but DiskFull instead of NotFound if the
-        session could not be written yet.
+        Call on the writer's thread. Raises what `action` raises, but DiskFull instead of NotFound
+        if the session could not be written to disk yet.
         """
         try:
             return action()

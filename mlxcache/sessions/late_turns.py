@@ -55,7 +55,7 @@ class LateTurns:
         return self._copy or self._sessions
 
     def add(self, request: str, turn: Turn) -> None:
-        """Add a turn to those that wait.
+        """Add a turn to those that wait. `request`: id of its request.
 
         If `MAX_LATE` turns wait already, the oldest one that a later one continues is removed
         unwritten, or else the oldest one.
