@@ -126,7 +126,8 @@ def open_store(
     """
     folder = settings.cache_dir / "store"
     try:
-        namespace = namespace_of(loaded.path, layout, settings, loaded.draft)
+        whole = layout if ranks is None or ranks.whole is None else ranks.whole
+        namespace = namespace_of(loaded.path, whole, settings, loaded.draft)
         if ranks is not None:
             store: Store = ranks.open_store(
                 folder, namespace, settings.disk, needs_checkpoints=layout.opaque
@@ -406,8 +407,10 @@ class ModelRuntime:
         store = self.kv.disk.store if self.kv.disk is not None else None
         namespace = store.namespace if store is not None else f"ram:{self.label}"
         path = settings.model or str(loaded.path)
-        spec = serialise.run_spec(layout)
-        served = Served(self.info.id, path, namespace, spec, layout.vocab_size)
+        ranks = self._ranks
+        spec = serialise.run_spec(layout if ranks is None or ranks.whole is None else ranks.whole)
+        whole = None if ranks is None else ranks.namespace
+        served = Served(self.info.id, path, namespace, spec, layout.vocab_size, whole)
         found = store.database if store is not None else database
         sessions = Sessions(TemporaryDatabase() if found is None else found)
         self.scheduler.prefill.speed.resume(sessions.prefill_times(namespace))

@@ -21,7 +21,9 @@ from mlxcache.model import device, kv, rows, serialise
 from mlxcache.model.kv import Caches, Layout, State
 from mlxcache.model.lineage import Lineage, Span
 from mlxcache.ranks import operations as op
+from mlxcache.ranks.snapshot_parts import SnapshotParts
 from mlxcache.store.found import Found, Saved
+from mlxcache.store.parts import Mode, PartName
 from mlxcache.store.store import Store
 from mlxcache.types import Tokens
 
@@ -48,6 +50,8 @@ class Follower:
         self.model = model
         self.layout = layout
         self.store: Store | None = None
+        self._namespace = ""
+        self._snapshots: SnapshotParts | None = None
         self._open_store = open_store
         self._group = group
         self._lineages: dict[int, Lineage] = {}
@@ -75,16 +79,25 @@ class Follower:
             case op.Ping():
                 began = self._began_at
                 return op.Answer(0.0 if began is None else time.monotonic() - began)
-            case op.Find():
-                return self._find(question)
-            case op.Verify() | op.VerifyState():
-                return self._verify(question)
+            case op.Find() | op.Verify() | op.VerifyState():
+                return self._look_up(question)
             case op.Outcome(key):
                 return self._take_outcome(key)
+            case op.Pin() | op.Remove() | op.Forget() | op.Clear() | op.Prune():
+                return self._request_change(question)
+            case _ if self._snapshots is not None:
+                return self._snapshots.answer(question)
+        return op.Answer(failure="this rank has no disk tier")
+
+    def _request_change(
+        self, request: op.Pin | op.Remove | op.Forget | op.Clear | op.Prune
+    ) -> op.Answer:
+        """Queue a change of files for the writer's thread; return an empty answer."""
+        match request:
             case op.Pin(name, paths):
                 self._change(lambda store: store.pin(name, [_ids(path) for path in paths]))
-            case op.Remove(ids, keep):
-                self._change(lambda store: store.remove_beyond(_ids(ids), keep))
+            case op.Remove(ids, keep, mode, size):
+                self._remove(_ids(ids), keep, mode, size)
             case op.Forget(ids, keep):
                 self._change(lambda store: store.forget_beyond(_ids(ids), keep))
             case op.Clear(pinned):
@@ -92,6 +105,16 @@ class Follower:
             case op.Prune(limit):
                 self._change(lambda store: store.prune(limit))
         return op.Answer()
+
+    def _remove(self, ids: Tokens, keep: int, mode: Mode, size: int) -> None:
+        """Have the files of a prefix removed that this rank had in a group of `size` ranks."""
+        rank = self._group.rank() if self._group is not None else 1
+        if rank < size:
+            part = PartName(self._namespace, mode, rank, size).namespace
+            self._change(lambda store: store.for_namespace(part).remove_beyond(ids, keep))
+
+    def _look_up(self, question: op.Find | op.Verify | op.VerifyState) -> op.Answer:
+        return self._find(question) if isinstance(question, op.Find) else self._verify(question)
 
     def _find(self, question: op.Find) -> op.Answer:
         if self.store is None:
@@ -209,10 +232,11 @@ class Follower:
 
     @_do.register
     def _(self, it: op.Open) -> None:
-        failure = None
+        failure, self._namespace = None, it.namespace
         if self._open_store is not None:
             try:
                 self.store = self._open_store(it)
+                self._snapshots = SnapshotParts(self.store, self._write)
             except (StoreError, OSError) as error:
                 log.warning("no disk tier on this rank: %s", error)
                 failure = str(error)

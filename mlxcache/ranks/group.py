@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import os
@@ -17,7 +16,7 @@ from importlib.metadata import version
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Client, Listener
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import mlx.core as mx
 import msgspec
@@ -25,13 +24,16 @@ import numpy as np
 from mlx import nn
 
 from mlxcache.errors import GroupLost, ModelError
+from mlxcache.model import kv
+from mlxcache.model.adapters import class_name
+from mlxcache.model.grouped import NAME as LAYER_CACHE
 from mlxcache.model.kv import Layout
 from mlxcache.ranks import operations as op
+from mlxcache.ranks.division import Part, part_of
 from mlxcache.ranks.leader import ANSWER_S, Leader
+from mlxcache.store.parts import Mode
 
 log = logging.getLogger("mlxcache.ranks")
-
-Mode = Literal["tensor", "pipeline"]
 
 CONNECT_S = 60.0
 """Most seconds for the ranks of a group to find each other."""
@@ -77,7 +79,8 @@ class Share(msgspec.Struct, frozen=True):
 
     `failure`: why the part cannot be loaded, or None. `ram_limit`: bytes of the budget on its
     machine. The other bytes, `batchable` and `unknown` are those of `Layout`. `runs`: the part has
-    layers with KV of every position. `states`: it has layers that need checkpoints.
+    layers with KV of every position. `states`: it has layers that need checkpoints. `tensors`: the
+    tensors of its KV.
     """
 
     failure: str | None = None
@@ -89,6 +92,7 @@ class Share(msgspec.Struct, frozen=True):
     states: bool = False
     batchable: bool = False
     unknown: list[str] = []
+    tensors: Part = Part()
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +140,11 @@ def check_divisible(model: nn.Module, config: Mapping[str, Any], size: int, mode
         layers = len(inner.layers)
         if layers < size:
             raise ModelError(f"{kind} has {layers} layers, too few for {size} ranks.")
+        if any(class_name(cache) == LAYER_CACHE for cache in kv.make_caches(model)):
+            raise ModelError(
+                f"In a pipeline of {kind}, layers use the KV of layers on other ranks, which "
+                "cannot be kept: leave out --pipeline."
+            )
         return
     if not hasattr(model, "shard"):
         raise ModelError(
@@ -187,16 +196,15 @@ def agree_on_meeting(group: Any, mine: Meeting | None) -> Meeting:
     return Meeting(port, bytes(key))
 
 
-def part_of_namespace(namespace: str, mode: Mode, rank: int, size: int) -> str:
-    """Return the namespace of one rank's part of the KV of `namespace`."""
-    what = f"{namespace} {mode} {rank}/{size}"
-    return hashlib.blake2b(what.encode(), digest_size=16).hexdigest()
+def first_layer(model: nn.Module, mode: Mode) -> int:
+    """Return the index of the first layer that this rank's part of `model` has."""
+    return int(model.model.start_idx) if mode == "pipeline" else 0
 
 
-def share_of(layout: Layout, ram_limit: int) -> Share:
+def share_of(layout: Layout, ram_limit: int, first: int = 0) -> Share:
     """Return the message to rank 0 about a rank's part, of which this is the `layout`.
 
-    `ram_limit`: bytes of the budget on its machine.
+    `ram_limit`: bytes of the budget on its machine. `first`: index of its first layer.
     """
     return Share(
         None,
@@ -208,6 +216,7 @@ def share_of(layout: Layout, ram_limit: int) -> Share:
         layout.opaque,
         layout.batchable,
         list(layout.unknown),
+        part_of(layout, first),
     )
 
 

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 
-from mlxcache.errors import GroupLost, PrefixNotStored, StoreError
+from mlxcache.errors import GroupLost, PrefixNotStored, StoreError, Unsupported
 from mlxcache.ranks import operations as op
+from mlxcache.ranks.division import Division
+from mlxcache.ranks.group_snapshots import GroupSnapshotKV
 from mlxcache.ranks.leader import Leader
 from mlxcache.safetensors import Tensor
 from mlxcache.store.found import Found, Piece, Saved
 from mlxcache.store.maintenance import Progress
+from mlxcache.store.parts import Mode, read_part_name
 from mlxcache.store.sessions import Sessions
+from mlxcache.store.snapshot_kv import SnapshotKV
 from mlxcache.store.store import Store
 from mlxcache.types import Tokens
 
@@ -22,17 +28,60 @@ FIRST_PAUSE_S, PAUSE_S = 0.001, 0.05
 """Pause between two questions for the outcome of a write: the first one, and the longest."""
 
 
+@dataclass(frozen=True, slots=True)
+class Whole:
+    """The model that a group of ranks serves, for its files and snapshots.
+
+    `namespace`: that of the whole model, as one process has it. `mode`, `size`: its division.
+    `division`: how its KV is divided, or the reason why that is not known.
+    """
+
+    namespace: str
+    mode: Mode
+    size: int
+    division: Division | str
+
+
 class GroupStore(Store):
     """The store of rank 0 over `own`, its own folder, and those of the other ranks.
 
     A prefix is found as far as every rank has it, and a write has ended when it has ended on every
-    rank. What is removed here is removed on the other ranks soon after. Thread-safe. Raises
-    StoreError if another rank cannot be reached; `Watch` reports that loss.
+    rank. What is removed here is removed on the other ranks soon after. `whole`: the model that the
+    group serves. Thread-safe. Raises StoreError if another rank cannot be reached; `Watch` reports
+    that loss.
     """
 
-    def __init__(self, own: Store, leader: Leader, *, needs_checkpoints: bool):
+    def __init__(self, own: Store, leader: Leader, whole: Whole, *, needs_checkpoints: bool):
         super().__init__(own.context, own.namespace, needs_checkpoints=needs_checkpoints)
+        self._own = own
         self._leader = leader
+        self._whole = whole
+        self._uploading = threading.Lock()
+
+    def for_namespace(self, namespace: str) -> Store:
+        """Return a store of another namespace in the same open folder.
+
+        One of the same model, divided in another way, is a `FormerGroupStore`.
+        """
+        own = super().for_namespace(namespace)
+        part = read_part_name(namespace)
+        if own is self or part is None or part.whole != self._whole.namespace:
+            return own
+        return FormerGroupStore(own, self._leader, part.mode, part.size)
+
+    def snapshot_kv(self) -> SnapshotKV:
+        division = self._whole.division
+        if isinstance(division, str):
+            raise Unsupported(f"No snapshot can be made or read here: {division}.")
+        return GroupSnapshotKV(
+            self,
+            self._own,
+            self._leader,
+            division,
+            self._whole.namespace,
+            uploading=self._uploading,
+            wait=partial(wait_for_outcome, self._leader),
+        )
 
     def find(self, ids: Tokens, *, touch: bool = True) -> Found:
         found = self._look_up(ids, touch=touch)
@@ -78,7 +127,7 @@ class GroupStore(Store):
     def remove_unshared(self, sessions: Sessions, ids: Tokens) -> int:
         needed = max(sessions.sharing(self.namespace, ids).values(), default=0)
         gone = super().remove_unshared(sessions, ids)
-        self._ask(op.Remove(_bytes(ids), needed))
+        self._ask(op.Remove(_bytes(ids), needed, self._whole.mode, self._whole.size))
         return gone
 
     def forget_beyond(self, ids: Tokens, keep: int) -> None:
@@ -96,10 +145,33 @@ class GroupStore(Store):
         return freed
 
     def _ask(self, question: op.AnyQuestion) -> list[op.Answer]:
-        try:
-            return self._leader.ask(question)
-        except GroupLost as error:
-            raise StoreError(f"The other ranks cannot be reached: {error}.") from error
+        return ask_ranks(self._leader, question)
+
+
+class FormerGroupStore(Store):
+    """Rank 0's part of KV that the same model had while it was divided in another way.
+
+    `own`: the store of that part. `mode`, `size`: that division. What is removed here is removed on
+    the ranks that there are now, too. Thread-safe. Raises StoreError as `GroupStore`.
+    """
+
+    def __init__(self, own: Store, leader: Leader, mode: Mode, size: int):
+        super().__init__(own.context, own.namespace)
+        self._leader, self._mode, self._size = leader, mode, size
+
+    def remove_unshared(self, sessions: Sessions, ids: Tokens) -> int:
+        needed = max(sessions.sharing(self.namespace, ids).values(), default=0)
+        gone = super().remove_unshared(sessions, ids)
+        ask_ranks(self._leader, op.Remove(_bytes(ids), needed, self._mode, self._size))
+        return gone
+
+
+def ask_ranks(leader: Leader, question: op.AnyQuestion) -> list[op.Answer]:
+    """Ask every other rank; see `Leader.ask`. Raises StoreError if one cannot be reached."""
+    try:
+        return leader.ask(question)
+    except GroupLost as error:
+        raise StoreError(f"The other ranks cannot be reached: {error}.") from error
 
 
 def _check_verified(answers: Sequence[op.Answer]) -> None:
@@ -119,10 +191,7 @@ def wait_for_outcome(leader: Leader, key: bytes) -> None:
     pause, left = FIRST_PAUSE_S, None
     failures: dict[int, op.Answer] = {}
     while left is None or left:
-        try:
-            answers = dict(enumerate(leader.ask(op.Outcome(key)), 1))
-        except GroupLost as error:
-            raise StoreError(f"The other ranks cannot be reached: {error}.") from error
+        answers = dict(enumerate(ask_ranks(leader, op.Outcome(key)), 1))
         left = set(answers) if left is None else left
         ended = {rank for rank in left if answers[rank].ended}
         failures |= {rank: answers[rank] for rank in ended if answers[rank].failure is not None}

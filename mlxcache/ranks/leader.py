@@ -84,15 +84,29 @@ class Leader(Lockstep):
         answer. Every later call then raises it too, because a late answer could be taken for that
         to another question.
         """
-        data = _PACK.encode(question)
+        return self.ask_each([question] * len(self._questions), seconds)
+
+    def ask_each(
+        self, questions: Sequence[op.AnyQuestion | None], seconds: float = ANSWER_S
+    ) -> list[op.Answer]:
+        """Ask each other rank a question of its own, and return the answers; see `ask`.
+
+        `questions`: in the order of ranks, from rank 1. A rank for which it is None is not asked,
+        and its answer is an empty one.
+        """
+        asked = list(zip(self._questions, questions, strict=True))
         with self._asking:
             if self._lost is not None:
                 raise GroupLost(self._lost)
             try:
-                for connection in self._questions:
-                    connection.send_bytes(data)
+                for connection, question in asked:
+                    if question is not None:
+                        connection.send_bytes(_PACK.encode(question))
                 answers = []
-                for rank, connection in enumerate(self._questions, 1):
+                for rank, (connection, question) in enumerate(asked, 1):
+                    if question is None:
+                        answers.append(op.Answer())
+                        continue
                     if not connection.poll(seconds):
                         self._lost = f"rank {rank} did not answer for {seconds:g} s"
                         raise GroupLost(self._lost)

@@ -13,6 +13,11 @@ import hashlib
 
 import msgspec
 
+from mlxcache.store.parts import Mode
+
+Array = tuple[str, str, list[int]]
+"""Name, dtype and shape of a tensor in a file."""
+
 Span = tuple[int, int, int]
 """Number of a lineage, and a range [start, end) of its positions."""
 
@@ -325,11 +330,14 @@ class Pin(Question, frozen=True):
 class Remove(Question, frozen=True):
     """Request: remove from disk the files of `ids` that hold none of its first `keep` tokens.
 
-    Files that continue them are removed too.
+    Files that continue them are removed too. `mode`, `size`: the division of the model for which
+    the files were written, which may be another one than now; see `PartName`.
     """
 
     ids: bytes
     keep: int
+    mode: Mode
+    size: int
 
 
 class Forget(Question, frozen=True):
@@ -354,8 +362,73 @@ class Prune(Question, frozen=True):
     limit: int | None
 
 
-AnyQuestion = Ping | Find | Verify | VerifyState | Outcome | Pin | Remove | Forget | Clear | Prune
-"""Every question. Those after `Outcome` change files, later and in order; the answer is empty."""
+class Hold(Question, frozen=True):
+    """Request: look up the files of `ids`, of which `ReadRows` and `ReadState` will read parts.
+
+    They name `ids` by `key_of(ids, None)`. A rank remembers the last few.
+    """
+
+    ids: bytes
+
+
+class ReadRows(Question, frozen=True):
+    """Question: the bytes of a tensor of KV for positions [start, end) of the `ids` held as `key`.
+
+    `name`: that of the tensor in this rank's files.
+    """
+
+    key: bytes
+    name: str
+    start: int
+    end: int
+
+
+class StateArrays(Question, frozen=True):
+    """Question: the tensors of the checkpoint at `position` of the `ids` held as `key`."""
+
+    key: bytes
+    position: int
+
+
+class ReadState(Question, frozen=True):
+    """Question: bytes [first, last) of all tensors of a checkpoint, one after another.
+
+    `key`, `position`: as in `StateArrays`.
+    """
+
+    key: bytes
+    position: int
+    first: int
+    last: int
+
+
+class Upload(Question, frozen=True):
+    """Request: keep `data`, at offset `at`, for the file that `Import` will write.
+
+    With `at` = 0, what was kept before is dropped.
+    """
+
+    at: int
+    data: bytes
+
+
+class Import(Question, frozen=True):
+    """Request: write the uploaded bytes as the KV of positions `start` to the end of `ids`.
+
+    `start` is None for the checkpoint at the end of `ids`. `arrays`: the tensors that the bytes
+    are, in order. The outcome is told under `key_of(ids, start)`; see `Outcome`.
+    """
+
+    ids: bytes
+    start: int | None
+    arrays: list[Array]
+
+
+AnyQuestion = (
+    Ping | Find | Verify | VerifyState | Outcome | Hold | ReadRows | StateArrays | ReadState
+    | Upload | Pin | Remove | Forget | Clear | Prune | Import
+)  # fmt: skip
+"""Every question. Those after `Upload` change files, later and in order."""
 
 
 class Answer(msgspec.Struct, frozen=True, array_like=True):
@@ -364,7 +437,8 @@ class Answer(msgspec.Struct, frozen=True, array_like=True):
     `age_s`: seconds that the current operation has run. `length`: positions of the prefix on disk.
     `checkpoints`: positions of its checkpoints; None if the rank needs none. `ended`: the write
     that was asked about has ended. `failure`: why the write or the verification failed, or None.
-    `missing`: the write failed because the prefix that its file continues is not on disk.
+    `missing`: the write failed because the prefix that its file continues is not on disk; or these
+    token ids are not held, see `Hold`. `data`: the bytes that were asked for. `arrays`: tensors.
     """
 
     age_s: float = 0.0
@@ -373,6 +447,8 @@ class Answer(msgspec.Struct, frozen=True, array_like=True):
     ended: bool = False
     failure: str | None = None
     missing: bool = False
+    data: bytes = b""
+    arrays: list[Array] = []
 
 
 def key_of(ids: bytes, start: int | None) -> bytes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,10 +12,11 @@ import msgspec
 from mlx import nn
 
 from mlxcache.config import disk_limit
-from mlxcache.errors import GroupLost, ModelError
+from mlxcache.errors import GroupLost, ModelError, Unsupported
 from mlxcache.model import kv
 from mlxcache.model.kv import Layout
 from mlxcache.ranks import operations as op
+from mlxcache.ranks.division import Division, find_division, part_of
 from mlxcache.ranks.group import (
     Links,
     Place,
@@ -23,15 +25,18 @@ from mlxcache.ranks.group import (
     Watch,
     accept_all,
     divide,
-    part_of_namespace,
+    first_layer,
     united,
     versions,
     wait_for_all,
 )
-from mlxcache.ranks.group_store import GroupStore, wait_for_outcome
+from mlxcache.ranks.group_store import GroupStore, Whole, wait_for_outcome
 from mlxcache.ranks.leader import Leader
 from mlxcache.ranks.setup import config_digest
+from mlxcache.store.parts import PartName
 from mlxcache.store.store import Store
+
+log = logging.getLogger("mlxcache.ranks")
 
 _SHARE = msgspec.msgpack.Decoder(Share)
 
@@ -40,7 +45,9 @@ class RankZero:
     """The group as rank 0 sees it: connections, division of the model, and stores.
 
     Call the methods in the order of their definition, on the MLX thread. `place`: that of rank 0.
-    `ram_limit`: the least budget of the other ranks in bytes, known after `survey`.
+    `ram_limit`: the least budget of the other ranks in bytes, known after `survey`. `whole`: the
+    layout of the undivided model, known after `divide`. `namespace`: that of the undivided model,
+    known after `open_store`; None before, and without a disk tier.
     `on_loss(why)` is called on another thread if a rank is lost. `own_age()`: seconds that the
     current operation of the MLX thread has run.
     """
@@ -48,6 +55,11 @@ class RankZero:
     def __init__(self, place: Place, own_age: Callable[[], float], on_loss: Callable[[str], None]):
         self.place = place
         self.ram_limit: int | None = None
+        self.whole: Layout | None = None
+        self.namespace: str | None = None
+        self._division: Division | str = "the model was not divided yet"
+        self._kv_bits: int | None = None
+        self._model_type = ""
         self._own_age, self._on_loss = own_age, on_loss
         self._links: Sequence[Links] = ()
         self._group: Any = None
@@ -70,6 +82,7 @@ class RankZero:
         `ram`: the setting, from which each rank computes its budget. The other arguments are those
         of `Setup`. Blocks for the connections, not for the loads. Raises GroupLost.
         """
+        self._kv_bits = kv_bits
         self._group = group = mx.distributed.init(strict=True)
         self._links = accept_all(self.place.host, group)
         setup = Setup(
@@ -90,6 +103,8 @@ class RankZero:
 
         `config`: its config.json. Raises ModelError if it cannot be divided.
         """
+        self._model_type = str(config.get("model_type"))
+        self.whole = kv.survey(model, kv_bits=self._kv_bits, evaluate=False)
         divide(model, config, self._group, self.place.mode)
 
     def survey(self, model: nn.Module, kv_bits: int | None) -> Layout:
@@ -103,6 +118,18 @@ class RankZero:
         wait_for_all(self._group)
         layout = kv.survey(model, kv_bits=kv_bits)
         shares = self._hear_shares()
+        own = part_of(layout, first_layer(model, self.place.mode))
+        assert self.whole is not None
+        try:
+            self._division = find_division(
+                part_of(self.whole),
+                [own, *(share.tensors for share in shares)],
+                self.place.mode,
+                self._model_type,
+            )
+        except Unsupported as error:
+            log.warning("snapshots disabled: %s", error)
+            self._division = str(error)
         self.ram_limit = min(share.ram_limit for share in shares)
         self._leader = leader = Leader(
             self._group,
@@ -139,11 +166,13 @@ class RankZero:
         wait_for_outcome(leader, op.STORE)
         own = Store.open(
             folder,
-            part_of_namespace(namespace, self.place.mode, 0, size),
+            PartName(namespace, self.place.mode, 0, size).namespace,
             disk_limit(setting, folder),
             needs_checkpoints=needs_checkpoints,
         )
-        return GroupStore(own, leader, needs_checkpoints=needs_checkpoints)
+        self.namespace = namespace
+        whole = Whole(namespace, self.place.mode, size, self._division)
+        return GroupStore(own, leader, whole, needs_checkpoints=needs_checkpoints)
 
     def figures(self) -> dict[str, Any]:
         """Return the part of `GET /v1/cache` about the division of the model.

@@ -24,18 +24,18 @@ from mlxcache.ranks.group import (
     PING_S,
     SILENT_S,
     Links,
-    Mode,
     Place,
     Setup,
     Share,
     connect,
     divide,
     end_process,
-    part_of_namespace,
+    first_layer,
     share_of,
     versions,
     wait_for_all,
 )
+from mlxcache.store.parts import Mode, PartName
 from mlxcache.store.store import Store
 
 log = logging.getLogger("mlxcache.ranks")
@@ -95,7 +95,7 @@ class Rank:
             working_set_bytes=device.working_set_bytes(),
             weights_bytes=loaded.info.weights_bytes,
         )
-        share = share_of(layout, limit)
+        share = share_of(layout, limit, first_layer(loaded.model, setup.mode))
         links.operations.send_bytes(msgspec.msgpack.encode(share))
         follower = Follower(
             loaded.model,
@@ -132,7 +132,7 @@ class Rank:
         )
 
     def _open_store(self, it: op.Open, mode: Mode, *, needs_checkpoints: bool) -> Store:
-        name = part_of_namespace(it.namespace, mode, self.place.rank, self._group.size())
+        name = PartName(it.namespace, mode, self.place.rank, self._group.size()).namespace
         limit = disk_limit(it.limit, self._folder)
         return Store.open(self._folder, name, limit, needs_checkpoints=needs_checkpoints)
 

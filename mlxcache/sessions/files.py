@@ -7,6 +7,7 @@ import re
 import shutil
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from pathlib import Path
 
 from mlxcache.cache.kv_cache import KVCache
@@ -78,9 +79,9 @@ class SessionFiles:
     async def snapshot(self, id: str) -> SnapshotExport:
         """Return a snapshot of a session; iterate it on another thread, because it reads files.
 
-        Raises NotFound, StoreError, and Unsupported without a disk tier or on several ranks.
+        Raises NotFound, StoreError, and Unsupported without a disk tier, and for a model on several
+        ranks whose KV cannot be joined.
         """
-        self._check_whole()
         store = self._stored()
         info = await self._info(id)
         await self._settled()
@@ -134,14 +135,16 @@ class SessionFiles:
         prompt cache that cannot be used is computed.
         `served`: another model to which the snapshot must belong, and which need not be loaded.
         Raises SnapshotRefused, BadRequest and StoreError; for a snapshot Unsupported without a disk
-        tier or on several ranks; for a prompt cache what `Engine.submit` raises.
+        tier, and on several ranks among which its KV cannot be divided; for a prompt cache
+        Unsupported on several ranks, and what `Engine.submit` raises.
         """
-        self._check_whole()
         owner = OWNER.get()
         try:
             checked = await asyncio.to_thread(self._read, path, served or self._model)
             checked = with_owner(checked, owner)
         except SnapshotRefused as refused:
+            if not await asyncio.to_thread(_is_snapshot, path):
+                self._check_whole()
             try:
                 ids = await self._thread.ask(lambda: self._prompt_caches.read(path, prompt, owner))
             except SnapshotRefused as error:
@@ -157,14 +160,16 @@ class SessionFiles:
                 new_id(), model.namespace, model.name, (leaf,), created_at=time.time()
             )
         else:
-            store = self._stored().for_namespace(checked.session.namespace)
+            namespace = (served or self._model).namespace
+            store = self._stored().for_namespace(namespace)
             info = await asyncio.to_thread(import_snapshot, store, checked)
+            info = replace(info, namespace=namespace)
         return await self._adopt(info, name)
 
     def _read(self, path: Path, model: Served) -> Snapshot:
         return read_snapshot(
             path,
-            model.namespace,
+            model.snapshot_namespace,
             model=model.name,
             spec=model.spec,
             vocab_size=model.vocab_size,
@@ -174,8 +179,8 @@ class SessionFiles:
         """Raise Unsupported if this process has only a part of the KV."""
         if self._kv.layout.lockstep.divided:
             raise Unsupported(
-                "Sessions of a model on several machines can be neither exported nor imported yet: "
-                "serve the model on one machine for that."
+                "Prompt caches of a model on several machines can be neither exported nor "
+                "imported: make a snapshot, or serve the model on one machine for that."
             )
 
     def _stored(self) -> Store:

@@ -68,7 +68,8 @@ class Served:
     """The served model, to which sessions belong.
 
     `path`: value of `--model`, for mlx-lm's tools. `spec`: dtype and shape per token of each KV
-    tensor. `vocab_size`: number of token ids.
+    tensor that a snapshot has. `vocab_size`: number of token ids. `whole`: the namespace that its
+    snapshots have, which differs from `namespace` if this process has only a part of the model.
     """
 
     name: str
@@ -76,6 +77,12 @@ class Served:
     namespace: str
     spec: Spec
     vocab_size: int
+    whole: str | None = None
+
+    @property
+    def snapshot_namespace(self) -> str:
+        """The namespace that snapshots of the model have."""
+        return self.namespace if self.whole is None else self.whole
 
 
 class SessionWriter:

@@ -151,13 +151,13 @@ def import_snapshot(
         raise DiskFull(
             f"The snapshot takes {snapshot.nbytes} bytes, and the disk tier may hold {store.limit}."
         )
-    done = 0
+    done, into = 0, store.snapshot_kv()
     with _opened(snapshot.path) as fd:
         for ids, start, tensors in _pieces(fd, snapshot):
             if start is None:
-                store.write_checkpoint(ids, tensors)
+                into.write_checkpoint(ids, tensors)
             else:
-                store.write_run(ids, start, tensors)
+                into.write_run(ids, start, tensors)
             done += sum(tensor.nbytes for tensor in tensors)
             if progress is not None:
                 progress(done, snapshot.nbytes)

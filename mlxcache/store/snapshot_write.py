@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -17,16 +15,13 @@ from mlxcache.errors import Corrupt, Gone, StoreError
 from mlxcache.owner import plain_ids
 from mlxcache.safetensors import (
     ITEM_BYTES,
-    Header,
-    Malformed,
     Place,
     compose,
     is_foreign_size,
-    read_header,
 )
 from mlxcache.store.digests import BLOCK
 from mlxcache.store.found import Found, Piece, Saved
-from mlxcache.store.kv_files import open_file, update_blocks
+from mlxcache.store.kv_files import update_blocks
 from mlxcache.store.snapshot_format import (
     CARRIED,
     CHECKSUMS,
@@ -46,6 +41,7 @@ from mlxcache.store.snapshot_format import (
     block_seed,
     state_name,
 )
+from mlxcache.store.snapshot_kv import CHUNK_BYTES
 from mlxcache.store.snapshot_replies import describe_replies
 from mlxcache.store.store import Store
 from mlxcache.types import Tokens
@@ -205,9 +201,6 @@ def describe_session(
     )
 
 
-CHUNK_BYTES = 2 << 20
-
-
 class SnapshotExport:
     """A snapshot of `session` with its KV on disk; iterate once for its `nbytes` bytes.
 
@@ -223,11 +216,17 @@ class SnapshotExport:
         self._owner = owner
         leaves = within_limits(session.leaves)
         self._parts = find_parts(store, leaves)
-        self._headers = {p.path: _header(p.path) for own in self._parts for p in own.pieces}
-        states = [(k, saved) for k, own in enumerate(self._parts) for saved in own.states]
-        self._states = _exportable([(k, saved, _header(saved.path)) for k, saved in states])
+        self._from = store.snapshot_kv()
+        self._states = _exportable(
+            [
+                (k, saved, self._from.state_places(own.info.ids, saved))
+                for k, own in enumerate(self._parts)
+                for saved in own.states
+            ]
+        )
         self._blocks = [-(-own.rows // BLOCK) for own in self._parts]
         self._kv = self._kv_places()
+        session = replace(session, namespace=self._from.namespace)
         words = describe_session(
             session, self._parts, [state[:2] for state in self._states]
         ).encode()
@@ -256,8 +255,8 @@ class SnapshotExport:
             *self._kv,
             *(
                 _place(state_name(i, place.name), place.dtype, place.shape)
-                for i, (_, _, header) in enumerate(self._states)
-                for place in header.places
+                for i, (_, _, places) in enumerate(self._states)
+                for place in places
             ),
             _place(CHECKSUMS, "U64", (count,)),
         ]
@@ -268,15 +267,8 @@ class SnapshotExport:
         Raises Corrupt if the files on disk hold different arrays.
         """
         rows = sum(own.rows for own in self._parts)
-        kinds = {
-            path: [(p.name, p.dtype, p.shape[1:]) for p in header.places]
-            for path, header in self._headers.items()
-        }
-        first = next(iter(kinds.values()), [])
-        for path, kind in kinds.items():
-            if kind != first:
-                raise Corrupt(f"{path} holds other tensors than the rest of its session.")
-        return [_place(name, dtype, (rows, *shape)) for name, dtype, shape in first]
+        kinds = self._from.row_kinds([piece for own in self._parts for piece in own.pieces])
+        return [_place(name, dtype, (rows, *shape)) for name, dtype, shape in kinds]
 
     def __iter__(self) -> Iterator[bytes]:
         yield self._head
@@ -292,11 +284,10 @@ class SnapshotExport:
             for own, sums in zip(self._parts, blocks, strict=True):
                 yield from self._kv_bytes(index, own, sums)
         states = [xxh3_64(seed=i) for i in range(len(self._states))]
-        for (_, saved, header), state in zip(self._states, states, strict=True):
-            for place in header.places:
-                for part in _read(saved.path, place.offset, place.offset + place.nbytes):
-                    state.update(part)
-                    yield part
+        for (leaf, saved, _), state in zip(self._states, states, strict=True):
+            for part in self._from.state_bytes(self._parts[leaf].info.ids, saved):
+                state.update(part)
+                yield part
         sums = [one for leaf in blocks for one in leaf]
         yield b"".join(one.digest()[::-1] for one in [*sums, *states, self._words])
 
@@ -305,60 +296,34 @@ class SnapshotExport:
 
         The bytes are also hashed into `sums`, one state per block.
         """
-        row = self._kv[index].nbytes // max(1, self._kv[index].shape[0])
-        for piece in own.pieces:
-            place = self._headers[piece.path].places[index]
-            first, last = max(piece.start, own.start), min(piece.end, own.end)
-            begin = place.offset + (first - piece.first) * row
-            at = (first - own.start) * row
-            for part in _read(piece.path, begin, begin + (last - first) * row):
-                update_blocks(sums, BLOCK * row, at, memoryview(part))
-                at += len(part)
-                yield part
-
-
-def _read(path: Path, begin: int, end: int) -> Iterator[bytes]:
-    """Yield the bytes [begin, end) of a file in chunks. Raises StoreError."""
-    with _opened(path) as fd:
-        while begin < end:
-            part = os.pread(fd, min(CHUNK_BYTES, end - begin), begin)
-            if not part:
-                raise Corrupt(f"{path} is cut off.")
-            begin += len(part)
+        row, at = self._kv[index].nbytes // max(1, self._kv[index].shape[0]), 0
+        if not own.rows:
+            return
+        name, ids = self._kv[index].name, own.info.ids
+        for part in self._from.rows(ids, own.pieces, name, own.start, own.end):
+            update_blocks(sums, BLOCK * row, at, memoryview(part))
+            at += len(part)
             yield part
-
-
-def _header(path: Path) -> Header:
-    with _opened(path) as fd:
-        return read_header(fd)
-
-
-@contextmanager
-def _opened(path: Path) -> Iterator[int]:
-    """Open a file of the store for the block. Raises Gone, Corrupt and StoreError."""
-    try:
-        with open_file(path) as fd:
-            yield fd
-    except FileNotFoundError as error:
-        raise Gone(f"{path} was evicted.") from error
-    except Malformed as error:
-        raise Corrupt(f"{path}: {error}.") from error
-    except OSError as error:
-        raise StoreError(f"{path} cannot be read: {error.strerror}.") from error
 
 
 def _place(name: str, dtype: str, shape: tuple[int, ...]) -> Place:
     return Place(name, dtype, shape, 0, int(np.prod(shape, dtype=object)) * ITEM_BYTES[dtype])
 
 
-def _exportable(states: list[tuple[int, Saved, Header]]) -> list[tuple[int, Saved, Header]]:
-    """Return those checkpoints that a snapshot may contain, by their bytes and number of tensors.
+State = tuple[int, Saved, Sequence[Place]]
+"""Index of a leaf, one of its checkpoints, and the tensors of that checkpoint."""
 
-    Each is given as the index of its leaf, the checkpoint, and the header of its file.
+
+def _exportable(states: list[State]) -> list[State]:
+    """Return those checkpoints that a snapshot may contain.
+
+    Its format limits their bytes and the number of their tensors.
     """
     kept, tensors = [], 0
     for state in states:
-        tensors += len(state[2].places)
-        if state[1].nbytes <= MOST_STATE_BYTES and tensors <= MOST_STATE_TENSORS:
+        places = state[2]
+        tensors += len(places)
+        nbytes = sum(place.nbytes for place in places)
+        if nbytes <= MOST_STATE_BYTES and tensors <= MOST_STATE_TENSORS:
             kept.append(state)
     return kept

@@ -8,7 +8,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mlxcache.errors import Corrupt, DiskFull, Gone, StoreError
+from mlxcache.errors import Corrupt, DiskFull, Gone, StoreError, Unsupported
 from mlxcache.safetensors import Malformed, Tensor
 from mlxcache.store import index, maintenance
 from mlxcache.store.context import StoreContext
@@ -23,6 +23,7 @@ from mlxcache.store.leaves import Leaf
 from mlxcache.store.listing import Held
 from mlxcache.store.lock import NoLock, ProcessLock, opening_lock
 from mlxcache.store.maintenance import Progress
+from mlxcache.store.parts import other_parts, read_part_name
 from mlxcache.store.recovery import (
     StoreReopener,
     find_obstacle,
@@ -33,6 +34,7 @@ from mlxcache.store.recovery import (
 )
 from mlxcache.store.reserve import LEAST_BYTES, Reserve
 from mlxcache.store.saving import save_checkpoint, save_run
+from mlxcache.store.snapshot_kv import SnapshotKV
 from mlxcache.store.totals import Totals, read_totals
 from mlxcache.types import Tokens
 
@@ -252,6 +254,19 @@ class Store:
         """
         save_checkpoint(self.context, self._chains.of(ids), tensors)
 
+    def snapshot_kv(self) -> SnapshotKV:
+        """Return the KV of this store in the form in which snapshots hold it.
+
+        Raises Unsupported if it cannot be converted to that form, because the store has only one
+        rank's part of it.
+        """
+        if (part := read_part_name(self.namespace)) is not None:
+            raise Unsupported(
+                f"This session was made while the model was divided among {part.size} machines: "
+                "serve it there in the same way to make a snapshot of it."
+            )
+        return SnapshotKV(self)
+
     def make_room(self, nbytes: int) -> None:
         """Evict files until `nbytes` more bytes fit into the database's other tables.
 
@@ -306,7 +321,8 @@ class Store:
     def remove_unshared(self, sessions: Sessions, ids: Tokens) -> int:
         """Remove the files of `ids` that no session needs; return the number removed.
 
-        A file that also contains tokens of a session stays as a whole. Raises StoreError.
+        A file that also contains tokens of a session stays as a whole. The files of other parts of
+        a divided model that are in this folder are removed too. Raises StoreError.
         """
         others, files = sessions.sharing(self.namespace, ids), self._files(ids)
         if len(others) > MOST_LEAVES_READ:
@@ -314,6 +330,8 @@ class Store:
             needed = {file.id for file in files if _needed_beyond(file) < shared}
         else:
             needed = {file.id for leaf in others for file in self._files(sessions.ids(leaf))}
+        for part in other_parts(self.namespace):
+            Store(self.context, part).remove_beyond(ids, max(others.values(), default=0))
         return self._remove(files, needed)
 
     def remove_beyond(self, ids: Tokens, keep: int) -> int:

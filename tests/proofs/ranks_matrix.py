@@ -29,7 +29,8 @@ from mlx_lm.utils import load_model
 
 from mlxcache.cli.ranks import RANK, free_port
 from mlxcache.errors import ModelError
-from mlxcache.ranks.group import Mode, check_divisible
+from mlxcache.ranks.group import check_divisible
+from mlxcache.store.parts import Mode
 from tests.ranks.cells import CELLS
 from tests.ranks.matrix_rank import Plan, Row
 from tests.toys.adapter import convert

@@ -23,10 +23,11 @@ from mlxcache.model import kv
 from mlxcache.model.kv import Layout
 from mlxcache.model.lineage import Lineage
 from mlxcache.model.load import Loaded, ModelSpec, load
-from mlxcache.ranks.group import Mode, end_process, place_from
+from mlxcache.ranks.group import end_process, place_from
 from mlxcache.ranks.rank_zero import RankZero
 from mlxcache.ranks.setup import Rank
 from mlxcache.scheduling.task import Task
+from mlxcache.store.parts import Mode
 from mlxcache.store.store import Store
 from tests.ranks.cells import CELLS
 from tests.scheduling.matrix import Checked, Logprobs, cold_logprobs

@@ -19,18 +19,17 @@ from mlxcache.model import kv
 from mlxcache.model.load import ModelSpec, load
 from mlxcache.ranks import operations as op
 from mlxcache.ranks.group import (
-    Mode,
     Place,
     Share,
     Watch,
     check_divisible,
-    part_of_namespace,
     place_from,
     share_of,
     united,
 )
 from mlxcache.ranks.leader import Leader
 from mlxcache.residency.memory import plan_memory
+from mlxcache.store.parts import Mode, PartName, other_parts, read_part_name
 from tests.conftest import ToyMaker
 
 
@@ -57,6 +56,14 @@ def test_a_family_that_mlx_lm_does_not_divide_is_refused_by_name(mode: Mode, wor
     """With the other way to divide it."""
     with pytest.raises(ModelError, match=f"mamba2.*{words}"):
         check_divisible(Undivided(), {"model_type": "mamba2"}, 2, mode)
+
+
+def test_a_pipeline_whose_ranks_share_kv_is_refused_by_name(toy: ToyMaker):
+    """Its layers would be restored without the KV that they use of others."""
+    model, config = load_model(toy("deepseek_v41"), lazy=True)
+    check_divisible(model, config, 2, "tensor")
+    with pytest.raises(ModelError, match=r"pipeline of deepseek_v41.*leave out --pipeline"):
+        check_divisible(model, config, 2, "pipeline")
 
 
 def test_the_place_is_read_from_what_mlx_launch_sets(tmp_path: Path):
@@ -94,8 +101,12 @@ def test_a_hostfile_that_cannot_be_read_is_named(tmp_path: Path, content: str | 
 def test_each_rank_has_a_namespace_of_its_own():
     """It differs by mode, rank and number of ranks."""
     modes: Sequence[Mode] = ("tensor", "pipeline")
-    names = {part_of_namespace("n", m, r, s) for m in modes for s in (2, 4) for r in range(s)}
-    assert len(names) == 12
+    parts = [PartName("n", m, r, s) for m in modes for s in (2, 4) for r in range(s)]
+    assert len({part.namespace for part in parts}) == 12
+    assert [read_part_name(part.namespace) for part in parts] == parts
+    assert read_part_name("n") is None
+    assert other_parts("n") == []
+    assert other_parts("n.tensor.0of3") == ["n.tensor.1of3", "n.tensor.2of3"]
 
 
 def test_the_layout_is_that_of_all_ranks_together(toy_llama: Path):

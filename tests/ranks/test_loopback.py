@@ -24,6 +24,7 @@ from tests.server.api import Answer, Api
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 TWO = ("--hosts", "127.0.0.1,127.0.0.1")
+FOUR = ("--hosts", ",".join(["127.0.0.1"] * 4))
 HEAD = " ".join(f"Rule {i}: oaks have acorns, number {i * 7919 % 101}." for i in range(50))
 Messages = list[dict[str, Any]]
 
@@ -104,7 +105,7 @@ def test_four_processes_answer_like_one(toy: ToyMaker, tmp_path: Path):
     """Each with one head of the KV."""
     model = toy("llama", heads=4, kv_heads=4)
     one = talk(model, tmp_path / "one")
-    assert talk(model, tmp_path / "four", "--hosts", ",".join(["127.0.0.1"] * 4)) == one
+    assert talk(model, tmp_path / "four", *FOUR) == one
 
 
 @pytest.mark.parametrize(
@@ -127,7 +128,7 @@ def test_what_is_not_served_yet_is_refused(toy_llama: Path, tmp_path: Path):
         api = Api(server)
         api.chat([asked("one")])
         (session,) = api.http.get("/v1/sessions").json()["data"]
-        answer = api.http.get(f"/v1/sessions/{session['id']}/snapshot")
+        answer = api.http.get(f"/v1/sessions/{session['id']}/snapshot?format=mlx-lm")
         assert answer.status_code == 400
         assert "several machines" in answer.text
         (model,) = api.http.get("/v1/models").json()["data"]
@@ -135,6 +136,46 @@ def test_what_is_not_served_yet_is_refused(toy_llama: Path, tmp_path: Path):
         assert answer.status_code == 400
         assert "cannot be unloaded" in answer.text
         api.chat([asked("one")])
+
+
+@pytest.mark.parametrize(
+    ("family", "before", "after"),
+    [
+        ("llama", TWO, ()),
+        ("llama", (), TWO),
+        ("qwen3_5", TWO, FOUR),
+        ("qwen3_5", (), (*TWO, "--pipeline")),
+        ("qwen3_5", (*TWO, "--pipeline"), TWO),
+    ],
+)
+def test_a_snapshot_is_warm_on_another_number_of_ranks(
+    toy: ToyMaker,
+    tmp_path: Path,
+    family: str,
+    before: tuple[str, ...],
+    after: tuple[str, ...],
+):
+    """The next turn has the same text, and reuses there what it reuses here."""
+    model = toy(family, heads=4, kv_heads=4, layers=8)
+    talk = [{"role": "system", "content": HEAD}, asked("one")]
+    (tmp_path / "before").mkdir()
+    (tmp_path / "after").mkdir()
+    with serving(model, tmp_path / "before", *before) as server:
+        api = Api(server)
+        first = api.chat(talk)
+        time.sleep(2)  # until it is on disk
+        (session,) = api.http.get("/v1/sessions").json()["data"]
+        answer = api.http.get(f"/v1/sessions/{session['id']}/snapshot")
+        assert answer.status_code == 200, answer.text
+        talk += [{"role": "assistant", "content": first.text}, asked("two")]
+        second = api.chat(talk)
+    with serving(model, tmp_path / "after", *after) as server:
+        api = Api(server)
+        made = api.http.post("/v1/sessions", content=answer.content)
+        assert made.status_code == 201, made.text
+        there = api.chat(talk)
+        assert (there.text, there.prompt) == (second.text, second.prompt)
+        assert there.cached == second.cached > 0
 
 
 def rank_process(server: Served, rank: int) -> psutil.Process:

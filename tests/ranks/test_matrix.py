@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from mlxcache.ranks.group import Mode
+from mlxcache.store.parts import Mode
 from tests.proofs.ranks_matrix import Group, Matrix, Precision
 
 

@@ -15,7 +15,7 @@ from mlxcache.model.lineage import Lineage
 from mlxcache.model.load import ModelSpec, load
 from mlxcache.ranks import operations as op
 from mlxcache.ranks.follower import Follower
-from mlxcache.ranks.group_store import GroupStore, wait_for_outcome
+from mlxcache.ranks.group_store import GroupStore, Whole, wait_for_outcome
 from mlxcache.ranks.leader import Leader
 from mlxcache.store.store import Store
 from mlxcache.types import Tokens
@@ -59,16 +59,21 @@ class TwoStores:
     def __init__(self, model: Path, folder: Path):
         self.model = load(ModelSpec(str(model))).model
         plain = kv.survey(self.model)
-        self.other = Store.open(folder / "other", "b", None, needs_checkpoints=plain.opaque)
+        self.other = Store.open(
+            folder / "other", "namespace.tensor.1of2", None, needs_checkpoints=plain.opaque
+        )
         self.follower = Follower(self.model, plain, None, lambda it: self.other)
         self.questions = Questions(self.follower)
         leader = Leader(None, [Operations(self.follower)], [self.questions])
         self.leader = leader
         self.layout = replace(plain, lockstep=leader)
-        own = Store.open(folder / "own", "a", None, needs_checkpoints=plain.opaque)
+        own = Store.open(
+            folder / "own", "namespace.tensor.0of2", None, needs_checkpoints=plain.opaque
+        )
         leader.tell(op.Open("namespace", "off"))
         wait_for_outcome(leader, op.STORE)
-        self.store = GroupStore(own, leader, needs_checkpoints=plain.opaque)
+        whole = Whole("namespace", "tensor", 2, "not divided")
+        self.store = GroupStore(own, leader, whole, needs_checkpoints=plain.opaque)
 
     def fed(self, ids: Tokens) -> Lineage:
         """A lineage with `ids`, on both ranks."""

@@ -1,0 +1,198 @@
+"""Snapshots of a divided model: rank 0 joins the KV of all ranks, or cuts KV into their parts."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from math import prod
+
+import numpy as np
+
+from mlxcache.errors import GroupLost, StoreError
+from mlxcache.ranks import operations as op
+from mlxcache.ranks.division import Division, Rows
+from mlxcache.ranks.leader import Leader
+from mlxcache.safetensors import ITEM_BYTES, Place, Tensor
+from mlxcache.store.found import Piece, Saved
+from mlxcache.store.snapshot_kv import CHUNK_BYTES, RowKind, SnapshotKV
+from mlxcache.store.store import Store
+from mlxcache.types import Tokens
+
+PART_BYTES = 2 << 20
+"""Most bytes of one message, so that the heartbeat waits for no longer than that takes."""
+
+Written = Callable[[bytes], None]
+
+
+class GroupSnapshotKV(SnapshotKV):
+    """The KV of a whole model, joined from the parts of all ranks, or cut into them.
+
+    `store`: that of rank 0, which the group shares; see `GroupStore`. `own`: rank 0's own part.
+    `namespace`: that of the whole model. `uploading`: held while a file is sent to the ranks, which
+    remember one upload. `wait(key)` blocks until all other ranks have written the file `key`, and
+    raises StoreError if one could not.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        own: Store,
+        leader: Leader,
+        division: Division,
+        namespace: str,
+        *,
+        uploading: threading.Lock,
+        wait: Written,
+    ):
+        super().__init__(store, namespace)
+        self._own = SnapshotKV(own)
+        self._leader = leader
+        self._division = division
+        self._uploading = uploading
+        self._wait = wait
+
+    # -- for an export -----------------------------------------------------------------------------
+
+    def row_kinds(self, pieces: Sequence[Piece]) -> list[RowKind]:
+        spec = self._division.spec
+        return [(name, dtype, shape) for name, (dtype, shape) in spec.items()] if pieces else []
+
+    def rows(
+        self, ids: Tokens, pieces: Sequence[Piece], name: str, start: int, end: int
+    ) -> Iterator[bytes]:
+        dtype, shape = self._division.spec[name]
+        step = max(1, PART_BYTES // (prod(shape) * ITEM_BYTES[dtype]))
+        for first in range(start, end, step):
+            last = min(first + step, end)
+            held = self._division.rows[name]
+            parts = self._rows_of_ranks(ids, pieces, held, first, last)
+            yield self._division.join_rows(name, parts)
+
+    def _rows_of_ranks(
+        self, ids: Tokens, pieces: Sequence[Piece], held: Sequence[Rows], start: int, end: int
+    ) -> list[bytes]:
+        """Return the rows [start, end) of the tensors `held`, in that order."""
+        key = op.key_of(_bytes(ids), None)
+        questions: list[op.AnyQuestion | None] = [None] * (self._division.size - 1)
+        for one in held:
+            if one.rank:
+                questions[one.rank - 1] = op.ReadRows(key, one.name, start, end)
+        answers = self._ask(ids, questions)
+        return [
+            answers[one.rank - 1].data
+            if one.rank
+            else b"".join(self._own.rows(ids, pieces, one.name, start, end))
+            for one in held
+        ]
+
+    def state_places(self, ids: Tokens, saved: Saved) -> Sequence[Place]:
+        """Return the tensors of a whole checkpoint. Reads and joins all parts of it."""
+        return [
+            Place(one.name, one.dtype, one.shape, 0, one.nbytes) for one in self._state(ids, saved)
+        ]
+
+    def state_bytes(
+        self, ids: Tokens, saved: Saved, first: int = 0, last: int | None = None
+    ) -> Iterator[bytes]:
+        whole = memoryview(b"".join(tensor.bytes for tensor in self._state(ids, saved)))[first:last]
+        for at in range(0, len(whole), CHUNK_BYTES):
+            yield bytes(whole[at : at + CHUNK_BYTES])
+
+    def _state(self, ids: Tokens, saved: Saved) -> list[Tensor]:
+        """Read the parts of a checkpoint of all ranks; return the tensors of the whole."""
+        key, position = op.key_of(_bytes(ids), None), saved.position
+        having = [bool(part.states) for part in self._division.parts[1:]]
+        asked = [op.StateArrays(key, position) if has else None for has in having]
+        arrays = [answer.arrays for answer in self._ask(ids, asked)]
+        sizes = [sum(map(_nbytes, each)) for each in arrays]
+        found = [bytearray() for _ in having]
+        for first in range(0, max(sizes, default=0), PART_BYTES):
+            parts = [
+                op.ReadState(key, position, first, min(first + PART_BYTES, size))
+                if first < size
+                else None
+                for size in sizes
+            ]
+            for rank, answer in enumerate(self._ask(ids, parts)):
+                found[rank] += answer.data
+        own = self._own.state_places(ids, saved)
+        shapes = [(place.name, place.dtype, list(place.shape)) for place in own]
+        mine = _tensors(shapes, b"".join(self._own.state_bytes(ids, saved)))
+        others = [_tensors(each, bytes(data)) for each, data in zip(arrays, found, strict=True)]
+        return self._division.join_states([mine, *others])
+
+    def _ask(self, ids: Tokens, questions: Sequence[op.AnyQuestion | None]) -> list[op.Answer]:
+        """Ask each other rank about `ids`, which it looks up first if it does not remember them."""
+        answers = self._told(questions)
+        if any(answer.missing for answer in answers):
+            self._told([op.Hold(_bytes(ids))] * len(questions))
+            answers = self._told(questions)
+        return answers
+
+    def _told(self, questions: Sequence[op.AnyQuestion | None]) -> list[op.Answer]:
+        try:
+            answers = self._leader.ask_each(questions)
+        except GroupLost as error:
+            raise StoreError(f"The other ranks cannot be reached: {error}.") from error
+        for rank, answer in enumerate(answers, 1):
+            if answer.failure is not None:
+                raise StoreError(f"Rank {rank}: {answer.failure}")
+        return answers
+
+    # -- for an import -----------------------------------------------------------------------------
+
+    def write_run(self, ids: Tokens, start: int, tensors: Sequence[Tensor]) -> None:
+        parts = [self._division.cut_rows(tensors, rank) for rank in range(self._division.size)]
+        self._write(ids, start, parts)
+
+    def write_checkpoint(self, ids: Tokens, tensors: Sequence[Tensor]) -> None:
+        parts = [
+            self._division.cut_states(tensors, rank) if has_states or not rank else []
+            for rank, has_states in enumerate(bool(part.states) for part in self._division.parts)
+        ]
+        self._write(ids, None, parts)
+
+    def _write(self, ids: Tokens, start: int | None, parts: Sequence[Sequence[Tensor]]) -> None:
+        """Have each rank write its part of a file. Raises StoreError if one of them cannot."""
+        data = _bytes(ids)
+        with self._uploading:
+            self._upload(parts[1:])
+            arrays = [[(one.name, one.dtype, list(one.shape)) for one in each] for each in parts]
+            self._told([op.Import(data, start, each) for each in arrays[1:]])
+        try:
+            if start is None:
+                self._own.write_checkpoint(ids, parts[0])
+            else:
+                self._own.write_run(ids, start, parts[0])
+        finally:
+            self._wait(op.key_of(data, start))
+
+    def _upload(self, parts: Sequence[Sequence[Tensor]]) -> None:
+        """Send each other rank the bytes of its tensors, in messages of `PART_BYTES`."""
+        whole = [memoryview(b"".join(tensor.bytes for tensor in each)) for each in parts]
+        for at in range(0, max(map(len, whole)), PART_BYTES):
+            sent = [bytes(data[at : at + PART_BYTES]) for data in whole]
+            self._told([op.Upload(at, each) if each else None for each in sent])
+
+
+def _nbytes(array: op.Array) -> int:
+    _, dtype, shape = array
+    return prod(shape) * ITEM_BYTES[dtype]
+
+
+def _tensors(arrays: Sequence[op.Array], data: bytes) -> list[Tensor]:
+    """Return the tensors whose bytes, one after another, are `data`. Raises StoreError."""
+    made, at, view = [], 0, memoryview(data)
+    for array in arrays:
+        name, dtype, shape = array
+        size = _nbytes(array)
+        try:
+            made.append(Tensor(name, dtype, tuple(shape), view[at : at + size]))
+        except ValueError as error:
+            raise StoreError(f"A rank's checkpoint is cut off: {error}.") from error
+        at += size
+    return made
+
+
+def _bytes(ids: Tokens) -> bytes:
+    return np.asarray(ids, np.int32).tobytes()

@@ -1,0 +1,132 @@
+"""The KV of a snapshot where a store has it: reading for an export, writing for an import."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mlxcache.errors import Corrupt, Gone, StoreError
+from mlxcache.safetensors import Header, Malformed, Place, Tensor, read_header
+from mlxcache.store.found import Piece, Saved
+from mlxcache.store.kv_files import open_file
+from mlxcache.types import Tokens
+
+if TYPE_CHECKING:
+    from mlxcache.store.store import Store
+
+CHUNK_BYTES = 2 << 20
+"""Most bytes that are read at a time."""
+
+RowKind = tuple[str, str, tuple[int, ...]]
+"""Name and dtype of a tensor of a run, and its shape without the first axis, which is tokens."""
+
+
+class SnapshotKV:
+    """The KV of one model as a snapshot holds it, in `store`, which has it in this form.
+
+    A subclass converts it, if the store has only a part of it. `namespace`: the model to which
+    snapshots belong. Use one object for one export or import. All methods block.
+    """
+
+    def __init__(self, store: Store, namespace: str | None = None):
+        self.store = store
+        self.namespace = store.namespace if namespace is None else namespace
+        self._headers: dict[Path, Header] = {}
+
+    # -- for an export -----------------------------------------------------------------------------
+
+    def row_kinds(self, pieces: Sequence[Piece]) -> list[RowKind]:
+        """Return the tensors that the runs `pieces` hold, in the order of the snapshot.
+
+        Raises Corrupt if they hold different ones, and StoreError.
+        """
+        first: list[RowKind] | None = None
+        for piece in pieces:
+            places = self._header(piece.path).places
+            kind = [(place.name, place.dtype, place.shape[1:]) for place in places]
+            first = kind if first is None else first
+            if kind != first:
+                raise Corrupt(f"{piece.path} holds other tensors than the rest of its session.")
+        return first or []
+
+    def rows(
+        self, ids: Tokens, pieces: Sequence[Piece], name: str, start: int, end: int
+    ) -> Iterator[bytes]:
+        """Yield the bytes of the tensor `name` for the positions [start, end) of `ids`.
+
+        `pieces`: the runs that hold them, as found for `ids`. Raises StoreError.
+        """
+        for piece in pieces:
+            first, last = max(piece.start, start), min(piece.end, end)
+            if first < last:
+                place = next(p for p in self._header(piece.path).places if p.name == name)
+                row = place.nbytes // place.shape[0]
+                begin = place.offset + (first - piece.first) * row
+                yield from read_bytes(piece.path, begin, begin + (last - first) * row)
+
+    def state_places(self, ids: Tokens, saved: Saved) -> Sequence[Place]:
+        """Return the tensors of the checkpoint `saved`, found for `ids`; offsets mean nothing.
+
+        Raises StoreError.
+        """
+        return self._header(saved.path).places
+
+    def state_bytes(
+        self, ids: Tokens, saved: Saved, first: int = 0, last: int | None = None
+    ) -> Iterator[bytes]:
+        """Yield the bytes of all tensors of the checkpoint `saved`, one after another.
+
+        `ids`: the token ids for which it was found. `first`, `last`: only this range of these
+        bytes. Raises StoreError.
+        """
+        at = 0
+        for place in self._header(saved.path).places:
+            begin = max(first - at, 0)
+            end = place.nbytes if last is None else min(last - at, place.nbytes)
+            if begin < end:
+                yield from read_bytes(saved.path, place.offset + begin, place.offset + end)
+            at += place.nbytes
+
+    def _header(self, path: Path) -> Header:
+        if path not in self._headers:
+            with _opened(path) as fd:
+                self._headers[path] = read_header(fd)
+        return self._headers[path]
+
+    # -- for an import -----------------------------------------------------------------------------
+
+    def write_run(self, ids: Tokens, start: int, tensors: Sequence[Tensor]) -> None:
+        """Save the KV of the tokens [start, len(ids)). Raises as `Store.write_run`."""
+        self.store.write_run(ids, start, tensors)
+
+    def write_checkpoint(self, ids: Tokens, tensors: Sequence[Tensor]) -> None:
+        """Save the checkpoint after `ids`. Raises as `Store.write_checkpoint`."""
+        self.store.write_checkpoint(ids, tensors)
+
+
+def read_bytes(path: Path, begin: int, end: int) -> Iterator[bytes]:
+    """Yield the bytes [begin, end) of a file in chunks. Raises StoreError."""
+    with _opened(path) as fd:
+        while begin < end:
+            part = os.pread(fd, min(CHUNK_BYTES, end - begin), begin)
+            if not part:
+                raise Corrupt(f"{path} is cut off.")
+            begin += len(part)
+            yield part
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[int]:
+    """Open a file of the store for the block. Raises Gone, Corrupt and StoreError."""
+    try:
+        with open_file(path) as fd:
+            yield fd
+    except FileNotFoundError as error:
+        raise Gone(f"{path} was evicted.") from error
+    except Malformed as error:
+        raise Corrupt(f"{path}: {error}.") from error
+    except OSError as error:
+        raise StoreError(f"{path} cannot be read: {error.strerror}.") from error
