@@ -14,7 +14,10 @@ STATE: State = ("counted",)
 
 
 class CountedLineage(Lineage):
-    """A lineage without arrays, which has the length and the bytes that a real one would have."""
+    """A lineage without arrays, which has the length and the bytes that a real one would have.
+
+    `copy_bytes` is that of a real lineage, and has no effect here.
+    """
 
     __slots__ = ("_held",)
 

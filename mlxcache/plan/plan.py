@@ -16,10 +16,10 @@ from mlxcache.plan.simulate import Outcome, Simulation, Speed
 from mlxcache.plan.trace import Trace
 
 NEAR = 0.95
-"""Share of the ceiling: the bytes of RAM are searched for that reach this hit rate."""
+"""Hit rate that the bytes of RAM in `Plan.enough` must reach, as a share of the ceiling."""
 
 STEPS = 6
-"""Simulations in the search for those bytes; each halves the range of their logarithm."""
+"""Simulations in the search for `Plan.enough`; each halves the range of its logarithm."""
 
 FULL = 0.8
 """Share of its time for which the MLX thread may be busy before requests wait long."""

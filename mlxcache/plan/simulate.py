@@ -26,7 +26,8 @@ class Speed:
 
     `prefill`: prompt tokens per second at the beginning of a prompt. `growth`: a token after k
     earlier ones takes 1 + `growth` * k times as long as the first. `decode`: tokens per second of
-    one reply. `disk` and `remote`: bytes per second of restoring from there.
+    one reply. `disk` and `remote`: bytes per second of restoring from there. Times that would need
+    a speed that is None are computed as 0.
     """
 
     prefill: float | None = None
@@ -86,9 +87,10 @@ class Served:
 class Outcome:
     """Result of one simulation.
 
-    `served`: the requests that were served. `order`: the requests in the order in which they
-    started. `refused`: number of requests whose prompt could not fit. `span_s`: seconds from the
-    first arrival to the last end. `written`: bytes written to disk.
+    `served`: the requests that were served, in the order in which they started. `order`: the same
+    requests as they are in the trace, in the same order. `refused`: number of requests whose prompt
+    could not fit. `span_s`: seconds from the first arrival to the last end. `written`: bytes
+    written to disk.
     """
 
     served: Sequence[Served]
@@ -190,7 +192,8 @@ class Simulation:
     """Simulation of one server.
 
     `at_once`: most requests in progress at the same time. `on_request(n)` is called after each
-    request with the number of requests so far.
+    request with the number of requests so far. Unless the speeds of prefill and decoding are known,
+    a reply takes as long as its request took on the recorded server.
     """
 
     def __init__(

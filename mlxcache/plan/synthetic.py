@@ -22,9 +22,9 @@ class Agents:
     """Shape of the conversations, in tokens and seconds.
 
     `head`: tools and system prompt, the same in all. `project`: what all conversations of one user
-    share after that. The following are medians. `asked`: new tokens of a turn. `replied`: tokens of
-    a reply. `tool_s`, `person_s`: the pause before a turn with the result of a tool, and before one
-    that a person writes. `of_tools`: share of the turns that have the result of a tool.
+    share after that. `of_tools`: share of the turns that have the result of a tool. The others are
+    medians. `asked`: new tokens of a turn. `replied`: tokens of a reply. `tool_s`, `person_s`: the
+    pause before a turn with the result of a tool, and before one that a person writes.
     """
 
     head: int = 16_000

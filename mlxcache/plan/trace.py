@@ -48,7 +48,8 @@ class Request:
     seconds from the end of the turn before to this request; None for a request that arrives at its
     `time`. `key`: leading tokens that identify the conversation, None if unknown; `head`: those
     of tools and system prompt. `cached`: tokens that the recorded server reused, None if unknown;
-    `restored`: those of them from disk. `took`: seconds that the request took on that server.
+    `restored`: those of them from disk. `took`: seconds that the request took on that server, 0 if
+    unknown.
     `strand`: name of the sequence of requests that follow one another; by default the session.
     """
 
@@ -88,10 +89,11 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """Requests in the order of their lines, and where they come from.
+    """Requests, and where they come from.
 
-    `block_tokens`: tokens of a whole block. `growth`: as measured on the recorded server, for its
-    eviction; 0 if unknown. See `plan.simulate.Speed`.
+    `requests`: in the order of their times if `form` is "mlxcache"; those of other files in the
+    order of the lines. `block_tokens`: tokens of a whole block. `growth`: as measured on the
+    recorded server, for its eviction; 0 if unknown. See `plan.simulate.Speed`.
     """
 
     requests: tuple[Request, ...]
@@ -367,7 +369,9 @@ class _Recorded:
         session, same = row.label("session"), row.count("same", default=0)
         before = self._last.get(session, [])
         if same > len(before):
-            raise row.error(f"same is {same}, but the line before it has {len(before)} blocks")
+            raise row.error(
+                f"same is {same}, but its session's line before has {len(before)} blocks"
+            )
         parts = before[:same] + [self._part(row, one) for one in row.list("blocks")]
         self._last[session] = parts
         self._note_cuts(parts)

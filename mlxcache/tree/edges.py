@@ -61,7 +61,7 @@ class Edges:
     """The nodes of one tree, with counts over them and the eviction order of the leaves.
 
     Each method keeps counts, holdings and eviction order consistent, and does not check whether the
-    change is allowed: the caller does.
+    change is allowed: the caller does. `worth`, `now`, `clock`: see `EvictionOrder`.
     """
 
     def __init__(

@@ -113,8 +113,8 @@ class EvictionOrder:
     lower bound of its true key, and is corrected when the node reaches the top. A change that
     lowers a key must be followed by `renew`; the expiry of keep hints is handled here. A node that
     reaches the top while `eligible` returns False for it is dropped, and must be added again once
-    it is eligible. `now` returns seconds, and is used for keep hints only. `clock`: the eviction
-    clock, one of its own by default.
+    it is eligible. `worth`: scores nodes. `now` returns seconds, and is used for keep hints only.
+    `clock`: the eviction clock, one of its own by default.
     """
 
     def __init__(
@@ -194,10 +194,10 @@ class EvictionOrder:
     def advance(self, node: Node, size: int, held: int) -> None:
         """Advance the eviction clock before `size` bytes of `node` are evicted.
 
-        `held`: bytes of all nodes in the tree. If the node was reused, the clock advances to its
-        score; otherwise it advances by the share of all bytes that is evicted, from 0 to 1. Prompts
-        that are used once can then pass through a small budget without lowering the rank of other
-        entries much. All bytes are those of every order that shares the clock.
+        If the node was reused, the clock advances to the node's score. Otherwise it advances by
+        `size` divided by `held`, the bytes of all nodes in the tree; if several orders share the
+        clock, by `size` divided by the bytes of all of them. Prompts that are used once can then
+        pass through a small budget without lowering the rank of other entries much.
         """
         if node.usage.count and not node.usage.replaced:
             self.clock.advance_to(self.value(node))

@@ -76,11 +76,12 @@ class Node:
     node as the lower part, and merging two nodes keeps the lower one. Any later call that changes
     the tree may extend, merge or remove the node unless it is locked.
 
-    `tokens`: int32, shape (end - start,), owned by the node. `checkpoint`: the state at `end`, of
-    `checkpoint_bytes` bytes, or None. `locks`: number of locks on this node and on all nodes below
-    it. `used_at`: the tree's count of uses (`EvictionClock.ticks`) at the node's last use. `asked`:
-    a caller requested a boundary at `end` and has neither locked the node nor set a checkpoint
-    since; such a node is not merged with its child.
+    `tokens`: int32, shape (end - start,), owned by the node. `children`: the nodes directly below,
+    by the first token id of each. `checkpoint`: the state at `end`, of `checkpoint_bytes` bytes, or
+    None. `locks`: number of locks on this node and on all nodes below it. `used_at`: the tree's
+    count of uses (`EvictionClock.ticks`) at the node's last use. `asked`: a caller requested a
+    boundary at `end` and has neither locked the node nor set a checkpoint since; such a node is not
+    merged with its child.
     """
 
     __slots__ = (
