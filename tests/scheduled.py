@@ -29,6 +29,7 @@ from mlxcache.scheduling.decoder import Row
 from mlxcache.scheduling.lanes import Lane
 from mlxcache.scheduling.prefill import Limits, PrefillDecodeBalance
 from mlxcache.scheduling.scheduler import Scheduler
+from mlxcache.scheduling.speculation import Speculation
 from mlxcache.scheduling.task import Output, Task
 from mlxcache.store.store import Store
 from mlxcache.tree.budget import Budget
@@ -87,7 +88,12 @@ class SteadyCost(cost.Cost):
 
 
 class Bench:
-    """A model with its scheduler; `ask` runs a request to its end, `put` only queues it."""
+    """A model with its scheduler; `ask` runs a request to its end, `put` only queues it.
+
+    `speculation`: makes guesses for the schedulers that `use` makes from now on.
+    """
+
+    speculation: Speculation | None = None
 
     def __init__(
         self,
@@ -116,6 +122,7 @@ class Bench:
     def twin(self) -> Bench:
         """The same model with nothing cached."""
         fresh = copy(self)
+        fresh.speculation = None
         fresh.rounds = Rounds()
         fresh.thread = fresh.rounds.thread
         fresh.use(KVCache.open(self.kv.layout, Budget(1 << 30)))
@@ -128,6 +135,7 @@ class Bench:
         if (old := getattr(self, "scheduler", None)) is not None:
             self.rounds.remove(old)
         self.kv = cache
+        kwargs.setdefault("speculation", self.speculation)
         self.scheduler = Scheduler(
             self.model,
             cache,

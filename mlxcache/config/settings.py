@@ -195,7 +195,7 @@ class Settings:
         3,
         read_number(1, MOST_DRAFTED, example=3),
         "N",
-        "Tokens that the draft model proposes at once.",
+        "Most tokens that the draft model proposes at once.",
     )
     speculate: Literal["off", "auto"] = _setting(
         _MODEL,

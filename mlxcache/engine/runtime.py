@@ -23,6 +23,7 @@ from mlxcache.config.memory import read_footprint
 from mlxcache.engine.metrics import Figures, Totals
 from mlxcache.engine.model_files import namespace_of
 from mlxcache.errors import BadRequest, Busy, ContextLengthExceeded, StoreError
+from mlxcache.guess.drafts import DraftCosts, DraftRule
 from mlxcache.guess.passes import PassCosts
 from mlxcache.mlx_thread import MlxThread
 from mlxcache.model import device, kv, serialise
@@ -33,6 +34,7 @@ from mlxcache.model.kv import Layout
 from mlxcache.model.load import Loaded
 from mlxcache.model.mlx_lm_format import PromptCache, agrees, prompt_ids
 from mlxcache.model.output import OutputParser, reader
+from mlxcache.model.pair import Pair
 from mlxcache.model.resident_weights import is_resident
 from mlxcache.model.sampling import make_processors, make_sampler, text_ends, top_logprobs
 from mlxcache.prompt.builder import PromptBuilder
@@ -50,7 +52,7 @@ from mlxcache.scheduling import images
 from mlxcache.scheduling.anticipate import NextTurnRenderer
 from mlxcache.scheduling.decoder import Drawn, Row
 from mlxcache.scheduling.loop_guard import LoopGuard
-from mlxcache.scheduling.pass_costs import load_passes, measure_passes, passes_key, save_passes
+from mlxcache.scheduling.pass_costs import measure_passes, passes_key, stored_passes
 from mlxcache.scheduling.prefill import Limits
 from mlxcache.scheduling.prefix_loss import PrefixLossReporter
 from mlxcache.scheduling.scheduler import Scheduler
@@ -271,6 +273,7 @@ class ModelRuntime:
                 on_tick=self._publish,
                 images=self.images,
                 drafts=settings.num_draft_tokens,
+                draft_rule=self._make_draft_rule(on_progress),
                 speculation=self.speculation,
             )
             self.guides = Guides(loaded.tokenizer, self.layout.vocab_size, self.label)
@@ -348,17 +351,7 @@ class ModelRuntime:
                 "model %s: --speculate auto has no effect: its cache cannot be rewound", self.label
             )
             return None
-        on_progress("measuring passes over several tokens", None)
-        file, key, found = self.settings.cache_dir / "passes.json", "", None
-        if self.kv.disk is not None:
-            key = passes_key(self.kv.disk.store.namespace, self.layout)
-            found = load_passes(file, key)
-        curves = found
-        if curves is None:
-            curves = measure_passes(self.loaded.model, self.layout, self._plan.budget.own_free // 2)
-        if key and found is None:
-            save_passes(file, key, curves)
-        costs = PassCosts(curves)
+        costs = self._measured_passes(self.loaded.model, "", on_progress)
         log.info(
             "model %s: guesses are checked: a pass over 2, 4, 8 and 16 tokens takes as long as %s "
             "passes over one",
@@ -370,6 +363,47 @@ class ModelRuntime:
             self.settings.speculate_tokens,
             redo=self.layout.opaque,
             forms=self._result_forms,
+        )
+
+    def _make_draft_rule(
+        self, on_progress: Callable[[str, float | None], None]
+    ) -> DraftRule | None:
+        """Measure passes of the model and its draft model, unless that was done before.
+
+        Returns what chooses the number of drafted tokens, or None without a draft model.
+        """
+        model = self.loaded.model
+        if not isinstance(model, Pair):
+            return None
+        costs = DraftCosts(
+            self._measured_passes(model.target, "target", on_progress),
+            self._measured_passes(model.propose, "draft", on_progress),
+        )
+        log.info(
+            "drafts are verified: a pass with 1, 3 and 7 drafted tokens costs %s plain passes",
+            ", ".join(f"{costs.round(drafts, 0):.2f}" for drafts in (1, 3, 7)),
+        )
+        return DraftRule(costs)
+
+    def _measured_passes(
+        self, model: object, part: str, on_progress: Callable[[str, float | None], None]
+    ) -> PassCosts:
+        """Return the costs of passes of `model` over the caches of this runtime.
+
+        `part`: name of the part of a model with a draft that `model` is; empty for a model without
+        one. Blocks, unless they were measured before.
+        """
+        on_progress("measuring passes over several tokens", None)
+        key, disk = None, self.kv.disk
+        if disk is not None:
+            key = passes_key(disk.store.namespace + part, self.layout)
+        room = self._plan.budget.own_free // 2
+        return PassCosts(
+            stored_passes(
+                self.settings.cache_dir / "passes.json",
+                key,
+                lambda: measure_passes(model, self.layout, room),
+            )
         )
 
     def _result_forms(self, task: Task) -> Mapping[str, Tokens]:

@@ -1,4 +1,4 @@
-"""The tokens of one conversation, indexed so that text like its newest end is found again.
+"""The tokens of one conversation, indexed to find earlier text that is like its end.
 
 The index is a chain of positions with the same hash of their last three tokens, as in LZ77
 compressors (https://www.rfc-editor.org/rfc/rfc1951, section 4). It takes about 12 bytes a token.
@@ -15,19 +15,19 @@ import numpy as np
 from mlxcache.types import Tokens
 
 GRAM = 3
-"""Tokens that two places must have in common before one is a candidate for the other."""
+"""Newest tokens that an earlier place must have in common with the end to be a candidate."""
 
 LOOK = 16
-"""Most candidates that are compared, the newest first."""
+"""Most candidates that are compared with the end, the newest first."""
 
 MOST_MATCHED = 64
-"""Most tokens by which a candidate is compared backwards."""
+"""Most tokens before a candidate that are compared with those before the end."""
 
 MOST_TOKENS = 1 << 18
 """Default of the most tokens that a log holds, about 3 MB."""
 
 BREAK = -1
-"""Stands between two texts of a log, which no match spans."""
+"""Token id that separates two texts in a log; no match spans both."""
 
 _BULK = 256  # tokens from which NumPy is faster than a loop
 _LEAST_SLOTS = 1 << 10
@@ -37,9 +37,10 @@ _WORD = 0xFFFFFFFF
 
 @dataclass(frozen=True, slots=True)
 class Guess:
-    """Tokens that may come next, and the number of tokens before them that matched.
+    """Tokens that may come next, as they followed an earlier place in the text.
 
-    `matched` is from `GRAM` to `MOST_MATCHED`, or 0 if there is no guess.
+    `matched`: number of tokens before that place which equal the newest tokens, from `GRAM` to
+    `MOST_MATCHED`; 0 if there is no guess.
     """
 
     tokens: tuple[int, ...] = ()
@@ -50,10 +51,9 @@ NO_GUESS = Guess()
 
 
 class TokenLog:
-    """Tokens in the order in which they were said, with an index of their trigrams.
+    """Token ids of a text, with an index of each three tokens in a row. Not thread-safe.
 
-    `most`: maximum number of tokens; the older half is dropped when there are more. Not
-    thread-safe.
+    `most`: maximum number of tokens; the older half is dropped when there are more.
     """
 
     def __init__(self, most: int = MOST_TOKENS):
@@ -82,7 +82,7 @@ class TokenLog:
                 self._append(int(token))
 
     def cut(self) -> None:
-        """Separate what comes next from the text so far: no match spans both."""
+        """End the text so far: what is appended later is another text, and no match spans both."""
         if self._tokens and self._tokens[-1] != BREAK:
             self.extend([BREAK] * GRAM)
 
@@ -143,10 +143,10 @@ class TokenLog:
         self._previous.frombytes(previous.tobytes())
 
     def guess(self, count: int) -> Guess:
-        """Return up to `count` tokens that followed the place most like the newest end.
+        """Return up to `count` tokens that followed the earlier place most like the end.
 
-        Of the newest `LOOK` candidates, the one with the longest common text before it counts, and
-        of equals the newest.
+        That is the one, of the newest `LOOK` candidates, before which most tokens equal the newest
+        ones; of several, the newest. Returns `NO_GUESS` if there is no candidate.
         """
         tokens, previous = self._tokens, self._previous
         end = len(tokens) - 1

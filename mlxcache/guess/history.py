@@ -1,4 +1,4 @@
-"""What the conversations of one owner say, for guesses within the same conversation."""
+"""Tokens of conversations, from which their next tokens are guessed; kept between turns."""
 
 from __future__ import annotations
 
@@ -12,10 +12,13 @@ from mlxcache.guess.candidates import MOST_MATCHED, MOST_TOKENS, Guess, TokenLog
 from mlxcache.types import Tokens
 
 MOST_HISTORIES = 16
-"""Most conversations whose tokens are kept."""
+"""Most conversations that are kept while no reply uses them."""
 
 SHARED = 0.5
-"""Least share of a known conversation that a prompt must begin with to continue it."""
+"""Share of a conversation's tokens with which a prompt must begin to continue it.
+
+If the prompt is shorter than the conversation, it is a share of the prompt's tokens.
+"""
 
 
 class History:
@@ -50,7 +53,10 @@ class History:
         return int(common_length(self.said, ids))
 
     def follow(self, ids: Tokens) -> None:
-        """Continue with the prompt `ids`; of what is known already nothing is added again."""
+        """Add the prompt `ids` of the next reply, except the beginning that is known already.
+
+        If the prompt differs from the conversation so far, what differs is added as another text.
+        """
         known = self.shared(ids)
         if known < len(self._ids):  # another branch: with the text before it, for its context
             self._log.cut()
@@ -60,7 +66,10 @@ class History:
         self._newest.extend(ids[-MOST_MATCHED:].tolist())
 
     def add_forms(self, forms: Mapping[str, Tokens]) -> None:
-        """Add tool results in the form of a reply, by their texts; those known are skipped."""
+        """Add tool results as a reply would repeat them, unless they were added before.
+
+        `forms`: token ids of these forms, by the text of the result.
+        """
         new = [text for text in forms if hash(text) not in self._forms]
         if not new:
             return
@@ -78,7 +87,7 @@ class History:
         self._newest.extend(tokens)
 
     def guess(self, count: int) -> Guess:
-        """Return up to `count` tokens that may come next."""
+        """Return up to `count` tokens that may come next, as `TokenLog.guess` does."""
         return self._log.guess(count)
 
     def _join(self) -> None:
@@ -88,9 +97,9 @@ class History:
 
 
 class Histories:
-    """The most recently used histories, each of one owner. Not thread-safe.
+    """The most recently used histories of all owners. Not thread-safe.
 
-    `most`: number of histories. `tokens`: most tokens of each.
+    `most`: maximum number of histories. `tokens`: maximum tokens of each.
     """
 
     def __init__(self, most: int = MOST_HISTORIES, tokens: int = MOST_TOKENS):
@@ -102,9 +111,10 @@ class Histories:
         return len(self._kept)
 
     def take(self, owner: str | None, ids: Tokens) -> History:
-        """Return the history that the prompt `ids` continues, or a new one, and have it follow it.
+        """Return the history of the conversation that the prompt `ids` continues, with the prompt.
 
-        It is not given to another reply before `keep`.
+        Only histories of `owner` count; if none fits, a new one is returned. The history is removed
+        from those kept, so that no other reply uses it; `keep` adds it again.
         """
         found, most = None, 0
         for number, (theirs, history) in self._kept.items():

@@ -11,13 +11,13 @@ LENGTHS = (1, 2, 3, 4, 6, 8, 10, 12, 14, 16, 20, 24, 28, LONGEST + 1)
 """Tokens of the passes that are measured; on Metal the cost jumps between 8 and 12."""
 
 NEWEST = 0.2
-"""Weight of a live pass in the correction of its group of lengths."""
+"""Weight of a live pass in the correction of passes of about its length."""
 
 OUTLIER = 4.0
-"""Ratio of a live pass to the expected time, above which the pass was interrupted by others."""
+"""Ratio of the time of a live pass to the expected one, above which it corrects nothing."""
 
 LEAST, MOST = 0.5, 2.0
-"""Bounds of the correction."""
+"""Bounds of the correction, a factor of measured costs."""
 
 _GROUPS = (1, 2, 4, 8, 12, 16, 24)
 
@@ -28,8 +28,9 @@ Curves = Mapping[int, Sequence[tuple[int, float]]]
 class PassCosts:
     """Cost of a pass by its tokens, in passes over one token at the same length of the context.
 
-    `curves`: what was measured, at one or two numbers of cached positions. Between these, and
-    beyond, the cost is interpolated. Live passes correct it by groups of lengths.
+    `curves`: what was measured, at one or two numbers of cached positions. Between the two the cost
+    is interpolated; outside, that of the nearer one holds. Live passes correct it, each for passes
+    of about its own length.
     """
 
     def __init__(self, curves: Curves):

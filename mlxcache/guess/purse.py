@@ -1,21 +1,21 @@
 """Budget of one reply for guesses, so that wrong ones cost at most a few per cent of its time.
 
 The unit is the time of a pass over one token. If passes cost what is paid for them, a reply of n
-tokens takes at most 1.02 n + 1 of these units, whatever the guesses are worth: a reply of 100
-tokens or more is never slower than 0.97 times its speed without guesses.
+tokens takes at most 1.02 n + 1 of these units, however many guesses are wrong: the speed of a reply
+of 100 tokens or more is at least 0.97 times that without guesses.
 """
 
 from __future__ import annotations
 
 FIRST = 1.0
-"""Passes of one token with which a reply begins."""
+"""Balance of a new reply, in passes of one token."""
 
 SHARE = 0.02
-"""Passes of one token that each token of a reply adds."""
+"""What each token of a reply adds to the balance, in passes of one token."""
 
 
 class Purse:
-    """What one reply may still spend on guesses. `balance` is in passes of one token."""
+    """What one reply may still spend on guesses: `balance`, in passes of one token."""
 
     def __init__(self) -> None:
         self.balance = FIRST

@@ -25,7 +25,10 @@ class Gains:
     saved: float = 0.0
 
     def note(self, checked: int, accepted: int, saved: float) -> None:
-        """Add a pass that checked so many guessed tokens, of which `accepted` were right."""
+        """Add a pass that checked `checked` guessed tokens, of which `accepted` were right.
+
+        `saved`: passes of one token that it saved, less what it cost.
+        """
         if checked:
             self.drafted += checked
             self.accepted += accepted
@@ -34,11 +37,11 @@ class Gains:
 
 
 class ReplyGuesses:
-    """Source of the guesses of one reply.
+    """Chooses the guesses of one reply, and counts what they bring.
 
-    `history`: the conversation, up to the end of the prompt. `survival`: what is known of guesses,
-    which this reply adds to. `most`: most tokens to check in one pass. `redo`: after a wrong token,
-    the right ones before it must be fed again.
+    `history`: the conversation, up to the end of the prompt. `survival`: how long earlier guesses
+    stayed right, which this reply adds to. `most`: most tokens to check in one pass. `redo`: after
+    a wrong token, the right ones before it must be fed again, as recurrent layers need it.
     """
 
     def __init__(
@@ -85,7 +88,7 @@ class ReplyGuesses:
         return spent + max(cost(2 + fed + right) - 1.0 - right for right in range(length))
 
     def note_pass(self, cost: float, checked: int, accepted: int) -> None:
-        """Account for a pass that took `cost`, and of whose `checked` tokens so many were right.
+        """Account for a pass that took `cost`, and of whose `checked` tokens `accepted` were right.
 
         A pass without a guess costs 1 and gives one token. Tokens that are fed again have their
         share in `cost`.
@@ -94,13 +97,16 @@ class ReplyGuesses:
         self.gains.note(checked, accepted, saved=1 + accepted - cost)
 
     def say(self, tokens: Sequence[int]) -> None:
-        """Add tokens that the model has drawn."""
+        """Add the newest tokens of the reply, which the model has drawn."""
         for token in tokens:
             self._compare(token)
         self.history.say(tokens)
 
     def _watch(self, guess: Guess) -> None:
-        """Compare a guess with what the model will draw, fed or not, unless one is compared yet."""
+        """Start to compare a guess with what the model draws, unless another is being compared.
+
+        This is done for guesses that no pass checks too.
+        """
         if not self._watched.tokens and guess.tokens:
             self._watched, self._right = guess, 0
 

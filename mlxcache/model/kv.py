@@ -16,6 +16,7 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
 
+from mlxcache.model import device
 from mlxcache.model.adapters import Checkpointed, Sliced, adapter_of, class_name, parts_of, prepared
 from mlxcache.model.arrays import (
     copied_tree,
@@ -148,6 +149,20 @@ def hold(slots: Sequence[Any]) -> State:
 def put_back(slots: Sequence[Any], state: State) -> None:
     """Set the opaque slots to `state`, a result of `hold`, without a copy."""
     _set_states(slots, state)
+
+
+def are_sound(states: State) -> bool:
+    """Evaluate `states` of opaque slots, and return whether that succeeded.
+
+    Returns False if a failed pass left arrays that cannot be computed. Raises a device error.
+    """
+    try:
+        mx.eval(tree_arrays(states))
+    except (RuntimeError, ValueError) as error:
+        if device.is_device_error(error):
+            raise
+        return False
+    return True
 
 
 def pretend(slots: Sequence[Any], likes: State, position: int) -> None:

@@ -13,7 +13,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlxcache.errors import ModelError
 from mlxcache.model import kv
-from mlxcache.model.adapters import adapter_of, class_name
+from mlxcache.model.adapters import Sliced, adapter_of, class_name
 from mlxcache.model.kv import Caches
 
 
@@ -73,10 +73,18 @@ class Pair(nn.Module):  # type: ignore[misc]
         logits: mx.array = self.draft(tokens, cache=cache[self._own :])
         return logits
 
-    def rewind_draft(self, cache: Caches, count: int) -> None:
-        """Remove the newest `count` positions from the draft model's caches only."""
+    def target(self, tokens: mx.array, *, cache: Caches) -> mx.array:
+        """Feed `tokens`, shape (1, n), to the served model only; return its logits, (1, n, V).
+
+        As `verify`, in the form in which models are called.
+        """
+        return self.verify(tokens, cache)
+
+    def set_draft_length(self, cache: Caches, length: int) -> None:
+        """Set the draft model's caches, and only these, to their first `length` positions."""
         for slot in kv.flatten(cache[self._own :]):
-            kv.set_offset(slot, slot.offset - count)
+            if kv.sliced(slot).filled(slot):
+                kv.set_offset(slot, length)
 
 
 def make_pair(model: nn.Module, draft: nn.Module) -> Pair:
@@ -96,21 +104,18 @@ def make_pair(model: nn.Module, draft: nn.Module) -> Pair:
     )
 
 
-_WHY = {"window": " (a sliding window)", "checkpoint": " (a state of one position)"}
-
-
 def unfit(model: nn.Module) -> list[str]:
     """Return the cache classes of a model that cannot be truncated at every token.
 
-    Such a model cannot be used with a draft model. Each name is followed by the reason in
-    parentheses, if it is known.
+    Such a model cannot be used with a draft model. Sliding windows can be truncated, because their
+    KV is kept in full. Each name is followed by the reason in parentheses, if it is known.
     """
     found = set()
     for slot in kv.flatten(kv.make_caches(model)):
         adapter = adapter_of(slot)
-        verb = "" if adapter is None else adapter.verb
-        if verb != "slice":
-            found.add(class_name(slot) + _WHY.get(verb, ""))
+        if not isinstance(adapter, Sliced):
+            why = " (a state of one position)" if adapter is not None else ""
+            found.add(class_name(slot) + why)
     return sorted(found)
 
 

@@ -89,9 +89,18 @@ class Row:
         """Apply a scheduled change to `guide`, which has accepted all tokens handed out so far."""
         self.guide = self.steered(self.guide)
 
-    def fail(self, error: Exception) -> None:
-        """Record `error`: this row gets no further token."""
+    def fail(self, error: Exception, failed: str | None = None) -> None:
+        """Record `error`: this row gets no further token.
+
+        `failed`: name of the part that raised `error`, which is then logged; None logs nothing.
+        """
+        if failed is not None:
+            log.error("%s: reply ended: %s failed", self.id, failed, exc_info=error)
         self.error = error
+
+    def trial(self) -> TrialRow:
+        """Return a copy of this row for draws that may not count."""
+        return TrialRow(self.owner, self.sampler, self.processors, self.context, guide=self.guide)
 
     def set_context(self, context: mx.array) -> None:
         """Set the row's token ids so far, shape (n,)."""
@@ -123,9 +132,8 @@ class Row:
             return None
         try:
             return guide.mask()
-        except Exception as error:
-            log.exception("%s: reply ended: the guide of its tokens failed", self.id)
-            self.fail(error)
+        except Exception as error:  # noqa: BLE001 - logged by `fail`
+            self.fail(error, "the guide of its tokens")
             return None
 
     def advance(self, guide: Guide | None, token: int) -> bool:
@@ -138,9 +146,8 @@ class Row:
             return False
         try:
             guide.accept(token)
-        except Exception as error:
-            log.exception("%s: reply ended: the guide of its tokens failed", self.id)
-            self.fail(error)
+        except Exception as error:  # noqa: BLE001 - logged by `fail`
+            self.fail(error, "the guide of its tokens")
             return False
         return True
 
@@ -158,6 +165,18 @@ class Row:
         self.draft_passes += drafted > 0
         self.drafted += drafted
         self.accepted += accepted
+
+
+@dataclass(slots=True)
+class TrialRow(Row):
+    """A copy of a row for draws behind guessed tokens, which may be wrong.
+
+    An exception in its sampler, a processor or its guide ends the copy only.
+    """
+
+    def fail(self, error: Exception, failed: str | None = None) -> None:
+        """Record `error`, and log nothing: it counts only if it is raised by the row itself."""
+        self.error = error
 
 
 @dataclass(frozen=True, slots=True)
@@ -339,9 +358,8 @@ class Decoder:
         row = self.rows[i]
         try:
             return row.sampler(logprobs[i : i + 1])
-        except Exception as error:
-            log.exception("%s: reply ended: its sampler failed", row.id)
-            row.fail(error)
+        except Exception as error:  # noqa: BLE001 - logged by `fail`
+            row.fail(error, "its sampler")
             return mx.zeros(1, mx.uint32)
 
     def _process(self, inputs: mx.array, logits: mx.array) -> mx.array:
@@ -375,9 +393,8 @@ def processed(row: Row, context: mx.array, logits: mx.array) -> mx.array:
     try:
         for process in row.processors:
             logits = process(context, logits)
-    except Exception as error:
-        log.exception("%s: reply ended: its logits processor failed", row.id)
-        row.fail(error)
+    except Exception as error:  # noqa: BLE001 - logged by `fail`
+        row.fail(error, "its logits processor")
     return logits
 
 

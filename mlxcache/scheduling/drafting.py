@@ -1,18 +1,19 @@
 """Speculative decoding of one lineage: a draft model proposes tokens, the model verifies them.
 
-The model's own draw decides at each position, so the reply is the same as without a draft model,
-also with a seed. The draft draws with the same random key and processors, so the two draw the same
-token wherever their probabilities agree, at any temperature.
+The served model's own draw decides at each position, so the reply is the same as without a draft
+model, also with a seed. The draft model draws with the same random key and processors, so the two
+draw the same token wherever their probabilities agree, at any temperature.
 
 As in `Decoder`, the pass that feeds a token runs when the token is handed out. That pass includes
-drafted tokens, so the caches are ahead of the lineage until `settle` counts the accepted ones. MLX
-thread only.
+drafted tokens, so the caches are ahead of the lineage until `settle` counts the accepted ones.
+Where drafting does not pay, a step drafts nothing, and costs what it costs without a draft model.
+MLX thread only.
 """
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass
 from typing import cast
@@ -21,7 +22,8 @@ import mlx.core as mx
 import numpy as np
 
 from mlxcache.model.guidance.guide import Bitmask, Guide
-from mlxcache.model.kv import Caches, eval_states
+from mlxcache.model.kv import eval_states
+from mlxcache.model.lineage import Lineage
 from mlxcache.model.pair import Pair
 from mlxcache.model.sampling import masked
 from mlxcache.scheduling.decoder import (
@@ -34,7 +36,8 @@ from mlxcache.scheduling.decoder import (
     processed,
 )
 
-log = logging.getLogger("mlxcache.engine")
+CATCH_UP = 256
+"""Tokens of a pass that feeds the draft model what it has not seen."""
 
 
 @dataclass(slots=True)
@@ -68,9 +71,8 @@ class Draws:
         logprobs, finite = normalised(logits)
         try:
             token = sampler(logprobs)
-        except Exception as error:
-            log.exception("%s: reply ended: its sampler failed", self.row.id)
-            self.row.fail(error)
+        except Exception as error:  # noqa: BLE001 - logged by `fail`
+            self.row.fail(error, "its sampler")
             token = mx.zeros(1, mx.uint32)
         return token, logprobs, finite, Draws(self.row, sampler, self.context, self.guide)
 
@@ -106,36 +108,79 @@ class _Flight:
 
 
 class DraftingDecoder(Decoder):
-    """Decoder of one row that runs a model and its draft model over a lineage's caches."""
+    """Decoder of one row that runs a model and its draft model over a lineage's caches.
 
-    model: Pair
+    Without drafts a step is that of `Decoder`, and feeds the served model only; the draft model is
+    fed the same tokens later, many in one pass. `clock` returns seconds. `last`: tokens drafted for
+    the newest pass that has ended, and its seconds; None if those are not known because other work
+    came between.
+    """
 
-    def __init__(self, model: Pair, row: Row, caches: Caches):
-        super().__init__(model, [row], caches)
+    def __init__(
+        self,
+        model: Pair,
+        row: Row,
+        lineage: Lineage,
+        *,
+        waits: bool = False,
+        clock: Callable[[], float] = time.perf_counter,
+    ):
+        super().__init__(model.target, [row], lineage.caches, waits=waits)
+        self.last: tuple[int, float] | None = None
+        self._pair = model
+        self._lineage = lineage
+        self._clock = clock
         self._drafts = 0
-        context = row.context if row.processors else None
-        self._draws = Draws(row, row.sampler, context, row.guide)
+        self._draws: Draws | None = None
         self._flight: _Flight | None = None
         self._ready: list[Drawn] = []
-        self._unseen: list[int] = []  # drawn, and not fed to the draft yet
+        self._unseen: list[int] = []
+        self._known_at: float | None = None
 
     def start(self, inputs: Sequence[int]) -> None:
         """Feed the newest token, which is not in the KV yet, and start drawing the next one.
 
         `inputs`: the id of that token.
         """
-        (newest,) = inputs
-        self._launch(newest, 0, drawn=False)
+        super().start(inputs)
+        self._pair.propose(mx.array([list(inputs)], mx.uint32), self.caches)
+        eval_states(self.caches, wait=False)
 
-    def settle(self) -> int:
-        """Wait for the pass in progress; return how many drafted tokens were accepted.
+    # -- between two steps -------------------------------------------------------------------------
 
-        The caller must then truncate the caches to that many positions beyond the newest token
-        handed out. The next `step` hands out the accepted tokens and one more. Raises
-        NonFiniteOutput if one of these tokens was drawn from logits that are not finite.
+    @property
+    def in_flight(self) -> bool:
+        """True while a pass runs that verifies drafted tokens."""
+        return self._flight is not None
+
+    @property
+    def unseen(self) -> int:
+        """Number of tokens in the lineage that the draft model has not been fed."""
+        return len(self._unseen)
+
+    @property
+    def ready(self) -> int:
+        """Number of tokens that the next `step` hands out."""
+        return len(self._ready) if self.pending is None else 1
+
+    @property
+    def writes(self) -> int:
+        """Maximum number of times that the next step writes to one KV buffer.
+
+        The draft model is fed token by token, so this is the number of tokens to draft, at least 1.
+        """
+        return max(1, self._drafts)
+
+    def settle(self) -> tuple[int, int]:
+        """Wait for a pass that verifies drafts; return the numbers of drafted and accepted tokens.
+
+        Both are 0 if no such pass is running. The caller must then truncate the caches to as many
+        positions as were accepted beyond the newest token handed out. The next `step` hands out the
+        accepted tokens and one more. Raises NonFiniteOutput if one of these tokens was drawn from
+        logits that are not finite.
         """
         if self._flight is None:
-            return 0
+            return 0, 0
         flight, self._flight = self._flight, None
         tokens, drafted = np.asarray(flight.tokens).tolist(), np.asarray(flight.drafted).tolist()
         right = 0
@@ -152,7 +197,8 @@ class DraftingDecoder(Decoder):
         self._draws = draws
         self._unseen = drafted[-1:] if right == len(drafted) else []
         self._ready = [Drawn(row, tokens[i], flight.logprobs[i][0]) for i in range(right + 1)]
-        return right
+        self._note_time(len(drafted))
+        return len(drafted), right
 
     def propose(self, drafts: int) -> None:
         """Set the number of tokens to draft for the next pass to `drafts`.
@@ -161,55 +207,129 @@ class DraftingDecoder(Decoder):
         """
         self._drafts = drafts
 
-    @property
-    def ready(self) -> int:
-        """Number of tokens that the next `step` hands out."""
-        return len(self._ready)
+    def catch_up(self) -> None:
+        """Feed the draft model the tokens in the lineage that it has not seen. Does not block.
 
-    @property
-    def writes(self) -> int:
-        """Maximum number of times that the next step writes to one KV buffer.
-
-        The draft model is fed token by token, so this is the number of tokens to draft, at least 1.
+        The lineage must not be ahead of the tokens handed out.
         """
-        return max(1, self._drafts)
+        unseen, self._unseen = self._unseen, []
+        if not unseen:
+            return
+        self._lineage.note_pass()
+        self._pair.set_draft_length(self.caches, self._lineage.length - len(unseen))
+        for start in range(0, len(unseen), CATCH_UP):
+            piece = unseen[start : start + CATCH_UP]
+            self._pair.propose(mx.array([piece], mx.uint32), self.caches)
+        eval_states(self.caches, wait=False)
+
+    def rewind(self, length: int) -> None:
+        """Set the lineage to its first `length` positions, those of the tokens handed out.
+
+        Drops the pass in progress and all tokens that were not handed out.
+        """
+        if self.pending is None:  # a round: what the draft model lacks is beyond `length`
+            self._unseen = []
+        self._flight, self._ready, self.pending = None, [], None
+        self._lineage.truncate(length)
+        try:
+            self.catch_up()
+        except BaseException:
+            self._lineage.truncate(max(0, length - len(self._unseen)))
+            raise
+
+    def interrupt(self) -> None:
+        """Note that the model does other work before the next step.
+
+        The time from the last step to the next one is then not measured as that of a pass.
+        """
+        self._known_at = None
+
+    def _note_time(self, drafted: int) -> None:
+        """Record that the tokens of a pass with `drafted` drafts are known now."""
+        now = self._clock()
+        self.last = None if self._known_at is None else (drafted, now - self._known_at)
+        self._known_at = now
+
+    # -- a step ------------------------------------------------------------------------------------
 
     def step(self) -> list[list[Drawn]]:
         """Return the tokens that are ready; start a pass over the last of them and new drafts.
 
-        The result has one list, because the decoder has one row.
+        The result has one list, because the decoder has one row. It is empty if the token's logits
+        are not finite.
         """
+        if self.pending is not None and not (self._drafts and self._take_pending()):
+            (drawn,) = super().step()
+            self._unseen += [one.token for one in drawn]
+            self._note_time(0)
+            return [drawn]
         ready, self._ready = self._ready, []
-        self._launch(ready[-1].token, self._drafts)
+        newest = ready[-1].token
+        if self._drafts:
+            self._launch(newest, self._drafts)
+        else:
+            self._feed_plain(newest)
         return [ready]
 
-    def _launch(self, newest: int, drafts: int, *, drawn: bool = True) -> None:
+    def _take_pending(self) -> bool:
+        """Make the pending token the one that is ready, to draft after it.
+
+        Blocks until it is drawn. Returns False, with nothing changed, if its logits are not finite.
+        """
+        assert self.pending is not None
+        assert self.logprobs is not None
+        (row,) = self.rows
+        if not bool(np.asarray(self.finite).all()):
+            return False
+        (token,) = np.asarray(self.pending).tolist()
+        self._ready = [Drawn(row, token, self.logprobs[0])]
+        row.apply_steering()
+        context = row.context if row.processors else None
+        self._draws = Draws(row, row.sampler, context, row.guide)
+        self.pending = None
+        self._known_at = self._clock() if self._known_at is not None else None
+        return True
+
+    def _feed_plain(self, newest: int) -> None:
+        """Feed `newest` to the served model, and start drawing the next pending token."""
+        draws, (row,) = self._draws, self.rows
+        assert draws is not None
+        row.resume(draws.sampler, draws.context, draws.guide)
+        self.pending, self.finite = mx.array([newest], mx.uint32), mx.array([True])
+        try:
+            self._advance(mx.array([newest], mx.int32))
+        except BaseException:  # it was not handed out, and this step cannot be made again
+            self.pending = None
+            raise
+        self._unseen.append(newest)
+
+    def _launch(self, newest: int, drafts: int) -> None:
         """Draft `drafts` tokens, then feed `newest` and the drafted tokens in one pass.
 
-        The model draws at each position. `drawn`: `newest` is part of the reply, not of the prompt.
+        The served model draws at each position.
         """
+        draws, (row,), pair = self._draws, self.rows, self._pair
+        assert draws is not None
         fed = mx.array([newest], mx.uint32)
-        states = [self._draws.seen(fed, drawn=drawn)]
+        states = [draws.seen(fed, drawn=not row.guided)]
         if self._unseen:
-            self.model.rewind_draft(self.caches, len(self._unseen))
+            pair.set_draft_length(self.caches, self._lineage.length - len(self._unseen))
         shown = mx.array([*self._unseen, newest], mx.uint32)
         drafted = []
         for _ in range(drafts):
-            logits = self.model.propose(shown[None], self.caches)[:, -1, :]
+            logits = pair.propose(shown[None], self.caches)[:, -1, :]
             shown, _, _, state = states[-1].draw(logits)
             drafted.append(shown)
             states.append(state.seen(shown))
-        if not drafted:
-            self.model.propose(shown[None], self.caches)
-            eval_states(self.caches, wait=False)
-        logits = self.model.verify(mx.concatenate([fed, *drafted])[None], self.caches)
-        if self._draws.guide is not None:  # the device computes them while the masks are computed
+        logits = pair.verify(mx.concatenate([fed, *drafted])[None], self.caches)
+        if draws.guide is not None:  # the device computes them while the masks are computed
             mx.async_eval(logits)  # type: ignore[no-untyped-call]
         tokens, logprobs, finite, after = zip(
             *(state.draw(logits[:, i, :]) for i, state in enumerate(states)), strict=True
         )
-        guesses = mx.concatenate(drafted) if drafted else mx.array([], mx.uint32)
-        sound = mx.concatenate(list(finite))
+        guesses, sound = mx.concatenate(drafted), mx.concatenate(list(finite))
         self._flight = _Flight(mx.concatenate(list(tokens)), logprobs, sound, after, guesses)
         contexts = [state.context for state in after if state.context is not None]
         mx.async_eval(self._flight.tokens, logprobs, sound, guesses, contexts)  # type: ignore[no-untyped-call]
+        self._unseen = []
+        row.note_drawn()

@@ -2,15 +2,16 @@
 
 The model's own draw decides at each position, with the sampler, processors and guide as they are
 there, so the reply is the same as without guesses, also with a seed. Without a guess a step is that
-of `Decoder`. A pass that checks a guess is launched over the pending token and the guess while the
-pass before it still runs; until `settle` the caches are ahead of the lineage. MLX thread only.
+of `Decoder`. With one, a step launches a pass over the pending token, which the pass before may
+still be drawing, and the guess. Until `settle` the caches then hold the guessed tokens too, which
+the lineage does not count. MLX thread only.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import mlx.core as mx
 import numpy as np
@@ -19,7 +20,7 @@ from mlxcache.model import kv
 from mlxcache.model.guidance.guide import Bitmask
 from mlxcache.model.kv import State
 from mlxcache.model.lineage import Lineage
-from mlxcache.scheduling.decoder import Decoder, Drawn, NonFiniteOutput, Row
+from mlxcache.scheduling.decoder import Decoder, Drawn, Row
 from mlxcache.scheduling.drafting import Draws
 from mlxcache.types import Tokens
 
@@ -28,8 +29,9 @@ from mlxcache.types import Tokens
 class Settled:
     """Result of a pass that checked a guess.
 
-    `checked`, `right`: tokens of the guess, and how many of them, from the first on, were drawn
-    too. `fed`: all tokens of the pass. `seconds`: since the tokens before were known.
+    `checked`: number of guessed tokens. `right`: how many of them, from the first on, the model
+    drew too. `fed`: number of all tokens of the pass. `seconds`: from the time when the tokens of
+    the pass before were known until those of this pass were; 0 if that is not known.
     """
 
     checked: int
@@ -83,6 +85,7 @@ class GuessingDecoder(Decoder):
         self._known_at: float | None = None
         self._points: list[tuple[int, State]] = []
         self._running = 1
+        self._failed: _Flight | None = None
         self.plain: tuple[int, float] | None = None
 
     @classmethod
@@ -108,11 +111,17 @@ class GuessingDecoder(Decoder):
 
     @property
     def feeds(self) -> int:
+        """Number of tokens that the next step adds to the KV for good, without those it guesses."""
         return 1 + len(self._again)
 
     @property
+    def proposed(self) -> int:
+        """Number of guessed tokens that the next pass checks."""
+        return len(self._guess)
+
+    @property
     def running(self) -> int:
-        """Number of tokens of the newest pass."""
+        """Number of tokens of the newest pass, guessed ones included."""
         return self._running
 
     def settle(self) -> Settled | None:
@@ -120,23 +129,21 @@ class GuessingDecoder(Decoder):
 
         Takes the wrong tokens of the guess back from the lineage. If that has opaque slots, all
         tokens of the pass are taken back, and the next step feeds the right ones again. The next
-        step hands out the right tokens and one more. Raises NonFiniteOutput if one of these was
-        drawn from logits that are not finite.
+        step hands out the right tokens and one more. Raises what evaluating the pass raises; `undo`
+        can be called then.
         """
-        flight, self._flight = self._flight, None
+        flight = self._flight
         if flight is None:
             self._points.clear()
             return None
         tokens, finite = np.asarray(flight.tokens).tolist(), np.asarray(flight.finite).tolist()
-        now = self._clock()
+        self._flight, now = None, self._clock()
         (row,) = self.rows
         checked, right = len(flight.after) - 1, 0
         # a change of the guide applies from the token after the first one on
         most = 0 if row.steering is not None else checked
-        while right < most and tokens[right] == flight.guess[right]:
+        while right < most and finite[right] and tokens[right] == flight.guess[right]:
             right += 1
-        if not all(finite[: right + 1]):
-            raise NonFiniteOutput
         row.count_drafts(len(flight.guess), right)
         self._take_back(flight, right)
         after = flight.after[right]
@@ -171,8 +178,48 @@ class GuessingDecoder(Decoder):
         """
         self._guess = guess
 
+    def undo(self) -> bool:
+        """Take back the newest pass after an error in it, if it checks a guess; return whether so.
+
+        Call after an exception in `settle` or `step`. Drops the guess, so that the same tokens can
+        be fed without it: by `refeed` if the pass was running, otherwise by another `step`. Returns
+        False, with the pass or its guess dropped all the same, if a recurrent state from before the
+        pass is lost. The caller must check that the KV is intact.
+        """
+        flight, self._flight = self._flight, None
+        guess, self._guess = self._guess if flight is None else flight.guess, ()
+        self._known_at = self.plain = None
+        if not guess:
+            return False
+        lineage = self._lineage
+        lineage.truncate(lineage.length - (1 + len(flight.again) if flight is not None else 0))
+        if flight is not None:
+            self._failed = flight
+        if not (lineage.layout.opaque and self._points):
+            return True
+        start, state = self._points[-1]
+        if start == lineage.length:
+            kv.put_back(lineage.slots, state)
+        return kv.are_sound(state)
+
+    def refeed(self) -> None:
+        """Feed the tokens of a pass that `undo` took back, without its guess.
+
+        Does nothing if `undo` took no running pass back.
+        """
+        failed, self._failed = self._failed, None
+        if failed is None:
+            return
+        self._lineage.note_pass()
+        self._set_running(self._launch(failed.newest, failed.again, ()))
+        self._running = 1 + len(failed.again)
+        self._lineage.advance(self._running)
+
     def interrupt(self) -> None:
-        """Note that other work is done before the next step, so that its time tells nothing."""
+        """Note that the model does other work before the next step.
+
+        The time from the last step to the next one is then not measured as that of a pass.
+        """
         self._known_at = None
 
     def rewind(self, ids: Tokens) -> None:
@@ -226,7 +273,7 @@ class GuessingDecoder(Decoder):
         return [[*accepted, *drawn]]
 
     def _step_over(self, again: Sequence[int], guess: Sequence[int]) -> list[Drawn]:
-        """Feed `again`, the pending token and `guess`, and draw at each position from there on."""
+        """Feed `again`, the pending token and `guess`; return the pending token."""
         newest, logprobs, finite = self.pending, self.logprobs, self.finite
         assert newest is not None
         assert logprobs is not None
@@ -235,7 +282,28 @@ class GuessingDecoder(Decoder):
             mx.synchronize()
         (row,) = self.rows
         row.apply_steering()
-        lineage = self._lineage
+        flight = self._launch(newest, again, guess)
+        (ready,) = self._drawn(newest, logprobs, finite)
+        self._set_running(flight)
+        return ready
+
+    def _set_running(self, flight: _Flight) -> None:
+        """Set the pass in progress; the draw of one without a guess is the pending token."""
+        if flight.guess:
+            self._flight, self.pending = flight, None
+            return
+        (row,), after = self.rows, flight.after[0]
+        row.resume(after.sampler, after.context, after.guide)
+        self.pending, self.finite = flight.tokens, flight.finite
+        self.logprobs = flight.logprobs[0]
+
+    def _launch(self, newest: mx.array, again: Sequence[int], guess: Sequence[int]) -> _Flight:
+        """Start a pass over `again`, `newest` and `guess`, with a draw from `newest` on.
+
+        `newest`: shape (1,). A draw behind a guessed token may not count, so an error in it ends
+        the checked part of the guess before it, and no more.
+        """
+        (row,), lineage = self.rows, self._lineage
         if lineage.layout.opaque and guess:
             self._points.append((lineage.length, kv.hold(lineage.slots)))
         before_it, behind_it = (mx.array(list(ids), mx.int32) for ids in (again, guess))
@@ -249,13 +317,16 @@ class GuessingDecoder(Decoder):
         for i in range(1 + len(guess)):
             before = state
             token, line, is_sound, state = before.draw(logits[:, i, :])
+            if i > 0 and before.row.error is not None:
+                break
             tokens.append(token)
             drawn.append(line)
             sound.append(is_sound)
             after.append(state)
             if i == len(guess) or not _allows(before.mask, guess[i]) or row.error is not None:
                 break
-            state = state.seen(mx.array([guess[i]], mx.uint32))
+            trial = replace(state, row=row.trial() if i == 0 else state.row)
+            state = trial.seen(mx.array([guess[i]], mx.uint32))
         flight = _Flight(
             newest, again, guess, mx.concatenate(tokens), drawn, mx.concatenate(sound), after
         )
@@ -263,13 +334,7 @@ class GuessingDecoder(Decoder):
         mx.async_eval(flight.tokens, drawn, flight.finite, contexts)  # type: ignore[no-untyped-call]
         if lineage.layout.opaque:
             kv.eval_states(self.caches, wait=False)
-        if guess:
-            self._flight, self.pending = flight, None
-        else:
-            row.resume(after[0].sampler, after[0].context, after[0].guide)
-            self.pending, self.logprobs, self.finite = tokens[0], drawn[0], sound[0]
-        (ready,) = self._drawn(newest, logprobs, finite)
-        return ready
+        return flight
 
 
 def _allows(mask: Bitmask | None, token: int) -> bool:

@@ -16,13 +16,14 @@ import mlx.core as mx
 from mlxcache.cache.checkpoints import SPACING
 from mlxcache.cache.kv_cache import KVCache
 from mlxcache.cache.ram import Evict
+from mlxcache.guess.drafts import DraftRule, ReplyDrafts
 from mlxcache.model import device, rows
 from mlxcache.model.kv import eval_states
 from mlxcache.model.pair import Pair
 from mlxcache.scheduling.cost import DecodingCost
 from mlxcache.scheduling.decoder import Decoder, Drawn
 from mlxcache.scheduling.drafting import DraftingDecoder
-from mlxcache.scheduling.guessing import GuessingDecoder
+from mlxcache.scheduling.guessing import GuessingDecoder, Settled
 from mlxcache.scheduling.speculation import Speculation
 from mlxcache.scheduling.task import Task
 
@@ -36,6 +37,9 @@ SYNC = 128
 
 CATCH_UP = 16
 """Tokens per pass for a row that left a batch and whose lineage lacks the newest positions."""
+
+CATCH_UP_DRAFT = 256
+"""Tokens that a draft model has not seen, while nothing is drafted, from which it is fed them."""
 
 EVICTION_SHARE = 8
 """Divisor: a batch may evict other KV only if it takes at most 1/EVICTION_SHARE of the budget."""
@@ -53,7 +57,8 @@ class Lane:
 
     If `batched`, the rows share a batch: `bytes` are reserved for it in the budget, and its buffers
     have room for `capacity` positions. Otherwise `bytes` are reserved for copies of the recurrent
-    state, from which wrong guesses are undone; 0 if the lane needs none.
+    state, from which wrong guesses are undone; 0 if the lane needs none. `drafts`: chooses how many
+    tokens a draft model proposes, or None.
     """
 
     decoder: Decoder
@@ -61,6 +66,7 @@ class Lane:
     batched: bool = False
     bytes: int = 0
     capacity: int = 0
+    drafts: ReplyDrafts | None = None
 
     @property
     def steady(self) -> bool:
@@ -86,7 +92,7 @@ def solo(model: Any, task: Task, *, waits: bool = False, guessing: bool = False)
     lineage.note_pass()
     decoder: Decoder
     if isinstance(model, Pair):
-        decoder = DraftingDecoder(model, row, lineage.caches)
+        decoder = DraftingDecoder(model, row, lineage, waits=waits)
     elif guessing:
         decoder = GuessingDecoder(model, row, lineage, waits=waits)
     else:
@@ -100,8 +106,9 @@ def solo(model: Any, task: Task, *, waits: bool = False, guessing: bool = False)
 class Lanes:
     """All lanes, and the rules for joining them into batches and splitting them.
 
-    `cost`: costs of decoding on this device. `drafts`: tokens that a draft model proposes at once.
-    `speculation`: makes the guesses that lanes of one row check, or None if nothing is guessed.
+    `cost`: costs of decoding on this device. `drafts`: most tokens that a draft model proposes at
+    once. `rule`: chooses their number; None always proposes `drafts`. `speculation`: makes the
+    guesses that lanes of one row check, or None if nothing is guessed.
     """
 
     def __init__(
@@ -109,11 +116,14 @@ class Lanes:
         model: Any,
         kv: KVCache,
         cost: DecodingCost | None = None,
+        *,
         drafts: int = DRAFTS,
         speculation: Speculation | None = None,
+        rule: DraftRule | None = None,
     ):
         self.model = model
         self.kv = kv
+        self._rule = rule
         self.all: list[Lane] = []
         self.layout = kv.layout
         self._lockstep = self.layout.lockstep
@@ -144,6 +154,8 @@ class Lanes:
             self.kv.budget.release("batch", size or 0)
             raise
         lane.bytes = size or 0
+        if self._rule is not None and isinstance(lane.decoder, DraftingDecoder):
+            lane.drafts = ReplyDrafts(self._rule)
         self.all.append(lane)
         self._changed = True
 
@@ -246,7 +258,13 @@ class Lanes:
         if not lane.batched:
             lane.tasks[0].held.lineage.note_pass(lane.decoder.writes)
         count = lane.decoder.feeds
-        drawn = lane.decoder.step()
+        try:
+            drawn = lane.decoder.step()
+        except Exception as error:
+            if lane.batched or not self._undo_guess(lane.tasks[0], lane.decoder, error):
+                raise
+            lane.tasks[0].held.lineage.note_pass(lane.decoder.writes)
+            drawn = lane.decoder.step()
         if not lane.batched:
             lane.tasks[0].held.lineage.advance(count)
         return drawn
@@ -263,7 +281,7 @@ class Lanes:
             return True
         (task,) = lane.tasks
         if isinstance(lane.decoder, DraftingDecoder):
-            return self._settle(task, lane.decoder)
+            return self._settle(lane, lane.decoder)
         if isinstance(lane.decoder, GuessingDecoder) and not task.behind:
             return self._guess(task, lane.decoder)
         lineage = task.held.lineage
@@ -279,20 +297,36 @@ class Lanes:
             lineage.advance(len(piece))
         return True
 
-    def _settle(self, task: Task, decoder: DraftingDecoder) -> bool:
+    def _settle(self, lane: Lane, decoder: DraftingDecoder) -> bool:
         """Count the accepted drafts of the last pass, and reserve memory for the next pass.
 
-        Proposes no more tokens than the reply may still have, and none if memory is short. Returns
-        False if there is no memory even for one token.
+        Proposes as many tokens as pay, but no more than the reply may still have, and none if
+        memory is short. Returns False if there is no memory even for one token.
         """
-        lease, lineage = task.held, task.held.lineage
-        lineage.truncate(lineage.length + decoder.settle())
+        (task,) = lane.tasks
+        lease, lineage, drafts = task.held, task.held.lineage, lane.drafts
+        if len(self.all) > 1:
+            decoder.interrupt()
+        running = decoder.in_flight
+        drafted, right = decoder.settle()
+        if running:
+            lineage.truncate(lineage.length + right)
+        if drafts is not None:
+            seconds = decoder.last[1] if decoder.last is not None else None
+            drafts.note_round(drafted, right, seconds, lineage.length)
         task.note_drafts("draft")
-        left = task.limit - len(task.out) - decoder.ready
-        drafts, least = max(0, min(self._drafts, left - 1)), lineage.length + 1
-        if not (self.kv.extend(lease, least + drafts) or self.kv.extend(lease, least)):
+        most = max(0, min(self._drafts, task.limit - len(task.out) - decoder.ready - 1))
+        least, count = lineage.length + 1, most
+        if drafts is not None:
+            count = drafts.choose(most, lineage.length, decoder.unseen)
+        if not (self.kv.extend(lease, least + count) or self.kv.extend(lease, least)):
             return False
-        decoder.propose(min(drafts, lineage.capacity - least))
+        count = min(count, lineage.capacity - least)
+        if not count and not running and decoder.unseen >= CATCH_UP_DRAFT:
+            if drafts is not None:
+                drafts.note_catch_up(decoder.unseen, lineage.length)
+            decoder.catch_up()
+        decoder.propose(count)
         return True
 
     def interrupt(self) -> None:
@@ -301,7 +335,7 @@ class Lanes:
         Call before other work than decoding, which makes these passes seem longer.
         """
         for lane in self.all:
-            if isinstance(lane.decoder, GuessingDecoder):
+            if isinstance(lane.decoder, GuessingDecoder | DraftingDecoder):
                 lane.decoder.interrupt()
 
     def _guess(self, task: Task, decoder: GuessingDecoder) -> bool:
@@ -314,7 +348,7 @@ class Lanes:
         alone = len(self.all) == 1
         if not alone:
             decoder.interrupt()
-        if (settled := decoder.settle()) is not None:
+        if (settled := self._settle_guess(task, decoder)) is not None:
             self.speculation.note(task, settled, alone=alone)
             task.note_drafts("history")
         else:
@@ -332,6 +366,38 @@ class Lanes:
         if not self.kv.extend(lease, least):
             return False
         decoder.propose(guess)
+        return True
+
+    def _settle_guess(self, task: Task, decoder: GuessingDecoder) -> Settled | None:
+        """Return the result of the last guess; None if none was checked, or its pass failed.
+
+        After a failure the same tokens are fed again without the guess, if that is possible.
+        Otherwise raises its error.
+        """
+        try:
+            return decoder.settle()
+        except Exception as error:
+            if not self._undo_guess(task, decoder, error):
+                raise
+        decoder.refeed()
+        return None
+
+    def _undo_guess(self, task: Task, decoder: Decoder, error: Exception) -> bool:
+        """Take back a pass that checks a guess, after `error`; return whether to go on without it.
+
+        That is so if the task's KV is intact. Nothing more is guessed in its reply then. After a
+        device error nothing is taken back, because all KV since the last confirmation may be wrong.
+        """
+        if device.is_device_error(error) or not isinstance(decoder, GuessingDecoder):
+            return False
+        if not (decoder.undo() and task.held.lineage.sound()):
+            return False
+        assert self.speculation is not None
+        self.speculation.stop(task)
+        log.warning(
+            "%s: pass over guessed tokens failed; no further guesses in this reply: %s",
+            *(task.record.id, error),
+        )
         return True
 
     def _has_room(self, lane: Lane) -> bool:
@@ -369,12 +435,15 @@ class Lanes:
                 lineage.set_state(opaque)
 
     def sync(self, task: Task) -> None:
-        """Append the KV that a task's batch has computed to the task's own lineage.
+        """Bring the KV of a task's lineage up to the tokens that were handed out, if it is behind.
 
-        Does nothing if the task is not in a batch, or if the lineage has no room.
+        Appends what the task's batch has computed, unless the lineage has no room, or feeds the
+        draft model what it has not seen.
         """
         lane = self.find(task)
-        if lane is not None:
+        if lane is not None and isinstance(lane.decoder, DraftingDecoder):
+            lane.decoder.catch_up()
+        elif lane is not None:
             self._sync(lane)
 
     # -- leaving -----------------------------------------------------------------------------
@@ -392,6 +461,8 @@ class Lanes:
             self._sync(lane)
             if isinstance(lane.decoder, GuessingDecoder):
                 lane.decoder.rewind(lane.tasks[0].fed_ids())
+            elif isinstance(lane.decoder, DraftingDecoder):
+                self._end_drafts(lane, lane.decoder)
             if len(keep) > 1 and self._narrow(lane, keep):
                 return
         except Exception as error:
@@ -400,9 +471,6 @@ class Lanes:
             self._lockstep.check(error)
             ids = ", ".join(task.record.id for task in gone)
             log.exception("removing requests from a batch failed, the others go on alone: %s", ids)
-        if isinstance(lane.decoder, DraftingDecoder):
-            for task in lane.tasks:  # drafted tokens that were fed and not drawn
-                task.held.lineage.truncate(task.length)
         if lane.batched:
             self.split(lane)
         for old in self.all:
@@ -410,6 +478,13 @@ class Lanes:
                 self.kv.budget.release("batch", old.bytes)
         self.all = [ln for ln in self.all if ln.batched or ln.tasks[0] not in gone]
         mx.clear_cache()
+
+    def _end_drafts(self, lane: Lane, decoder: DraftingDecoder) -> None:
+        """Take back drafted tokens that were not handed out; note the seconds saved by drafts."""
+        (task,) = lane.tasks
+        if lane.drafts is not None:
+            task.note_guesses(lane.drafts.seconds_saved(task.length))
+        decoder.rewind(min(task.length, task.held.lineage.length))
 
     def _end_guesses(self, gone: list[Task]) -> None:
         if self.speculation is not None:

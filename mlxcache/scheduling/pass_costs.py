@@ -1,4 +1,7 @@
-"""Measurement of passes over few tokens when a model is loaded, kept for later starts."""
+"""Measurement of forward passes over 1 to 32 tokens when a model is loaded.
+
+The results are stored in a file, so that later starts need not measure again.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ import json
 import logging
 import os
 import time
+from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -23,23 +27,25 @@ from mlxcache.scheduling.decoder import normalised
 log = logging.getLogger("mlxcache.engine")
 
 NEAR, FAR = 256, 4096
-"""Cached positions after which passes are measured, as far as there is memory."""
+"""Numbers of cached positions after which passes are measured, or less if memory is short."""
 
 REPEATS = 3
-"""Number of times that each pass is measured; the fastest counts."""
+"""Number of times that a pass of each length is measured; the fastest counts."""
 
 FIRST = (1, 2, 4, 8, 16, 32)
-"""Lengths that are always measured, and before the others."""
+"""Lengths, in tokens, that are always measured, before the others."""
 
 LONGEST_S = 4.0
-"""Seconds of measuring, at one number of cached positions, after which no length is added."""
+"""Seconds of measuring after one number of cached positions, from which on lengths are left out."""
 
 
 def measure_passes(model: Any, layout: Layout, room: int) -> Curves:
-    """Measure passes of `LENGTHS` tokens, with a draw at each; return seconds by positions.
+    """Measure passes over `LENGTHS` tokens, with the draw of a token at each position.
 
-    `room`: bytes that cached positions may take. Lengths for which there is no time are left out.
-    Blocks; MLX thread only.
+    Returns the seconds of each length, by the number of cached positions before the pass. `model`:
+    is called as `model(tokens, cache=caches)`, tokens of shape (1, n), and returns logits of shape
+    (1, n, V). `layout`: of those caches. `room`: bytes that their KV may take. Lengths for which
+    there is no time are left out. Blocks; MLX thread only.
     """
     most = room // max(1, layout.bytes_per_token) - 2 * LENGTHS[-1]
     places = sorted({max(1, min(NEAR, most)), max(1, min(FAR, most))})
@@ -74,6 +80,20 @@ def _feed(model: Any, line: Lineage, at: int, tokens: int) -> float:
     mx.eval([mx.argmax(one, axis=-1) for one in lines])
     kv.eval_states(line.caches)
     return max(1e-6, time.perf_counter() - began)
+
+
+def stored_passes(file: Path, key: str | None, measure: Callable[[], Curves]) -> Curves:
+    """Return what `file` has for `key`; otherwise the result of `measure`, which is then stored.
+
+    With `key` None nothing is read or stored.
+    """
+    if key is None:
+        return measure()
+    found = load_passes(file, key)
+    if found is None:
+        found = measure()
+        save_passes(file, key, found)
+    return found
 
 
 def load_passes(file: Path, key: str) -> Curves | None:

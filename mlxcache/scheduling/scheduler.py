@@ -15,6 +15,7 @@ import mlx.core as mx
 
 from mlxcache.cache.kv_cache import KVCache
 from mlxcache.errors import GenerationFailed, MlxcacheError, StoreError
+from mlxcache.guess.drafts import DraftRule
 from mlxcache.mlx_thread import MlxThread
 from mlxcache.model import device
 from mlxcache.scheduling.admission import Admission, FairQueue
@@ -58,8 +59,9 @@ class Scheduler:
 
     `prepare(task)` makes the parser and sampler of an admitted task. `on_end(task)` is called once
     for each task that is over, after its memory is released and before its last event. `on_tick()`
-    is called by `publish`, after each step. `drafts`: tokens that a draft model proposes at once.
-    `speculation`: makes guesses from the conversations, or None.
+    is called by `publish`, after each step. `drafts`: most tokens that a draft model proposes at
+    once. `draft_rule`: chooses their number; None always proposes `drafts`. `speculation`: makes
+    guesses from the conversations, or None.
     """
 
     def __init__(
@@ -76,6 +78,7 @@ class Scheduler:
         images: Images | None = None,
         drafts: int = DRAFTS,
         speculation: Speculation | None = None,
+        draft_rule: DraftRule | None = None,
         balance: PrefillDecodeBalance | None = None,
         queue: FairQueue | None = None,
     ):
@@ -89,7 +92,9 @@ class Scheduler:
         self.waiting: list[Task] = []
         self.prefilling: list[Task] = []
         self.prefill = Prefill(model, kv, cost, limits, images)
-        self.lanes = Lanes(model, kv, cost.decoding, drafts, speculation)
+        self.lanes = Lanes(
+            model, kv, cost.decoding, drafts=drafts, speculation=speculation, rule=draft_rule
+        )
         self.idle_prefill = IdlePrefill(kv, self.prefill)
         self.admission = Admission(kv, limits, cost, prepare, self.idle_prefill.note_use)
         self._on_end = on_end

@@ -1,7 +1,7 @@
 """Guesses for the replies of one model: from its conversations, at its measured costs. MLX thread.
 
 Guesses are made from the text of the same conversation alone, which is kept by owner between turns.
-What is shared between conversations are numbers: the cost of passes, and how long guesses survive.
+Conversations share only numbers: the cost of passes, and how often guesses stay right for how long.
 """
 
 from __future__ import annotations
@@ -18,29 +18,39 @@ from mlxcache.scheduling.task import Task
 from mlxcache.types import Tokens
 
 STEERS_WITHIN = 3 * (LONGEST + 1)
-"""Tokens before a change of the guide from which nothing is guessed: it must apply to the same
-token as without guesses."""
+"""Tokens before a possible change of a reply's guide, from which on nothing is guessed.
 
+A guide changes where thinking reaches its budget. The change must apply to the same token as
+without guesses.
+"""
 
 FORMS_EVERY = 64
-"""Tokens of a reply after which forms of results that were made meanwhile are added."""
+"""Tokens of a reply between two looks for forms of tool results that were made meanwhile."""
 
 
 @dataclass(slots=True)
 class _Guessed:
-    """Guesses of a task, and how many tokens of its reply they know."""
+    """Guesses of a task, and the number of tokens of its reply that they were told.
+
+    `stopped`: nothing more is guessed.
+    """
 
     guesses: ReplyGuesses
     known: int = 0
+    stopped: bool = False
+
+    def stop(self) -> None:
+        """Guess nothing more."""
+        self.stopped = True
 
 
 class Speculation:
     """Owner of the guesses of all replies of one model.
 
-    `costs`: measured costs of passes. `most`: most tokens of a guess. `redo`: right tokens before a
-    wrong one must be fed again. `forms(task)`: tool results of a task's conversation as a reply
-    would write them, by their texts, as far as they are
-    ready.
+    `costs`: measured costs of passes. `most`: most tokens of a guess. `redo`: after a wrong token,
+    the right ones before it must be fed again. `forms(task)`: returns the tool results of a task's
+    conversation as a reply would repeat them, as token ids by the text of the result; those that
+    are not tokenised yet are left out.
     """
 
     def __init__(
@@ -76,11 +86,20 @@ class Speculation:
             running.guesses.history.add_forms(self._forms(task))
         output = task.output
         assert output is not None
-        if most < 1 or output.may_steer(STEERS_WITHIN):
+        if most < 1 or running.stopped or output.may_steer(STEERS_WITHIN):
             return []
         cost = self.costs.at(task.length + len(ready))
         again = decoder.feeds - 1
         return running.guesses.propose(cost, most, ahead=not ready, fed=again)
+
+    def set_costs(self, costs: PassCosts) -> None:
+        """Choose guesses by `costs` from now on."""
+        self.costs = costs
+
+    def stop(self, task: Task) -> None:
+        """Guess nothing more in the task's reply."""
+        if (running := self._running.get(task)) is not None:
+            running.stop()
 
     def _begin(self, task: Task) -> _Guessed:
         history = self._histories.take(task.job.owner, task.fed_ids())
@@ -91,7 +110,10 @@ class Speculation:
         return made
 
     def note(self, task: Task, settled: Settled, *, alone: bool) -> None:
-        """Account for a pass that checked a guess. `alone`: no other work came between."""
+        """Account for a pass that checked a guess.
+
+        `alone`: the model did no other work meanwhile, so its time corrects the costs of passes.
+        """
         running = self._running.get(task)
         if running is None:
             return
@@ -104,7 +126,7 @@ class Speculation:
     def note_plain(self, task: Task, decoder: GuessingDecoder, *, alone: bool) -> None:
         """Account for the newest pass of `decoder`, which checks no guess.
 
-        `alone`: no other work came between.
+        `alone`: the model did no other work meanwhile, so its time corrects the costs of passes.
         """
         if alone and decoder.plain is not None and decoder.plain[1] > 0:
             self.costs.observe(*decoder.plain, task.length)

@@ -21,7 +21,14 @@ from tests.engine.running import started
 from tests.memory import rounding_bytes
 from tests.sampler import Sampler
 from tests.scheduling.drafts import make_draft
+from tests.scheduling.guesses import CHEAP_CURVES, use_cheap_drafts
 from tests.sessions.test_book import ask, prompt, text
+
+
+@pytest.fixture(autouse=True)
+def always_drafting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A draft as large as its model does not pay."""
+    use_cheap_drafts(monkeypatch)
 
 
 def served(
@@ -55,6 +62,21 @@ async def test_both_caches_outlive_the_process_together(toy: ToyMaker, tmp_path:
         assert next_.restored_tokens == next_.cached_tokens >= 380
         assert record.accepted_tokens == record.drafted_tokens > 10
         assert record.cached_tokens + record.fed_tokens == record.prompt_tokens == 420
+
+
+async def test_a_draft_that_does_not_pay_is_hardly_used(
+    toy: ToyMaker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It costs as much as its model, and is hardly ever right."""
+    model = toy("llama")
+    draft = make_draft(model, tmp_path / "draft", "other")
+    monkeypatch.setattr("mlxcache.engine.runtime.measure_passes", lambda *_: CHEAP_CURVES)
+    async with served(model, tmp_path / "cache", draft) as engine:
+        done = await ask(engine, prompt(text(1, 100)), tokens=150, session="one")
+        record = engine.requests()[0]
+    assert done.generated_tokens == 150
+    assert record.drafted_tokens < 20
+    assert record.accepted_tokens < 5
 
 
 async def said(engine: Engine, ids: list[int]) -> list[int]:

@@ -105,7 +105,7 @@ def test_without_a_word_on_precision_it_is_half() -> None:
     ("family", "kv_bits", "draft"),
     [
         ("llama", None, None),
-        ("gemma3", "RotatingKVCache", "RotatingKVCache"),
+        ("gemma3", "RotatingKVCache", None),
         ("qwen3_5", None, "ArraysCache"),
         ("mamba2", "no KV", "ArraysCache"),
         ("deepseek_v3", "MLA", None),
@@ -148,7 +148,8 @@ def test_fewer_bits_and_a_draft_are_in_the_figures(tmp_path: Path) -> None:
     window = str(make_toy(tmp_path / "window", "gemma3"))
     with pytest.raises(ModelError, match="--kv-bits"):
         examine(ModelSpec(window), 4)
+    recurrent = str(make_toy(tmp_path / "recurrent", "qwen3_5"))
     with pytest.raises(ModelError, match="--draft-model"):
-        examine(ModelSpec(path, draft=window))
+        examine(ModelSpec(path, draft=recurrent))
     with pytest.raises(ModelError, match="leave out --draft-model"):
         examine(ModelSpec(path, draft="owner/absent-name"))

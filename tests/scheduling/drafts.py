@@ -15,13 +15,13 @@ Kind = Literal["same", "alike", "other"]
 KINDS: tuple[Kind, ...] = ("same", "alike", "other")
 
 
-def make_draft(target: Path, path: Path, kind: Kind) -> Path:
-    """A model at `path` that drafts for the llama toy at `target`.
+def make_draft(target: Path, path: Path, kind: Kind, family: str = "llama") -> Path:
+    """A model at `path` that drafts for the toy of `family` at `target`.
 
     `same` has its weights, `alike` has them with noise, `other` is half as deep, of other weights.
     """
     if kind == "other":
-        return make_toy(path, "llama", seed=5, layers=2)
+        return make_toy(path, family, seed=5, layers=2)
     shutil.copytree(target, path)
     if kind == "alike":
         weights = mx.load(str(path / "model.safetensors"))

@@ -15,6 +15,7 @@ from mlxcache.errors import DeadlineExceeded, MlxcacheError
 from mlxcache.model import device
 from mlxcache.model.lineage import Lineage
 from mlxcache.model.pair import Pair
+from mlxcache.scheduling.speculation import Speculation
 from mlxcache.scheduling.task import Task
 from mlxcache.types import Finished, Sampling, Text
 from tests.conftest import ToyMaker
@@ -87,12 +88,22 @@ def make_judges(toy: ToyMaker) -> Callable[[str], Judge]:
 
 
 class Unlucky:
-    """A bench on a device of which some evaluations fail, with a disk tier or without."""
+    """A bench on a device of which some evaluations fail, with a disk tier or without.
+
+    `speculation`: makes guesses of its replies.
+    """
 
     def __init__(
-        self, path: Path, on: FailingDevice, folder: Path | None, chunk: int = 64, **options: Any
+        self,
+        path: Path,
+        on: FailingDevice,
+        folder: Path | None,
+        chunk: int = 64,
+        speculation: Speculation | None = None,
+        **options: Any,
     ):
         self.bench = Bench(path, chunk=chunk, **options)
+        self.bench.speculation = speculation
         if isinstance(pair := self.bench.model, Pair):
             pair.model, pair.draft = on.watch(pair.model), on.watch(pair.draft)
         else:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from mlxcache.cache.kv_cache import KVCache
-from mlxcache.guess.passes import LENGTHS, PassCosts
+from mlxcache.guess.drafts import DraftCosts
+from mlxcache.guess.passes import LENGTHS, Curves, PassCosts
 from mlxcache.scheduling.guessing import GuessingDecoder
 from mlxcache.scheduling.speculation import Speculation
 from mlxcache.scheduling.task import Task
@@ -18,6 +21,17 @@ from tests.scheduled import Bench
 CHEAP_CURVES = {0: [(n, 1e-3 * (1 + 0.01 * n)) for n in LENGTHS]}
 CHEAP = PassCosts(CHEAP_CURVES)
 """Costs at which every guess pays."""
+
+
+def use_cheap_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let engines with a draft model draft always, whatever that costs on this machine."""
+
+    def measured(model: Callable[..., Any], *_: Any) -> Curves:
+        share = 0.1 if model.__name__ == "propose" else 1.0
+        return {at: [(n, share * s) for n, s in points] for at, points in CHEAP_CURVES.items()}
+
+    monkeypatch.setattr("mlxcache.engine.runtime.measure_passes", measured)
+    monkeypatch.setattr(DraftCosts, "observe", lambda self, drafts, _, cached: 1.0)
 
 
 class Foretold(Speculation):
@@ -32,11 +46,18 @@ class Foretold(Speculation):
         self._rng = random.Random(seed)
         self.proposed: list[int] = []
 
+    def foretell(self, prompt_tokens: int, reply: Sequence[int]) -> None:
+        """Guess `reply` after prompts of that many tokens."""
+        self._truth[prompt_tokens] = reply
+
     def propose(self, task: Task, decoder: GuessingDecoder, most: int) -> list[int]:
         output = task.output
         assert output is not None
         super().propose(task, decoder, 0)
-        if most < 1 or output.may_steer(96) or not task.out or self._rng.random() < 0.15:
+        running = self._running.get(task)
+        if running is None or running.stopped or most < 1 or output.may_steer(96):
+            return []
+        if self._rng.random() < 0.15:
             return []
         ready = decoder.ready
         at = len(task.out) + (len(ready) or 1)

@@ -34,6 +34,7 @@ from tests.scheduling.failing_device import (
     text,
     tokens,
 )
+from tests.scheduling.guesses import Foretold
 from tests.sessions.test_book import ask, prompt
 
 FAMILIES = ("llama", "gemma3", "qwen3_5", "deepseek_v3", "deepseek_v41")
@@ -49,8 +50,18 @@ SAMPLINGS = (
 )
 
 
-def live(path: Path, judge: Judge, seed: int, folder: Path, **options: Any) -> int:
-    """One random life; returns the failures of the device. Later requests use what was kept."""
+def live(
+    path: Path,
+    judge: Judge,
+    seed: int,
+    folder: Path,
+    speculation: Foretold | None = None,
+    **options: Any,
+) -> int:
+    """One random life; returns the failures of the device. Later requests use what was kept.
+
+    `speculation`: is told the replies of a device that works.
+    """
     rng = np.random.default_rng(seed)
     picked = {int(n) for n in rng.integers(1, rng.choice([20, 60, 200]), rng.integers(1, 5))}
     if rng.random() < 0.2:  # several in a row
@@ -65,7 +76,7 @@ def live(path: Path, judge: Judge, seed: int, folder: Path, **options: Any) -> i
     )
     disk = bool(rng.integers(0, 2))
     chunk = int(rng.choice([16, 64]))
-    unlucky = Unlucky(path, on, folder if disk else None, chunk, **options)
+    unlucky = Unlucky(path, on, folder if disk else None, chunk, speculation, **options)
     samplings = SAMPLINGS if "kv_bits" not in options else SAMPLINGS[:1]
     chats = [tokens(rng, int(rng.integers(5, 150)))]
     tasks: list[Task] = []
@@ -78,6 +89,9 @@ def live(path: Path, judge: Judge, seed: int, folder: Path, **options: Any) -> i
             sampling = samplings[rng.integers(len(samplings))]
             count = int(rng.choice([1, 3, 12, 40]))
             now.append(unlucky.bench.put(ids, tokens=count, marks=marks, sampling=sampling))
+            if speculation is not None:
+                reply = judge.bench.twin().ask(ids, tokens=count, sampling=sampling).out
+                speculation.foretell(len(ids), reply)
         if rng.random() < 0.4:
             leaver = now[rng.integers(len(now))]
             why = DeadlineExceeded("too slow") if rng.random() < 0.5 else None

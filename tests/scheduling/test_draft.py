@@ -14,6 +14,8 @@ import pytest
 
 from mlxcache.cache.kv_cache import KVCache
 from mlxcache.errors import GenerationFailed
+from mlxcache.guess.drafts import DraftCosts, DraftRule
+from mlxcache.guess.passes import LENGTHS, PassCosts
 from mlxcache.model import kv
 from mlxcache.model.pair import Pair
 from mlxcache.scheduling import scheduler
@@ -26,7 +28,7 @@ from tests.conftest import ToyMaker
 from tests.rounding import rounding
 from tests.scheduled import Bench, PlainParser, admitted, finished
 from tests.scheduling import test_scheduler as plain_tests
-from tests.scheduling.drafts import KINDS, make_draft, make_resized
+from tests.scheduling.drafts import KINDS, Kind, make_draft, make_resized
 from tests.scheduling.history import live
 
 MANY = int(os.environ.get("MLXCACHE_HISTORIES", "0"))
@@ -313,6 +315,117 @@ def test_latents_and_layers_of_several_caches_can_be_cut_too(
         assert task.out == expected
         assert len(passes) <= most
         check_kv(bench, task, ids + task.out)
+
+
+@pytest.mark.parametrize("kind", ["alike", pytest.param("other", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("family", ["gemma3", pytest.param("gpt_oss", marks=pytest.mark.slow)])
+def test_sliding_windows_are_rewound(
+    toy: ToyMaker, tmp_path: Path, rng: np.random.Generator, family: str, kind: Kind
+) -> None:
+    """Beyond their windows too, with wrong drafts; the next turn is a cold one's."""
+    draft = make_draft(toy(family), tmp_path / "draft", kind, family)
+    bench, alone = Bench(toy(family), draft=draft), Bench(toy(family))
+    window = bench.kv.layout.window
+    assert window is not None
+    assert window < 150
+    for sampling in SAMPLINGS[2:]:
+        ids = prompt(rng, 150)
+        for _ in range(2):
+            task = bench.ask(ids, tokens=40, sampling=sampling)
+            assert task.out == alone.twin().ask(ids, tokens=40, sampling=sampling).out
+            assert task.record.drafted_tokens > task.record.accepted_tokens
+            check_kv(bench, task, ids + task.out)
+            ids = ids + task.out + prompt(rng, 10)
+
+
+# -- where drafting does not pay -------------------------------------------------------------------
+
+
+def ruled(bench: Bench, slope: float, share: float) -> Bench:
+    """A twin of `bench` whose drafts are chosen by a rule for such costs.
+
+    `slope`: cost of a further token in a pass. `share`: cost of a pass of the draft model.
+    """
+    target = PassCosts({0: [(n, 1e-3 * (1 + slope * (n - 1))) for n in LENGTHS]})
+    draft = PassCosts({0: [(n, 1e-3 * share) for n in LENGTHS]})
+    fresh = bench.twin()
+    fresh.use(
+        KVCache.open(fresh.kv.layout, Budget(1 << 30)),
+        draft_rule=DraftRule(FixedCosts(target, draft)),
+    )
+    return fresh
+
+
+class FixedCosts(DraftCosts):
+    """Costs that no live round corrects: a toy's are other ones."""
+
+    def observe(self, drafts: int, seconds: float, cached: int) -> float:
+        return self.round(drafts, cached)
+
+
+@pytest.mark.parametrize("sampling", [SAMPLINGS[3]])
+def test_a_reply_whose_drafts_do_not_pay_is_decoded_without_them(
+    drafted: Bench, plain: Bench, rng: np.random.Generator, sampling: Sampling
+) -> None:
+    """A few are tried; the draft model is fed the rest later, and both hold the same tokens."""
+    bench, ids = ruled(drafted, 0.8, 0.5), prompt(rng, 100)
+    for _ in range(2):
+        task = bench.put(ids, tokens=120, sampling=sampling)
+        bench.run(until=lambda task=task: task.output is not None)  # type: ignore[misc]
+        passes = counted(bench.model)
+        bench.run()
+        assert task.out == plain.twin().ask(ids, tokens=120, sampling=sampling).out
+        assert 0 < task.record.drafted_tokens <= 5
+        assert sum(length == 1 for length in passes) > 105
+        check_kv(bench, task, ids + task.out)
+        ids = ids + task.out + prompt(rng, 10)
+
+
+@pytest.mark.parametrize(
+    "ticks", [2, 30, 31, *(pytest.param(n, marks=pytest.mark.slow) for n in range(32, 60))]
+)
+def test_a_pause_may_end_at_any_moment(
+    alike: Bench, plain: Bench, rng: np.random.Generator, ticks: int
+) -> None:
+    """Cancelled while the draft model is behind, or is tried again."""
+    bench, ids = ruled(alike, 0.8, 0.5), prompt(rng, 60)
+    task = bench.put(ids, tokens=500)
+    bench.run(until=lambda: len(task.out) >= ticks)
+    bench.scheduler.cancel(task)
+    bench.check()
+    assert task.out == plain.ask(ids, tokens=len(task.out)).out
+    check_kv(bench, task, ids + task.out)
+
+
+def test_a_reply_whose_drafts_pay_has_as_many_as_pay(
+    toy_llama: Path, drafts: dict[str, Path], plain: Bench, rng: np.random.Generator
+) -> None:
+    """More of a cheap one, and passes over more tokens."""
+    counts = []
+    for share in (0.05, 0.5):
+        bench, ids = ruled(Bench(toy_llama, draft=drafts["same"]), 0.02, share), prompt(rng, 60)
+        task = bench.ask(ids, tokens=120)
+        assert task.out == plain.twin().ask(ids, tokens=120).out
+        counts.append(task.record.guess_passes)
+        assert task.record.guess_saved_s > 0
+        check_kv(bench, task, ids + task.out)
+    assert 120 / 4 <= counts[0] < counts[1]
+
+
+def test_a_paused_reply_is_committed_with_both_models(
+    alike: Bench, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On its way, so that another request can use it."""
+    monkeypatch.setattr(scheduler, "COMMIT_EVERY", 30)
+    bench, ids = ruled(alike, 0.8, 0.5), prompt(rng, 40)
+    task = bench.put(ids, tokens=200)
+    bench.run(until=lambda: len(task.out) >= 100)
+    other = [*ids, *task.out[:80], 7, 8, 9]
+    again = bench.put(other)
+    bench.run()
+    assert admitted(again).cached_tokens == 120
+    assert again.out == bench.cold(other)
+    check_kv(bench, again, other + again.out)
 
 
 class Breaks:

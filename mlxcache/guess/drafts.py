@@ -1,0 +1,156 @@
+"""The number of tokens that a draft model should propose for one pass: as many as pay.
+
+A round of k drafted tokens costs k passes of the draft model and a pass of the served model over
+1 + k tokens, and gives 1 + a tokens, where a is the number that the served model draws too. All
+costs are in passes of the served model over one token.
+"""
+
+from __future__ import annotations
+
+from mlxcache.guess.passes import LEAST, MOST, NEWEST, OUTLIER, PassCosts
+from mlxcache.guess.purse import Purse
+
+KEPT = 0.95
+"""Factor by which older counts of right drafts lose weight with each new one."""
+
+PRIOR, PRIOR_RIGHT = 4.0, 0.7
+"""Weight of the expectation before anything was drafted, in drafts, and its share of right ones."""
+
+TRIED = 1
+"""Tokens drafted to see whether drafting pays again."""
+
+
+class DraftCosts:
+    """Costs of rounds with drafted tokens, measured on one device and corrected by live rounds.
+
+    `target`, `draft`: costs of passes of the served model and of the draft model.
+    """
+
+    def __init__(self, target: PassCosts, draft: PassCosts):
+        self.target = target
+        self._draft = draft
+        self._live = 1.0
+
+    def round(self, drafts: int, cached: int) -> float:
+        """Return the cost of a round of `drafts` tokens after `cached` positions."""
+        return max(1.0, self._live * self._measured(drafts, cached)) if drafts else 1.0
+
+    def catch_up(self, tokens: int, cached: int) -> float:
+        """Return the cost of feeding the draft model `tokens` tokens that it has not seen."""
+        return self._share(cached) * self._draft.at(cached)(tokens) if tokens else 0.0
+
+    def observe(self, drafts: int, seconds: float, cached: int) -> float:
+        """Add a live round of `drafts` tokens, 0 for a plain pass; return its cost.
+
+        Rounds that took `OUTLIER` times as long as expected correct nothing, and cost no more than
+        that: the machine did something else.
+        """
+        if not drafts:
+            return self.target.observe(1, seconds, cached)
+        measured = self._measured(drafts, cached)
+        cost, most = seconds / self.target.seconds(cached), OUTLIER * self._live * measured
+        if cost < most:
+            live = self._live + NEWEST * (cost / measured - self._live)
+            self._live = min(MOST, max(LEAST, live))
+        return max(1.0, min(cost, most))
+
+    def _measured(self, drafts: int, cached: int) -> float:
+        return self.target.at(cached)(1 + drafts) + drafts * self._share(cached)
+
+    def _share(self, cached: int) -> float:
+        """Return the cost of a pass of the draft model over one token."""
+        return self._draft.seconds(cached) / self.target.seconds(cached)
+
+
+class DraftRule:
+    """What is known of one draft model: its costs, and how often it was right.
+
+    `right` is the share of drafted tokens that were right, of those before which all were right.
+    """
+
+    def __init__(self, costs: DraftCosts):
+        self.costs = costs
+        self._tried, self._right = PRIOR, PRIOR * PRIOR_RIGHT
+
+    @property
+    def right(self) -> float:
+        """Expected share of right tokens, from 0 to 1."""
+        return self._right / self._tried
+
+    def note(self, drafted: int, right: int) -> None:
+        """Count a round of `drafted` tokens of which the first `right` were right."""
+        seen = min(drafted, right + 1)
+        fade = KEPT**seen
+        self._tried = fade * self._tried + seen
+        self._right = fade * self._right + right
+
+    def best(self, most: int, cached: int) -> int:
+        """Return the number of drafts, up to `most`, that gives the most tokens for its time.
+
+        0 if a pass without drafts gives more.
+        """
+        best, count = 1.0, 0
+        tokens = chance = 1.0
+        for drafts in range(1, most + 1):
+            chance *= self.right
+            tokens += chance
+            speed = tokens / self.costs.round(drafts, cached)
+            if speed > best:
+                best, count = speed, drafts
+        return count
+
+
+class ReplyDrafts:
+    """The drafts of one reply, which cost it at most one pass and 2% of its time.
+
+    `rule`: of the draft model; this reply adds to it. `saved`: passes of one token that drafting
+    has saved so far, less what it cost.
+    """
+
+    def __init__(self, rule: DraftRule):
+        self.saved = 0.0
+        self._rule = rule
+        self._purse = Purse()
+
+    def choose(self, most: int, cached: int, unseen: int) -> int:
+        """Return how many tokens to draft for the next pass, up to `most`.
+
+        Where drafting does not pay, that is `TRIED` whenever the reply can afford it, otherwise 0.
+        `cached`: positions before the pass. `unseen`: tokens that the draft model must be fed
+        first.
+        """
+        costs = self._rule.costs
+        before = costs.catch_up(unseen, cached)
+        drafts = self._rule.best(most, cached) or min(TRIED, most)
+        while drafts and not self._purse.affords(before + costs.round(drafts, cached)):
+            drafts //= 2
+        if drafts:
+            self._pay(before)
+        return drafts
+
+    def note_round(self, drafted: int, right: int, seconds: float | None, cached: int) -> None:
+        """Account for a pass with `drafted` tokens, 0 for a plain one, of which `right` were right.
+
+        `seconds`: what it took, or None if that is not known.
+        """
+        costs = self._rule.costs
+        if seconds is None:
+            cost = costs.round(drafted, cached)
+        else:
+            cost = costs.observe(drafted, seconds, cached)
+        self._purse.note(cost, 1 + right)
+        if drafted:
+            self._rule.note(drafted, right)
+            self.saved += 1 + right - cost
+
+    def note_catch_up(self, tokens: int, cached: int) -> None:
+        """Account for feeding the draft model `tokens` tokens while drafting is paused."""
+        self._pay(self._rule.costs.catch_up(tokens, cached))
+
+    def seconds_saved(self, cached: int) -> float:
+        """Return the seconds that drafting has saved, at the speed after `cached` positions."""
+        return self.saved * self._rule.costs.target.seconds(cached)
+
+    def _pay(self, cost: float) -> None:
+        self._purse.pay(cost)
+        self.saved -= cost

@@ -1,0 +1,107 @@
+"""A draft model proposes as many tokens as pay, and never makes a reply much slower."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from mlxcache.guess.drafts import DraftCosts, DraftRule, ReplyDrafts
+from mlxcache.guess.passes import LENGTHS, PassCosts
+
+
+def costs(slope: float, share: float) -> DraftCosts:
+    """A model whose pass costs `slope` more a token, and a draft of a `share` of its time."""
+    target = PassCosts({0: [(n, 0.1 * (1 + slope * (n - 1))) for n in LENGTHS]})
+    draft = PassCosts({0: [(n, 0.1 * share * (1 + 0.05 * (n - 1))) for n in LENGTHS]})
+    return DraftCosts(target, draft)
+
+
+def play(
+    rule: DraftRule, tokens: int, right: float, rng: np.random.Generator, wrong_by: float = 1.0
+) -> tuple[float, int]:
+    """A reply whose drafts are right with a chance; returns its cost, and its drafted tokens.
+
+    `wrong_by`: real costs of rounds by those that were measured.
+    """
+    reply, said, total, drafted, unseen = ReplyDrafts(rule), 0, 0.0, 0, 0
+    measured = costs_of(rule)
+    while said < tokens:
+        count = reply.choose(min(7, tokens - said - 1), 0, unseen)
+        good = 0
+        while good < count and rng.random() < right:
+            good += 1
+        before = rule.costs.catch_up(unseen, 0) if count else 0.0
+        spent = max(1.0, wrong_by * measured(count)) if count else 1.0
+        unseen = 0 if count else unseen + 1
+        reply.note_round(count, good, 0.1 * spent, 0)
+        total += before + spent
+        said, drafted = said + 1 + good, drafted + count
+    return total, drafted
+
+
+def costs_of(rule: DraftRule):
+    fixed = {count: rule.costs.round(count, 0) for count in range(16)}
+    return fixed.__getitem__
+
+
+@pytest.mark.parametrize(
+    ("slope", "share", "right", "least"),
+    [
+        (0.05, 0.05, 0.9, 2.2),  # a large dense model
+        (0.05, 0.3, 0.8, 1.3),
+        (0.75, 0.1, 0.8, 0.97),  # latents (MLA): a pass over several tokens is dear
+        (0.05, 1.0, 0.95, 0.97),  # a draft as large as the model
+        (0.05, 0.05, 0.05, 0.97),  # a draft that is hardly ever right
+    ],
+)
+def test_drafts_pay_or_stop(slope: float, share: float, right: float, least: float) -> None:
+    """Over many replies."""
+    rule, rng = DraftRule(costs(slope, share)), np.random.default_rng(1)
+    total = sum(play(rule, 300, right, rng)[0] for _ in range(30))
+    assert 30 * 300 / total >= least
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_no_reply_is_much_slower(seed: int) -> None:
+    """Whatever it costs and however often it is right; less so if costs were measured wrong."""
+    rng = np.random.default_rng(seed)
+    off = float(rng.choice([1.0, 0.7, 1.3]))
+    rule = DraftRule(costs(float(rng.uniform(0, 1)), float(rng.uniform(0.02, 1.2))))
+    for _ in range(6):
+        tokens = int(rng.integers(100, 400))
+        total, _ = play(rule, tokens, float(rng.uniform(0, 1)), rng, off)
+        assert tokens / total >= (0.97 if off <= 1 else 0.9)
+
+
+def test_a_draft_that_improves_is_used_again() -> None:
+    """It is tried with what the reply can afford."""
+    rule, rng = DraftRule(costs(0.05, 0.1)), np.random.default_rng(2)
+    paused = [play(rule, 400, 0.0, rng)[1] for _ in range(3)][-1]
+    again = [play(rule, 400, 0.95, rng)[1] for _ in range(3)][-1]
+    assert paused < 60
+    assert again > 150
+
+
+def test_the_longest_draft_is_not_always_the_best() -> None:
+    """The dearer a token, and the less often it is right, the fewer are drafted."""
+    counts = []
+    for slope, share, right in ((0.02, 0.02, 0.95), (0.1, 0.1, 0.8), (0.4, 0.2, 0.5)):
+        rule = DraftRule(costs(slope, share))
+        for _ in range(50):
+            rule.note(10, int(10 * right) if right < 0.9 else 10)
+        counts.append(rule.best(15, 0))
+    assert counts[0] == 15
+    assert counts[0] > counts[1] > counts[2]
+
+
+def test_live_rounds_correct_what_was_measured() -> None:
+    """But not one that something else held up."""
+    held = costs(0.1, 0.1)
+    before = held.round(3, 0)
+    for _ in range(40):
+        held.observe(0, 0.1, 0)
+        held.observe(3, 0.1 * before * 1.5, 0)
+    assert held.round(3, 0) == pytest.approx(1.5 * before, rel=0.05)
+    now = held.round(3, 0)
+    assert held.observe(3, 100.0, 0) < 5 * now
+    assert held.round(3, 0) == now
