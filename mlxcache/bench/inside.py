@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 import mlx.core as mx
 import numpy as np
@@ -24,6 +26,8 @@ AT_ONCE = 1024
 """Tokens of random KV that are generated; longer KV repeats them."""
 
 POLL_S = 0.002
+
+GREEDY = Sampling()
 
 Prepare = Callable[[Loaded], Loaded]
 
@@ -106,18 +110,31 @@ class Inside:
         return [piece.path for piece in self.disk.store.find(ids, touch=False).pieces]
 
     async def ask(
-        self, ids: Tokens, max_tokens: int, *, endless: bool = False, top: int | None = None
+        self,
+        ids: Tokens,
+        max_tokens: int,
+        *,
+        endless: bool = False,
+        top: int | None = None,
+        sampling: Sampling = GREEDY,
+        speculate: bool = True,
     ) -> Stream:
         """Submit a request for a prompt and return its stream of events. Raises MlxcacheError.
 
         `ids` is the prompt. With `endless`, tokens that end a turn are never sampled. `top` is the
-        number of likeliest tokens whose log-probabilities are reported, None for none.
+        number of likeliest tokens whose log-probabilities are reported, None for none. With
+        `speculate` False, no guesses are checked.
         """
         self._asked += 1
         ends = self.core.loaded.tokenizer.eos_token_ids if endless else ()
-        sampling = Sampling(logit_bias=tuple((int(id), -100.0) for id in sorted(ends)))
+        bias = tuple((int(id), -100.0) for id in sorted(ends))
         job = Job(
-            f"bench-{self._asked}", Prompt(ids), sampling, max_tokens=max_tokens, top_logprobs=top
+            f"bench-{self._asked}",
+            Prompt(ids),
+            replace(sampling, logit_bias=bias),
+            max_tokens=max_tokens,
+            top_logprobs=top,
+            speculate=speculate,
         )
         return await self.engine.submit(job)
 
@@ -152,16 +169,26 @@ class _Prepared(Engine):
 
 @asynccontextmanager
 async def running_inside(
-    model: Path, cache_dir: Path, ram: str, prepare: Prepare = lambda loaded: loaded
+    model: Path,
+    cache_dir: Path,
+    ram: str,
+    prepare: Prepare = lambda loaded: loaded,
+    *,
+    speculate: Literal["off", "auto"] = "off",
 ) -> AsyncIterator[Inside]:
     """Run an engine on `model`, with a disk tier in `cache_dir`, while the block runs.
 
-    The engine computes nothing while idle. `ram` is the value of `--ram`. `prepare` may replace the
-    loaded model before it is served; it runs on the MLX thread. Raises ModelError, or ValueError if
-    there is no disk tier.
+    The engine computes nothing while idle. `ram` and `speculate` are the values of `--ram` and
+    `--speculate`. `prepare` may replace the loaded model before it is served; it runs on the MLX
+    thread. Raises ModelError, or ValueError if there is no disk tier.
     """
     settings = Settings(
-        model=str(model), cache_dir=cache_dir, ram=ram, disk="100GB", no_anticipate=True
+        model=str(model),
+        cache_dir=cache_dir,
+        ram=ram,
+        disk="100GB",
+        no_anticipate=True,
+        speculate=speculate,
     )
     engine = _Prepared(settings, prepare)
     await engine.start()

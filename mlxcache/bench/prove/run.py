@@ -39,6 +39,7 @@ SCENARIOS: Mapping[str, Scenario] = {
     "device_error": in_child("device_error"),
     "first_token": first_token.short,
     "decode": speed.decode,
+    "speculation": in_child("speculation"),
     "prefill": speed.prefill,
     "restore_speed": in_child("restore_speed"),
     "write_behind": in_child("write_behind"),
@@ -49,7 +50,9 @@ SCENARIOS: Mapping[str, Scenario] = {
 }
 """All scenarios, in the order in which they run on a model."""
 
-QUANTISED = ("equality", "first_token", "decode", "prefill", "first_token_long")
+QUANTISED = (
+    "equality", "first_token", "decode", "speculation", "prefill", "first_token_long",
+)  # fmt: skip
 """Scenarios that also run on the second random model; others do not depend on the weights."""
 
 QUICKLY = ("equality",)

@@ -25,6 +25,7 @@ from mlxcache.bench.measure import middle
 from mlxcache.bench.prove import equality
 from mlxcache.bench.prove.device_error import device_error
 from mlxcache.bench.prove.findings import Findings
+from mlxcache.bench.prove.guesses import speculation
 from mlxcache.bench.prove.scale import Scale
 from mlxcache.bench.restore_speed import restore_speed
 from mlxcache.bench.write_beside import write_beside
@@ -178,7 +179,7 @@ ENGINE: Mapping[str, Scenario] = {
 """Scenarios that run in an engine started for them."""
 
 OwnScenario = Callable[[Path, Path, Scale, Findings], Awaitable[None]]
-OWN_ENGINE: Mapping[str, OwnScenario] = {"device_error": device_error}
+OWN_ENGINE: Mapping[str, OwnScenario] = {"device_error": device_error, "speculation": speculation}
 """Scenarios that start their own engine."""
 
 DiskScenario = Callable[[Path, Path, int, Callable[[str], None], int], Measured]

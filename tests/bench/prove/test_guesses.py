@@ -1,0 +1,72 @@
+"""Guesses from the conversation are measured, and their text is compared, on tiny models."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from mlxcache.bench.inside import NotPlain
+from mlxcache.bench.prove.equality import Unequal
+from mlxcache.bench.prove.findings import Findings
+from mlxcache.bench.prove.guesses import (
+    AGAIN,
+    COSTS,
+    NEW,
+    SAME,
+    SPEED,
+    first_difference,
+    speculation,
+)
+from mlxcache.bench.prove.scale import QUICK
+from mlxcache.model import kv
+from mlxcache.model.random_model import make_random
+from mlxcache.types import TokenLogprob
+from tests.conftest import ToyMaker
+
+SCALE = replace(QUICK, equal=(60,), reply=24, decode=(60,))
+
+
+@pytest.mark.slow
+def test_costs_text_and_speed_are_reported(tmp_path: Path) -> None:
+    """In the model's own dtype; most guesses of a text that was said before are right."""
+    model, found = make_random(tmp_path / "model", "tiny"), Findings("speculation", "")
+    asyncio.run(speculation(model, tmp_path / "cache", SCALE, found))
+    for cached in ("256", "4,096"):
+        assert found.tables[COSTS][f"after {cached} tokens"]["one token"].median > 0
+        assert found.tables[COSTS][f"after {cached} tokens"]["32 tokens"].median >= 1
+    same = found.tables[SAME]["60 tokens"]
+    assert same["same reply again: right"].median > 10
+    assert same["same reply again: apart"].median <= same["tolerance"].median
+    for kind in (NEW, AGAIN):
+        assert found.tables[SPEED][kind]["with guesses"].median > 0
+    assert found.tables[SPEED][NEW]["tokens a pass"].median < 1.2
+    assert [one.why for one in found.unchecked] == ["a quick run's replies are too short"]
+
+
+@pytest.mark.slow
+def test_a_text_that_guesses_change_is_a_fault(
+    toy: ToyMaker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Here a recurrent state is not put back."""
+    monkeypatch.setattr(kv, "put_back", lambda slots, state: None)
+    found = Findings("speculation", "")
+    with pytest.raises(Unequal, match="apart, tolerance"):
+        asyncio.run(speculation(toy("qwen3_5"), tmp_path / "cache", SCALE, found))
+
+
+@pytest.mark.slow
+def test_a_model_that_cannot_guess_is_left_out(toy: ToyMaker, tmp_path: Path) -> None:
+    """Its cache is in chunks."""
+    found = Findings("speculation", "")
+    with pytest.raises(NotPlain, match="nothing is guessed"):
+        asyncio.run(speculation(toy("llama4"), tmp_path / "cache", SCALE, found))
+
+
+def test_the_first_difference_is_found() -> None:
+    """None if one text is the beginning of the other."""
+    text = [TokenLogprob("", token, 0.0) for token in (4, 5, 6)]
+    assert first_difference(text, text[:2]) is None
+    assert first_difference(text, [*text[:1], text[2]]) == 1
