@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from tests.proofs import speculation_beside
 from tests.proofs.agent_sessions import Words, call, numbered, session
 from tests.proofs.speculation import CURVES, LEAST, WORST, Speed, faults, main, simulate
 
@@ -49,6 +50,18 @@ def test_the_shapes_are_those_of_agents() -> None:
     replies = [m.text for m in session("edit", "json", 1) if m.reply]
     assert sum('"name": "Edit"' in text for text in replies) == 15
     assert session("edit", "json", 1) == session("edit", "json", 1)
+
+
+@pytest.mark.slow
+def test_conversations_that_never_repeat_are_as_fast_and_kept_as_well() -> None:
+    """Tiny ones, of which only what was fed and kept can be compared."""
+    lines: list[str] = []
+    speculation_beside.main(lines.append, pairs=1, tokens=200, reply=20, hidden=64)
+    fed = next(line for line in lines if "tokens fed" in line).split("tokens fed: ")[1]
+    kept = [line.rsplit("  ", 1)[1].strip() for line in lines if "RAM" in line or "disk" in line]
+    for one, other in (pair.split(", ") for pair in (fed, *kept)):
+        assert one == other
+    assert len(kept) == 5
 
 
 @pytest.mark.slow
