@@ -50,8 +50,8 @@ Id = Annotated[
     str,
     typer.Argument(
         metavar="ID",
-        help="A session's id, name, title or label; also the start of an id, or the end of an id or "
-        "label, as in logs.",
+        help="A session's id, name, title or label; also the start of an id, or the end of an "
+        "id or label, as in logs.",
         autocompletion=complete_id,
     ),
 ]
