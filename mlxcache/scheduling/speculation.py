@@ -6,7 +6,7 @@ Conversations share only numbers: the cost of passes, and how often guesses stay
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from mlxcache.guess.history import Histories
@@ -38,6 +38,17 @@ class _Guessed:
     guesses: ReplyGuesses
     known: int = 0
     stopped: bool = False
+
+    def tell(self, out: Sequence[int], ready: Sequence[int]) -> bool:
+        """Add the tokens of the reply that are not known yet; return whether forms may be due.
+
+        `out`: all tokens handed out. `ready`: those drawn after them. Forms may be due once in
+        `FORMS_EVERY` tokens.
+        """
+        before, said = self.known, len(out) + len(ready)
+        self.guesses.say([*out[before:], *ready[max(0, before - len(out)) :]])
+        self.known = said
+        return said // FORMS_EVERY != before // FORMS_EVERY
 
     def stop(self) -> None:
         """Guess nothing more."""
@@ -79,10 +90,7 @@ class Speculation:
             return []
         running: _Guessed = self._running.get(task) or self._begin(task)
         ready = decoder.ready
-        said = [*task.out, *ready]
-        new, running.known = said[running.known :], len(said)
-        running.guesses.say(new)
-        if running.known // FORMS_EVERY != (running.known - len(new)) // FORMS_EVERY:
+        if running.tell(task.out, ready):
             running.guesses.history.add_forms(self._forms(task))
         output = task.output
         assert output is not None
@@ -104,8 +112,8 @@ class Speculation:
     def _begin(self, task: Task) -> _Guessed:
         history = self._histories.take(task.job.owner, task.fed_ids())
         history.add_forms(self._forms(task))
-        made = _Guessed(ReplyGuesses(history, self._survival, most=self.most, redo=self._redo))
-        made.known = len(task.out)
+        guesses = ReplyGuesses(history, self._survival, most=self.most, redo=self._redo)
+        made = _Guessed(guesses, known=len(task.out))
         self._running[task] = made
         return made
 

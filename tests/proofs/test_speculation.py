@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.proofs import speculation_beside
+from tests.proofs import draft_wall, speculation_beside
 from tests.proofs.agent_sessions import Words, call, numbered, session
 from tests.proofs.speculation import CURVES, LEAST, WORST, Speed, faults, main, simulate
 
@@ -62,6 +62,15 @@ def test_conversations_that_never_repeat_are_as_fast_and_kept_as_well() -> None:
     for one, other in (pair.split(", ") for pair in (fed, *kept)):
         assert one == other
     assert len(kept) == 5
+
+
+@pytest.mark.slow
+def test_drafts_that_do_not_pay_are_timed() -> None:
+    """On a tiny model, whose time says nothing; the replies are the same."""
+    lines: list[str] = []
+    draft_wall.main(lines.append, hidden=64, pairs=1, tokens=60, families=("llama",))
+    assert len(lines) == 1
+    assert float(lines[0].split()[-1]) > 0.2
 
 
 @pytest.mark.slow

@@ -1,0 +1,97 @@
+"""Speed of replies with a draft model that does not pay, by the wall clock.
+
+`python -m tests.proofs.draft_wall` writes the same replies with a draft model and without, in turn.
+The draft models have other random weights than their models and are hardly ever right, so drafting
+must pause, and replies must have the speed that they have without a draft model.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from statistics import median
+
+import numpy as np
+
+from mlxcache.cache.kv_cache import KVCache
+from mlxcache.guess.drafts import DraftCosts, DraftRule
+from mlxcache.guess.passes import PassCosts
+from mlxcache.model.pair import Pair
+from mlxcache.scheduling.pass_costs import measure_passes
+from mlxcache.tree.budget import Budget
+from tests.scheduled import Bench
+from tests.toys.toy import make_toy
+
+FAMILIES = ("llama", "gemma3", "deepseek_v3")
+LEAST = 0.97
+"""Least speed with a draft model, by that without."""
+
+PAIRS, PROMPT = 5, 300
+ROOM = 1 << 26
+
+
+def write(bench: Bench, ids: Sequence[int], tokens: int) -> tuple[float, list[int]]:
+    """Write a reply; return the seconds of its decoding, and its tokens."""
+    task = bench.put(ids, tokens=tokens)
+    bench.run(until=lambda: bool(task.out))
+    began = time.perf_counter()
+    while not bench.scheduler.idle:
+        bench.tick()
+    return time.perf_counter() - began, task.out
+
+
+def ruled(pair: Bench) -> Bench:
+    """A twin of `pair` whose drafts are chosen by the costs that this machine has now."""
+    model, layout, fresh = pair.model, pair.kv.layout, pair.twin()
+    assert isinstance(model, Pair)
+    target, draft = (
+        PassCosts(measure_passes(part, layout, ROOM)) for part in (model.target, model.propose)
+    )
+    rule = DraftRule(DraftCosts(target, draft))
+    fresh.use(KVCache.open(layout, Budget(1 << 30)), draft_rule=rule)
+    return fresh
+
+
+def compare(plain: Bench, pair: Bench, *, pairs: int, tokens: int) -> float:
+    """Return the median of the speeds with a draft by those without.
+
+    Raises AssertionError if a reply differs.
+    """
+    fast, slow = ruled(pair), plain.twin()
+    rng, ratios = np.random.default_rng(1), list[float]()
+    for number in range(pairs + 1):
+        ids = [int(t) for t in rng.integers(10, 400, PROMPT)]
+        order = (slow, fast) if number % 2 else (fast, slow)
+        found = {id(bench): write(bench, ids, tokens) for bench in order}
+        assert found[id(slow)][1] == found[id(fast)][1]
+        if number:  # the first one compiles
+            ratios.append(found[id(slow)][0] / found[id(fast)][0])
+    return median(ratios)
+
+
+def main(
+    out: Callable[[str], object] = print,
+    *,
+    hidden: int = 384,
+    pairs: int = PAIRS,
+    tokens: int = 300,
+    families: Sequence[str] = FAMILIES,
+) -> int:
+    """Compare each family; return the number of those that are slower with a draft model."""
+    slower = 0
+    for family in families:
+        with tempfile.TemporaryDirectory() as folder:
+            sizes = {"hidden": hidden, "intermediate": 4 * hidden}
+            model = make_toy(Path(folder) / "model", family, **sizes)  # type: ignore[arg-type]
+            draft = make_toy(Path(folder) / "draft", family, seed=5, layers=2)
+            speed = compare(Bench(model), Bench(model, draft=draft), pairs=pairs, tokens=tokens)
+            out(f"{family:12} a draft that is hardly ever right: {speed:.3f}")
+            slower += speed < LEAST
+    return slower
+
+
+if __name__ == "__main__":
+    sys.exit(1 if main() else 0)
