@@ -47,7 +47,8 @@ async def play(inside: Inside, played: Played, seed: int, tokens: int, reply: in
     rng = np.random.default_rng(seed)
     first = rng.integers(0, VOCABULARY, tokens, np.int32)
     said, record = await ask(inside, first, reply, seed)
-    prompt = np.concatenate([first, said, rng.integers(0, VOCABULARY, NEW, np.int32)])
+    more = rng.integers(0, VOCABULARY, NEW, np.int32)
+    prompt = np.concatenate([first, np.asarray(said, np.int32), more])
     _, warm = await ask(inside, prompt, reply, seed + 1)
     _, again = await ask(inside, prompt, reply, seed + 2)
     for name, one in zip(FIGURES, (record, warm, again), strict=False):

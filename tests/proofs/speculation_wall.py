@@ -10,7 +10,9 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import median
 
 import mlx.core as mx
 
@@ -29,8 +31,8 @@ VOCABULARY = 4096
 LEAST = 0.97
 """Least speed of any shape."""
 
-TURNS, PAIRS = 3, 2
-"""Replies of each shape, and times that each is written with and without guesses."""
+TURNS, PAIRS, LONGEST = 3, 3, 400
+"""Replies of each shape, times that each is written with and without guesses, and their tokens."""
 
 
 class Dictated:
@@ -63,7 +65,7 @@ def turns(kind: Kind, style: Style, words: Words) -> list[tuple[list[int], list[
     for message in session(kind, style, 3):
         ids = [i % VOCABULARY for i in words.encode(message.text + "\n")]
         if message.reply and len(ids) >= 100:
-            found.append(([*said, 1, 2], ids[:200]))
+            found.append(([*said, 1, 2], ids[:LONGEST]))
         said += ids
     return found[:TURNS]
 
@@ -81,16 +83,43 @@ def write(bench: Bench, prompt: list[int], reply: list[int]) -> tuple[float, Tas
     return time.perf_counter() - began, task
 
 
-def compare(plain: Bench, costs: Callable[[], PassCosts], shape: tuple[Kind, Style]) -> float:
-    """Return the speed with guesses, in units of that without, for one shape of sessions."""
-    seconds = [0.0, 0.0]
-    for _ in range(PAIRS):
-        fast = speculating(plain, Speculation(costs()))
+@dataclass
+class Compared:
+    """Replies of one shape: seconds without and with guesses, and the sums of their counts."""
+
+    seconds: list[tuple[float, float]] = field(default_factory=list)
+    tokens: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    passes: int = 0
+
+    @property
+    def speed(self) -> float:
+        """Speed with guesses of all replies together, in units of that without."""
+        return sum(slow for slow, _ in self.seconds) / sum(fast for _, fast in self.seconds)
+
+    @property
+    def middle(self) -> float:
+        """Median of the speeds of the replies."""
+        return median(slow / fast for slow, fast in self.seconds)
+
+
+def compare(plain: Bench, costs: PassCosts, shape: tuple[Kind, Style]) -> Compared:
+    """Write the replies of one shape of sessions with guesses and without, in turn."""
+    found = Compared()
+    for pair in range(PAIRS):
+        fast = speculating(plain, Speculation(costs))
         slow = plain.twin()
-        for prompt, reply in turns(*shape, Words()):
-            for which, bench in enumerate((slow, fast)):
-                seconds[which] += write(bench, prompt, reply)[0]
-    return seconds[0] / seconds[1]
+        for number, (prompt, reply) in enumerate(turns(*shape, Words())):
+            order = (slow, fast) if (pair + number) % 2 else (fast, slow)
+            took = {id(bench): write(bench, prompt, reply) for bench in order}
+            record = took[id(fast)][1].record
+            found.seconds.append((took[id(slow)][0], took[id(fast)][0]))
+            found.tokens += len(reply)
+            found.drafted += record.drafted_tokens
+            found.accepted += record.accepted_tokens
+            found.passes += record.guess_passes
+    return found
 
 
 def measured(model: object, layout: Layout) -> PassCosts:
@@ -111,9 +140,13 @@ def main(out: Callable[[str], object] = print, *, hidden: int = 384, layers: int
         out(f"{1e3 * costs.seconds(1000):.1f} ms a pass, {curve}")
         slower = 0
         for shape in SHAPES:
-            speed = compare(bench, lambda: measured(bench.model, bench.kv.layout), shape)
-            out(f"{' '.join(shape):12} {speed:.2f}")
-            slower += speed < LEAST
+            found = compare(bench, costs, shape)
+            out(
+                f"{' '.join(shape):12} {found.speed:.2f}, median {found.middle:.2f}; "
+                f"{found.tokens} tokens, {found.accepted} of {found.drafted} guessed right "
+                f"in {found.passes} passes"
+            )
+            slower += found.middle < LEAST
         return slower
 
 

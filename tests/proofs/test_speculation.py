@@ -56,7 +56,7 @@ def test_the_shapes_are_those_of_agents() -> None:
 def test_conversations_that_never_repeat_are_as_fast_and_kept_as_well() -> None:
     """Tiny ones, of which only what was fed and kept can be compared."""
     lines: list[str] = []
-    speculation_beside.main(lines.append, pairs=1, tokens=200, reply=20, hidden=64)
+    speculation_beside.main(lines.append, pairs=1, tokens=200, reply=20, hidden=96)
     fed = next(line for line in lines if "tokens fed" in line).split("tokens fed: ")[1]
     kept = [line.rsplit("  ", 1)[1].strip() for line in lines if "RAM" in line or "disk" in line]
     for one, other in (pair.split(", ") for pair in (fed, *kept)):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 
 import numpy as np
 
@@ -26,6 +27,9 @@ SHOWN = (2, 4, 8, 12, 16, 32)
 """Tokens of the passes whose cost is reported."""
 
 AGAIN, NEW = "text that was said before", "new text"
+ALIKE, PARTING = 4, 0.15
+"""Replies given before that are nearly the greedy one, and the factor of their temperature."""
+
 LEAST = 0.97
 """Least speed of new text with guesses, by that without."""
 
@@ -92,8 +96,9 @@ async def _compare(
 ) -> Sequence[str]:
     """Compare greedy replies with guesses with one without; return what differs, other than ties.
 
-    The first one with guesses is mostly new text. The second one is the same text again, so that
-    nearly all guesses are right.
+    Replies that were drawn at a low temperature are given before, so that guesses of the first one
+    part from it here and there. The second one is the same text again, so that nearly all guesses
+    are right.
     """
     measured, wrong = guesses.costs, list[str]()
     for length in scale.equal:
@@ -102,6 +107,8 @@ async def _compare(
         tolerance, row = equality.tolerance_for(noise), f"{length:,} tokens"
         plain = await _reply(inside, ids, scale.reply, guess=False, top=True)
         await inside.engine.call(lambda _: guesses.set_costs(free_costs()))
+        for seed in range(ALIKE):
+            await _reply(inside, ids, scale.reply, seed=seed, temperature=_temperature(plain))
         replies = [await _reply(inside, ids, scale.reply, top=True) for _ in range(2)]
         await inside.engine.call(lambda _: guesses.set_costs(measured))
         found.add(SAME, row, "tolerance", "", tolerance)
@@ -117,6 +124,14 @@ async def _compare(
         if not replies[1].record.accepted_tokens:
             wrong.append(f"{row}: no guess was right, so the comparison proves nothing")
     return wrong
+
+
+def _temperature(plain: Reply) -> float:
+    """Return a temperature at which replies part from a greedy one, but not at once.
+
+    It is a small part of the usual distance between the two likeliest tokens.
+    """
+    return max(1e-3, PARTING * median(one.top[0][2] - one.top[1][2] for one in plain.tokens))
 
 
 def first_difference(one: Sequence[TokenLogprob], other: Sequence[TokenLogprob]) -> int | None:
@@ -154,12 +169,14 @@ async def _reply(
     guess: bool = True,
     top: bool = False,
     seed: int | None = None,
+    temperature: float = 1.0,
 ) -> Reply:
-    """Generate a reply of `tokens` tokens to the prompt `ids`: greedy, or drawn with `seed`.
+    """Generate a reply of `tokens` tokens to the prompt `ids`.
 
-    `top`: report the likeliest tokens at each position.
+    It is greedy, or with `seed` drawn at `temperature`. `top`: report the likeliest tokens at each
+    position.
     """
-    sampling = Sampling() if seed is None else Sampling(temperature=1.0, seed=seed)
+    sampling = Sampling() if seed is None else Sampling(temperature=temperature, seed=seed)
     stream = await inside.ask(
         ids,
         tokens,

@@ -39,6 +39,7 @@ def test_costs_text_and_speed_are_reported(tmp_path: Path) -> None:
         assert found.tables[COSTS][f"after {cached} tokens"]["32 tokens"].median >= 1
     same = found.tables[SAME]["60 tokens"]
     assert same["same reply again: right"].median > 10
+    assert same["first reply: guessed"].median > same["first reply: right"].median
     assert same["same reply again: apart"].median <= same["tolerance"].median
     for kind in (NEW, AGAIN):
         assert found.tables[SPEED][kind]["with guesses"].median > 0
