@@ -274,7 +274,10 @@ class WriteBehind:
         What continues it is deleted too; see `Store.forget_beyond`. Does not block: the writer's
         thread deletes the files after the jobs that it already has.
         """
-        self.writer.call(lambda: self._store.forget_beyond(ids, keep))
+        self.writer.call(
+            lambda: self._store.forget_beyond(ids, keep),
+            f"deleting KV that is not finite, of a path of {len(ids)} tokens beyond {keep},",
+        )
 
     # -- handing over ------------------------------------------------------------------------------
 
@@ -311,7 +314,7 @@ class WriteBehind:
         """
         if self._asking is not path:
             self._asking = path
-            self.writer.call(lambda: self._look_up(path))
+            self.writer.call(lambda: self._look_up(path), "a lookup before a write")
 
     def _look_up(self, path: PathWrite) -> None:
         """Search the store for the part of a path that is on disk. Runs on the writer's thread."""

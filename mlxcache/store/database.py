@@ -106,7 +106,10 @@ NAME = "index.sqlite"
 
 
 NO_SPACE = 64 << 10
-"""Bytes of free space below which SQLite reports a full disk as any other error."""
+"""Free bytes of a disk below which any error of SQLite is reported as that of a full disk.
+
+SQLite itself may report that it cannot open a file.
+"""
 
 
 class Unwritable(StoreError):

@@ -164,8 +164,8 @@ def files_to_evict(
     Only files that no other file continues and that are not being written can be chosen. Evicting
     one may make the file before it eligible. Pinned files are chosen only when nothing else is
     left. If all eligible files free less than `need` bytes, they are returned if `partly`,
-    otherwise None is returned. Updates the ranks, as part of the transaction of `connection`, and
-    reads only the rows that it chooses, and a few more.
+    otherwise None is returned. Updates the ranks of files (see `store.ranks`), as part of the
+    transaction of `connection`, and reads only the rows that it chooses, and a few more.
     """
     refresh(connection)
     return _choose(connection, need, partly)

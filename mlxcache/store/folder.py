@@ -127,7 +127,7 @@ class Folder:
     def trim_quarantine(self, limit: int | None, *, keep: int = 1) -> None:
         """Remove the oldest quarantined files beyond `limit` bytes or `MOST_QUARANTINED` files.
 
-        The newest `keep` files always stay.
+        `limit`: bytes that the quarantine may take, or None. The newest `keep` files always stay.
         """
         found = self.quarantined()
         total = sum(size for _, size in found)

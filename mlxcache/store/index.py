@@ -174,7 +174,7 @@ def version(connection: sqlite3.Connection) -> tuple[int, int, int]:
 
 
 def has_checkpoints(connection: sqlite3.Connection, root: bytes) -> bool:
-    """Return whether any of the 50 newest runs that start at token 0 contains a checkpoint.
+    """Return whether a checkpoint lies within one of the 50 newest runs that start at token 0.
 
     `root`: digest of the empty prefix of the namespace.
     """

@@ -20,7 +20,6 @@ from mlxcache.store.folder import STORE
 from mlxcache.store.lock import NAME, InUse, exclusive_lock, servers
 
 __all__ = ["STORE", "locate_cache_dir"]
-"""Name of the disk tier's folder inside the cache folder."""
 
 WAIT_S = 5.0
 """Most seconds to wait for another process that moves or changes the folder."""
@@ -59,7 +58,7 @@ def prepare_cache_dir(cache_dir: Path) -> Path:
         if _has_store(former) and (former / STORE).resolve() != (cache_dir / STORE).resolve():
             log.warning(
                 "sessions in %s are not used, because %s has sessions too: to use them, pass "
-                "--cache-dir %s; to be rid of them, remove it",
+                "--cache-dir %s; to be rid of them, remove that folder",
                 *(former, cache_dir, former),
             )
         return cache_dir

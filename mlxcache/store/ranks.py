@@ -92,12 +92,14 @@ END;
 """
 """Tables `rank` and `changed`, their indexes and triggers, and further indexes of `file`.
 
-`evictable`: durable, and no file continues it. `uses`: reuses up to `MOST_REUSES`, with those
+Flags are 0 or 1. `checkpoint`: the file is one, not a run. `evictable`: durable, and no file
+continues it (none continues a checkpoint). `uses`: reuses up to `MOST_REUSES`, with those
 inherited: the most recently used of the runs that continue one inherits its reuses (it is the
 `heir`), and a checkpoint those of the run that contains it. `used`: time of the last use, for a
 checkpoint also of later ones on its path; for a run that is not evictable it may be out of date.
 `head`: the first checkpoint of a path. `last`: one that no durable checkpoint follows, unless it is
-a head. `most`: the greatest `uses` of a checkpoint and of those after it. `previous`: as in `file`.
+a head. `most`: the greatest `uses` of a checkpoint and of those after it. `stop`, `previous`: as in
+`file`.
 The triggers do not use `OR IGNORE`, because the clause of the statement that fires them overrides
 it.
 """
@@ -158,7 +160,7 @@ def _no_step(done: int, total: int) -> None:
 def refresh(connection: sqlite3.Connection, step: Step = _no_step) -> None:
     """Update the ranks of the files in `changed`, and of those that depend on them.
 
-    The table is empty afterwards. Part of the transaction of `connection`. `step(done, total)` is
+    `changed` is empty afterwards. Part of the transaction of `connection`. `step(done, total)` is
     called after each file with the number of files ranked so far, and of all.
     """
     query = "SELECT kind, start, id FROM changed JOIN file ON file.id = changed.file"

@@ -48,7 +48,10 @@ In a larger one it does not compare the SQL indexes with their tables.
 """
 
 MANY_FILES = 100_000
-"""Files whose sizes a start compares with the index, which takes a second on a busy disk."""
+"""Most files whose sizes a start compares with the index; with more files it compares none.
+
+Comparing so many takes a second on a busy disk.
+"""
 
 PROGRESS_S = 5.0
 """Seconds between two log lines of a long start."""
@@ -107,7 +110,10 @@ def open_database(folder: Folder, limit: int | None) -> Database:
             raise
         if getattr(error.__cause__, "sqlite_errorcode", 0) & 0xFF in _NOT_DAMAGED:
             raise
-        log.warning("index %s is damaged, rebuilding it from the files: %s", folder.index, error)
+        log.warning(
+            "index %s is damaged, rebuilding it from the files, without sessions and pins: %s",
+            *(folder.index, error),
+        )
     with store_errors(folder.index):
         folder.set_aside(folder.index, limit)
         _remove_logs(folder)
@@ -145,9 +151,10 @@ def find_obstacle(folder: Folder) -> str | None:
 
 
 def free_least(folder: Folder) -> None:
-    """Remove files, in the order of eviction, until the index can be opened on a full disk.
+    """Remove files until the index can be opened, if the disk is full.
 
-    Their rows are removed by `recover`. Without an index, or if it is damaged, none are removed.
+    Quarantined files come first, then those of the index in the order of eviction, whose rows
+    `recover` removes. Without an index, or if it is damaged, only quarantined files are removed.
     Raises OSError.
     """
     free = folder.free()
@@ -197,25 +204,27 @@ def recover(context: StoreContext) -> None:
             if found.strays:
                 _adopt_all(context, connection, found.strays)
                 _free_rows(context, connection, found.strays)
-            ranks.refresh(connection, _Progress())
+            ranks.refresh(connection, _Progress(context.folder.index))
 
 
 class _Progress:
     """Progress of `ranks.refresh`, as a log line every `PROGRESS_S` seconds.
 
-    It takes that long only for an index of an earlier version, whose files have no ranks yet.
+    `refresh` takes that long only for an index of an earlier version, whose files have no ranks
+    yet. `path`: that of the index, for the log.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, path: Path) -> None:
+        self._path = path
         self._next = time.monotonic() + PROGRESS_S
 
     def __call__(self, done: int, total: int) -> None:
         if done % 1000 == 0 and time.monotonic() >= self._next:
             self._next += PROGRESS_S
             log.info(
-                "index is being updated: %d of %d files put in the order of eviction",
-                done,
-                total,
+                "index %s is being updated before it is used: %d of %d files put in the order of "
+                "eviction",
+                *(self._path, done, total),
             )
 
 

@@ -16,10 +16,10 @@ MOST_RESPONSES, MOST_BYTES = 4096, 64 << 20
 """Responses kept, and bytes of their packed texts; of more, the oldest are removed."""
 
 MAX_CHAIN = 1024
-"""Responses that one conversation may continue, one after the other."""
+"""Most responses of one conversation, each of which continues the one before."""
 
 MAX_CHAIN_BYTES = 256 << 20
-"""Bytes of the texts of one conversation, which are in memory at once."""
+"""Most bytes of the texts of one conversation, which are in memory at once."""
 
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS responses (
@@ -115,7 +115,10 @@ def read_chain(db: sqlite3.Connection, id: str, owner: str | None) -> list[Store
         found.append(read_response(db, at, owner))
         size += len(found[-1].body) + len(found[-1].items)
         if size > MAX_CHAIN_BYTES:
-            raise NotFound(f"Response '{id[:80]}' continues more than {MAX_CHAIN_BYTES:,} bytes.")
+            raise NotFound(
+                f"Response '{id[:80]}' and those that it continues have more than "
+                f"{MAX_CHAIN_BYTES:,} bytes."
+            )
         at = found[-1].previous
     return found[::-1]
 

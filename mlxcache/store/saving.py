@@ -209,10 +209,10 @@ def _row(context: StoreContext, kind: str, digest: bytes, base: bytes, parent: R
 
 
 def _save(context: StoreContext, chain: Chain, compose: Callable[[Match], _NewFile | None]) -> None:
-    """Write the file that `compose` makes from what is already on disk.
+    """Write the file that `compose` makes.
 
-    `compose` returns None if nothing needs to be written. It is called again if the index changes
-    in the meantime.
+    `compose(match)` gets the part of the chain that is on disk; it returns None if nothing needs to
+    be written. It is called again if the index changes in the meantime.
     """
     deadline = time.monotonic() + WAIT_S
     with context.saving:

@@ -452,7 +452,7 @@ class SessionFigures:
     `first_tokens`: number of requests that gave a first token, after `first_token_s` seconds in
     total. `saved_tokens`: cached tokens for which the speed of prefill was known. `saved_s`:
     estimated seconds that computing those would have taken. `drafted_tokens`, `accepted_tokens`,
-    `guess_passes`, `guess_saved_s`: as in a request's record.
+    `guess_passes`, `guess_saved_s`: see `types.RequestRecord`.
     """
 
     requests: int = 0

@@ -28,7 +28,8 @@ class SnapshotKV:
     """The KV of one model as a snapshot holds it, in `store`, which has it in this form.
 
     A subclass converts it, if the store has only a part of it. `namespace`: the model to which
-    snapshots belong. Use one object for one export or import. All methods block.
+    snapshots belong, that of `store` by default. Use one object for one export or import. All
+    methods block.
     """
 
     def __init__(self, store: Store, namespace: str | None = None):
@@ -68,9 +69,9 @@ class SnapshotKV:
                 yield from read_bytes(piece.path, begin, begin + (last - first) * row)
 
     def state_places(self, ids: Tokens, saved: Saved) -> Sequence[Place]:
-        """Return the tensors of the checkpoint `saved`, found for `ids`; offsets mean nothing.
+        """Return the tensors of the checkpoint `saved`; their offsets must not be used.
 
-        Raises StoreError.
+        `ids`: the token ids for which it was found. Raises StoreError.
         """
         return self._header(saved.path).places
 
@@ -79,8 +80,8 @@ class SnapshotKV:
     ) -> Iterator[bytes]:
         """Yield the bytes of all tensors of the checkpoint `saved`, one after another.
 
-        `ids`: the token ids for which it was found. `first`, `last`: only this range of these
-        bytes. Raises StoreError.
+        `ids`: the token ids for which it was found. Only the range [first, last) of these bytes is
+        yielded, up to their end if `last` is None. Raises StoreError.
         """
         at = 0
         for place in self._header(saved.path).places:

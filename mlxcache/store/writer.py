@@ -89,14 +89,14 @@ class Writer:
             self._add(job)
             return True
 
-    def call(self, action: Callable[[], None]) -> None:
+    def call(self, action: Callable[[], None], what: str = "a queued action") -> None:
         """Run `action` on the thread after the jobs offered before; log any exception.
 
-        Does not block. Ignored after `close`.
+        `what` describes it in the log. Does not block. Ignored after `close`.
         """
         with self._state:
             if not self._closing:
-                self._add(action)
+                self._add(lambda: self._run_logged(what, action))
 
     def close(self, seconds: float | None = None) -> None:
         """End the thread after the current job; drop queued jobs without calling `done`.
@@ -122,7 +122,7 @@ class Writer:
             if isinstance(item, Job):
                 self._write(item)
             else:
-                self._run_logged("queued action", item)
+                item()
             nbytes = item.nbytes if isinstance(item, Job) else 0
             del item  # its buffers are freed before the count says so
             with self._state:
@@ -157,7 +157,7 @@ class Writer:
                 "model %s: writing KV up to token %d to disk failed", self._label, len(job.ids)
             )
             error = StoreError(f"Writing KV to disk failed: {raised!r}.")
-        self._run_logged("action after a write", lambda: self._done(job, error))
+        self._run_logged("reporting the result of a write", lambda: self._done(job, error))
 
     def _run_logged(self, what: str, action: Callable[[], None]) -> None:
         """Run `action` and log its exceptions, so that they do not end the thread.

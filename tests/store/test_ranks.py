@@ -260,7 +260,7 @@ def test_a_long_start_logs_its_progress(folder, monkeypatch, caplog):
             connection.executemany(query, [(id,) for id in range(100, 2100)])
             monkeypatch.setattr(recovery, "PROGRESS_S", 0.0)
             caplog.set_level("INFO", "mlxcache.store.recovery")
-            ranks.refresh(connection, recovery._Progress())
+            ranks.refresh(connection, recovery._Progress(folder / "index.sqlite"))
     assert re.search(r"1000 of \d+ files put in the order of eviction", caplog.text)
 
 
