@@ -101,8 +101,8 @@ class CountedDisk:
     def look_up(self, ids: Tokens, known: int) -> tuple[int, int]:
         """Return how many leading tokens of `ids` a server would restore, and how many are on disk.
 
-        `known`: leading tokens that are in RAM. The first result is 0 if that is too few tokens
-        more than `known`. Counts a use of the files found.
+        `known`: leading tokens that are in RAM. The first result is 0 if restoring would gain too
+        few tokens beyond `known`. Counts a use of the files found.
         """
         match = self._find(ids)
         self._touch(match)

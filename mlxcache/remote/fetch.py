@@ -57,7 +57,7 @@ BACK = 4
 
 
 SPARE_BYTES = 4 << 20
-"""Bytes that an object may be larger than twice its tensors: its header."""
+"""Bytes for the header of an object, which may be larger than twice its tensors by as much."""
 
 
 PrefillSeconds = Callable[[int, int], float]
@@ -109,7 +109,7 @@ class Fetcher:
     """Fetches runs and checkpoints of prompts into the store. Any thread.
 
     `seconds(start, stop)` estimates the time for computing the prompt tokens in between. `pool`:
-    threads that make the calls to the remote.
+    threads that make the calls to the remote. `label`: that of the model, for the log.
     """
 
     def __init__(
@@ -124,8 +124,10 @@ class Fetcher:
         pool: ThreadPoolExecutor,
         pace: Pace | None = None,
         clock: Callable[[], float] = time.monotonic,
+        label: str = "unnamed",
     ):
         self.pace = pace or Pace(clock)
+        self._label = label
         self._objects, self._store, self._shape = objects, store, shape
         self._seconds, self._names, self._counts = seconds, names, counts
         self._pool, self._clock = pool, clock
@@ -177,7 +179,10 @@ class Fetcher:
         except _Expired:
             self._counts.add("expired")
         except RemoteUnavailable as error:
-            log.debug("lookup of a prompt in the remote failed, nothing fetched: %s", error)
+            log.debug(
+                "model %s: remote lookup failed, fetching nothing: prompt of %d tokens: %s",
+                *(self._label, len(ids), error),
+            )
         return 0
 
     def _fetch(self, lookup: _Lookup) -> int:
@@ -321,7 +326,10 @@ class Fetcher:
         except _Expired:
             self._counts.add("expired")
         except RemoteUnavailable as error:
-            log.debug("fetching KV from the remote ended after %d tokens: %s", saved, error)
+            log.debug(
+                "model %s: fetching KV from the remote failed, keeping %d of %d tokens: %s",
+                *(self._label, saved, target - lookup.local, error),
+            )
         self._counts.add("fetched_tokens", saved)
         return saved
 
@@ -341,7 +349,10 @@ class Fetcher:
             self._store.write_run(ids, run.start, run.tensors, run.late)
         except (StoreError, ValueError) as error:
             if str(error) != self._last_warning:
-                log.warning("KV fetched from the remote was not saved: %s", error)
+                log.warning(
+                    "model %s: KV fetched from the remote not saved, computing it instead: %s",
+                    *(self._label, error),
+                )
             self._last_warning = str(error)
             return False
         self._last_warning = ""
@@ -437,4 +448,7 @@ class Fetcher:
     def _note_wrong(self, name: str, error: Malformed) -> None:
         self._names.note_wrong(name)
         self._counts.add("corrupt")
-        log.warning("remote object has wrong content, and is not used: %s: %s", name, error)
+        log.warning(
+            "model %s: remote object has wrong content, and is not used: %s: %s",
+            *(self._label, name, error),
+        )

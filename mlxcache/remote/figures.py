@@ -87,7 +87,11 @@ class Traffic:
 
 
 class Figures:
-    """Counts of transfers since the start. `damaged`: objects that were read but are damaged."""
+    """Counts of transfers since the start.
+
+    `up`, `down`: what was written and what was read. `damaged`: objects that were read but are
+    damaged.
+    """
 
     def __init__(self) -> None:
         self.up, self.down = Traffic(), Traffic()

@@ -373,8 +373,9 @@ class Objects:
     ) -> T:
         """Await `work` with a deadline, and record its outcome. Raises Failure.
 
-        `seconds`: the deadline, `Limits.operation_s` if None; none with `own_deadline`. A `probe`
-        is tried while the breaker is open, and its failure is recorded by `_probe`.
+        `seconds`: the deadline, `Limits.operation_s` if None. `own_deadline`: `work` has a deadline
+        itself, and gets no other. A `probe` is tried while the breaker is open, and its failure is
+        recorded by `_probe`.
         """
         if breaker.is_open and not probe:
             work.close()
@@ -538,8 +539,8 @@ def open_remote(
     """Open the remote at `url`, check its key and return it. Blocks for `Limits.start_s` at most.
 
     A remote that cannot be reached is skipped until it can be. `key`: 32 bytes to seal names and
-    contents with. `marks`: write the marker if it is absent. Raises ConfigError for a URL or a key
-    that cannot be right.
+    contents with. `marks`: write the marker if it is absent. Raises ConfigError for a URL that
+    cannot be used, and unless the remote is used with the same key (or, with None, without one).
     """
     try:
         address = read_remote_url(url)

@@ -129,11 +129,22 @@ def decode(data: bytes, vocab_size: int) -> list[ReplyRow]:
 
 
 class SharedReplies:
-    """Exchange of the replies of one namespace. Any thread."""
+    """Exchange of the replies of one namespace. Any thread.
+
+    `vocab_size`: number of token ids of the model. `label`: that of the model, for the log.
+    """
 
     def __init__(
-        self, objects: Objects, uploader: Uploader, counts: Counts, namespace: str, vocab_size: int
+        self,
+        objects: Objects,
+        uploader: Uploader,
+        counts: Counts,
+        namespace: str,
+        vocab_size: int,
+        *,
+        label: str = "unnamed",
     ):
+        self._label = label
         self._objects, self._uploader, self._counts = objects, uploader, counts
         self._namespace, self._vocab_size = namespace, vocab_size
         self._tried: LRU[str, int] = LRU(MOST_TRIED)
@@ -181,7 +192,10 @@ class SharedReplies:
         try:
             found = self._objects.get_many(names, seconds, most=MOST_BYTES)
         except RemoteUnavailable as error:
-            log.debug("replies not looked up in the remote: %s", error)
+            log.debug(
+                "model %s: replies not looked up in the remote: %d of a prompt: %s",
+                *(self._label, len(names), error),
+            )
             return []
         rows: list[ReplyRow] = []
         for name, data in zip(names, found, strict=True):
@@ -198,5 +212,8 @@ class SharedReplies:
             return decode(data, self._vocab_size)
         except Damaged as error:
             self._counts.add("corrupt")
-            log.warning("remote object has wrong content, and is not used: %s: %s", name, error)
+            log.warning(
+                "model %s: remote object has wrong content, and is not used: %s: %s",
+                *(self._label, name, error),
+            )
             return []

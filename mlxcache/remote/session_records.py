@@ -54,7 +54,8 @@ class SessionRecord(msgspec.Struct, frozen=True, kw_only=True):
 class SharedSessions:
     """Exchange of session records through the remote. Any thread; methods do not block.
 
-    `submit(action)` runs an action on a thread that may block.
+    `submit(action)` runs an action on a thread that may block. `label`: that of the model, for the
+    log.
     """
 
     def __init__(
@@ -64,7 +65,10 @@ class SharedSessions:
         counts: Counts,
         namespace: str,
         submit: Callable[[Callable[[], None]], object],
+        *,
+        label: str = "unnamed",
     ):
+        self._label = label
         self._namespace = namespace
         self._objects, self._uploader, self._counts = objects, uploader, counts
         self._submit = submit
@@ -88,7 +92,10 @@ class SharedSessions:
         try:
             data = self._objects.get(name, most=MOST_BYTES)
         except RemoteUnavailable as error:
-            log.debug("session not looked up in the remote: %s", error)
+            log.debug(
+                "model %s: session not looked up in the remote: %s: %s",
+                *(self._label, name, error),
+            )
             self._found.pop(name)
             return
         if data is None:
@@ -97,7 +104,10 @@ class SharedSessions:
             found = decode(SessionRecord, data)
         except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
             self._counts.add("corrupt")
-            log.warning("remote object has wrong content, and is not used: %s: %s", name, error)
+            log.warning(
+                "model %s: remote object has wrong content, and is not used: %s: %s",
+                *(self._label, name, error),
+            )
             return
         if found.version == VERSION and ID.fullmatch(found.id):
             self._found.put(name, (found,))

@@ -66,13 +66,16 @@ class RemoteTier:
         # apart, because no request waits for it
         self._behind = ThreadPoolExecutor(1, thread_name_prefix="mlxcache-session")
         self.fetcher = Fetcher(
-            objects, store, shape, seconds, names=names, counts=counts, pool=self._reading
+            *(objects, store, shape, seconds),
+            names=names,
+            counts=counts,
+            pool=self._reading,
+            label=label,
         )
-        self.uploader = Uploader(objects, store, shape, names, counts)
-        self.sessions = SharedSessions(
-            objects, self.uploader, counts, store.namespace, self._behind.submit
-        )
-        self._replies = SharedReplies(objects, self.uploader, counts, store.namespace, vocab_size)
+        self.uploader = Uploader(objects, store, shape, names, counts, label=label)
+        away = (objects, self.uploader, counts, store.namespace)
+        self.sessions = SharedSessions(*away, self._behind.submit, label=label)
+        self._replies = SharedReplies(*away, vocab_size, label=label)
 
     # -- KV ----------------------------------------------------------------------------------------
 

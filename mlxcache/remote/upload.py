@@ -49,12 +49,21 @@ HEADS = 64
 class Uploader:
     """Thread that writes runs, checkpoints and small records to the remote.
 
-    Methods may be called on any thread and do not block, except `wait` and `close`.
+    Methods may be called on any thread and do not block, except `wait` and `close`. `label`: that
+    of the model, for the log.
     """
 
     def __init__(
-        self, objects: Objects, store: Store, shape: Shape, names: KnownNames, counts: Counts
+        self,
+        objects: Objects,
+        store: Store,
+        shape: Shape,
+        names: KnownNames,
+        counts: Counts,
+        *,
+        label: str = "unnamed",
     ):
+        self._label = label
         self._objects, self._store, self._shape = objects, store, shape
         self._names, self._counts = names, counts
         self._paths: list[Tokens] = []
@@ -133,13 +142,22 @@ class Uploader:
                 self._upload(item)
                 self._pause = 0.0
             except RemoteUnavailable as error:
-                log.debug("upload to the remote failed, and is tried again later: %s", error)
+                log.debug(
+                    "model %s: upload to the remote failed, and is tried again later: %s: %s",
+                    *(self._label, _description(item), error),
+                )
                 self._put_back(item)
                 self._pause = min(RETRY_S, 2 * self._pause or FIRST_RETRY_S)
             except (StoreError, OSError, Malformed) as error:  # evicted or damaged meanwhile
-                log.debug("upload to the remote failed, and is not tried again: %s", error)
+                log.debug(
+                    "model %s: upload to the remote failed, and is not tried again: %s: %s",
+                    *(self._label, _description(item), error),
+                )
             except Exception:
-                log.exception("upload to the remote failed, and is not tried again")
+                log.exception(
+                    "model %s: upload to the remote failed, and is not tried again: %s",
+                    *(self._label, _description(item)),
+                )
             finally:
                 with self._state:
                     self._busy = False
@@ -239,6 +257,11 @@ class Uploader:
         self._objects.put(name, data)
         self._counts.add("uploaded_objects")
         self._counts.add("uploaded_bytes", len(data))
+
+
+def _description(item: tuple[str, Callable[[], None]] | Tokens) -> str:
+    """Return a text for the log that names an item of the queue; see `Uploader._next`."""
+    return item[0] if isinstance(item, tuple) else f"KV of {len(item)} tokens"
 
 
 def _continues(ids: Tokens, path: Tokens) -> bool:
