@@ -40,10 +40,11 @@ OWN: Mapping[str, tuple[str, ...]] = {
 }
 """Folders of mlxcache in a cache folder, with patterns of its files in each.
 
-Only these files are removed: a cache folder may be named by mistake, and `log` is nobody's name.
+Only these files are removed, because --cache-dir may name a folder of other programs by mistake,
+and they may have a folder `log` too.
 """
 
-_OWN_FILES = ("fingerprints.json", NAME)
+_OWN_FILES = ("fingerprints.json", "passes.json", NAME)
 """Names of mlxcache's files in a cache folder itself."""
 
 _COMPLETIONS = (".zfunc/_mlxcache", ".config/fish/completions/mlxcache.fish")

@@ -478,7 +478,7 @@ class Engine:
 
     @property
     def awaits_room(self) -> bool:
-        """Whether the model waits for memory before it is loaded for the first time."""
+        """True while the model waits for memory before it is loaded for the first time."""
         return self._first_load.awaits_room
 
     @property

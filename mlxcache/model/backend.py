@@ -1,4 +1,4 @@
-"""Which library runs a model: mlx-lm, or mlx-vlm for some families that mlx-lm lacks.
+"""Choice of the library that runs a model: mlx-lm, or mlx-vlm for families that mlx-lm lacks.
 
 Imports neither of them: importing mlx-vlm takes seconds, and most models do not need it. All
 functions may be called on any thread.
@@ -28,7 +28,7 @@ INSTALL = f"pip install 'mlxcache[vlm]' && pip install --no-deps mlx-vlm=={VLM_V
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """How a family of mlx-vlm is called.
+    """Form in which a family of mlx-vlm is called.
 
     `positions`: the form of the positions that its language model takes: "caches" if it reads them
     from the caches' offsets and keeps nothing between calls, "rows" for an array of shape (rows,

@@ -37,7 +37,8 @@ class Follower:
 
     Rank 0 chooses the numbers. `model`, `layout`: this rank's part of the model, and the layout of
     its KV. `group`: MLX's group of all ranks. `open_store(operation)` returns the rank's own store;
-    without it, this rank has no disk tier. MLX thread only, except `answer`.
+    without it, this rank has no disk tier. `rank`: the rank's number, for the log. MLX thread only,
+    except `answer`.
     """
 
     def __init__(
@@ -46,7 +47,10 @@ class Follower:
         layout: Layout,
         group: Any,
         open_store: Callable[[op.Open], Store] | None = None,
+        *,
+        rank: int = 1,
     ):
+        self._rank = rank
         self.model = model
         self.layout = layout
         self.store: Store | None = None
@@ -122,7 +126,7 @@ class Follower:
         try:
             found = self.store.find(_ids(question.ids), touch=question.touch)
         except StoreError as error:
-            log.warning("disk lookup failed: %s", error)
+            log.warning("rank %d: disk lookup failed, nothing is restored: %s", self._rank, error)
             return op.Answer(checkpoints=[])
         saved = [one.position for one in found.checkpoints] if self.layout.checkpointed else None
         return op.Answer(length=found.length, checkpoints=saved)
@@ -238,7 +242,7 @@ class Follower:
                 self.store = self._open_store(it)
                 self._snapshots = SnapshotParts(self.store, self._write)
             except (StoreError, OSError) as error:
-                log.warning("no disk tier on this rank: %s", error)
+                log.warning("rank %d: no disk tier on this rank: %s", self._rank, error)
                 failure = str(error)
         self._note_outcome(op.STORE, op.Answer(ended=True, failure=failure))
 
@@ -400,7 +404,7 @@ class Follower:
             except PrefixNotStored as error:
                 answer = op.Answer(ended=True, failure=str(error), missing=True)
             except Exception as error:  # noqa: BLE001 - rank 0 waits for an answer
-                log.warning("disk write failed: %s", error)
+                log.warning("rank %d: disk write failed: %s", self._rank, error)
                 answer = op.Answer(ended=True, failure=str(error))
             self._note_outcome(key, answer)
 
@@ -418,7 +422,7 @@ class Follower:
             try:
                 change(store)
             except StoreError as error:
-                log.warning("files could not be pinned or removed: %s", error)
+                log.warning("rank %d: files not pinned or removed: %s", self._rank, error)
 
         self._writer.submit(run)
 

@@ -102,6 +102,7 @@ class Rank:
             layout,
             self._group,
             lambda it: self._open_store(it, setup.mode, needs_checkpoints=layout.opaque),
+            rank=self.place.rank,
         )
         self._heard_at = time.monotonic()
         threading.Thread(target=self._answer, args=(links, follower), daemon=True).start()

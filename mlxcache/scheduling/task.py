@@ -39,7 +39,7 @@ from mlxcache.types import (
 log = logging.getLogger("mlxcache.engine")
 
 Outcome = FinishReason | MlxcacheError
-"""How a reply ended: a finish reason, or an error."""
+"""End of a reply: a finish reason, or an error."""
 
 
 class Parser(Protocol):
