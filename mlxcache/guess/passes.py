@@ -77,6 +77,14 @@ class PassCosts:
             self._live[group] = min(MOST, max(LEAST, live))
         return max(1.0, min(cost, most))
 
+    def excess(self, tokens: int, seconds: float, cached: int) -> float:
+        """Return by how much a live pass took longer than expected, in passes over one token.
+
+        It is from 0 to `OUTLIER`. The pass corrects nothing.
+        """
+        over = seconds / self.seconds(cached) - self.at(cached)(tokens)
+        return min(OUTLIER, max(0.0, over))
+
     def _observe_single(self, seconds: float, cached: int) -> None:
         before = 1.0 if self._single is None else self._single
         ratio = before * seconds / self.seconds(cached)

@@ -90,8 +90,8 @@ class ReplyGuesses:
     def note_pass(self, cost: float, checked: int, accepted: int) -> None:
         """Account for a pass that took `cost`, and of whose `checked` tokens `accepted` were right.
 
-        A pass without a guess costs 1 and gives one token. Tokens that are fed again have their
-        share in `cost`.
+        A pass without a guess gives one token, and costs 1 unless it had to wait for a guess before
+        it. Tokens that are fed again have their share in `cost`.
         """
         self.purse.note(cost, 1 + accepted)
         self.gains.note(checked, accepted, saved=1 + accepted - cost)

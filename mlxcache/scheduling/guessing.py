@@ -63,6 +63,8 @@ class GuessingDecoder(Decoder):
 
     `clock` returns seconds. `plain`: tokens and seconds of the last pass without a guess whose end
     is known; None if other work came between, or the last pass that ended checked a guess.
+    `waited`: that pass was launched only when the tokens before it were known, after a guess, so
+    its time includes that of the launch.
     """
 
     def __init__(
@@ -87,6 +89,8 @@ class GuessingDecoder(Decoder):
         self._running = 1
         self._failed: _Flight | None = None
         self.plain: tuple[int, float] | None = None
+        self.waited = False
+        self._waits_running = False
 
     @classmethod
     def resumed(cls, decoder: Decoder, lineage: Lineage) -> GuessingDecoder:
@@ -267,7 +271,8 @@ class GuessingDecoder(Decoder):
         if not self._settled:
             now = self._clock()
             self.plain = None if self._known_at is None else (ended, now - self._known_at)
-            self._known_at = now
+            self.waited, self._known_at = self._waits_running, now
+        self._waits_running = self._settled
         self._running = 1 + len(again) + len(guess)
         self._settled = False
         return [[*accepted, *drawn]]

@@ -136,11 +136,15 @@ class Speculation:
 
         `alone`: the model did no other work meanwhile, so its time corrects the costs of passes.
         """
+        running, late = self._running.get(task), 0.0
         if alone and decoder.plain is not None and decoder.plain[1] > 0:
-            self.costs.observe(*decoder.plain, task.length)
-        running = self._running.get(task)
+            if decoder.waited:
+                late = self.costs.excess(*decoder.plain, task.length)
+            else:
+                self.costs.observe(*decoder.plain, task.length)
         if running is not None:
-            running.guesses.note_pass(self.costs.at(task.length)(decoder.running), 0, 0)
+            cost = self.costs.at(task.length)(decoder.running)
+            running.guesses.note_pass(cost + late, 0, 0)
 
     def end(self, task: Task) -> float:
         """End the guesses of a task, and keep its history; return the seconds that they saved."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mlxcache.guess.history import History
-from mlxcache.guess.passes import LENGTHS, PassCosts
+from mlxcache.guess.passes import LENGTHS, OUTLIER, PassCosts
 from mlxcache.guess.reply import ReplyGuesses
 from mlxcache.guess.rule import LONGEST, Survival, best_length, cost_curve
 
@@ -75,6 +75,16 @@ def test_costs_are_interpolated_and_corrected_by_live_passes() -> None:
     assert costs.at(0)(5) == pytest.approx(1.8, rel=0.02)
     assert costs.observe(5, 9.0, 0) == pytest.approx(4 * 1.8, rel=0.02)
     assert costs.at(0)(5) == pytest.approx(1.8, rel=0.02)
+
+
+def test_a_pass_that_waited_for_a_guess_costs_more_and_corrects_nothing() -> None:
+    """It was launched only when the guess had been checked."""
+    costs = PassCosts({0: [(1, 0.1), (2, 0.15), (4, 0.2)]})
+    assert costs.excess(1, 0.13, 0) == pytest.approx(0.3)
+    assert costs.excess(2, 0.2, 0) == pytest.approx(0.5)
+    assert costs.excess(1, 0.05, 0) == 0
+    assert costs.excess(1, 100.0, 0) == OUTLIER
+    assert costs.seconds(0) == 0.1
 
 
 def test_a_reply_learns_of_guesses_that_were_not_checked() -> None:
