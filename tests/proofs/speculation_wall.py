@@ -1,7 +1,8 @@
 """Speed of replies with guesses by the wall clock, on a model that is made to write given text.
 
-`python -m tests.proofs.speculation_wall` measures the costs of passes as a server does, then writes
-the replies of agents' sessions with and without guesses in turn on this machine.
+`python -m tests.proofs.speculation_wall [KIND ...]` measures the costs of passes as a server does,
+then writes the replies of agents' sessions with and without guesses in turn on this machine. KIND
+is write, edit or prose; default: all.
 """
 
 from __future__ import annotations
@@ -9,18 +10,21 @@ from __future__ import annotations
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 
 import mlx.core as mx
+import numpy as np
 
+from mlxcache.guess.forms import reply_form
 from mlxcache.guess.passes import PassCosts
 from mlxcache.model.kv import Layout
 from mlxcache.scheduling.pass_costs import measure_passes
 from mlxcache.scheduling.speculation import Speculation
 from mlxcache.scheduling.task import Output, Task
+from mlxcache.types import Tokens
 from tests.proofs.agent_sessions import Kind, Style, Words, session
 from tests.scheduled import Bench
 from tests.scheduling.guesses import speculating
@@ -31,7 +35,7 @@ VOCABULARY = 4096
 LEAST = 0.97
 """Least speed of any shape."""
 
-TURNS, PAIRS, LONGEST = 3, 3, 400
+TURNS, PAIRS, LONGEST = 3, 2, 300
 """Replies of each shape, times that each is written with and without guesses, and their tokens."""
 
 
@@ -59,13 +63,29 @@ class Oracle(Bench):
         return output
 
 
-def turns(kind: Kind, style: Style, words: Words) -> list[tuple[list[int], list[int]]]:
-    """Prompts of a session, each with its reply, as token ids."""
-    said, found = list[int](), list[tuple[list[int], list[int]]]()
+@dataclass(frozen=True)
+class Turn:
+    """A prompt and its reply, and the tool results before it as a reply would repeat them."""
+
+    prompt: list[int]
+    reply: list[int]
+    forms: Mapping[str, Tokens]
+
+
+def turns(kind: Kind, style: Style, words: Words) -> list[Turn]:
+    """Turns of a session whose replies are long enough to be timed."""
+
+    def encode(text: str) -> list[int]:
+        return [i % VOCABULARY for i in words.encode(text)]
+
+    said, found, forms = list[int](), list[Turn](), dict[str, Tokens]()
     for message in session(kind, style, 3):
-        ids = [i % VOCABULARY for i in words.encode(message.text + "\n")]
+        ids = encode(message.text + "\n")
         if message.reply and len(ids) >= 100:
-            found.append(([*said, 1, 2], ids[:LONGEST]))
+            found.append(Turn([*said, 1, 2], ids[:LONGEST], dict(forms)))
+        form = reply_form(message.text, escaped=style == "json") if message.result else None
+        if form is not None:
+            forms[message.text] = np.asarray(encode(form), np.int32)
         said += ids
     return found[:TURNS]
 
@@ -108,14 +128,16 @@ def compare(plain: Bench, costs: PassCosts, shape: tuple[Kind, Style]) -> Compar
     """Write the replies of one shape of sessions with guesses and without, in turn."""
     found = Compared()
     for pair in range(PAIRS):
-        fast = speculating(plain, Speculation(costs))
+        forms = dict[str, Tokens]()
+        fast = speculating(plain, Speculation(costs, forms=lambda task, made=forms: made))  # type: ignore[misc]
         slow = plain.twin()
-        for number, (prompt, reply) in enumerate(turns(*shape, Words())):
+        for number, turn in enumerate(turns(*shape, Words())):
+            forms.update(turn.forms)
             order = (slow, fast) if (pair + number) % 2 else (fast, slow)
-            took = {id(bench): write(bench, prompt, reply) for bench in order}
+            took = {id(bench): write(bench, turn.prompt, turn.reply) for bench in order}
             record = took[id(fast)][1].record
             found.seconds.append((took[id(slow)][0], took[id(fast)][0]))
-            found.tokens += len(reply)
+            found.tokens += len(turn.reply)
             found.drafted += record.drafted_tokens
             found.accepted += record.accepted_tokens
             found.passes += record.guess_passes
@@ -127,8 +149,14 @@ def measured(model: object, layout: Layout) -> PassCosts:
     return PassCosts(measure_passes(model, layout, 1 << 26))
 
 
-def main(out: Callable[[str], object] = print, *, hidden: int = 384, layers: int = 4) -> int:
-    """Play all shapes; return the number of those that are slower than without guesses."""
+def main(
+    out: Callable[[str], object] = print,
+    kinds: Sequence[str] = (),
+    *,
+    hidden: int = 384,
+    layers: int = 4,
+) -> int:
+    """Play the shapes of `kinds`, by default all; return how many are slower with guesses."""
     with tempfile.TemporaryDirectory() as folder:
         path = make_toy(
             Path(folder) / "model", "llama", vocab_size=VOCABULARY, hidden=hidden, layers=layers,
@@ -139,7 +167,7 @@ def main(out: Callable[[str], object] = print, *, hidden: int = 384, layers: int
         curve = ", ".join(f"c({q}) {costs.at(1000)(q):.2f}" for q in (2, 4, 8, 12, 16, 32))
         out(f"{1e3 * costs.seconds(1000):.1f} ms a pass, {curve}")
         slower = 0
-        for shape in SHAPES:
+        for shape in (one for one in SHAPES if not kinds or one[0] in kinds):
             found = compare(bench, costs, shape)
             out(
                 f"{' '.join(shape):12} {found.speed:.2f}, median {found.middle:.2f}; "
@@ -151,4 +179,4 @@ def main(out: Callable[[str], object] = print, *, hidden: int = 384, layers: int
 
 
 if __name__ == "__main__":
-    sys.exit(1 if main() else 0)
+    sys.exit(1 if main(print, sys.argv[1:]) else 0)
