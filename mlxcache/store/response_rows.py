@@ -37,7 +37,8 @@ class StoredResponse:
     """A response as the API returned it, and the input items of its request.
 
     `body`, `items`: JSON, an object and an array. `previous`: the id of the response that it
-    continues. `created_at`: seconds since 1970.
+    continues; None if it continues none. `created_at`: seconds since 1970. `owner`: see
+    `session_rows.Session`.
     """
 
     id: str

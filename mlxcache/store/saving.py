@@ -228,8 +228,9 @@ def _save(context: StoreContext, chain: Chain, compose: Callable[[Match], _NewFi
                 id = _reserve(context, chain, match, new, version)
             except _Taken:
                 if time.monotonic() > deadline:
+                    path = context.folder.file(new.row.kind, new.row.digest)
                     raise StoreError(
-                        f"Another process has been writing the same file for {WAIT_S:.0f} s."
+                        f"Another process has been writing {path} for {WAIT_S:.0f} s."
                     ) from None
                 time.sleep(_POLL_S)
             except _Changed:

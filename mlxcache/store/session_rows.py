@@ -100,10 +100,9 @@ class Turn:
 
     `ids`: token ids of its prompt and reply, shape (n,); the first `prompt_tokens` are the prompt.
     `key_tokens`: see `leaves.conversation_key_tokens`. `head`: number of tokens of tools and system
-    prompt. `at`: seconds since 1970. `label`, `client`, `title`, `owner`: see `Session`. `reply`:
-    its reply for replay, or None. `gain`: its times and counts of tokens. `known`: keys of
-    earlier replies in its prompt. `response`: id of the stored response of OpenAI's Responses API
-    that the request made.
+    prompt. `at`: seconds since 1970. `reply`: its reply for replay, or None. `gain`: its times and
+    counts of tokens. `known`: keys of earlier replies in its prompt. `response`: id of the stored
+    response of OpenAI's Responses API that the request made. For the other fields see `Session`.
     """
 
     namespace: str

@@ -274,7 +274,8 @@ class Sessions:
         """Insert a new session with the main leaf of session `id`, and return its id.
 
         Only the first `tokens` tokens of the leaf are copied, or all if None. `at`: present time in
-        seconds since 1970. Raises NotFound, and BadRequest if the leaf has fewer tokens.
+        seconds since 1970. `name`: name of the new session, which has no label; None or "" for
+        none. Raises NotFound, and BadRequest if the leaf has fewer tokens.
         """
         with self._database.write() as db:
             source = rows.read_session(db, id)

@@ -58,7 +58,8 @@ class Store:
     """Runs and checkpoints of one namespace in a folder that several processes may share.
 
     `database` also holds the tables of other modules. `context`: the state of the open folder.
-    `limit`: limit in bytes for the whole folder, or None. Thread-safe.
+    `limit`: limit in bytes for the whole folder, or None. `needs_checkpoints`: see `open`.
+    Thread-safe.
     """
 
     def __init__(

@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from mlxcache.errors import StoreError
 from mlxcache.store import folder as store_folder
+from mlxcache.store import saving
 from mlxcache.store.lock import is_alive
 from tests.store.content import assert_right, files, opened, put, snapshot, tokens, turns
 from tests.store.soak import ROOT, soak
@@ -68,6 +70,19 @@ def test_each_finds_what_the_other_saved(folder):
         found = assert_right(store, ids)
         assert found.length == 600
         assert [saved.position for saved in found.checkpoints] == [600]
+
+
+def test_an_error_names_the_file_that_another_store_goes_on_writing(folder, monkeypatch):
+    """Not forever: the wait for it ends."""
+    monkeypatch.setattr(saving, "WAIT_S", 0.1)
+    ids = tokens(200)
+    with opened(folder) as one, opened(folder) as other:
+        put(one, ids)
+        with one.database.write() as connection:
+            connection.execute("UPDATE file SET owner = ?", (one.context.lock.name,))
+        (path,) = files(folder)
+        with pytest.raises(StoreError, match=f"Another process has been writing {path} for 0 s"):
+            put(other, ids)
 
 
 def test_both_save_the_same_at_once(folder):
