@@ -29,6 +29,9 @@ END_S = 2.0
 STOP_S = 20.0
 """Seconds that the processes have to end after a signal: conversations are written to disk."""
 
+WATCH_S = 1.0
+"""Seconds between two checks of rank 0 that the processes which started it still run."""
+
 POLL_S = 0.2
 """Seconds between two checks that all processes still run."""
 
@@ -40,6 +43,9 @@ RANK = "MLX_RANK"
 
 FIRST_PORT, LAST_PORT = 32323, 60000
 """First and last port over which ranks exchange tensors; the first is mlx.launch's default."""
+
+FRONT = "MLXCACHE_FRONT_PROCESS"
+"""Variable with the id of the process that started mlx.launch; see `watch_launcher`."""
 
 LOCAL = "127.0.0.1"
 """The address for which mlx.launch starts a process without ssh."""
@@ -126,6 +132,26 @@ def close_input() -> None:
         os.dup2(nothing.fileno(), 0)
 
 
+def watch_launcher() -> None:
+    """Have this process end when mlx.launch, or the process that started it, has ended.
+
+    They may have been killed, and then tell nobody. For rank 0, which ends the others. It gets
+    SIGTERM, and is killed if it has not ended `STOP_S` later. Starts a thread; does not block.
+    """
+    launchers = [psutil.Process(os.getppid())]
+    with suppress(KeyError, ValueError, psutil.Error):
+        launchers.append(psutil.Process(int(os.environ[FRONT])))
+
+    def watch() -> None:
+        while all(_lives(one) for one in launchers):
+            time.sleep(WATCH_S)
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(STOP_S)
+        os._exit(1)
+
+    threading.Thread(target=watch, name="mlxcache-launcher", daemon=True).start()
+
+
 class Ranks:
     """mlx.launch and the processes that it starts on this machine.
 
@@ -136,7 +162,12 @@ class Ranks:
     def __init__(self, command: Sequence[str]):
         # a session of its own: Ctrl-C in a terminal is for rank 0 alone, which ends the others.
         # stdin is a pipe that stays open: mlx.launch reads it, and would spin at its end
-        self._launcher = psutil.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
+        self._launcher = psutil.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            start_new_session=True,
+            env=os.environ | {FRONT: str(os.getpid())},
+        )
         self._lines = [time.monotonic() + delay for delay in QUIET_S]
         self._seen: dict[int, psutil.Process] = {}
         self._told = threading.Event()

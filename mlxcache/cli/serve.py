@@ -11,7 +11,7 @@ import typer
 
 from mlxcache.cli.options import Config, Flags, with_settings
 from mlxcache.cli.output import configure_logging, console, reporting
-from mlxcache.cli.ranks import RANK, close_input, run_ranks
+from mlxcache.cli.ranks import RANK, close_input, run_ranks, watch_launcher
 from mlxcache.config import load_settings
 
 
@@ -47,4 +47,5 @@ def serve(*, flags: Flags, config: Config = None) -> None:
             return
         if place is not None:
             settings.check_divisible()
+            watch_launcher()
         asyncio.run(run(settings, out, place))

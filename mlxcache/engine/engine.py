@@ -64,7 +64,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("mlxcache.engine")
 
-LOST_S = 1.0
+LOST_S = 0.5
 """Seconds from the loss of a rank to the end of this process, for clients to read their errors."""
 
 T = TypeVar("T")

@@ -30,7 +30,7 @@ from mlxcache.model.grouped import NAME as LAYER_CACHE
 from mlxcache.model.kv import Layout
 from mlxcache.ranks import operations as op
 from mlxcache.ranks.division import Part, part_of
-from mlxcache.ranks.leader import ANSWER_S, Leader
+from mlxcache.ranks.leader import PULSE_S, Leader
 from mlxcache.store.parts import Mode
 
 log = logging.getLogger("mlxcache.ranks")
@@ -38,10 +38,10 @@ log = logging.getLogger("mlxcache.ranks")
 CONNECT_S = 60.0
 """Most seconds for the ranks of a group to find each other."""
 
-PING_S = 1.0
+PING_S = 0.5
 """Seconds between two questions of rank 0 whether the other ranks still run."""
 
-SILENT_S = ANSWER_S
+SILENT_S = PULSE_S
 """Seconds without a question after which rank 0 counts as lost."""
 
 STUCK_S = 60.0
@@ -251,18 +251,23 @@ def united(layout: Layout, shares: Sequence[Share], leader: Leader) -> Layout:
 
 @dataclass(frozen=True, slots=True)
 class Links:
-    """The two connections between rank 0 and another rank, for operations and for questions.
+    """The connections between rank 0 and another rank, one for each kind of message.
 
     Each is a `multiprocessing.connection.Connection`, of which only bytes are sent and received.
     """
 
     operations: Any
     questions: Any
+    heartbeat: Any
 
     def close(self) -> None:
-        """Close both connections."""
-        self.operations.close()
-        self.questions.close()
+        """Close all connections."""
+        for connection in (self.operations, self.questions, self.heartbeat):
+            connection.close()
+
+
+KINDS = ("operations", "questions", "heartbeat")
+"""Names of the connections in `Links`, in the order in which a rank makes them."""
 
 
 def accept_all(host: str, group: Any) -> list[Links]:
@@ -271,7 +276,7 @@ def accept_all(host: str, group: Any) -> list[Links]:
     `host`: that of rank 0. Blocks for at most `CONNECT_S` seconds, and then raises GroupLost if a
     rank has not connected.
     """
-    key, wanted = secrets.token_bytes(KEY_BYTES), 2 * (group.size() - 1)
+    key, wanted = secrets.token_bytes(KEY_BYTES), len(KINDS) * (group.size() - 1)
     found: dict[tuple[int, str], Any] = {}
     with Listener((host, 0), backlog=wanted, authkey=key) as listener:
         address = listener.address
@@ -292,7 +297,7 @@ def accept_all(host: str, group: Any) -> list[Links]:
         finally:
             too_late.cancel()
     ranks = range(1, group.size())
-    return [Links(found[rank, "operations"], found[rank, "questions"]) for rank in ranks]
+    return [Links(*(found[rank, kind] for kind in KINDS)) for rank in ranks]
 
 
 def _poke(address: Any) -> None:
@@ -309,7 +314,7 @@ def connect(host: str, group: Any) -> Links:
     meeting = agree_on_meeting(group, None)
     made: list[Any] = []
     deadline = time.monotonic() + CONNECT_S
-    for kind in ("operations", "questions"):
+    for kind in KINDS:
         while True:
             try:
                 connection = Client((host, meeting.port), authkey=meeting.key)
@@ -366,7 +371,7 @@ class Watch:
     def _run(self) -> None:
         while not self._ended.wait(self._every_s):
             try:
-                answers = self._leader.ask(op.Ping())
+                answers = self._leader.ping()
             except GroupLost as error:
                 if not self._ended.is_set():
                     self._on_loss(str(error))

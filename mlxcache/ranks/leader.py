@@ -19,8 +19,14 @@ from mlxcache.model.lineage import Lineage, Span
 from mlxcache.model.lockstep import Lockstep
 from mlxcache.ranks import operations as op
 
-ANSWER_S = 4.0
-"""Seconds without an answer after which a rank counts as lost."""
+PULSE_S = 4.0
+"""Seconds without an answer to a question of the heartbeat after which a rank counts as lost."""
+
+ANSWER_S = 60.0
+"""Seconds without an answer to another question after which a rank counts as lost.
+
+It may read files for that answer.
+"""
 
 _PACK = msgspec.msgpack.Encoder()
 _ANSWER = msgspec.msgpack.Decoder(op.Answer)
@@ -39,21 +45,74 @@ class NumberedState(tuple):  # type: ignore[type-arg]
         self.dropped.append(self.number)
 
 
-class Leader(Lockstep):
-    """Sender of operations to the other ranks. MLX thread only, except `ask`.
+class Questions:
+    """Connections to the other ranks over which one question at a time is asked. Any thread.
 
-    `group`: MLX's group of all ranks. `operations`, `questions`: the connections to the other ranks
-    for messages of each kind, in the order of ranks from rank 1.
+    `connections`: in the order of ranks from rank 1. `seconds`: the longest wait for an answer.
+    `lost`: why the ranks cannot be asked any more, or None.
+    """
+
+    def __init__(self, connections: Sequence[Any], seconds: float):
+        self.lost: str | None = None
+        self._connections = connections
+        self._seconds = seconds
+        self._asking = threading.Lock()
+
+    @property
+    def count(self) -> int:
+        """Number of ranks that can be asked."""
+        return len(self._connections)
+
+    def ask(self, questions: Sequence[op.AnyQuestion | None]) -> list[op.Answer]:
+        """Ask each rank its question, and return the answers; an empty one for the question None.
+
+        Raises GroupLost if a rank does not answer. Every later call then raises it too, because a
+        late answer could be taken for that to another question.
+        """
+        asked = list(zip(self._connections, questions, strict=True))
+        with self._asking:
+            if self.lost is not None:
+                raise GroupLost(self.lost)
+            try:
+                for connection, question in asked:
+                    if question is not None:
+                        connection.send_bytes(_PACK.encode(question))
+                return [
+                    op.Answer() if question is None else self._answer(rank, connection)
+                    for rank, (connection, question) in enumerate(asked, 1)
+                ]
+            except (OSError, EOFError) as error:
+                self.lost = f"a rank cannot be reached: {error!r}"
+                raise GroupLost(self.lost) from error
+
+    def _answer(self, rank: int, connection: Any) -> op.Answer:
+        if not connection.poll(self._seconds):
+            self.lost = f"rank {rank} did not answer for {self._seconds:g} s"
+            raise GroupLost(self.lost)
+        return _ANSWER.decode(connection.recv_bytes())
+
+
+class Leader(Lockstep):
+    """Sender of operations to the other ranks. MLX thread only, except `ask`, `ask_each`, `ping`.
+
+    `group`: MLX's group of all ranks. `operations`, `questions`, `heartbeats`: the connections to
+    the other ranks for messages of each kind, in the order of ranks from rank 1. The heartbeat has
+    its own, so that no question that takes long delays it.
     """
 
     divided = True
 
-    def __init__(self, group: Any, operations: Sequence[Any], questions: Sequence[Any]):
+    def __init__(
+        self,
+        group: Any,
+        operations: Sequence[Any],
+        questions: Sequence[Any],
+        heartbeats: Sequence[Any] = (),
+    ):
         self._group = group
         self._operations = operations
-        self._questions = questions
-        self._asking = threading.Lock()
-        self._lost: str | None = None
+        self._questions = Questions(questions, ANSWER_S)
+        self._heartbeats = Questions(heartbeats, PULSE_S)
         self._numbers = count(1)
         self._state_numbers = count(1)
         self._by_caches: dict[int, int] = {}
@@ -77,44 +136,31 @@ class Leader(Lockstep):
             except OSError as error:
                 raise GroupLost(f"a rank cannot be reached: {error}") from error
 
-    def ask(self, question: op.AnyQuestion, seconds: float = ANSWER_S) -> list[op.Answer]:
+    def ask(self, question: op.AnyQuestion) -> list[op.Answer]:
         """Ask every other rank, and return the answers in the order of ranks, from rank 1.
 
-        Any thread. Blocks for at most `seconds` for each rank. Raises GroupLost if a rank does not
-        answer. Every later call then raises it too, because a late answer could be taken for that
-        to another question.
+        Any thread. Blocks for at most `ANSWER_S` for each rank. Raises GroupLost if a rank does not
+        answer, and at every later call.
         """
-        return self.ask_each([question] * len(self._questions), seconds)
+        return self._questions.ask([question] * self._questions.count)
 
-    def ask_each(
-        self, questions: Sequence[op.AnyQuestion | None], seconds: float = ANSWER_S
-    ) -> list[op.Answer]:
+    def ask_each(self, questions: Sequence[op.AnyQuestion | None]) -> list[op.Answer]:
         """Ask each other rank a question of its own, and return the answers; see `ask`.
 
         `questions`: in the order of ranks, from rank 1. A rank for which it is None is not asked,
         and its answer is an empty one.
         """
-        asked = list(zip(self._questions, questions, strict=True))
-        with self._asking:
-            if self._lost is not None:
-                raise GroupLost(self._lost)
-            try:
-                for connection, question in asked:
-                    if question is not None:
-                        connection.send_bytes(_PACK.encode(question))
-                answers = []
-                for rank, (connection, question) in enumerate(asked, 1):
-                    if question is None:
-                        answers.append(op.Answer())
-                        continue
-                    if not connection.poll(seconds):
-                        self._lost = f"rank {rank} did not answer for {seconds:g} s"
-                        raise GroupLost(self._lost)
-                    answers.append(_ANSWER.decode(connection.recv_bytes()))
-            except (OSError, EOFError) as error:
-                self._lost = f"a rank cannot be reached: {error!r}"
-                raise GroupLost(self._lost) from error
-        return answers
+        return self._questions.ask(questions)
+
+    def ping(self) -> list[op.Answer]:
+        """Ask every other rank for how long its operation has run; see `op.Ping`.
+
+        Any thread. Blocks for at most `PULSE_S` for each rank. Raises GroupLost if a rank does not
+        answer, or did not answer a question of `ask`.
+        """
+        if self._questions.lost is not None:
+            raise GroupLost(self._questions.lost)
+        return self._heartbeats.ask([op.Ping()] * self._heartbeats.count)
 
     def check(self, error: Exception) -> None:
         if not isinstance(error, MlxcacheError):

@@ -33,6 +33,7 @@ from mlxcache.ranks.group import (
 from mlxcache.ranks.group_store import GroupStore, Whole, wait_for_outcome
 from mlxcache.ranks.leader import Leader
 from mlxcache.ranks.setup import config_digest
+from mlxcache.ranks.tensor_links import with_probes
 from mlxcache.store.parts import PartName
 from mlxcache.store.store import Store
 
@@ -83,7 +84,7 @@ class RankZero:
         of `Setup`. Blocks for the connections, not for the loads. Raises GroupLost.
         """
         self._kv_bits = kv_bits
-        self._group = group = mx.distributed.init(strict=True)
+        self._group = group = with_probes(lambda: mx.distributed.init(strict=True))
         self._links = accept_all(self.place.host, group)
         setup = Setup(
             model,
@@ -135,6 +136,7 @@ class RankZero:
             self._group,
             [links.operations for links in self._links],
             [links.questions for links in self._links],
+            [links.heartbeat for links in self._links],
         )
         self._watch = Watch(leader, self._own_age, self._on_loss)
         return united(layout, shares, leader)

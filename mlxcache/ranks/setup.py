@@ -23,7 +23,6 @@ from mlxcache.ranks.follower import Follower
 from mlxcache.ranks.group import (
     PING_S,
     SILENT_S,
-    Links,
     Place,
     Setup,
     Share,
@@ -35,6 +34,7 @@ from mlxcache.ranks.group import (
     versions,
     wait_for_all,
 )
+from mlxcache.ranks.tensor_links import with_probes
 from mlxcache.store.parts import Mode, PartName
 from mlxcache.store.store import Store
 
@@ -78,7 +78,7 @@ class Rank:
     # -- on the MLX thread -------------------------------------------------------------------------
 
     def _live(self, thread: MlxThread) -> None:
-        self._group = mx.distributed.init(strict=True)
+        self._group = with_probes(lambda: mx.distributed.init(strict=True))
         links = connect(self.place.host, self._group)
         setup = _SETUP.decode(links.operations.recv_bytes())
         try:
@@ -105,7 +105,9 @@ class Rank:
             rank=self.place.rank,
         )
         self._heard_at = time.monotonic()
-        threading.Thread(target=self._answer, args=(links, follower), daemon=True).start()
+        for connection in (links.questions, links.heartbeat):
+            asked = (connection, follower)
+            threading.Thread(target=self._answer, args=asked, daemon=True).start()
         threading.Thread(target=self._watch, daemon=True).start()
         try:
             while follower.obey(links.operations.recv_bytes()):
@@ -139,18 +141,18 @@ class Rank:
 
     # -- on other threads --------------------------------------------------------------------------
 
-    def _answer(self, links: Links, follower: Follower) -> None:
-        """Answer the questions of rank 0.
+    def _answer(self, connection: Any, follower: Follower) -> None:
+        """Answer the questions that rank 0 asks over a connection.
 
         When the connection is lost, ends the process after `SILENT_S` seconds, so that files can
         still be written.
         """
         try:
             while True:
-                question: Any = _QUESTION.decode(links.questions.recv_bytes())
+                question: Any = _QUESTION.decode(connection.recv_bytes())
                 self._heard_at = time.monotonic()
                 answer = follower.answer(question)
-                links.questions.send_bytes(msgspec.msgpack.encode(answer))
+                connection.send_bytes(msgspec.msgpack.encode(answer))
         except (EOFError, OSError):
             time.sleep(SILENT_S)  # what was told before may still be written
             end_process(f"rank {self.place.rank}: rank 0 is gone")

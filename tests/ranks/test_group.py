@@ -138,7 +138,7 @@ class Asked(Leader):
         super().__init__(None, [], [])
         self._answers_left = list(answers)
 
-    def ask(self, question: op.AnyQuestion, seconds: float = 0.0) -> list[op.Answer]:
+    def ping(self) -> list[op.Answer]:
         answer = self._answers_left.pop(0)
         if isinstance(answer, GroupLost):
             raise answer

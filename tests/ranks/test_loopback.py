@@ -210,6 +210,19 @@ def test_a_lost_rank_is_an_error_to_clients_and_the_end(
         assert after.cached == after.prompt - 1
 
 
+@pytest.mark.parametrize("which", ["front", "mlx.launch"])
+def test_ranks_end_when_what_started_them_was_killed(toy_llama: Path, tmp_path: Path, which: str):
+    """Nobody tells them: a process that was killed cannot."""
+    with serving(toy_llama, tmp_path, *TWO) as server:
+        front = psutil.Process(server.process.pid)
+        (launcher,) = front.children()
+        left = [launcher, *launcher.children(recursive=True)]
+        (front if which == "front" else launcher).kill()
+        _, alive = psutil.wait_procs(left, timeout=10)
+        assert not alive
+        server.process.wait(10)
+
+
 @contextmanager
 def by_hand(model: Path, folder: Path) -> Iterator[Api]:
     """Two ranks as mlx.launch starts them on two machines, each with a cache folder of its own."""

@@ -1,0 +1,69 @@
+"""Notice of lost links between machines, by the operating system's own probes of TCP connections.
+
+MLX's ring waits for a neighbour for as long as the connection exists, and a connection over a cut
+cable exists for many minutes. A pass may rightly take long, so its duration shows nothing. But the
+operating system of a busy or stopped neighbour still answers probes, and that of one behind a cut
+cable does not: the connection then fails, and with it the pass.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from typing import TypeVar
+
+T = TypeVar("T")
+
+IDLE_S, EVERY_S, PROBES = 2, 1, 3
+"""Seconds without data before the first probe and between two; probes without an answer."""
+
+LOST_S = 5
+"""Seconds after which a connection fails whose data or probes nobody has acknowledged."""
+
+RXT_CONNDROPTIME = 0x80
+"""TCP_RXT_CONNDROPTIME of macOS, from netinet/tcp.h, which Python does not name."""
+
+
+def with_probes(connect: Callable[[], T]) -> T:
+    """Call `connect` and return its result; probe the TCP connections that it has made.
+
+    Meanwhile no other thread may open connections, because these would be probed too.
+    """
+    before = _descriptors()
+    made = connect()
+    for descriptor in _descriptors() - before:
+        with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as one:
+            if one.family in (socket.AF_INET, socket.AF_INET6) and one.type == socket.SOCK_STREAM:
+                probe(one)
+    return made
+
+
+def probe(connection: socket.socket) -> None:
+    """Have the operating system probe a connection; it fails within about `LOST_S` if cut."""
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in _options().items():
+        connection.setsockopt(socket.IPPROTO_TCP, name, value)
+
+
+def _options() -> dict[int, int]:
+    """Return the options of TCP that this system has, and their values."""
+    idle = "TCP_KEEPALIVE" if sys.platform == "darwin" else "TCP_KEEPIDLE"
+    wanted = {idle: IDLE_S, "TCP_KEEPINTVL": EVERY_S, "TCP_KEEPCNT": PROBES}
+    wanted["TCP_USER_TIMEOUT"] = 1000 * LOST_S
+    found = {getattr(socket, name): value for name, value in wanted.items() if name in vars(socket)}
+    if sys.platform == "darwin":
+        found[RXT_CONNDROPTIME] = LOST_S
+    return found
+
+
+def _descriptors() -> set[int]:
+    """Return the numbers of this process's open files."""
+    found = set()
+    for name in os.listdir("/dev/fd"):
+        with suppress(OSError, ValueError):
+            os.fstat(int(name))  # the folder itself was open, and is not any more
+            found.add(int(name))
+    return found
