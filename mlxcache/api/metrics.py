@@ -70,8 +70,14 @@ class Family:
             yield (), float(value)
 
 
-RANK_FIGURES = ("silent_s", "operation_s")
-"""Keys of the figures, in seconds, that rank 0 of a divided model has of each other rank."""
+RANK_FIGURES = (
+    "silent_s",
+    "operation_s",
+    "footprint_bytes",
+    "disk_used_bytes",
+    "disk_limit_bytes",
+)
+"""Keys of the numbers that rank 0 of a divided model has of each other rank."""
 
 LEVELS = ("normal", "warning", "critical")
 
@@ -223,6 +229,12 @@ _RANKS = (
     _gauge("ranks", "Processes that serve a divided model.", "ranks.size"),
     _gauge("rank_silent_seconds", "Time since a rank answered.", "ranks.silent_s", "rank"),
     _gauge("rank_operation_seconds", "Duration of its operation.", "ranks.operation_s", "rank"),
+    _gauge("rank_memory_bytes", "Memory of a rank's process.", "ranks.footprint_bytes", "rank"),
+    _gauge("rank_disk_bytes", "Size of a rank's disk tier.", "ranks.disk_used_bytes", "rank"),
+    _gauge("rank_disk_limit_bytes", "Its limit.", "ranks.disk_limit_bytes", "rank"),
+    _gauge(
+        "rank_memory_pressure", "1 for a rank's memory pressure.", "ranks.levels", "rank", "level"
+    ),
 )
 
 FAMILIES = (*_REQUESTS, *_MEMORY, *_MODELS, *_DISK, *_REMOTE, *_RANKS, *_SERVER)
@@ -255,9 +267,21 @@ def arrange_figures(figures: Mapping[str, Any]) -> dict[str, Any]:
     if (remote := figures.get("remote")) is not None:
         made["remote"] = _arrange_remote(remote)
     if (ranks := figures.get("ranks")) is not None:
-        each = {name: {one["rank"]: one[name] for one in ranks["others"]} for name in RANK_FIGURES}
-        made["ranks"] = {"size": ranks["size"], **each}
+        made["ranks"] = _arrange_ranks(ranks)
     return {**figures, **made}
+
+
+def _arrange_ranks(ranks: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the figures of ranks for the metrics `_RANKS`, as mappings from the rank."""
+    others = ranks["others"]
+    numbers = {
+        name: {one["rank"]: one[name] for one in others if one[name] is not None}
+        for name in RANK_FIGURES
+    }
+    levels = {
+        (str(one["rank"]), level): one["pressure"] == level for one in others for level in LEVELS
+    }
+    return {"size": ranks["size"], **numbers, "levels": levels}
 
 
 def _arrange_remote(remote: Mapping[str, Any]) -> dict[str, Any]:

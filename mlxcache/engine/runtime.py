@@ -19,7 +19,7 @@ from mlxcache.cache.capacity import copy_bytes, warnings
 from mlxcache.cache.kv_cache import KVCache
 from mlxcache.cache.pressure import Pressure, Withholding
 from mlxcache.config import Settings, disk_limit
-from mlxcache.config.memory import read_footprint
+from mlxcache.config.memory import MemoryPressure, read_footprint, read_pressure
 from mlxcache.engine.metrics import Figures, Totals
 from mlxcache.engine.model_files import namespace_of
 from mlxcache.errors import BadRequest, Busy, ContextLengthExceeded, StoreError
@@ -189,15 +189,20 @@ def open_images(loaded: Loaded, plan: MemoryPlan, settings: Settings) -> images.
     return images.Images(vision, found, largest)
 
 
-def watch_pressure(ram: Withholding, thread: MlxThread, weights: int) -> Pressure:
+def watch_pressure(
+    ram: Withholding,
+    thread: MlxThread,
+    weights: int,
+    look: Callable[[], MemoryPressure] = read_pressure,
+) -> Pressure:
     """Start a monitor of the machine's memory pressure and return it. MLX thread only.
 
     `ram`: its budget is withheld in part under pressure. `weights`: bytes of weights beside that
-    budget.
+    budget. `look`: reads the pressure.
     """
     held = mx.get_active_memory() + mx.get_cache_memory()
     base = max(0, read_footprint() - held)
-    pressure = Pressure(ram, thread.post, base=base, weights=weights)
+    pressure = Pressure(ram, thread.post, base=base, weights=weights, look=look)
     pressure.start()
     return pressure
 
@@ -305,7 +310,8 @@ class ModelRuntime:
         )
         self.pressure: Pressure | None = None
         if shared is None:
-            self.pressure = watch_pressure(self.kv.ram, thread, loaded.info.weights_bytes)
+            look = read_pressure if ranks is None else ranks.read_pressure
+            self.pressure = watch_pressure(self.kv.ram, thread, loaded.info.weights_bytes, look)
         self.figures.publish()
 
     # -- making ------------------------------------------------------------------------------------
@@ -330,7 +336,7 @@ class ModelRuntime:
             pending_limit=plan.pending,
             wake=thread.wake,
             worth=worth,
-            device_buffers=device.buffer_limit(),
+            device_buffers=self._ranks.buffer_limit if self._ranks else device.buffer_limit(),
             copy_bytes=copy_bytes(plan.transient, device.kind()),
             shared=self._shared,
             remote=self.remote,

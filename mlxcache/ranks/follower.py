@@ -37,8 +37,8 @@ class Follower:
 
     Rank 0 chooses the numbers. `model`, `layout`: this rank's part of the model, and the layout of
     its KV. `group`: MLX's group of all ranks. `open_store(operation)` returns the rank's own store;
-    without it, this rank has no disk tier. `rank`: the rank's number, for the log. MLX thread only,
-    except `answer`.
+    without it, this rank has no disk tier. `rank`: the rank's number. `vitals()` returns the latest
+    state of this machine. MLX thread only, except `answer`.
     """
 
     def __init__(
@@ -49,6 +49,7 @@ class Follower:
         open_store: Callable[[op.Open], Store] | None = None,
         *,
         rank: int = 1,
+        vitals: Callable[[], op.Vitals] = op.Vitals,
     ):
         self._rank = rank
         self.model = model
@@ -57,6 +58,7 @@ class Follower:
         self._namespace = ""
         self._snapshots: SnapshotParts | None = None
         self._open_store = open_store
+        self._vitals = vitals
         self._group = group
         self._lineages: dict[int, Lineage] = {}
         self._states: dict[int, State] = {}
@@ -82,8 +84,9 @@ class Follower:
         match question:
             case op.Ping():
                 began = self._began_at
-                return op.Answer(0.0 if began is None else time.monotonic() - began)
-            case op.Find() | op.Verify() | op.VerifyState():
+                age_s = 0.0 if began is None else time.monotonic() - began
+                return op.Answer(age_s, vitals=self._vitals())
+            case op.Find() | op.FindAll() | op.Verify() | op.VerifyState():
                 return self._look_up(question)
             case op.Outcome(key):
                 return self._take_outcome(key)
@@ -112,24 +115,33 @@ class Follower:
 
     def _remove(self, ids: Tokens, keep: int, mode: Mode, size: int) -> None:
         """Have the files of a prefix removed that this rank had in a group of `size` ranks."""
-        rank = self._group.rank() if self._group is not None else 1
-        if rank < size:
-            part = PartName(self._namespace, mode, rank, size).namespace
+        if self._rank < size:
+            part = PartName(self._namespace, mode, self._rank, size).namespace
             self._change(lambda store: store.for_namespace(part).remove_beyond(ids, keep))
 
-    def _look_up(self, question: op.Find | op.Verify | op.VerifyState) -> op.Answer:
-        return self._find(question) if isinstance(question, op.Find) else self._verify(question)
+    def _look_up(self, question: op.Find | op.FindAll | op.Verify | op.VerifyState) -> op.Answer:
+        match question:
+            case op.Find(ids, touch):
+                length, checkpoints = self._find(ids, touch=touch)
+                return op.Answer(length=length, checkpoints=checkpoints)
+            case op.FindAll(each):
+                return op.Answer(found=[self._find(ids, touch=False) for ids in each])
+        return self._verify(question)
 
-    def _find(self, question: op.Find) -> op.Answer:
+    def _find(self, ids: bytes, *, touch: bool) -> tuple[int, list[int] | None]:
+        """Return how many tokens of `ids` are on disk, and the positions of checkpoints.
+
+        The positions are None if this rank needs no checkpoints.
+        """
         if self.store is None:
-            return op.Answer(checkpoints=[])
+            return 0, []
         try:
-            found = self.store.find(_ids(question.ids), touch=question.touch)
+            found = self.store.find(_ids(ids), touch=touch)
         except StoreError as error:
             log.warning("rank %d: disk lookup failed, nothing is restored: %s", self._rank, error)
-            return op.Answer(checkpoints=[])
+            return 0, []
         saved = [one.position for one in found.checkpoints] if self.layout.checkpointed else None
-        return op.Answer(length=found.length, checkpoints=saved)
+        return found.length, saved
 
     def _verify(self, question: op.Verify | op.VerifyState) -> op.Answer:
         """Verify files that are to be loaded next, and return the answer.

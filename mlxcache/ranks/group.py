@@ -23,6 +23,7 @@ import msgspec
 import numpy as np
 from mlx import nn
 
+from mlxcache.config.memory import NO_PRESSURE, MemoryPressure, PressureLevel
 from mlxcache.errors import GroupLost, ModelError
 from mlxcache.model import kv
 from mlxcache.model.adapters import class_name
@@ -80,7 +81,7 @@ class Share(msgspec.Struct, frozen=True):
     `failure`: why the part cannot be loaded, or None. `ram_limit`: bytes of the budget on its
     machine. The other bytes, `batchable` and `unknown` are those of `Layout`. `runs`: the part has
     layers with KV of every position. `states`: it has layers that need checkpoints. `tensors`: the
-    tensors of its KV.
+    tensors of its KV. `buffer_limit`: how many buffers its device can hold, None without a limit.
     """
 
     failure: str | None = None
@@ -93,6 +94,7 @@ class Share(msgspec.Struct, frozen=True):
     batchable: bool = False
     unknown: list[str] = []
     tensors: Part = Part()
+    buffer_limit: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,10 +203,13 @@ def first_layer(model: nn.Module, mode: Mode) -> int:
     return int(model.model.start_idx) if mode == "pipeline" else 0
 
 
-def share_of(layout: Layout, ram_limit: int, first: int = 0) -> Share:
+def share_of(
+    layout: Layout, ram_limit: int, first: int = 0, buffer_limit: int | None = None
+) -> Share:
     """Return the message to rank 0 about a rank's part, of which this is the `layout`.
 
     `ram_limit`: bytes of the budget on its machine. `first`: index of its first layer.
+    `buffer_limit`: as in `Share`.
     """
     return Share(
         None,
@@ -217,6 +222,7 @@ def share_of(layout: Layout, ram_limit: int, first: int = 0) -> Share:
         layout.batchable,
         list(layout.unknown),
         part_of(layout, first),
+        buffer_limit,
     )
 
 
@@ -356,17 +362,35 @@ class Watch:
         """Stop asking and end the thread. Does not wait for it."""
         self._ended.set()
 
-    def figures(self) -> list[dict[str, float]]:
+    def figures(self) -> list[dict[str, Any]]:
         """Return the last answer of each of the other ranks, as a dictionary.
 
         `rank`: its number. `silent_s`: seconds since that answer. `operation_s`: seconds that its
-        operation had run then. Any thread.
+        operation had run then. `pressure`: memory pressure of its machine, "normal", "warning" or
+        "critical". The other figures are those of `Vitals`. Any thread.
         """
         silent = round(time.monotonic() - self._answered_at, 1)
         return [
-            {"rank": rank, "silent_s": silent, "operation_s": round(answer.age_s, 1)}
+            {
+                "rank": rank,
+                "silent_s": silent,
+                "operation_s": round(answer.age_s, 1),
+                "pressure": PressureLevel(answer.vitals.pressure).name.lower(),
+                "footprint_bytes": answer.vitals.footprint_bytes,
+                "disk_used_bytes": answer.vitals.disk_used_bytes,
+                "disk_limit_bytes": answer.vitals.disk_limit_bytes,
+            }
             for rank, answer in enumerate(self._answers, 1)
         ]
+
+    def worst_pressure(self) -> MemoryPressure:
+        """Return the greatest memory pressure that another rank's machine told. Any thread."""
+        worst = NO_PRESSURE
+        for rank, answer in enumerate(self._answers, 1):
+            if answer.vitals.pressure > worst.level:
+                level = PressureLevel(answer.vitals.pressure)
+                worst = MemoryPressure(level, f"rank {rank}: {answer.vitals.why}")
+        return worst
 
     def _run(self) -> None:
         while not self._ended.wait(self._every_s):

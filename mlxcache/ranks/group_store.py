@@ -17,6 +17,8 @@ from mlxcache.ranks.group_snapshots import GroupSnapshotKV
 from mlxcache.ranks.leader import Leader
 from mlxcache.safetensors import Tensor
 from mlxcache.store.found import Found, Piece, Saved
+from mlxcache.store.leaves import Leaf
+from mlxcache.store.listing import Held
 from mlxcache.store.maintenance import Progress
 from mlxcache.store.parts import Mode, read_part_name
 from mlxcache.store.sessions import Sessions
@@ -86,12 +88,15 @@ class GroupStore(Store):
     def find(self, ids: Tokens, *, touch: bool = True) -> Found:
         found = self._look_up(ids, touch=touch)
         for answer in self._ask(op.Find(_bytes(ids), touch)):
-            saved = found.checkpoints
-            if answer.checkpoints is not None:
-                known = set(answer.checkpoints)
-                saved = tuple(one for one in saved if one.position in known)
-            found = replace(found, length=min(found.length, answer.length), checkpoints=saved)
+            found = _as_far(found, answer.length, answer.checkpoints)
         return found
+
+    def measure_leaves(self, leaves: Sequence[Leaf]) -> Held:
+        found = [self._look_up(leaf.ids, touch=False) for leaf in leaves]
+        for answer in self._ask(op.FindAll([_bytes(leaf.ids) for leaf in leaves])):
+            pairs = zip(found, answer.found, strict=True)
+            found = [_as_far(own, *theirs) for own, theirs in pairs]
+        return self._measure(found)
 
     def verify(self, piece: Piece, ids: Tokens, *, late: bool = True) -> None:
         super().verify(piece, ids, late=late)
@@ -172,6 +177,18 @@ def ask_ranks(leader: Leader, question: op.AnyQuestion) -> list[op.Answer]:
         return leader.ask(question)
     except GroupLost as error:
         raise StoreError(f"The other ranks cannot be reached: {error}.") from error
+
+
+def _as_far(found: Found, length: int, checkpoints: Sequence[int] | None) -> Found:
+    """Return `found`, restricted to what another rank has.
+
+    `length`: its positions on disk. `checkpoints`: positions of its checkpoints, or None if it
+    needs none.
+    """
+    saved = found.checkpoints
+    if checkpoints is not None:
+        saved = tuple(one for one in saved if one.position in set(checkpoints))
+    return replace(found, length=min(found.length, length), checkpoints=saved)
 
 
 def _check_verified(answers: Sequence[op.Answer]) -> None:

@@ -289,6 +289,12 @@ class Find(Question, frozen=True):
     touch: bool
 
 
+class FindAll(Question, frozen=True):
+    """Question: how much of each prefix in `each` is on this rank's disk? Counts as no use."""
+
+    each: list[bytes]
+
+
 class Verify(Question, frozen=True):
     """Question: are the files of the positions [start, end) of `ids` intact?
 
@@ -425,10 +431,25 @@ class Import(Question, frozen=True):
 
 
 AnyQuestion = (
-    Ping | Find | Verify | VerifyState | Outcome | Hold | ReadRows | StateArrays | ReadState
-    | Upload | Pin | Remove | Forget | Clear | Prune | Import
+    Ping | Find | FindAll | Verify | VerifyState | Outcome | Hold | ReadRows | StateArrays
+    | ReadState | Upload | Pin | Remove | Forget | Clear | Prune | Import
 )  # fmt: skip
 """Every question. Those after `Upload` change files, later and in order."""
+
+
+class Vitals(msgspec.Struct, frozen=True, array_like=True):
+    """State of a rank's machine.
+
+    `pressure`: its memory pressure, a number of `PressureLevel`; `why`: the observation that led to
+    it. `footprint_bytes`: memory of the rank's process. `disk_used_bytes`, `disk_limit_bytes`: of
+    its disk tier, None if there is none or it has no limit.
+    """
+
+    pressure: int = 0
+    why: str = ""
+    footprint_bytes: int = 0
+    disk_used_bytes: int | None = None
+    disk_limit_bytes: int | None = None
 
 
 class Answer(msgspec.Struct, frozen=True, array_like=True):
@@ -439,6 +460,8 @@ class Answer(msgspec.Struct, frozen=True, array_like=True):
     that was asked about has ended. `failure`: why the write or the verification failed, or None.
     `missing`: the write failed because the prefix that its file continues is not on disk; or these
     token ids are not held, see `Hold`. `data`: the bytes that were asked for. `arrays`: tensors.
+    `found`: for each prefix that was asked about, its positions on disk, and those of its
+    checkpoints as in `checkpoints`. `vitals`: state of the rank's machine, in answers to `Ping`.
     """
 
     age_s: float = 0.0
@@ -449,6 +472,8 @@ class Answer(msgspec.Struct, frozen=True, array_like=True):
     missing: bool = False
     data: bytes = b""
     arrays: list[Array] = []
+    found: list[tuple[int, list[int] | None]] = []
+    vitals: Vitals = Vitals()
 
 
 def key_of(ids: bytes, start: int | None) -> bytes:

@@ -12,8 +12,9 @@ import msgspec
 from mlx import nn
 
 from mlxcache.config import disk_limit
+from mlxcache.config.memory import MemoryPressure, read_pressure
 from mlxcache.errors import GroupLost, ModelError, Unsupported
-from mlxcache.model import kv
+from mlxcache.model import device, kv
 from mlxcache.model.kv import Layout
 from mlxcache.ranks import operations as op
 from mlxcache.ranks.division import Division, find_division, part_of
@@ -46,16 +47,18 @@ class RankZero:
     """The group as rank 0 sees it: connections, division of the model, and stores.
 
     Call the methods in the order of their definition, on the MLX thread. `place`: that of rank 0.
-    `ram_limit`: the least budget of the other ranks in bytes, known after `survey`. `whole`: the
-    layout of the undivided model, known after `divide`. `namespace`: that of the undivided model,
-    known after `open_store`; None before, and without a disk tier.
-    `on_loss(why)` is called on another thread if a rank is lost. `own_age()`: seconds that the
-    current operation of the MLX thread has run.
+    `whole`: the layout of the undivided model, known after `divide`. Known after `survey` are
+    `ram_limit`, the least budget of the other ranks in bytes, and `buffer_limit`, the fewest buffers
+    that the device of a rank can hold, None without a limit. `namespace`: that of the undivided
+    model, known after `open_store`; None before, and without a disk tier. `own_age()`: seconds that
+    the current operation of the MLX thread has run. `on_loss(why)` is called on another thread if a
+    rank is lost.
     """
 
     def __init__(self, place: Place, own_age: Callable[[], float], on_loss: Callable[[str], None]):
         self.place = place
         self.ram_limit: int | None = None
+        self.buffer_limit: int | None = None
         self.whole: Layout | None = None
         self.namespace: str | None = None
         self._division: Division | str = "the model was not divided yet"
@@ -132,6 +135,8 @@ class RankZero:
             log.warning("snapshots disabled: %s", error)
             self._division = str(error)
         self.ram_limit = min(share.ram_limit for share in shares)
+        limits = [device.buffer_limit(), *(share.buffer_limit for share in shares)]
+        self.buffer_limit = min((one for one in limits if one is not None), default=None)
         self._leader = leader = Leader(
             self._group,
             [links.operations for links in self._links],
@@ -183,6 +188,12 @@ class RankZero:
         """
         others = self._watch.figures() if self._watch is not None else []
         return {"mode": self.place.mode, "size": self._group.size(), "others": others}
+
+    def read_pressure(self) -> MemoryPressure:
+        """Return the memory pressure of the machine that has most of it. Any thread."""
+        own = read_pressure()
+        other = self._watch.worst_pressure() if self._watch is not None else own
+        return other if other.level > own.level else own
 
     def close(self) -> None:
         """End the group: the other ranks finish their queued writes to disk, then exit.

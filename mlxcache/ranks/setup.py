@@ -35,6 +35,7 @@ from mlxcache.ranks.group import (
     wait_for_all,
 )
 from mlxcache.ranks.tensor_links import with_probes
+from mlxcache.ranks.vitals import VitalsReader
 from mlxcache.store.parts import Mode, PartName
 from mlxcache.store.store import Store
 
@@ -95,15 +96,19 @@ class Rank:
             working_set_bytes=device.working_set_bytes(),
             weights_bytes=loaded.info.weights_bytes,
         )
-        share = share_of(layout, limit, first_layer(loaded.model, setup.mode))
+        first = first_layer(loaded.model, setup.mode)
+        share = share_of(layout, limit, first, device.buffer_limit())
         links.operations.send_bytes(msgspec.msgpack.encode(share))
+        vitals = VitalsReader(lambda: follower.store)
         follower = Follower(
             loaded.model,
             layout,
             self._group,
             lambda it: self._open_store(it, setup.mode, needs_checkpoints=layout.opaque),
             rank=self.place.rank,
+            vitals=lambda: vitals.latest,
         )
+        vitals.start()
         self._heard_at = time.monotonic()
         for connection in (links.questions, links.heartbeat):
             asked = (connection, follower)
@@ -114,6 +119,7 @@ class Rank:
                 pass
         except (EOFError, OSError):
             log.warning("rank %d ends: the connection to rank 0 was lost", self.place.rank)
+        vitals.stop()
         follower.close()
         links.close()
         mx.synchronize()

@@ -223,7 +223,10 @@ class Store:
 
     def measure_leaves(self, leaves: Sequence[Leaf]) -> Held:
         """Return how much of `leaves` is on disk. Does not count as a use. Raises StoreError."""
-        found = [self.find(leaf.ids, touch=False) for leaf in leaves]
+        return self._measure([self.find(leaf.ids, touch=False) for leaf in leaves])
+
+    def _measure(self, found: Sequence[Found]) -> Held:
+        """Return how many tokens of each lookup are durable, and the bytes of all their files."""
         files = {piece.path: piece.nbytes for each in found for piece in each.pieces}
         files |= {saved.path: saved.nbytes for each in found for saved in each.checkpoints}
         return Held(tuple(self.durable_tokens(each) for each in found), sum(files.values()))

@@ -80,7 +80,17 @@ async def test_other_ranks_are_seen_in_health_and_metrics(
 ) -> None:
     """For a model that is divided among several machines, and for no other."""
     assert "ranks" not in (await client.get("/health")).json()
-    others = [{"rank": 1, "silent_s": 0.5, "operation_s": 2.0}]
+    others = [
+        {
+            "rank": 1,
+            "silent_s": 0.5,
+            "operation_s": 2.0,
+            "pressure": "warning",
+            "footprint_bytes": 100,
+            "disk_used_bytes": 70,
+            "disk_limit_bytes": None,
+        }
+    ]
     engine.ranks = {"mode": "tensor", "size": 2, "others": others}
     figures = engine.figures() | {"ranks": engine.ranks}
     engine.figures = lambda: figures  # type: ignore[method-assign]
@@ -89,3 +99,8 @@ async def test_other_ranks_are_seen_in_health_and_metrics(
     assert "mlxcache_ranks 2.0" in text
     assert 'mlxcache_rank_silent_seconds{rank="1"} 0.5' in text
     assert 'mlxcache_rank_operation_seconds{rank="1"} 2.0' in text
+    assert 'mlxcache_rank_memory_bytes{rank="1"} 100.0' in text
+    assert 'mlxcache_rank_disk_bytes{rank="1"} 70.0' in text
+    assert "mlxcache_rank_disk_limit_bytes{" not in text
+    assert 'mlxcache_rank_memory_pressure{level="warning",rank="1"} 1.0' in text
+    assert 'mlxcache_rank_memory_pressure{level="normal",rank="1"} 0.0' in text

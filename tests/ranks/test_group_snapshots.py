@@ -60,7 +60,7 @@ class Stores:
     def _follower(self, model: Path, rank: int, store: Store) -> Follower:
         layout = self.shards.ranks[rank].layout
         group = Group(rank, self.shards.division.size)
-        return Follower(model, layout, group, lambda _: store)
+        return Follower(model, layout, group, lambda _: store, rank=rank)
 
     def fill(self, ids: Tokens) -> None:
         """Write what each rank has of `ids` to its disk."""

@@ -2,7 +2,7 @@
 
 import { progressBar } from "./bars.js";
 import { byId, h, keyed, setAttr, setText, show } from "./dom.js";
-import { bytes, percent, plural } from "./format.js";
+import { bytes, percent, plural, seconds } from "./format.js";
 import { on, state } from "./state.js";
 
 const made = {};
@@ -21,6 +21,7 @@ function draw() {
   const { cache } = state;
   if (!cache?.ram) return;
   drawModels(cache);
+  drawRanks(cache);
   const shares = held(cache);
   const { ram, disk } = cache;
   const charged = Object.values(ram.kinds ?? {}).reduce((sum, size) => sum + size, 0);
@@ -41,6 +42,27 @@ function draw() {
 function drawModels({ models, memory }) {
   show(byId("models"), Boolean(models));
   if (models) keyed(byId("models"), models, (one) => one.label, () => modelRow(memory.limit_bytes));
+}
+
+// A line for each other machine of a model that is divided among several.
+function drawRanks({ ranks }) {
+  show(byId("ranks"), Boolean(ranks?.others.length));
+  if (ranks) keyed(byId("ranks"), ranks.others, (one) => one.rank, rankRow);
+}
+
+function rankRow() {
+  const name = h("b");
+  const figure = h("span", { class: "figure" });
+  const element = h("li", {}, h("p", {}, name, figure));
+  const update = (one) => {
+    const words = [`memory ${bytes(one.footprint_bytes)}`];
+    if (one.pressure !== "normal") words.push(`short of memory (${one.pressure})`);
+    if (one.disk_used_bytes !== null) words.push(`disk ${bytes(one.disk_used_bytes)}`);
+    words.push(`answered ${seconds(one.silent_s)} ago`);
+    setText(name, `Rank ${one.rank}`);
+    setText(figure, words.join(", "));
+  };
+  return { element, update };
 }
 
 function modelRow(limit) {
