@@ -47,12 +47,12 @@ class RankZero:
     """The group as rank 0 sees it: connections, division of the model, and stores.
 
     Call the methods in the order of their definition, on the MLX thread. `place`: that of rank 0.
-    `whole`: the layout of the undivided model, known after `divide`. Known after `survey` are
-    `ram_limit`, the least budget of the other ranks in bytes, and `buffer_limit`, the fewest
-    buffers that the device of a rank can hold, None without a limit. `namespace`: that of the
-    undivided model, known after `open_store`; None before, and without a disk tier. `own_age()`: seconds that
-    the current operation of the MLX thread has run. `on_loss(why)` is called on another thread if a
-    rank is lost.
+    `own_age()`: seconds that the current operation of the MLX thread has run. `on_loss(why)` is
+    called on another thread if a rank is lost. `whole`: the layout of the undivided model, known
+    after `divide`. Known after `survey` are `ram_limit`, the least budget of the other ranks in
+    bytes, and `buffer_limit`, the fewest buffers that the device of a rank can hold, None without a
+    limit. `namespace`: that of the undivided model, known after `open_store`; None before, and
+    without a disk tier.
     """
 
     def __init__(self, place: Place, own_age: Callable[[], float], on_loss: Callable[[str], None]):
