@@ -57,7 +57,7 @@ BACK = 4
 
 
 SPARE_BYTES = 4 << 20
-"""Bytes for the header of an object, which may be larger than twice its tensors by as much."""
+"""Bytes by which an object may exceed twice the size of its tensors, for its header."""
 
 
 PrefillSeconds = Callable[[int, int], float]

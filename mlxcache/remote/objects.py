@@ -540,7 +540,7 @@ def open_remote(
 
     A remote that cannot be reached is skipped until it can be. `key`: 32 bytes to seal names and
     contents with. `marks`: write the marker if it is absent. Raises ConfigError for a URL that
-    cannot be used, and unless the remote is used with the same key (or, with None, without one).
+    cannot be used, and if the remote is already used with another key (no key counts as one).
     """
     try:
         address = read_remote_url(url)
