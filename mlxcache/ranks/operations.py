@@ -1,10 +1,18 @@
 """Operations that rank 0 tells the other ranks, as messages, and its questions to them.
 
-Each rank is a process that computes a part of the same model; rank 0 also serves the requests.
-Objects are named by numbers, which rank 0 chooses. Tokens are ids. Fields named `lineage`, `caches`
-and `batch` are numbers of objects that an earlier operation made; `caches` is a lineage or a batch.
-Lineages and batches share one sequence of numbers, states have their own. Where an operation has
-`length`, it is the number of positions in the lineage before the operation.
+Each rank is a process that computes a part of the same model; rank 0 also serves the requests. Each
+holds its part of
+
+- lineages: the KV of one sequence of tokens, and the current state of layers that keep one state
+  for a whole sequence instead of KV for each token, such as recurrent layers;
+- checkpoints (called states here): copies of such states, taken at one position;
+- batches: caches of mlx-lm for several sequences, called rows, that are decoded together.
+
+Rank 0 names these objects by numbers of its choice. Fields named `lineage`, `caches` and `batch` are
+numbers of objects that an earlier operation made; `caches` is a lineage or a batch. Lineages and
+batches share one sequence of numbers, checkpoints have their own. The pending tokens of a lineage
+or batch are those that were drawn last, one per row, and that the next step feeds. Tokens are ids.
+Where an operation has `length`, it is the number of positions in the lineage before the operation.
 """
 
 from __future__ import annotations
@@ -37,7 +45,10 @@ class Open(Operation, frozen=True):
 
 
 class Prepare(Operation, frozen=True):
-    """The device is prepared, with at most `pool_bytes` bytes of freed buffers."""
+    """Operation: prepare the device, which keeps at most `pool_bytes` bytes of freed buffers.
+
+    See `device.prepare`.
+    """
 
     pool_bytes: int
 
@@ -146,7 +157,7 @@ class Rest(Operation, frozen=True):
 
 
 class Release(Operation, frozen=True):
-    """Operation: release the buffers of a lineage."""
+    """Operation: release the buffers of a lineage, which is not used any more."""
 
     lineage: int
     length: int

@@ -6,7 +6,8 @@ branches, batches, cancels, anticipation, restarts. Exit status 1 on a violation
 
 In float32 every reply and every count must be those of one process with the whole model; for a
 pipeline in bfloat16 too, to the last bit of each probability. With parts of layers in bfloat16,
-warm and restored replies are compared with cold ones of the same group.
+warm and restored replies are compared with cold ones of the same group, except for the families in
+`matrix_rank.CHOOSING`.
 """
 
 from __future__ import annotations
