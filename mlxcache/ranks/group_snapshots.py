@@ -19,9 +19,9 @@ from mlxcache.store.store import Store
 from mlxcache.types import Tokens
 
 PART_BYTES = 2 << 20
-"""Most bytes of one message, so that the heartbeat waits for no longer than that takes."""
+"""Most bytes of KV in one message, so that other questions to the ranks do not wait for long."""
 
-Written = Callable[[bytes], None]
+Wait = Callable[[bytes], None]
 
 
 class GroupSnapshotKV(SnapshotKV):
@@ -42,7 +42,7 @@ class GroupSnapshotKV(SnapshotKV):
         namespace: str,
         *,
         uploading: threading.Lock,
-        wait: Written,
+        wait: Wait,
     ):
         super().__init__(store, namespace)
         self._own = SnapshotKV(own)

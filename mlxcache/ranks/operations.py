@@ -8,11 +8,12 @@ holds its part of
 - checkpoints (called states here): copies of such states, taken at one position;
 - batches: caches of mlx-lm for several sequences, called rows, that are decoded together.
 
-Rank 0 names these objects by numbers of its choice. Fields named `lineage`, `caches` and `batch` are
-numbers of objects that an earlier operation made; `caches` is a lineage or a batch. Lineages and
-batches share one sequence of numbers, checkpoints have their own. The pending tokens of a lineage
-or batch are those that were drawn last, one per row, and that the next step feeds. Tokens are ids.
-Where an operation has `length`, it is the number of positions in the lineage before the operation.
+Rank 0 names these objects by numbers of its choice. Fields named `lineage`, `caches` and `batch`
+are numbers of objects that an earlier operation made; `caches` is a lineage or a batch. Lineages
+and batches share one sequence of numbers, checkpoints have their own. The pending tokens of a
+lineage or batch are those that were drawn last, one per row, and that the next step feeds. Tokens
+are ids. Where an operation has `length`, it is the number of positions in the lineage before the
+operation.
 """
 
 from __future__ import annotations

@@ -3,7 +3,8 @@
 `python -m tests.proofs.ranks_crash --moments 30` takes about 20 minutes; exit status 1 on a
 violation. Clients must get an error or the end, and all processes must have ended, within 10
 seconds. The next group continues from disk. Cutting a link needs root on Linux, and is left out
-elsewhere.
+elsewhere. `--neighbours` instead cuts the link between ranks 1 and 2 of three, over
+which only tensors go.
 """
 
 from __future__ import annotations
@@ -18,9 +19,10 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -48,6 +50,10 @@ NAMESPACE, OUTER, INNER = "mlxcache-ranks", "10.213.77.1", "10.213.77.2"
 
 OUTSIDE, INSIDE = "mlxcache0", "mlxcache1"
 """The network devices on both sides."""
+
+APART = "cut off from its neighbour"
+SPACES = ("mlxcache-ranks-1", "mlxcache-ranks-2")
+"""Network namespaces for ranks 1 and 2 of three."""
 
 Messages = list[dict[str, Any]]
 
@@ -78,6 +84,57 @@ def link() -> Iterator[None]:
         _ip("netns", "del", NAMESPACE, check=False)
 
 
+@contextmanager
+def triangle() -> Iterator[None]:
+    """Links between three ranks, of which the last two have namespaces; see `APART`.
+
+    Rank 0 has 10.213.77.1. Rank 2 is known to the others by its address on the link to rank 1.
+    """
+    _remove_triangle()
+    for name in SPACES:
+        _ip("netns", "add", name)
+        _ip("-n", name, "link", "set", "lo", "up")
+    try:
+        one, two = SPACES
+        _ip("link", "add", "mlxcachea", "type", "veth", "peer", "name", "veth-a", "netns", one)
+        _ip("link", "add", "mlxcacheb", "type", "veth", "peer", "name", "veth-b", "netns", two)
+        _ip(
+            "-n",
+            one,
+            "link",
+            "add",
+            "veth-c",
+            "type",
+            "veth",
+            "peer",
+            "name",
+            "veth-c",
+            "netns",
+            two,
+        )
+        for where, address, device in (
+            ((), "10.213.77.1", "mlxcachea"),
+            (("-n", one), "10.213.77.2", "veth-a"),
+            ((), "10.213.78.1", "mlxcacheb"),
+            (("-n", two), "10.213.78.2", "veth-b"),
+            (("-n", one), "10.213.79.1", "veth-c"),
+            (("-n", two), "10.213.79.2", "veth-c"),
+        ):
+            _ip(*where, "addr", "add", f"{address}/30", "dev", device)
+            _ip(*where, "link", "set", device, "up")
+        _ip("-n", two, "route", "add", "10.213.77.1", "via", "10.213.78.1")
+        yield
+    finally:
+        _remove_triangle()
+
+
+def _remove_triangle() -> None:
+    for device in ("mlxcachea", "mlxcacheb"):
+        _ip("link", "del", device, check=False)
+    for name in SPACES:
+        _ip("netns", "del", name, check=False)
+
+
 def _ip(*arguments: str, check: bool = True) -> None:
     subprocess.run(["ip", *arguments], check=check, capture_output=True)
 
@@ -93,6 +150,8 @@ class Group:
         """Kill or freeze a rank, or cut the link."""
         if fault == CUT:
             _ip("link", "set", OUTSIDE, "down")
+        elif fault == APART:
+            _ip("-n", SPACES[0], "link", "set", "veth-c", "down")
         else:
             number = signal.SIGKILL if fault == KILL else signal.SIGSTOP
             self.processes[rank].send_signal(number)
@@ -115,6 +174,7 @@ class Proof:
     rng: random.Random
     say: Callable[[str], None]
     ranks: int = 2
+    neighbours: bool = False
     wrong: list[str] = field(default_factory=list)
     faults: Counter[str] = field(default_factory=Counter)
     client_s: dict[str, float] = field(default_factory=dict)
@@ -126,14 +186,16 @@ class Proof:
 
     def run(self, moments: int, deadline: float) -> None:
         """Disturb `moments` groups, or until `deadline`, then compare all texts."""
-        model = make_toy(self.folder / "toy", "llama")
+        family = "qwen3_moe" if self.neighbours else "llama"
+        model = make_toy(self.folder / "toy", family)
         self._talk = [{"role": "system", "content": _words(self.rng, 200)}]
         kinds = [KILL, FREEZE, *([CUT] if can_cut() and self.ranks == 2 else [])]
+        kinds = [APART] if self.neighbours else kinds
         for moment in range(moments):
             if time.monotonic() > deadline:
                 break
             fault, rank = kinds[moment % len(kinds)], self.rng.randrange(self.ranks)
-            with self._group(model, cut=fault == CUT) as group:
+            with self._group(model, fault) as group:
                 self._turn(Api(group.server))
                 self._disturb(group, fault, rank)
             self.say(
@@ -141,19 +203,25 @@ class Proof:
                 f"{max(self.client_s.values()):.1f} s, processes "
                 f"{max(self.process_s.values()):.1f} s; wrong: {len(self.wrong)}"
             )
-        with self._group(model, cut=False) as group:
+        with self._group(model, APART if self.neighbours else KILL) as group:
             self._turn(Api(group.server))
             group.server.stop(seconds=30.0)
         self._compare(model)
 
     @contextmanager
-    def _group(self, model: Path, *, cut: bool) -> Iterator[Group]:
+    def _group(self, model: Path, fault: str) -> Iterator[Group]:
+        """Start the ranks that `fault` is for; without a link to cut, by mlx.launch."""
         cache = ("--cache-dir", str(self.folder / "cache"), "--ram", "400MB", "--disk", "2GB")
         flags = ("--model", str(model), "--no-anticipate", *cache)
         with ExitStack() as stack:
-            if cut:
+            if fault == CUT:
                 stack.enter_context(link())
-                yield self._by_hand(stack, flags)
+                yield self._by_hand(stack, flags, [OUTER, INNER], [NAMESPACE])
+                return
+            if fault == APART:
+                stack.enter_context(triangle())
+                addresses = ["10.213.77.1", "10.213.77.2", "10.213.79.2"]
+                yield self._by_hand(stack, (*flags, "--pipeline"), addresses, SPACES)
                 return
             hosts = ",".join(["127.0.0.1"] * self.ranks)
             server = stack.enter_context(served(*flags, "--hosts", hosts, home=self.folder))
@@ -164,24 +232,34 @@ class Proof:
                     found[int(rank)] = one
             yield Group(server, [found[rank] for rank in sorted(found)])
 
-    def _by_hand(self, stack: ExitStack, flags: tuple[str, ...]) -> Group:
-        """Two ranks as mlx.launch starts them on two machines, the second in the namespace."""
-        port, hostfile = free_port(2), self.folder / "hosts.json"
-        hostfile.write_text(json.dumps([[f"{OUTER}:{port}"], [f"{INNER}:{port + 1}"]]))
+    def _by_hand(
+        self,
+        stack: ExitStack,
+        flags: tuple[str, ...],
+        hosts: Sequence[str],
+        spaces: Sequence[str],
+    ) -> Group:
+        """Ranks as mlx.launch starts them on several machines, all but the first in `spaces`."""
+        port, hostfile = free_port(len(hosts)), self.folder / "hosts.json"
+        ips = [[f"{host}:{port + rank}"] for rank, host in enumerate(hosts)]
+        hostfile.write_text(json.dumps(ips))
         environ = {"MLX_HOSTFILE": str(hostfile)}
 
-        def inside(command: Any, variables: dict[str, str]) -> subprocess.Popen[str]:
-            whole = ["ip", "netns", "exec", NAMESPACE, sys.executable, "-m", *command]
+        def inside(space: str, command: Any, variables: dict[str, str]) -> subprocess.Popen[str]:
+            whole = ["ip", "netns", "exec", space, sys.executable, "-m", *command]
             pipe = subprocess.PIPE
             return subprocess.Popen(whole, stdout=pipe, stderr=pipe, text=True, env=variables)
 
-        other = Served(flags, self.folder, environ | {RANK: "1"}, start=inside)
-        stack.callback(other.process.kill)
+        others = []
+        for rank, space in enumerate(spaces, 1):
+            variables = environ | {RANK: str(rank)}
+            others.append(Served(flags, self.folder, variables, start=partial(inside, space)))
+            stack.callback(others[-1].process.kill)
         server = stack.enter_context(
             served(*flags, home=self.folder, environ=environ | {RANK: "0"})
         )
         assert server.url
-        return Group(server, [psutil.Process(one.process.pid) for one in (server, other)])
+        return Group(server, [psutil.Process(one.process.pid) for one in (server, *others)])
 
     def _turn(self, api: Api) -> None:
         """Continue the conversation; what was durable before the fault must be reused."""
@@ -264,17 +342,22 @@ def _words(rng: random.Random, count: int) -> str:
 Moments = Annotated[int, typer.Option(help="Faults.")]
 Minutes = Annotated[float, typer.Option(help="Most minutes until the last fault.")]
 Ranks = Annotated[int, typer.Option(help="Processes.")]
+Neighbours = Annotated[bool, typer.Option(help="Only cut the link of two other ranks.")]
 Seed = Annotated[int | None, typer.Option(help="Of the random moments; printed.")]
 
 
 def ranks_crash(
-    moments: Moments = 30, minutes: Minutes = 60.0, ranks: Ranks = 2, seed: Seed = None
+    moments: Moments = 30,
+    minutes: Minutes = 60.0,
+    ranks: Ranks = 2,
+    neighbours: Neighbours = False,
+    seed: Seed = None,
 ) -> None:
     """Kill, freeze and cut off ranks at random moments; exit with 1 on a violation."""
     chosen = random.randrange(10**6) if seed is None else seed
     typer.echo(f"seed {chosen}")
     with tempfile.TemporaryDirectory(prefix="mlxcache-ranks-") as folder:
-        proof = Proof(Path(folder), random.Random(chosen), typer.echo, ranks)
+        proof = Proof(Path(folder), random.Random(chosen), typer.echo, ranks, neighbours)
         proof.run(moments, time.monotonic() + 60 * minutes)
     for line in proof.report():
         typer.echo(line)
