@@ -19,6 +19,9 @@ PRIOR, PRIOR_RIGHT = 4.0, 0.7
 TRIED = 1
 """Tokens drafted to see whether drafting pays again."""
 
+TRIES, TRIES_SHARE = 2.0, 0.004
+"""Passes of one token that may be lost to such tries: at first, and more for each token decoded."""
+
 
 class DraftCosts:
     """Costs of rounds with drafted tokens, measured on one device and corrected by live rounds.
@@ -54,6 +57,10 @@ class DraftCosts:
             self._live = min(MOST, max(LEAST, live))
         return max(1.0, min(cost, most))
 
+    def excess(self, seconds: float, cached: int) -> float:
+        """Return by how much a plain pass took longer than expected; it corrects nothing."""
+        return self.target.excess(1, seconds, cached)
+
     def _measured(self, drafts: int, cached: int) -> float:
         return self.target.at(cached)(1 + drafts) + drafts * self._share(cached)
 
@@ -70,6 +77,7 @@ class DraftRule:
 
     def __init__(self, costs: DraftCosts):
         self.costs = costs
+        self._tries = TRIES
         self._tried, self._right = PRIOR, PRIOR * PRIOR_RIGHT
 
     @property
@@ -83,6 +91,18 @@ class DraftRule:
         fade = KEPT**seen
         self._tried = fade * self._tried + seen
         self._right = fade * self._right + right
+
+    def may_try(self, cost: float) -> bool:
+        """Return whether a round of that `cost` may be lost to see whether drafting pays."""
+        return cost - 1.0 <= self._tries
+
+    def note_token(self) -> None:
+        """Count a token that was decoded without drafts."""
+        self._tries = min(TRIES, self._tries + TRIES_SHARE)
+
+    def note_try(self, cost: float) -> None:
+        """Account for a round of that `cost`, which was made as a try."""
+        self._tries -= max(0.0, cost - 1.0)
 
     def best(self, most: int, cached: int) -> int:
         """Return the number of drafts, up to `most`, that gives the most tokens for its time.
@@ -110,38 +130,51 @@ class ReplyDrafts:
     def __init__(self, rule: DraftRule):
         self.saved = 0.0
         self._rule = rule
+        self._trying = False
         self._purse = Purse()
 
     def choose(self, most: int, cached: int, unseen: int) -> int:
         """Return how many tokens to draft for the next pass, up to `most`.
 
-        Where drafting does not pay, that is `TRIED` whenever the reply can afford it, otherwise 0.
-        `cached`: positions before the pass. `unseen`: tokens that the draft model must be fed
-        first.
+        Where drafting does not pay, that is `TRIED` now and then, otherwise 0. `cached`: positions
+        before the pass. `unseen`: tokens that the draft model must be fed first.
         """
-        costs = self._rule.costs
+        costs, rule = self._rule.costs, self._rule
         before = costs.catch_up(unseen, cached)
-        drafts = self._rule.best(most, cached) or min(TRIED, most)
+        drafts = rule.best(most, cached)
+        self._trying = not drafts
+        if not drafts and rule.may_try(before + costs.round(TRIED, cached)):
+            drafts = min(TRIED, most)
         while drafts and not self._purse.affords(before + costs.round(drafts, cached)):
             drafts //= 2
         if drafts:
             self._pay(before)
         return drafts
 
-    def note_round(self, drafted: int, right: int, seconds: float | None, cached: int) -> None:
+    def note_round(
+        self, drafted: int, right: int, seconds: float | None, cached: int, *, waited: bool = False
+    ) -> None:
         """Account for a pass with `drafted` tokens, 0 for a plain one, of which `right` were right.
 
-        `seconds`: what it took, or None if that is not known.
+        `seconds`: what it took, or None if that is not known. `waited`: a plain pass was launched
+        only when a round before it had ended, so its time includes that of the launch.
         """
-        costs = self._rule.costs
+        costs, rule = self._rule.costs, self._rule
         if seconds is None:
             cost = costs.round(drafted, cached)
+        elif waited and not drafted:
+            cost = 1.0 + costs.excess(seconds, cached)
         else:
             cost = costs.observe(drafted, seconds, cached)
         self._purse.note(cost, 1 + right)
-        if drafted:
-            self._rule.note(drafted, right)
+        if drafted or waited:
             self.saved += 1 + right - cost
+        if self._trying and (drafted or waited):
+            rule.note_try(cost - right)
+        elif not drafted:
+            rule.note_token()
+        if drafted:
+            rule.note(drafted, right)
 
     def note_catch_up(self, tokens: int, cached: int) -> None:
         """Account for feeding the draft model `tokens` tokens while drafting is paused."""

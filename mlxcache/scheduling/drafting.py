@@ -113,7 +113,7 @@ class DraftingDecoder(Decoder):
     Without drafts a step is that of `Decoder`, and feeds the served model only; the draft model is
     fed the same tokens later, many in one pass. `clock` returns seconds. `last`: tokens drafted for
     the newest pass that has ended, and its seconds; None if those are not known because other work
-    came between.
+    came between. `waited`: that pass was launched only when the tokens before it were known.
     """
 
     def __init__(
@@ -127,6 +127,8 @@ class DraftingDecoder(Decoder):
     ):
         super().__init__(model.target, [row], lineage.caches, waits=waits)
         self.last: tuple[int, float] | None = None
+        self.waited = False
+        self._waits_running = False
         self._pair = model
         self._lineage = lineage
         self._clock = clock
@@ -248,7 +250,7 @@ class DraftingDecoder(Decoder):
         """Record that the tokens of a pass with `drafted` drafts are known now."""
         now = self._clock()
         self.last = None if self._known_at is None else (drafted, now - self._known_at)
-        self._known_at = now
+        self.waited, self._known_at = self._waits_running, now
 
     # -- a step ------------------------------------------------------------------------------------
 
@@ -262,8 +264,9 @@ class DraftingDecoder(Decoder):
             (drawn,) = super().step()
             self._unseen += [one.token for one in drawn]
             self._note_time(0)
+            self._waits_running = False
             return [drawn]
-        ready, self._ready = self._ready, []
+        ready, self._ready, self._waits_running = self._ready, [], True
         newest = ready[-1].token
         if self._drafts:
             self._launch(newest, self._drafts)

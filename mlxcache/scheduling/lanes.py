@@ -313,7 +313,8 @@ class Lanes:
             lineage.truncate(lineage.length + right)
         if drafts is not None:
             seconds = decoder.last[1] if decoder.last is not None else None
-            drafts.note_round(drafted, right, seconds, lineage.length)
+            waited = decoder.waited
+            drafts.note_round(drafted, right, seconds, lineage.length, waited=waited)
         task.note_drafts("draft")
         most = max(0, min(self._drafts, task.limit - len(task.out) - decoder.ready - 1))
         least, count = lineage.length + 1, most

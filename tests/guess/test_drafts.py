@@ -61,6 +61,13 @@ def test_drafts_pay_or_stop(slope: float, share: float, right: float, least: flo
     assert 30 * 300 / total >= least
 
 
+def test_a_draft_that_never_pays_costs_next_to_nothing() -> None:
+    """It is tried less and less often than a reply could afford."""
+    rule, rng = DraftRule(costs(0.75, 0.2)), np.random.default_rng(1)
+    total = [play(rule, 1000, 0.6, rng)[0] for _ in range(10)][-1]
+    assert 1000 / total > 0.99
+
+
 @pytest.mark.parametrize("seed", range(60))
 def test_no_reply_is_much_slower(seed: int) -> None:
     """Whatever it costs and however often it is right; less so if costs were measured wrong."""

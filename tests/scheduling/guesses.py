@@ -32,6 +32,7 @@ def use_cheap_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr("mlxcache.engine.runtime.measure_passes", measured)
     monkeypatch.setattr(DraftCosts, "observe", lambda self, drafts, _, cached: 1.0)
+    monkeypatch.setattr(DraftCosts, "excess", lambda self, seconds, cached: 0.0)
 
 
 class Foretold(Speculation):
