@@ -5,7 +5,10 @@ from __future__ import annotations
 _UNCHANGED = "Send old messages unchanged."
 
 COMPARE = "To see both requests, serve with --record DIR and run mlxcache explain."
-"""Advice to add where the texts are not at hand, for a cause that does not tell what changed."""
+"""Advice of a server that is added for a cause that does not tell what changed.
+
+`mlxcache explain` itself shows both texts.
+"""
 
 ADVICE: dict[str, str] = {
     "attribution": "Set CLAUDE_CODE_ATTRIBUTION_HEADER=0 for the client, or leave "

@@ -32,8 +32,10 @@ _LEAST_PIECE = 1 << 16
 class Codec:
     """Encodes rendered text, in which `escape` has put sentinels for control tokens. Thread-safe.
 
-    `direct`: the Rust tokenizer is called directly. Otherwise the transformers object is called,
-    because its class changes the text or has no Rust tokenizer.
+    `added`: the added tokens of `tokenizer`. `controls`: those that are control tokens.
+
+    Attribute `direct`: the Rust tokenizer is called directly. Otherwise the transformers object is
+    called, because its class changes the text or has no Rust tokenizer.
     """
 
     def __init__(

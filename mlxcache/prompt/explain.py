@@ -18,7 +18,7 @@ from mlxcache.prompt.shared_runs import Runs, shared_runs
 from mlxcache.types import Chat, Tokens
 
 LEAST_LOSS = 64
-"""Largest loss, in tokens, that is not reported.
+"""Largest loss, in tokens, that is ignored.
 
 Templates change a few tokens at the end of each turn.
 """
@@ -233,8 +233,9 @@ def _squeezed(text: str) -> str:
 class EarlierPrompt:
     """A prompt that was served.
 
-    `session`: label of its session. `computed`: number of tokens of the prompt and its reply that
-    were cached when the request ended.
+    `session`: label of its session. `side`: the prompt with its reply. `computed`: number of their
+    tokens that were cached when the request ended. `owner`: owner of the request, or None if the
+    server has at most one key.
     """
 
     session: str | None
@@ -283,8 +284,8 @@ class EarlierPrompts:
         """Return the prompts `held`, each with the number of leading tokens it shares with `ids`.
 
         `held`: prompts, oldest first. `session`, `ids`: session label and token ids of the prompt
-        to compare with. Prompts of the same session come first; among those of equal rank, the ones
-        that share more tokens, then the newest.
+        to compare with. Prompts of the same session come first, then the others; in each group,
+        those that share more tokens come first, and the newest of those that share as many.
         """
         found = [(one, common_length(one.side.ids, ids)) for one in reversed(held)]
         return sorted(found, key=lambda pair: (pair[0].session != session, -pair[1]))

@@ -351,11 +351,11 @@ class RecentTexts:
         )
 
     def find_nearest(self, text: str, session: str | None) -> tuple[Tokenised | None, int]:
-        """Return the remembered text with the longest common prefix, and that prefix's length.
+        """Return the remembered text that shares the longest prefix with `text`, and its length.
 
-        The prefix is common with `text`, its length in characters. Searched are the texts of the
-        session with the label `session`, and the newest of all sessions. The result is (None, 0)
-        if nothing is shared.
+        The length is that of the shared prefix, in characters. The texts of the session with the
+        label `session`, and the newest of all sessions, are compared. The result is (None, 0) if
+        nothing is shared.
         """
         held = self._held.items()
         latest = held[-self._latest :]

@@ -46,7 +46,11 @@ class Rendered:
 
 
 class Renderer:
-    """Escapes, adapts and renders conversations for one template. Thread-safe."""
+    """Escapes, adapts and renders conversations for one template. Thread-safe.
+
+    `traits`: features of the template. `args`: template arguments for every conversation, which
+    those of a conversation override.
+    """
 
     def __init__(
         self,

@@ -39,7 +39,10 @@ from mlxcache.prompt.replies import (
 
 _LEAST_REACH = 4096
 _REACH = 4
-"""Largest ratio of a rewritten reply's characters to those of the generated one."""
+"""Limit of the text that is searched for the end of a rewritten reply.
+
+It is `_REACH` times the characters of the generated reply, and at least `_LEAST_REACH` characters.
+"""
 
 _MOST_ENDS = 16
 """Most possible ends of a reply that are tried."""

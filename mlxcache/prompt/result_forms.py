@@ -35,9 +35,9 @@ class ResultForms:
         self._made: LRU[str, tuple[str, Tokens]] = LRU(MOST_BYTES, _size)
 
     def learn(self, messages: Sequence[Mapping[str, Any]]) -> None:
-        """Make the form that a reply would repeat of each tool result in `messages` without one.
+        """Make and keep the form of each tool result in `messages` for which none is kept.
 
-        Blocks while they are tokenised.
+        Blocks while these forms are tokenised.
         """
         for text in _results(messages):
             if self._made.get(text) is None:

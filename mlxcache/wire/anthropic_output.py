@@ -53,8 +53,9 @@ def check_not_continued(chat: Chat, form: OutputFormat | None) -> None:
 
 
 def read_tool_choice(body: Conversation, tools: Sequence[Function]) -> ToolChoice | None:
-    """Return which of `tools` may or must be called; with None, calls are returned as text.
+    """Return which of `tools` may or must be called, or None if none may be.
 
+    With None, calls that the model writes anyway are returned as text.
     Unlike in Anthropic's API, a forced call does not exclude thinking: the model thinks first.
     Raises BadRequest for an unknown type or tool, and for a forced call without tools.
     """
@@ -110,11 +111,11 @@ def read_thinking_budget(body: Request, *, takes_effort: bool) -> int | None:
 
 
 def read_effort(body: Conversation) -> Effort | None:
-    """Return the effort of the reply, from the last system message with one that applies already.
+    """Return the effort of the reply, or None if the request has none.
 
-    Without such a message, it is that of the request's `output_config`, or None. An effort in a
-    system message applies at once if the message follows new input of the user (more than tool
-    results), otherwise from the next such input on.
+    It is the last one of those in system messages that apply already, else that of the request's
+    `output_config`. An effort in a system message applies at once if the message follows new input
+    of the user (more than tool results), otherwise from the next such input on.
     Source: https://platform.claude.com/docs/en/build-with-claude/effort-per-message.
     """
     effort = body.output_config.effort if body.output_config else None

@@ -186,7 +186,9 @@ _CLIENT_TOOLS: Mapping[str, tuple[str, dict[str, Any]]] = {
         ),
     ),
 }
-"""Tools that a client names without a schema, because Anthropic's models were trained on it.
+"""Description and schema of tools that a client sends without a schema, by the tool's `type`.
 
+The `type` is without its version (`bash_20250124` is `bash`). Anthropic's models know the schemas
+from training.
 Source: https://docs.anthropic.com/en/docs/agents-and-tools/tool-use/overview.
 """

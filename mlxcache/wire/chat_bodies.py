@@ -74,7 +74,8 @@ def is_anthropic(request: dict[str, Any]) -> bool:
 def request_to_chat(request: dict[str, Any]) -> Chat:
     """Convert a request of any API to a chat. Images are replaced by text with their digest.
 
-    Fields that an endpoint would refuse are ignored. Raises BadRequest for a malformed message.
+    A field that OpenAI's endpoints would refuse is ignored. Raises Unsupported for one that
+    Anthropic's would refuse, and BadRequest for a malformed message.
     """
     return _to_chat({"model": "any", **_without_images(request)}, check=False)
 
@@ -93,8 +94,9 @@ def chats_to_warm(body: bytes) -> list[Chat]:
     """Convert the body of `POST /v1/cache/warm`: a chat request, or a system prompt as plain text.
 
     A request without a user message gives two chats with different user messages; the common
-    beginning of their prompts is the prefix to warm. Raises BadRequest if the body is malformed, or
-    has neither messages, a system prompt nor tools.
+    beginning of their prompts is the prefix to warm. Raises Unsupported if an endpoint would refuse
+    a field, and BadRequest if the body is malformed, or has neither messages, a system prompt nor
+    tools.
     """
     if not body.lstrip().startswith(b"{"):
         try:
@@ -126,7 +128,7 @@ def _to_chat(request: dict[str, Any], *, check: bool) -> Chat:
     """Convert a request of any API to a chat.
 
     With `check`, a field that OpenAI's endpoints would refuse raises Unsupported, else it is
-    ignored.
+    ignored. A field that Anthropic's would refuse always raises Unsupported.
     """
     if is_responses(request):
         return _responses_to_chat(request, check=check)

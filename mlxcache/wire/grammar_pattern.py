@@ -206,8 +206,8 @@ class _Parser:
     def _next_alternative(self, *, top: bool) -> bool:
         """Advance past the `|` of a rule's next alternative, which may be on a later line.
 
-        Returns False if there is no further alternative. Line ends before it are skipped, except at
-        the `top` of a rule without a further alternative, where they end the rule.
+        Returns False if there is no further alternative. `top`: outside of parentheses, where a
+        line end without a `|` after it ends the rule. All other line ends are skipped.
         """
         begin = self._at
         while self._peek().kind == "line":
@@ -291,10 +291,11 @@ def _one_of(choices: Sequence[str]) -> str:
 
 
 def _repetition(name: str, choices: Sequence[str]) -> str:
-    """Return an expression for a rule's alternatives, as repetitions where it refers to itself.
+    """Return an expression for the rule `name`, as repetitions where it refers to itself.
 
-    `x: b x | x a | x m x | c` matches `y (m y)*`, where `y` is `b* c a*`. References elsewhere in
-    an alternative are kept, and so are all if no alternative is without them.
+    `choices`: expressions of its alternatives. `x: b x | x a | x m x | c` matches `y (m y)*`, where
+    `y` is `b* c a*`. References inside an alternative are kept. If every alternative begins or ends
+    with a reference, all references are kept.
     """
     itself = f"\0{name}\0"
     optional = f"(?:{itself})?"

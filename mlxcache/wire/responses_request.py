@@ -172,7 +172,10 @@ def to_chat(
 
 
 TURNS_AT_ONCE = 8
-"""Turns dropped at once. The next requests then begin alike and reuse each other's KV."""
+"""Turns that `shorten` drops at once.
+
+The next requests then begin alike, and reuse each other's KV.
+"""
 
 
 def shorten(chat: Chat) -> list[Chat]:
@@ -192,9 +195,10 @@ def shorten(chat: Chat) -> list[Chat]:
 
 
 class MessageWriter:
-    """Builder of the messages of a `Chat` from input items.
+    """Builder of `messages`, those of a `Chat`, from input items.
 
-    Reasoning, text and calls of one reply are separate items, which become one assistant message.
+    Call `write` for each item, then `finish`. Reasoning, text and calls of one reply are separate
+    items, which become one assistant message.
     """
 
     def __init__(self, tools: Toolbox, images: ImageReader):

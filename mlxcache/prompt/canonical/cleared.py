@@ -18,6 +18,7 @@ LEAST = 200
 """Fewest characters of a result that is remembered."""
 
 Results = LRU[Hashable, str]
+"""Tool results, by a digest of the messages before each and the id of its call."""
 
 
 def apply(draft: Draft, results: Results) -> bool:

@@ -20,12 +20,15 @@ _TOLD = re.compile(
 )
 """First line of a paragraph of the environment description, which is equal in all sessions."""
 _STARTED = re.compile(r"SessionStart(?::\w+)? hook [a-z ]+: ")
-"""Output of a `SessionStart` hook, which may come first and stays with the text after it."""
-_CALLED = re.compile(r"Called the (?:Read|Bash) tool with the following input: ")
-"""A file or folder that the first message names; it may come first.
+"""Output of a `SessionStart` hook.
 
-Its lines start with numbers or are names of files, so its paragraphs are unlikely to match
-another pattern.
+It may be at the start of the system message, and stays before the text that follows it there.
+"""
+_CALLED = re.compile(r"Called the (?:Read|Bash) tool with the following input: ")
+"""Start of the content of a file or folder that the user's first message names.
+
+It may come before the environment description. Its lines start with numbers or are names of files,
+so its paragraphs are unlikely to match another pattern.
 """
 _ASKED = re.compile(r"Plan mode is active\b|UserPromptSubmit(?::\w+)? hook [a-z ]+: ")
 """First line of text that belongs to the first message and stays after it."""

@@ -13,7 +13,7 @@ from mlxcache.lru import LRU
 from mlxcache.prompt.canonical.draft import Draft, History
 
 FIRST = re.compile(r"gitStatus: \S.*")
-"""First line of a git status in Claude Code's form, which ends with its last line of `_LINE`."""
+"""First line of a git status in Claude Code's form; all further ones match `_LINE` or are blank."""
 _OPENS = re.compile(r'<context name="gitStatus">\S.*')
 _CLOSES = "</context>"
 """First and last line of a git status in Continue's form."""
@@ -33,6 +33,7 @@ _SNAPSHOT = re.compile(
 """Status as Qwen Code writes it."""
 
 Places = LRU[bytes, str]
+"""Git statuses, by a digest of the messages before each."""
 
 
 def take(draft: Draft) -> str:

@@ -72,7 +72,7 @@ class Found:
 NOTHING = Found()
 
 _REPLY = b"reply"
-"""What stands for any reply in the digest of what was asked."""
+"""Bytes that stand for any reply in the digest `Found.asked`."""
 
 
 def apply(draft: Draft, known_reply: KnownReply, *, thinking: bool, blanks: bool) -> Found:
@@ -81,7 +81,8 @@ def apply(draft: Draft, known_reply: KnownReply, *, thinking: bool, blanks: bool
     `thinking`: restore missing thinking. `blanks`: restore white space and the form of calls.
     `known_reply(history, message, tools)` returns the reply that the model wrote, or None;
     `history` is the digest of the messages before it. If the request continues the last reply, the
-    end of that reply is not changed, because the client appends the rest to it.
+    end of that reply is not changed, because the client appends the rest to it. Returns which
+    replies are known.
     """
     history, asked = History("replies"), History("asked")
     keys: list[bytes] = []

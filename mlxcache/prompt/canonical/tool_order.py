@@ -9,6 +9,7 @@ from mlxcache.lru import LRU
 from mlxcache.prompt.canonical.draft import Draft
 
 Orders = LRU[bytes, tuple[bytes, ...]]
+"""Orders of sets of tools: digests of the tools in order, by the same digests sorted and joined."""
 
 
 def apply(draft: Draft, orders: Orders) -> bool:
