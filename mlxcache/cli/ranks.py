@@ -23,7 +23,7 @@ import psutil
 from mlxcache.config import Settings
 from mlxcache.errors import ConfigError
 
-END_S = 2.0
+END_S = 1.0
 """Seconds that the processes have to end after one of them has ended."""
 
 STOP_S = 20.0
@@ -136,9 +136,13 @@ def watch_launcher() -> None:
     """Have this process end when mlx.launch, or the process that started it, has ended.
 
     They may have been killed, and then tell nobody. For rank 0, which ends the others. It gets
-    SIGTERM, and is killed if it has not ended `STOP_S` later. Starts a thread; does not block.
+    SIGTERM, and is killed if it has not ended `STOP_S` later. Starts a thread; does not block. A
+    process that was started in another way may outlive its parent, such as a shell.
     """
-    launchers = [psutil.Process(os.getppid())]
+    launchers = []
+    with suppress(psutil.Error):
+        parent = psutil.Process(os.getppid())
+        launchers += [parent] if any("mlx.launch" in word for word in parent.cmdline()) else []
     with suppress(KeyError, ValueError, psutil.Error):
         launchers.append(psutil.Process(int(os.environ[FRONT])))
 
@@ -149,7 +153,8 @@ def watch_launcher() -> None:
         time.sleep(STOP_S)
         os._exit(1)
 
-    threading.Thread(target=watch, name="mlxcache-launcher", daemon=True).start()
+    if launchers:
+        threading.Thread(target=watch, name="mlxcache-launcher", daemon=True).start()
 
 
 class Ranks:
