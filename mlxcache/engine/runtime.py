@@ -296,7 +296,7 @@ class ModelRuntime:
             )
             self._kept = text_ends(loaded.tokenizer)
             self._closing = read_closing(
-                loaded.tokenizer, loaded.info.architecture, self.layout.vocab_size
+                loaded.tokenizer, loaded.info.architecture, self.layout.vocab_size, self.label
             )
             self.book = self._open_book(thread, submit, database)
             on_failure.pop_all()

@@ -36,10 +36,10 @@ STOP_REASONS: Mapping[FinishReason, str] = {
 class ContentBlocks:
     """Content blocks of a reply while it is generated. `content` holds the finished ones.
 
-    White space at the start of a text or thinking block is held back until other text follows. A
-    block of white space alone is therefore never sent: clients drop it, or are refused when they
-    send it back. If `show_thinking` is False, a thinking block has no text, and the reasoning is
-    only in its signature (see `signatures`).
+    Call `feed` for each piece of the reply, then `close`. White space at the start of a text or
+    thinking block is held back until other text follows. A block of white space alone is therefore
+    never sent: clients drop it, or are refused when they send it back. If `show_thinking` is False,
+    a thinking block has no text, and the reasoning is only in its signature (see `signatures`).
     """
 
     def __init__(self, *, show_thinking: bool = True):

@@ -143,7 +143,8 @@ class Grammars:
             if why == _NO_TEXT:
                 why = "no text matches it"
             raise BadRequest(f"The grammar cannot be compiled: {why}", param=param)
-        log.debug("grammar compiled in %.0f ms", 1000 * (time.perf_counter() - began))
+        took_ms = 1000 * (time.perf_counter() - began)
+        log.debug("model %s: grammar compiled in %.0f ms", self._label, took_ms)
         return GrammarGuide(matcher, vocabulary.vocab_size)
 
     def vocabulary(self) -> LLTokenizer:

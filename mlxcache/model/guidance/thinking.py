@@ -134,6 +134,11 @@ def allows(mask: Bitmask, token: int) -> bool:
 
 
 State = Literal["begin", "thinking", "between", "answer"]
+"""Part of a reply that its next token is in.
+
+`begin`: the marker that opens a think block, or the first token of the answer. `thinking`: a think
+block. `between`: the ids `ThinkFormat.after` that follow the block. `answer`: the rest.
+"""
 
 
 class AfterThinking:

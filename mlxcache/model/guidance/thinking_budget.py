@@ -52,8 +52,8 @@ class Closing:
     `words`: a sentence with which the model stops thinking, then the end of the block. `plain`:
     the end only. `after`: how many ids at the end of both come after the block's closing
     marker. `header`: how many of those, at their end, are the header of a message with visible
-    text. They are left out if the reply may call tools or follows a grammar; then one of the
-    token ids in `options` must follow. `vocab_size`: the width of the logits.
+    text. This header is left out if the reply may call tools or follows a grammar; then one of
+    the token ids in `options` must follow. `vocab_size`: the width of the logits.
     """
 
     vocab_size: int
@@ -64,11 +64,14 @@ class Closing:
     options: tuple[int, ...] = ()
 
 
-def read_closing(tokenizer: Any, architecture: str, vocab_size: int) -> Closing | None:
+def read_closing(
+    tokenizer: Any, architecture: str, vocab_size: int, label: str = "unnamed"
+) -> Closing | None:
     """Return the token ids that end thinking in the model family of `tokenizer`.
 
     Returns None if mlx-lm describes no thinking for it. `tokenizer`: mlx-lm's TokenizerWrapper.
-    `architecture`: the model_type of config.json. `vocab_size`: the width of the logits.
+    `architecture`: the model_type of config.json. `vocab_size`: the width of the logits. `label`:
+    that of the model, for the log.
     """
 
     def encode(text: str) -> tuple[int, ...]:
@@ -85,7 +88,7 @@ def read_closing(tokenizer: Any, architecture: str, vocab_size: int) -> Closing 
         return Closing(vocab_size, encode(marker) + after, encode(marker) + after, len(after))
     if not tokenizer.has_thinking:
         return None
-    before, behind = _blanks(tokenizer)
+    before, behind = _blanks(tokenizer, label)
     plain = encode(before + tokenizer.think_end)
     words = encode(QWEN_WORDS + before + tokenizer.think_end)
     follow = encode(behind) if behind else ()
@@ -93,10 +96,10 @@ def read_closing(tokenizer: Any, architecture: str, vocab_size: int) -> Closing 
     return Closing(vocab_size, spoken + follow, plain + follow, len(follow))
 
 
-def _blanks(tokenizer: Any) -> tuple[str, str]:
+def _blanks(tokenizer: Any, label: str) -> tuple[str, str]:
     """Return the white space that the template writes before and after the closing marker.
 
-    `tokenizer`: mlx-lm's TokenizerWrapper.
+    `tokenizer`: mlx-lm's TokenizerWrapper. `label`: that of the model, for the log.
     """
     thought, text = _PROBE
     messages = [
@@ -106,7 +109,10 @@ def _blanks(tokenizer: Any) -> tuple[str, str]:
     try:
         shown = str(tokenizer.apply_chat_template(messages, tokenize=False))
     except Exception as error:  # noqa: BLE001 - a template may raise anything
-        log.debug("thinking assumed to end with newlines: the chat template failed: %s", error)
+        log.debug(
+            "model %s: line breaks assumed around the end of thinking: its template failed: %s",
+            *(label, error),
+        )
         return "\n", "\n\n"
     between = shown.partition(thought)[2].partition(text)[0]
     before, marker, after = between.partition(tokenizer.think_end)
@@ -240,6 +246,7 @@ class CloseThinking:
     everything. `within`: how many of `ids` belong to the block. `options`: tokens, one of which
     follows `ids`; may be empty. `leaves`: markers by which the model may end the block itself
     before. `tail`: the newest tokens of the block so far. `decode`: returns the text of tokens.
+    `vocab_size`: the width of the logits.
     """
 
     def __init__(

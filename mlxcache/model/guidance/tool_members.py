@@ -12,7 +12,7 @@ from mlxcache.model.guidance.schema_merge import Plain, alternatives, names_of
 from mlxcache.model.guidance.text_values import Unwritable
 
 EMPTY = '""'
-"""The grammar expression of no text."""
+"""Grammar expression that matches only the empty text."""
 
 
 @dataclass(frozen=True, slots=True)

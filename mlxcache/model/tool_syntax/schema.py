@@ -16,6 +16,7 @@ from mlxcache.model.tool_syntax.literals import LiteralReader
 from mlxcache.model.tool_syntax.values import Number, loads
 
 Kinds = frozenset[str]
+"""Types of JSON values, by their names in JSON Schema."""
 
 ANY: Kinds = frozenset({"string", "integer", "number", "boolean", "null", "object", "array"})
 _SYNONYMS = {
