@@ -24,9 +24,10 @@ _PROBES = (
 )
 
 
-_CHARS_PER_TOKEN = 8
 _LEAST_PIECE = 1 << 16
 """Fewest characters per piece in which the tokens of a long text are counted."""
+_CHARS_PER_TOKEN = 8
+"""Characters of such a piece for each token of the limit, if that is more than `_LEAST_PIECE`."""
 
 
 class Codec:
@@ -66,8 +67,9 @@ class Codec:
     def exceeds(self, text: str, most: int) -> bool:
         """Return whether a text has far more than `most` tokens.
 
-        A short text is not encoded. A long one is encoded in pieces, because encoding all of it
-        could take gigabytes. Each cut adds a few tokens, so the limit is a tenth more than `most`.
+        Returns False for a text of at most 8 * `most` characters, or 65536, without encoding it. A
+        longer one is encoded in pieces, because encoding all of it could take gigabytes. Each cut
+        adds a few tokens, so the limit is a tenth more than `most`.
         """
         piece = max(_CHARS_PER_TOKEN * most, _LEAST_PIECE)
         if len(text) <= piece:

@@ -29,6 +29,7 @@ _AFTER: dict[str, list[Message]] = {
     ],
 }
 _KEPT = 64
+"""Most generation prompts that are kept, by the role before them and the template arguments."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -129,7 +129,10 @@ TAIL_CHARACTERS = 24
 """Number of last characters of a prompt that are compared before its digest is computed."""
 
 _OVERHEAD = 512
+"""Bytes of memory that a reply is assumed to use besides its ids and texts."""
+
 _MOST_STOP_TOKENS = 64
+"""Number of tokens at the end of a reply among which its stop string may begin."""
 
 _MOST_REJECTED = 32
 """Most hashes kept per reply, of texts with a different content."""

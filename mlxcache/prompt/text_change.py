@@ -12,6 +12,7 @@ from mlxcache.prompt.volatile import ANNOUNCED, VALUES, causes_touching
 _LEFT, _RIGHT = 60, 140
 """Number of characters shown before and after the first difference."""
 _CLOSE = 8
+"""Number of equal characters at the start of the texts in `Change.shows`."""
 _LINE = 400
 """Number of characters of a line examined before and after the first difference."""
 _GIT = re.compile(r"gitStatus|[Gg]it status|Git snapshot at|^(?:Current|Git) branch:", re.MULTILINE)
@@ -20,6 +21,7 @@ _GIT_LINE = re.compile(
     r"|(?:Current|Main|Git) branch)"
 )
 _GIT_REACH = 4000
+"""Number of characters before a change that are searched for the heading of a git status."""
 _NUMBER = re.compile(r"\d[\d,_]*(?:\.\d+)?")
 
 

@@ -29,6 +29,7 @@ from mlxcache.wire.retention import hints_from_retention
 _TEXT_PARTS = frozenset({"text", "input_text", "output_text"})
 _IMAGE_PARTS = frozenset({"image_url", "input_image", "image"})
 _HARMLESS: tuple[Any, ...] = (None, False, 0, "", "none", "auto", [], {})
+"""Values with which an unsupported field has no effect."""
 _INSTEAD = {"functions": ": use `tools`", "function_call": ": use `tools` and `tool_choice`"}
 _RESERVED_ARGS = frozenset(
     {
@@ -46,6 +47,7 @@ EFFORT_BUDGETS = {"minimal": 512, "low": 1024, "medium": 8192, "high": 24_576}
 Source: https://ai.google.dev/gemini-api/docs/openai#thinking."""
 
 _EFFORT = {"minimal": "low", "xhigh": "high", "max": "high"}
+"""Effort that a chat template gets, for efforts that many templates do not know."""
 _INT32 = 2**31 - 1
 
 MAX_CHOICES, MAX_REPLIES = 16, 128

@@ -70,7 +70,9 @@ _MAPS = ("properties", "patternProperties")
 _COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
 _BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
 _EXACT = 2**53
+"""Integers up to this one are exact as 64-bit floats."""
 _TINY = 1e-30
+"""Bound, or its negative, that replaces an exclusive bound of 0."""
 _SHARED = ("properties", "required", "additionalProperties")  # seldom the cause
 _DEEPEST = 200
 _TOO_DEEP = "schemas are nested too deeply"

@@ -32,6 +32,7 @@ TYPES = {
 
 _DEFS = "#/$defs/"
 _DEEPEST = 8
+"""Levels of nested comparisons; at deeper levels only types are compared."""
 
 
 @dataclass(frozen=True, slots=True)

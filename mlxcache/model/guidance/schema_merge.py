@@ -9,7 +9,9 @@ from mlxcache.model.guidance.schema_facts import TYPES, Node, Schema, type_names
 from mlxcache.model.guidance.text_values import Unwritable
 
 _MOST = 64
+"""Most alternatives of one schema."""
 _MOST_READ = 5000
+"""Most nodes that are visited for one schema, in which references may branch."""
 _COMBINE = ("$ref", "anyOf", "allOf")
 _HIGHER = ("minLength", "minItems", "minProperties", "minimum", "exclusiveMinimum")
 _LOWER = ("maxLength", "maxItems", "maxProperties", "maximum", "exclusiveMaximum")

@@ -33,8 +33,11 @@ SESSIONS = re.compile(r"[/\\]\.copilot[/\\]session-state[/\\]\Z")
 
 _PATH_ENDS = re.compile(r"[\s\"'`<>(),;]")
 _FAR = 512
+"""Characters of a path before and after a UUID that are examined."""
 _MOST = 16
+"""Most UUIDs that are replaced in one conversation."""
 _SHORTEST = 4
+"""Fewest characters of a UUID at the end of a reply that count as its beginning."""
 
 
 def apply(draft: Draft, stop: Sequence[str] = ()) -> bool:
