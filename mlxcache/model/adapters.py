@@ -13,7 +13,7 @@ is unknown, and its content is never reused. MLX thread only.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -533,12 +533,17 @@ ADAPTERS: dict[type, Adapter] = {
 """Adapters by exact class. A subclass counts as unknown, because it may behave differently."""
 
 
-def register(adapters: Mapping[type, Adapter]) -> None:
-    """Add adapters of further classes, each by exact class.
+COMPOSITES: set[type] = {GroupedCache}
+"""Classes of ours that consist of the slots in their attribute `parts`."""
 
-    Classes of mlx-vlm are added when it is imported, which not every server does.
+
+def register(adapters: Mapping[type, Adapter], composites: Iterable[type] = ()) -> None:
+    """Add adapters of further classes, each by exact class, and classes that consist of slots.
+
+    Those of mlx-vlm are added when it is imported, which not every server does.
     """
     ADAPTERS.update(adapters)
+    COMPOSITES.update(composites)
 
 
 def adapter_of(slot: Any) -> Adapter | None:
@@ -549,10 +554,11 @@ def adapter_of(slot: Any) -> Adapter | None:
 def parts_of(cache: Any) -> list[Any] | None:
     """Return the members of a composite cache, or None for any other.
 
-    Composite are mlx-lm's `CacheList`, and `GroupedCache`.
+    Composite are mlx-lm's `CacheList`, and the classes in `COMPOSITES`.
     """
-    if type(cache) is GroupedCache:
-        return cache.parts
+    if type(cache) in COMPOSITES:
+        parts: list[Any] = cache.parts
+        return parts
     return list(cache.caches) if type(cache) is CacheList else None
 
 
@@ -579,9 +585,8 @@ def prepared(cache: Any, layer: Any = None) -> Any:
     equivalent and writes in place. A `LayerCache` becomes a `GroupedCache` if `layer`, the layer of
     the model that it belongs to, is given. Other caches are returned unchanged.
     """
-    parts = parts_of(cache)
-    if parts is not None:
-        return composed([prepared(part) for part in parts])
+    if type(cache) is CacheList:
+        return composed([prepared(part) for part in cache.caches])
     if type(cache) is RotatingKVCache and cache.keep == 0:
         return WindowCache(cache.max_size)
     if type(cache) is ConcatenateKVCache:

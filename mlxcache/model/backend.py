@@ -1,7 +1,6 @@
 """Choice of the library that runs a model: mlx-lm, or mlx-vlm for families that mlx-lm lacks.
 
-Imports neither of them: importing mlx-vlm takes seconds, and most models do not need it. All
-functions may be called on any thread.
+Does not import mlx-vlm, which most models do not need. All functions may be called on any thread.
 """
 
 from __future__ import annotations
@@ -32,18 +31,23 @@ class Family:
 
     `positions`: the form of the positions that its language model takes: "caches" if it reads them
     from the caches' offsets and keeps nothing between calls, "rows" for an array of shape (rows,
-    n), "axes" for one of shape (3, rows, n). `batches`: several sequences can be fed as a batch.
+    n), "axes" for one of shape (3, rows, n). `compiled`: its compiled functions are right for every
+    length. If not, they run uncompiled.
     """
 
     positions: Literal["caches", "rows", "axes"]
-    batches: bool = True
+    compiled: bool = True
 
 
 FAMILIES: Mapping[str, Family] = {
     "cohere2_moe": Family("caches"),
+    "glm5_next": Family("caches"),
+    "hy_v4": Family("caches", compiled=False),
     "mimo_v2": Family("caches"),
+    "minimax_m3": Family("rows"),
     "qwen3_5_moe_text": Family("axes"),
     "qwen3_5_text": Family("axes"),
+    "qwen4_exp": Family("axes"),
     "step3p7": Family("caches"),
 }
 """Families that mlx-vlm may run, by model_type. Each passes the tests of the engine."""

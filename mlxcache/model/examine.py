@@ -144,7 +144,7 @@ def _outlined(spec: ModelSpec, path: Path, weights: int) -> tuple[nn.Module, Mod
 def _made(config: Mapping[str, Any], backend: Backend) -> nn.Module:
     """Make the model of a configuration, with random weights that are not computed."""
     if backend == "mlx-vlm":
-        from mlxcache.model.vlm import make_model  # noqa: PLC0415 - takes seconds
+        from mlxcache.model.vlm import make_model  # noqa: PLC0415 - may be absent
 
         return make_model(config)
     model_class, args_class = _get_classes(dict(config))
@@ -216,6 +216,8 @@ def _kind(slot: Any) -> tuple[Kind, int | None]:
         if isinstance(adapter, Grouped):
             return "grouped", None
         return ("latent" if _latent(kv.arrays_of(slot)) else "sliceable"), None
+    if isinstance(adapter, Recent) and slot.window_size == 1:  # nothing but a group that is open
+        return "grouped", None
     for one, kind, size in _CHECKPOINTED:
         if isinstance(adapter, one):
             return kind, None if size is None else int(getattr(slot, size))

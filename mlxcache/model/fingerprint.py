@@ -62,7 +62,8 @@ def fingerprint(
     Raises ModelError with the name of a file that cannot be read.
     """
     path = path.expanduser()
-    weights = sorted(path.glob("model*.safetensors"))
+    vlm = _is_vlm(path)
+    weights = sorted(path.glob("*.safetensors" if vlm else "model*.safetensors"))
     code = sorted(path.rglob("*.py")) if _runs_code(path) else []
     adapters = [] if adapter is None else [adapter.expanduser() / name for name in ADAPTER_FILES]
     content = _Reader(memo, progress).digests([*weights, *code, *adapters[1:]])
@@ -75,7 +76,7 @@ def fingerprint(
         "code": {str(file.relative_to(path)): content[file] for file in code},
         "adapter": [_read_json(file) for file in adapters[:1]] + [content[f] for f in adapters[1:]],
     }
-    if _is_vlm(path):
+    if vlm:
         covered |= {"backend": "mlx-vlm", "mlx_vlm": vlm_version()}
     if draft is not None:
         covered["draft"] = fingerprint(draft, adapter=None, memo=memo, layout_key="")

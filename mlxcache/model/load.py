@@ -253,7 +253,7 @@ def _build(spec: ModelSpec, path: Path) -> tuple[nn.Module, dict[str, Any]]:
         return model, config
     if spec.adapter is not None:
         raise ModelError(f"{path} is run by mlx-vlm: adapters (--adapter) need a model of mlx-lm.")
-    from mlxcache.model.vlm import load_model as load_vlm  # noqa: PLC0415 - takes seconds
+    from mlxcache.model.vlm import load_model as load_vlm  # noqa: PLC0415 - may be absent
 
     log.info("%s is run by mlx-vlm %s", path, VLM_VERSION)
     return load_vlm(path)

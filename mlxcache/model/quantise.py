@@ -49,8 +49,10 @@ def quantised(
     products with long KV are checked. Without `compare` nothing is computed.
 
     Raises ModelError, with the name of the class, if mlx-lm cannot run this model on such caches,
-    or if MLX multiplies them wrongly on this device.
+    if MLX multiplies them wrongly on this device, or if the model has a reason `unquantised`.
     """
+    if (reason := getattr(model, "unquantised", None)) is not None:
+        raise ModelError(f"--kv-bits {bits}: {reason}")
     plain = make()
     check_classes(plain, bits)
     tokens = mx.array([[0, 1]])

@@ -135,7 +135,8 @@ def _all_readable(spans: Sequence[Span]) -> dict[int, list[list[mx.array]]]:
 
 
 def _copy(out: npt.NDArray[np.uint8], parts: Sequence[npt.NDArray[Any]]) -> None:
-    into = out.view(parts[0].dtype).reshape(-1, *parts[0].shape[1:])
+    rows = sum(map(len, parts))  # not -1: an array may have a width of 0
+    into = out.view(parts[0].dtype).reshape(rows, *parts[0].shape[1:])
     at = 0
     for part in parts:
         np.copyto(into[at : at + len(part)], part)

@@ -6,8 +6,9 @@ loaded.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -47,8 +48,10 @@ class VlmModel(nn.Module):  # type: ignore[misc]
 
     mlx-vlm's modules keep positions from one call to the next, which are wrong for another
     sequence. Every call passes the positions of its tokens, so these are not used. `family`: how
-    the model takes them.
+    the model takes them. `unquantised`: why its KV cannot be quantised.
     """
+
+    unquantised = "this model is run by mlx-vlm, which is not tested with quantised KV."
 
     def __init__(self, language_model: nn.Module, family: Family, model_type: str):
         super().__init__()
@@ -64,7 +67,7 @@ class VlmModel(nn.Module):  # type: ignore[misc]
 
     def make_cache(self) -> list[Any]:
         """Create empty caches for one sequence."""
-        return replace_caches(make_prompt_cache(self.language_model))
+        return replace_caches(make_prompt_cache(self.language_model), self.layers)
 
     def __call__(
         self,
@@ -86,8 +89,25 @@ class VlmModel(nn.Module):  # type: ignore[misc]
             inputs["position_ids"] = positions
         if input_embeddings is not None:
             inputs["inputs_embeds"] = input_embeddings
-        logits: mx.array = self.language_model(tokens, cache=cache, **inputs).logits
+        with nullcontext() if self._family.compiled else _uncompiled():
+            logits: mx.array = self.language_model(tokens, cache=cache, **inputs).logits
         return logits
+
+
+@contextmanager
+def _uncompiled() -> Iterator[None]:
+    """Context manager in which functions that `mx.compile` has wrapped run as they are.
+
+    The indexer of Hy4 is compiled for any shape, but keeps the number of keys of its first call.
+    """
+    if os.environ.get("MLX_DISABLE_COMPILE"):
+        yield
+        return
+    mx.disable_compile()
+    try:
+        yield
+    finally:
+        mx.enable_compile()
 
 
 def _next_positions(cache: Sequence[Any], tokens: mx.array, family: Family) -> mx.array:
@@ -137,10 +157,10 @@ def _check(config: Mapping[str, Any], path: Path) -> None:
     read files that a configuration names outside the folder.
     """
     kind = config.get("model_type")
-    text = config.get("text_config") or {}
+    sections = (config, *(config.get(name) or {} for name in ("text_config", "llm_config")))
     if config.get("model_file") is not None:
         raise ModelError(f"{path} brings its own Python code, which mlx-vlm must not run.")
     if vlm_utils.get_model_type(dict(config)) != kind or kind not in FAMILIES:
         raise ModelError(f"{path}: mlx-vlm would not load it as model type {kind}.")
-    if text.get("ple_storage") or (path / "offload_index.json").exists():
+    if any("ple_storage" in one for one in sections) or (path / "offload_index.json").exists():
         raise ModelError(f"{path} keeps weights in files apart, which is not supported.")

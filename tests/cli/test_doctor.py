@@ -21,6 +21,7 @@ from mlxcache.cli.doctor import clients, disk, machine, serving
 from mlxcache.cli.doctor.command import Report, run_checks
 from mlxcache.cli.doctor.finding import Finding, worst
 from mlxcache.cli.doctor.machine import Host
+from mlxcache.cli.doctor.model import as_object, examine_fit
 from mlxcache.cli.doctor.several import Checked, examine_together
 from mlxcache.config import Settings
 from mlxcache.config.models import ModelEntry
@@ -502,6 +503,17 @@ def test_models_that_fit_together_are_named(toy: Any, ram: int, told: str) -> No
         fitted = fit(found.layout, ram=ram, disk=0, tokens=())
         models.append(Checked(ModelEntry(path, name=name), replace(found, info=info), fitted))
     assert told in examine_together(models, ram).value
+
+
+def test_the_library_that_runs_a_model_is_named(toy: Any) -> None:
+    """If it is not mlx-lm, in the text; always in JSON."""
+    found = examine(ModelSpec(str(toy("llama"))))
+    fitted = fit(found.layout, ram=GB, disk=0, tokens=())
+    for backend in ("mlx-lm", "mlx-vlm"):
+        other = replace(found, info=replace(found.info, backend=backend))
+        said = examine_fit(other, fitted)[0].value
+        assert ("(llama, run by mlx-vlm)" in said) == (backend == "mlx-vlm")
+        assert as_object(other, fitted)["backend"] == backend
 
 
 @pytest.mark.parametrize("off", [False, True])

@@ -130,8 +130,13 @@ def test_the_namespace_has_the_backend_of_mlx_vlm_alone(
         memo = tmp_path / "memo.json"
         return fingerprint.fingerprint(folder, adapter=None, memo=memo, layout_key="")
 
-    assert of(None) == of(VLM_VERSION)
+    plain = of(None)
+    (folder / "more.safetensors").write_bytes(b"mlx-lm does not read this")
+    assert of(VLM_VERSION) == plain
     edit(folder, model_type=KINDS[0])
+    first = of(VLM_VERSION)
+    (folder / "more.safetensors").write_bytes(b"mlx-vlm does")
+    assert of(VLM_VERSION) != first
     first = of(VLM_VERSION)
     monkeypatch.setattr(backend, "VLM_VERSION", "0.7.11")
     assert of("0.7.11") != first

@@ -64,12 +64,19 @@ FAMILIES: dict[str, Family] = SLICEABLE | WINDOWS | CHUNKED | COMPRESSED | RECUR
 
 VLM: dict[str, Family] = {
     "cohere2_moe": vlm.cohere2_moe,
+    "glm5_next": vlm.glm5_next,
+    "hy_v4": vlm.hy_v4,
     "mimo_v2": vlm.mimo_v2,
+    "minimax_m3": vlm.minimax_m3,
     "qwen3_5_moe_text": vlm.qwen3_5_moe_text,
     "qwen3_5_text": vlm.qwen3_5_text,
+    "qwen4_exp": vlm.qwen4_exp,
     "step3p7": vlm.step3p7,
 }
 """Families that only mlx-vlm has, which `make_toy` can make where it is installed."""
+
+UNBATCHED = {*CHUNKED, *COMPRESSED, "glm5_next", "minimax_m3", "qwen4_exp"}
+"""Families whose requests are decoded in turn. mlx-vlm's batches of the last three are wrong."""
 
 NO_VLM = None if vlm_version() == VLM_VERSION else f"mlx-vlm {VLM_VERSION} is not installed"
 """Why tests of the families in `VLM` are skipped, or None."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.toys.shape import Config, Shape, dense, experts
+from tests.toys.shape import Config, Shape, dense, experts, routed_experts
 
 
 def _rope(shape: Shape) -> Config:
@@ -112,4 +112,114 @@ def step3p7(shape: Shape) -> Config:
         "vocab_size": shape.vocab_size,
         "text_config": text,
         "vision_config": vision,
+    }
+
+
+def minimax_m3(shape: Shape) -> Config:
+    """Full attention, then attention to the best blocks of keys, and experts."""
+    return dense(shape) | {
+        "model_type": "minimax_m3",
+        "rotary_dim": shape.head_dim // 2,
+        "moe_layer_freq": [0] + [1] * (shape.layers - 1),
+        "layer_types": ["full_attention"] + ["minimax_m3_sparse"] * (shape.layers - 1),
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "n_shared_experts": 1,
+        "shared_intermediate_size": shape.intermediate // 2,
+        "intermediate_size": shape.intermediate // 2,
+        "dense_intermediate_size": shape.intermediate,
+        "index_n_heads": shape.kv_heads,
+        "index_head_dim": shape.head_dim,
+        "index_block_size": 8,
+        "index_topk_blocks": 4,
+        "index_local_blocks": 1,
+    }
+
+
+def qwen4_exp(shape: Shape) -> Config:
+    """Gated delta rule with n-grams, attention to the best blocks of keys, and experts."""
+    text = (
+        _qwen3_5(shape)
+        | experts(shape)
+        | {
+            "model_type": "qwen4_exp_text",
+            "shared_expert_intermediate_size": shape.intermediate // 2,
+            "hc_count": 2,
+            "hc_lowrank": 16,
+            "ple_layer_ids": [1],
+            "ple_embed_dim": 64,
+            "ngram_size": 3,
+            "heads_per_ngram": 2,
+            "ngram_vocab_size_base": 997,
+            "make_ngram_vocab_size_divisible_by": 8,
+            "split_ngram_parts": 2,
+            "indexer_n_heads": 2,
+            "indexer_kv_heads": 1,
+            "indexer_head_dim": shape.head_dim,
+            "indexer_budget": 32,
+            "indexer_compress_ratio": 4,
+            "eos_token_id": 0,
+        }
+    )
+    vision = {"depth": 1, "hidden_size": 64, "intermediate_size": 64, "num_heads": 1}
+    return {
+        "model_type": "qwen4_exp",
+        "vocab_size": shape.vocab_size,
+        "text_config": text,
+        "vision_config": vision | {"out_hidden_size": shape.hidden},
+    }
+
+
+def hy_v4(shape: Shape) -> Config:
+    """Latent attention to the best keys, with a layer that shares them, and experts."""
+    return (
+        dense(shape)
+        | routed_experts(shape)
+        | {
+            "model_type": "hy_v4",
+            "num_key_value_heads": 1,
+            "kv_lora_rank": 64,
+            "q_lora_rank": 64,
+            "qk_rope_head_dim": 32,
+            "qk_nope_head_dim": 32,
+            "v_head_dim": 32,
+            "index_head_dim": 32,
+            "index_n_heads": 2,
+            "index_topk": 32,
+            "indexer_types": shape.turns("full", "shared"),
+            "hc_mult": 2,
+        }
+    )
+
+
+def glm5_next(shape: Shape) -> Config:
+    """A delta rule and latent attention to the best groups of keys in turn, and experts."""
+    text = (
+        dense(shape)
+        | routed_experts(shape)
+        | {
+            "model_type": "glm5_next_text",
+            "num_key_value_heads": shape.heads,
+            "kv_lora_rank": 64,
+            "q_lora_rank": 64,
+            "qk_rope_head_dim": 0,
+            "qk_nope_head_dim": 32,
+            "v_head_dim": 32,
+            "index_head_dim": 32,
+            "index_n_heads": 2,
+            "index_topk": 32,
+            "index_kpool": 4,
+            "mla_use_nope": True,
+            "layer_types": shape.turns("linear_attention", "deepseek_sparse_attention"),
+            "indexer_types": ["full"] * shape.layers,
+            "linear_num_heads": shape.heads,
+            "linear_head_dim": 32,
+        }
+    )
+    vision = {"depth": 1, "hidden_size": 64, "intermediate_size": 64, "num_heads": 1}
+    return {
+        "model_type": "glm5_next",
+        "vocab_size": shape.vocab_size,
+        "text_config": text,
+        "vision_config": vision | {"out_hidden_size": shape.hidden},
     }

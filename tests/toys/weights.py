@@ -41,7 +41,8 @@ remembers hundreds of tokens."""
 def random_model(config: dict[str, Any], seed: int) -> nn.Module:
     """The family's model, its weights drawn from `seed` alone."""
     model = _made(config)
-    parameters = sorted(tree_flatten(model.parameters()))
+    found = sorted(tree_flatten(model.parameters()))
+    parameters = [(name, value) for name, value in found if mx.issubdtype(value.dtype, mx.floating)]
     tied = not any(name.endswith("lm_head.weight") for name, _ in parameters)
     keys = mx.random.split(mx.random.key(seed), len(parameters))
     drawn = []
@@ -50,7 +51,7 @@ def random_model(config: dict[str, Any], seed: int) -> nn.Module:
         if tied and name.endswith("embed_tokens.weight"):
             new = new * (LOGIT_SPREAD / math.sqrt(value.shape[-1]))
         drawn.append((name, new))
-    model.load_weights(drawn)
+    model.load_weights(drawn, strict=len(drawn) == len(found))
     return model
 
 
