@@ -122,6 +122,7 @@ class Codec:
         return ids + list(self._encode_plain(run))
 
     def _agrees(self, backend: Any, texts: Sequence[str]) -> bool:
+        """Return whether the Rust tokenizer gives the same ids as the transformers object."""
         # The transformers object is called first: that resets truncation and padding of the file.
         return all(
             list(self._tokenizer.encode(text, add_special_tokens=False)) == _ids(backend, text)
@@ -205,6 +206,7 @@ class _Plain:
         return self._names[match.group()]
 
     def _is_correct(self, backend: Any, controls: Sequence[Added], texts: Sequence[str]) -> bool:
+        """Return whether `texts` get the ids of `backend`, and escaped text no id of `controls`."""
         same = all(self.encode([(text, False)]).tolist() == _ids(backend, text) for text in texts)
         if not same:
             return False

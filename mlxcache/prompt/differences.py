@@ -280,6 +280,7 @@ def _texts(arguments: Any) -> dict[str, str]:
 
 
 def _special(role: str, old: str, new: str, change: Change) -> str | None:
+    """Return `image` or `tool_result_cleared` if that is why a message changed, else None."""
     near = slice(max(0, change.at - _IMAGE), change.at + _IMAGE)
     if "[image " in old[near] or "[image " in new[near]:
         return "image"

@@ -62,6 +62,8 @@ def learn_closer(renderer: Renderer, finder: ControlTokenFinder) -> str:
 
 
 def _conversations() -> list[tuple[tuple[str, ...], list[Message], bool]]:
+    """Return test conversations: the words in them, the messages, and if tools are rendered."""
+
     def call(number: int) -> Message:
         function = {"name": NAME, "arguments": {}}
         return {"id": f"{LONG_ID}{number}", "type": "function", "function": function}

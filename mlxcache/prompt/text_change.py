@@ -60,6 +60,7 @@ def excerpt(text: str, at: int) -> str:
 
 
 def _cause(old: str, new: str, at: int, machine: bool) -> str:
+    """Return the kind of the change at character `at`, such as `date`, or else `text`."""
     was, begun = _line(old, at)
     now, _ = _line(new, at)
     (first, was_end), now_end = _span(was, now, at - begun), 0
@@ -101,6 +102,7 @@ def _span(was: str, now: str, first: int) -> tuple[int, int]:
 
 
 def _number_at(line: str, start: int, end: int) -> bool:
+    """Return whether characters [start, end) of a line are part of one number."""
     return any(m.start() <= start and m.end() >= end for m in _NUMBER.finditer(line))
 
 

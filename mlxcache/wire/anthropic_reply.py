@@ -114,6 +114,10 @@ class ContentBlocks:
 
 
 def _parse_arguments(call: ToolCall) -> tuple[str, dict[str, Any]]:
+    """Return a call's arguments as valid JSON text and as an object.
+
+    Raises GenerationFailed if they are not a JSON object.
+    """
     raw = call.arguments or "{}"
     try:
         return raw, typed.decode(dict[str, Any], raw)

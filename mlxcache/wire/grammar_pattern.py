@@ -155,6 +155,7 @@ class _Parser:
         return found
 
     def rules(self) -> dict[str, list[str]]:
+        """Parse the whole grammar; return the alternatives of each rule by its name."""
         found = dict[str, list[str]]()
         while (token := self._take()) is not _END:
             if token.kind == "line":
@@ -320,6 +321,7 @@ def _repetition(name: str, choices: Sequence[str]) -> str:
 
 
 def _presences(always: bool, sometimes: bool) -> tuple[bool, ...]:
+    """Return the cases to consider: a reference is there (True), is not (False), or both."""
     return (True,) if always else (True, False) if sometimes else (False,)
 
 
@@ -337,6 +339,11 @@ class _Expander:
         self._done: dict[str, str] = {}
 
     def expand(self, name: str) -> str:
+        """Return the expression of the rule `name` without references.
+
+        Raises Unsupported if the rule refers to itself, and BadRequest if a rule is missing or the
+        expression is too long.
+        """
         if name in self._done:
             return self._done[name]
         if name in self._open:

@@ -38,6 +38,7 @@ def recover_thinking(shown: str, signature: str | None) -> str:
 
 
 def _read(signature: str) -> str | None:
+    """Return the reasoning in a signature, or None if it is unknown, damaged or too long."""
     prefix, _, rest = signature.partition(".")
     digest, _, packed = rest.partition(".")
     if prefix != _PREFIX:

@@ -149,6 +149,7 @@ class _Check:
         return BadRequest(message, param=self._param, code=CODE)
 
     def _node(self, node: Any, pointer: str) -> Node:
+        """Check one node of the schema and return it rewritten. `pointer`: its JSON Pointer."""
         if isinstance(node, bool):
             return node
         if not isinstance(node, dict):
@@ -255,6 +256,10 @@ class _Check:
         return f"#/$defs/{self._names[value]}"
 
     def _target(self, ref: str, pointer: str) -> tuple[Any, str]:
+        """Return the part of the schema to which `ref` leads, and that part's JSON Pointer.
+
+        `pointer`: the JSON Pointer of the reference, for errors.
+        """
         fragment = unquote(ref[1:])
         if fragment and not fragment.startswith("/"):
             found = _anchored(self._source, fragment, "")

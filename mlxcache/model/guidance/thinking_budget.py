@@ -202,6 +202,7 @@ class ThinkingBudget:
         return len(self._ids) - self._closing.after
 
     def _start(self, guide: Guide | None, newer: Sequence[int]) -> Guide:
+        """Return a guide that ends the open think block; this method is a `Steering`."""
         inner = guide.inner if isinstance(guide, CloseThinking) else guide
         ids, header = self._ids, self._closing.header
         options: tuple[int, ...] = ()
@@ -223,6 +224,10 @@ class ThinkingBudget:
         return closing
 
     def _stop(self, guide: Guide | None, newer: Sequence[int]) -> Guide | None:
+        """Remove the guide that ended a think block if it is done; this method is a `Steering`.
+
+        Returns the guide that remains, or None.
+        """
         if isinstance(guide, CloseThinking):
             if not guide.done:
                 return guide

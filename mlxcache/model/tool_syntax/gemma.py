@@ -61,10 +61,16 @@ class GemmaSyntax:
         return Block(text, head, cuts, whole=whole).read(tools, self._convert)
 
     def _begins(self, text: str) -> bool:
+        """Return whether a tool block begins with a call that has parameters."""
         head = self._opened(text, 0, 0, ())
         return head is not None and head.name is not None
 
     def _opened(self, text: str, end: int, at: int, calls: tuple[str, ...]) -> Cut | None:
+        """Return the cut at the beginning of one or more calls, or None if none begins at `at`.
+
+        A cut is a place where one value may end and the next may begin. `end`: the end of the last
+        value before. `calls`: names of calls without parameters that came after it.
+        """
         while found := self._call.match(text, at):
             calls = (*calls, found["call"])
             if key := self._key.match(text, found.end()):
@@ -78,6 +84,11 @@ class GemmaSyntax:
         return None
 
     def _closed(self, text: str, end: int, calls: tuple[str, ...]) -> Cut | None:
+        """Return the cut at the end of a call, or None if the text after it does not fit.
+
+        `end`: position of the bracket that ends the call, where its last value ends. `calls`: names
+        of calls without parameters that came after that value.
+        """
         at = end + 1
         if not text[at : at + 400].strip() and not text[at:].strip():
             return Cut(end, len(text), None, calls)
@@ -97,6 +108,10 @@ class GemmaSyntax:
             return 0
 
     def _whole(self, text: str, start: int, end: int, container: int) -> bool:
+        """Return whether the text in [start, end) can be a value.
+
+        `container`: the result of `_end_of_container` for `start`.
+        """
         if container >= 0:
             return container <= end < container + 400 and not text[container:end].strip()
         value = text[start:end] if end - start < 400 else text[start : start + 200]
@@ -196,6 +211,10 @@ class _Reader:
             container.append(value)
 
     def _close(self, at: int) -> tuple[Any, int]:
+        """Close the innermost open object or list with the bracket at position `at`.
+
+        Returns its value and the position after the bracket. Raises Malformed for another bracket.
+        """
         container = self._stack.pop()
         if not self._text.startswith("}" if isinstance(container, dict) else "]", at):
             raise Malformed("a list or an object has no end")

@@ -97,6 +97,7 @@ class HeadedCalls:
         return calls
 
     def _one(self, text: str, at: int) -> tuple[Call, int]:
+        """Read the call that begins at `at`; return it and the position of the next one."""
         header = self._header.match(text, at)
         if header is None:
             raise Malformed(f"no call begins with {text[at : at + 40]!r}")

@@ -143,6 +143,12 @@ class Block:
         tools: Tools,
         convert: Convert,
     ) -> list[Call]:
+        """Return the calls of one reading.
+
+        `found`: the readings with known names, the likeliest first. `preferred`: the one to choose
+        if several fit the schemas, or None. `wide`: the one in which unknown names begin
+        parameters, or None. Raises Malformed if two readings remain.
+        """
         if wide is not None:
             calls, fits = self._calls(wide, tools, convert)
             if fits or (len(found) == 1 and not self._calls(found[0], tools, convert)[1]):
@@ -260,6 +266,7 @@ class Block:
         return depth == 0
 
     def _values(self, reading: Reading) -> Iterator[tuple[int, int]]:
+        """Yield the half-open range [start, end) of each value by this reading."""
         for opening, closing in zip((self._head, *reading), reading, strict=False):
             yield opening.start, closing.end
 
@@ -284,6 +291,7 @@ class Block:
         return [reading for reading in readings if reading != plain and self._values_whole(reading)]
 
     def _values_whole(self, reading: Reading) -> bool:
+        """Return whether the text between the cuts of this reading can be values everywhere."""
         whole = self._whole
         return whole is None or all(whole(start, end) for start, end in self._values(reading))
 
