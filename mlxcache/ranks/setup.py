@@ -41,6 +41,9 @@ from mlxcache.store.store import Store
 
 log = logging.getLogger("mlxcache.ranks")
 
+WRITE_S = 2.0
+"""Seconds from the loss of the connection to rank 0 to the end of the process."""
+
 _SETUP = msgspec.msgpack.Decoder(Setup)
 _QUESTION = msgspec.msgpack.Decoder(op.AnyQuestion)
 
@@ -150,7 +153,7 @@ class Rank:
     def _answer(self, connection: Any, follower: Follower) -> None:
         """Answer the questions that rank 0 asks over a connection.
 
-        When the connection is lost, ends the process after `SILENT_S` seconds, so that files can
+        When the connection is lost, ends the process after `WRITE_S` seconds, so that files can
         still be written.
         """
         try:
@@ -160,7 +163,7 @@ class Rank:
                 answer = follower.answer(question)
                 connection.send_bytes(msgspec.msgpack.encode(answer))
         except (EOFError, OSError):
-            time.sleep(SILENT_S)  # what was told before may still be written
+            time.sleep(WRITE_S)  # what was told before may still be written
             end_process(f"rank {self.place.rank}: rank 0 is gone")
 
     def _watch(self) -> None:
