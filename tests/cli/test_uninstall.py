@@ -47,6 +47,7 @@ def test_all_that_a_server_leaves_is_removed(home: Path) -> None:
             assert running.url in refused
             assert "stop it" in refused
         running.stop()
+    (cache / "passes.json").write_text("{}")  # as with --speculate auto
     config.parent.mkdir()
     config.write_text("port = 8081\n")
     completion = home / ".zfunc" / "_mlxcache"

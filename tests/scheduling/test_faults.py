@@ -140,8 +140,10 @@ def test_rows_go_on_alone_where_their_batch_cannot_be_evaluated(
     at_rest(bench)
 
 
-def test_one_row_that_always_raises_fails_alone(bench: Bench, rng: np.random.Generator) -> None:
-    """Found out by letting each row of the batch try again by itself."""
+def test_one_row_that_always_raises_fails_alone(
+    bench: Bench, rng: np.random.Generator, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Found out by letting each row of the batch try again by itself. The log names the request."""
     model = faulty(bench)
     prompts = [prompt(rng, n) for n in (100, 105, 110)]
     poison = bench.twin().ask(prompts[1], tokens=20).out[15]
@@ -155,6 +157,9 @@ def test_one_row_that_always_raises_fails_alone(bench: Bench, rng: np.random.Gen
     bench.run()
     model.when = lambda tokens: False
     assert isinstance(error(bad), GenerationFailed)
+    ids = ", ".join(task.record.id for task in tasks)
+    assert f"a step of a batch failed, its requests go on alone: {ids}" in caplog.text
+    assert f"{bad.record.id}: request failed: unexpected exception" in caplog.text
     for i in (0, 2):
         if error(tasks[i]) is None:
             assert tasks[i].out == bench.cold(prompts[i], 40)
