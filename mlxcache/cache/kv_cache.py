@@ -613,9 +613,10 @@ class KVCache:
     def in_reach(self, tokens: int) -> bool:
         """Return whether a prompt of `tokens` tokens fits once all idle KV is evicted.
 
-        KV of another model counts only if all of it is on disk, so that it can be evicted now.
+        Idle KV is that which no request uses, of this model and of others. That of another model
+        counts only while all paths of that model are on disk, so that it can be evicted at once.
         Always true without a shared budget, because there is nothing to wait for. Call while no
-        request is in progress.
+        request of this model is in progress.
         """
         shared = self.ram.shared
         return shared is None or shared.in_reach(self.ram, self._least_bytes(tokens))

@@ -224,7 +224,8 @@ class SharedRam:
     def in_reach(self, tier: RamTier, size: int) -> bool:
         """Return whether `size` bytes fit in `tier` once all idle KV is evicted.
 
-        KV of another member counts only if all of it is on disk.
+        Idle KV is that which no request uses. That of another member counts only while all paths
+        of that member are on disk. Call while no request of `tier` is in progress.
         """
         idle = sum(one.idle_bytes for one in self._tiers if one is tier or not one.writing)
         own = tier.budget.own_free + tier.idle_bytes

@@ -60,10 +60,11 @@ def _notation(match: re.Match[str]) -> tuple[str, str]:
 
 
 def _stripped(rests: list[str], mark: str) -> list[str]:
-    """Return what follows the marks of a run, without the space that a tool wrote before each line.
+    """Return the texts of numbered lines, without the space that some tools write before each.
 
-    There is one if every line begins with a space and the smallest indentation is odd: that of code
-    is even.
+    `rests`: what follows the line number and the mark behind it, such as `:` or `|`, in each line.
+    `mark`: that mark. A tool wrote such a space if its notation is one that may have it, every line
+    begins with a space, and the smallest indentation is odd, because that of code is even.
     """
     indents = [len(rest) - len(rest.lstrip(" ")) for rest in rests if rest.strip()]
     spaced = mark in _SPACED and bool(indents) and min(indents) % 2 == 1

@@ -50,11 +50,11 @@ class Pace:
         self._rate: tuple[float, float] | None = None
 
     def note_call(self, seconds: float) -> None:
-        """Add the seconds of a call that moved almost no data."""
+        """Include the seconds of a call that moved almost no data in the average of small calls."""
         self._call = self._averaged(self._call, seconds)
 
     def note_bytes(self, nbytes: int, seconds: float) -> None:
-        """Add a measured read of `nbytes` bytes, which took `seconds`."""
+        """Include a read of `nbytes` bytes, which took `seconds`, in the average speed."""
         self._rate = self._averaged(self._rate, seconds / max(1, nbytes))
 
     def note_unfinished(self, nbytes: int, seconds: float) -> None:

@@ -318,8 +318,9 @@ class SessionWriter:
     async def run(self, action: Callable[[], T]) -> T:
         """Run `action` on the writer's thread after the turns added before; return its result.
 
-        Raises what `action` raises. Raises Busy, with nothing done, if it cannot begin or the table
-        is locked for `WRITE_WAIT_S` seconds, and NotReady once the writer is closed.
+        Raises what `action` raises. Raises Busy, with nothing done, if for `WRITE_WAIT_S` seconds
+        `action` cannot begin or another process keeps the table of sessions locked. Raises NotReady
+        once the writer is closed.
         """
         self._check_open()
         deadline = time.monotonic() + WRITE_WAIT_S

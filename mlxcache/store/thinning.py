@@ -34,13 +34,18 @@ They are the most recently used ones.
 def surplus_checkpoints(
     connection: sqlite3.Connection, namespace: str, ids: Tokens, match: Match, limit: int
 ) -> list[Row]:
-    """Choose the checkpoints along `ids` to remove, in a folder of `limit` bytes.
+    """Choose checkpoints of the path `ids` to remove, because there are more than it may have.
 
-    `match`: the part of `ids` on disk. First come checkpoints at the ends of replies that later
-    prompts do not contain as they were generated, for example because a template leaves out
-    thinking. Then come those of the path itself, in the order of `checkpoints_to_drop`. The newest
-    checkpoints of other paths stay. So does the last one of each session's leaf, because files of a
-    turn are written before the turn is recorded, and a fork may never be continued.
+    The number that it may have is `tree.thinning.allowed` for the bytes of its KV; `limit`: the
+    limit of the folder in bytes. `match`: the part of `ids` on disk. First in the result come
+    checkpoints beside the path: those at the ends of replies that later prompts do not contain as
+    they were generated, for example because a template leaves out thinking. Then come those on the
+    path, in the order of `checkpoints_to_drop`.
+
+    Two kinds are never chosen. One is the newest checkpoint of any path that branches off: the
+    session that it belongs to may not be recorded yet, because the files of a turn are written
+    first. The other is the last checkpoint before the end of each recorded session, even of a fork
+    that was not continued.
     """
     path = match.checkpoints
     if not path:

@@ -154,14 +154,15 @@ class ToolUse:
 
 
 def read_tool_use(body: types.ChatRequest, rendered: Sequence[Mapping[str, Any]]) -> ToolUse:
-    """Return which tools may be called, and how.
+    """Return which tools may be called, and how: what `tool_choice` in the body asks for.
 
     `rendered` are the tools in the prompt, in order. They are always rendered, and without
     `strict`, so that the prefix stays the same whatever the choice.
 
     Raises:
-        Unsupported: the type of choice is not supported.
-        BadRequest: the choice is malformed or names an unknown tool, or there are no tools.
+        Unsupported: the type of `tool_choice` is not supported.
+        BadRequest: `tool_choice` is malformed or names an unknown tool, or it asks for a call
+            although the request has no tools.
     """
     choice = body.tool_choice or "auto"
     asked = types.ToolChoice(choice) if isinstance(choice, str) else choice

@@ -123,8 +123,9 @@ class ThinkingBudget:
     """Limit of the thinking in one reply, which requests a guide that ends it.
 
     `closing`: the tokens that end a think block. `limit`: maximum number of tokens in all think
-    blocks together, exceeded by `MOST_WAITING` at most, or None for no limit. `ahead`: maximum
-    number of tokens that are drawn before a new guide takes effect. `tools`: tool calls are parsed.
+    blocks together, exceeded by `MOST_WAITING` at most; with None the object does nothing. `ahead`:
+    maximum number of tokens that are drawn before a new guide takes effect. `tools`: tool calls are
+    parsed.
     """
 
     def __init__(

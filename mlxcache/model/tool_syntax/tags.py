@@ -110,10 +110,12 @@ class TagSyntax:
         return self._closed(text, end, at, ())
 
     def _closed(self, text: str, end: int, at: int, calls: tuple[str, ...]) -> Cut | None:
-        """Return the cut at the end of a call, or None if no call ends at position `at`.
+        """Return the cut at the end of a call, or None if no closing tag of a call is at `at`.
 
-        A cut is a place where one value may end and the next may begin. `end`: the end of the
-        call's last value. `calls`: names of calls without parameters that came after it.
+        A cut is a place where one value may end and the next may begin; what stands between the two
+        values, such as the tags of calls, belongs to it. `end`: position in `text` at which the
+        last value ended, with which the cut begins. `calls`: names of calls that were opened
+        between `end` and `at`; they have no parameters.
         """
         found = self._end.match(text, at)
         if found is None:
@@ -126,8 +128,10 @@ class TagSyntax:
     def _opened(self, text: str, end: int, at: int, calls: tuple[str, ...]) -> Cut | None:
         """Return the cut at the beginning of one or more calls, or None if none begins at `at`.
 
-        A cut is a place where one value may end and the next may begin. `end`: the end of the last
-        value before. `calls`: names of calls without parameters that came after it.
+        A cut is a place where one value may end and the next may begin; what stands between the two
+        values, such as the tags of calls, belongs to it. `end`: position in `text` at which the
+        last value ended, with which the cut begins. `calls`: names of calls that were opened
+        between `end` and `at`; they have no parameters.
         """
         while found := self._call.match(text, at):
             calls = (*calls, self._unescape(found["call"]).strip())
