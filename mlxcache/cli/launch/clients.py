@@ -298,7 +298,7 @@ CLIENTS = {
         "qwen",
         "Qwen Code",
         "npm install -g @qwen-code/qwen-code",
-        15_548,
+        21_099,
         "made for Qwen's models; sub-agents, a memory of its own",
         configure_qwen,
         OLDEST_QWEN,
