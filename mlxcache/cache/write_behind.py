@@ -317,7 +317,11 @@ class WriteBehind:
             self.writer.call(lambda: self._look_up(path), "a lookup before a write")
 
     def _look_up(self, path: PathWrite) -> None:
-        """Search the store for the part of a path that is on disk. Runs on the writer's thread."""
+        """Search the store for the part of a path that is on disk. Runs on the writer's thread.
+
+        The MLX thread gets the result, and chooses what to write of the path (`PathWrite.plan`), or
+        suspends writing if the search failed.
+        """
         found: Found | StoreError
         try:
             found = self._store.find(path.ids, touch=False)

@@ -66,7 +66,10 @@ def sliced(slot: Any) -> Sliced:
 
 
 def first_write(slots: Sequence[Any]) -> int:
-    """Return how many tokens must be fed until all linear slots that the model fills have rows."""
+    """Return how many tokens empty `slots` must be fed before every linear slot has its arrays.
+
+    It is 1, except for slots that get nothing before a group of several tokens is complete.
+    """
     found = ((slot, adapter_of(slot)) for slot in slots)
     return max((a.first_write(slot) for slot, a in found if isinstance(a, Sliced)), default=1)
 

@@ -217,8 +217,8 @@ class DropBatch(Operation, frozen=True):
 class WriteRun(Operation, frozen=True):
     """Operation: write the KV of the positions from `start` to the end of `ids` to disk.
 
-    `ids`: int32, as bytes. `spans`: the ranges of lineages that have this KV. `lengths`: the
-    numbers of positions of these lineages.
+    `ids`: int32, as bytes. `spans`: the ranges of lineages that have this KV. `lengths`: for each
+    span the number of positions that its lineage has in all.
     """
 
     ids: bytes

@@ -60,4 +60,6 @@ class VitalsReader:
             try:
                 self.latest = self.read()
             except OSError as error:  # no file descriptors, for example
-                log.debug("the state of this machine cannot be read: %s", error)
+                log.debug(
+                    "figures of memory and disk not read, trying again in %g s: %s", READ_S, error
+                )

@@ -196,7 +196,10 @@ class SeveralFiles:
         return await (await self._books.of(id)).files.prompt_cache(id)
 
     def incoming(self, nbytes: int) -> Path:
-        """Return the folder to write a file of `nbytes` bytes to, for `restore`."""
+        """Return the folder in which to write a file of `nbytes` bytes that `restore` then reads.
+
+        It is the same for all models. Raises DiskFull if its disk has no room for the file.
+        """
         return self._books.default.files.incoming(nbytes)
 
     async def restore(

@@ -111,9 +111,9 @@ class SessionFiles:
         )
 
     def incoming(self, nbytes: int) -> Path:
-        """Return the folder to write a file of `nbytes` bytes to, for `restore`.
+        """Return the folder in which to write a file of `nbytes` bytes that `restore` then reads.
 
-        Raises DiskFull if the disk has no room for it.
+        Raises DiskFull if the disk has no room for the file.
         """
         with store_errors(self._incoming):
             make_folder(self._incoming)
