@@ -13,7 +13,7 @@ import pytest
 from mlxcache.errors import ModelError
 from mlxcache.model import kv
 from mlxcache.model.load import ModelSpec, load
-from mlxcache.model.pair import Pair
+from mlxcache.model.pair import Pair, unfit
 from tests.conftest import ToyMaker
 from tests.rounding import rounding
 
@@ -51,8 +51,6 @@ def test_no_more_is_served_than_the_draft_has_positions_for(toy: ToyMaker) -> No
 @pytest.mark.parametrize(
     ("family", "why"),
     [
-        ("gemma3", r"RotatingKVCache \(a sliding window\)"),
-        ("gpt_oss", r"RotatingKVCache \(a sliding window\)"),
         ("qwen3_5", r"ArraysCache \(a state of one position\)"),
         ("mamba2", r"ArraysCache \(a state of one position\)"),
         ("llama4", r"ChunkedKVCache \(a state of one position\)"),
@@ -66,6 +64,15 @@ def test_layers_that_cannot_be_cut_back_are_refused(toy: ToyMaker, family: str, 
     ):
         with pytest.raises(ModelError, match=f"--draft-model .* {part} has {why}"):
             load(ModelSpec(str(toy(model)), draft=str(toy(draft))))
+
+
+@pytest.mark.parametrize("family", ["gemma3", "gpt_oss"])
+def test_sliding_windows_are_paired(toy: ToyMaker, family: str) -> None:
+    """As the model and as the draft model: their KV is kept in full, so it can be cut back."""
+    for model, draft in ((family, "llama"), ("llama", family)):
+        loaded = load(ModelSpec(str(toy(model)), draft=str(toy(draft))))
+        assert isinstance(loaded.model, Pair)
+        assert not unfit(loaded.model)
 
 
 def test_another_tokenizer_is_refused(toy: ToyMaker, tmp_path: Path) -> None:
