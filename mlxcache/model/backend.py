@@ -5,16 +5,19 @@ Does not import mlx-vlm, which most models do not need. All functions may be cal
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any, Literal
 
 from mlx_lm.utils import MODEL_ARCHITECTURE_REMAPPING, MODEL_REMAPPING
 
 from mlxcache.errors import ModelError
+from mlxcache.model.weight_files import tensor_names
 
 Backend = Literal["mlx-lm", "mlx-vlm"]
 
@@ -32,11 +35,12 @@ class Family:
     `positions`: the form of the positions that its language model takes: "caches" if it reads them
     from the caches' offsets and keeps nothing between calls, "rows" for an array of shape (rows,
     n), "axes" for one of shape (3, rows, n). `compiled`: its compiled functions are right for every
-    length. If not, they run uncompiled.
+    length. If not, they run uncompiled. `images`: its images can be fed.
     """
 
     positions: Literal["caches", "rows", "axes"]
     compiled: bool = True
+    images: bool = False
 
 
 FAMILIES: Mapping[str, Family] = {
@@ -45,26 +49,42 @@ FAMILIES: Mapping[str, Family] = {
     "hy_v4": Family("caches", compiled=False),
     "mimo_v2": Family("caches"),
     "minimax_m3": Family("rows"),
+    "qwen3_5": Family("axes", images=True),
+    "qwen3_5_moe": Family("axes", images=True),
     "qwen3_5_moe_text": Family("axes"),
     "qwen3_5_text": Family("axes"),
-    "qwen4_exp": Family("axes"),
+    "qwen3_vl": Family("axes", images=True),
+    "qwen3_vl_moe": Family("axes", images=True),
+    "qwen4_exp": Family("axes", images=True),
     "step3p7": Family("caches"),
 }
 """Families that mlx-vlm may run, by model_type. Each passes the tests of the engine."""
 
+PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
+"""Files with the settings of a model's image processor; those in the second one count more."""
+
+_TOWERS = {"visual", "vision_tower"}
+"""Parts of the names of a vision tower's weights."""
+
 _NAME = re.compile(r"[\w-]+")
 
 
-def choose_backend(config: Mapping[str, Any], model: str) -> Backend:
+def choose_backend(config: Mapping[str, Any], model: str, *, images: bool = False) -> Backend:
     """Return the library that runs the model with the configuration `config`.
 
-    mlx-lm runs all models that it has a module for. A model with `model_file`, Python code in its
+    mlx-lm runs all models that it has a module for, except those to which mlx-vlm, if installed,
+    feeds images; only with `images`, which is whether the model's files have what that needs, see
+    `has_images`. A model with `model_file`, Python code in its
     own folder, is left to mlx-lm, which runs such code only with the user's permission; mlx-vlm
     would run it without asking. `model`: name or path of the model, for error messages. Raises
     ModelError, which says what to install, if neither library can run the model as installed.
     """
     kind = str(config.get("model_type"))
-    if config.get("model_file") is not None or mlx_lm_has(config):
+    if config.get("model_file") is not None:
+        return "mlx-lm"
+    if images and may_see(config) and vlm_version() == VLM_VERSION:
+        return "mlx-vlm"
+    if mlx_lm_has(config):
         return "mlx-lm"
     if kind not in FAMILIES:
         raise ModelError(
@@ -80,6 +100,36 @@ def choose_backend(config: Mapping[str, Any], model: str) -> Backend:
             f"with: {INSTALL}"
         )
     return "mlx-vlm"
+
+
+def may_see(config: Mapping[str, Any]) -> bool:
+    """Return whether mlx-vlm can feed images to a model with this configuration."""
+    family = FAMILIES.get(str(config.get("model_type")))
+    return family is not None and family.images and bool(config.get("vision_config"))
+
+
+def has_images(path: Path) -> bool:
+    """Return whether a model's folder has weights of a vision tower and settings of its processor.
+
+    Conversions to text only may have the settings, but not the weights. False if a file cannot be
+    read, which loading the model reports. Reads the names of the weights, not the weights.
+    """
+    if not any((path / name).is_file() for name in PROCESSOR_FILES):
+        return False
+    try:
+        return any(not _TOWERS.isdisjoint(name.split(".")) for name in _tensors(path))
+    except (OSError, ValueError):
+        return False
+
+
+def _tensors(path: Path) -> Iterator[str]:
+    """Yield the names of the tensors in a model's folder. Raises OSError and ValueError."""
+    index = path / "model.safetensors.index.json"
+    if index.is_file():
+        yield from json.loads(index.read_bytes())["weight_map"]
+        return
+    for file in sorted(path.glob("model*.safetensors")):
+        yield from tensor_names(file) or ()
 
 
 def mlx_lm_has(config: Mapping[str, Any]) -> bool:

@@ -6,12 +6,10 @@ Calls no MLX. All functions block, and may be called on any thread.
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from huggingface_hub import CachedRepoInfo, constants, scan_cache_dir
 from huggingface_hub.errors import CacheNotFound, HFValidationError
@@ -22,14 +20,9 @@ from mlxcache.errors import ModelError, NotFound
 from mlxcache.model.backend import choose_backend
 from mlxcache.model.hub import Progress, here, outline, resolve
 from mlxcache.model.load import check_files, checked_config
+from mlxcache.model.weight_files import tensor_names
 
 _WEIGHTS = "model*.safetensors"
-
-_LENGTH = 8
-"""Bytes of the field before a safetensors header, which holds the header's length."""
-
-_MAX_HEADER = 100_000_000
-"""Largest header in bytes of a safetensors file, as the format limits it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +101,7 @@ def check(path: Path, model: str) -> None:
     check_files(path)
     tensors = {}
     for file in sorted(path.glob(_WEIGHTS)):
-        names = _tensor_names(file)
+        names = tensor_names(file)
         if names is None:
             raise ModelError(f"{file} is damaged or incomplete. {again}")
         tensors[file.name] = names
@@ -220,19 +213,3 @@ def _require_space(model: str, size: int) -> None:
             f"The disk is too full for {model}: {format_size(size - present)} are missing, and "
             f"{format_size(free)} are free at {cache}."
         )
-
-
-def _tensor_names(file: Path) -> set[str] | None:
-    """Return the names of a safetensors file's tensors, or None if the file is not whole."""
-    with file.open("rb") as opened:
-        length = int.from_bytes(opened.read(_LENGTH), "little")
-        size = os.fstat(opened.fileno()).st_size
-        if not 2 <= length <= min(_MAX_HEADER, size - _LENGTH):
-            return None
-        try:
-            header: dict[str, Any] = json.loads(opened.read(length))
-            ends = {n: one["data_offsets"][1] for n, one in header.items() if n != "__metadata__"}
-        except (ValueError, LookupError, TypeError, AttributeError):
-            return None
-    whole = size == _LENGTH + length + max(ends.values(), default=0)
-    return set(ends) if whole else None

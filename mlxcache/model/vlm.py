@@ -48,14 +48,22 @@ class VlmModel(nn.Module):  # type: ignore[misc]
 
     mlx-vlm's modules keep positions from one call to the next, which are wrong for another
     sequence. Every call passes the positions of its tokens, so these are not used. `family`: how
-    the model takes them. `unquantised`: why its KV cannot be quantised.
+    the model takes them. `vision_tower`: the part that makes rows of images, None if no images are
+    fed. `unquantised`: why its KV cannot be quantised.
     """
 
     unquantised = "this model is run by mlx-vlm, which is not tested with quantised KV."
 
-    def __init__(self, language_model: nn.Module, family: Family, model_type: str):
+    def __init__(
+        self,
+        language_model: nn.Module,
+        family: Family,
+        model_type: str,
+        vision_tower: nn.Module | None = None,
+    ):
         super().__init__()
         self.language_model = language_model
+        self.vision_tower = vision_tower
         self.model_type = model_type
         self._family = family
 
@@ -73,22 +81,29 @@ class VlmModel(nn.Module):  # type: ignore[misc]
         self,
         tokens: mx.array,
         cache: Sequence[Any],
+        *,
         input_embeddings: mx.array | None = None,
         positions: mx.array | None = None,
+        shift: mx.array | None = None,
+        deepstack: mx.array | None = None,
     ) -> mx.array:
         """Feed `tokens`, shape (rows, n), and return the logits, shape (rows, n, V).
 
         `cache`: the caches, which hold what was fed before. `input_embeddings`: vectors in place of
-        those of the tokens, shape (rows, n, hidden). `positions`: those of the tokens, in the form
-        that `Family.positions` describes; by default they follow those in `cache`.
+        those of the tokens, shape (rows, n, hidden). `positions`: those of the tokens, shape (rows,
+        n, 3); by default they follow those in `cache`, moved by `shift`, shape (rows,).
+        `deepstack`: vectors that are added after the first layers, shape (1, n, layers, hidden);
+        those of tokens of text are 0.
         """
         inputs: dict[str, mx.array] = {}
         if self._family.positions != "caches":
-            if positions is None:
-                positions = _next_positions(cache, tokens, self._family)
-            inputs["position_ids"] = positions
+            places = _next_positions(cache, tokens, shift) if positions is None else positions
+            inputs["position_ids"] = _in_form(places, self._family)
         if input_embeddings is not None:
             inputs["inputs_embeds"] = input_embeddings
+        if deepstack is not None:
+            inputs["visual_pos_masks"] = mx.ones(tokens.shape, mx.bool_)
+            inputs["deepstack_visual_embeds"] = deepstack[0].swapaxes(0, 1)
         with nullcontext() if self._family.compiled else _uncompiled():
             logits: mx.array = self.language_model(tokens, cache=cache, **inputs).logits
         return logits
@@ -110,42 +125,62 @@ def _uncompiled() -> Iterator[None]:
         mx.enable_compile()
 
 
-def _next_positions(cache: Sequence[Any], tokens: mx.array, family: Family) -> mx.array:
-    """Return the positions of `tokens`, shape (rows, n), which follow those in `cache`."""
+def _next_positions(cache: Sequence[Any], tokens: mx.array, shift: mx.array | None) -> mx.array:
+    """Return the positions of `tokens`, shape (rows, n), which follow those in `cache`.
+
+    `shift` is added to those of each row, shape (rows,).
+    """
     offset = next(slot.offset for slot in kv.flatten(cache) if hasattr(slot, "offset"))
     rows, count = tokens.shape
     begin = offset[:, None] if isinstance(offset, mx.array) else offset
-    made = mx.broadcast_to(begin + mx.arange(count), (rows, count))
-    return made if family.positions == "rows" else mx.broadcast_to(made, (3, rows, count))
+    if shift is not None:
+        begin = begin + shift[:, None]
+    return mx.broadcast_to(begin + mx.arange(count), (rows, count))
 
 
-def load_model(path: Path) -> tuple[VlmModel, dict[str, Any]]:
-    """Load the language model in folder `path`; each weight is read when it is first used.
+def _in_form(positions: mx.array, family: Family) -> mx.array:
+    """Return positions in the form that the language model takes.
 
-    Returns it with its configuration, as mlx-lm reads it. Raises ModelError for a model that
-    mlx-vlm must not load, and what mlx-vlm raises.
+    `positions`: shape (rows, n), or (rows, n, 3) if they differ by axis.
+    """
+    if family.positions == "rows":
+        return positions
+    if positions.ndim == 2:
+        return mx.broadcast_to(positions, (3, *positions.shape))
+    return positions.transpose(2, 0, 1)
+
+
+def load_model(path: Path, *, images: bool = False) -> tuple[VlmModel, dict[str, Any]]:
+    """Load the model in folder `path`; each weight is read when it is first used.
+
+    `images`: with its vision tower. Returns it with its configuration, as mlx-lm reads it. Raises
+    ModelError for a model that mlx-vlm must not load, and what mlx-vlm raises.
     """
     config = load_config(path)
     _check(config, path)
     with _processors_unchanged():
         whole = vlm_utils.load_model(path, lazy=True)
-    return _wrapped(whole, config), config
+    return _wrapped(whole, config, images=images), config
 
 
-def make_model(config: Mapping[str, Any]) -> VlmModel:
-    """Make the language model of a configuration, with weights that are never computed."""
+def make_model(config: Mapping[str, Any], *, images: bool = False) -> VlmModel:
+    """Make the model of a configuration, with weights that are never computed.
+
+    `images`: with its vision tower.
+    """
     with _processors_unchanged():
         owner, _ = vlm_utils.get_model_and_args(dict(config))
         copied = {"text_config": {}, "vision_config": {}, "audio_config": {}} | dict(config)
         args = owner.ModelConfig.from_dict(copied)
         parts = ["text", "vision", "perceiver", "projector", "audio"]
         args = vlm_utils.update_module_configs(args, owner, copied, parts)
-        return _wrapped(owner.Model(args), config)
+        return _wrapped(owner.Model(args), config, images=images)
 
 
-def _wrapped(whole: nn.Module, config: Mapping[str, Any]) -> VlmModel:
+def _wrapped(whole: nn.Module, config: Mapping[str, Any], *, images: bool) -> VlmModel:
     kind = str(config["model_type"])
-    model = VlmModel(whole.language_model, FAMILIES[kind], kind)
+    tower = whole.vision_tower if images else None
+    model = VlmModel(whole.language_model, FAMILIES[kind], kind, tower)
     model.eval()
     return model
 

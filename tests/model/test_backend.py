@@ -8,11 +8,19 @@ import subprocess
 import sys
 from pathlib import Path
 
+import mlx.core as mx
 import pytest
 
 from mlxcache.errors import ModelError
 from mlxcache.model import backend, fingerprint
-from mlxcache.model.backend import FAMILIES, INSTALL, VLM_VERSION, choose_backend
+from mlxcache.model.backend import (
+    FAMILIES,
+    INSTALL,
+    VLM_VERSION,
+    choose_backend,
+    has_images,
+    mlx_lm_has,
+)
 from mlxcache.model.examine import examine
 from mlxcache.model.library import list_downloaded
 from mlxcache.model.load import ModelSpec, fetch, load
@@ -20,7 +28,7 @@ from tests.conftest import ToyMaker
 from tests.fake_hub import FakeHub
 from tests.toys import tiny
 
-KINDS = sorted(FAMILIES)
+KINDS = sorted(kind for kind in FAMILIES if not mlx_lm_has({"model_type": kind}))
 
 
 @pytest.fixture(params=[None, "0.7.9"], ids=["absent", "other"])
@@ -47,7 +55,7 @@ def edit(folder: Path, **changes: object) -> None:
 def test_mlx_lm_runs_all_that_it_has(name: str, unfit: str | None) -> None:
     """Under the names of its modules, and those that it maps to one."""
     assert choose_backend({"model_type": name}, "a model") == "mlx-lm"
-    assert name not in FAMILIES
+    assert name not in FAMILIES or FAMILIES[name].images
 
 
 def test_a_name_by_architecture_is_mlx_lms(unfit: str | None) -> None:
@@ -140,6 +148,42 @@ def test_the_namespace_has_the_backend_of_mlx_vlm_alone(
     first = of(VLM_VERSION)
     monkeypatch.setattr(backend, "VLM_VERSION", "0.7.11")
     assert of("0.7.11") != first
+
+
+@pytest.mark.parametrize("installed", [None, "0.7.9", VLM_VERSION])
+def test_mlx_vlm_runs_what_mlx_lm_feeds_no_images_to(
+    installed: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If it is installed, and images are there to be fed."""
+    monkeypatch.setattr(backend, "vlm_version", lambda: installed)
+    seeing = {"model_type": "qwen3_vl", "vision_config": {"depth": 1}}
+    best = "mlx-vlm" if installed == VLM_VERSION else "mlx-lm"
+    assert choose_backend(seeing, "a model", images=True) == best
+    assert choose_backend(seeing, "a model") == "mlx-lm"
+    for plain in (
+        {"model_type": "qwen3_vl"},
+        {"model_type": "qwen3_vl", "vision_config": {}},
+        {"model_type": "qwen3", "vision_config": {"depth": 1}},
+        seeing | {"model_file": "own.py"},
+    ):
+        assert choose_backend(plain, "a model", images=True) == "mlx-lm"
+
+
+def test_a_folder_has_images_with_both_settings_and_weights(tmp_path: Path) -> None:
+    """Conversions to text only keep the settings."""
+    text = {"model.language_model.layers.0.weight": mx.zeros(2)}
+    weights = tmp_path / "model.safetensors"
+    mx.save_safetensors(str(weights), text | {"model.visual.patch.weight": mx.zeros(2)})
+    assert not has_images(tmp_path)
+    (tmp_path / "preprocessor_config.json").write_text("{}")
+    assert has_images(tmp_path)
+    mx.save_safetensors(str(weights), text)
+    assert not has_images(tmp_path)
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"vision_tower.a": "model.safetensors"}}))
+    assert has_images(tmp_path)
+    index.write_text("no JSON")
+    assert not has_images(tmp_path)
 
 
 def test_a_model_of_mlx_lm_does_not_import_mlx_vlm(folder: Path) -> None:

@@ -20,8 +20,10 @@ from tokenizers import Tokenizer
 
 from mlxcache.model import demo
 from tests.toys.configs import FAMILIES, VLM
+from tests.toys.images import IMAGE_MARKS, image_ids, with_image_marks, write_processor
 from tests.toys.shape import Shape
 from tests.toys.tokenizer import CONTROL, MARKS, THINK_MARKS, toy_tokenizer
+from tests.toys.vlm import SEEING
 from tests.toys.weights import random_model
 
 FIRST_CANDIDATE, CANDIDATES = 8, 240  # ids of single bytes, which every vocabulary has
@@ -46,6 +48,7 @@ def make_toy(
     context: int = 65536,
     window: int = 64,
     thinking: bool = False,
+    images: bool = False,
     emits: Mapping[str, int] | None = None,
     more: Mapping[str, Any] | None = None,
 ) -> Path:
@@ -53,25 +56,32 @@ def make_toy(
 
     `family` is a key of `configs.FAMILIES` or `configs.VLM`. `layers` must be even (ValueError).
     `context` and `window` are in tokens. `thinking` adds think tokens and a template that opens a
-    think block. Control tokens are never the likeliest, so greedy replies run to their limit,
-    except those in `emits`: a token's text, and after how many tokens it comes on average.
-    `{"<|im_end|>": 20}` makes a model that ends its turns. `more`: further keys of its
+    think block. `images`: it takes images; `family` is then a key of `vlm.SEEING`, and the
+    vocabulary has 8 tokens more. Control tokens are never the likeliest, so greedy replies run to
+    their limit, except those in `emits`: a token's text, and after how many tokens it comes on
+    average. `{"<|im_end|>": 20}` makes a model that ends its turns. `more`: further keys of its
     configuration. Raises KeyError for an unknown family.
     """
     if layers % 2:
         raise ValueError("a toy needs an even number of layers: half of them are the special kind")
+    tokenizer = toy_tokenizer(vocab_size, thinking)
+    if images:
+        tokenizer, vocab_size = with_image_marks(tokenizer), vocab_size + 8
     shape = Shape(
         vocab_size, hidden, layers, heads, kv_heads, head_dim, intermediate or 2 * hidden,
         context, window,
     )  # fmt: skip
-    tokenizer = toy_tokenizer(vocab_size, thinking)
     ids = Tokenizer.from_str(tokenizer)
-    config = (FAMILIES | VLM)[family](shape) | {"eos_token_id": ids.token_to_id(demo.TURN_END)}
-    config |= dict(more or {})
-    model = random_model(config, seed)
+    config = (SEEING if images else FAMILIES | VLM)[family](shape)
+    config |= {"eos_token_id": ids.token_to_id(demo.TURN_END)} | dict(more or {})
+    if images:
+        config |= image_ids(ids)
+    model = random_model(config, seed, images=images)
     _shape_head(model, ids, emits or {})
     _write(path, model, config)
     demo.write_tokenizer(path, tokenizer, context=context, thinking=thinking)
+    if images:
+        write_processor(path)
     return path
 
 
@@ -107,7 +117,7 @@ def _shape_head(model: nn.Module, ids: Tokenizer, emits: Mapping[str, int]) -> N
     )
     head = parameters[name]
     silent = [_token_id(ids, token) for token in CONTROL + MARKS]
-    silent += [row for row in map(ids.token_to_id, THINK_MARKS) if row is not None]
+    silent += [row for row in map(ids.token_to_id, THINK_MARKS + IMAGE_MARKS) if row is not None]
     silent += range(ids.get_vocab_size(), head.shape[0])
     rows = mx.array(silent)
     head[rows] = 0.0 if name.endswith("lm_head.weight") else TIED * head[rows]

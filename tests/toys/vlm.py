@@ -1,6 +1,11 @@
-"""Families that only mlx-vlm has. Their fields are those that its configurations read."""
+"""Families that mlx-vlm runs. Their fields are those that its configurations read.
+
+Those of `SEEING` take images; the names of the fields are the same in all of them.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 from tests.toys.shape import Config, Shape, dense, experts, routed_experts
 
@@ -223,3 +228,76 @@ def glm5_next(shape: Shape) -> Config:
         "text_config": text,
         "vision_config": vision | {"out_hidden_size": shape.hidden},
     }
+
+
+def _vision(shape: Shape, **more: object) -> Config:
+    """A vision tower of two layers, with a token for each 32 x 32 pixels."""
+    return {
+        "depth": 2,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_heads": 2,
+        "patch_size": 16,
+        "temporal_patch_size": 2,
+        "spatial_merge_size": 2,
+        "in_channels": 3,
+        "num_position_embeddings": 64,
+        "out_hidden_size": shape.hidden,
+        "deepstack_visual_indexes": [],
+    } | more
+
+
+def _seeing(kind: str, shape: Shape, text: Config, **vision: object) -> Config:
+    return {
+        "model_type": kind,
+        "vocab_size": shape.vocab_size,
+        "text_config": text,
+        "vision_config": _vision(shape, model_type=kind, **vision),
+    }
+
+
+def _qwen3_vl(shape: Shape) -> Config:
+    half = shape.head_dim // 2
+    sections = [half - 2 * (half // 3), half // 3, half // 3]
+    rope = {"rope_type": "default", "type": "default", "mrope_section": sections}
+    return dense(shape) | {"model_type": "qwen3_vl_text", "rope_scaling": rope}
+
+
+def qwen3_vl(shape: Shape) -> Config:
+    """Full attention; the first layers are given rows of images too (deepstack)."""
+    return _seeing("qwen3_vl", shape, _qwen3_vl(shape), deepstack_visual_indexes=[0, 1])
+
+
+def qwen3_vl_moe(shape: Shape) -> Config:
+    """The same with experts."""
+    text = (
+        _qwen3_vl(shape)
+        | experts(shape)
+        | {"model_type": "qwen3_vl_moe_text", "decoder_sparse_step": 1, "mlp_only_layers": []}
+    )
+    return _seeing("qwen3_vl_moe", shape, text, deepstack_visual_indexes=[0, 1])
+
+
+def qwen3_5(shape: Shape) -> Config:
+    """Gated delta rule and full attention in turn, with images."""
+    return _seeing("qwen3_5", shape, qwen3_5_text(shape))
+
+
+def qwen3_5_moe(shape: Shape) -> Config:
+    """The same with experts."""
+    return _seeing("qwen3_5_moe", shape, qwen3_5_moe_text(shape))
+
+
+def qwen4_exp_images(shape: Shape) -> Config:
+    """Qwen4 with images."""
+    return _seeing("qwen4_exp", shape, qwen4_exp(shape)["text_config"])
+
+
+SEEING: dict[str, Callable[[Shape], Config]] = {
+    "qwen3_vl": qwen3_vl,
+    "qwen3_vl_moe": qwen3_vl_moe,
+    "qwen3_5": qwen3_5,
+    "qwen3_5_moe": qwen3_5_moe,
+    "qwen4_exp": qwen4_exp_images,
+}
+"""Families that take images: what `make_toy` makes with `images`."""

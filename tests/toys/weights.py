@@ -38,9 +38,9 @@ RANGES = {
 remembers hundreds of tokens."""
 
 
-def random_model(config: dict[str, Any], seed: int) -> nn.Module:
-    """The family's model, its weights drawn from `seed` alone."""
-    model = _made(config)
+def random_model(config: dict[str, Any], seed: int, *, images: bool = False) -> nn.Module:
+    """The family's model, its weights drawn from `seed` alone; with `images`, its vision tower."""
+    model = _made(config, images)
     found = sorted(tree_flatten(model.parameters()))
     parameters = [(name, value) for name, value in found if mx.issubdtype(value.dtype, mx.floating)]
     tied = not any(name.endswith("lm_head.weight") for name, _ in parameters)
@@ -55,11 +55,11 @@ def random_model(config: dict[str, Any], seed: int) -> nn.Module:
     return model
 
 
-def _made(config: dict[str, Any]) -> nn.Module:
-    if choose_backend(config, "a toy") == "mlx-vlm":
+def _made(config: dict[str, Any], images: bool) -> nn.Module:
+    if choose_backend(config, "a toy", images=images) == "mlx-vlm":
         from mlxcache.model.vlm import make_model
 
-        return make_model(config)
+        return make_model(config, images=images)
     model_class, args_class = _get_classes(config)
     return model_class(args_class.from_dict(config))
 
@@ -95,5 +95,7 @@ def draw(name: str, value: mx.array, key: mx.array) -> mx.array:
         return (0.0 if leaf == "bias" else value) + 0.1 * noise
     if owner in ("embed_tokens", "embeddings"):
         return noise
+    if value.ndim == 5:  # a vision tower's patches
+        return noise / math.sqrt(math.prod(value.shape[1:]))
     fan_in = value.shape[1] if owner in ("conv1d", "conv_1d", "conv") else value.shape[-1]
     return noise * (GAINS.get(owner, 1.3) / math.sqrt(fan_in))

@@ -1,0 +1,33 @@
+"""Files of weights as other programs write them: which tensors are in them. Calls no MLX."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+_LENGTH = 8
+"""Bytes of the field before a safetensors header, which holds the header's length."""
+
+_MAX_HEADER = 100_000_000
+"""Largest header in bytes of a safetensors file, as the format limits it."""
+
+
+def tensor_names(file: Path) -> set[str] | None:
+    """Return the names of a safetensors file's tensors, or None if the file is not whole.
+
+    Reads the header only. Raises OSError.
+    """
+    with file.open("rb") as opened:
+        length = int.from_bytes(opened.read(_LENGTH), "little")
+        size = os.fstat(opened.fileno()).st_size
+        if not 2 <= length <= min(_MAX_HEADER, size - _LENGTH):
+            return None
+        try:
+            header: dict[str, Any] = json.loads(opened.read(length))
+            ends = {n: one["data_offsets"][1] for n, one in header.items() if n != "__metadata__"}
+        except (ValueError, LookupError, TypeError, AttributeError):
+            return None
+    whole = size == _LENGTH + length + max(ends.values(), default=0)
+    return set(ends) if whole else None
