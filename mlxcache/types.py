@@ -32,11 +32,12 @@ class Image:
     """An image as it was sent.
 
     `data` is the content of a PNG, JPEG, GIF or WebP file, and `digest` the 32 bytes of its
-    SHA-256.
+    SHA-256. `where` is its place in the request's body, for errors.
     """
 
     data: bytes = field(repr=False, compare=False)
     digest: bytes
+    where: str = field(default="", compare=False)
 
 
 @dataclass(frozen=True, slots=True)

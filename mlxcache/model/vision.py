@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import logging
+import struct
 from collections import OrderedDict
 from collections.abc import Mapping
 from importlib.util import find_spec
@@ -32,6 +33,12 @@ MAX_PIXELS = 40_000_000
 """Maximum number of pixels of an image that is decoded."""
 
 FORMATS = ("PNG", "JPEG", "GIF", "WEBP")
+ANIMATED = ("PNG", "GIF", "WEBP")
+"""Formats whose second frame is one of an animation."""
+
+ORIENTATION = 0x0112
+"""EXIF tag of the turn by which an image is to be shown."""
+
 KEPT_TEXTS = 256
 KEPT_BYTES = 64 << 20
 MOST_TOKENS = 4096
@@ -123,10 +130,11 @@ class Vision:
 
 
 def decode(data: bytes) -> npt.NDArray[np.uint8]:
-    """Decode the first frame of an image file to RGB, shape (height, width, 3).
+    """Decode a still image file to RGB, shape (height, width, 3), upright by its EXIF orientation.
 
-    Accepts PNG, JPEG, GIF and WebP. Raises BadRequest for any other file, for a damaged one, and
-    for one that has more than MAX_PIXELS pixels by its header, before anything is decoded.
+    Accepts PNG, JPEG, GIF and WebP. Transparent parts become white. Raises BadRequest for any other
+    file, for a damaged or animated one, and for one that has more than MAX_PIXELS pixels by its
+    header, before anything is decoded.
     """
     from PIL import Image as Pillow  # noqa: PLC0415 - an extra, which text models do without
 
@@ -139,12 +147,50 @@ def decode(data: bytes) -> npt.NDArray[np.uint8]:
                     f"at most {MAX_PIXELS:,} are accepted.",
                     param="messages",
                 )
-            return np.asarray(picture.convert("RGB"))
+            # a photo may have a second picture, such as its depth, which is no animation
+            if picture.format in ANIMATED and getattr(picture, "is_animated", False):
+                raise BadRequest(
+                    "An animated image is not accepted: send a single frame of it.",
+                    param="messages",
+                )
+            return _upright(_opaque(picture), _orientation(picture))
     except (Pillow.DecompressionBombError, OSError, SyntaxError, ValueError) as error:
         raise BadRequest(
             "An image cannot be read: it must be a complete PNG, JPEG, GIF or WebP file.",
             param="messages",
         ) from error
+
+
+def _opaque(picture: Any) -> npt.NDArray[np.uint8]:
+    """Return the RGB pixels of an image of Pillow, with white behind its transparent parts."""
+    from PIL import Image as Pillow  # noqa: PLC0415 - as above
+
+    if picture.mode.startswith("I"):  # 16 bits, which Pillow would cut off at 255
+        high = (np.asarray(picture) >> 8).astype(np.uint8)
+        return np.repeat(high[:, :, None], 3, axis=2)
+    if not picture.has_transparency_data:
+        return np.asarray(picture.convert("RGB"))
+    white = Pillow.new("RGBA", picture.size, "white")
+    white.alpha_composite(picture.convert("RGBA"))
+    return np.asarray(white.convert("RGB"))
+
+
+def _orientation(picture: Any) -> int:
+    """Return the EXIF orientation of an image of Pillow, 1 to 8; 1 if its EXIF is damaged."""
+    try:
+        found = picture.getexif().get(ORIENTATION, 1)
+    except (OSError, SyntaxError, ValueError, LookupError, struct.error):
+        return 1
+    return found if found in range(1, 9) else 1
+
+
+def _upright(pixels: npt.NDArray[np.uint8], orientation: int) -> npt.NDArray[np.uint8]:
+    """Turn and mirror the pixels of an image by its EXIF orientation, 1 to 8."""
+    if orientation >= 5:  # rows were stored as columns
+        pixels = pixels.swapaxes(0, 1)
+    mirrored = orientation in (2, 3, 6, 7), orientation in (3, 4, 7, 8)
+    columns, rows = (-1 if one else 1 for one in mirrored)
+    return np.ascontiguousarray(pixels[::rows, ::columns])
 
 
 def encode(pixels: npt.NDArray[np.uint8]) -> bytes:

@@ -99,8 +99,18 @@ class ImageTemplate:
             )
         written = [pieces[0]]
         for image, piece in zip(images, pieces[1:], strict=True):
-            written += [self._processor.text(image), piece]
+            written += [self._text(image), piece]
         return "".join(written)
+
+    def _text(self, image: Image) -> str:
+        """Return the text of an image; an error names the image's place in the request's body."""
+        assert self._processor is not None
+        try:
+            return self._processor.text(image)
+        except BadRequest as error:
+            if not image.where:
+                raise
+            raise BadRequest(f"{image.where}: {error}", param=image.where) from error
 
     def locate(self, ids: Tokens, images: Sequence[Image]) -> tuple[Tokens, tuple[ImageSpan, ...]]:
         """Return the ids that identify a prompt in the cache, and the spans of its images.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import binascii
 import hashlib
+from collections.abc import Iterable
 from typing import Any
 
 from mlxcache.errors import BadRequest, Unsupported
@@ -15,6 +16,9 @@ MAX_IMAGES = 100
 
 Item = str | Image
 """A part of a message's content: text or an image."""
+
+IMAGE_RESULT = "(the image follows)"
+"""Text of a tool result of OpenAI's APIs that holds only images."""
 
 
 class ImageReader:
@@ -78,7 +82,7 @@ class ImageReader:
             raw = b""
         if not raw:
             raise BadRequest(f"{where}: the image's data is not base64.", param=where)
-        return Image(raw, hashlib.sha256(raw).digest())
+        return Image(raw, hashlib.sha256(raw).digest(), where)
 
 
 def join_items(items: list[Item], separator: str) -> str | list[Item]:
@@ -95,3 +99,14 @@ def join_items(items: list[Item], separator: str) -> str | list[Item]:
     if any(isinstance(item, Image) for item in found):
         return found
     return "".join(item for item in found if isinstance(item, str))
+
+
+def split_images(items: Iterable[Item]) -> tuple[str, list[Item]]:
+    """Return the text of a tool's result, and its images, for a message behind the results.
+
+    Chat templates have no images in tool messages. A result of images alone gets `IMAGE_RESULT`.
+    """
+    found = list(items)
+    images = [item for item in found if isinstance(item, Image)]
+    text = "".join(item for item in found if isinstance(item, str))
+    return text or (IMAGE_RESULT if images else ""), [*images]

@@ -14,7 +14,7 @@ import numpy as np
 from mlxcache.errors import BadRequest, Unsupported
 from mlxcache.types import DEFAULTED, TEXTS, Chat, Prompt, Sampling, Tokens
 from mlxcache.wire.decode import decode
-from mlxcache.wire.images import ImageReader, Item, join_items
+from mlxcache.wire.images import ImageReader, Item, join_items, split_images
 from mlxcache.wire.openai_types import (
     ChatRequest,
     Generation,
@@ -28,6 +28,8 @@ from mlxcache.wire.retention import hints_from_retention
 
 _TEXT_PARTS = frozenset({"text", "input_text", "output_text"})
 _IMAGE_PARTS = frozenset({"image_url", "input_image", "image"})
+_WITH_IMAGES = frozenset({"user", "tool", "function"})
+"""Roles of messages that may have images."""
 _HARMLESS: tuple[Any, ...] = (None, False, 0, "", "none", "auto", [], {})
 """Values with which an unsupported field has no effect."""
 _INSTEAD = {"functions": ": use `tools`", "function_call": ": use `tools` and `tool_choice`"}
@@ -227,7 +229,7 @@ def to_chat(body: ChatRequest, *, images: bool = False) -> Chat:
     BadRequest for a malformed message or tool.
     """
     reader = ImageReader(images)
-    messages = [_message(m, i, reader) for i, m in enumerate(body.messages)]
+    messages = _messages(body.messages, reader)
     continues = bool(body.continue_final_message)
     undecided = body.continue_final_message is None and not body.add_generation_prompt
     if undecided and messages[-1]["role"] == "assistant" and "tool_calls" not in messages[-1]:
@@ -299,6 +301,29 @@ def _tool(tool: Tool, index: int) -> dict[str, Any]:
     return {"type": "function", "function": function}
 
 
+def _messages(given: Sequence[Message], images: ImageReader) -> list[dict[str, Any]]:
+    """Convert messages; images of tool results begin the user message behind these results.
+
+    If the assistant's message follows, that is a user message of the images alone.
+    """
+    messages: list[dict[str, Any]] = []
+    shown: list[Item] = []
+    for index, one in enumerate(given):
+        message = _message(one, index, images)
+        content = message["content"]
+        if message["role"] == "tool" and isinstance(content, list):
+            message["content"], found = split_images(content)
+            shown += found
+        elif shown and message["role"] == "user":
+            items = content if isinstance(content, list) else [content]
+            message["content"], shown = join_items([*shown, *items], ""), []
+        elif shown and message["role"] != "tool":
+            messages.append({"role": "user", "content": shown})
+            shown = []
+        messages.append(message)
+    return [*messages, {"role": "user", "content": shown}] if shown else messages
+
+
 def _message(message: Message, index: int, images: ImageReader) -> dict[str, Any]:
     role = "tool" if message.role == "function" else message.role
     out: dict[str, Any] = {"role": role, "content": _content(message, index, images)}
@@ -320,7 +345,7 @@ def _message(message: Message, index: int, images: ImageReader) -> dict[str, Any
 def _content(message: Message, index: int, images: ImageReader) -> str | list[Item]:
     if isinstance(message.content, list):
         where = f"messages[{index}].content"
-        allowed = images.supported and message.role == "user"
+        allowed = images.supported and message.role in _WITH_IMAGES
         items: list[Item] = []
         for i, part in enumerate(message.content):
             at = f"{where}[{i}]"

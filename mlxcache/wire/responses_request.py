@@ -13,7 +13,7 @@ from mlxcache.errors import BadRequest, Unsupported
 from mlxcache.types import TEXTS, Chat, OutputFormat
 from mlxcache.wire import responses_types as types
 from mlxcache.wire.formats import format_of_schema
-from mlxcache.wire.images import ImageReader, Item, join_items
+from mlxcache.wire.images import ImageReader, Item, join_items, split_images
 from mlxcache.wire.openai_output import read_format
 from mlxcache.wire.openai_request import (
     EFFORT_BUDGETS,
@@ -32,7 +32,6 @@ LOGPROBS, ENCRYPTED = "message.output_text.logprobs", "reasoning.encrypted_conte
 
 _TEXT_PARTS = frozenset({"input_text", "output_text", "text", "summary_text", "reasoning_text"})
 _IMAGE_PARTS = frozenset({"input_image", "image_url"})
-_IMAGE_RESULT = "(the image follows)"
 
 
 def check_supported(body: types.ResponsesRequest) -> None:
@@ -297,10 +296,8 @@ class MessageWriter:
         Tool messages cannot hold images. `where` is the item's place in the body, for errors.
         """
         items = self._items(item.output, f"{where}.output", images=True)
-        images = [one for one in items if not isinstance(one, str)]
-        content = "".join(one for one in items if isinstance(one, str))
-        message = {"role": "tool", "tool_call_id": item.call_id}
-        message["content"] = content or (_IMAGE_RESULT if images else "")
+        content, images = split_images(items)
+        message = {"role": "tool", "tool_call_id": item.call_id, "content": content}
         if item.call_id in self._names:
             message["name"] = self._names[item.call_id]
         self.messages.append(message)

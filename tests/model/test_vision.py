@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from mlx_lm.processors import load_processor
 from PIL import Image as Pillow
+from PIL import ImageOps
 
 from mlxcache.errors import BadRequest
 from mlxcache.model import vision as module
@@ -54,6 +55,69 @@ def test_any_colours_become_rgb(mode: str) -> None:
     assert pixels.dtype == np.uint8
 
 
+@pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP"])
+@pytest.mark.parametrize("orientation", [0, 1, 2, 3, 4, 5, 6, 7, 8, 9])
+def test_an_image_is_turned_by_its_exif_orientation(kind: str, orientation: int) -> None:
+    """As Pillow turns it. Cameras store the sensor's rows, and how they were held."""
+    corners = np.full((48, 32, 3), 255, np.uint8)
+    corners[:16, :16], corners[:16, 16:], corners[32:, :16] = (255, 0, 0), (0, 255, 0), 0
+    picture = Pillow.fromarray(corners)
+    exif = picture.getexif()
+    exif[module.ORIENTATION] = orientation
+    file = io.BytesIO()
+    picture.save(file, kind, exif=exif, quality=95)
+    expected = np.asarray(ImageOps.exif_transpose(Pillow.open(file)).convert("RGB"))
+    found = decode(file.getvalue())
+    assert found.shape == ((32, 48, 3) if orientation in (5, 6, 7, 8) else (48, 32, 3))
+    assert found.flags["C_CONTIGUOUS"]
+    assert np.array_equal(found, expected)
+
+
+def test_a_damaged_exif_is_ignored() -> None:
+    file = io.BytesIO()
+    Pillow.new("RGB", (40, 30)).save(file, "JPEG", exif=b"Exif\0\0II*\0\xff\xff\xff\xff")
+    assert decode(file.getvalue()).shape == (30, 40, 3)
+
+
+def frames(kind: str, count: int) -> bytes:
+    """Pictures of different grey, as one file."""
+    file = io.BytesIO()
+    first, *more = [Pillow.new("RGB", (40, 30), (i * 60,) * 3) for i in range(count)]
+    first.save(file, kind, save_all=True, append_images=more)
+    return file.getvalue()
+
+
+@pytest.mark.parametrize("kind", ["GIF", "PNG", "WEBP"])
+def test_an_animation_is_refused(kind: str) -> None:
+    assert decode(frames(kind, 1)).shape == (30, 40, 3)
+    with pytest.raises(BadRequest, match="animated image is not accepted: send a single frame"):
+        decode(frames(kind, 3))
+
+
+def test_a_photo_with_a_second_picture_is_no_animation() -> None:
+    """Phones write JPEG files with the depth or a brighter version behind the photo."""
+    assert getattr(Pillow.open(io.BytesIO(frames("MPO", 2))), "n_frames", 1) == 2
+    assert decode(frames("MPO", 2)).max() == 0
+
+
+def test_what_is_transparent_is_white() -> None:
+    """And not the colour that nobody sees, which is mostly black."""
+    picture = Pillow.new("RGBA", (3, 1), (0, 0, 0, 0))
+    picture.putpixel((1, 0), (200, 100, 0, 255))
+    picture.putpixel((2, 0), (0, 0, 0, 51))
+    for kind in ("PNG", "WEBP"):
+        file = io.BytesIO()
+        picture.save(file, kind, lossless=True)
+        assert decode(file.getvalue()).tolist() == [[[255] * 3, [200, 100, 0], [204] * 3]]
+
+
+def test_sixteen_bits_become_eight() -> None:
+    """Pillow would make white of all but the darkest."""
+    file = io.BytesIO()
+    Pillow.fromarray(np.array([[0, 0x1234, 0x8000, 0xFFFF]], np.uint16)).save(file, "PNG")
+    assert decode(file.getvalue())[0].tolist() == [[i] * 3 for i in (0, 0x12, 0x80, 0xFF)]
+
+
 def bomb(width: int, height: int) -> bytes:
     """A PNG file of a few bytes that says it is as large as that."""
 
@@ -79,6 +143,7 @@ def bomb(width: int, height: int) -> bytes:
         (bomb(2**31 - 1, 1), "cannot be read|too large"),
         (bomb(0, 5), "cannot be read"),
         (bomb(6_000, 6_000), "cannot be read"),
+        (b"<svg xmlns='http://www.w3.org/2000/svg' width='9' height='9'/>", "cannot be read"),
     ],
 )
 def test_what_cannot_be_an_image_is_a_bad_request(data: bytes, said: str) -> None:
@@ -86,12 +151,20 @@ def test_what_cannot_be_an_image_is_a_bad_request(data: bytes, said: str) -> Non
         decode(data)
 
 
-def test_any_damage_is_a_bad_request_or_an_image() -> None:
-    whole = picture(1)
+@pytest.mark.filterwarnings("ignore")  # of Pillow, about damage that it goes on after
+@pytest.mark.parametrize("kind", ["PNG", "JPEG", "GIF", "WEBP", "EXIF"])
+def test_any_damage_is_a_bad_request_or_an_image(kind: str) -> None:
+    file = io.BytesIO()
+    shown = Pillow.open(io.BytesIO(picture(1)))
+    exif = shown.getexif()
+    exif.update({module.ORIENTATION: 6, 0x010E: "a description", 0x8825: {1: "N"}})
+    shown.save(file, "JPEG" if kind == "EXIF" else kind, exif=exif)
+    whole = file.getvalue()
+    most = 160 if kind == "EXIF" else len(whole)
     noise = np.random.default_rng(3)
     for _ in range(200):
         data = bytearray(whole)
-        for at in noise.integers(0, len(data), 3):
+        for at in noise.integers(0, most, 3):
             data[at] ^= int(noise.integers(1, 256))
         try:
             assert decode(bytes(data)).ndim == 3

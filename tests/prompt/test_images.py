@@ -196,6 +196,13 @@ def test_what_the_processor_refuses_is_a_bad_request() -> None:
         BUILDER.chat(Chat([user("a", Image(b"", b""))]))
 
 
+def test_the_refused_image_is_named_by_its_place() -> None:
+    given = [user(image("1"), Image(b"", b"", "messages[0].content[1]"), image("2"))]
+    with pytest.raises(BadRequest, match=r"^messages\[0\]\.content\[1\]: an empty image") as error:
+        BUILDER.chat(Chat(given))
+    assert error.value.param == "messages[0].content[1]"
+
+
 def test_tokens_that_are_not_where_they_should_be_are_an_error() -> None:
     pictures = ImageProcessor(9)
     template = Template(kinds.tokenizer("byte_level", source()))

@@ -101,7 +101,8 @@ def test_what_is_no_picture_is_a_bad_request(muse: Api, data: str) -> None:
     body = {"model": "m", "max_tokens": 9, "messages": [see({"type": "image", "source": source})]}
     response = muse.post(MESSAGES, body)
     assert response.status_code == 400
-    assert "cannot be read" in response.json()["error"]["message"]
+    said = "messages[0].content[1]: An image cannot be read"
+    assert response.json()["error"]["message"].startswith(said)
 
 
 def test_a_text_model_refuses_images(llama: Api) -> None:

@@ -13,6 +13,7 @@ from mlxcache.errors import BadRequest, Unsupported
 from mlxcache.types import Chat, Image
 from mlxcache.wire import anthropic_types, images
 from mlxcache.wire.anthropic_request import IMAGE_RESULT_TEXT, to_chat
+from mlxcache.wire.images import IMAGE_RESULT
 from mlxcache.wire.openai_request import to_chat as openai_chat
 from mlxcache.wire.openai_types import ChatRequest
 from tests.wire.anthropic_bodies import assistant, result, text, use, user
@@ -22,6 +23,14 @@ SHOWN = Image(b"a picture", hashlib.sha256(b"a picture").digest())
 URL = f"data:image/png;base64,{DATA}"
 PART = {"type": "image_url", "image_url": {"url": URL}}
 BLOCK = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": DATA}}
+CALLS = {
+    "role": "assistant",
+    "tool_calls": [{"id": i, "function": {"name": "look", "arguments": "{}"}} for i in "12"],
+}
+
+
+def tool(id: str, *parts: dict[str, Any]) -> dict[str, Any]:
+    return {"role": "tool", "tool_call_id": id, "content": list(parts)}
 
 
 def openai(*messages: dict[str, Any], images: bool = True) -> Chat:
@@ -54,10 +63,33 @@ class TestOpenAI:
         chat = openai({"role": "user", "content": [text("a"), text("b")]})
         assert chat.messages[0]["content"] == "ab"
 
-    @pytest.mark.parametrize("role", ["system", "assistant", "tool"])
-    def test_only_a_person_shows_images(self, role: str) -> None:
+    @pytest.mark.parametrize("role", ["system", "developer", "assistant"])
+    def test_only_a_person_and_a_tool_show_images(self, role: str) -> None:
         with pytest.raises(Unsupported, match="image_url"):
             openai({"role": role, "content": [PART]})
+
+    def test_a_result_keeps_its_text_and_its_images_follow_all_results(self) -> None:
+        first = [user("a"), CALLS, tool("1", text("one"), PART), tool("2", PART)]
+        chat = openai(*first)
+        assert [m["role"] for m in chat.messages] == ["user", "assistant", "tool", "tool", "user"]
+        assert [m["content"] for m in chat.messages[2:]] == ["one", IMAGE_RESULT, [SHOWN, SHOWN]]
+        later = openai(*first, assistant("b"), user("c")).messages
+        assert list(later[:5]) == list(chat.messages)
+        assert [m["role"] for m in later[5:]] == ["assistant", "user"]
+
+    def test_what_a_person_says_to_a_result_follows_its_images(self) -> None:
+        for said in (user("And?"), {"role": "user", "content": "And?"}):
+            chat = openai(user("a"), CALLS, tool("1", PART), said)
+            assert [m["content"] for m in chat.messages[2:]] == [IMAGE_RESULT, [SHOWN, "And?"]]
+
+    def test_a_text_model_is_named_the_image_of_a_result(self) -> None:
+        with pytest.raises(Unsupported, match="image_url") as error:
+            openai(user("a"), CALLS, tool("1", PART), images=False)
+        assert error.value.param == "messages[2].content[0].type"
+
+    def test_an_image_knows_its_place(self) -> None:
+        chat = openai(user("a"), CALLS, tool("1", text("one"), PART))
+        assert chat.messages[-1]["content"][0].where == "messages[2].content[1]"
 
     @pytest.mark.parametrize(
         ("image", "said"),
