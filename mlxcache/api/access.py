@@ -281,9 +281,7 @@ class RefusalLog:
             return
         status = error.status_code if isinstance(error, HTTPException) else 401
         reason = error.detail if isinstance(error, HTTPException) else error
-        client = request.client.host if request.client else "unknown address"
-        path = request.scope["path"][:100]
-        method = request.method
+        client, path, method = _client_of(request), request.scope["path"][:100], request.method
         log.warning("refused with %d: %s, %s %r: %s%s", status, client, method, path, reason, more)
 
     def log_wrong_base_url(self, request: Request, cause: str) -> None:
@@ -293,8 +291,10 @@ class RefusalLog:
         """
         more = self._begin_line()
         if more is not None:
-            path = request.scope["path"]
-            log.warning("refused with 404: %s %s: %s%s", request.method, path, cause, more)
+            client, path = _client_of(request), request.scope["path"]
+            log.warning(
+                "refused with 404: %s, %s %s: %s%s", client, request.method, path, cause, more
+            )
 
     def _begin_line(self) -> str | None:
         """Return the text to append to the next log line, or None if no line may be logged now.
@@ -346,3 +346,8 @@ class UnknownPaths:
         if cause is not None:
             self._refusals.log_wrong_base_url(request, cause)
         return await HANDLERS[404](request, error)
+
+
+def _client_of(request: Request) -> str:
+    """Return the client's address, for the log."""
+    return request.client.host if request.client else "unknown address"

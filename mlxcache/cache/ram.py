@@ -272,10 +272,11 @@ class RamTier:
         """Evict checkpoints on the path to the leaf node with the lowest worth, or its last tokens.
 
         Returns False, with nothing evicted, if every leaf node is in use. `needed`: bytes to free,
-        if the node has as many. First drops close checkpoints on its path: those that leave a gap
-        of less than the share `worth` of the tokens from the gap to the end. Tokens are evicted
-        only if no checkpoint was dropped. The checkpoints stay if the node's conversation has
-        continued on another branch, which then uses them.
+        if the node has as many. In a model with opaque slots, first drops close checkpoints on the
+        path: those that leave a gap of less than the share `worth` of the tokens from the gap to
+        the end. These stay if the node's conversation has continued on another branch, which then
+        uses them. Tokens are evicted only if no checkpoint was dropped, in such a model all of the
+        node's.
         """
         leaf = self.tree.least_leaf()
         if leaf is None:

@@ -383,7 +383,11 @@ def _print_lost(out: Console, lost: Mapping[str, Any], total: int) -> None:
 
 
 def print_audit(found: Mapping[str, Any]) -> None:
-    """Print the result of `audit_one`: the parts likely to change, and the tokens after each."""
+    """Print the result of `audit_one`.
+
+    This is a list of the parts of the prompt that are likely to change, with the number of tokens
+    after each.
+    """
     out, total = _console(), found["prompt_tokens"]
     data = [one for one in found["data"] if one["rule"] is None]
     removed = [one for one in found["data"] if one["rule"] is not None]

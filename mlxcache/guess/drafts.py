@@ -93,7 +93,10 @@ class DraftRule:
         self._right = fade * self._right + right
 
     def may_try(self, cost: float) -> bool:
-        """Return whether a round of that `cost` may be lost to see whether drafting pays."""
+        """Return whether a round may be made only to see whether drafting pays.
+
+        `cost`: of the round, in passes of one token.
+        """
         return cost - 1.0 <= self._tries
 
     def note_token(self) -> None:
@@ -101,7 +104,10 @@ class DraftRule:
         self._tries = min(TRIES, self._tries + TRIES_SHARE)
 
     def note_try(self, cost: float) -> None:
-        """Account for a round of that `cost`, which was made as a try."""
+        """Account for a round that was made only to see whether drafting pays.
+
+        `cost`: of the round, in passes of one token.
+        """
         self._tries -= max(0.0, cost - 1.0)
 
     def best(self, most: int, cached: int) -> int:

@@ -146,7 +146,11 @@ class _Finder:
         self._first = {text[0] for text in texts}
 
     def cut(self, text: str) -> tuple[int, int]:
-        """Return how many characters at a text's start and end are parts of a control token."""
+        """Return how many characters at a text's start and end may belong to a control token.
+
+        At the start these are the last two or more characters of a token, which text before this
+        one may complete; at the end they are a token's first two or more. 0 where there are none.
+        """
         near = text[: self._longest]
         head = 0
         for char in self._last:

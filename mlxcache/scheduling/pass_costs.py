@@ -119,7 +119,9 @@ def save_passes(file: Path, key: str, curves: Curves) -> None:
             out.write(json.dumps({**known, key: entry}).encode())
         draft.replace(file)
     except OSError as error:
-        log.warning("measured costs of passes not stored: %s", error)
+        log.warning(
+            "measured costs of passes not stored, so the next start measures them again: %s", error
+        )
 
 
 MOST_KEPT = 31

@@ -255,8 +255,8 @@ class Prefill:
             at, size = self._feeding
             self._most[range_of(at)] = shorter = max(FEWEST, size // 4)
             log.warning(
-                "model %s: device error in the chunk of a prompt at token %d: from there on, "
-                "chunks of all prompts have at most %d tokens",
+                "model %s: device error in the chunk of a prompt at token %d: in all prompts, "
+                "chunks at or after this position now have at most %d tokens",
                 *(self._kv.label, at, shorter),
             )
         self._feeding = None

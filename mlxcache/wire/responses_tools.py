@@ -117,7 +117,8 @@ class Toolbox:
 
         Raises:
             Unsupported: the choice names a tool that runs only on OpenAI's servers.
-            BadRequest: the choice is malformed or names an unknown tool, or there are no tools.
+            BadRequest: the choice is malformed, names an unknown tool, or requires a call although
+                the request has no tools.
         """
         choice = body.tool_choice or "auto"
         asked = types.ToolChoice(choice) if isinstance(choice, str) else choice

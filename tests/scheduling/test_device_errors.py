@@ -276,7 +276,7 @@ def test_a_chunk_that_the_system_ended_is_fed_in_quarters_from_then_on(
         assert max(size for at, size in fed if at < 1024) == 256
         assert {size for at, size in fed if at >= 1280 and size > 1} <= {64, 15, 16, 31, 47, 63}
         fed.clear()
-    assert "from there on, chunks of all prompts have at most 64 tokens" in caplog.text
+    assert "chunks at or after this position now have at most 64 tokens" in caplog.text
 
 
 def test_the_third_error_in_a_row_ends_the_scheduler_with_all_work_on_disk(

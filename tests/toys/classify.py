@@ -30,7 +30,7 @@ END = "<!-- end of the table -->"
 REMARKS = {
     "deepseek_v41": "mlx-lm rounds KV to 4 and 8 bits, so a tiny difference grows: "
     "replies may depend on the chunks",
-    "olmo": "mlx-lm cannot feed it",
+    "olmo": "mlx-lm fails if it gets more than one token at once",
     "phi3small": "in mlx-lm, a token attends to later ones of its group of 32 or 64: "
     "replies depend on the chunks",
     "plamo3": "in mlx-lm, windows are longer within a chunk: replies depend on the chunks",
