@@ -61,10 +61,15 @@ def foreign_origin(
 ) -> str | None:
     """Return the web page that a request must be refused for, or None if it is allowed.
 
-    The page is named by its origin or by the Host header. Requests are allowed from pages of this
-    server, from the origins `allowed`, and from origins with other schemes, such as an editor's
-    `vscode-webview://...`. The hidden origin `null` is refused. With `any_host`, every name in Host
-    is accepted. With `linkable`, a link on a page of another site may open the URL in the browser.
+    The header Host, the name under which the client reached this server, must be an IP address or a
+    local name (see `is_local`), unless `any_host`. If it is not, Host is returned. In all other
+    cases the page is named by the header Origin, or by a description if there is none.
+
+    Allowed are the origins `allowed`. Further, unless the browser marks the request as one of
+    another site: requests of pages of this server, those without an Origin, and those from origins
+    with schemes other than http and https, such as an editor's `vscode-webview://...`. The hidden
+    origin `null` of other pages is refused. With `linkable`, a link on a page of another site may
+    open the URL in the browser.
     """
     host, origin = headers.get("host", ""), headers.get("origin", "").lower()
     if not any_host and not is_local(_host_name(f"//{host}")):

@@ -156,8 +156,8 @@ async def check(deps: Deps, request: Request) -> Response:
 async def prune(deps: Deps, request: Request) -> Response:
     """Read all files of the cache on disk and remove damaged ones.
 
-    With `?limit_bytes=`, also evict files until at most that size is left: those used least often
-    and longest ago first, pinned ones last.
+    With `?limit_bytes=`, also evict files until the cache takes at most that size on disk:
+    those used least often and longest ago first, pinned ones last.
     """
     _refuse_owners()
     has_limit = "limit_bytes" in request.query_params

@@ -109,8 +109,8 @@ def prune(
 ) -> Result:
     """Verify every file of the cache and remove damaged ones.
 
-    With --to, also evict files until that size is left: those used least often and longest ago
-    first, pinned ones last.
+    With --to, also evict files until the cache takes at most that size on disk: those
+    used least often and longest ago first, pinned ones last.
 
     With --remote before the command and --older-than, remove old objects of the shared remote.
     """

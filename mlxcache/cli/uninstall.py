@@ -79,8 +79,9 @@ class Place:
 def uninstall(*, yes: Yes = False, cache_dir: CacheDir = None, as_json: Json = False) -> None:
     """Remove the sessions, settings and other files of mlxcache, after asking.
 
-    All files are first listed with their sizes. The program itself and models of the Hugging Face
-    Hub, which other programs may use, are not removed; the last lines say how to remove them.
+    All files are first listed with their sizes. Not removed are the program itself, models of the
+    Hugging Face Hub, which other programs may use, a service, and shell completion of bash; the
+    last lines say how to remove those of them that are there.
     """
     with reporting():
         given = load_settings({"cache_dir": cache_dir}, os.environ).cache_dir

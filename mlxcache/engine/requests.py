@@ -172,10 +172,11 @@ class SharedReply:
         self._leave(stream, error)
 
     def _leave(self, stream: Stream, error: MlxcacheError | None = None) -> None:
-        """Remove a reader, with the `error` for its record if there is one.
+        """Remove the reader of `stream`, which has left or whose time limit has passed.
 
-        If it is the only reader, the computation is cancelled, and the reader stays until that has
-        ended.
+        `error`: the passed limit, for the record of its request; None if it has left. If it is the
+        only reader, `cancel()` or `expire(error)` is called instead, and the reader stays until the
+        computation has ended. Does nothing if it was removed before.
         """
         if self.left or stream not in self._streams:
             return

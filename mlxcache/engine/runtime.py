@@ -177,7 +177,8 @@ def open_images(loaded: Loaded, plan: MemoryPlan, settings: Settings) -> images.
     found = images.measure(vision, plan.transient)
     if found is None:
         log.warning(
-            "model %s: images disabled: the content of an image does not change its input", label
+            "model %s: images disabled: a test image did not change the model's input embeddings",
+            label,
         )
         return None
     largest, chunk = found.longest(plan.transient, vision.most_tokens), settings.prefill_chunk

@@ -116,8 +116,8 @@ class Replay:
     def splice_replies(self, text: str, tools: Tools, *, enabled: bool = True) -> ReplayedText:
         """Replace every known reply in a rendered text by the text of its generated ids.
 
-        `tools`: tools of the conversation. Unless `enabled`, only the digest and the tail are
-        computed.
+        `tools`: tools of the conversation. Unless `enabled`, no reply is replaced: the result has
+        `text` as it is, with its digest and tail.
         """
         walk = hashlib.blake2b(digest_size=16)
         steady = self._steady(text)

@@ -51,7 +51,7 @@ class VitalsReader:
                 stats = store.stats()
                 used, limit = stats.used_bytes, stats.limit_bytes
             except StoreError as error:
-                log.debug("figures of the disk cannot be read: %s", error)
+                log.debug("size of the disk tier in %s not read: %s", store.folder, error)
         pressure = self._look()
         return Vitals(int(pressure.level), pressure.why, self._measure(), used, limit)
 
@@ -61,5 +61,5 @@ class VitalsReader:
                 self.latest = self.read()
             except OSError as error:  # no file descriptors, for example
                 log.debug(
-                    "figures of memory and disk not read, trying again in %g s: %s", READ_S, error
+                    "memory and disk of this rank not read, trying again in %g s: %s", READ_S, error
                 )

@@ -373,9 +373,10 @@ class Objects:
     ) -> T:
         """Await `work` with a deadline, and record its outcome. Raises Failure.
 
-        `seconds`: the deadline, `Limits.operation_s` if None. `own_deadline`: `work` has a deadline
-        itself, and gets no other. A `probe` is tried while the breaker is open, and its failure is
-        recorded by `_probe`.
+        `breaker`: that of reading or of writing, in which the outcome is recorded. `seconds`: the
+        deadline, `Limits.operation_s` if None. `own_deadline`: `work` has a deadline itself, and
+        gets no other. A `probe` is tried while the breaker is open, and its failure is recorded by
+        `_probe`.
         """
         if breaker.is_open and not probe:
             work.close()
@@ -394,7 +395,12 @@ class Objects:
         return result
 
     def _record(self, breaker: Breaker, failure: Failure) -> None:
-        """Record the failure of an operation; start to probe if it opened a breaker."""
+        """Record the failure of an operation, and start to probe the remote if a breaker is open.
+
+        `breaker`: that of reading or of writing, as the operation was. A failure with `gone`, after
+        which neither works, is always recorded in the breaker of reading. If a task is probing
+        already, no other is started. Call it on the remote's thread.
+        """
         if failure.gone:  # while nothing is read, nothing is written either
             breaker = self._reading
         breaker.fail(str(failure), grave=failure.grave)

@@ -71,7 +71,7 @@ def measure(vision: Vision, room: int) -> ImageCost | None:
     """Measure the memory that images need, with larger and larger ones as long as `room` allows.
 
     An image is tried only if 4 times the memory of the image before fits into `room` bytes. Returns
-    None if the content of an image does not change the model's input.
+    None if the model's input embeddings for an image do not depend on its pixels. MLX thread only.
     """
     noise = np.random.default_rng(0)
     points: list[tuple[int, int]] = []

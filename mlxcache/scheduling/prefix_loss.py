@@ -93,7 +93,11 @@ class PrefixLossReporter:
         self._begin(task, Found(event.cached_tokens, task.matched, damaged))
 
     def note_reply(self, task: Task) -> None:
-        """Set the cost of a request's loss in measured seconds, once its prompt is computed."""
+        """Set the cost of a request's loss to its share of the seconds that its prompt took.
+
+        To be called when the first piece of the reply has arrived: the prompt is computed then. If
+        the loss is still being analysed, nothing is set here, but at the end of the analysis.
+        """
         _set_cost(task.record, task.record.timing.get("prefill_s"))
 
     def _begin(self, task: Task, found: Found) -> None:

@@ -37,8 +37,9 @@ class StoredResponse:
     """A response as the API returned it, and the input items of its request.
 
     `body`, `items`: JSON, an object and an array. `previous`: the id of the response that it
-    continues; None if it continues none. `created_at`: seconds since 1970. `owner`: see
-    `session_rows.Session`.
+    continues; None if it continues none. `created_at`: seconds since 1970. `owner`: digest of
+    the API key of its request (see `mlxcache.owner`), so that only requests with that key can read
+    it; None if the server required no key, or only one, given by `--api-key`.
     """
 
     id: str

@@ -82,9 +82,14 @@ class Worth:
 class EvictionClock:
     """The clock of GreedyDual, which only moves forward; several eviction orders may share it.
 
-    The keys of leaves in orders that share a clock are comparable. `now`: its time, in units of
-    scores. `ticks`: number of uses of nodes so far. `held()` returns the bytes in all of these
-    orders together; None for a clock of a single order.
+    `now`: its time, a number without a unit like all scores; 1 is as much as twice the uses (see
+    `Worth`). A node stores it at each use, and its score is the stored time plus its worth.
+    `ticks`: number of uses of nodes so far; a node stores it too, and of equal scores the one with
+    the lower number comes first. So the keys (`Key`) of leaves in all orders that share the clock
+    can be compared.
+
+    The attribute `held` is None for a clock of a single order. Otherwise it is a function, and
+    `held()` returns the bytes of all trees whose leaves are in these orders.
     """
 
     def __init__(self, held: Callable[[], int] | None = None):
@@ -101,7 +106,7 @@ class EvictionClock:
         self.now = max(self.now, score)
 
     def advance_by(self, share: float) -> None:
-        """Advance the clock by `share`, 0 or more, in units of scores."""
+        """Add `share`, 0 or more, to the clock's time `now`."""
         self.now += share
 
 

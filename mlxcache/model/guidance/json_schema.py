@@ -114,9 +114,10 @@ def _escape(name: Any) -> str:
 
 
 class _Check:
-    """One check of the JSON Schema `root`; `run` returns the rewritten schema.
+    """One check of the JSON Schema `root`; `run` returns the schema as llguidance can enforce it.
 
     `param` and `at` are those of `check`: the request's field and the schema's name in errors.
+    `run` raises BadRequest if the schema cannot be enforced.
     """
 
     def __init__(self, root: Any, param: str, at: str):
@@ -149,7 +150,14 @@ class _Check:
         return BadRequest(message, param=self._param, code=CODE)
 
     def _node(self, node: Any, pointer: str) -> Node:
-        """Check one node of the schema and return it rewritten. `pointer`: its JSON Pointer."""
+        """Check a node of the schema, and those in it; return a copy that llguidance can enforce.
+
+        In the copy, keywords that restrict nothing are left out, references are `#/$defs/NAME`, and
+        numeric bounds are narrowed to values that a 64-bit float can hold; `run` replaces `oneOf`
+        later. `pointer`: the JSON Pointer of `node`, for errors. Raises BadRequest if `node` is no
+        schema, is nested more than `_DEEPEST` levels deep, or has a keyword or a value that cannot
+        be enforced.
+        """
         if isinstance(node, bool):
             return node
         if not isinstance(node, dict):
