@@ -58,10 +58,11 @@ class Chat:
     """A conversation in the form that chat templates take, independent of the API.
 
     - `messages` are in OpenAI's form, with `role` (system, developer, user, assistant, tool) and
-      `content`, a string; a user's content with images is a list of strings and Images. Optional
-      keys are `reasoning_content`, `tool_calls` (each `{"id", "type": "function", "function":
-      {"name", "arguments": dict}}`), `tool_call_id` and `name`. An assistant's message may have the
-      key `TEXTS`, a list of the text blocks that `content` joins; it is not passed to templates.
+      `content`, a string; that of a user or tool with images is a list of strings and Images.
+      Optional keys are `reasoning_content`, `tool_calls` (each `{"id", "type": "function",
+      "function": {"name", "arguments": dict}}`), `tool_call_id` and `name`. An assistant's message
+      may have the key `TEXTS`, a list of the text blocks that `content` joins; it is not passed to
+      templates.
     - `tools` are `{"type": "function", "function": {"name", "description", "parameters"}}`.
     - `template_args` are keyword arguments of the template, such as `enable_thinking`.
     - `breakpoint` is the number of leading messages up to and including the last one with a

@@ -94,7 +94,7 @@ class PromptBuilder:
         controls = control_tokens(added, template.source, [*thinking, *tool_markers(tokenizer)])
         escape = _escape(tokenizer, controls, thinking)
         self.traits = probe(template, args)
-        self._images = ImageTemplate(template, processor, args)
+        self._images = ImageTemplate(template, processor, args, self.traits)
         self.takes_images = self._images.supported
         if processor is not None and not self.takes_images:
             log.warning("model %s: images disabled: its chat template does not render them", label)

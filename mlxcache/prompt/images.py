@@ -15,8 +15,9 @@ from typing import Any, Protocol
 import numpy as np
 
 from mlxcache.errors import BadRequest, GenerationFailed, MlxcacheError
+from mlxcache.prompt.adapt import adapt
 from mlxcache.prompt.template import Message, Template
-from mlxcache.prompt.traits import U2, U
+from mlxcache.prompt.traits import NAME, R2, SHORT_ID, U2, R, Traits, U
 from mlxcache.types import Image, ImageSpan, Prompt, Tokens
 
 PARTS: tuple[Message, ...] = (
@@ -24,6 +25,9 @@ PARTS: tuple[Message, ...] = (
     {"type": "image", "image": "data:,"},
 )
 """Forms of an image part in a message's content that templates support."""
+
+IMAGE_RESULT = "The result is an image; it follows."
+"""Text of a tool result of images alone, if the template does not render them there."""
 
 
 class ImageProcessor(Protocol):
@@ -42,20 +46,54 @@ class ImageProcessor(Protocol):
 class ImageTemplate:
     """Writes images into the input and output of one chat template. Thread-safe.
 
-    The constructor detects, by rendering, which form of image part the template supports.
-    `processor` is None if the model takes no images.
+    The constructor detects, by rendering, which form of image part the template supports, and
+    whether it renders images in tool results. `processor` is None if the model takes no images.
+    `traits`: features of the template.
     """
 
     def __init__(
-        self, template: Template, processor: ImageProcessor | None, args: Mapping[str, Any]
+        self,
+        template: Template,
+        processor: ImageProcessor | None,
+        args: Mapping[str, Any],
+        traits: Traits,
     ):
         self._processor = processor
         self._part = _find_part(template, processor.image_token, args) if processor else None
+        self.in_results = self._part is not None and _shows_results(
+            template, str(processor and processor.image_token), self._part, args, traits
+        )
 
     @property
     def supported(self) -> bool:
         """True if the model and its template support images."""
         return self._part is not None
+
+    def place(self, messages: Sequence[Message]) -> list[Message]:
+        """Return the messages with images only where the template renders them.
+
+        Images of tool results stay there if it does so. Otherwise they begin the user message
+        behind these results; if there is none, that is a new message of the images alone.
+        """
+        if self.in_results:
+            return list(messages)
+        placed: list[Message] = []
+        waiting: list[str | Image] = []
+        for given in messages:
+            message, role, content = dict(given), given.get("role"), given.get("content")
+            if role == "tool" and isinstance(content, list):
+                shown = [part for part in content if isinstance(part, Image)]
+                text = "\n\n".join(part for part in content if isinstance(part, str))
+                message["content"] = text or (IMAGE_RESULT if shown else "")
+                waiting += shown
+            elif waiting and role == "user":
+                parts = content if isinstance(content, list) else [str(content or "")]
+                message["content"], waiting = [*waiting, *parts], []
+            elif waiting and role != "tool":
+                placed.append({"role": "user", "content": waiting})
+                waiting = []
+            placed.append(message)
+        return [*placed, {"role": "user", "content": waiting}] if waiting else placed
 
     def prepare(self, messages: Sequence[Message]) -> tuple[list[Message], list[Image]]:
         """Return the messages with images in the template's form, and the images in order.
@@ -186,6 +224,36 @@ def _find_part(template: Template, token: str, args: Mapping[str, Any]) -> Messa
         if 0 <= start < at < end and text.count(token) == 1:
             return part
     return None
+
+
+def _shows_results(
+    template: Template, token: str, part: Message, args: Mapping[str, Any], traits: Traits
+) -> bool:
+    """Return whether a template with these traits renders an image in a tool result as `token`.
+
+    `part`: the form of image part that it supports in user messages. `args`: its arguments.
+    """
+    if not traits.tool_role:
+        return False
+    call = {"id": SHORT_ID, "type": "function", "function": {"name": NAME, "arguments": {}}}
+    *before, result = adapt(
+        [
+            _user(U),
+            {"role": "assistant", "content": "", "tool_calls": [call]},
+            {"role": "tool", "content": R, "tool_call_id": SHORT_ID},
+        ],
+        (),
+        traits,
+    )
+    content = [{"type": "text", "text": R}, part, {"type": "text", "text": R2}]
+    try:
+        text = template.render(
+            [*before, {**result, "content": content}], generation=True, args=args
+        )
+    except MlxcacheError:
+        return False
+    start, at, end = (text.find(word) for word in (R, token, R2))
+    return 0 <= start < at < end and text.count(token) == 1
 
 
 def _user(content: Any) -> Message:

@@ -187,7 +187,7 @@ class Renderer:
 
     def _messages(self, chat: Chat, count: int, tools: list[Any]) -> list[Message]:
         messages = [self._escape.escape_message(message) for message in chat.messages[:count]]
-        return adapt(messages, tools, self._traits)
+        return adapt(self._images.place(messages), tools, self._traits)
 
     def _tools(self, chat: Chat) -> list[Any]:
         return [self._escape.escape_value(tool) for tool in chat.tools]

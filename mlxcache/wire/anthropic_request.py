@@ -23,9 +23,6 @@ from mlxcache.wire.signatures import recover_thinking
 ID_PREFIX = "toolu_"
 """Prefix of tool call ids in this API; a `Chat` has the ids without it."""
 
-IMAGE_RESULT_TEXT = "The result is an image; it follows."
-"""Text of a tool result that holds only images."""
-
 NO_THREADS = "thread_unsupported_request"
 """Error code of the API for a server that does not store threads.
 
@@ -207,23 +204,21 @@ class _ChatWriter:
             self.mark()
 
     def _write_user(self, content: types.Content, where: str) -> None:
-        """Add texts, images and tool results in order, then the images of the results.
+        """Add texts, images and tool results in order.
 
         `where` is the place of the content in the body, for errors.
         """
         before = len(self.messages)
         items: list[Item] = []
-        result_images: list[Item] = []
         marked = False
         for at, block in _read_blocks(content, where):
             if isinstance(block, types.ToolResult):
                 self._append_user(items, marked)
                 items, marked = [], False
-                result_images += self._write_tool_result(block, at)
+                self._write_tool_result(block, at)
             else:
                 items += self._blocks.read_block(block, at)
                 marked |= _has_mark(block)
-        items = result_images + items
         if before == len(self.messages) and not any(items):
             self._append({"role": "user", "content": ""}, marked)
         else:
@@ -235,26 +230,18 @@ class _ChatWriter:
         elif marked:
             self.mark()
 
-    def _write_tool_result(self, block: types.ToolResult, where: str) -> list[Item]:
-        """Add a message with a tool result's text, and return its images.
-
-        Tool messages cannot hold images. `where` is the block's place in the body, for errors.
-        """
+    def _write_tool_result(self, block: types.ToolResult, where: str) -> None:
+        """Add a message with a tool result. `where` is its place in the body, for errors."""
         items, marked = self._blocks.read_items(block.content or "", where)
-        images = [item for item in items if not isinstance(item, str)]
-        content = _join([item for item in items if isinstance(item, str)])
-        if images and not content:
-            content = IMAGE_RESULT_TEXT
+        content = join_items(items, "\n\n")
+        if block.is_error:
+            parts = [content] if isinstance(content, str) else content
+            content = join_items(["Error: ", *parts], "")
         id = block.tool_use_id.removeprefix(ID_PREFIX)
-        message = {
-            "role": "tool",
-            "tool_call_id": id,
-            "content": f"Error: {content}" if block.is_error else content,
-        }
+        message = {"role": "tool", "tool_call_id": id, "content": content}
         if id in self._tool_names:
             message["name"] = self._tool_names[id]
         self._append(message, marked or _has_mark(block))
-        return [*images]
 
     def _write_assistant(self, content: types.Content, where: str) -> None:
         texts: list[str] = []

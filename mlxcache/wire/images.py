@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import binascii
 import hashlib
-from collections.abc import Iterable
 from typing import Any
 
 from mlxcache.errors import BadRequest, Unsupported
@@ -16,9 +15,6 @@ MAX_IMAGES = 100
 
 Item = str | Image
 """A part of a message's content: text or an image."""
-
-IMAGE_RESULT = "(the image follows)"
-"""Text of a tool result of OpenAI's APIs that holds only images."""
 
 
 class ImageReader:
@@ -99,14 +95,3 @@ def join_items(items: list[Item], separator: str) -> str | list[Item]:
     if any(isinstance(item, Image) for item in found):
         return found
     return "".join(item for item in found if isinstance(item, str))
-
-
-def split_images(items: Iterable[Item]) -> tuple[str, list[Item]]:
-    """Return the text of a tool's result, and its images, for a message behind the results.
-
-    Chat templates have no images in tool messages. A result of images alone gets `IMAGE_RESULT`.
-    """
-    found = list(items)
-    images = [item for item in found if isinstance(item, Image)]
-    text = "".join(item for item in found if isinstance(item, str))
-    return text or (IMAGE_RESULT if images else ""), [*images]

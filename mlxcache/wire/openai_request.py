@@ -14,7 +14,7 @@ import numpy as np
 from mlxcache.errors import BadRequest, Unsupported
 from mlxcache.types import DEFAULTED, TEXTS, Chat, Prompt, Sampling, Tokens
 from mlxcache.wire.decode import decode
-from mlxcache.wire.images import ImageReader, Item, join_items, split_images
+from mlxcache.wire.images import ImageReader, Item, join_items
 from mlxcache.wire.openai_types import (
     ChatRequest,
     Generation,
@@ -229,7 +229,7 @@ def to_chat(body: ChatRequest, *, images: bool = False) -> Chat:
     BadRequest for a malformed message or tool.
     """
     reader = ImageReader(images)
-    messages = _messages(body.messages, reader)
+    messages = [_message(m, i, reader) for i, m in enumerate(body.messages)]
     continues = bool(body.continue_final_message)
     undecided = body.continue_final_message is None and not body.add_generation_prompt
     if undecided and messages[-1]["role"] == "assistant" and "tool_calls" not in messages[-1]:
@@ -299,29 +299,6 @@ def _tool(tool: Tool, index: int) -> dict[str, Any]:
         "parameters": empty if tool.function.parameters is None else tool.function.parameters,
     }
     return {"type": "function", "function": function}
-
-
-def _messages(given: Sequence[Message], images: ImageReader) -> list[dict[str, Any]]:
-    """Convert messages; images of tool results begin the user message behind these results.
-
-    If the assistant's message follows, that is a user message of the images alone.
-    """
-    messages: list[dict[str, Any]] = []
-    shown: list[Item] = []
-    for index, one in enumerate(given):
-        message = _message(one, index, images)
-        content = message["content"]
-        if message["role"] == "tool" and isinstance(content, list):
-            message["content"], found = split_images(content)
-            shown += found
-        elif shown and message["role"] == "user":
-            items = content if isinstance(content, list) else [content]
-            message["content"], shown = join_items([*shown, *items], ""), []
-        elif shown and message["role"] != "tool":
-            messages.append({"role": "user", "content": shown})
-            shown = []
-        messages.append(message)
-    return [*messages, {"role": "user", "content": shown}] if shown else messages
 
 
 def _message(message: Message, index: int, images: ImageReader) -> dict[str, Any]:

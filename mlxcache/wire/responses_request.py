@@ -13,7 +13,7 @@ from mlxcache.errors import BadRequest, Unsupported
 from mlxcache.types import TEXTS, Chat, OutputFormat
 from mlxcache.wire import responses_types as types
 from mlxcache.wire.formats import format_of_schema
-from mlxcache.wire.images import ImageReader, Item, join_items, split_images
+from mlxcache.wire.images import ImageReader, Item, join_items
 from mlxcache.wire.openai_output import read_format
 from mlxcache.wire.openai_request import (
     EFFORT_BUDGETS,
@@ -158,7 +158,6 @@ def to_chat(
         writer.messages.append({"role": "system", "content": body.instructions})
     for i, raw in enumerate(talk.items):
         writer.write(raw, talk.path(i))
-    writer.finish()
     if not writer.messages:
         raise BadRequest("`input` is empty.", param="input")
     args = effort_args(body.reasoning.effort if body.reasoning else None)
@@ -196,8 +195,8 @@ def shorten(chat: Chat) -> list[Chat]:
 class MessageWriter:
     """Builder of `messages`, those of a `Chat`, from input items.
 
-    Call `write` for each item, then `finish`. Reasoning, text and calls of one reply are separate
-    items, which become one assistant message.
+    Call `write` for each item. Reasoning, text and calls of one reply are separate items, which
+    become one assistant message.
     """
 
     def __init__(self, tools: Toolbox, images: ImageReader):
@@ -205,13 +204,6 @@ class MessageWriter:
         self._tools = tools
         self._images = images
         self._names: dict[str, str] = {}
-        self._result_images: list[Item] = []
-
-    def finish(self) -> None:
-        """Add a user message with the images of the tool results written so far, if any."""
-        if self._result_images:
-            self.messages.append({"role": "user", "content": self._result_images})
-            self._result_images = []
 
     def write(self, raw: types.RawItem, where: str) -> None:
         """Add the messages for one input item. `where` is its place in the body, for errors.
@@ -220,8 +212,6 @@ class MessageWriter:
         malformed.
         """
         item = types.read_item(raw, where)
-        if item is not None and not isinstance(item, types.CallOutput):
-            self.finish()
         match item:
             case types.Message(role="assistant"):
                 self._write_text(item, where)
@@ -291,17 +281,13 @@ class MessageWriter:
         self._reply(begins="tool_calls").setdefault("tool_calls", []).append(call)
 
     def _write_output(self, item: types.CallOutput, where: str) -> None:
-        """Add a message with a tool result's text, and keep the result's images for `finish`.
-
-        Tool messages cannot hold images. `where` is the item's place in the body, for errors.
-        """
+        """Add a message with a tool result. `where` is the item's place in the body, for errors."""
         items = self._items(item.output, f"{where}.output", images=True)
-        content, images = split_images(items)
+        content = join_items(items, "")
         message = {"role": "tool", "tool_call_id": item.call_id, "content": content}
         if item.call_id in self._names:
             message["name"] = self._names[item.call_id]
         self.messages.append(message)
-        self._result_images += images
 
     def _write_reasoning(self, item: types.Reasoning) -> None:
         """Add a reasoning item to the assistant message of its reply.

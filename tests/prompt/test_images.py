@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 
 from mlxcache.errors import BadRequest, GenerationFailed
 from mlxcache.prompt.builder import PromptBuilder
-from mlxcache.prompt.images import ImageTemplate, ids_with_digests
+from mlxcache.prompt.images import IMAGE_RESULT, ImageTemplate, ids_with_digests
 from mlxcache.prompt.template import Template
+from mlxcache.prompt.traits import Traits
 from mlxcache.types import Chat, Image, ImageSpan
 from tests.prompt import kinds, templates
 
@@ -27,6 +28,8 @@ _PARTS = """{%- if m.content is string -%}{{- m.content -}}{%- else -%}{%- for p
 def source(test: str = "part.type == 'image'", *, start: str = "") -> str:
     return start + templates.chatml().replace(_TEXT, _PARTS.replace("TEST", test))
 
+
+SHOWN = _PARTS.replace("TEST", "part.type == 'image'")
 
 GOLDEN = [100, 101, -1722689523, -1280443958, -1113952247, -1720832774, -72030972, 107, 108, 109]
 
@@ -70,6 +73,10 @@ def make(template: str) -> PromptBuilder:
 
 BUILDER = make(source())
 ALTERNATING = make(source(start=ALTERNATES))
+NATIVE = make(
+    templates.chatml().replace(_TEXT, SHOWN).replace("+ m.content +", f"-}}}}{SHOWN}{{{{-")
+)
+"""It renders images in tool results, as Qwen's templates do."""
 
 
 @pytest.mark.parametrize("test", ["part.type == 'image'", "part.type == 'image_url'", "true"])
@@ -170,6 +177,57 @@ def test_a_turn_up_to_its_last_mark_starts_the_next_turn(
         messages.append(assistant("So."))
 
 
+def looked(*results: list[str | Image] | str) -> list[dict[str, Any]]:
+    """A question, calls of a tool, and their results."""
+    calls = [
+        {"id": f"c{i}", "type": "function", "function": {"name": "look", "arguments": {}}}
+        for i in range(len(results))
+    ]
+    return [
+        {"role": "user", "content": "Look."},
+        {"role": "assistant", "content": "", "tool_calls": calls},
+        *(
+            {"role": "tool", "tool_call_id": f"c{i}", "content": content}
+            for i, content in enumerate(results)
+        ),
+    ]
+
+
+def shown(builder: PromptBuilder, *messages: dict[str, Any]) -> str:
+    """The prompt behind the calls, without the framing of turns; each image is its size."""
+    prompt = builder.chat(Chat(list(messages)))
+    text = builder.decode(prompt.fed.tolist())
+    for size in (5, 3):
+        text = text.replace(f"{BEFORE}{TOKEN * size}{BEHIND}", f"({size})")
+    return text.partition("</tool_call><|im_end|>\n")[2].replace("<|im_start|>", "")
+
+
+def test_images_of_results_are_where_the_template_shows_them() -> None:
+    messages = looked(["one ", image("1"), " two"], [image("2", 3)], "three")
+    assert shown(NATIVE, *messages) == (
+        "user\n<tool_response>\none (5) two\n</tool_response>\n<tool_response>\n(3)\n"
+        "</tool_response>\n<tool_response>\nthree\n</tool_response><|im_end|>\nassistant\n"
+    )
+
+
+@pytest.mark.parametrize("builder", [BUILDER, ALTERNATING], ids=["any", "alternating"])
+def test_or_begin_the_message_behind_them(builder: PromptBuilder) -> None:
+    """A template that takes no images in results does not see them there."""
+    messages = looked(["one", image("1"), "two"], [image("2", 3)])
+    results = (
+        "user\n<tool_response>\none\n\ntwo\n</tool_response>\n"
+        f"<tool_response>\n{IMAGE_RESULT}\n</tool_response><|im_end|>\n"
+    )
+    if builder is BUILDER:
+        seen = f"{results}user\n(5)(3)"
+        assert shown(builder, *messages) == f"{seen}<|im_end|>\nassistant\n"
+        said = {"role": "user", "content": "And?"}
+        assert shown(builder, *messages, said) == f"{seen}And?<|im_end|>\nassistant\n"
+        more = shown(builder, *messages, assistant("So."), said)
+        assert more.startswith(f"{seen}<|im_end|>\nassistant\nSo.")
+    assert builder.chat(Chat(messages)).images[1].image == image("2", 3)
+
+
 def test_messages_that_a_template_wants_as_one_keep_their_images_in_order() -> None:
     chat = Chat(
         [user("a ", image("1")), user(image("2", 3), " b"), {"role": "user", "content": "c"}]
@@ -206,7 +264,7 @@ def test_the_refused_image_is_named_by_its_place() -> None:
 def test_tokens_that_are_not_where_they_should_be_are_an_error() -> None:
     pictures = ImageProcessor(9)
     template = Template(kinds.tokenizer("byte_level", source()))
-    template_images = ImageTemplate(template, pictures, {})
+    template_images = ImageTemplate(template, pictures, {}, Traits())
     for ids in ([1, 9, 9, 1], [1, 9, 9, 9, 1], [1, 9, 9, 2, 9, 1], [1, 9, 9, 9]):
         wanted = 4 if ids.count(9) == 3 and ids[-1] == 1 and 2 not in ids else 3
         with pytest.raises(GenerationFailed):

@@ -22,8 +22,9 @@ FAMILIES = ("CHATML", "STRICT_SYSTEM", "LLAMA3", "GEMMA", "MISTRAL", "HOISTS")
 def make(source: str, **args: Any) -> tuple[Renderer, Escape]:
     template = Template(kinds.tokenizer("byte_level", source))
     escape = Escape([*CONTROL, *MARKS], MARKS[:2])
-    template_images = ImageTemplate(template, None, args)
-    return Renderer(template, probe(template, args), escape, args, template_images), escape
+    traits = probe(template, args)
+    template_images = ImageTemplate(template, None, args, traits)
+    return Renderer(template, traits, escape, args, template_images), escape
 
 
 def source_of(name: str) -> str:

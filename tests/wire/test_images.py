@@ -12,8 +12,7 @@ import pytest
 from mlxcache.errors import BadRequest, Unsupported
 from mlxcache.types import Chat, Image
 from mlxcache.wire import anthropic_types, images
-from mlxcache.wire.anthropic_request import IMAGE_RESULT_TEXT, to_chat
-from mlxcache.wire.images import IMAGE_RESULT
+from mlxcache.wire.anthropic_request import to_chat
 from mlxcache.wire.openai_request import to_chat as openai_chat
 from mlxcache.wire.openai_types import ChatRequest
 from tests.wire.anthropic_bodies import assistant, result, text, use, user
@@ -68,19 +67,10 @@ class TestOpenAI:
         with pytest.raises(Unsupported, match="image_url"):
             openai({"role": role, "content": [PART]})
 
-    def test_a_result_keeps_its_text_and_its_images_follow_all_results(self) -> None:
-        first = [user("a"), CALLS, tool("1", text("one"), PART), tool("2", PART)]
-        chat = openai(*first)
+    def test_a_result_has_its_texts_and_images_in_order(self) -> None:
+        chat = openai(user("a"), CALLS, tool("1", text("one"), PART), tool("2", PART), user("b"))
         assert [m["role"] for m in chat.messages] == ["user", "assistant", "tool", "tool", "user"]
-        assert [m["content"] for m in chat.messages[2:]] == ["one", IMAGE_RESULT, [SHOWN, SHOWN]]
-        later = openai(*first, assistant("b"), user("c")).messages
-        assert list(later[:5]) == list(chat.messages)
-        assert [m["role"] for m in later[5:]] == ["assistant", "user"]
-
-    def test_what_a_person_says_to_a_result_follows_its_images(self) -> None:
-        for said in (user("And?"), {"role": "user", "content": "And?"}):
-            chat = openai(user("a"), CALLS, tool("1", PART), said)
-            assert [m["content"] for m in chat.messages[2:]] == [IMAGE_RESULT, [SHOWN, "And?"]]
+        assert [m["content"] for m in chat.messages[2:]] == [["one", SHOWN], [SHOWN], "b"]
 
     def test_a_text_model_is_named_the_image_of_a_result(self) -> None:
         with pytest.raises(Unsupported, match="image_url") as error:
@@ -89,7 +79,7 @@ class TestOpenAI:
 
     def test_an_image_knows_its_place(self) -> None:
         chat = openai(user("a"), CALLS, tool("1", text("one"), PART))
-        assert chat.messages[-1]["content"][0].where == "messages[2].content[1]"
+        assert chat.messages[-1]["content"][1].where == "messages[2].content[1]"
 
     @pytest.mark.parametrize(
         ("image", "said"),
@@ -130,24 +120,26 @@ class TestAnthropic:
         marked = BLOCK | {"cache_control": {"type": "ephemeral"}}
         assert anthropic(user("a", marked), assistant("b"), user("c")).breakpoint == 1
 
-    def test_a_result_keeps_its_text_and_its_images_follow_all_results(self) -> None:
+    def test_a_result_has_its_texts_and_images_in_order(self) -> None:
         chat = anthropic(
             user("a"),
             assistant(use("1"), use("2")),
             user(result([text("one"), BLOCK], id="1"), result([BLOCK], id="2"), "And?"),
         )
         assert [m["role"] for m in chat.messages] == ["user", "assistant", "tool", "tool", "user"]
-        assert [m["content"] for m in chat.messages[2:]] == [
-            "one",
-            IMAGE_RESULT_TEXT,
-            [SHOWN, SHOWN, "And?"],
-        ]
+        assert [m["content"] for m in chat.messages[2:]] == [["one", SHOWN], [SHOWN], "And?"]
+        assert chat.messages[2]["content"][1].where == "messages[2].content[0].content[1]"
 
-    def test_a_turn_later_it_reads_the_same(self) -> None:
-        first = [user("a"), assistant(use("1")), user(result([BLOCK], id="1"))]
-        later = [*first, assistant("b"), user("c")]
-        before, after = anthropic(*first).messages, anthropic(*later).messages
-        assert list(after[: len(before)]) == list(before)
+    def test_a_failed_tool_shows_its_image_too(self) -> None:
+        for content, expected in (
+            ([text("x"), BLOCK], ["Error: x", SHOWN]),
+            ([BLOCK, text("x")], ["Error: ", SHOWN, "x"]),
+            ("x", "Error: x"),
+            ([], "Error: "),
+        ):
+            failed = result(content, id="1", is_error=True)
+            chat = anthropic(user("a"), assistant(use("1")), user(failed))
+            assert chat.messages[2]["content"] == expected
 
     @pytest.mark.parametrize(
         ("source", "said"),
@@ -187,10 +179,9 @@ class TestDocuments:
         content = anthropic(user("See", self.SHOWS, "?")).messages[0]["content"]
         assert content == ["See\n\nT\n\na\n\nb", SHOWN, "c\n\n?"]
 
-    def test_in_a_tools_result_they_follow_the_result(self) -> None:
+    def test_in_a_tools_result_they_are_at_their_place_too(self) -> None:
         chat = anthropic(user("a"), assistant(use()), user(result([self.SHOWS])))
-        assert chat.messages[2]["content"] == "T\n\na\n\nb\n\nc"
-        assert chat.messages[3]["content"] == [SHOWN]
+        assert chat.messages[2]["content"] == ["T\n\na\n\nb", SHOWN, "c"]
 
     def test_where_no_image_can_be_they_are_refused(self) -> None:
         with pytest.raises(Unsupported, match=r"content\[0\].source.content\[2\]: .*'image'"):

@@ -103,7 +103,7 @@ class TestInput:
         assert chat.messages[0]["content"] == "ab"
         assert chat.messages[0][TEXTS] == ("a", "b")
 
-    def test_images_of_results_follow_all_results(self) -> None:
+    def test_images_of_results_are_in_the_results(self) -> None:
         picture = {"type": "input_image", "image_url": PIXEL}
         chat = chat_of(
             call("1"),
@@ -114,9 +114,9 @@ class TestInput:
             images=True,
         )
         roles = [m["role"] for m in chat.messages]
-        assert roles == ["assistant", "tool", "tool", "user", "user"]
-        assert chat.messages[1]["content"]
-        assert len(chat.messages[3]["content"]) == 1
+        assert roles == ["assistant", "tool", "tool", "user"]
+        (shown,) = chat.messages[1]["content"]
+        assert shown.where == "input[2].output.content[0]"
 
     def test_searches_that_another_server_made_are_left_out(self) -> None:
         assert (
