@@ -177,7 +177,7 @@ class TestAPathThatIsNone:
         for _ in range(3):
             assert (await client.post(path, json=CHAT)).status_code == 404
         assert [one.getMessage() for one in caplog.records if one.name == LOGGER] == [
-            f"refused with 404: testclient, POST {path}: the client's base URL {cause}"
+            f"refused with 404: 127.0.0.1, POST {path}: the client's base URL {cause}"
         ]
 
     async def test_that_nobody_meant_is_not_logged(
