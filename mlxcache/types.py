@@ -42,11 +42,16 @@ class Image:
 
 @dataclass(frozen=True, slots=True)
 class ImageSpan:
-    """Tokens [start, end) of a prompt, at which one image is fed to the model."""
+    """Tokens [start, end) of a prompt, at which one image is fed to the model.
+
+    `grid`: numbers of rows and columns in which they lie, row by row; None if their positions are
+    those of text.
+    """
 
     start: int
     end: int
     image: Image
+    grid: tuple[int, int] | None = None
 
 
 TEXTS = "texts"

@@ -194,7 +194,10 @@ def _examine(settings: Settings, context: int | None) -> Examined:
 
     assert settings.model is not None
     spec = ModelSpec(
-        settings.model, adapter=settings.adapter, trust_remote_code=settings.trust_remote_code
+        settings.model,
+        adapter=settings.adapter,
+        trust_remote_code=settings.trust_remote_code,
+        images=settings.feeds_images,
     )
     found = examine(spec, settings.kv_bits)
     if context is not None and context > found.info.max_context_length:

@@ -451,6 +451,11 @@ class Settings:
         except ConfigError as error:
             raise ConfigError(f"--route {error}") from error
 
+    @property
+    def feeds_images(self) -> bool:
+        """True unless a setting needs mlx-lm, where mlx-vlm could feed a model images."""
+        return self.kv_bits is None and self.hosts is None and self.hostfile is None
+
     def check_divisible(self) -> None:
         """Raise ConfigError if the settings do not allow to divide the model among machines.
 

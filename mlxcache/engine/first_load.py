@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from concurrent.futures import Executor
+from dataclasses import replace
 from pathlib import Path
 from traceback import clear_frames
 
@@ -64,7 +65,8 @@ class FirstLoad:
         self._rounds.start()
         if fetched is None:
             fetched = await self._rounds.thread.ask(lambda: demo_spec(self._settings))
-        spec = fetched
+        # other ranks have no part in images, and mlx-lm divides models
+        spec = fetched if self._ranks is None else replace(fetched, images=False)
         if self._rounds.residency.memory is not None:  # else nobody waits for the thread
             await loop.run_in_executor(pool, lambda: hash_files(spec, self._settings))
         return spec

@@ -33,6 +33,7 @@ def fetch_model(
         trust_remote_code=settings.trust_remote_code,
         context=settings.context,
         id=settings.entries[0].name,
+        images=settings.feeds_images,
     )
     load.fetch(spec, downloading)
     return spec
@@ -66,13 +67,17 @@ def hash_files(spec: load.ModelSpec, settings: Settings) -> None:
         memo=settings.cache_dir / "fingerprints.json",
         layout_key="",
         draft=draft[0] if draft else None,
+        backend=load.backend_of(spec, path),
     )
 
 
-def namespace_of(path: Path, layout: Layout, settings: Settings, draft: Path | None = None) -> str:
+def namespace_of(
+    path: Path, backend: str, layout: Layout, settings: Settings, draft: Path | None = None
+) -> str:
     """Return the namespace of the model in folder `path`. Blocks while its files are read.
 
-    `draft`: folder of its draft model. Raises ModelError for a file that cannot be read.
+    `backend`: the library that runs it. `draft`: folder of its draft model. Raises ModelError for a
+    file that cannot be read.
     """
     return fingerprint(
         path,
@@ -80,4 +85,5 @@ def namespace_of(path: Path, layout: Layout, settings: Settings, draft: Path | N
         memo=settings.cache_dir / "fingerprints.json",
         layout_key=serialise.layout_key(layout),
         draft=draft,
+        backend=backend,
     )

@@ -35,8 +35,10 @@ from mlxcache.model.load import Loaded
 from mlxcache.model.mlx_lm_format import PromptCache, agrees, prompt_ids
 from mlxcache.model.output import OutputParser, reader
 from mlxcache.model.pair import Pair
+from mlxcache.model.positions import shift_of
 from mlxcache.model.resident_weights import is_resident
 from mlxcache.model.sampling import make_processors, make_sampler, text_ends, top_logprobs
+from mlxcache.model.vision import too_large
 from mlxcache.prompt.builder import PromptBuilder
 from mlxcache.prompt.replies import GeneratedReply, Replies
 from mlxcache.ranks.rank_zero import RankZero
@@ -129,7 +131,7 @@ def open_store(
     folder = settings.cache_dir / "store"
     try:
         whole = layout if ranks is None or ranks.whole is None else ranks.whole
-        namespace = namespace_of(loaded.path, whole, settings, loaded.draft)
+        namespace = namespace_of(loaded.path, loaded.info.backend, whole, settings, loaded.draft)
         if ranks is not None:
             store: Store = ranks.open_store(
                 folder, namespace, settings.disk, needs_checkpoints=layout.opaque
@@ -187,7 +189,7 @@ def open_images(loaded: Loaded, plan: MemoryPlan, settings: Settings) -> images.
     if not largest or not plan.budget.reserve("images", found.kept(largest, chunk)):
         log.warning("model %s: images disabled: --ram %s has no room for them", label, settings.ram)
         return None
-    return images.Images(vision, found, largest)
+    return images.Images(vision.limited(largest), found, largest)
 
 
 def watch_pressure(
@@ -433,7 +435,7 @@ class ModelRuntime:
             loaded.tokenizer,
             settings.chat_template_args,
             context,
-            loaded.vision if self.images else None,
+            self.images.vision if self.images else None,
             settings.rules,
             read=reader(loaded.tokenizer),
             replies=replies,
@@ -541,11 +543,7 @@ class ModelRuntime:
             )
         longest = max((span.end - span.start for span in prompt.images), default=0)
         if self.images is not None and longest > self.images.largest:
-            raise BadRequest(
-                f"An image of {longest} tokens is too large: the memory budget (--ram) has room "
-                f"for one of {self.images.largest}.",
-                param="messages",
-            )
+            raise too_large(longest, self.images.largest)
         ids, vocabulary = prompt.fed, self.layout.vocab_size
         if int(ids.min()) < 0 or int(ids.max()) >= vocabulary:
             # the CPU reads beyond the embedding table without a check
@@ -577,7 +575,15 @@ class ModelRuntime:
         budget = self._thinking_budget(job)
         if budget is not None and job.prompt.thinking_open:
             guide = budget.begin(guide)
-        row = Row(task, sampler, processors, context, id=task.record.id, guide=guide)
+        row = Row(
+            task,
+            sampler,
+            processors,
+            context,
+            id=task.record.id,
+            guide=guide,
+            shift=shift_of(task.images),
+        )
         loop = None if self.settings.no_loop_guard else LoopGuard()
         wanted = job.top_logprobs
         if wanted is None:

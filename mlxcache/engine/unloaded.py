@@ -50,12 +50,15 @@ async def describe_unloaded(settings: Settings, thread: MlxThread) -> Served | N
             trust_remote_code=settings.trust_remote_code,
             context=settings.context,
             id=entry.name,
+            images=settings.feeds_images,
         )
     path = await asyncio.to_thread(here, spec.model)
     draft = await asyncio.to_thread(here, spec.draft) if spec.draft is not None else None
     if path is None or (draft is None and spec.draft is not None):
         return None
     found = await thread.ask(lambda: examine(spec, settings.kv_bits))
-    namespace = await asyncio.to_thread(namespace_of, path, found.layout, settings, draft)
+    namespace = await asyncio.to_thread(
+        namespace_of, path, found.info.backend, found.layout, settings, draft
+    )
     run = serialise.run_spec(found.layout)
     return Served(found.info.id, spec.model, namespace, run, found.layout.vocab_size)

@@ -29,7 +29,7 @@ from mlxcache.model.adapters import (
     adapter_of,
     class_name,
 )
-from mlxcache.model.backend import Backend, choose_backend
+from mlxcache.model.backend import Backend, choose_backend, may_see
 from mlxcache.model.context import context_length, native_length
 from mlxcache.model.hub import here, outline
 from mlxcache.model.kv import Layout
@@ -121,8 +121,9 @@ def _outlined(spec: ModelSpec, path: Path, weights: int) -> tuple[nn.Module, Mod
     `weights`: bytes of the model's own weights, for its description.
     """
     config = load_config(path)
-    backend = choose_backend(config, spec.model)
-    model = _made(config, backend)
+    images = spec.images and spec.adapter is None  # its weights are not here to be looked at
+    backend = choose_backend(config, spec.model, images=images)
+    model = _made(config, backend, images=images and may_see(config))
     model.set_dtype(_dtype(config))
     native = native_length(config)
     length = context_length(native, spec.context)
@@ -141,12 +142,15 @@ def _outlined(spec: ModelSpec, path: Path, weights: int) -> tuple[nn.Module, Mod
     return model, info
 
 
-def _made(config: Mapping[str, Any], backend: Backend) -> nn.Module:
-    """Make the model of a configuration, with random weights that are not computed."""
+def _made(config: Mapping[str, Any], backend: Backend, *, images: bool) -> nn.Module:
+    """Make the model of a configuration, with random weights that are not computed.
+
+    `images`: with its vision tower, if mlx-vlm runs it.
+    """
     if backend == "mlx-vlm":
         from mlxcache.model.vlm import make_model  # noqa: PLC0415 - may be absent
 
-        return make_model(config)
+        return make_model(config, images=images)
     model_class, args_class = _get_classes(dict(config))
     return model_class(args_class.from_dict(config))
 

@@ -20,7 +20,7 @@ from typing import Any
 
 from mlxcache.disk_calls import sync
 from mlxcache.errors import ModelError
-from mlxcache.model.backend import choose_backend, vlm_version
+from mlxcache.model.backend import PROCESSOR_FILES, Backend, choose_backend, vlm_version
 from mlxcache.model.hub import Progress
 from mlxcache.private import make_folder
 
@@ -45,14 +45,16 @@ def fingerprint(
     layout_key: str,
     progress: Progress | None = None,
     draft: Path | None = None,
+    backend: str | None = None,
 ) -> str:
     """Return the namespace of the model in folder `path`, as 32 hexadecimal digits.
 
     The digest covers the content of the weights, of the configuration (parsed JSON), of Python code
     that the model runs, of the adapter and of the draft model in folder `draft`; `layout_key`,
-    which stands for the shapes and dtypes of KV; the versions of mlx-lm and of stored KV; and that
-    of mlx-vlm, if that runs the model. It covers no name, so a model has the same namespace
-    wherever its folder is.
+    which stands for the shapes and dtypes of KV; the versions of mlx-lm and of stored KV; and, if
+    mlx-vlm runs the model, its version and the settings of the image processor. It covers no name,
+    so a model has the same namespace wherever its folder is. `backend`: the library that runs the
+    model, by default the one that does without images.
 
     Files are identified by their SHA-256. In a Hub cache that is the name of the file's blob. Other
     files are read once, and their digests are stored in the file `memo` and used while size, times
@@ -62,7 +64,7 @@ def fingerprint(
     Raises ModelError with the name of a file that cannot be read.
     """
     path = path.expanduser()
-    vlm = _is_vlm(path)
+    vlm = (_plain_backend(path) if backend is None else backend) == "mlx-vlm"
     weights = sorted(path.glob("*.safetensors" if vlm else "model*.safetensors"))
     code = sorted(path.rglob("*.py")) if _runs_code(path) else []
     adapters = [] if adapter is None else [adapter.expanduser() / name for name in ADAPTER_FILES]
@@ -77,7 +79,9 @@ def fingerprint(
         "adapter": [_read_json(file) for file in adapters[:1]] + [content[f] for f in adapters[1:]],
     }
     if vlm:
+        files = [path / name for name in PROCESSOR_FILES]
         covered |= {"backend": "mlx-vlm", "mlx_vlm": vlm_version()}
+        covered |= {"processor": [_read_json(file) for file in files if file.exists()]}
     if draft is not None:
         covered["draft"] = fingerprint(draft, adapter=None, memo=memo, layout_key="")
     return _digest(covered)
@@ -104,10 +108,10 @@ def _runs_code(path: Path) -> bool:
     return isinstance(config, dict) and config.get("model_file") is not None
 
 
-def _is_vlm(path: Path) -> bool:
-    """Return whether mlx-vlm runs the model in folder `path`."""
+def _plain_backend(path: Path) -> Backend:
+    """Return the library that runs the model in folder `path` without images."""
     config = _read_json(path / "config.json")
-    return isinstance(config, dict) and choose_backend(config, str(path)) == "mlx-vlm"
+    return choose_backend(config, str(path)) if isinstance(config, dict) else "mlx-lm"
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,14 @@ from mlx_lm.utils import load_adapters, load_model, load_tokenizer
 from mlxcache.config.models import model_id
 from mlxcache.errors import ModelError
 from mlxcache.model import demo
-from mlxcache.model.backend import VLM_VERSION, choose_backend
+from mlxcache.model.backend import (
+    INSTALL,
+    VLM_VERSION,
+    Backend,
+    choose_backend,
+    has_images,
+    may_see,
+)
 from mlxcache.model.base_weights import BaseUse
 from mlxcache.model.context import context_length, native_length
 from mlxcache.model.generation import FILE, is_object, sampling_defaults
@@ -55,6 +62,7 @@ class ModelSpec:
 
     `model`: a folder or a Hub id. `revision`: the Hub's branch, tag or commit. `adapter`: a folder
     with adapter_config.json and adapters.safetensors. `draft`: folder or Hub id of a draft model.
+    `images`: mlx-vlm, if installed, may run a model that mlx-lm has too, to feed it images.
     `trust_remote_code`: allow Python code in the model's folder to run. `context`: context length
     in tokens, at most the model's own. `chat_template`: a file or the template itself, instead of
     the model's. `id`: the name that clients see. `is_demo`: the model is the built-in demo.
@@ -69,6 +77,7 @@ class ModelSpec:
     id: str | None = None
     is_demo: bool = False
     draft: str | None = None
+    images: bool = True
 
 
 Divide = Callable[[nn.Module, Mapping[str, Any]], None]
@@ -116,7 +125,7 @@ def load(
     """
     path = resolve(spec.model, spec.revision, progress)
     config = own = checked_config(path)
-    backend = choose_backend(config, str(path / "config.json"))
+    backend = backend_of(spec, path)
     check_files(path)
     template = _template(spec.chat_template)
     context_length(native_length(config), spec.context)  # raises before the weights are read
@@ -127,6 +136,9 @@ def load(
     vision = None
     if backend == "mlx-lm":
         vision = load_vision(model, tokenizer, config, label=info.id)
+        _note_images(spec, path, config, info.id)
+    else:
+        vision = _vlm_vision(model, tokenizer, config, path, info.id)
     loaded = Loaded(model, tokenizer, config, info, path, vision)
     if spec.draft is None:
         return loaded
@@ -142,7 +154,9 @@ def _with_draft(loaded: Loaded, spec: ModelSpec, name: str, use: BaseUse | None)
     The context length becomes the shorter one of both models.
     """
     with _of_the_draft():
-        own = ModelSpec(name, trust_remote_code=spec.trust_remote_code, context=spec.context)
+        own = ModelSpec(
+            name, trust_remote_code=spec.trust_remote_code, context=spec.context, images=False
+        )
         draft = load(own, lazy=True, use=use)  # raises before any weights are read
     check_tokenizers(loaded.tokenizer, draft.tokenizer)
     info, length = loaded.info, draft.info.context_length
@@ -189,7 +203,7 @@ def load_again(loaded: Loaded, spec: ModelSpec, use: BaseUse) -> nn.Module:
     if loaded.draft is None:
         return model
     with _of_the_draft():
-        own = ModelSpec(str(loaded.draft), trust_remote_code=spec.trust_remote_code)
+        own = ModelSpec(str(loaded.draft), trust_remote_code=spec.trust_remote_code, images=False)
         draft, _ = _load_weights(own, loaded.draft, lazy=True, use=use)
     return make_pair(model, draft)
 
@@ -248,7 +262,7 @@ def _load_weights(
 
 def _build(spec: ModelSpec, path: Path) -> tuple[nn.Module, dict[str, Any]]:
     """Build the model in folder `path`, with weights that are read at their first use."""
-    if choose_backend(checked_config(path), str(path / "config.json")) == "mlx-lm":
+    if backend_of(spec, path) == "mlx-lm":
         model, config = load_model(path, lazy=True, trust_remote_code=spec.trust_remote_code)
         return model, config
     if spec.adapter is not None:
@@ -256,7 +270,39 @@ def _build(spec: ModelSpec, path: Path) -> tuple[nn.Module, dict[str, Any]]:
     from mlxcache.model.vlm import load_model as load_vlm  # noqa: PLC0415 - may be absent
 
     log.info("%s is run by mlx-vlm %s", path, VLM_VERSION)
-    return load_vlm(path)
+    return load_vlm(path, images=_with_images(spec, path))
+
+
+def _with_images(spec: ModelSpec, path: Path) -> bool:
+    """Return whether images may be fed to the model in folder `path`, as it is asked for."""
+    return spec.images and spec.adapter is None and has_images(path)
+
+
+def backend_of(spec: ModelSpec, path: Path) -> Backend:
+    """Return the library that runs the model in folder `path`, as `spec` asks for it.
+
+    Raises ModelError if no library can, or the folder has no valid config.json.
+    """
+    config = checked_config(path)
+    return choose_backend(config, str(path / "config.json"), images=_with_images(spec, path))
+
+
+def _vlm_vision(
+    model: nn.Module, tokenizer: TokenizerWrapper, config: Mapping[str, Any], path: Path, label: str
+) -> Vision | None:
+    from mlxcache.model import vlm_vision  # noqa: PLC0415 - may be absent
+
+    return vlm_vision.load_vision(model, tokenizer, config, path, label=label)
+
+
+def _note_images(spec: ModelSpec, path: Path, config: Mapping[str, Any], label: str) -> None:
+    """Log why a model that mlx-vlm would feed images to is served without them, if it is one."""
+    if not (may_see(config) and has_images(path)):
+        return
+    why = f"they need mlx-vlm {VLM_VERSION}: {INSTALL}"
+    if spec.adapter is not None or not spec.images:
+        why = "mlx-vlm is not used with --adapter, --kv-bits or --ranks"
+    log.info("model %s: images disabled: %s", label, why)
 
 
 def _add_adapter(model: nn.Module, path: Path, adapter: Path) -> None:

@@ -73,12 +73,12 @@ class Pair(nn.Module):  # type: ignore[misc]
         logits: mx.array = self.draft(tokens, cache=cache[self._own :])
         return logits
 
-    def target(self, tokens: mx.array, *, cache: Caches) -> mx.array:
+    def target(self, tokens: mx.array, *, cache: Caches, **inputs: mx.array) -> mx.array:
         """Feed `tokens`, shape (1, n), to the served model only; return its logits, (1, n, V).
 
         As `verify`, in the form in which models are called.
         """
-        return self.verify(tokens, cache)
+        return self.verify(tokens, cache, **inputs)
 
     def set_draft_length(self, cache: Caches, length: int) -> None:
         """Set the draft model's caches, and only these, to their first `length` positions."""

@@ -1,4 +1,4 @@
-"""Images for models that take them: mlx-lm's processor makes pixels, the model makes embeddings.
+"""Images for models that take them: a processor makes pixels, the model makes embeddings.
 
 An image becomes several vectors, each fed to the model at one position in place of a token's
 embedding. They are called the *rows* of the image.
@@ -11,9 +11,10 @@ import logging
 import struct
 from collections import OrderedDict
 from collections.abc import Mapping
+from dataclasses import dataclass
 from importlib.util import find_spec
 from threading import Lock
-from typing import Any
+from typing import Any, Protocol
 
 import mlx.core as mx
 import numpy as np
@@ -27,7 +28,13 @@ from mlxcache.types import Image, Tokens
 log = logging.getLogger("mlxcache.model")
 
 Pixels = npt.NDArray[np.float32]
-"""An image as the processor returns it, shape (channels, height, width)."""
+"""An image as its processor returns it, in the shape that the vision tower takes."""
+
+Rows = Mapping[str, mx.array]
+"""Inputs of the model at some tokens, by the model's argument; their first axis is the tokens."""
+
+Grid = tuple[int, int]
+"""Numbers of rows and columns in which the tokens of an image lie."""
 
 MAX_PIXELS = 40_000_000
 """Maximum number of pixels of an image that is decoded."""
@@ -39,41 +46,93 @@ ANIMATED = ("PNG", "GIF", "WEBP")
 ORIENTATION = 0x0112
 """EXIF tag of the turn by which an image is to be shown."""
 
-KEPT_TEXTS = 256
+KEPT_IMAGES = 256
 KEPT_BYTES = 64 << 20
 MOST_TOKENS = 4096
 """Maximum number of tokens per image, if the processor states none."""
 
 
-class Vision:
-    """Image processor and vision tower of a model.
+@dataclass(frozen=True, slots=True)
+class Processed:
+    """An image as its processor returns it.
+
+    `text`: what stands for it in a prompt. `grid`: how its tokens lie, or None if their positions
+    are those of text.
+    """
+
+    text: str
+    pixels: Pixels
+    grid: Grid | None = None
+
+
+class ImageModel(Protocol):
+    """Interface of the image processor and vision tower of a model family.
 
     `image_token`: the text of the token that a chat template writes for an image; the processor
     repeats it once for each position that the image takes. `token_id`: its id. `most_tokens`:
-    maximum number of positions per image.
+    maximum number of positions per image. `count` returns the positions of an image of so many
+    pixels, or None if that is known only after processing it. `process` takes RGB pixels, shape
+    (height, width, 3), on any thread. Both raise ValueError for an image that they refuse. `rows`
+    takes the ids at the
+    positions of an image, its pixels and grid, and returns what is fed there. `embed` returns the
+    same for tokens of text. Both are lazy, and called on the MLX thread only.
     """
 
-    def __init__(self, model: Any, processor: Any, token_id: int):
-        self.image_token: str = processor.image_token
-        self.token_id = token_id
-        self.most_tokens = int(getattr(processor, "max_num_image_tokens", MOST_TOKENS))
-        self._model, self._processor = model, processor
+    image_token: str
+    token_id: int
+    most_tokens: int
+
+    def count(self, height: int, width: int) -> int | None: ...
+
+    def process(self, rgb: npt.NDArray[np.uint8]) -> Processed: ...
+
+    def rows(self, ids: Tokens, pixels: Pixels, grid: Grid | None) -> Rows: ...
+
+    def embed(self, ids: Tokens) -> Rows: ...
+
+
+class Vision:
+    """Images of a model: what stands for them in prompts, and what is fed in their places.
+
+    `image_token`, `token_id` and `most_tokens`: see `ImageModel`. What the processor returned for
+    recent images is kept by digest, so an image of the history is not decoded again. `largest`: the
+    most positions that there is memory for, None if that is not known yet.
+    """
+
+    def __init__(self, model: ImageModel, largest: int | None = None):
+        self.image_token = model.image_token
+        self.token_id = model.token_id
+        self.most_tokens = model.most_tokens
+        self._model = model
+        self._largest = largest
         self._lock = Lock()
-        self._texts: OrderedDict[bytes, str] = OrderedDict()
+        self._shown: OrderedDict[bytes, tuple[str, Grid | None]] = OrderedDict()
         self._pixels: OrderedDict[bytes, Pixels] = OrderedDict()
+
+    def limited(self, largest: int) -> Vision:
+        """Return a copy that refuses images of more than `largest` positions."""
+        return Vision(self._model, largest)
 
     def text(self, image: Image) -> str:
         """Return the text that stands for an image in a prompt.
 
-        The texts of recent images are kept by digest, so an image of the history is not decoded
-        again. May be called on any thread. Raises BadRequest if the image cannot be decoded.
+        May be called on any thread. Raises BadRequest if the image cannot be decoded.
         """
+        return self._show(image)[0]
+
+    def grid(self, image: Image) -> Grid | None:
+        """Return how the tokens of an image lie, or None if their positions are those of text.
+
+        May be called on any thread. Raises BadRequest if the image cannot be decoded.
+        """
+        return self._show(image)[1]
+
+    def _show(self, image: Image) -> tuple[str, Grid | None]:
         with self._lock:  # a decoded image may take hundreds of megabytes
-            text = self._texts.get(image.digest)
-            if text is None:
-                text, _ = self._process(image)
-            self._texts.move_to_end(image.digest)
-            return text
+            if image.digest not in self._shown:
+                self._process(image)
+            self._shown.move_to_end(image.digest)
+            return self._shown[image.digest]
 
     def pixels(self, image: Image) -> Pixels:
         """Return the input of the vision tower for an image, decoding it if needed.
@@ -82,51 +141,85 @@ class Vision:
         """
         with self._lock:
             pixels = self._pixels.pop(image.digest, None)
-            return self._process(image)[1] if pixels is None else pixels
+            return self._process(image) if pixels is None else pixels
 
-    def rows(self, image: Image) -> mx.array:
-        """Compute the embeddings that are fed for an image, shape (tokens, hidden), evaluated.
-
-        MLX thread only.
-        """
-        pixels = mx.array(self.pixels(image))
-        count = self.text(image).count(self.image_token)
-        tokens = mx.full((count,), self.token_id, mx.int32)
-        rows: mx.array = self._model.embed_inputs(tokens, pixel_values=[pixels])
-        mx.eval(rows)
+    def rows(self, image: Image) -> Rows:
+        """Compute what is fed for an image at each of its tokens, evaluated. MLX thread only."""
+        pixels, (text, grid) = self.pixels(image), self._show(image)
+        ids = np.full(text.count(self.image_token), self.token_id, np.int32)
+        rows = self._model.rows(ids, pixels, grid)
+        mx.eval(list(rows.values()))
         return rows
 
-    def embed(self, ids: Tokens) -> mx.array:
-        """Return the embeddings of text tokens, shape (n, hidden), lazily. MLX thread only."""
-        rows: mx.array = self._model.embed_inputs(mx.array(ids))
-        return rows
+    def embed(self, ids: Tokens) -> Rows:
+        """Return what is fed at text tokens beside images, lazily. MLX thread only."""
+        return self._model.embed(ids)
 
     def sees(self, image: Image) -> bool:
-        """Return whether the embeddings that the model computes for an image depend on its pixels.
-
-        MLX thread only.
-        """
-        rows = self.rows(image)
-        blind = self.embed(np.full(len(rows), self.token_id, np.int32))
+        """Return whether what is fed for an image depends on its pixels. MLX thread only."""
+        rows = self.rows(image)["input_embeddings"]
+        blind = self.embed(np.full(len(rows), self.token_id, np.int32))["input_embeddings"]
         return not bool(mx.array_equal(rows, blind))
 
-    def _process(self, image: Image) -> tuple[str, Pixels]:
-        """Decode an image; cache and return its text and pixels. The caller must hold the lock."""
+    def _process(self, image: Image) -> Pixels:
+        """Decode an image; keep and return its pixels. The caller must hold the lock."""
         rgb = decode(image.data)
         try:
-            text, (values,) = self._processor(self.image_token, images=[rgb])
+            self._check(self._model.count(*rgb.shape[:2]))
+            made = self._model.process(rgb)
         except (AssertionError, ValueError) as error:
             raise BadRequest(
                 f"The model does not accept this image: {error}", param="messages"
             ) from error
-        # a NumPy array, which any thread may read
-        pixels = np.array(values)
-        self._texts[image.digest], self._pixels[image.digest] = text, pixels
-        while len(self._texts) > KEPT_TEXTS:
-            self._texts.popitem(last=False)
+        self._shown[image.digest] = made.text, made.grid
+        self._pixels[image.digest] = made.pixels
+        while len(self._shown) > KEPT_IMAGES:
+            self._shown.popitem(last=False)
         while len(self._pixels) > 1 and sum(p.nbytes for p in self._pixels.values()) > KEPT_BYTES:
             self._pixels.popitem(last=False)
-        return text, pixels
+        return made.pixels
+
+    def _check(self, count: int | None) -> None:
+        """Raise BadRequest if an image of `count` positions is too large."""
+        if self._largest is not None and count is not None and count > self._largest:
+            raise too_large(count, self._largest)
+
+
+def too_large(count: int, largest: int) -> BadRequest:
+    """Return the error for an image of `count` tokens, where the largest has `largest`."""
+    return BadRequest(
+        f"An image of {count} tokens is too large: the memory budget (--ram) has room for one of "
+        f"{largest}.",
+        param="messages",
+    )
+
+
+class MlxLmImages:
+    """Images of a model that mlx-lm runs: its processor, and its `embed_inputs`."""
+
+    def __init__(self, model: Any, processor: Any, token_id: int):
+        self.image_token: str = processor.image_token
+        self.token_id = token_id
+        self.most_tokens = int(getattr(processor, "max_num_image_tokens", MOST_TOKENS))
+        self._model, self._processor = model, processor
+
+    def count(self, height: int, width: int) -> int | None:
+        """See `ImageModel`."""
+        return None
+
+    def process(self, rgb: npt.NDArray[np.uint8]) -> Processed:
+        """See `ImageModel`."""
+        text, (values,) = self._processor(self.image_token, images=[rgb])
+        return Processed(text, np.array(values))  # a NumPy array, which any thread may read
+
+    def rows(self, ids: Tokens, pixels: Pixels, grid: Grid | None) -> Rows:
+        """See `ImageModel`. The rows of an image have the shape (tokens, hidden)."""
+        found = self._model.embed_inputs(mx.array(ids), pixel_values=[mx.array(pixels)])
+        return {"input_embeddings": found}
+
+    def embed(self, ids: Tokens) -> Rows:
+        """See `ImageModel`."""
+        return {"input_embeddings": self._model.embed_inputs(mx.array(ids))}
 
 
 def decode(data: bytes) -> npt.NDArray[np.uint8]:
@@ -237,4 +330,4 @@ def load_vision(
         token = processor.image_token
         log.warning("model %s: images disabled: the tokenizer has no token %s", label, token)
         return None
-    return Vision(model, processor, int(token_id))
+    return Vision(MlxLmImages(model, processor, int(token_id)))

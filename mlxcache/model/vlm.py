@@ -1,7 +1,7 @@
 """Models of mlx-vlm, loaded and called as models of mlx-lm are. MLX thread only.
 
-Only this module and `vlm_caches` import mlx_vlm. They are imported when the first such model is
-loaded.
+Only this module, `vlm_caches` and `vlm_vision` import mlx_vlm. They are imported when the first
+such model is loaded.
 """
 
 from __future__ import annotations
@@ -76,6 +76,11 @@ class VlmModel(nn.Module):  # type: ignore[misc]
     def make_cache(self) -> list[Any]:
         """Create empty caches for one sequence."""
         return replace_caches(make_prompt_cache(self.language_model), self.layers)
+
+    def embed(self, ids: mx.array) -> mx.array:
+        """Return the embeddings of tokens of text, shape (n, hidden), for `ids` of shape (n,)."""
+        found: mx.array = self.language_model.model.embed_tokens(ids)
+        return found
 
     def __call__(
         self,

@@ -34,13 +34,16 @@ class ImageProcessor(Protocol):
     """Interface of a model's image processor, such as `model.vision.Vision`.
 
     `image_token`: text that a template writes for an image. `token_id`: id that stands for one
-    embedding row of an image. `text(image)` returns the text of all its rows.
+    embedding row of an image. `text(image)` returns the text of all its rows, `grid(image)` the
+    numbers of rows and columns in which they lie, or None if their positions are those of text.
     """
 
     image_token: str
     token_id: int
 
     def text(self, image: Image) -> str: ...
+
+    def grid(self, image: Image) -> tuple[int, int] | None: ...
 
 
 class ImageTemplate:
@@ -166,7 +169,8 @@ class ImageTemplate:
                 raise GenerationFailed(
                     "the tokens of an image are not at its position in the prompt"
                 )
-            spans.append(ImageSpan(int(own[0]), int(own[-1]) + 1, image))
+            grid = self._processor.grid(image)
+            spans.append(ImageSpan(int(own[0]), int(own[-1]) + 1, image, grid))
             done += count
         if done != len(at) or (spans and spans[-1].end == len(ids)):
             raise GenerationFailed("there are image tokens without an image")

@@ -137,7 +137,10 @@ class Rank:
             raise ModelError(f"versions differ: {mine} here, {setup.versions} on rank 0")
         group = self._group
         spec = load.ModelSpec(
-            setup.model, adapter=setup.adapter, trust_remote_code=setup.trust_remote_code
+            setup.model,
+            adapter=setup.adapter,
+            trust_remote_code=setup.trust_remote_code,
+            images=False,
         )
         return load.load(
             spec, divide=lambda model, config: divide(model, config, group, setup.mode)

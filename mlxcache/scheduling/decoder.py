@@ -53,7 +53,8 @@ class Row:
     proposed, and that the model drew too. `draft_passes`: passes that checked drafted tokens. `id`:
     the request's id, for the log. `guide`: restricts the tokens that may be drawn. It has accepted
     every token that was handed out. `guided`: it has accepted the pending token too. `steering`: a
-    change of the guide that the decoder has not applied yet.
+    change of the guide that the decoder has not applied yet. `shift`: position of its next token,
+    less the number of tokens before it; not 0 behind images, see `positions.shift_of`.
     """
 
     owner: Any
@@ -68,6 +69,7 @@ class Row:
     guide: Guide | None = None
     guided: bool = False
     steering: Steering | None = None
+    shift: int = 0
 
     def steer(self, steering: Steering) -> None:
         """Schedule a change of the guide; it applies to the first token that is not drawn yet.
@@ -292,6 +294,15 @@ class Decoder:
         self.pending, self.logprobs, self.finite = pending, logprobs, finite
 
     @property
+    def places(self) -> dict[str, mx.array]:
+        """The model's keyword arguments for the positions of the rows.
+
+        Empty if these are the numbers of tokens before them.
+        """
+        shifts = [row.shift for row in self.rows]
+        return {"shift": mx.array(shifts)} if any(shifts) else {}
+
+    @property
     def writes(self) -> int:
         """Maximum number of times that the next step writes to one KV buffer."""
         return 1
@@ -313,7 +324,7 @@ class Decoder:
 
     def _advance(self, inputs: mx.array) -> None:
         """Feed the token ids `inputs`, one per row, and start drawing the next pending tokens."""
-        logits = self.model(inputs[:, None], cache=self.caches)[:, -1, :]
+        logits = self.model(inputs[:, None], cache=self.caches, **self.places)[:, -1, :]
         for row in self.rows:
             row.apply_steering()
         if any(row.processors for row in self.rows):

@@ -324,7 +324,7 @@ class DraftingDecoder(Decoder):
             shown, _, _, state = states[-1].draw(logits)
             drafted.append(shown)
             states.append(state.seen(shown))
-        logits = pair.verify(mx.concatenate([fed, *drafted])[None], self.caches)
+        logits = pair.verify(mx.concatenate([fed, *drafted])[None], self.caches, **self.places)
         if draws.guide is not None:  # the device computes them while the masks are computed
             mx.async_eval(logits)  # type: ignore[no-untyped-call]
         tokens, logprobs, finite, after = zip(

@@ -245,7 +245,7 @@ class GuessingDecoder(Decoder):
             return
         lineage.note_pass()
         try:
-            self.model(mx.array(ids[start:])[None], cache=self.caches)
+            self.model(mx.array(ids[start:])[None], cache=self.caches, **self.places)
             kv.eval_states(self.caches)
         except BaseException:  # what was computed up to there is kept
             lineage.truncate(start)
@@ -313,7 +313,7 @@ class GuessingDecoder(Decoder):
             self._points.append((lineage.length, kv.hold(lineage.slots)))
         before_it, behind_it = (mx.array(list(ids), mx.int32) for ids in (again, guess))
         fed = mx.concatenate([before_it, newest.astype(mx.int32), behind_it])
-        logits = self.model(fed[None], cache=self.caches)[:, len(again) :, :]
+        logits = self.model(fed[None], cache=self.caches, **self.places)[:, len(again) :, :]
         if row.guide is not None:  # the device computes them while the masks are computed
             mx.async_eval(logits)  # type: ignore[no-untyped-call]
         context = row.context if row.processors else None

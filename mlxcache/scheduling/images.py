@@ -14,7 +14,8 @@ from dataclasses import dataclass
 import mlx.core as mx
 import numpy as np
 
-from mlxcache.model.vision import Vision, encode
+from mlxcache.model.positions import positions_of
+from mlxcache.model.vision import Rows, Vision, encode
 from mlxcache.scheduling.cost import SAFETY, peak
 from mlxcache.scheduling.task import Task
 from mlxcache.types import Image, ImageSpan
@@ -31,7 +32,8 @@ class ImageCost:
     """Memory that images need, measured on the model, in bytes.
 
     The vision tower needs `peak` bytes for an image of `tokens` tokens, and n ** `growth` times
-    that for n times as many tokens. `row_bytes`: bytes of one embedding row. `pixel_bytes`: bytes
+    that for n times as many tokens. `row_bytes`: bytes of all that is fed at one token of an image
+    in place of its embedding. `pixel_bytes`: bytes
     of the pixels behind one token.
     """
 
@@ -90,7 +92,7 @@ def measure(vision: Vision, room: int) -> ImageCost | None:
     if len(points) == len(SIDES) and points[-2][0] < tokens:
         (fewer, less) = points[-2]
         growth = math.log(most / less) / math.log(tokens / fewer) + MARGIN
-    row_bytes = vision.embed(np.zeros(1, np.int32)).nbytes
+    row_bytes = sum(a.nbytes for a in vision.embed(np.zeros(1, np.int32)).values())
     pixel_bytes = vision.pixels(image).nbytes // tokens
     return ImageCost(tokens, most, min(max(growth, 1.0), 2.0), row_bytes, pixel_bytes)
 
@@ -106,7 +108,7 @@ class Images:
         self.cost = cost
         self.largest = largest
         self._task: Task | None = None
-        self._rows: dict[int, mx.array] = {}
+        self._rows: dict[int, Rows] = {}
 
     def holder(self, tasks: Sequence[Task]) -> Task | None:
         """Return the task of `tasks` whose prefill is in the middle of an image, or None.
@@ -119,39 +121,46 @@ class Images:
     def inputs(self, task: Task, start: int, end: int) -> dict[str, mx.array]:
         """Return the model's extra keyword arguments for positions [start, end) of a task.
 
-        Empty if there is no image in that range. Otherwise `input_embeddings`, an array of shape
-        (1, end - start, hidden).
+        The second axis of each is the tokens: `positions` if those differ from the ones of text,
+        `input_embeddings` and what else the model takes if there is an image in that range.
         """
+        found: dict[str, mx.array] = {}
+        if any(span.grid is not None and span.start < end for span in task.images):
+            found["positions"] = mx.array(positions_of(task.images, start, end))[None]
         spans = [s for s in task.images if s.start < end and start < s.end]
         if self._task is not task:
             self._rows.clear()
         if not spans:
             self._task = None
             self._rows.clear()
-            return {}
-        parts: list[mx.array] = []
+            return found
+        parts: list[Rows] = []
         at = start
         for span in spans:
             first, last = max(span.start, start), min(span.end, end)
             if at < first:
                 parts.append(self.vision.embed(task.fed[at:first]))
-            parts.append(self._span(span)[first - span.start : last - span.start])
+            rows = self._span(span)
+            parts.append(
+                {name: a[first - span.start : last - span.start] for name, a in rows.items()}
+            )
             at = last
         if at < end:
             parts.append(self.vision.embed(task.fed[at:end]))
-        embeddings = mx.concatenate(parts)[None]
-        mx.eval(embeddings)
+        for name in parts[0]:
+            found[name] = mx.concatenate([part[name] for part in parts])[None]
+        mx.eval(list(found.values()))
         unfinished = spans[-1].end > end
         self._task = task if unfinished else None
         self._rows = {s.start: self._rows[s.start] for s in spans[-1:] if unfinished}
-        return {"input_embeddings": embeddings}
+        return found
 
     def drop_rows(self) -> None:
         """Drop all embedding rows, which a failed device may have computed wrongly."""
         self._task = None
         self._rows.clear()
 
-    def _span(self, span: ImageSpan) -> mx.array:
+    def _span(self, span: ImageSpan) -> Rows:
         if span.start not in self._rows:
             self._rows[span.start] = self.vision.rows(span.image)
         return self._rows[span.start]

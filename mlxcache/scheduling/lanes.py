@@ -292,7 +292,7 @@ class Lanes:
             piece = task.fed_ids()[at : at + CATCH_UP]
             lineage.note_pass()
             self._lockstep.feed(lineage, piece.tolist())
-            self.model(mx.array(piece)[None], cache=lineage.caches)
+            self.model(mx.array(piece)[None], cache=lineage.caches, **lane.decoder.places)
             eval_states(lineage.caches)
             lineage.advance(len(piece))
         return True

@@ -19,7 +19,7 @@ from PIL import ImageOps
 from mlxcache.errors import BadRequest
 from mlxcache.model import vision as module
 from mlxcache.model.load import Loaded, ModelSpec, load
-from mlxcache.model.vision import Vision, decode, load_vision
+from mlxcache.model.vision import MlxLmImages, Vision, decode, load_vision
 from mlxcache.types import Image
 from tests.muse.toy import image, picture
 
@@ -177,7 +177,8 @@ def test_text_has_a_token_for_each_row(vision: Vision) -> None:
         shown = image(1, width, height)
         text = vision.text(shown)
         assert text == "<|image_start|>" + "<|patch|>" * count + "<|image_end|>"
-        assert vision.rows(shown).shape == (count, 64)
+        assert vision.rows(shown)["input_embeddings"].shape == (count, 64)
+        assert vision.grid(shown) is None
 
 
 def test_rows_are_those_that_mlx_lm_makes(vision: Vision, loaded: Loaded) -> None:
@@ -188,7 +189,7 @@ def test_rows_are_those_that_mlx_lm_makes(vision: Vision, loaded: Loaded) -> Non
     rows = loaded.model.embed_inputs(ids, pixel_values=pixels)
     expected = rows[mx.array(np.flatnonzero(np.array(ids) == vision.token_id))]
     assert text == f"a{vision.text(shown[0])}b{vision.text(shown[1])}"
-    got = mx.concatenate([vision.rows(i) for i in shown])
+    got = mx.concatenate([vision.rows(i)["input_embeddings"] for i in shown])
     assert mx.allclose(got, expected, rtol=1e-4, atol=1e-5)
 
 
@@ -212,18 +213,23 @@ def test_an_image_is_decoded_once_for_its_text_and_its_rows(
 
 
 def test_little_is_remembered(vision: Vision, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "KEPT_TEXTS", 5)
+    monkeypatch.setattr(module, "KEPT_IMAGES", 5)
     monkeypatch.setattr(module, "KEPT_BYTES", 3 * 20 * 28 * 28 * 3 * 4)
     for seed in range(12):
         vision.text(image(seed))
-    assert len(vision._texts) == 5
+    assert len(vision._shown) == 5
     assert len(vision._pixels) == 3
-    assert vision.rows(image(0)).shape == (20, 64)
+    assert vision.rows(image(0))["input_embeddings"].shape == (20, 64)
 
 
-def test_an_image_that_the_processor_refuses_is_a_bad_request(vision: Vision) -> None:
-    vision._processor = lambda text, images: vision._fail()  # type: ignore[attr-defined]
-    vision._fail = lambda: (_ for _ in ()).throw(ValueError("no grid"))  # type: ignore[attr-defined]
+def test_an_image_that_the_processor_refuses_is_a_bad_request(loaded: Loaded) -> None:
+    class Refusing:
+        image_token = "<|patch|>"
+
+        def __call__(self, text: str, images: Any) -> Any:
+            raise ValueError("no grid")
+
+    vision = Vision(MlxLmImages(loaded.model, Refusing(), 1))
     data = picture(77)
     with pytest.raises(BadRequest, match="does not accept this image: no grid"):
         vision.text(Image(data, hashlib.sha256(data).digest()))

@@ -37,6 +37,9 @@ class ImageProcessor:
     def text(self, image: Image) -> str:
         return "<|vision_start|>" + PAD * len(image.data) + "<|vision_end|>"
 
+    def grid(self, image: Image) -> tuple[int, int] | None:
+        return 3, len(image.data) // 3
+
 
 def image(show: str) -> Image:
     return Image(b"x" * 9, hashlib.sha256(show.encode()).digest())

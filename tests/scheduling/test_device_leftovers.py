@@ -18,7 +18,7 @@ from mlxcache.cache.ram import RamTier
 from mlxcache.engine.engine import Engine
 from mlxcache.model.lineage import Lineage
 from mlxcache.model.mlx_lm_format import PromptCacheFile
-from mlxcache.model.vision import Vision
+from mlxcache.model.vision import Rows, Vision
 from mlxcache.scheduling.decoder import Drawn
 from mlxcache.scheduling.task import Task
 from mlxcache.sessions.mlx_lm_files import PromptCacheExport
@@ -55,7 +55,7 @@ async def test_rows_of_an_image_that_failed_are_computed_again(
     once, now = Once(), list[int]()
     rows = Vision.rows
 
-    def noted(vision: Vision, shown: Image) -> mx.array:
+    def noted(vision: Vision, shown: Image) -> Rows:
         now.append(1)
         try:
             return rows(vision, shown)

@@ -21,7 +21,7 @@ from mlxcache.engine.engine import Engine
 from mlxcache.engine.stream import Stream
 from mlxcache.errors import BadRequest
 from mlxcache.model.load import ModelSpec, load
-from mlxcache.model.vision import decode
+from mlxcache.model.vision import Rows, decode
 from mlxcache.scheduling.cost import peak
 from mlxcache.scheduling.images import ImageCost, measure
 from mlxcache.types import Admitted, Chat, Image, Job, Progress, Prompt, Sampling, Text
@@ -246,7 +246,7 @@ async def test_an_image_passes_the_vision_tower_once_whoever_else_is_fed(
     made: list[bytes] = []
     rows = images.vision.rows
 
-    def counted(shown: Image) -> mx.array:
+    def counted(shown: Image) -> Rows:
         made.append(shown.digest)
         return rows(shown)
 

@@ -246,6 +246,7 @@ def _examine_model(
         trust_remote_code=settings.trust_remote_code,
         context=settings.context,
         draft=settings.draft_model,
+        images=settings.feeds_images,
     )
     try:
         if (path := here(entry.model)) is not None:

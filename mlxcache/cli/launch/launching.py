@@ -337,7 +337,12 @@ class Launch:
         from mlxcache.model.examine import examine  # noqa: PLC0415 - as above
         from mlxcache.model.load import ModelSpec  # noqa: PLC0415
 
-        spec = ModelSpec(settings.model, adapter=settings.adapter, context=settings.context)
+        spec = ModelSpec(
+            settings.model,
+            adapter=settings.adapter,
+            context=settings.context,
+            images=settings.feeds_images,
+        )
         info = examine(spec, settings.kv_bits).info
         return Service(self.url, info.id, info.context_length, self.key, small=self._small)
 
