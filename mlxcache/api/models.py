@@ -188,8 +188,9 @@ def describe_model(info: ModelInfo, name: str | None = None) -> dict[str, Any]:
 
     Lengths are in tokens: `max_context_length` is the model's own limit, `context_length` and
     `loaded_context_length` are both this server's. `sampling_defaults` apply if a request omits the
-    field. `created` is in seconds since 1970. `backend` is the library that runs the model. `name`
-    replaces the model's id.
+    field. `created` is in seconds since 1970. `backend` is the library that runs the model.
+    `input_modalities` lists "text", and "image" if the model accepts images. `name` replaces the
+    model's id.
     """
     return {
         "id": name or info.id,
@@ -203,7 +204,13 @@ def describe_model(info: ModelInfo, name: str | None = None) -> dict[str, Any]:
         "display_name": info.id,
         "sampling_defaults": dict(info.sampling),
         "backend": info.backend,
+        "input_modalities": input_modalities(info),
     }
+
+
+def input_modalities(info: ModelInfo) -> list[str]:
+    """Return what a request to the model may contain: "text", and "image" if it accepts images."""
+    return ["text", "image"] if info.has_images else ["text"]
 
 
 def _lm_studio_object(info: ModelInfo, name: str | None = None) -> dict[str, Any]:
@@ -215,7 +222,7 @@ def _lm_studio_object(info: ModelInfo, name: str | None = None) -> dict[str, Any
     return {
         "id": name or info.id,
         "object": "model",
-        "type": "llm",
+        "type": "vlm" if info.has_images else "llm",
         "publisher": publisher if slash and publisher else "local",
         "arch": info.architecture,
         "compatibility_type": "mlx",

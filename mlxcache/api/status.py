@@ -12,6 +12,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from mlxcache.api.http import Deps, json_response, read_number
+from mlxcache.api.models import input_modalities
 from mlxcache.engine.metrics import reuse_of
 from mlxcache.errors import NotFound
 from mlxcache.types import RequestRecord
@@ -41,7 +42,10 @@ async def health(deps: Deps, request: Request) -> Response:
         body["ranks"] = ranks["others"]
     if engine.state == "ready" and engine.info is not None:
         if engine.silent_s < deps.settings.stalled_seconds:
-            return json_response(body | {"status": "ok", "model": engine.info.id})
+            info = engine.info
+            named = {"model": info.id, "backend": info.backend}
+            modalities = {"input_modalities": input_modalities(info)}
+            return json_response(body | {"status": "ok"} | named | modalities)
         body["status"] = "stalled"
     if engine.failure is not None:
         body["reason"] = engine.failure

@@ -115,7 +115,10 @@ def explain_pair(one: dict[str, Any], other: dict[str, Any], settings: Settings)
     rendered.
     """
     from mlxcache.prompt.explain import Explainer  # noqa: PLC0415
-    from mlxcache.wire.chat_bodies import differences_without_effect  # noqa: PLC0415
+    from mlxcache.wire.chat_bodies import (  # noqa: PLC0415
+        count_images,
+        differences_without_effect,
+    )
 
     builder = make_builder(settings)
     sides = _side(builder, one), _side(builder, other)
@@ -125,6 +128,7 @@ def explain_pair(one: dict[str, Any], other: dict[str, Any], settings: Settings)
         "object": "explanation",
         **_model_object(settings),
         "prompt_tokens": {"first": old, "second": new},
+        "images": {"first": count_images(one), "second": count_images(other)},
         "shared_tokens": explained.at_token,
         "new_tokens": new - explained.at_token - explained.lost_tokens,
         "lost": _lost_object(explained),
@@ -168,6 +172,7 @@ def audit_one(one: dict[str, Any], settings: Settings) -> dict[str, Any]:
     Raises MlxcacheError if it cannot be rendered.
     """
     from mlxcache.prompt.audit import audit  # noqa: PLC0415
+    from mlxcache.wire.chat_bodies import count_images  # noqa: PLC0415
 
     builder = make_builder(settings)
     side = _side(builder, one)
@@ -181,6 +186,7 @@ def audit_one(one: dict[str, Any], settings: Settings) -> dict[str, Any]:
         "object": "audit",
         **_model_object(settings),
         "prompt_tokens": len(side.ids),
+        "images": count_images(one),
         "data": [
             {
                 **_members(one, "cause", "where", "line", "at_token", "tokens_behind"),
@@ -357,6 +363,7 @@ def print_pair(found: Mapping[str, Any]) -> None:
     if found["without_effect"]:
         _row(out, "no effect", Text(", ".join(found["without_effect"])))
     _print_estimated(out, found)
+    _print_images(out, found["images"]["second"])
 
 
 def _print_lost(out: Console, lost: Mapping[str, Any], total: int) -> None:
@@ -400,6 +407,7 @@ def print_audit(found: Mapping[str, Any]) -> None:
         text = Text.assemble(f"{one['where']}, line {one['line']}, by rule ", (one["rule"], "bold"))
         _row(out, "removed", text)
     _print_estimated(out, found)
+    _print_images(out, found["images"])
 
 
 def _print_findings(out: Console, data: Sequence[Mapping[str, Any]], total: int) -> None:
@@ -459,4 +467,12 @@ def _print_estimated(out: Console, found: Mapping[str, Any]) -> None:
             "Token counts are those of the built-in demo's tokenizer, estimates for any other "
             "model: set --model."
         )
+        out.print(Text(text, "dim"))
+
+
+def _print_images(out: Console, count: int) -> None:
+    """Print how `count` images of a request are counted, if there are any."""
+    if count:
+        counted = format_count(count, "image")
+        text = f"{counted}, counted as a line of text each. The model is fed more tokens for it."
         out.print(Text(text, "dim"))

@@ -8,7 +8,7 @@ thread only.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -95,7 +95,8 @@ def examine(spec: ModelSpec, kv_bits: int | None = None) -> Examined:
             model, info = _outlined(spec, path, weights)
         else:
             loaded = load(spec, lazy=True)
-            model, info = loaded.model, loaded.info
+            model = loaded.model
+            info = replace(loaded.info, has_images=loaded.vision is not None)
         layout = kv.survey(model, kv_bits=kv_bits, evaluate=False)
         return Examined(info, layout, groups(model, layout), _unquantised(model), _undrafted(model))
     except (ValueError, TypeError, LookupError, AttributeError, RuntimeError) as error:

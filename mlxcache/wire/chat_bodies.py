@@ -160,6 +160,16 @@ def _without_images(value: Any) -> Any:
     return [_without_images(item) for item in value] if isinstance(value, list) else value
 
 
+def count_images(request: Any) -> int:
+    """Return the number of images in a request of any API, or in a part of one."""
+    if isinstance(request, dict):
+        kind = request.get("type")
+        if isinstance(kind, str) and kind in _IMAGES:
+            return 1
+        request = list(request.values())
+    return sum(map(count_images, request)) if isinstance(request, list) else 0
+
+
 def differences_without_effect(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
     """Return the names of differences between two requests that do not change their prompts.
 

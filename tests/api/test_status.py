@@ -30,6 +30,7 @@ async def test_health_is_200_only_when_the_model_can_serve(
 ) -> None:
     response = await client.get("/health")
     assert (response.status_code, response.json()["status"]) == (200, "ok")
+    assert response.json()["model"] == INFO.id
     for state in ("loading", "failed", "stopped"):
         engine.state = state
         response = await client.get("/health")
@@ -75,7 +76,21 @@ async def test_the_model_tells_its_lengths(client: httpx.AsyncClient) -> None:
     assert model["context_length"] == model["loaded_context_length"] == 8192
     assert model["max_context_length"] == 32768
     assert model["sampling_defaults"] == {"temperature": 0.6, "top_k": 20}
-    assert model["backend"] == INFO.backend == "mlx-lm"
+
+
+@pytest.mark.parametrize("sees", [False, True])
+@pytest.mark.parametrize("backend", ["mlx-lm", "mlx-vlm"])
+async def test_the_library_of_the_model_and_its_images_are_told(
+    client: httpx.AsyncClient, engine: FakeEngine, backend: str, sees: bool
+) -> None:
+    engine.info = replace(INFO, backend=backend, has_images=sees)
+    (model,) = (await client.get("/v1/models")).json()["data"]
+    health = (await client.get("/health")).json()
+    for one in (model, health):
+        assert one["backend"] == backend
+        assert one["input_modalities"] == (["text", "image"] if sees else ["text"])
+    (model,) = (await client.get("/api/v0/models")).json()["data"]
+    assert model["type"] == ("vlm" if sees else "llm")
 
 
 async def test_one_model_tells_its_state_as_several_do(

@@ -516,6 +516,16 @@ def test_the_library_that_runs_a_model_is_named(toy: Any) -> None:
         assert as_object(other, fitted)["backend"] == backend
 
 
+@pytest.mark.parametrize("model", ["toy_llama", "toy_muse"])
+def test_whether_a_model_takes_images_is_told(model: str, request: pytest.FixtureRequest) -> None:
+    sees = model == "toy_muse"
+    path = request.getfixturevalue(model)
+    found = examine(ModelSpec(str(path), trust_remote_code=True))
+    fitted = fit(found.layout, ram=GB, disk=0, tokens=())
+    assert (", takes images), " in examine_fit(found, fitted)[0].value) == sees
+    assert as_object(found, fitted)["images"] == sees
+
+
 @pytest.mark.parametrize("off", [False, True])
 def test_the_models_sampling_defaults_are_shown(toy: Any, tmp_path: Path, off: bool) -> None:
     """With the values that clients get, or that the settings ignore them."""

@@ -517,6 +517,30 @@ def test_the_text_of_an_audit_has_what_is_likely_to_change(files):
     assert max(map(len, output.splitlines())) <= 80
 
 
+PICTURE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "eA=="}}
+OTHER_PICTURE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,eQ=="}}
+
+
+@pytest.mark.parametrize("picture", [PICTURE, OTHER_PICTURE], ids=["anthropic", "openai"])
+def test_images_are_counted_and_compared_by_their_content(tmp_path, picture):
+    """Also in the result of a tool; a changed one is a cause of its own."""
+    changed = json.loads(json.dumps(picture).replace("eA==", "eg==").replace("eQ==", "eg=="))
+    paths = []
+    for name, first in (("a.json", picture), ("b.json", changed)):
+        said = [{"type": "text", "text": "Look at both."}, first, picture]
+        body = {"messages": [{"role": "user", "content": said}]}
+        (tmp_path / name).write_text(json.dumps(body))
+        paths.append(str(tmp_path / name))
+    status, output = run(*paths, "--json")
+    found = json.loads(output)
+    assert (status, found["images"]) == (0, {"first": 2, "second": 2})
+    assert found["lost"]["cause"] == "image"
+    status, output = run(paths[0])
+    assert status == 0
+    assert "2 images, counted as a line of text each." in output
+    assert max(map(len, output.splitlines())) <= 80
+
+
 def test_json_is_printed_on_request(files):
     """Its names are those of a request's `lost`."""
     status, output = run(*files, "--json")

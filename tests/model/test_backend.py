@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
+import httpx
 import mlx.core as mx
 import pytest
 
@@ -26,6 +28,7 @@ from mlxcache.model.library import list_downloaded
 from mlxcache.model.load import ModelSpec, fetch, load
 from tests.conftest import ToyMaker
 from tests.fake_hub import FakeHub
+from tests.served import served
 from tests.toys import tiny
 
 KINDS = sorted(kind for kind in FAMILIES if not mlx_lm_has({"model_type": kind}))
@@ -184,6 +187,59 @@ def test_a_folder_has_images_with_both_settings_and_weights(tmp_path: Path) -> N
     assert has_images(tmp_path)
     index.write_text("no JSON")
     assert not has_images(tmp_path)
+
+
+@pytest.fixture
+def noticed(tmp_path: Path) -> tuple[dict[str, str], Path]:
+    """An environment in which an import of mlx-vlm leaves a file, and fails; that file."""
+    fake, mark = tmp_path / "fake" / "mlx_vlm", tmp_path / "imported"
+    fake.mkdir(parents=True)
+    says = f"open({str(mark)!r}, 'w').close()\nraise ImportError('fake')\n"
+    (fake / "__init__.py").write_text(says)
+    paths = [str(fake.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {"PYTHONPATH": os.pathsep.join(paths)}, mark
+
+
+def test_a_server_with_a_model_of_mlx_lm_never_imports_mlx_vlm(
+    folder: Path, noticed: tuple[dict[str, str], Path], tmp_path: Path
+) -> None:
+    """From its start over a reply to its end, whether mlx-vlm is installed or not."""
+    environ, mark = noticed
+    flags = ("--model", str(folder), "--ram", "200MB", "--cache-dir", str(tmp_path / "cache"))
+    with served(*flags, home=tmp_path, environ=environ) as server:
+        body = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4}
+        reply = httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=60)
+        assert reply.json()["usage"]["completion_tokens"] == 4
+        assert server.stop() == 0
+    assert not mark.exists()
+
+
+@pytest.mark.parametrize(
+    ("code", "imports"),
+    [
+        ("import mlxcache.embed", False),
+        ("import mlxcache.api.app, mlxcache.cli.serve, mlxcache.model.load", False),
+        (
+            "import sys; sys.argv[1:] = ['--version']; from mlxcache.cli.main import main; main()",
+            False,
+        ),
+        ("import mlxcache.model.vlm", True),
+    ],
+)
+def test_programs_do_not_import_mlx_vlm(
+    noticed: tuple[dict[str, str], Path], code: str, imports: bool
+) -> None:
+    """The last case shows that an import would be noticed."""
+    environ, mark = noticed
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        check=False,
+        env=os.environ | environ,
+        capture_output=True,
+        text=True,
+    )
+    assert (done.returncode != 0) == imports, done.stderr
+    assert mark.exists() == imports
 
 
 def test_a_model_of_mlx_lm_does_not_import_mlx_vlm(folder: Path) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 import mlx.core as mx
 from mlx import nn
 from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.processors import PROCESSORS
 
 from mlxcache.errors import ModelError
 from mlxcache.model import kv
@@ -140,6 +141,8 @@ def table(found: Iterable[Family]) -> str:
         bits = {True: "yes", False: "no", None: "not tried"}[family.quantised]
         batches = "yes" if family.batches else "no"
         remark = REMARKS.get(family.module, "")
+        if family.module in PROCESSORS:
+            remark = "; ".join(filter(None, [remark, "takes [images](http-api.md#images)"]))
         cells = (f"`{family.module}`", classes, reuse(family), batches, bits, remark)
         lines.append(f"| {' | '.join(cells)} |".replace("|  |", "| |"))
     return "\n".join(lines)

@@ -26,7 +26,8 @@ function top({ link, server, cache }) {
   const others = (cache?.models?.length ?? 1) - 1;
   const more = others ? `, and ${plural(others, "more model")}` : "";
   const by = model?.backend === "mlx-vlm" ? ", run by mlx-vlm" : "";
-  setText(byId("model"), model ? `${model.id}, ${count(model.context_length)} tokens of context${by}${more}` : "");
+  const sees = model?.input_modalities?.includes("image") ? ", takes images" : "";
+  setText(byId("model"), model ? `${model.id}, ${count(model.context_length)} tokens of context${by}${sees}${more}` : "");
   setText(byId("version"), server ? `mlxcache ${server.version}` : "");
   show(byId("forget-key"), key() !== null);
 }

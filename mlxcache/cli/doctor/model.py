@@ -56,6 +56,7 @@ def examine_fit(found: Examined, fit: Fit) -> list[Finding]:
     """
     info = found.info
     by = "" if info.backend == "mlx-lm" else f", run by {info.backend}"
+    by += ", takes images" if info.has_images else ""
     value = f"{info.id} ({info.architecture}{by}), {format_size(info.weights_bytes)} of weights"
     if found.layout.unknown:
         names = ", ".join(found.layout.unknown)
@@ -144,6 +145,7 @@ def as_object(found: Examined, fit: Fit) -> dict[str, Any]:
         "id": info.id,
         "architecture": info.architecture,
         "backend": info.backend,
+        "images": info.has_images,
         "weights_bytes": info.weights_bytes,
         "context_length": info.context_length,
         "layers": [asdict(group) for group in found.groups],
