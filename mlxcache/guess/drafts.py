@@ -117,12 +117,15 @@ class DraftRule:
         """
         best, count = 1.0, 0
         tokens = chance = 1.0
+        right = self.right
         for drafts in range(1, most + 1):
-            chance *= self.right
+            chance *= right
             tokens += chance
-            speed = tokens / self.costs.round(drafts, cached)
-            if speed > best:
-                best, count = speed, drafts
+            cost = self.costs.round(drafts, cached)
+            if tokens > best * cost:
+                best, count = tokens / cost, drafts
+            if chance * right <= (best * cost - tokens) * (1 - right):
+                break  # all further drafts together are expected to give less than they cost
         return count
 
 
