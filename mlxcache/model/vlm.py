@@ -158,8 +158,9 @@ def _in_form(positions: mx.array, family: Family) -> mx.array:
 def load_model(path: Path, *, images: bool = False) -> tuple[VlmModel, dict[str, Any]]:
     """Load the model in folder `path`; each weight is read when it is first used.
 
-    `images`: with its vision tower. Returns it with its configuration, as mlx-lm reads it. Raises
-    ModelError for a model that mlx-vlm must not load, and what mlx-vlm raises.
+    `images`: with its vision tower, if its images can be fed. Returns it with its configuration, as
+    mlx-lm reads it. Raises ModelError for a model that mlx-vlm must not load, and what mlx-vlm
+    raises.
     """
     config = load_config(path)
     _check(config, path)
@@ -171,7 +172,7 @@ def load_model(path: Path, *, images: bool = False) -> tuple[VlmModel, dict[str,
 def make_model(config: Mapping[str, Any], *, images: bool = False) -> VlmModel:
     """Make the model of a configuration, with weights that are never computed.
 
-    `images`: with its vision tower.
+    `images`: with its vision tower, if its images can be fed.
     """
     with _processors_unchanged():
         owner, _ = vlm_utils.get_model_and_args(dict(config))
@@ -184,8 +185,9 @@ def make_model(config: Mapping[str, Any], *, images: bool = False) -> VlmModel:
 
 def _wrapped(whole: nn.Module, config: Mapping[str, Any], *, images: bool) -> VlmModel:
     kind = str(config["model_type"])
-    tower = whole.vision_tower if images else None
-    model = VlmModel(whole.language_model, FAMILIES[kind], kind, tower)
+    family = FAMILIES[kind]
+    tower = whole.vision_tower if images and family.images else None
+    model = VlmModel(whole.language_model, family, kind, tower)
     model.eval()
     return model
 

@@ -21,9 +21,10 @@ from tests.scheduling.matrix import (
     settled,
     shared,
 )
-from tests.toys.configs import COMPRESSED, FAMILIES, NO_VLM, UNBATCHED, VLM
+from tests.toys.configs import COMPRESSED, FAMILIES, NO_VLM, SEEING, UNBATCHED, VLM, toy_options
 from tests.toys.toy import FUSED
 
+NAMES = (*FAMILIES, *VLM, *SEEING)
 LAYERS = {"gemma4": 4, "llama4": 4}
 """Layers of families that need more than two to have each of their kinds."""
 
@@ -42,7 +43,7 @@ def cells(
             id=name if mode == "none" else f"{name}-{mode}",
             marks=_marks(name, slow=(name, mode) not in also),
         )
-        for name in FAMILIES | VLM
+        for name in NAMES
         for mode in get_args(Switches)
     ]
     return pytest.mark.parametrize("made", params, indirect=True, scope="module")
@@ -50,13 +51,13 @@ def cells(
 
 def _marks(name: str, *, slow: bool) -> list[pytest.MarkDecorator]:
     marks = [pytest.mark.slow] if slow else []
-    if name in VLM and NO_VLM is not None:
+    if name not in FAMILIES and NO_VLM is not None:
         marks.append(pytest.mark.skip(reason=NO_VLM))
     return marks
 
 
 often = cells(
-    [name for name in FAMILIES | VLM if name not in COMPRESSED],
+    [name for name in NAMES if name not in COMPRESSED],
     [("llama", "cleared"), ("qwen3_5", "cleared"), ("qwen3_5", "kept")],
 )
 """For what shows a wrong cache of any kind of layer."""
@@ -78,7 +79,7 @@ def made(
     known: dict[str, dict[tuple[int, ...], Logprobs]],
 ) -> Family:
     name, mode = request.param
-    path = toy(name, layers=LAYERS.get(name, 2), window=32, **FUSED)
+    path = toy(**toy_options(name), layers=LAYERS.get(name, 2), window=32, **FUSED)
     other = None if mode == "none" else toy("llama", layers=2)
     return Family(name, path, mode, other, known[name])
 

@@ -14,6 +14,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
+from mlxcache.engine.runtime import ModelRuntime
 from mlxcache.errors import BadRequest
 from mlxcache.model import rows
 from mlxcache.model.vision import Rows
@@ -23,7 +24,7 @@ from tests.engine.running import settled, started
 from tests.memory import rounding_bytes
 from tests.model.seeing import Whole
 from tests.scheduling.drafts import make_draft
-from tests.scheduling.guesses import CHEAP_CURVES, use_cheap_drafts
+from tests.scheduling.guesses import Foretold, use_cheap_drafts
 from tests.scheduling.test_images import TOKENS, Client, Reply, assistant, user
 from tests.toys.configs import NO_VLM, UNBATCHED
 from tests.toys.images import screenshot
@@ -236,15 +237,18 @@ async def test_the_model_without_its_images_has_other_kv(
 async def test_guessed_tokens_are_at_the_right_positions(
     model: Path, tmp_path: Path, whole: Whole, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("mlxcache.engine.runtime.measure_passes", lambda *_: CHEAP_CURVES)
+    """Of which every other guess has a wrong one, after which the right ones are fed again."""
+    foretold = Foretold({})
+    monkeypatch.setattr(ModelRuntime, "_make_speculation", lambda *_: foretold)
     async with opened(model, tmp_path, speculate="auto") as engine:
-        client = Client(engine)
-        for seed in range(3):
-            shown = screenshot(seed, 6, 3)
-            reply = await client.ask(user(shown, "Say it. " * 20), max_tokens=60)
-            count = len(reply.tokens)
-            assert reply.tokens == whole.greedy(reply.prompt.fed, reply.prompt.images, count)
-        assert any(record.drafted_tokens for record in engine.requests())
+        for seed in range(2):
+            message = user(screenshot(seed, 6, 3), " Say it.")
+            prompt = await engine.render(Chat([message]))
+            expected = whole.greedy(prompt.fed, prompt.images, 2 * TOKENS)
+            foretold.foretell(len(prompt.ids), expected)
+            reply = await Client(engine).ask(message, max_tokens=2 * TOKENS)
+            assert reply.tokens == expected
+    assert sum(foretold.proposed) > TOKENS
 
 
 async def test_a_draft_without_eyes_is_checked_at_the_right_positions(

@@ -6,6 +6,7 @@ Names of fields are those of the families' own configurations, as mlx-lm's model
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from mlxcache.model.backend import VLM_VERSION, vlm_version
 from tests.toys import recurrent, sliceable, vlm, windows
@@ -75,8 +76,25 @@ VLM: dict[str, Family] = {
 }
 """Families that only mlx-vlm has, which `make_toy` can make where it is installed."""
 
-UNBATCHED = {*CHUNKED, *COMPRESSED, "glm5_next", "minimax_m3", "qwen4_exp"}
-"""Families whose requests are decoded in turn. mlx-vlm's batches of the last three are wrong."""
+SEEING = tuple(f"{name}+images" for name in vlm.SEEING)
+"""Names, for `toy_options`, of the toys that mlx-vlm runs with their images."""
+
+
+def toy_options(name: str) -> dict[str, Any]:
+    """The arguments of `make_toy` for a key of `FAMILIES` or `VLM`, or a name in `SEEING`."""
+    family, plus, _ = name.partition("+")
+    return {"family": family} | ({"images": True} if plus else {})
+
+
+UNBATCHED = {
+    *CHUNKED,
+    *COMPRESSED,
+    "glm5_next",
+    "minimax_m3",
+    "qwen4_exp",
+    "qwen4_exp+images",
+}
+"""Families whose requests are decoded in turn. mlx-vlm's batches of the last four are wrong."""
 
 NO_VLM = None if vlm_version() == VLM_VERSION else f"mlx-vlm {VLM_VERSION} is not installed"
 """Why tests of the families in `VLM` are skipped, or None."""
