@@ -11,12 +11,14 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
 import numpy as np
 import pytest
 
 from mlxcache.errors import BadRequest
 from mlxcache.model.fingerprint import fingerprint
 from mlxcache.model.load import Loaded, ModelSpec, load
+from mlxcache.model.resident_weights import Weights
 from mlxcache.model.vision import Vision, encode
 from mlxcache.types import Image
 from tests.conftest import ToyMaker
@@ -101,6 +103,19 @@ def test_what_has_no_memory_is_refused_before_it_is_resized(vision: Vision) -> N
     with pytest.raises(BadRequest, match=r"An image of 24 tokens is too large: .* one of 20"):
         small.text(screenshot(1, 6, 4))
     assert small._pixels.keys() == {screenshot(1, 5, 4).digest}
+
+
+def test_an_unloaded_model_sees_the_same_again(folder: Path) -> None:
+    spec = ModelSpec(str(folder))
+    loaded = load(spec)
+    weights = Weights(loaded, spec)
+    assert loaded.vision is not None
+    before = loaded.vision.rows(screenshot(1))
+    weights.drop()
+    assert sum(weights.read()) > 0
+    after = loaded.vision.rows(screenshot(1))
+    assert before.keys() == after.keys() == {"input_embeddings", "deepstack"}
+    assert all(mx.array_equal(before[name], after[name]) for name in before)
 
 
 def edit(folder: Path, name: str, **changes: object) -> None:

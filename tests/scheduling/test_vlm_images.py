@@ -18,6 +18,7 @@ from mlxcache.engine.runtime import ModelRuntime
 from mlxcache.errors import BadRequest
 from mlxcache.model import rows
 from mlxcache.model.vision import Rows
+from mlxcache.scheduling.lanes import Lane, Lanes
 from mlxcache.types import Chat, Image, Progress
 from tests.conftest import ToyMaker
 from tests.engine.running import settled, started
@@ -143,6 +144,32 @@ async def test_requests_at_once_decode_together_each_at_its_own_positions(
     replies = await asyncio.gather(*(client.ask(one) for one in asked))
     assert all(right(whole, reply) for reply in replies)
     assert bool(joined) is (family not in UNBATCHED)
+
+
+async def test_a_batch_that_gets_no_memory_goes_on_in_rows(
+    client: Client, whole: Whole, family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which are fed what the batch computed for them."""
+    if family in UNBATCHED:
+        pytest.skip("it has no batches")
+    steps: list[int] = []
+    behind: list[int] = []
+    has_room, split = Lanes._has_room, Lanes.split
+
+    def refused(lanes: Lanes, lane: Lane) -> bool:
+        steps.append(len(lane.tasks))
+        return has_room(lanes, lane) and len(steps) != 4
+
+    def noted(lanes: Lanes, lane: Lane) -> None:
+        behind.extend(task.behind for task in lane.tasks)
+        split(lanes, lane)
+
+    monkeypatch.setattr(Lanes, "_has_room", refused)
+    monkeypatch.setattr(Lanes, "split", noted)
+    asked = [user(screenshot(i, 3 + i, 4), f" number {i}") for i in range(3)]
+    replies = await asyncio.gather(*(client.ask(one) for one in asked))
+    assert all(right(whole, reply) for reply in replies)
+    assert max(behind) > 0
 
 
 async def test_a_prompt_cancelled_inside_an_image_goes_on_from_there(
