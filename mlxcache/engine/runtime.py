@@ -174,6 +174,8 @@ def open_tier(
 def open_images(loaded: Loaded, plan: MemoryPlan, settings: Settings) -> images.Images | None:
     """Reserve memory for images; return None if there is no memory or the model takes no images."""
     vision, label = loaded.vision, settings.entries[0].label
+    if loaded.unseen is not None:
+        log.info("model %s: images disabled: %s", label, loaded.unseen)
     if vision is None:
         return None
     found = images.measure(vision, plan.transient)

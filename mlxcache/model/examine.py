@@ -8,6 +8,7 @@ thread only.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -33,7 +34,7 @@ from mlxcache.model.backend import Backend, choose_backend, may_see
 from mlxcache.model.context import context_length, native_length
 from mlxcache.model.hub import here, outline
 from mlxcache.model.kv import Layout
-from mlxcache.model.load import ModelSpec, load
+from mlxcache.model.load import ModelSpec, load, why_unseen
 from mlxcache.model.pair import unfit
 from mlxcache.types import ModelInfo
 
@@ -65,7 +66,8 @@ class Examined:
     """Description (`info`), cache layout and groups of layers of a model, from its files.
 
     `unquantised`: the reason why its KV cannot be quantised, or None. `undrafted`: the reason why
-    it cannot be used with a draft model, or None.
+    it cannot be used with a draft model, or None. `unseen`: why its images are not fed, although it
+    has a vision tower, or None.
     """
 
     info: ModelInfo
@@ -73,6 +75,7 @@ class Examined:
     groups: tuple[Group, ...]
     unquantised: str | None = None
     undrafted: str | None = None
+    unseen: str | None = None
 
 
 def examine(spec: ModelSpec, kv_bits: int | None = None) -> Examined:
@@ -93,12 +96,17 @@ def examine(spec: ModelSpec, kv_bits: int | None = None) -> Examined:
         if here(spec.model, spec.revision) is None:
             path, weights = outline(spec.model, spec.revision)
             model, info = _outlined(spec, path, weights)
+            unseen = why_unseen(spec, load_config(path)) if info.backend == "mlx-lm" else None
         else:
             loaded = load(spec, lazy=True)
-            model = loaded.model
+            model, unseen = loaded.model, loaded.unseen
             info = replace(loaded.info, has_images=loaded.vision is not None)
         layout = kv.survey(model, kv_bits=kv_bits, evaluate=False)
-        return Examined(info, layout, groups(model, layout), _unquantised(model), _undrafted(model))
+        unquantised = _unquantised(model)
+        if info.has_images and info.backend == "mlx-vlm":  # mlx-lm may run it without images
+            with suppress(ModelError):
+                unquantised = examine(replace(spec, images=False)).unquantised
+        return Examined(info, layout, groups(model, layout), unquantised, _undrafted(model), unseen)
     except (ValueError, TypeError, LookupError, AttributeError, RuntimeError) as error:
         raise ModelError(f"{spec.model} cannot be fed: {type(error).__name__}: {error}") from error
 
@@ -139,6 +147,7 @@ def _outlined(spec: ModelSpec, path: Path, weights: int) -> tuple[nn.Module, Mod
         is_demo=False,
         created=0,
         backend=backend,
+        has_images=backend == "mlx-vlm" and images and may_see(config),
     )
     return model, info
 

@@ -92,9 +92,9 @@ class Loaded:
     """A model that is ready to run.
 
     `tokenizer`: mlx-lm's TokenizerWrapper. `config`: config.json as mlx-lm reads it. `path`: the
-    model's folder. `vision`: its image processor, or None if the model takes no images. `draft`:
-    the folder of the draft model, or None; with a draft model, `model` is a `Pair`, and `info`
-    describes both.
+    model's folder. `vision`: its image processor, or None if the model takes no images. `unseen`:
+    why its images are not fed, although it has a vision tower, or None. `draft`: the folder of the
+    draft model, or None; with a draft model, `model` is a `Pair`, and `info` describes both.
     """
 
     model: nn.Module
@@ -104,6 +104,7 @@ class Loaded:
     path: Path
     vision: Vision | None = None
     draft: Path | None = None
+    unseen: str | None = None
 
 
 def load(
@@ -136,10 +137,10 @@ def load(
     vision = None
     if backend == "mlx-lm":
         vision = load_vision(model, tokenizer, config, label=info.id)
-        _note_images(spec, path, config, info.id)
     else:
         vision = _vlm_vision(model, tokenizer, config, path, info.id)
-    loaded = Loaded(model, tokenizer, config, info, path, vision)
+    unseen = why_unseen(spec, config) if backend == "mlx-lm" and has_images(path) else None
+    loaded = Loaded(model, tokenizer, config, info, path, vision, unseen=unseen)
     if spec.draft is None:
         return loaded
     loaded = _with_draft(loaded, spec, spec.draft, use)
@@ -295,14 +296,16 @@ def _vlm_vision(
     return vlm_vision.load_vision(model, tokenizer, config, path, label=label)
 
 
-def _note_images(spec: ModelSpec, path: Path, config: Mapping[str, Any], label: str) -> None:
-    """Log why a model that mlx-vlm would feed images to is served without them, if it is one."""
-    if not (may_see(config) and has_images(path)):
-        return
-    why = f"they need mlx-vlm {VLM_VERSION}: {INSTALL}"
+def why_unseen(spec: ModelSpec, config: Mapping[str, Any]) -> str | None:
+    """Return why mlx-lm runs a model to which mlx-vlm could feed images.
+
+    `config`: that of the model. Returns None if mlx-vlm could not feed it images anyway.
+    """
+    if not may_see(config):
+        return None
     if spec.adapter is not None or not spec.images:
-        why = "mlx-vlm is not used with --adapter, --kv-bits or --ranks"
-    log.info("model %s: images disabled: %s", label, why)
+        return "mlx-vlm is not used with --adapter, with --kv-bits, or on several machines"
+    return f"they need mlx-vlm {VLM_VERSION}: {INSTALL}"
 
 
 def _add_adapter(model: nn.Module, path: Path, adapter: Path) -> None:

@@ -21,7 +21,7 @@ from mlxcache.cli.doctor import clients, disk, machine, serving
 from mlxcache.cli.doctor.command import Report, run_checks
 from mlxcache.cli.doctor.finding import Finding, worst
 from mlxcache.cli.doctor.machine import Host
-from mlxcache.cli.doctor.model import as_object, examine_fit
+from mlxcache.cli.doctor.model import as_object, examine_fit, options
 from mlxcache.cli.doctor.several import Checked, examine_together
 from mlxcache.config import Settings
 from mlxcache.config.models import ModelEntry
@@ -524,6 +524,19 @@ def test_whether_a_model_takes_images_is_told(model: str, request: pytest.Fixtur
     fitted = fit(found.layout, ram=GB, disk=0, tokens=())
     assert (", takes images), " in examine_fit(found, fitted)[0].value) == sees
     assert as_object(found, fitted)["images"] == sees
+
+
+def test_why_images_are_not_fed_is_told(toy: Any) -> None:
+    found = examine(ModelSpec(str(toy("llama"))))
+    fitted = fit(found.layout, ram=GB, disk=0, tokens=())
+    for unseen in (None, "they need mlx-vlm"):
+        told = examine_fit(replace(found, unseen=unseen), fitted)
+        assert [one.value for one in told if one.name == "images"] == (
+            [f"not fed to this model: {unseen}"] if unseen else []
+        )
+    info = replace(found.info, backend="mlx-vlm")
+    assert dict(options(replace(found, info=info)))["--kv-bits"] == "possible, but without images"
+    assert dict(options(found))["--kv-bits"] == "possible"
 
 
 @pytest.mark.parametrize("off", [False, True])

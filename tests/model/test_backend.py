@@ -30,6 +30,7 @@ from tests.conftest import ToyMaker
 from tests.fake_hub import FakeHub
 from tests.served import served
 from tests.toys import tiny
+from tests.toys.toy import make_toy
 
 KINDS = sorted(kind for kind in FAMILIES if not mlx_lm_has({"model_type": kind}))
 
@@ -240,6 +241,21 @@ def test_programs_do_not_import_mlx_vlm(
     )
     assert (done.returncode != 0) == imports, done.stderr
     assert mark.exists() == imports
+
+
+def test_a_model_without_its_images_says_what_to_install(unfit: str | None, tmp_path: Path) -> None:
+    """Its text is served by mlx-lm."""
+    path = make_toy(tmp_path / "model", "qwen3_vl", images=True, layers=2)
+    assert load(ModelSpec(str(path))).unseen is None  # it has no weights of a vision tower
+    tower = {"vision_tower.patch_embed.proj.weight": mx.zeros((2, 2))}
+    mx.save_safetensors(str(path / "model-2.safetensors"), tower)
+    loaded = load(ModelSpec(str(path)))
+    assert loaded.info.backend == "mlx-lm"
+    assert loaded.vision is None
+    assert loaded.unseen == f"they need mlx-vlm {VLM_VERSION}: {INSTALL}"
+    assert examine(ModelSpec(str(path))).unseen == loaded.unseen
+    quantised = load(ModelSpec(str(path), images=False))
+    assert "--kv-bits" in str(quantised.unseen)
 
 
 def test_a_model_of_mlx_lm_does_not_import_mlx_vlm(folder: Path) -> None:

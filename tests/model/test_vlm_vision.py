@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 from mlxcache.errors import BadRequest
+from mlxcache.model.examine import examine
 from mlxcache.model.fingerprint import fingerprint
 from mlxcache.model.load import Loaded, ModelSpec, load
 from mlxcache.model.resident_weights import Weights
@@ -159,14 +160,19 @@ def test_settings_that_do_not_fit_leave_a_text_model(
     assert said in caplog.text
 
 
-def test_what_needs_mlx_lm_is_served_without_images(
-    folder: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level("INFO", "mlxcache.model")
+def test_what_needs_mlx_lm_is_served_without_images(folder: Path) -> None:
     loaded = load(ModelSpec(str(folder), images=False))
     assert loaded.info.backend == "mlx-lm"
     assert loaded.vision is None
-    assert "images disabled: mlx-vlm is not used with" in caplog.text
+    assert str(loaded.unseen).startswith("mlx-vlm is not used with")
+
+
+def test_quantised_kv_is_possible_without_images(folder: Path) -> None:
+    found = examine(ModelSpec(str(folder)))
+    assert found.info.backend == "mlx-vlm"
+    assert found.info.has_images
+    assert found.unquantised is None
+    assert found.unseen is None
 
 
 def test_other_settings_and_another_library_are_another_namespace(folder: Path) -> None:

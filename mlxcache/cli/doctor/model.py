@@ -63,6 +63,8 @@ def examine_fit(found: Examined, fit: Fit) -> list[Finding]:
         why = f"{value}: not cached, because its cache class {names} is unknown"
         return [Finding("model", "warn", why, "a newer version of mlxcache may support it")]
     findings = [Finding("model", "ok", value)]
+    if found.unseen is not None:
+        findings.append(Finding("images", "ok", f"not fed to this model: {found.unseen}"))
     longest, own = min(fit.longest, info.context_length), info.context_length
     value = f"{longest:,} of the model's {own:,} tokens fit --ram"
     figures = {"longest_tokens": longest, "context_length": own}
@@ -135,7 +137,9 @@ def options(found: Examined) -> Iterator[tuple[str, str]]:
         ("--kv-bits", found.unquantised),
         ("--draft-model", found.undrafted),
     ):
-        yield flag, f"not possible: {refused}" if refused else "possible"
+        without = flag == "--kv-bits" and found.info.backend == "mlx-vlm"
+        possible = "possible, but without images" if without else "possible"
+        yield flag, f"not possible: {refused}" if refused else possible
 
 
 def as_object(found: Examined, fit: Fit) -> dict[str, Any]:
