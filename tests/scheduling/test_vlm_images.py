@@ -7,6 +7,7 @@ history, images included, is fed once. Skipped where mlx-vlm is not installed.
 from __future__ import annotations
 
 import asyncio
+import random
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ from tests.memory import rounding_bytes
 from tests.model.seeing import Whole
 from tests.scheduling.drafts import make_draft
 from tests.scheduling.guesses import Foretold, use_cheap_drafts
-from tests.scheduling.test_images import TOKENS, Client, Reply, assistant, user
+from tests.scheduling.test_images import TOKENS, Client, Message, Reply, assistant, user
 from tests.toys.configs import NO_VLM, UNBATCHED
 from tests.toys.images import screenshot
 from tests.toys.vlm import SEEING
@@ -292,6 +293,55 @@ async def test_a_draft_without_eyes_is_checked_at_the_right_positions(
             assert right(whole, reply)
         drafted = sum(record.drafted_tokens for record in engine.requests())
         assert drafted > 0
+
+
+def changed(talk: list[Message], rng: random.Random) -> list[Message]:
+    """A talk as its client may send it next: longer, edited, with other images, or rewound."""
+    talk = list(talk)
+    kind = rng.choice(["more", "more", "more", "edit", "swap", "rewind", "same"])
+    if kind == "more" or not talk:
+        said = [assistant("So it is. " * rng.randrange(1, 9))] if talk else []
+        shown = [drawn(rng) for _ in range(rng.choice([0, 1, 1, 2]))]
+        return [*talk, *said, user(*shown, "Then what? " * rng.randrange(1, 20))]
+    if kind == "rewind":
+        return talk[: rng.randrange(1, len(talk) + 1, 2)]
+    if kind in ("edit", "swap"):
+        place = rng.randrange(0, len(talk), 2)
+        content = talk[place]["content"]
+        parts = [content] if isinstance(content, str) else list(content)
+        parts[-1] = f"Or {rng.randrange(99)}."
+        if kind == "swap":
+            parts[0] = drawn(rng)
+        talk[place] = user(*parts)
+        del talk[place + 1 + 2 * rng.randrange(3) :]
+    return talk
+
+
+def drawn(rng: random.Random) -> Image:
+    return screenshot(rng.randrange(9), rng.randrange(2, 9), rng.randrange(2, 6))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(2))
+async def test_random_conversations_are_those_of_cold_passes(
+    model: Path, tmp_path: Path, whole: Whole, seed: int
+) -> None:
+    """Two at once, edited and cancelled, with anticipation, and restarts in between."""
+    rng = random.Random(seed)
+    talks: list[list[Message]] = [[], []]
+    for _ in range(2):
+        async with opened(model, tmp_path, disk="1GB") as engine:
+            client = Client(engine)
+            for _ in range(3):
+                talks = [changed(talk, rng) for talk in talks]
+                if rng.random() < 0.3:
+                    _, stream = await client.submit(changed(talks[0], rng))
+                    await asyncio.sleep(rng.random() / 20)
+                    await stream.aclose()
+                replies = await asyncio.gather(*(client.ask(*talk) for talk in talks))
+                assert all(right(whole, reply) for reply in replies)
+                if rng.random() < 0.5:
+                    await settled(engine)
 
 
 @pytest.mark.slow
