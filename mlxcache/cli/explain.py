@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -25,7 +26,7 @@ from mlxcache.cli.target import ApiKey, Json, Url, find_server
 from mlxcache.cli.warm import read_input
 from mlxcache.common_prefix import common_characters
 from mlxcache.config import Settings, load_settings
-from mlxcache.errors import BadRequest, MlxcacheError, NotFound
+from mlxcache.errors import BadRequest, MlxcacheError, ModelError, NotFound
 from mlxcache.utf8 import NotUtf8, decode_utf8
 
 if TYPE_CHECKING:
@@ -199,7 +200,22 @@ def audit_one(one: dict[str, Any], settings: Settings) -> dict[str, Any]:
 
 
 def _model_object(settings: Settings) -> dict[str, Any]:
-    return {"model": settings.model or "mlxcache-demo", "estimated": settings.model is None}
+    """Return the members of a result that describe the model.
+
+    `backend` is the library that runs it, and `takes_images` says whether it takes images. Both are
+    None if the model's files are not on this machine, or no library can run it as installed.
+    """
+    from mlxcache.model.hub import here  # noqa: PLC0415 - as below
+    from mlxcache.model.load import ModelSpec, abilities  # noqa: PLC0415 - transformers, seconds
+
+    found = {"model": settings.model or "mlxcache-demo", "estimated": settings.model is None}
+    backend, takes_images = ("mlx-lm", False) if settings.model is None else (None, None)
+    path = None if settings.model is None else here(settings.model)
+    if settings.model is not None and path is not None:
+        spec = ModelSpec(settings.model, adapter=settings.adapter, images=settings.feeds_images)
+        with suppress(ModelError):
+            backend, takes_images = abilities(spec, path)
+    return found | {"backend": backend, "takes_images": takes_images}
 
 
 def make_builder(settings: Settings) -> PromptBuilder:
@@ -363,7 +379,7 @@ def print_pair(found: Mapping[str, Any]) -> None:
     if found["without_effect"]:
         _row(out, "no effect", Text(", ".join(found["without_effect"])))
     _print_estimated(out, found)
-    _print_images(out, found["images"]["second"])
+    _print_images(out, found, found["images"]["second"])
 
 
 def _print_lost(out: Console, lost: Mapping[str, Any], total: int) -> None:
@@ -407,7 +423,7 @@ def print_audit(found: Mapping[str, Any]) -> None:
         text = Text.assemble(f"{one['where']}, line {one['line']}, by rule ", (one["rule"], "bold"))
         _row(out, "removed", text)
     _print_estimated(out, found)
-    _print_images(out, found["images"])
+    _print_images(out, found, found["images"])
 
 
 def _print_findings(out: Console, data: Sequence[Mapping[str, Any]], total: int) -> None:
@@ -470,9 +486,17 @@ def _print_estimated(out: Console, found: Mapping[str, Any]) -> None:
         out.print(Text(text, "dim"))
 
 
-def _print_images(out: Console, count: int) -> None:
-    """Print how `count` images of a request are counted, if there are any."""
-    if count:
-        counted = format_count(count, "image")
-        text = f"{counted}, counted as a line of text each. The model is fed more tokens for it."
-        out.print(Text(text, "dim"))
+def _print_images(out: Console, found: Mapping[str, Any], count: int) -> None:
+    """Print how the `count` images of a request are counted, and whether the model takes them.
+
+    `found`: the result. Nothing is printed of mlx-lm and a request without images.
+    """
+    if found["backend"] == "mlx-vlm":
+        out.print(Text("The model is run by mlx-vlm.", "dim"))
+    if not count:
+        return
+    counted = format_count(count, "image")
+    text = f"{counted}, counted as a line of text each. The model is fed more tokens for it."
+    out.print(Text(text, "dim"))
+    if found["takes_images"] is False and not found["estimated"]:
+        out.print(Text("This model takes no images: the server refuses the request.", "yellow"))

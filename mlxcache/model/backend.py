@@ -14,6 +14,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
+from mlx_lm.processors import PROCESSORS
 from mlx_lm.utils import MODEL_ARCHITECTURE_REMAPPING, MODEL_REMAPPING
 
 from mlxcache.errors import ModelError
@@ -106,6 +107,17 @@ def may_see(config: Mapping[str, Any]) -> bool:
     """Return whether mlx-vlm can feed images to a model with this configuration."""
     family = FAMILIES.get(str(config.get("model_type")))
     return family is not None and family.images and bool(config.get("vision_config"))
+
+
+def takes_images(config: Mapping[str, Any], backend: Backend, *, images: bool) -> bool:
+    """Return whether a model with this configuration takes images when `backend` runs it.
+
+    `images`: whether its files have what mlx-vlm needs for that, see `has_images`.
+    """
+    if backend == "mlx-vlm":
+        return images and may_see(config)
+    kind = config.get("processor_type", config.get("model_type"))
+    return bool(config.get("vision_config")) and kind in PROCESSORS
 
 
 def has_images(path: Path) -> bool:

@@ -30,7 +30,7 @@ from mlxcache.model.adapters import (
     adapter_of,
     class_name,
 )
-from mlxcache.model.backend import Backend, choose_backend, may_see
+from mlxcache.model.backend import Backend, choose_backend, may_see, takes_images
 from mlxcache.model.context import context_length, native_length
 from mlxcache.model.hub import here, outline
 from mlxcache.model.kv import Layout
@@ -145,9 +145,9 @@ def _outlined(spec: ModelSpec, path: Path, weights: int) -> tuple[nn.Module, Mod
         has_thinking=False,
         has_tools=False,
         is_demo=False,
+        has_images=takes_images(config, backend, images=images),
         created=0,
         backend=backend,
-        has_images=backend == "mlx-vlm" and images and may_see(config),
     )
     return model, info
 

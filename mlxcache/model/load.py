@@ -28,6 +28,7 @@ from mlxcache.model.backend import (
     choose_backend,
     has_images,
     may_see,
+    takes_images,
 )
 from mlxcache.model.base_weights import BaseUse
 from mlxcache.model.context import context_length, native_length
@@ -286,6 +287,16 @@ def backend_of(spec: ModelSpec, path: Path) -> Backend:
     """
     config = checked_config(path)
     return choose_backend(config, str(path / "config.json"), images=_with_images(spec, path))
+
+
+def abilities(spec: ModelSpec, path: Path) -> tuple[Backend, bool]:
+    """Return the library that runs the model in folder `path`, and whether it takes images.
+
+    By its files, without its weights, as `spec` asks for it. Raises ModelError as `backend_of`.
+    """
+    backend = backend_of(spec, path)
+    images = _with_images(spec, path)
+    return backend, takes_images(checked_config(path), backend, images=images)
 
 
 def _vlm_vision(

@@ -29,6 +29,7 @@ from mlxcache.model.examine import examine
 from mlxcache.model.load import ModelSpec
 from tests.served import served
 from tests.toys.adapter import make_adapter
+from tests.toys.configs import NO_VLM
 
 GB = 10**9
 MAC = Host(
@@ -537,6 +538,20 @@ def test_why_images_are_not_fed_is_told(toy: Any) -> None:
     info = replace(found.info, backend="mlx-vlm")
     assert dict(options(replace(found, info=info)))["--kv-bits"] == "possible, but without images"
     assert dict(options(found))["--kv-bits"] == "possible"
+
+
+@pytest.mark.skipif(NO_VLM is not None, reason=str(NO_VLM))
+def test_a_model_that_mlx_vlm_feeds_images_is_told(toy: Any) -> None:
+    """With another setting it is a text model of mlx-lm."""
+    path = str(toy("qwen3_vl", images=True))
+    for images, said in (
+        (True, "(qwen3_vl, run by mlx-vlm, takes images), "),
+        (False, "(qwen3_vl), "),
+    ):
+        found = examine(ModelSpec(path, images=images))
+        fitted = fit(found.layout, ram=GB, disk=0, tokens=())
+        assert said in examine_fit(found, fitted)[0].value
+        assert as_object(found, fitted)["images"] == images
 
 
 @pytest.mark.parametrize("off", [False, True])

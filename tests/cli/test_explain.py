@@ -19,6 +19,7 @@ from mlxcache.config import Settings
 from mlxcache.prompt.builder import PromptBuilder
 from mlxcache.wire.chat_bodies import request_to_chat
 from tests.prompt import kinds, templates
+from tests.toys.configs import NO_VLM
 
 command = importlib.import_module("mlxcache.cli.explain")
 """The module: the attribute of the package may be the function of the same name."""
@@ -539,6 +540,45 @@ def test_images_are_counted_and_compared_by_their_content(tmp_path, picture):
     assert status == 0
     assert "2 images, counted as a line of text each." in output
     assert max(map(len, output.splitlines())) <= 80
+
+
+@pytest.mark.parametrize(
+    ("model", "backend", "sees"),
+    [("toy_llama", "mlx-lm", False), ("toy_muse", "mlx-lm", True), (None, "mlx-lm", False)],
+)
+def test_the_library_and_whether_the_model_takes_images_are_told(
+    tmp_path, request, model, backend, sees
+):
+    """A request that the server would refuse is named; the demo stands for any model."""
+    body = {"messages": [{"role": "user", "content": [{"type": "text", "text": "Look."}, PICTURE]}]}
+    (tmp_path / "a.json").write_text(json.dumps(body))
+    flags = ("--model", str(request.getfixturevalue(model))) if model else ()
+    status, output = run(str(tmp_path / "a.json"), "--json", *flags)
+    found = json.loads(output)
+    assert (status, found["backend"], found["takes_images"]) == (0, backend, sees)
+    status, output = run(str(tmp_path / "a.json"), *flags)
+    assert status == 0
+    assert ("This model takes no images" in output) == (model == "toy_llama")
+    assert "mlx-vlm" not in output
+
+
+@pytest.mark.skipif(NO_VLM is not None, reason=str(NO_VLM))
+@pytest.mark.parametrize(("family", "sees"), [("qwen3_vl", True), ("minimax_m3", False)])
+def test_a_model_of_mlx_vlm_is_named(files, toy, family, sees):
+    made = toy(family, images=True) if sees else toy(family)
+    status, output = run(*files, "--model", str(made), "--json")
+    found = json.loads(output)
+    assert (status, found["backend"], found["takes_images"]) == (0, "mlx-vlm", sees)
+    status, output = run(*files, "--model", str(made))
+    assert status == 0
+    assert "The model is run by mlx-vlm." in output
+    assert max(map(len, output.splitlines())) <= 80
+
+
+def test_a_model_that_is_not_here_is_not_described(files):
+    status, output = run(*files, "--json", "--model", "org/absent")
+    found = json.loads(output)
+    assert (status, found["backend"], found["takes_images"]) == (0, None, None)
 
 
 def test_json_is_printed_on_request(files):

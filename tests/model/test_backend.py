@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import httpx
 import mlx.core as mx
@@ -22,6 +23,7 @@ from mlxcache.model.backend import (
     choose_backend,
     has_images,
     mlx_lm_has,
+    takes_images,
 )
 from mlxcache.model.examine import examine
 from mlxcache.model.library import list_downloaded
@@ -89,6 +91,25 @@ def test_other_families_of_mlx_vlm_are_refused(kind: str, monkeypatch: pytest.Mo
     monkeypatch.setattr(backend, "vlm_version", lambda: VLM_VERSION)
     with pytest.raises(ModelError, match=r"none of the types that are tested with mlx-vlm"):
         choose_backend({"model_type": kind}, "a model")
+
+
+@pytest.mark.parametrize(
+    ("config", "library", "images", "sees"),
+    [
+        ({"model_type": "llama"}, "mlx-lm", True, False),
+        ({"model_type": "muse_spark", "vision_config": {"patch_size": 14}}, "mlx-lm", False, True),
+        ({"model_type": "muse_spark"}, "mlx-lm", False, False),
+        ({"model_type": "qwen3_vl", "vision_config": {"depth": 2}}, "mlx-lm", True, False),
+        ({"model_type": "qwen3_vl", "vision_config": {"depth": 2}}, "mlx-vlm", True, True),
+        ({"model_type": "qwen3_vl", "vision_config": {"depth": 2}}, "mlx-vlm", False, False),
+        ({"model_type": "minimax_m3", "vision_config": {"depth": 2}}, "mlx-vlm", True, False),
+    ],
+)
+def test_images_are_told_by_the_configuration(
+    config: dict[str, Any], library: backend.Backend, images: bool, sees: bool
+) -> None:
+    """`images`: the model's files have the weights of a vision tower."""
+    assert takes_images(config, library, images=images) == sees
 
 
 @pytest.mark.parametrize("trusted", [False, True])
