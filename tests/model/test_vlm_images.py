@@ -5,6 +5,7 @@ Skipped where mlx-vlm is not installed.
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -31,6 +32,14 @@ pytestmark = pytest.mark.skipif(NO_VLM is not None, reason=str(NO_VLM))
 
 PAGE = Path(__file__).parents[2] / "docs" / "model-families.md"
 TOLERANCE = 1e-4
+NORMS = (
+    ".input_layernorm.weight",
+    ".post_attention_layernorm.weight",
+    "model.norm.weight",
+    ".q_norm.weight",
+    ".k_norm.weight",
+)
+"""Ends of the names of norms that Qwen3.5 stores less one."""
 
 
 @pytest.fixture(
@@ -214,3 +223,37 @@ def test_what_an_image_shows_changes_the_logits(loaded: Loaded, feeder: Feeder) 
     wrong: Any = feeder.decode(line, unmoved, [20])  # type: ignore[arg-type]
     assert difference(right, wrong) > 10 * TOLERANCE
     assert (ids_with_digests(talk.fed, talk.images)[6:30] < 0).all()
+
+
+def as_published(name: str, value: mx.array, family: str) -> tuple[str, mx.array]:
+    """A weight with PyTorch's name and order of axes."""
+    if name.endswith("patch_embed.proj.weight"):
+        value = value.transpose(0, 4, 1, 2, 3)
+    elif name.endswith("conv1d.weight"):
+        value = value.moveaxis(2, 1)
+    elif family == "qwen3_5" and name.startswith("language_model.") and name.endswith(NORMS):
+        value -= 1.0
+    name = name.replace("language_model.lm_head", "lm_head")
+    name = name.replace("language_model.model.", "model.language_model.")
+    return name.replace("vision_tower.", "model.visual."), mx.contiguous(value)
+
+
+@pytest.mark.parametrize("family", ["qwen3_vl", "qwen3_5"])
+def test_files_as_their_makers_publish_them_are_read(
+    toy: ToyMaker, tmp_path: Path, family: str
+) -> None:
+    """In the form of transformers, whose norms may be stored less one."""
+    source = toy(family, images=True, layers=2)
+    path = shutil.copytree(source, tmp_path / "model")
+    weights = mx.load(str(source / "model.safetensors"))
+    assert isinstance(weights, dict)
+    published = dict(as_published(name, value, family) for name, value in weights.items())
+    file = path / "model.safetensors"
+    mx.save_safetensors(str(file), published, metadata={"format": "pt"})
+    made = []
+    for folder in (source, path):
+        loaded = load(ModelSpec(str(folder)))
+        talk = Talk(loaded, 5, (1, 5, 4), 4, (2, 3, 3), 6)
+        feeder = Feeder(loaded)
+        made.append(feeder.feed(feeder.start(), talk, len(talk)))
+    assert difference(*made) < TOLERANCE
