@@ -97,21 +97,24 @@ async def _sizes(inside: Inside, total: int) -> Sequence[int]:
 
 
 async def _stored(inside: Inside, ids: Any) -> None:
+    """Write the KV of `ids`, which is in RAM, to disk by the disk tier; wait until it is there."""
     await inside.schedule_write(ids)
     await inside.written()
 
 
 def _plainly(folder: Path, sizes: Sequence[int], data: bytes) -> None:
+    """Write files of the given `sizes` in bytes, each the beginning of `data`. Blocks."""
     for number, size in enumerate(sizes):
         write(folder / ".temp", folder / str(number), [memoryview(data)[:size]])
 
 
 @asynccontextmanager
 async def _decoding(inside: Inside, run: int) -> AsyncIterator[None]:
-    """Generate replies to one prompt, one after another, while the block runs.
+    """Have the engine `inside` generate replies to one prompt, one after another.
 
-    The block begins once replies are being generated. `run` is the number of the repetition, which
-    selects the prompt. Waits at the end until the last reply has ended and is written to disk.
+    For `async with`: its body begins once replies are being generated. `run` is the number of the
+    repetition, which selects the prompt. Waits after the body until the last reply has ended and is
+    written to disk.
     """
     prompt = inside.tokens(32 * inside.core.layout.bytes_per_token, 500 + run)
     over = asyncio.Event()
@@ -132,7 +135,11 @@ async def _decoding(inside: Inside, run: int) -> AsyncIterator[None]:
 
 
 async def _pace(inside: Inside, work: Work) -> tuple[float, float]:
-    """Run `work`; return the tokens generated per second meanwhile, and the seconds it took."""
+    """Await `work`, and measure how fast the engine `inside` generates tokens meanwhile.
+
+    The caller keeps the engine generating, by `_decoding`. Returns the tokens per second, and the
+    seconds that `work` took.
+    """
     before, began = inside.generated(), time.perf_counter()
     await work
     seconds = time.perf_counter() - began
@@ -140,6 +147,10 @@ async def _pace(inside: Inside, work: Work) -> tuple[float, float]:
 
 
 def _held(nbytes: int, files: int, paces: Paces) -> Measured:
+    """Compare the speeds `paces` beside both ways of writing `nbytes` bytes in `files` files.
+
+    Raises ValueError if no token was generated while the plain thread wrote.
+    """
     pairs = zip(paces.store, paces.plain, strict=True)
     ratio = middle(a / b if b else None for a, b in pairs)
     if ratio is None:

@@ -278,7 +278,7 @@ def pull(
 ) -> None:
     """Download a model from the Hub and check its files; a second call continues.
 
-    Only the files that mlx-lm needs are downloaded, into the Hub's own cache.
+    Only the files that serving needs are downloaded, into the Hub's own cache.
     """
     with reporting():
         _require_hub_id(model, "pull")

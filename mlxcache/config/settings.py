@@ -169,8 +169,8 @@ class Settings:
         (),
         read_routes,
         "PATTERN=NAME",
-        "Serve requests for models such as 'claude-haiku-*' with the model NAME. Repeatable: the "
-        "first match counts.",
+        "Serve requests whose model name matches PATTERN, such as 'claude-haiku-*', with the model "
+        "NAME. Repeatable: the first match counts.",
         repeatable=True,
     )
     idle_unload: float | None = _setting(

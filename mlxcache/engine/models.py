@@ -223,10 +223,11 @@ class Models:
         return {one.label: one.sessions for one in self.engines if one.state == "ready"}
 
     async def _find_unopened(self, namespace: str, name: str) -> tuple[str, Served]:
-        """Find a model that was never loaded by its namespace; return its label and description.
+        """Find the model with this namespace among those that were never loaded.
 
-        `name`: id of the model in a snapshot, which is tried first. Raises SnapshotRefused if no
-        model has this namespace.
+        `namespace`, `name`: namespace and id of the model in a snapshot; a model with that id is
+        tried first. Returns the model's label and description. Raises SnapshotRefused if no model
+        has this namespace.
         """
         here = [f"{label} ({book.namespace[:8]})" for label, book in self._opened_books().items()]
         closed = [one for one in self.engines if one.state != "ready"]
@@ -236,7 +237,7 @@ class Models:
                 served = await describe_unloaded(engine.settings, self._rounds.thread)
             except ModelError as error:
                 log.warning(
-                    "model %s: cannot be the one of this snapshot, it cannot be opened: %s",
+                    "model %s: not compared with the model of a snapshot, it cannot be loaded: %s",
                     *(engine.label, error),
                 )
                 served = None

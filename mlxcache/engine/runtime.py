@@ -685,7 +685,7 @@ class ModelRuntime:
                 step()
             except Exception:
                 log.exception(
-                    "model %s: a step of the shutdown failed, the others follow: %s",
+                    "model %s: shutdown step failed, the other steps are still done: %s",
                     *(self.label, what),
                 )
 

@@ -67,13 +67,13 @@ def list_downloaded() -> list[Downloaded]:
 
 
 def pull(model: str, revision: str | None = None, progress: Progress | None = None) -> Path:
-    """Download the files of the Hub's `model` that mlx-lm needs, check them, return their folder.
+    """Download the files of the Hub's `model` that serving needs, check them, return their folder.
 
     `revision`: branch, tag or commit, None for the default branch. Files that are complete are
     not downloaded again, and the download of a partial file is continued. `progress` is called
     with bytes on disk and bytes needed. Raises ModelError if `model` is not on the Hub or
-    cannot be reached, if mlx-lm cannot load it, if the disk has too little space, or if the
-    files are incomplete.
+    cannot be reached, if neither mlx-lm nor the installed mlx-vlm can load it, if the disk has too
+    little space, or if the files are incomplete.
     """
     if here(model, revision) is None:
         path, size = outline(model, revision)

@@ -28,8 +28,9 @@ def join(rows: Caches, others: Sequence[Caches], *, batched: bool) -> Caches:
     """Build batch caches with copies of `rows` and of `others`, left-padded to the longest.
 
     Each of `others` holds one sequence, and so does `rows` unless it is `batched`. None of them is
-    changed. The copies are evaluated layer by layer, with a peak of five arrays of a layer above
-    input and result.
+    changed. The copies are evaluated layer by layer. Meanwhile at most two padded copies of one
+    layer's keys and two of its values, with all rows of the result, are in memory besides the input
+    and the result.
     """
     joint = []
     for mine, *theirs in zip(rows, *others, strict=True):
@@ -46,8 +47,8 @@ def join(rows: Caches, others: Sequence[Caches], *, batched: bool) -> Caches:
 def _merged(caches: Sequence[Any]) -> Any:
     """Build one batch cache with copies of `caches`, which hold one sequence each.
 
-    It has room for `STEP` (256) more positions: without those, the first step would copy all of it
-    again.
+    A batch of plain `KVCache`s, each with at least one position, has room for `STEP` (256) more
+    positions: without those, the first step would copy all of it again.
     """
     if (first := parts_of(caches[0])) is not None:
         others = [parts_of(cache) or [] for cache in caches[1:]]

@@ -53,6 +53,7 @@ class End:
 
 
 Read = Callable[[str], list[ToolCall]]
+"""Reader of the calls in a text; it returns an empty list if the text is not a block of calls."""
 
 
 class ToolBlock:
@@ -146,7 +147,7 @@ class ToolBlock:
     def confirmed(self, read: Read) -> tuple[End, list[ToolCall]] | None:
         """Return the end of the tool block that later text confirms, with the calls before it.
 
-        Returns None if more text is needed. `read` reads the calls in a text.
+        Returns None if more text is needed. `read` is called with the text before an end.
         """
         if not self._ends or self._judged:
             return None
@@ -167,10 +168,10 @@ class ToolBlock:
     ) -> tuple[End, list[ToolCall]] | None:
         """Return the end of the tool block in which the reply ends, with the calls before it.
 
-        Returns None if the block is no call. `read` reads the calls in a text. `target`: the
-        parser's state if the end of the reply ends the block. `complete`: the model ended its
-        reply, so the block may end there. If the reply was cut off inside text after a possible
-        end, no call is read, because that text may belong to an argument.
+        Returns None if the block is no call. `read` is called with the text before an end.
+        `target`: the parser's state if the end of the reply ends the block. `complete`: the model
+        ended its reply, so the block may end there. If the reply was cut off inside text after a
+        possible end, no call is read, because that text may belong to an argument.
         """
         ended = bool(self._ends) and self.follow() is not Follow.TEXT
         if not complete:
@@ -182,8 +183,14 @@ class ToolBlock:
     def best(self, read: Read) -> tuple[End, list[ToolCall]] | None:
         """Return the last end at which the tool block can be read, with the calls before it.
 
-        Ends after an opening marker that has no closing marker of its own are tried last. Returns
-        None if there is none.
+        An end can be read if `read` finds calls in the text of the block before it. The newest 8
+        clean ends (see `End`) are tried first, the last one first. If none of them can be read:
+
+        - If the block's first closing marker is an end, only that end is tried.
+        - Otherwise the newest 8 of all ends are tried, the last one first. One of them counts only
+          if the text after the last opening marker before it is not a call of its own.
+
+        Returns None if no end can be read.
         """
         clean = [end for end in self._ends if end.clean][-_MOST_TRIED:]
         for end in reversed(clean):

@@ -120,7 +120,9 @@ def load_vision(
 def _settings(path: Path) -> dict[str, Any]:
     """Read the settings of the image processor in the form that mlx-vlm's class takes.
 
-    Raises OSError, ValueError and TypeError for files that have none.
+    `path`: the model's folder, with the files `PROCESSOR_FILES`. Raises OSError if a file cannot be
+    read, LookupError if a required setting is in neither, and ValueError, TypeError or
+    AttributeError if a file or a setting has another form than expected.
     """
     raw: dict[str, Any] = {}
     for name in PROCESSOR_FILES:

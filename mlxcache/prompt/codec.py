@@ -246,6 +246,7 @@ def _copy_model(backend: Any, names: dict[str, str]) -> Any:
 
 
 def _copy_stages(base: Any, backend: Any) -> None:
+    """Give the Rust tokenizer `base` the normalizer and the pre-tokenizer of `backend`."""
     if backend.normalizer is not None:
         base.normalizer = backend.normalizer
     if backend.pre_tokenizer is not None:
@@ -253,9 +254,12 @@ def _copy_stages(base: Any, backend: Any) -> None:
 
 
 def _add_tokens(base: Any, backend: Any, added: Sequence[Added], names: dict[str, str]) -> Tokens:
-    """Add the tokens `added` to tokenizer `base`, control tokens under their new `names`.
+    """Add the tokens `added` to the new tokenizer `base`, with control tokens renamed.
 
-    Returns an array that maps ids: at the index of an id of `base` is the id of `backend`.
+    `backend`: the original tokenizer, which has the tokens `added`. `names`: the new text of each
+    control token, by its text in `backend`. Both are Rust tokenizers. Their vocabularies have the
+    same ids, but added tokens may get other ids in `base`. Returns an int32 array that converts the
+    ids of `base`: element i is the id that `backend` has for the token with the id i in `base`.
     """
     taken = base.get_vocab(with_added_tokens=False)
     top = max(taken.values(), default=-1)

@@ -180,10 +180,11 @@ def ask_ranks(leader: Leader, question: op.AnyQuestion) -> list[op.Answer]:
 
 
 def _as_far(found: Found, length: int, checkpoints: Sequence[int] | None) -> Found:
-    """Return `found`, restricted to what another rank has.
+    """Return `found`, what this rank has of a prefix, restricted to what another rank has too.
 
-    `length`: its positions on disk. `checkpoints`: positions of its checkpoints, or None if it
-    needs none.
+    `length`: number of positions from the start of the prefix that the other rank has on its disk.
+    `checkpoints`: the positions at which the other rank has checkpoints, or None if its layers need
+    none.
     """
     saved = found.checkpoints
     if checkpoints is not None:

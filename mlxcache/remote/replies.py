@@ -193,7 +193,7 @@ class SharedReplies:
             found = self._objects.get_many(names, seconds, most=MOST_BYTES)
         except RemoteUnavailable as error:
             log.debug(
-                "model %s: replies not looked up in the remote: %d of a prompt: %s",
+                "model %s: %d earlier replies of a prompt could not be read from the remote: %s",
                 *(self._label, len(names), error),
             )
             return []

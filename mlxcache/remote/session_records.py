@@ -93,7 +93,7 @@ class SharedSessions:
             data = self._objects.get(name, most=MOST_BYTES)
         except RemoteUnavailable as error:
             log.debug(
-                "model %s: session not looked up in the remote: %s: %s",
+                "model %s: session record could not be read from the remote: %s: %s",
                 *(self._label, name, error),
             )
             self._found.pop(name)

@@ -247,10 +247,11 @@ class _Order:
         return (self._now - used) / (1 + log2(1 + uses))
 
     def _key_of_path(self, key: _Key) -> _Key:
-        """Return `key`; a checkpoint gets the lowest age of itself and of later ones on its path.
+        """Return the key by which the file of `key` is ordered among the files to evict.
 
-        Only later checkpoints with more reuses are read. The others are not younger, because a use
-        of a checkpoint counts as one of each before it on the path.
+        It is `key` itself, except that a checkpoint gets the lowest age of itself and of the later
+        checkpoints on its path. The time of use of a checkpoint is never before those of the later
+        ones, so a later one can have a lower age only by more reuses: only such ones are read.
         """
         pinned, age, head, end, id = key
         query = "SELECT uses FROM rank WHERE file = ? AND checkpoint AND most > uses"

@@ -136,7 +136,8 @@ class Leaf(msgspec.Struct, frozen=True, kw_only=True):
 class Checkpoint(msgspec.Struct, frozen=True):
     """A checkpoint in the description of a snapshot.
 
-    It is the state after `position` tokens of the leaf with index `leaf`.
+    It is the state after the first `position` tokens of the leaf with index `leaf`, those that it
+    shares with its parent included.
     """
 
     leaf: Count

@@ -109,12 +109,18 @@ def literal(text: str) -> str:
 
 
 def one_of(options: Iterable[str]) -> str:
-    """Return a grammar expression for any one of `options`."""
+    """Return a grammar expression for any one of `options`.
+
+    The options are grammar expressions, not texts: pass a text as `literal(text)`.
+    """
     return "(" + " | ".join(options) + ")"
 
 
 def repeated(item: str, between: str) -> str:
-    """Return a grammar expression for one or more of `item`, separated by `between`."""
+    """Return a grammar expression for one or more of `item`, separated by `between`.
+
+    Both are grammar expressions, not texts.
+    """
     return f"{item} ({between} {item})*"
 
 
@@ -131,7 +137,7 @@ def _escaped(found: re.Match[str]) -> str:
 
 
 def any_text(without: Sequence[str] = ()) -> str:
-    """Return the body of a grammar terminal for text that contains none of `without`."""
+    """Return the body of a grammar terminal for text that contains none of the texts `without`."""
     if not without:
         return "/(?s:.*)/"
     inner = "|".join(escaped(one) for one in without)
