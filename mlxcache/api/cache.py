@@ -91,7 +91,8 @@ async def warm(engine: Engine, body: bytes, id: str | None = None) -> dict[str, 
     the errors of `Engine.submit`.
     """
     began = time.perf_counter()
-    prompts = [await engine.render(chat) for chat in chats_to_warm(body)]
+    images = engine.info is not None and engine.info.has_images
+    prompts = [await engine.render(chat) for chat in chats_to_warm(body, images=images)]
     prompt = prompts[0] if len(prompts) == 1 else _common_prefix(*prompts)
     last = await run_warming(engine, Job(id or make_request_id(), prompt))
     return {

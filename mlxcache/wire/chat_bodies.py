@@ -68,7 +68,10 @@ def is_anthropic(request: dict[str, Any]) -> bool:
         return True
     contents = (m.get("content") for m in request["messages"] if isinstance(m, dict))
     blocks = (block for content in contents if isinstance(content, list) for block in content)
-    return any(isinstance(b, dict) and b.get("type") in _ANTHROPIC_BLOCKS for b in blocks)
+    return any(
+        isinstance(b, dict) and (b.get("type") in _ANTHROPIC_BLOCKS or "source" in b)
+        for b in blocks
+    )
 
 
 def request_to_chat(request: dict[str, Any]) -> Chat:
@@ -90,13 +93,13 @@ def requested_model(body: bytes) -> str | None:
     return model if isinstance(model, str) else None
 
 
-def chats_to_warm(body: bytes) -> list[Chat]:
+def chats_to_warm(body: bytes, *, images: bool = False) -> list[Chat]:
     """Convert the body of `POST /v1/cache/warm`: a chat request, or a system prompt as plain text.
 
-    A request without a user message gives two chats with different user messages; the common
-    beginning of their prompts is the prefix to warm. Raises Unsupported if an endpoint would refuse
-    a field, and BadRequest if the body is malformed, or has neither messages, a system prompt nor
-    tools.
+    `images`: whether the model accepts images. A request without a user message gives two chats
+    with different user messages; the common beginning of their prompts is the prefix to warm.
+    Raises Unsupported if an endpoint would refuse a field, and BadRequest if the body is malformed,
+    or has neither messages, a system prompt nor tools.
     """
     if not body.lstrip().startswith(b"{"):
         try:
@@ -115,7 +118,7 @@ def chats_to_warm(body: bytes) -> list[Chat]:
     if not isinstance(messages, list):
         raise BadRequest(f"`{key}` must be a list.", param=key)
     if any(isinstance(m, dict) and m.get("role") not in ("system", "developer") for m in messages):
-        return [_to_chat(request, check=True)]
+        return [_to_chat(request, check=True, images=images)]
     if not any(request.get(part) for part in (key, "system", "instructions", "tools")):
         raise BadRequest("There is nothing to warm: no messages, system prompt or tools.")
     return [
@@ -124,30 +127,30 @@ def chats_to_warm(body: bytes) -> list[Chat]:
     ]
 
 
-def _to_chat(request: dict[str, Any], *, check: bool) -> Chat:
-    """Convert a request of any API to a chat.
+def _to_chat(request: dict[str, Any], *, check: bool, images: bool = False) -> Chat:
+    """Convert a request of any API to a chat. `images`: whether the model accepts images.
 
     With `check`, a field that OpenAI's endpoints would refuse raises Unsupported, else it is
     ignored. A field that Anthropic's would refuse always raises Unsupported.
     """
     if is_responses(request):
-        return _responses_to_chat(request, check=check)
+        return _responses_to_chat(request, check=check, images=images)
     if is_anthropic(request):
         body = msgspec.json.encode({"model": "any", **request})
         conversation = decode(anthropic_types.Conversation, body)
-        return anthropic_request.to_chat(conversation, strict=False)[0]
+        return anthropic_request.to_chat(conversation, strict=False, images=images)[0]
     chat = decode(ChatRequest, msgspec.json.encode(request))
     if check:
         openai_request.check_supported(chat)
-    return openai_request.to_chat(chat)
+    return openai_request.to_chat(chat, images=images)
 
 
-def _responses_to_chat(request: dict[str, Any], *, check: bool) -> Chat:
+def _responses_to_chat(request: dict[str, Any], *, check: bool, images: bool) -> Chat:
     body = decode(ResponsesRequest, msgspec.json.encode(request))
     if check:
         responses_request.check_supported(body)
     talk = responses_request.Conversation(responses_request.read_input(body))
-    return responses_request.to_chat(body, talk, Toolbox(body.tools or ()))
+    return responses_request.to_chat(body, talk, Toolbox(body.tools or ()), images=images)
 
 
 def _without_images(value: Any) -> Any:

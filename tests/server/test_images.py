@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +84,16 @@ def test_the_sdks_stream_about_images(muse: Api) -> None:
         assert "".join(reply.text_stream) == text
         final = reply.get_final_message()
     assert (final.usage.cache_read_input_tokens or 0) > 20
+
+
+@pytest.mark.parametrize("shown", [part, block])
+def test_a_prompt_with_images_can_be_warmed(muse: Api, shown: Callable[[int], Any]) -> None:
+    """In the form of each API, also where only the image tells which it is."""
+    messages = [see(shown(51 if shown is part else 52))]
+    warmed = muse.post("/v1/cache/warm", {"messages": messages}).json()
+    assert warmed["fed_tokens"] > 20
+    turn = muse.chat(messages) if shown is part else muse.message(messages)
+    assert turn.cached >= warmed["prompt_tokens"] - 1
 
 
 def test_a_count_counts_an_images_tokens(muse: Api) -> None:
