@@ -212,6 +212,7 @@ async def test_an_image_passes_the_vision_tower_once(
     assert images._rows == {}
 
 
+@pytest.mark.slow
 async def test_after_a_restart_and_by_snapshot_no_row_is_made_again(
     model: Path, tmp_path: Path, whole: Whole, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -262,6 +263,7 @@ async def test_the_model_without_its_images_has_other_kv(
             await engine.render(Chat([user(screenshot(1))]))
 
 
+@pytest.mark.slow
 async def test_guessed_tokens_are_at_the_right_positions(
     model: Path, tmp_path: Path, whole: Whole, monkeypatch: pytest.MonkeyPatch
 ) -> None:
