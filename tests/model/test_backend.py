@@ -222,6 +222,7 @@ def noticed(tmp_path: Path) -> tuple[dict[str, str], Path]:
     return {"PYTHONPATH": os.pathsep.join(paths)}, mark
 
 
+@pytest.mark.slow
 def test_a_server_with_a_model_of_mlx_lm_never_imports_mlx_vlm(
     folder: Path, noticed: tuple[dict[str, str], Path], tmp_path: Path
 ) -> None:
