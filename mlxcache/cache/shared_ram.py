@@ -142,7 +142,12 @@ class SharedRam:
         return tier.evict_once(needed)
 
     def compact(self, size: int) -> None:
-        """Compact idle lineages of all members until `size` bytes are free."""
+        """Shrink the buffers of idle lineages of all members until `size` bytes are free.
+
+        The KV that the prefix tree uses of a lineage is copied to buffers of exactly its size, if
+        there is memory for the copy. Lineages with few unused positions are left as they are. No KV
+        is evicted, so fewer than `size` bytes may be free afterwards; nothing is raised then.
+        """
         for tier in list(self._tiers):
             tier.compact_spare(lambda: self.budget.free >= size)
 

@@ -209,7 +209,12 @@ class WriteBehind:
 
     @property
     def ready(self) -> bool:
-        """True if `pump` can give the writer a job or a search of the store."""
+        """True if `pump` has something to do besides collecting results.
+
+        It can then have the store searched for the first queued path, or give the writer that
+        path's next file to write. Or no path is queued or being written, and it can queue one whose
+        write failed, because the pause after the error is over.
+        """
         if not self._queue:
             return not self.busy and self.backoff.due
         if self._asking is self._queue[0]:
@@ -331,7 +336,8 @@ class WriteBehind:
             found = error
         except Exception as error:  # logged; the path in RAM must not stay locked
             log.exception(
-                "model %s: disk lookup before a write failed for a path of %d tokens",
+                "model %s: disk lookup before a write failed for a path of %d tokens; "
+                "it is not written now, but tried again after a pause",
                 *(self._label, len(path.ids)),
             )
             found = StoreError(f"A prefix could not be looked up: {error!r}.")

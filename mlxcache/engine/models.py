@@ -226,13 +226,15 @@ class Models:
         """Find the model with this namespace among those that were never loaded.
 
         `namespace`, `name`: namespace and id of the model in a snapshot; a model with that id is
-        tried first. Returns the model's label and description. Raises SnapshotRefused if no model
-        has this namespace.
+        tried first. Returns the model's label and description. Raises SnapshotRefused, with the
+        namespaces of all models, if none is equal. A model does not match if its files are not on
+        this machine or cannot be loaded.
         """
         here = [f"{label} ({book.namespace[:8]})" for label, book in self._opened_books().items()]
         closed = [one for one in self.engines if one.state != "ready"]
         closed.sort(key=lambda one: one.settings.entries[0].id != name)
         for engine in closed:
+            known = "not on this machine"
             try:
                 served = await describe_unloaded(engine.settings, self._rounds.thread)
             except ModelError as error:
@@ -240,10 +242,11 @@ class Models:
                     "model %s: not compared with the model of a snapshot, it cannot be loaded: %s",
                     *(engine.label, error),
                 )
-                served = None
+                served, known = None, "cannot be loaded"
             if served is not None and served.namespace == namespace:
                 return engine.label, served
-            known = served.namespace[:8] if served is not None else "not on this machine"
+            if served is not None:
+                known = served.namespace[:8]
             here.append(f"{engine.label} ({known})")
         raise wrong_model(name, namespace, here)
 

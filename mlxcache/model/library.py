@@ -80,7 +80,7 @@ def pull(model: str, revision: str | None = None, progress: Progress | None = No
         choose_backend(checked_config(path), model)
         if not size:
             raise ModelError(
-                f"{model} has no weights in safetensors ({_WEIGHTS}), so mlx-lm cannot load it. "
+                f"{model} has no weights in safetensors ({_WEIGHTS}), so it cannot be loaded. "
                 "Look for a conversion in https://huggingface.co/mlx-community."
             )
         _require_space(model, size)

@@ -95,11 +95,11 @@ def spliced_position(char: int, splices: Sequence[Splice]) -> int:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Tokenised:
-    """A rendered text with its token ids and the places of its control tokens.
+    """A spliced text with its token ids and the places of its control tokens.
 
     Those are control tokens written by the template or inside a splice. `starts` and `ends` are
-    their character offsets, ascending; `at` are their positions in `ids`. All three have shape
-    (control tokens,).
+    their character offsets in `text`, ascending; `at` are their positions in `ids`. All three have
+    shape (control tokens,).
     """
 
     text: str
@@ -111,7 +111,10 @@ class Tokenised:
 
     @property
     def rendered(self) -> str:
-        """The text as the template rendered it, without splices."""
+        """The whole text as the template rendered it.
+
+        In place of each splice it has the characters that the template rendered there.
+        """
         return remove_splices(self.text, self.splices)
 
     @property

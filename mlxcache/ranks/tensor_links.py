@@ -18,19 +18,23 @@ from typing import TypeVar
 T = TypeVar("T")
 
 IDLE_S, EVERY_S, PROBES = 2, 1, 3
-"""Seconds without data before the first probe and between two; probes without an answer."""
+"""Seconds without data before the first probe, seconds between two probes, and the number of
+probes without an answer after which the connection fails.
+"""
 
 LOST_S = 5
-"""Seconds after which a connection fails whose data or probes nobody has acknowledged."""
+"""Seconds after which a connection fails if its data or probes are not acknowledged."""
 
 RXT_CONNDROPTIME = 0x80
 """TCP_RXT_CONNDROPTIME of macOS, from netinet/tcp.h, which Python does not name."""
 
 
 def with_probes(connect: Callable[[], T]) -> T:
-    """Call `connect` and return its result; probe the TCP connections that it has made.
+    """Call `connect`, switch on TCP keepalive for the connections that it made, return its result.
 
-    Meanwhile no other thread may open connections, because these would be probed too.
+    The options are those of `probe`. While `connect` runs, no other thread may open a TCP
+    connection, because that would get them too. A connection that refuses them stays as it is.
+    Errors of `connect` are raised.
     """
     before = _descriptors()
     made = connect()
@@ -42,7 +46,11 @@ def with_probes(connect: Callable[[], T]) -> T:
 
 
 def probe(connection: socket.socket) -> None:
-    """Have the operating system probe a connection; it fails within about `LOST_S` if cut."""
+    """Switch on keepalive for a TCP connection, so that one over a cut cable is noticed.
+
+    The operating system then sends probes while no data arrives. If neither they nor sent data are
+    acknowledged for about `LOST_S`, it ends the connection, and reads and writes raise OSError.
+    """
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in _options().items():
         connection.setsockopt(socket.IPPROTO_TCP, name, value)

@@ -30,8 +30,8 @@ _LOCAL = ("permission denied", "it is read-only", "the share is full")
 class Failure(Exception):
     """Error of one operation; its text is a short reason without secrets.
 
-    `grave`: the next operations of this kind (reading or writing) would fail too. `gone`: the next
-    operations of both kinds would fail too.
+    `grave`: the next operations of this kind (reading or writing) would fail too, so they are
+    skipped until a probe succeeds. `gone`: the next operations of both kinds would fail too.
     """
 
     def __init__(self, reason: str, *, grave: bool, gone: bool = False):
@@ -50,9 +50,11 @@ class WrongKey(Failure):
 def describe_failure(error: Exception) -> Failure:
     """Return the failure that stands for an error of obstore.
 
-    The error's own text is not used: it holds URLs, which may be signed. Answers such as 503 are
-    not grave, because they may be the provider's way to slow a client down. A refusal is grave:
-    status 4xx, except 408, 425 and 429.
+    The error's own text is not used: it holds URLs, which may be signed. After a grave failure the
+    remote is skipped at once; after others, such as status 503, only if three come in a row,
+    because they may be the provider's way to slow a client down. Grave are: the statuses 4xx except
+    408, 425 and 429, and every error without a status. An error of `_CAUSES`, such as a refused
+    connection, is `gone` too, unless it is one of `_LOCAL`.
     """
     text = str(error)
     if status := _STATUS.search(text):

@@ -118,8 +118,9 @@ class Row:
     def allowed_after(self, token: int | None) -> Bitmask | None:
         """Return the mask of tokens that may follow the pending `token`; None allows all.
 
-        `token`: its id, or None if no token is pending. Advances the guide by it, but only once for
-        each token. An exception in the guide fails the row.
+        `token`: its id, or None if no token is pending. Advances the guide by the pending token
+        unless it has accepted it already, so a repeated call changes nothing. An exception in the
+        guide is not raised: it is logged and recorded in `error`, and None is returned.
         """
         if token is not None and not self.guided:
             self.guided = self.advance(self.guide, token)
@@ -128,7 +129,8 @@ class Row:
     def allowed(self, guide: Guide | None) -> Bitmask | None:
         """Return the mask of tokens that `guide` allows next; None allows all.
 
-        An exception in the guide fails the row, and None is returned.
+        An exception in the guide is not raised: it is logged and recorded in `error`, and None is
+        returned. None is also returned if the row has an `error` already.
         """
         if guide is None or self.error is not None:
             return None
@@ -141,8 +143,8 @@ class Row:
     def advance(self, guide: Guide | None, token: int) -> bool:
         """Advance `guide` by a drawn token; return False if nothing was advanced.
 
-        That is the case if `guide` is None or the row has failed. An exception in the guide fails
-        the row.
+        That is so if `guide` is None, or the row has an `error`. An exception in the guide is not
+        raised: it is logged and recorded in `error`, and False is returned.
         """
         if guide is None or self.error is not None:
             return False
@@ -154,7 +156,11 @@ class Row:
         return True
 
     def resume(self, sampler: Sampler, context: mx.array | None, guide: Guide | None) -> None:
-        """Continue with the state of sampler, context and guide before a draw that is not kept."""
+        """Set the sampler, context and guide, so that the next draw continues from them.
+
+        They are those from before the first draw that is not kept. `guide` must not have accepted
+        the pending token yet.
+        """
         self.sampler, self.context, self.guide = sampler, context, guide
         self.guided = False
 
@@ -362,9 +368,10 @@ class Decoder:
         return masked(logits, masks) if any(mask is not None for mask in masks) else logits
 
     def _draw(self, i: int, logprobs: mx.array) -> mx.array:
-        """Draw the token of row `i`, shape (1,). An exception in its sampler fails the row.
+        """Draw the token of row `i`, shape (1,). An exception in its sampler is not raised.
 
-        `logprobs`: log-probabilities of all rows, shape (rows, vocabulary).
+        It is logged and recorded in the row's `error`, and token 0 is returned. `logprobs`:
+        log-probabilities of all rows, shape (rows, vocabulary).
         """
         row = self.rows[i]
         try:

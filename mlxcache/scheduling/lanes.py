@@ -453,7 +453,9 @@ class Lanes:
         """Remove the tasks `gone` from a lane.
 
         First, the KV that a batch has computed is appended to the lineages of its rows. If fewer
-        than two rows remain in a batch, or it cannot be made smaller, it is split.
+        than two rows remain in a batch, or it cannot be made smaller, it is split: each of the
+        remaining tasks gets a lane of its own. An error on the way is logged, and then the batch is
+        split too; only errors of the device or of another rank are raised.
         """
         self._changed = True
         keep = [i for i, task in enumerate(lane.tasks) if task not in gone]
@@ -471,7 +473,10 @@ class Lanes:
                 raise
             self._lockstep.check(error)
             ids = ", ".join(task.record.id for task in gone)
-            log.exception("removing requests from a batch failed, the others go on alone: %s", ids)
+            log.exception(
+                "removing %s from decoding failed; the rest of the batch is now decoded one by one",
+                ids,
+            )
         if lane.batched:
             self.split(lane)
         for old in self.all:
