@@ -100,8 +100,10 @@ async def test_a_snapshot_goes_to_the_model_of_its_weights_whatever_its_name(
         await models.of("renamed")
         (listed,) = await models.sessions.list()
         assert (listed.session.id, listed.session.model) == (made.session.id, "renamed")
-    async with running(entries[::2], tmp_path / "none", disk="100MB") as models:
-        with pytest.raises(SnapshotRefused, match=r"those here are a \(\w{8}\), c \(\w{8}\)"):
+    (tmp_path / "b" / "config.json").write_text('{"model_type": "unknown"}')
+    here = r"those here are a \(\w{8}\), b \(cannot be loaded\), c \(\w{8}\)"
+    async with running(entries, tmp_path / "none", disk="100MB") as models:
+        with pytest.raises(SnapshotRefused, match=here):
             await models.sessions.files.restore(file)
 
 
