@@ -496,7 +496,7 @@ def _print_images(out: Console, found: Mapping[str, Any], count: int) -> None:
     if not count:
         return
     counted = format_count(count, "image")
-    text = f"{counted}, counted as a line of text each. The model is fed more tokens for it."
+    text = f"{counted}: each counts as a line of text here; the model is fed more tokens for it."
     out.print(Text(text, "dim"))
     if found["takes_images"] is False and not found["estimated"]:
         out.print(Text("This model takes no images: the server refuses the request.", "yellow"))

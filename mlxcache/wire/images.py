@@ -22,7 +22,7 @@ class ImageReader:
 
     `supported` tells whether the model accepts images. Methods take `where`, the part's place in
     the body, for errors. They raise Unsupported for an image given by a URL to fetch, and
-    BadRequest for a malformed image or more than `MAX_IMAGES` images.
+    BadRequest for a missing or malformed image or more than `MAX_IMAGES` images.
     """
 
     def __init__(self, supported: bool):
@@ -37,14 +37,16 @@ class ImageReader:
         url = url.get("url") if isinstance(url, dict) else url
         if not isinstance(url, str):
             raise BadRequest(
-                f"{where}: an image needs `url`, a string with a data: URL.", param=where
+                f"{where}: an image needs a data: URL, as a string or as `url` of an object; "
+                "the id of an uploaded file is not supported.",
+                param=where,
             )
         head, comma, data = url.partition(",")
-        if not head.startswith("data:"):
+        if head[:5].lower() != "data:":
             raise Unsupported(
                 f"{where}: an image is not fetched by its URL: send it as a data: URL.", param=where
             )
-        if not comma or not head.endswith(";base64"):
+        if not comma or head[-7:].lower() != ";base64":
             raise BadRequest(f"{where}: the data: URL of an image must be base64.", param=where)
         return self.read_base64(data, where)
 
@@ -55,6 +57,11 @@ class ImageReader:
         """
         source = source if isinstance(source, dict) else {}
         kind = source.get("type")
+        if kind is None:
+            raise BadRequest(
+                f"{where}: an image needs a `source`, an object with `type` and `data`.",
+                param=where,
+            )
         if kind == "url":
             return self.read_url(source.get("url"), where)
         if kind != "base64":
@@ -72,6 +79,8 @@ class ImageReader:
         self._count += 1
         if self._count > MAX_IMAGES:
             raise BadRequest(f"A request takes at most {MAX_IMAGES} images.", param=where)
+        if data is None or data == "":
+            raise BadRequest(f"{where}: the image has no data.", param=where)
         try:
             raw = base64.b64decode("".join(data.split()), validate=True)
         except (AttributeError, ValueError, binascii.Error):

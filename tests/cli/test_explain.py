@@ -538,7 +538,7 @@ def test_images_are_counted_and_compared_by_their_content(tmp_path, picture):
     assert found["lost"]["cause"] == "image"
     status, output = run(paths[0])
     assert status == 0
-    assert "2 images, counted as a line of text each." in output
+    assert "2 images: each counts as a line of text here;" in output
     assert max(map(len, output.splitlines())) <= 80
 
 

@@ -52,6 +52,8 @@ class TestOpenAI:
             {"type": "image", "image": URL},
             {"type": "image_url", "image_url": {"url": URL, "detail": "low"}},
             {"type": "image_url", "image_url": {"url": f"data:;base64,{DATA[:4]}\n{DATA[4:]}"}},
+            {"type": "image_url", "image_url": f"data:image/png;charset=utf-8;base64,{DATA}"},
+            {"type": "image_url", "image_url": f"DATA:image/png;BASE64,{DATA}"},
         ],
     )
     def test_an_image_stands_between_its_texts(self, part: dict[str, Any]) -> None:
@@ -88,13 +90,13 @@ class TestOpenAI:
             ({"url": "file:///etc/passwd"}, "not fetched"),
             ({"url": "data:image/png," + DATA}, "must be base64"),
             ({"url": "data:image/png;base64"}, "must be base64"),
-            ({"url": "data:image/png;base64,"}, "not base64"),
+            ({"url": "data:image/png;base64,"}, "has no data"),
             ({"url": "data:image/png;base64,%%%"}, "not base64"),
             ({"url": "data:image/png;base64,\u00e9"}, "not base64"),
-            ({"url": 5}, "needs `url`"),
-            ({}, "needs `url`"),
-            (None, "needs `url`"),
-            ([], "needs `url`"),
+            ({"url": 5}, "needs a data: URL"),
+            ({}, "needs a data: URL"),
+            (None, "uploaded file is not supported"),
+            ([], "needs a data: URL"),
         ],
     )
     def test_what_is_no_image_in_the_body_is_named(self, image: Any, said: str) -> None:
@@ -146,10 +148,11 @@ class TestAnthropic:
         [
             ({"type": "url", "url": "https://example.com/a.png"}, "not fetched"),
             ({"type": "file", "file_id": "f"}, "'file' is not supported"),
-            ({"type": "base64", "media_type": "image/png"}, "not base64"),
+            ({"type": "base64", "media_type": "image/png"}, "has no data"),
+            ({"type": "base64", "data": ""}, "has no data"),
             ({"type": "base64", "data": 7}, "not base64"),
-            (None, "'None' is not supported"),
-            ("x", "'None' is not supported"),
+            (None, "needs a `source`"),
+            ("x", "needs a `source`"),
         ],
     )
     def test_what_is_no_image_in_the_body_is_named(self, source: Any, said: str) -> None:
