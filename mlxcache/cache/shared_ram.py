@@ -37,10 +37,10 @@ class Room:
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """A request that waits for memory of other models.
+    """A request that waits until other models free memory that it needs.
 
-    `size`: bytes that it needs at least. `room`: what could be used when it was tried last, or None
-    if it is to be tried again.
+    `size`: bytes that it needs at least. `room`: the usable memory when its last reservation
+    failed; None if it is to try again even if no memory has become free.
     """
 
     size: int

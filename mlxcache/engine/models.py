@@ -239,7 +239,8 @@ class Models:
                 served = await describe_unloaded(engine.settings, self._rounds.thread)
             except ModelError as error:
                 log.warning(
-                    "model %s: not compared with the model of a snapshot, it cannot be loaded: %s",
+                    "model %s: not compared with the model of a snapshot: "
+                    "the model cannot be loaded: %s",
                     *(engine.label, error),
                 )
                 served, known = None, "cannot be loaded"
@@ -287,7 +288,7 @@ class Models:
         return figures
 
     def describe(self) -> list[dict[str, Any]]:
-        """Return the state of each model, as `GET /v1/models` shows it in `mlxcache`.
+        """Return the state of each model, as `GET /v1/models` shows it.
 
         `label`: its name. `aliases`: further names. `state`: "loaded", "loading", "unloaded", or
         "never" if it was not loaded yet; the other keys are those of `Engine.residence`. With

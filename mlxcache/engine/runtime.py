@@ -364,8 +364,8 @@ class ModelRuntime:
             return None
         costs = self._measured_passes(self.loaded.model, "", on_progress)
         log.info(
-            "model %s: guesses are checked: a pass over 2, 4, 8 and 16 tokens takes as long as %s "
-            "passes over one",
+            "model %s: guesses from the conversation are on: a pass over 2, 4, 8 and 16 tokens "
+            "takes %s times as long as a pass over one (measured)",
             self.label,
             ", ".join(f"{costs.at(0)(tokens):.2f}" for tokens in (2, 4, 8, 16)),
         )

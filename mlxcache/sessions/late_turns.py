@@ -33,11 +33,11 @@ class LateTurn:
 
 
 class LateTurns:
-    """Turns that wait for the disk, in order. Used on one thread, except `table`.
+    """Turns that are not in the table of sessions on disk yet, in order; `write` writes them.
 
-    While some could not be written, `table` is a copy of `sessions` in memory that has them too, so
-    that conversations which are in RAM alone are listed. A turn gets the id of its session there,
-    and keeps it when it is written.
+    Used on one thread, except `table`. While some could not be written, `table` is a copy of
+    `sessions` in memory that has them too, so that conversations which are in RAM alone are listed.
+    A turn gets the id of its session there, and keeps it when it is written.
     """
 
     def __init__(self, sessions: Sessions):
@@ -55,10 +55,10 @@ class LateTurns:
         return self._copy or self._sessions
 
     def add(self, request: str, turn: Turn) -> None:
-        """Add a turn to those that wait. `request`: id of its request.
+        """Append a turn to those that the next `write` writes to the table of sessions.
 
-        If `MAX_LATE` turns wait already, the oldest one that a later one continues is removed
-        unwritten, or else the oldest one.
+        `request`: id of its request. If there are `MAX_LATE` turns already, the oldest one that a
+        later one continues is removed unwritten, or else the oldest one.
         """
         if len(self._turns) == MAX_LATE:
             del self._turns[self._superseded()]

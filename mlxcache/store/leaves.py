@@ -104,9 +104,10 @@ def find_reworded(
     """Find the leaf that a request continues after its client changed the first message, or None.
 
     `ids`: token ids of the request, of which the first `prompt_tokens` are the prompt. `leaves`:
-    those of sessions whose user typed the same first words. The request must share the first `head`
-    token ids (tools and system prompt) and have a longer prompt than the leaf. Among such leaves,
-    the one with the longest common prefix is chosen.
+    those of sessions whose user typed the same first words. The first `head` token ids (tools and
+    system prompt) must be the same, and the request's prompt must have more tokens than the leaf's
+    prompt. Among such leaves, the one with the longest common prefix is chosen. Returns None if
+    `head` is 0.
     """
     found = [
         (shared, leaf.id, leaf)

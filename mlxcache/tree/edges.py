@@ -214,7 +214,12 @@ class Edges:
         return replaced
 
     def settle(self, node: Node) -> None:
-        """Update a node that lost its last lock: make it evictable, or merge it into its child."""
+        """Update a node whose last lock was released.
+
+        Without children it becomes evictable. It is merged into its child if it has exactly one,
+        which holds the KV in the same value and is used at least as often, and if no checkpoint is
+        at the boundary between them.
+        """
         node.asked = False
         if not node.children:
             self.leaves.add(node)

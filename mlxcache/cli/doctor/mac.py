@@ -48,9 +48,10 @@ def run_command(command: Sequence[str]) -> str | None:
 
 
 def read_kernel(run: Run, name: str) -> str | None:
-    """Read a sysctl value of the kernel, such as `machdep.cpu.brand_string`.
+    """Read the sysctl value `name` of the kernel, such as `machdep.cpu.brand_string`.
 
-    Returns None if there is no such value or this machine is not a Mac.
+    `run`: runs the command `sysctl`; see `Run`. Returns None if there is no such value or this
+    machine is not a Mac.
     """
     return (run(("/usr/sbin/sysctl", "-n", name)) or "").strip() or None
 

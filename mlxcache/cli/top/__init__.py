@@ -1,5 +1,6 @@
 """`mlxcache top`: budgets, requests and sessions of a running server, live in the terminal.
 
-`state` collects the server's updates, `view` renders them, `command` reads and prints. The server
-is accessed over HTTP only.
+`state` receives the server's updates and keeps the latest, `view` renders them as text, and
+`command` is the command: it prints that text once, or redraws it. The server is accessed over HTTP
+only.
 """
