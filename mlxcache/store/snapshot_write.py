@@ -143,6 +143,9 @@ def _verified(store: Store, ids: Tokens, sound: set[tuple[Path, int, int]]) -> F
 
     `sound`: files that were verified before and are skipped, each as its path and the token range
     [start, end) that was checked. Newly verified ones are added to it.
+
+    Raises Corrupt or Gone at the first file that is damaged or was deleted. The store has then
+    removed it from its index, so another call finds less.
     """
     found = store.find(ids)
     for piece in found.pieces:
