@@ -182,7 +182,7 @@ def wrong(agent: Agent, server: SoakServer, step: Step) -> None:
     bodies = (
         b"{", b"[]", b'{"messages": 3}', b'{"messages": []}', b"\xff\xfe",
         b'{"messages": [{"role": "someone", "content": "x"}]}',
-        b'{"messages": [{"role": "user", "content": "x"}], "n": 3}',
+        b'{"messages": [{"role": "user", "content": "x"}], "n": 1000}',
         b"[" * 5000,
     )  # fmt: skip
     body = bodies[int(step.moment * len(bodies))]
