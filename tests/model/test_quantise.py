@@ -82,7 +82,8 @@ def test_logits_do_not_depend_on_the_chunks(toy: ToyMaker, family: str, bits: in
     Sums of other chunks round otherwise, by about 1e-6, and with some libraries that is enough for
     a few keys to be quantised to the next step, and for more in the layers behind. Quantising
     changes each key by up to half a step, its mean square is a twelfth of a step's: a part `m` of
-    them that differ by a step may change the logits by sqrt(12 m) of what quantising changes.
+    them that differ by a step may change the logits by sqrt(12 m) of what quantising changes. Where
+    these are only some ten keys, it matters which: twice that is allowed.
     """
     model = mlx_lm.load(str(toy(family, head_dim=HEAD)))[0]
     layout = kv.survey(model, kv_bits=bits)
@@ -96,7 +97,7 @@ def test_logits_do_not_depend_on_the_chunks(toy: ToyMaker, family: str, bits: in
         made = fed(model, line, IDS, chunk)
         part = moved(line.caches, caches)
         assert part < 0.1
-        tolerance = rounding(expected) + error * math.sqrt(12 * part)
+        tolerance = rounding(expected) + 2 * error * math.sqrt(12 * part)
         assert mx.allclose(made, expected, rtol=0, atol=tolerance).item()
 
 
