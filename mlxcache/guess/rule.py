@@ -103,10 +103,10 @@ def best_length(
 
 
 def cost_curve(points: Sequence[tuple[int, float]]) -> PassCost:
-    """Return the cost of a pass by interpolation between measured `points`, (tokens, cost).
+    """Return a function from the number of tokens of a pass to its cost, in passes of one token.
 
-    `points` ascend, and the first is (1, 1.0). Beyond the last the cost grows as between the last
-    two.
+    It interpolates between measured `points`, (tokens, cost), which ascend; the first is (1, 1.0).
+    Beyond the last, the cost grows as between the last two.
     """
     table = [1.0, 1.0]
     for (start, low), (end, high) in pairwise(points):

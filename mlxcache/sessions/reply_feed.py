@@ -54,7 +54,7 @@ class ReplyFeed:
         await asyncio.wait({self._reading}, timeout=WAIT_S)
 
     def close(self) -> None:
-        """Stop reading. Returns at once."""
+        """Stop reading replies; a read that has begun ends in its thread. Returns at once."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _read(self) -> None:

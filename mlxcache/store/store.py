@@ -313,7 +313,8 @@ class Store:
     def delete_session(self, sessions: Sessions, id: str) -> None:
         """Remove a session of any namespace, and the files that no other session needs.
 
-        Raises NotFound and StoreError.
+        `sessions`: the table that holds it. Raises NotFound if it has no session `id`, StoreError
+        if the disk or the index fails.
         """
         session, leaves = sessions.get(id), sessions.leaves(id)
         with self.freeing():

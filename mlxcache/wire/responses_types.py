@@ -81,7 +81,7 @@ class Reasoning(Struct):
 
 
 class LocalShellCall(Struct):
-    """A call in the history of the shell that is built into older versions of Codex."""
+    """A call of the shell built into older versions of Codex, in the conversation's history."""
 
     call_id: Name | None = None
     id: Name | None = None
