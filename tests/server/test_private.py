@@ -57,31 +57,35 @@ def open_to_others(folder: Path) -> list[str]:
     return found
 
 
-def test_nothing_is_anybody_elses(loose: Served, folder: Path) -> None:
-    """The store, its index and log, what is recorded, and snapshots that a command makes."""
+@pytest.fixture(scope="module")
+def made(loose: Served, folder: Path) -> Path:
+    """The store, its index and log, what is recorded, and snapshots; the path of one of these."""
     api = Api(loose)
     for turn in range(2):
         api.chat([user(words(1, 100 + turn))], prompt_cache_key="mine")
     (session,) = api.http.get("/v1/sessions").json()["data"]
-    out = folder / "out.safetensors"
-    for format in ("mlxcache", "mlx-lm"):
-        made = out.with_suffix(f".{format}")
-        url = ("--url", loose.url)
-        mlxcache("snapshot", session["id"], "-o", str(made), "--format", format, *url)
-        assert stat.S_IMODE(made.stat().st_mode) == 0o600
-        mlxcache("restore", str(made), *url)
+    url = ("--url", loose.url)
+    for format in ("mlx-lm", "mlxcache"):
+        snapshot = folder / f"out.{format}"
+        mlxcache("snapshot", session["id"], "-o", str(snapshot), "--format", format, *url)
+        assert stat.S_IMODE(snapshot.stat().st_mode) == 0o600
+        mlxcache("restore", str(snapshot), *url)
+    return snapshot
+
+
+def test_nothing_is_anybody_elses(made: Path, folder: Path) -> None:
+    """Whatever was written."""
     kinds = {path.suffix for path in folder.rglob("*") if path.is_file()}
     assert {".safetensors", ".sqlite", ".json"} <= kinds
     assert len(list((folder / "b" / "said").iterdir())) == 2
     assert open_to_others(folder) == []
 
 
-def test_nothing_is_when_it_has_ended(loose: Served, folder: Path) -> None:
+def test_nothing_is_when_it_has_ended(loose: Served, made: Path, folder: Path) -> None:
     """A command without a server writes as privately."""
     loose.stop()
     cache = ("--cache-dir", str(folder / "a" / "cache"))
-    (snapshot,) = folder.glob("*.mlxcache")
-    mlxcache("restore", str(snapshot), *cache)
+    mlxcache("restore", str(made), *cache)
     mlxcache("cache", "check", *cache)
     assert open_to_others(folder) == []
 
