@@ -75,10 +75,10 @@ def choose_backend(config: Mapping[str, Any], model: str, *, images: bool = Fals
 
     mlx-lm runs all models that it has a module for, except those to which mlx-vlm, if installed,
     feeds images; only with `images`, which is whether the model's files have what that needs, see
-    `has_images`. A model with `model_file`, Python code in its
-    own folder, is left to mlx-lm, which runs such code only with the user's permission; mlx-vlm
-    would run it without asking. `model`: name or path of the model, for error messages. Raises
-    ModelError, which says what to install, if neither library can run the model as installed.
+    `has_images`. A model with `model_file`, Python code in its own folder, is left to mlx-lm, which
+    runs such code only with the user's permission; mlx-vlm would run it without asking. `model`:
+    name or path of the model, for error messages. Raises ModelError, which says what to install, if
+    neither library can run the model as installed.
     """
     kind = str(config.get("model_type"))
     if config.get("model_file") is not None:

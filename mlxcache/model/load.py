@@ -264,7 +264,8 @@ def _load_weights(
 
 def _build(spec: ModelSpec, path: Path) -> tuple[nn.Module, dict[str, Any]]:
     """Build the model in folder `path`, with weights that are read at their first use."""
-    if backend_of(spec, path) == "mlx-lm":
+    backend, images = _choose(spec, path)
+    if backend == "mlx-lm":
         model, config = load_model(path, lazy=True, trust_remote_code=spec.trust_remote_code)
         return model, config
     if spec.adapter is not None:
@@ -272,12 +273,17 @@ def _build(spec: ModelSpec, path: Path) -> tuple[nn.Module, dict[str, Any]]:
     from mlxcache.model.vlm import load_model as load_vlm  # noqa: PLC0415 - may be absent
 
     log.info("%s is run by mlx-vlm %s", path, VLM_VERSION)
-    return load_vlm(path, images=_with_images(spec, path))
+    return load_vlm(path, images=images)
 
 
-def _with_images(spec: ModelSpec, path: Path) -> bool:
-    """Return whether images may be fed to the model in folder `path`, as it is asked for."""
-    return spec.images and spec.adapter is None and has_images(path)
+def _choose(spec: ModelSpec, path: Path) -> tuple[Backend, bool]:
+    """Return the library that runs the model in folder `path`, and whether it may be fed images.
+
+    Raises ModelError as `backend_of`.
+    """
+    images = spec.images and spec.adapter is None and has_images(path)
+    config = checked_config(path)
+    return choose_backend(config, str(path / "config.json"), images=images), images
 
 
 def backend_of(spec: ModelSpec, path: Path) -> Backend:
@@ -285,8 +291,7 @@ def backend_of(spec: ModelSpec, path: Path) -> Backend:
 
     Raises ModelError if no library can, or the folder has no valid config.json.
     """
-    config = checked_config(path)
-    return choose_backend(config, str(path / "config.json"), images=_with_images(spec, path))
+    return _choose(spec, path)[0]
 
 
 def abilities(spec: ModelSpec, path: Path) -> tuple[Backend, bool]:
@@ -294,8 +299,7 @@ def abilities(spec: ModelSpec, path: Path) -> tuple[Backend, bool]:
 
     By its files, without its weights, as `spec` asks for it. Raises ModelError as `backend_of`.
     """
-    backend = backend_of(spec, path)
-    images = _with_images(spec, path)
+    backend, images = _choose(spec, path)
     return backend, takes_images(checked_config(path), backend, images=images)
 
 

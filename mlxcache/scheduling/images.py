@@ -33,8 +33,7 @@ class ImageCost:
 
     The vision tower needs `peak` bytes for an image of `tokens` tokens, and n ** `growth` times
     that for n times as many tokens. `row_bytes`: bytes of all that is fed at one token of an image
-    in place of its embedding. `pixel_bytes`: bytes
-    of the pixels behind one token.
+    in place of its embedding. `pixel_bytes`: bytes of the pixels behind one token.
     """
 
     tokens: int

@@ -7,6 +7,7 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
+from mlx import nn
 
 from mlxcache.model.vision import decode
 from mlxcache.types import ImageSpan, Tokens
@@ -47,3 +48,14 @@ class Whole:
             all_ids = np.concatenate([ids, np.array(found, np.int32)])
             found.append(int(mx.argmax(self.logits(all_ids, spans)[-1])))
         return found
+
+
+def poison(model: nn.Module) -> int:
+    """Leave positions in the modules as another sequence would; how many have a place for them."""
+    found = 0
+    for _, module in model.named_modules():
+        if hasattr(module, "_rope_deltas"):
+            module._rope_deltas = mx.array([[321]])
+            module._position_ids = mx.broadcast_to(mx.arange(4096) * 3 + 7, (3, 1, 4096))
+            found += 1
+    return found

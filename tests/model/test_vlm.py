@@ -17,7 +17,6 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
-from mlx import nn
 
 from mlxcache.errors import ModelError
 from mlxcache.model import kv
@@ -27,6 +26,7 @@ from mlxcache.model.kv import Layout
 from mlxcache.model.lineage import Lineage
 from mlxcache.model.load import Loaded, ModelSpec, load
 from tests.conftest import ToyMaker
+from tests.model.seeing import poison
 from tests.model.test_every_model import saved
 from tests.toys.configs import NO_VLM, SEEING, VLM, toy_options
 from tests.toys.toy import FUSED
@@ -54,17 +54,6 @@ def loaded(name: str, toy: ToyMaker) -> Loaded:
 
 def ids(seed: int, count: int = sum(CHUNKS)) -> list[int]:
     return [int(one) for one in np.random.default_rng(seed).integers(10, 400, count)]
-
-
-def poison(model: nn.Module) -> int:
-    """Leave positions in the modules as another sequence would; how many have a place for them."""
-    found = 0
-    for _, module in model.named_modules():
-        if hasattr(module, "_rope_deltas"):
-            module._rope_deltas = mx.array([[321]])
-            module._position_ids = mx.broadcast_to(mx.arange(4096) * 3 + 7, (3, 1, 4096))
-            found += 1
-    return found
 
 
 def cold(loaded: Loaded, tokens: list[int]) -> mx.array:

@@ -13,7 +13,6 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
-from mlx import nn
 
 from mlxcache.model import kv
 from mlxcache.model.lineage import Lineage
@@ -23,7 +22,7 @@ from mlxcache.prompt.images import ids_with_digests
 from mlxcache.scheduling.images import Images, measure
 from mlxcache.types import ImageSpan, Tokens
 from tests.conftest import ToyMaker
-from tests.model.seeing import Whole
+from tests.model.seeing import Whole, poison
 from tests.toys.configs import NO_VLM
 from tests.toys.images import screenshot
 from tests.toys.vlm import SEEING
@@ -109,24 +108,13 @@ class Feeder:
         return self._call(line, np.array(tokens, np.int32), {"shift": shift})
 
     def _call(self, line: Lineage, ids: Tokens, inputs: dict[str, mx.array]) -> mx.array:
-        poison(self.loaded.model)
+        assert poison(self.loaded.model)
         logits: mx.array = self.loaded.model(mx.array(ids)[None], cache=line.caches, **inputs)[0]
         mx.eval(logits)
         kv.eval_states(line.caches)
         line.advance(len(ids))
         assert line.aligned()
         return logits
-
-
-def poison(model: nn.Module) -> None:
-    """Leave positions in the modules as another request would."""
-    found = 0
-    for _, module in model.named_modules():
-        if hasattr(module, "_rope_deltas"):
-            module._rope_deltas = mx.array([[321]])
-            module._position_ids = mx.broadcast_to(mx.arange(4096) * 3 + 7, (3, 1, 4096))
-            found += 1
-    assert found
 
 
 def difference(one: mx.array, other: mx.array) -> float:

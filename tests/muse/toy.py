@@ -16,21 +16,12 @@ from mlxcache.model import demo
 from mlxcache.model.vision import encode
 from mlxcache.types import Image
 from tests.muse import plain
+from tests.toys.images import take_parts
 from tests.toys.tokenizer import CONTROL, MARKS, toy_tokenizer
 from tests.toys.weights import draw
 
 IMAGE_MARKS = ("<|image_start|>", "<|patch|>", "<|image_end|>")
 VOCABULARY = 520
-_LINE = "message.content + '<|im_end|>\\n' -}}\n{%- endif -%}"
-_PARTS = """'' -}}
-{%- if message.content is string -%}{{- message.content -}}
-{%- else -%}
-{%- for part in message.content -%}
-{{- part.text if part.type == 'text' else '<|patch|>' -}}
-{%- endfor -%}
-{%- endif -%}
-{{- '<|im_end|>\\n' -}}
-{%- endif -%}"""
 
 
 def make_muse(path: Path) -> Path:
@@ -53,12 +44,7 @@ def make_muse(path: Path) -> Path:
     (path / "config.json").write_text(json.dumps(config), encoding="utf-8")
     (path / "plain.py").write_text(Path(plain.__file__).read_text("utf-8"), encoding="utf-8")
     demo.write_tokenizer(path, tokenizer.to_str(), context=8192, thinking=False)
-    file = path / "tokenizer_config.json"
-    fields = json.loads(file.read_text(encoding="utf-8"))
-    template = fields["chat_template"]
-    assert _LINE in template
-    fields["chat_template"] = template.replace(_LINE, _PARTS)
-    file.write_text(json.dumps(fields), encoding="utf-8")
+    take_parts(path, "<|patch|>")
     return path
 
 

@@ -21,7 +21,7 @@ _PARTS = """'' -}}
 {%- if message.content is string -%}{{- message.content -}}
 {%- else -%}
 {%- for part in message.content -%}
-{{- part.text if part.type == 'text' else '<|vision_start|><|image_pad|><|vision_end|>' -}}
+{{- part.text if part.type == 'text' else 'IMAGE' -}}
 {%- endfor -%}
 {%- endif -%}
 {{- '<|im_end|>\\n' -}}
@@ -53,11 +53,16 @@ def write_processor(path: Path) -> None:
         "image_std": [0.5, 0.5, 0.5],
     }
     (path / "preprocessor_config.json").write_text(json.dumps(settings), encoding="utf-8")
+    take_parts(path, "<|vision_start|><|image_pad|><|vision_end|>")
+
+
+def take_parts(path: Path, image: str) -> None:
+    """Let the template in the folder take parts of content; it writes `image` for an image."""
     file = path / "tokenizer_config.json"
     fields = json.loads(file.read_text(encoding="utf-8"))
     template = fields["chat_template"]
     assert _LINE in template
-    fields["chat_template"] = template.replace(_LINE, _PARTS)
+    fields["chat_template"] = template.replace(_LINE, _PARTS.replace("IMAGE", image))
     file.write_text(json.dumps(fields), encoding="utf-8")
 
 
