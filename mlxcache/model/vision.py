@@ -11,6 +11,7 @@ import logging
 import struct
 from collections import OrderedDict
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
 from threading import Lock
@@ -43,9 +44,6 @@ FORMATS = ("PNG", "JPEG", "GIF", "WEBP")
 ANIMATED = ("PNG", "GIF", "WEBP")
 """Formats whose second frame is one of an animation."""
 
-ORIENTATION = 0x0112
-"""EXIF tag of the turn by which an image is to be shown."""
-
 KEPT_IMAGES = 256
 KEPT_BYTES = 64 << 20
 MOST_TOKENS = 4096
@@ -73,9 +71,8 @@ class ImageModel(Protocol):
     maximum number of positions per image. `count` returns the positions of an image of so many
     pixels, or None if that is known only after processing it. `process` takes RGB pixels, shape
     (height, width, 3), on any thread. Both raise ValueError for an image that they refuse. `rows`
-    takes the ids at the
-    positions of an image, its pixels and grid, and returns what is fed there. `embed` returns the
-    same for tokens of text. Both are lazy, and called on the MLX thread only.
+    takes the ids at the positions of an image, its pixels and grid, and returns what is fed there.
+    `embed` returns the same for tokens of text. Both are lazy, and called on the MLX thread only.
     """
 
     image_token: str
@@ -246,7 +243,7 @@ def decode(data: bytes) -> npt.NDArray[np.uint8]:
                     "An animated image is not accepted: send a single frame of it.",
                     param="messages",
                 )
-            return _upright(_opaque(picture), _orientation(picture))
+            return _opaque(_upright(picture))
     except (Pillow.DecompressionBombError, OSError, SyntaxError, ValueError) as error:
         raise BadRequest(
             "An image cannot be read: it must be a complete PNG, JPEG, GIF or WebP file.",
@@ -268,22 +265,16 @@ def _opaque(picture: Any) -> npt.NDArray[np.uint8]:
     return np.asarray(white.convert("RGB"))
 
 
-def _orientation(picture: Any) -> int:
-    """Return the EXIF orientation of an image of Pillow, 1 to 8; 1 if its EXIF is damaged."""
-    try:
-        found = picture.getexif().get(ORIENTATION, 1)
-    except (OSError, SyntaxError, ValueError, LookupError, struct.error):
-        return 1
-    return found if found in range(1, 9) else 1
+def _upright(picture: Any) -> Any:
+    """Return an image of Pillow turned and mirrored by its EXIF orientation, if that is readable.
 
+    `picture` itself is changed.
+    """
+    from PIL import ImageOps  # noqa: PLC0415 - as above
 
-def _upright(pixels: npt.NDArray[np.uint8], orientation: int) -> npt.NDArray[np.uint8]:
-    """Turn and mirror the pixels of an image by its EXIF orientation, 1 to 8."""
-    if orientation >= 5:  # rows were stored as columns
-        pixels = pixels.swapaxes(0, 1)
-    mirrored = orientation in (2, 3, 6, 7), orientation in (3, 4, 7, 8)
-    columns, rows = (-1 if one else 1 for one in mirrored)
-    return np.ascontiguousarray(pixels[::rows, ::columns])
+    with suppress(OSError, SyntaxError, ValueError, LookupError, struct.error):
+        ImageOps.exif_transpose(picture, in_place=True)
+    return picture
 
 
 def encode(pixels: npt.NDArray[np.uint8]) -> bytes:

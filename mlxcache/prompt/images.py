@@ -62,10 +62,13 @@ class ImageTemplate:
         traits: Traits,
     ):
         self._processor = processor
-        self._part = _find_part(template, processor.image_token, args) if processor else None
-        self.in_results = self._part is not None and _shows_results(
-            template, str(processor and processor.image_token), self._part, args, traits
-        )
+        self._part: Message | None = None
+        self.in_results = False
+        if processor is not None:
+            token = processor.image_token
+            self._part = _find_part(template, token, args)
+            if self._part is not None:
+                self.in_results = _shows_results(template, token, self._part, args, traits)
 
     @property
     def supported(self) -> bool:

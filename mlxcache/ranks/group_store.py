@@ -188,7 +188,8 @@ def _as_far(found: Found, length: int, checkpoints: Sequence[int] | None) -> Fou
     """
     saved = found.checkpoints
     if checkpoints is not None:
-        saved = tuple(one for one in saved if one.position in set(checkpoints))
+        known = set(checkpoints)
+        saved = tuple(one for one in saved if one.position in known)
     return replace(found, length=min(found.length, length), checkpoints=saved)
 
 

@@ -13,8 +13,8 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from mlx_lm.processors import load_processor
+from PIL import ExifTags, ImageOps
 from PIL import Image as Pillow
-from PIL import ImageOps
 
 from mlxcache.errors import BadRequest
 from mlxcache.model import vision as module
@@ -63,7 +63,7 @@ def test_an_image_is_turned_by_its_exif_orientation(kind: str, orientation: int)
     corners[:16, :16], corners[:16, 16:], corners[32:, :16] = (255, 0, 0), (0, 255, 0), 0
     picture = Pillow.fromarray(corners)
     exif = picture.getexif()
-    exif[module.ORIENTATION] = orientation
+    exif[ExifTags.Base.Orientation] = orientation
     file = io.BytesIO()
     picture.save(file, kind, exif=exif, quality=95)
     expected = np.asarray(ImageOps.exif_transpose(Pillow.open(file)).convert("RGB"))
@@ -157,7 +157,7 @@ def test_any_damage_is_a_bad_request_or_an_image(kind: str) -> None:
     file = io.BytesIO()
     shown = Pillow.open(io.BytesIO(picture(1)))
     exif = shown.getexif()
-    exif.update({module.ORIENTATION: 6, 0x010E: "a description", 0x8825: {1: "N"}})
+    exif.update({ExifTags.Base.Orientation: 6, 0x010E: "a description", 0x8825: {1: "N"}})
     shown.save(file, "JPEG" if kind == "EXIF" else kind, exif=exif)
     whole = file.getvalue()
     most = 160 if kind == "EXIF" else len(whole)
