@@ -83,8 +83,8 @@ class DiskTier:
     def _measure(self) -> dict[str, Any]:
         try:
             stats = self.store.stats()
-        except StoreError:  # the folder was removed or cannot be read
-            stats = self.store.nothing()
+        except StoreError as error:  # the folder was removed or cannot be read
+            stats = self.store.nothing(str(error))
         return {
             "used_bytes": stats.used_bytes,
             "limit_bytes": stats.limit_bytes,

@@ -24,8 +24,10 @@ OF_THE_DISK = (sqlite3.SQLITE_IOERR, sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CAN
 A connection that was open before would go on failing then, so pooled connections are closed.
 """
 
+_OF_A_NEW_FILE = ("auto_vacuum=INCREMENTAL",)
+"""Pragmas for an empty file, before its first table. In any other file they write to the disk."""
+
 _PRAGMAS = (
-    "auto_vacuum=INCREMENTAL",  # takes effect in a new file, before its first table
     "journal_mode=WAL",
     "synchronous=FULL",
     "fullfsync=ON",  # on macOS, as `disk_calls.sync`; no effect elsewhere
@@ -52,10 +54,11 @@ _LOG_IN_MEMORY = ("locking_mode=EXCLUSIVE",)
 def connect(path: Path) -> sqlite3.Connection:
     """Connect to an existing SQLite file, read-only if its disk is read-only.
 
-    Raises sqlite3.Error.
+    Raises sqlite3.Error and OSError.
     """
     try:
-        return _connected(path, "mode=rw", _PRAGMAS, sqlite3.Connection)
+        pragmas = _PRAGMAS if path.stat().st_size else (*_OF_A_NEW_FILE, *_PRAGMAS)
+        return _connected(path, "mode=rw", pragmas, sqlite3.Connection)
     except sqlite3.OperationalError as error:
         if error.sqlite_errorcode & 0xFF not in OF_THE_DISK:
             raise

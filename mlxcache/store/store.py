@@ -395,6 +395,7 @@ class Store:
         runs, checkpoints = held.get(RUN, Totals()), held.get(CHECKPOINT, Totals())
         both = runs + checkpoints
         return self._with_counts(
+            obstacle,
             used_bytes=used,
             runs=runs.files,
             checkpoints=checkpoints.files,
@@ -404,15 +405,14 @@ class Store:
             tokens=both.tokens,
             pinned_bytes=both.pinned_disk,
             quarantined=quarantined,
-            obstacle=obstacle,
         )
 
-    def nothing(self) -> StoreStats:
-        """Return zeros as the figures of a folder that cannot be read.
+    def nothing(self, obstacle: str) -> StoreStats:
+        """Return zeros as the figures of a folder that cannot be read, and `obstacle` as the reason.
 
         The counts of this process are included.
         """
-        return self._with_counts()
+        return self._with_counts(obstacle)
 
     def check(self, progress: Progress = lambda _, __: None) -> list[Problem]:
         """Read every file of every namespace and return the problems found. Changes nothing.
@@ -440,7 +440,7 @@ class Store:
         with self.freeing():
             return maintenance.clear(self.context, pinned)
 
-    def _with_counts(self, obstacle: str | None = None, **held: int) -> StoreStats:
+    def _with_counts(self, obstacle: str | None, **held: int) -> StoreStats:
         names = ("written_bytes", "written_tokens", "verified", "corrupt", "evicted")
         counts = {name: self.context.counted(name) for name in names}
         return StoreStats(limit_bytes=self.limit, obstacle=obstacle, **held, **counts)

@@ -15,7 +15,7 @@ import pytest
 
 from mlxcache.cache.disk import DiskTier
 from mlxcache.cache.write_behind import PathWrite
-from mlxcache.errors import DiskFull, PrefixNotStored
+from mlxcache.errors import DiskFull, PrefixNotStored, StoreError
 from mlxcache.model import serialise
 from mlxcache.scheduling.task import Task
 from mlxcache.store.store import Store
@@ -318,6 +318,20 @@ def test_a_disk_that_is_full_costs_nothing_but_the_disk(
         llama.tick()  # the disk's timer wakes it
     settled(disk)
     assert not disk.write_behind.backoff.failing
+
+
+def test_figures_that_cannot_be_read_say_why(
+    llama: Bench, start: Callable[..., DiskTier], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are not those of an empty folder that works."""
+
+    def unreadable() -> None:
+        raise StoreError("the index cannot be read")
+
+    disk = start(llama)
+    monkeypatch.setattr(disk.store, "stats", unreadable)
+    found = disk.figures()
+    assert (found["state"], found["reason"]) == ("suspended", "the index cannot be read")
 
 
 def test_a_lookup_that_fails_says_what_it_was_for(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ import pytest
 from mlxcache.cli.offline import Offline
 from mlxcache.errors import StoreError
 from mlxcache.store import recovery, store
-from mlxcache.store.database import Unwritable
+from mlxcache.store.database import Unwritable, connect
 from mlxcache.store.folder import Folder
 from mlxcache.store.leaves import conversation_key_tokens
 from mlxcache.store.lock import servers, serving
@@ -136,6 +137,19 @@ def test_an_open_store_frees_the_space_of_a_full_disk(disk):
         for id in ids:  # none of them has a file, so nothing but the reserve gives space
             made.delete_session(sessions, id)
         assert sessions.all() == []
+
+
+def test_another_connection_reads_the_index_of_a_full_disk(disk):
+    """It writes nothing when it is made."""
+    folder = disk / "store"
+    make_sessions(folder)
+    with opened(folder, LIMIT, free_floor=NO_FLOOR) as store, store.database.read() as connection:
+        fill(disk)
+        before = (folder / "index.sqlite-wal").stat().st_size
+        with closing(connect(store.database.path)) as other:
+            sql = "SELECT COUNT(*) FROM sessions"
+            assert other.execute(sql).fetchone() == connection.execute(sql).fetchone()
+        assert (folder / "index.sqlite-wal").stat().st_size == before
 
 
 def test_the_reserve_is_given_up_on_a_full_disk_alone(folder, monkeypatch):
