@@ -408,7 +408,7 @@ class Store:
         )
 
     def nothing(self, obstacle: str) -> StoreStats:
-        """Return zeros as the figures of a folder that cannot be read, and `obstacle` as the reason.
+        """Return zeros as the figures of a folder that cannot be read; `obstacle` says why not.
 
         The counts of this process are included.
         """

@@ -38,7 +38,7 @@ from tests.toys.adapter import convert
 from tests.toys.configs import FAMILIES
 from tests.toys.toy import FUSED, make_toy
 
-WAIT_S = 400.0
+WAIT_S = 1400.0
 """Seconds after which a group is given up."""
 
 LAYERS = {"qwen3_5": 8, "qwen3_next": 8}
