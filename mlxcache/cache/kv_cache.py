@@ -25,12 +25,13 @@ import mlx.core as mx
 
 from mlxcache.cache.disk import DiskTier
 from mlxcache.cache.main_conversation import NO_HINTS, CacheHints, MainConversations
-from mlxcache.cache.placement import Placement, intact, reusable
+from mlxcache.cache.memory_waits import MemoryWaits
+from mlxcache.cache.placement import Placement, finite_prefix, intact, reusable
 from mlxcache.cache.ram import STEP, Evict, RamTier
 from mlxcache.cache.restore import MIN_UNKNOWN, DiskLookup
-from mlxcache.cache.shared_ram import SharedRam, Wait
+from mlxcache.cache.shared_ram import SharedRam
 from mlxcache.model import device
-from mlxcache.model.finite import ends_finite, finite_upto, state_is_finite
+from mlxcache.model.finite import ends_finite, finite_upto
 from mlxcache.model.kv import Layout, State
 from mlxcache.model.lineage import Lineage
 from mlxcache.store.digests import BLOCK
@@ -90,6 +91,11 @@ class Lease:
         self.cached = self.written = self.length
         self.awaiting_state = False
 
+    @property
+    def evict_now(self) -> Literal["no", "idle"]:
+        """The mode of making room that waits for no write to disk: "idle" if `evict` is "wait"."""
+        return "no" if self.evict == "no" else "idle"
+
 
 class KVCache:
     """Operations by which requests use KV. Each reserves bytes before it allocates them.
@@ -106,6 +112,7 @@ class KVCache:
         self.layout: Layout = ram.layout
         self.budget: Budget = ram.budget
         self.tree: PrefixTree = ram.tree
+        self.waits = MemoryWaits(ram)
         self._mains = MainConversations()
         self._placement = Placement(ram)
 
@@ -364,7 +371,7 @@ class KVCache:
             self.tree.unlock(lease.node)
         lease.node = node
         if checkpoint and self.layout.opaque and node.checkpoint is None:
-            size, end, evict = lineage.state_bytes, len(ids), _without_waiting(lease)
+            size, end, evict = lineage.state_bytes, len(ids), lease.evict_now
             reserved = self.ram.reserve_checkpoint(node, size, end, evict=evict)
             if not reserved and final and self.ram.withheld:
                 self.ram.withhold(max(0, self.ram.withheld - size))
@@ -471,7 +478,7 @@ class KVCache:
             self.ram.set_idle(lineage)
             lineage.rest()
             self.ram.shrink(lineage, force=False)
-        self.ram.compact_idle(evict=_without_waiting(lease))
+        self.ram.compact_idle(evict=lease.evict_now)
 
     def abandon(self, lease: Lease) -> None:
         """End a lease whose last forward pass failed; only its committed KV stays in RAM."""
@@ -506,7 +513,8 @@ class KVCache:
         The prefix that the request reused and the tokens that other requests share stay as far as
         their KV is finite. The lease stays, but its lock on the tree is released.
         """
-        kept = self._finite_prefix(ids, min(lease.cached, finite_upto(lease.lineage)))
+        reused = min(lease.cached, finite_upto(lease.lineage))
+        kept = finite_prefix(self.tree.match(ids, touch=False), reused)
         log.warning(
             "model %s: model produced NaN; kept the KV of %d of a request's %d tokens",
             *(self.label, kept, len(ids)),
@@ -518,31 +526,6 @@ class KVCache:
             self.disk.write_behind.forget(self._nodes_beyond(ids, kept))
             self.disk.write_behind.delete_beyond(ids, kept)
         self.forget(ids, kept)
-
-    def _finite_prefix(self, ids: Tokens, reused: int) -> int:
-        """Return how many leading tokens of `ids` to keep after the model produced NaN.
-
-        `reused`: tokens that the request had reused. Tokens in the tree that another conversation
-        shares were computed by that conversation too, so they are kept if their KV is finite.
-        """
-        match = self.tree.match(ids, touch=False)
-        parted = [node.end for node in match.nodes if len(node.children) > 1]
-        if match.nodes and (match.nodes[-1].children or match.nodes[-1].end > match.length):
-            parted.append(match.length)
-        wanted = max([reused, *parted])
-        finite: dict[Lineage, int] = {}  # each is read once: there may be gigabytes of it
-        for node in match.nodes:
-            end = min(node.end, wanted)
-            if node.start >= wanted:
-                break
-            if end > reused and node.value not in finite:
-                finite[node.value] = 0 if node.value.lost else finite_upto(node.value)
-            if end > finite.get(node.value, end):
-                return reused
-            state = node.checkpoint if end == node.end else None
-            if state is not None and not state_is_finite(state):
-                return node.start if end <= reused else reused
-        return wanted
 
     # -- removing ----------------------------------------------------------------------------------
 
@@ -597,73 +580,6 @@ class KVCache:
         A part of it may have been withheld while the machine was short of memory.
         """
         self.ram.withhold(0)
-
-    # -- waiting for memory of other models --------------------------------------------------------
-
-    def fits_alone(self, tokens: int) -> bool:
-        """Return whether a prompt of `tokens` tokens would fit if all other models were unloaded.
-
-        Models that are never unloaded still count. Call while no request is in progress.
-        """
-        size, shared = self._least_bytes(tokens), self.ram.shared
-        if shared is not None:
-            return shared.fits_alone(self.ram, size)
-        return size <= self.budget.own_free + self.ram.idle_bytes
-
-    def in_reach(self, tokens: int) -> bool:
-        """Return whether a prompt of `tokens` tokens fits once all idle KV is evicted.
-
-        Idle KV is that which no request uses, of this model and of others. That of another model
-        counts only while all paths of that model are on disk, so that it can be evicted at once.
-        Always true without a shared budget, because there is nothing to wait for. Call while no
-        request of this model is in progress.
-        """
-        shared = self.ram.shared
-        return shared is None or shared.in_reach(self.ram, self._least_bytes(tokens))
-
-    def _least_bytes(self, tokens: int) -> int:
-        positions = (tokens + 1 + 63) // 64 * 64
-        return positions * self.layout.bytes_per_token + self.layout.running_bytes
-
-    def wait_for_others(self, tokens: int) -> bool:
-        """Record that a prompt of `tokens` tokens waits for memory that other models hold.
-
-        From then on `wait` returns it, until `stop_waiting`. Returns False, and records nothing, if
-        no other model holds memory that the prompt may get later.
-        """
-        shared = self.ram.shared
-        if shared is None or not shared.waits_for_others(self.ram):
-            return False
-        shared.wait(self.ram, self._least_bytes(tokens))
-        return True
-
-    def retry_wait(self) -> None:
-        """Let the prompt that waits for memory of other models try again to reserve it.
-
-        It may try even if no memory has become free. Does nothing if no prompt waits.
-        """
-        if self.ram.shared is not None:
-            self.ram.shared.retry(self.ram)
-
-    @property
-    def wait(self) -> Wait | None:
-        """The wait of a prompt for memory of other models, or None if none waits."""
-        return self.ram.shared.wait_of(self.ram) if self.ram.shared is not None else None
-
-    def stop_waiting(self) -> None:
-        """Record that no prompt waits for memory of other models: `wait` is None then."""
-        if self.ram.shared is not None:
-            self.ram.shared.stop_waiting(self.ram)
-
-    @property
-    def short(self) -> bool:
-        """True while a prompt waits for memory of other models, and none has become free since."""
-        return self.ram.shared is not None and self.ram.shared.is_short(self.ram)
-
-    @property
-    def others_wait(self) -> bool:
-        """True if a request for another model waits for memory."""
-        return self.ram.shared is not None and self.ram.shared.others_wait(self.ram)
 
     # -- the disk tier's part in the loop ----------------------------------------------------------
 
@@ -727,8 +643,3 @@ class KVCache:
             "checkpoints": tree.checkpoints,
             "evictions": {"spilled": self.ram.spilled, "dropped": self.ram.dropped},
         }
-
-
-def _without_waiting(lease: Lease) -> Literal["no", "idle"]:
-    """Return how a lease makes room, with "wait" (for writes to disk) replaced by "idle"."""
-    return "no" if lease.evict == "no" else "idle"

@@ -1,8 +1,8 @@
 """Placement of a request: the choice of the lineage that it continues in, and its content.
 
 A lineage that ends where the matched prefix ends is continued in place. One that holds more is
-split first. If no idle lineage can be continued, the prefix is copied into a new one. MLX thread
-only.
+split first. If no idle lineage can be continued, the prefix is copied into a new one. The functions
+tell how much of a matched prefix can be used. MLX thread only.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 from mlxcache.cache.ram import Evict, RamTier
+from mlxcache.model.finite import finite_upto, state_is_finite
 from mlxcache.model.kv import Layout, State
 from mlxcache.model.lineage import Lineage, Span
 from mlxcache.tree.node import Match, Node
@@ -50,6 +51,32 @@ def intact(layout: Layout, match: Match, upto: int) -> int:
     if hollow and hollow[0][0] < limit < hollow[-1][1] + layout.longest_window:
         return hollow[0][0]
     return limit
+
+
+def finite_prefix(match: Match, reused: int) -> int:
+    """Return how many leading tokens of a request to keep after the model produced NaN.
+
+    `match`: that of the request's tokens. `reused`: how many of them the request had reused. Tokens
+    that another conversation shares were computed by that conversation too, so they are kept if
+    their KV is finite.
+    """
+    parted = [node.end for node in match.nodes if len(node.children) > 1]
+    if match.nodes and (match.nodes[-1].children or match.nodes[-1].end > match.length):
+        parted.append(match.length)
+    wanted = max([reused, *parted])
+    finite: dict[Lineage, int] = {}  # each is read once: there may be gigabytes of it
+    for node in match.nodes:
+        end = min(node.end, wanted)
+        if node.start >= wanted:
+            break
+        if end > reused and node.value not in finite:
+            finite[node.value] = 0 if node.value.lost else finite_upto(node.value)
+        if end > finite.get(node.value, end):
+            return reused
+        state = node.checkpoint if end == node.end else None
+        if state is not None and not state_is_finite(state):
+            return node.start if end <= reused else reused
+    return wanted
 
 
 class Placed(NamedTuple):

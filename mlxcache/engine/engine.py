@@ -450,31 +450,8 @@ class Engine:
 
     @property
     def residence(self) -> Mapping[str, Any] | None:
-        """State of the weights, as `GET /v1/models` shows it; None until they were loaded once.
-
-        The keys: `state` ("loaded", "loading" or "unloaded"), `progress` (share of the weights that
-        is read while they are loading, else None), `size_bytes` (memory that the model takes
-        without KV), `shared_bytes` (the part of it that other loaded models use too),
-        `weights_bytes`, `kv_bytes` (KV in RAM), `bytes_per_token` (of KV), `loads` and `unloads`
-        (how often since the start), `load_s` (seconds of the last load) and `unloaded_for`, the
-        reason: "idle", "memory" (another model needed it), "asked" (a client unloaded it) or None.
-        """
-        one = self._resident
-        if one is None:
-            return None
-        return {
-            "state": one.state,
-            "size_bytes": one.size,
-            "shared_bytes": one.shared_bytes,
-            "loads": one.loads,
-            "unloads": one.unloads,
-            "load_s": round(one.load_s, 3),
-            "unloaded_for": one.cause if one.state == "unloaded" else None,
-            "progress": one.progress,
-            "weights_bytes": one.weights.nbytes,
-            "kv_bytes": one.kv.tree.kv_bytes + one.kv.tree.checkpoint_bytes,
-            "bytes_per_token": one.kv.layout.bytes_per_token,
-        }
+        """State of the weights, see `Resident.figures`; None until they were loaded once."""
+        return self._resident.figures() if self._resident is not None else None
 
     @property
     def awaits_room(self) -> bool:

@@ -17,12 +17,12 @@ import numpy as np
 
 from mlxcache.cache.capacity import copy_bytes, warnings
 from mlxcache.cache.kv_cache import KVCache
-from mlxcache.cache.pressure import Pressure, Withholding
-from mlxcache.config import Settings, disk_limit
-from mlxcache.config.memory import MemoryPressure, read_footprint, read_pressure
+from mlxcache.cache.pressure import Pressure
+from mlxcache.config import Settings
+from mlxcache.config.memory import read_pressure
 from mlxcache.engine.metrics import Figures, Totals
-from mlxcache.engine.model_files import namespace_of
-from mlxcache.errors import BadRequest, Busy, ContextLengthExceeded, StoreError
+from mlxcache.engine.opening import open_images, open_store, open_tier, watch_pressure
+from mlxcache.errors import BadRequest, Busy, ContextLengthExceeded
 from mlxcache.guess.drafts import DraftCosts, DraftRule
 from mlxcache.guess.passes import PassCosts
 from mlxcache.mlx_thread import MlxThread
@@ -30,7 +30,6 @@ from mlxcache.model import device, kv, serialise
 from mlxcache.model.generation import describe
 from mlxcache.model.guidance.guided import Guides
 from mlxcache.model.guidance.thinking_budget import ThinkingBudget, read_closing
-from mlxcache.model.kv import Layout
 from mlxcache.model.load import Loaded
 from mlxcache.model.mlx_lm_format import PromptCache, agrees, prompt_ids
 from mlxcache.model.output import OutputParser, reader
@@ -43,14 +42,11 @@ from mlxcache.prompt.builder import PromptBuilder
 from mlxcache.prompt.replies import GeneratedReply, Replies
 from mlxcache.ranks.rank_zero import RankZero
 from mlxcache.residency.memory import (
-    IMAGES_PART,
     MIN_CONTEXT,
-    MemoryPlan,
     Shared,
     has_room,
     plan_memory,
 )
-from mlxcache.scheduling import images
 from mlxcache.scheduling.anticipate import NextTurnRenderer
 from mlxcache.scheduling.decoder import Drawn, Row
 from mlxcache.scheduling.loop_guard import LoopGuard
@@ -69,7 +65,6 @@ from mlxcache.store.leaves import conversation_key_tokens, digest_of
 from mlxcache.store.reply_rows import ReplyRow
 from mlxcache.store.session_rows import Gain, SessionFigures
 from mlxcache.store.sessions import Sessions
-from mlxcache.store.store import Store
 from mlxcache.tree.eviction import Worth
 from mlxcache.types import WARMING, Chat, Job, ModelInfo, Prompt, TokenLogprob, Tokens
 
@@ -119,97 +114,6 @@ class PromptBuilders:
             with self._lock:
                 known = self._replies[owner]
             known.learn(replies)
-
-
-def open_store(
-    loaded: Loaded, layout: Layout, settings: Settings, ranks: RankZero | None = None
-) -> tuple[Store | None, str | None]:
-    """Open the store of this model's namespace; return it and None, or None and the reason.
-
-    Logs a warning if the store cannot be opened, or only for reading. Blocks.
-    """
-    folder = settings.cache_dir / "store"
-    try:
-        whole = layout if ranks is None or ranks.whole is None else ranks.whole
-        namespace = namespace_of(loaded.path, loaded.info.backend, whole, settings, loaded.draft)
-        if ranks is not None:
-            store: Store = ranks.open_store(
-                folder, namespace, settings.disk, needs_checkpoints=layout.opaque
-            )
-        else:
-            limit = disk_limit(settings.disk, folder)
-            store = Store.open(folder, namespace, limit, needs_checkpoints=bool(layout.opaque))
-    except (StoreError, OSError) as error:
-        log.warning(
-            "model %s: no disk tier, serving from RAM alone: %s", settings.entries[0].label, error
-        )
-        return None, str(error)
-    if store.obstacle is not None:
-        log.warning(
-            "model %s: disk tier is only read, nothing is written: %s",
-            *(settings.entries[0].label, store.obstacle),
-        )
-    return store, None
-
-
-def open_tier(
-    objects: Objects,
-    store: Store,
-    layout: Layout,
-    seconds: Callable[[int, int], float],
-    label: str,
-) -> RemoteTier:
-    """Open the part of the shared remote that belongs to one model.
-
-    `objects`: the remote. `store`: that of the model's namespace. `seconds(start, stop)` estimates
-    the time for computing the prompt tokens in between. `label`: that of the model, for the log.
-    """
-    from mlxcache.remote.fetch import Shape  # noqa: PLC0415 - only with --remote
-    from mlxcache.remote.tier import RemoteTier  # noqa: PLC0415
-
-    shape = Shape(layout.bytes_per_token, layout.checkpoint_bytes, bool(layout.opaque))
-    return RemoteTier(objects, store, shape, seconds, layout.vocab_size, label=label)
-
-
-def open_images(loaded: Loaded, plan: MemoryPlan, settings: Settings) -> images.Images | None:
-    """Reserve memory for images; return None if there is no memory or the model takes no images."""
-    vision, label = loaded.vision, settings.entries[0].label
-    if loaded.unseen is not None:
-        log.info("model %s: images disabled: %s", label, loaded.unseen)
-    if vision is None:
-        return None
-    found = images.measure(vision, plan.transient)
-    if found is None:
-        log.warning(
-            "model %s: images disabled: a test image did not change the model's input embeddings",
-            label,
-        )
-        return None
-    largest, chunk = found.longest(plan.transient, vision.most_tokens), settings.prefill_chunk
-    while largest and found.kept(largest, chunk) > plan.budget.limit // IMAGES_PART:
-        largest //= 2
-    if not largest or not plan.budget.reserve("images", found.kept(largest, chunk)):
-        log.warning("model %s: images disabled: --ram %s has no room for them", label, settings.ram)
-        return None
-    return images.Images(vision.limited(largest), found, largest)
-
-
-def watch_pressure(
-    ram: Withholding,
-    thread: MlxThread,
-    weights: int,
-    look: Callable[[], MemoryPressure] = read_pressure,
-) -> Pressure:
-    """Start a monitor of the machine's memory pressure and return it. MLX thread only.
-
-    `ram`: its budget is withheld in part under pressure. `weights`: bytes of weights beside that
-    budget. `look`: reads the pressure.
-    """
-    held = mx.get_active_memory() + mx.get_cache_memory()
-    base = max(0, read_footprint() - held)
-    pressure = Pressure(ram, thread.post, base=base, weights=weights, look=look)
-    pressure.start()
-    return pressure
 
 
 class ModelRuntime:

@@ -222,7 +222,7 @@ class Residency:
 
         Models that are never unloaded do not give up any.
         """
-        wait = one.kv.wait
+        wait = one.kv.waits.current
         if wait is None or wait is self._hopeless or self.memory is None:
             return False
         return self.memory.fits_alone(one.kv.ram, wait.size)
@@ -271,9 +271,12 @@ class Residency:
         at_rest, before = {other for other in others if other.at_rest}, set(self._at_rest)
         self._at_rest = at_rest
         if at_rest - before:
-            one.kv.retry_wait()
+            one.kv.waits.retry()
             return
-        wait, busy = one.kv.wait, any(other.kv.writing or not other.at_rest for other in others)
+        wait, busy = (
+            one.kv.waits.current,
+            any(other.kv.writing or not other.at_rest for other in others),
+        )
         if not busy and wait is not None and wait.room is not None:
             self._hopeless = wait  # all is tried: others have their turns until memory is free
             self._stepped = True

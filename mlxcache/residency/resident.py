@@ -9,7 +9,7 @@ import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import mlx.core as mx
 
@@ -177,7 +177,7 @@ class Resident:
     @property
     def short(self) -> bool:
         """True if the weights are in memory, and a request waits for memory of other models."""
-        return self.weights.resident and self.kv.wait is not None
+        return self.weights.resident and self.kv.waits.current is not None
 
     @property
     def at_rest(self) -> bool:
@@ -232,6 +232,30 @@ class Resident:
     def stay_s(self) -> float:
         """Seconds after loading for which a busy model keeps its memory while other models wait."""
         return max(MIN_STAY_S, STAY_LOADS * self.load_s)
+
+    def figures(self) -> dict[str, Any]:
+        """Return the state of the weights, as `GET /v1/models` shows it. Any thread.
+
+        The keys: `state` ("loaded", "loading" or "unloaded"), `progress` (share of the weights that
+        is read while they are loading, else None), `size_bytes` (memory that the model takes
+        without KV), `shared_bytes` (the part of it that other loaded models use too),
+        `weights_bytes`, `kv_bytes` (KV in RAM), `bytes_per_token` (of KV), `loads` and `unloads`
+        (how often since the start), `load_s` (seconds of the last load) and `unloaded_for`, the
+        reason: "idle", "memory" (another model needed it), "asked" (a client unloaded it) or None.
+        """
+        return {
+            "state": self.state,
+            "size_bytes": self.size,
+            "shared_bytes": self.shared_bytes,
+            "loads": self.loads,
+            "unloads": self.unloads,
+            "load_s": round(self.load_s, 3),
+            "unloaded_for": self.cause if self.state == "unloaded" else None,
+            "progress": self.progress,
+            "weights_bytes": self.weights.nbytes,
+            "kv_bytes": self.kv.tree.kv_bytes + self.kv.tree.checkpoint_bytes,
+            "bytes_per_token": self.kv.layout.bytes_per_token,
+        }
 
     def note_time(self, now: float) -> None:
         """Update `used_at`, the last time of use, and `wanted_at`, since when requests wait for it.
@@ -314,7 +338,7 @@ class Resident:
         Idle KV stays in memory until something else needs the space.
         """
         self.scheduler.idle_prefill.clear()
-        self.kv.stop_waiting()
+        self.kv.waits.end()
         self.weights.drop()
         self.draining = self.alone = False
         self.cause = cause

@@ -164,7 +164,7 @@ class Admission:
 
         `began`: time at which the admission began, by `time.perf_counter`. `alone`: no other
         request for this model is being computed, so memory can become free only by writing KV to
-        disk, or when other models give it up. In the latter case `KVCache.short` is true
+        disk, or when other models give it up. In the latter case `MemoryWaits.short` is true
         afterwards. Raises ContextLengthExceeded if the prompt can never fit.
         """
         kv, planned = self._kv, task.lookup.target if task.lookup else 0
@@ -196,12 +196,12 @@ class Admission:
         ContextLengthExceeded if the prompt can never fit.
         """
         kv, lease = self._kv, None
-        if kv.in_reach(len(task.ids)):
+        if kv.waits.in_reach(len(task.ids)):
             kv.clear()
             lease = kv.acquire(task.ids, task.limit, planned=planned, hints=hints)
             lease = lease or kv.acquire(task.ids, 1, planned=planned, hints=hints)
         tokens = len(task.ids)
-        if lease is None and not (kv.fits_alone(tokens) and kv.wait_for_others(tokens)):
+        if lease is None and not (kv.waits.fits_alone(tokens) and kv.waits.begin(tokens)):
             raise ContextLengthExceeded(
                 f"The prompt of {task.prompt_tokens} tokens does not fit the memory budget: "
                 "shorten it, or start the server with a larger --ram."

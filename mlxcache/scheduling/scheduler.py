@@ -172,7 +172,7 @@ class Scheduler:
             return True
         looking = all(t.lookup is not None and not t.lookup.found for t in self.waiting)
         blocked = not self._moved and (self.kv.writing or len(self.prefilling) > 0)
-        return self.kv.can_pump or not (looking or blocked or self.kv.short)
+        return self.kv.can_pump or not (looking or blocked or self.kv.waits.short)
 
     def publish(self) -> None:
         """Call `on_tick` after a step, so that figures which other threads read are updated."""
@@ -180,7 +180,7 @@ class Scheduler:
 
     def submit(self, task: Task) -> None:
         """Queue a task. Call through `MlxThread.post`."""
-        self.kv.retry_wait()  # it may fit where another does not
+        self.kv.waits.retry()  # it may fit where another does not
         self.waiting.append(task)
 
     def cancel(self, task: Task, why: MlxcacheError | None = None) -> None:
@@ -215,17 +215,17 @@ class Scheduler:
         Returns whether a task started.
         """
         before = len(self.prefilling)
-        self.kv.retry_wait()
+        self.kv.waits.retry()
         for task in self.queue.order(self.waiting):
-            if self.active and self.kv.others_wait:
+            if self.active and self.kv.waits.others_wait:
                 break
             place = self.queue.has_place(task, self.active)
             if not place or self.admission.should_wait(task, self.prefilling):
                 continue
             if not self._guard(task, lambda t=task: self._start(t)):  # type: ignore[misc]
                 break
-        if not self.kv.short:  # none had to wait again
-            self.kv.stop_waiting()
+        if not self.kv.waits.short:  # none had to wait again
+            self.kv.waits.end()
         return len(self.prefilling) > before
 
     def _start(self, task: Task) -> bool:
@@ -537,7 +537,7 @@ class Scheduler:
     def _take_out(self, task: Task) -> None:
         """Remove a task from the queue, from prefill and from its lane."""
         self.waiting = [each for each in self.waiting if each is not task]
-        self.kv.retry_wait() if self.waiting else self.kv.stop_waiting()
+        self.kv.waits.retry() if self.waiting else self.kv.waits.end()
         self.prefilling = [each for each in self.prefilling if each is not task]
         if (lane := self.lanes.find(task)) is not None:
             self.lanes.leave(lane, [task])
