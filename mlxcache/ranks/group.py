@@ -154,11 +154,12 @@ def check_divisible(model: nn.Module, config: Mapping[str, Any], size: int, mode
             "machine."
         )
     text = config.get("text_config") or config
-    for name in ("num_attention_heads", "num_key_value_heads", "linear_num_key_heads"):
-        heads = text.get(name)
-        if isinstance(heads, int) and heads % size:
+    names = ("num_attention_heads", "num_key_value_heads", "linear_num_key_heads", "o_groups")
+    for name in names:
+        parts = text.get(name)
+        if isinstance(parts, int) and parts % size:
             raise ModelError(
-                f"{kind} has {name} = {heads}, which {size} ranks cannot divide evenly: use a "
+                f"{kind} has {name} = {parts}, which {size} ranks cannot divide evenly: use a "
                 "number of ranks that divides it, or --pipeline."
             )
 

@@ -44,6 +44,9 @@ WAIT_S = 1400.0
 LAYERS = {"qwen3_5": 8, "qwen3_next": 8}
 """Layers of families of which each of four ranks must have two; others have four layers."""
 
+HEADS = {"deepseek_v41": 8}
+"""Heads of families of which each of four ranks must have two; others have four."""
+
 FULL_ONLY = ("deepseek_v41",)
 """Families that MLX computes in float32 only on a CPU."""
 
@@ -106,7 +109,7 @@ class Matrix:
         if precision is Precision.HALF:
             return convert(self.model(family, Precision.FULL), folder, "half")
         size = FUSED | {"intermediate": 256, "layers": LAYERS.get(family, 4), "window": 32}
-        return make_toy(folder, family, heads=4, kv_heads=4, **size)
+        return make_toy(folder, family, heads=HEADS.get(family, 4), kv_heads=4, **size)
 
     def whole(self, family: str, precision: Precision) -> list[Row]:
         """Run the cells with one process, once for each model."""
@@ -142,7 +145,8 @@ class Matrix:
         for one in wrong:
             self.say(f"  {one}")
         if len(rows) < len(CELLS):
-            self.say(output[-2000:])
+            lines = [line for line in output.splitlines() if not line.startswith("[ring]")]
+            self.say("\n".join(lines[-200:]))
 
     def table(self) -> list[str]:
         """Return the results as a table in Markdown, and then what was refused."""

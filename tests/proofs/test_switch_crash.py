@@ -71,7 +71,7 @@ def test_a_reply_that_was_cut_off_is_no_turn(
 @pytest.mark.slow
 def test_a_kill_at_each_moment_costs_nothing(tmp_path: Path) -> None:
     """Then a wrong reply shows, and so does a turn that was fed again."""
-    proof = Proof(tmp_path, random.Random(3), lambda line: None, weights_bytes=100_000_000)
+    proof = Proof(tmp_path, random.Random(3), lambda line: None, weights_bytes=200_000_000)
     proof.run(len(MOMENTS), time.monotonic() + 400)
     assert proof.wrong == []
     assert proof.hit.total() >= len(MOMENTS) // 2, proof.struck

@@ -51,6 +51,14 @@ def test_a_model_that_does_not_divide_evenly_is_refused(
         check_divisible(model, config, size, mode)
 
 
+def test_output_groups_that_do_not_divide_evenly_are_refused(toy: ToyMaker):
+    """Those of DeepSeek V4.1's attention, though its heads would divide."""
+    model, config = load_model(toy("deepseek_v41", heads=4, kv_heads=4), lazy=True)
+    check_divisible(model, config, 2, "tensor")
+    with pytest.raises(ModelError, match="o_groups = 2, which 4 ranks cannot divide evenly"):
+        check_divisible(model, config, 4, "tensor")
+
+
 @pytest.mark.parametrize(("mode", "words"), [("tensor", "--pipeline"), ("pipeline", "leave out")])
 def test_a_family_that_mlx_lm_does_not_divide_is_refused_by_name(mode: Mode, words: str):
     """With the other way to divide it."""

@@ -110,7 +110,7 @@ def deepseek_v41(shape: Shape) -> Config:
         "index_topk": 2 * shape.window,
         "q_lora_rank": 2 * width,
         "o_lora_rank": 2 * width,
-        "o_groups": 2,
+        "o_groups": max(2, shape.heads // 2),
         "qk_rope_head_dim": shape.head_dim,
         "moe_intermediate_size": shape.intermediate // 2,
         "n_routed_experts": 4,
