@@ -168,7 +168,7 @@ async def prune(deps: Deps, request: Request) -> Response:
 
 
 async def clear(deps: Deps, request: Request) -> Response:
-    """Remove all sessions and cached tokens; pinned sessions stay on disk unless `?pinned=true`.
+    """Remove all sessions and their KV; pinned sessions stay on disk unless `?pinned=true`.
 
     On a server with several keys, only sessions and tokens of the request's key are removed.
     """

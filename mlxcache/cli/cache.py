@@ -134,7 +134,9 @@ def clear(
     ] = False,
     yes: Yes = False,
 ) -> Result:
-    """Remove all sessions and cached tokens, in RAM and on disk; pinned sessions stay on disk.
+    """Remove all sessions and their KV, in RAM and on disk.
+
+    Pinned sessions stay on disk, unless --pinned is given.
 
     Asks for confirmation, unless --yes is given.
     """

@@ -218,10 +218,10 @@ def load(where: Where, name: Name) -> Result:
 
 
 def _wait_until_loaded(where: Where, begun: dict[str, Any]) -> dict[str, Any]:
-    """Wait for a model that a server loads; return its object when it is loaded.
+    """Wait until the server `where` has loaded a model; return its entry of `GET /v1/models`.
 
-    Returns earlier if the model waits for memory that busy models hold. `begun`: the object when
-    the load began. Raises MlxcacheError if the load fails.
+    Returns the entry earlier if the model waits for memory that busy models hold. `begun`: the
+    entry when the load began. Raises MlxcacheError if the load fails.
     """
     found, was_loading, end = begun, False, time.monotonic() + _WAIT_S
     while found["state"] != "loaded":

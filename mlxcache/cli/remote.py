@@ -242,7 +242,7 @@ class Remote:
         return self._json("POST", "/v1/cache/prune", params=params)
 
     def clear(self, *, pinned: bool) -> dict[str, Any]:
-        """Remove all sessions and cached tokens; pinned sessions only if `pinned`.
+        """Remove all sessions and their KV; pinned sessions only if `pinned`.
 
         Returns an object with the number of removed `sessions`, and `freed_bytes`.
         """

@@ -165,8 +165,9 @@ class ReplyDrafts:
     ) -> None:
         """Account for a pass with `drafted` tokens, 0 for a plain one, of which `right` were right.
 
-        `seconds`: what it took, or None if that is not known. `waited`: a plain pass was launched
-        only when a round before it had ended, so its time includes that of the launch.
+        `seconds`: what it took, or None if that is not known. `cached`: tokens in the KV cache
+        before it. `waited`: a plain pass was launched only when the pass before it had ended, so
+        `seconds` includes the launch.
         """
         costs, rule = self._rule.costs, self._rule
         if seconds is None:

@@ -222,5 +222,9 @@ class ToolBlock:
 
     @property
     def first(self) -> int | None:
-        """Position after the first closing marker in the tool block, or None if there is none."""
+        """Length of the tool block's text up to the end of the first closing marker in it.
+
+        In characters. None if it has no closing marker. A closing marker inside an argument counts
+        too, so the block may be longer.
+        """
         return self._first

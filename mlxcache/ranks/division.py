@@ -294,9 +294,11 @@ def _cuts(
 def _segments(
     name: str, model_type: str, shape: Sequence[int | None], state: Sequence[ArrayShape]
 ) -> tuple[int, ...] | None:
-    """Return the segments of the divided axis of an array of a state; None without a rule.
+    """Return the lengths of the parts of an array's axis that are divided among ranks one by one.
 
-    `shape`: that of the array. `state`: all arrays of the slot.
+    Returns None if it is not known how ranks divide an array of this name and model type. `name`:
+    the array's name in the state of a slot. `shape`: that of the array. `state`: all arrays of the
+    slot.
     """
     if name in BY_HEADS or (name == RECURRENT and len(shape) == 4):
         return (shape[1] or 0,)

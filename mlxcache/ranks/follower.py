@@ -224,7 +224,7 @@ class Follower:
         """Feed one token per row, and begin to receive the next ones, which rank 0 draws.
 
         `number`: that of a lineage or batch. `tokens`: token ids, shape (rows,). Does not wait for
-        the next tokens, which become its pending ones.
+        the next tokens: they become the pending ones of this lineage or batch.
         """
         logits = self.model(tokens[:, None], cache=self._caches(number))
         drawn = self.share(logits)

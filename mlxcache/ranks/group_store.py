@@ -194,7 +194,7 @@ def _as_far(found: Found, length: int, checkpoints: Sequence[int] | None) -> Fou
 
 
 def _check_verified(answers: Sequence[op.Answer]) -> None:
-    """Raise StoreError if one of the ranks that sent `answers` could not verify its files."""
+    """Raise StoreError if a rank's answer says that a file of it cannot be used."""
     for rank, answer in enumerate(answers, 1):
         if answer.failure is not None:
             raise StoreError(f"Rank {rank}: {answer.failure}")

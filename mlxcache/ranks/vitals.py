@@ -61,5 +61,7 @@ class VitalsReader:
                 self.latest = self.read()
             except OSError as error:  # no file descriptors, for example
                 log.debug(
-                    "memory and disk of this rank not read, trying again in %g s: %s", READ_S, error
+                    "figures of this rank's memory and disk not read, trying again in %g s: %s",
+                    READ_S,
+                    error,
                 )

@@ -182,10 +182,10 @@ class Objects:
         self._wait(partial(self._put, stored, wrapped), self._writing, None)
 
     def list(self, prefix: str, limit: int, within: float | None = None) -> Names:
-        """Return the names of at most `limit` objects below `prefix`, sorted.
+        """Return the names of objects below `prefix`, sorted; of more than `limit`, any `limit`.
 
-        `prefix` is a name's first parts, with or without a slash at its end. `within`: seconds to
-        wait at most, if less than the deadline.
+        `prefix`: a name's first parts, with or without a slash at its end. `within`: most seconds
+        to wait. Raises RemoteUnavailable after that time, and after that of `Limits`.
         """
         stored = self._stored(prefix.rstrip("/"))
         found = self._wait(partial(self._list, stored, limit), self._reading, within)

@@ -30,9 +30,10 @@ _NONCE_BYTES, _TAG_BYTES = 12, 16
 
 
 class Sealed:
-    """Form with a key of `KEY_BYTES` random bytes. Thread-safe.
+    """Encrypts the names and contents of objects in a remote, and decrypts them. Thread-safe.
 
-    The first part of a name, the version, stays readable.
+    `key`: `KEY_BYTES` random bytes. The first part of a name, up to its first slash, is the version
+    of the format and is not encrypted.
     """
 
     overhead = HEAD_BYTES + _NONCE_BYTES + _TAG_BYTES

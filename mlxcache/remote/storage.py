@@ -56,8 +56,9 @@ class Storage:
 
     Failed operations are not repeated, and only connecting has a time limit: callers cancel an
     operation that takes too long, which closes its connection. Methods raise Failure, and no other
-    error. A folder (`file://`) must exist: otherwise a share that is not mounted would be replaced
-    by a local folder. Nothing is sent before the first operation.
+    error. The folder of a `file://` URL is never created, because it may be that of a share that is
+    not mounted: while it is missing, operations raise Failure. Nothing is sent before the first
+    operation.
     """
 
     def __init__(self, url: RemoteUrl):

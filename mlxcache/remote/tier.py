@@ -162,6 +162,6 @@ class RemoteTier:
         left = self.uploader.close(seconds)
         if left:
             log.info(
-                "model %s: shutdown: %d conversations or replies were not uploaded to the remote",
+                "model %s: shutdown: %d uploads (KV of a conversation, or a reply) not done",
                 *(self._label, left),
             )

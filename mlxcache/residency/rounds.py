@@ -69,7 +69,9 @@ class Rounds:
             try:
                 listener(error)
             except Exception:  # the others still write to disk
-                log.exception("MLX thread died: shutdown failed, newest KV may not be on disk")
+                log.exception(
+                    "MLX thread died, and its shutdown failed: newest KV may not be on disk"
+                )
 
     # -- on the MLX thread -------------------------------------------------------------------------
 

@@ -114,7 +114,7 @@ class IdlePrefill:
         False without a queued turn, and while the newest turn waits for memory, or another model
         does.
         """
-        if self._kv.others_wait:
+        if self._kv.waits.others_wait:
             return self._leased
         return bool(self._turns) and not (self._turns[-1].blocked and self._kv.writing)
 
@@ -130,7 +130,7 @@ class IdlePrefill:
         """
         if not self.ready:
             return
-        if self._kv.others_wait:
+        if self._kv.waits.others_wait:
             self.pause()
             return
         turn = self._turns[-1]
@@ -337,7 +337,10 @@ class NextTurnRenderer:
             log.debug("%s: next turn not anticipated: %s", job.id, error)
             return
         except Exception:  # no client waits for it
-            log.exception("%s: rendering the next turn failed", job.id)
+            log.exception(
+                "%s: next turn not anticipated, the reply is not affected: rendering it failed",
+                job.id,
+            )
             return
         before, job = task.tokens(), for_owner(replace(job, prompt=prompt), job.owner)
         self._add(job.prompt, before)

@@ -248,7 +248,10 @@ class SessionWriter:
 
     @property
     def table(self) -> Sessions:
-        """The table to read, including turns that could not be written to disk yet. Any thread."""
+        """The sessions as they are to be listed: on disk, with the turns that wait to be written.
+
+        May be called on any thread.
+        """
         return self._late.table
 
     def delete(self, id: str) -> None:

@@ -28,7 +28,10 @@ class LateTurn:
     session: str | None = None
 
     def show_in(self, copy: Sessions) -> None:
-        """Record the turn in a copy of the table, and set `session`. Raises StoreError."""
+        """Record the turn in `copy`, a copy of the table of sessions. Raises StoreError.
+
+        Sets the attribute `session` of this turn to the id of its session there.
+        """
         self.session = copy.record_turn(self.turn, self.session)
 
 

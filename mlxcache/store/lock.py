@@ -228,7 +228,10 @@ def is_alive(folder: Folder, name: str) -> bool:
 
 
 def _open_lock(path: Path) -> int:
-    """Open a lock file, for reading only if its disk is read-only. Raises OSError."""
+    """Open a lock file without locking it; return its file descriptor. Raises OSError.
+
+    If its disk is read-only, the file is opened for reading, otherwise for reading and writing.
+    """
     try:
         return os.open(path, os.O_RDWR)
     except OSError as error:

@@ -142,7 +142,7 @@ def open_copy(folder: Folder, why: str) -> Database:
 def find_obstacle(folder: Folder) -> str | None:
     """Return why the folder cannot be written; None if it can, or if it is missing.
 
-    Raises OSError.
+    Raises OSError if the file system cannot be asked.
     """
     if not folder.path.exists() or os.access(folder.path, os.W_OK):
         return None
@@ -151,11 +151,11 @@ def find_obstacle(folder: Folder) -> str | None:
 
 
 def free_least(folder: Folder) -> None:
-    """Remove files until the index can be opened, if the disk is full.
+    """Remove files until the index can be opened for writing, if the disk is full.
 
-    Quarantined files come first, then those of the index in the order of eviction, whose rows
-    `recover` removes. Without an index, or if it is damaged, only quarantined files are removed.
-    Raises OSError.
+    Quarantined files come first, then runs and checkpoints in the order of eviction, which is read
+    from the index; `recover` removes their rows. Without an index, or if it is damaged, only
+    quarantined files are removed. Raises OSError if a file cannot be removed.
     """
     free = folder.free()
     if free >= LEAST_BYTES:

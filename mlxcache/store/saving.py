@@ -113,10 +113,11 @@ def save_checkpoint(context: StoreContext, chain: Chain, tensors: Sequence[Tenso
 
 
 def _evict_checkpoints(context: StoreContext, match: Match, nbytes: int) -> None:
-    """Evict checkpoints until one more of `nbytes` bytes fits into their share of the limit.
+    """Evict checkpoints of any path until a new one of `nbytes` bytes fits.
 
-    Does nothing if the folder has no limit, or if there are no runs in `match`, the part on disk of
-    the path that the new checkpoint belongs to.
+    All checkpoints together may take a share of the folder's limit. Does nothing if the folder has
+    no limit, or if no run of the new checkpoint's path is on disk: it is not written then. `match`:
+    the part on disk of that path.
     """
     limit = context.space.limit
     if limit is None or not match.cover:

@@ -25,11 +25,11 @@ RowKind = tuple[str, str, tuple[int, ...]]
 
 
 class SnapshotKV:
-    """The KV of one model as a snapshot holds it, in `store`, which has it in this form.
+    """Reads the KV of one model from `store` for a snapshot, or writes that of a snapshot there.
 
-    A subclass converts it, if the store has only a part of it. `namespace`: the model to which
-    snapshots belong, that of `store` by default. Use one object for one export or import. All
-    methods block.
+    Both have the KV in the same form. A subclass converts it for the store of a rank, which has
+    only a part of each layer or only some layers. `namespace`: the one that the snapshot names, by
+    default that of `store`. Use one object for one export or import. All methods block.
     """
 
     def __init__(self, store: Store, namespace: str | None = None):

@@ -105,9 +105,9 @@ def _attribution(merged: Mapping[str, str], rules: Mapping[str, bool]) -> Findin
 def _git(merged: Mapping[str, str], rules: Mapping[str, bool], program: str | None) -> Finding:
     """Check whether Claude Code puts the git status into its system prompt.
 
-    `merged`: the environment variables, and over them those of Claude Code's settings. `rules` is
-    that of `examine_clients`. `program`: the path of Claude Code, which is run for its version, or
-    None. Blocks.
+    `merged`: the environment variables, and over them those of Claude Code's settings. `rules`: for
+    each rule of canonicalisation whether it is on. `program`: the path of Claude Code, which is run
+    for its version, or None if it is not installed. Blocks.
     """
     name = "Claude Code, git status"
     if merged.get(GIT, "").lower() not in ("", *_OFF):

@@ -51,8 +51,8 @@ def kind(group: Group) -> str:
 def examine_fit(found: Examined, fit: Fit) -> list[Finding]:
     """Check that the model can be cached and that `--ram` holds a context for agents.
 
-    `fit` is the model's capacity within the budgets. Warns if fewer than `LEAST_CONTEXT` tokens
-    fit. A model with a shorter context must fit completely.
+    `found`: the model. `fit`: its capacity within the budgets. Warns if fewer than `LEAST_CONTEXT`
+    tokens fit, or if a model whose own context is shorter than that does not fit with all of it.
     """
     info = found.info
     by = "" if info.backend == "mlx-lm" else f", run by {info.backend}"

@@ -110,7 +110,7 @@ def _blanks(tokenizer: Any, label: str) -> tuple[str, str]:
         shown = str(tokenizer.apply_chat_template(messages, tokenize=False))
     except Exception as error:  # noqa: BLE001 - a template may raise anything
         log.debug(
-            "model %s: line breaks assumed around the end of thinking: its template failed: %s",
+            "model %s: chat template failed, line breaks assumed around the end of thinking: %s",
             *(label, error),
         )
         return "\n", "\n\n"

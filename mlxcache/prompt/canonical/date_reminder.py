@@ -22,7 +22,10 @@ _BLOCK = re.compile(r"<system-reminder>\n.*?\n</system-reminder>\n*", re.S)
 
 
 def reminder(date: str) -> str:
-    """Return the text of Qwen Code's reminder of `date`."""
+    """Return the `<system-reminder>` by which Qwen Code states that the current date is `date`.
+
+    `date`: as the client writes it. The tags are included.
+    """
     return (
         f"<system-reminder>\nThe current date is: {date}. Note: This is the authoritative current "
         'date — it may differ from the "Today\'s date" mentioned earlier in the conversation '
