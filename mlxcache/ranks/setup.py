@@ -170,8 +170,14 @@ class Rank:
             end_process(f"rank {self.place.rank}: rank 0 is gone")
 
     def _watch(self) -> None:
-        """End the process if rank 0 has asked nothing for `SILENT_S` + `PING_S` seconds."""
-        while True:
-            time.sleep(PING_S / 4)
-            if time.monotonic() - self._heard_at > SILENT_S + PING_S:
-                end_process(f"rank {self.place.rank}: rank 0 is silent")
+        """End the process if rank 0 has asked nothing for `SILENT_S` + `PING_S` seconds.
+
+        Only time in which this thread ran is counted: if the process was suspended itself, rank 0
+        has as long again to ask.
+        """
+        step, silent, heard_at = PING_S / 4, 0.0, self._heard_at
+        while silent <= SILENT_S + PING_S:
+            time.sleep(step)
+            silent = silent + step if self._heard_at == heard_at else 0.0
+            heard_at = self._heard_at
+        end_process(f"rank {self.place.rank}: rank 0 is silent")
