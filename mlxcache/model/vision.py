@@ -11,7 +11,6 @@ import logging
 import struct
 from collections import OrderedDict
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
 from threading import Lock
@@ -243,6 +242,7 @@ def decode(data: bytes) -> npt.NDArray[np.uint8]:
                     "An animated image is not accepted: send a single frame of it.",
                     param="messages",
                 )
+            picture.load()
             return _opaque(_upright(picture))
     except (Pillow.DecompressionBombError, OSError, SyntaxError, ValueError) as error:
         raise BadRequest(
@@ -266,15 +266,27 @@ def _opaque(picture: Any) -> npt.NDArray[np.uint8]:
 
 
 def _upright(picture: Any) -> Any:
-    """Return an image of Pillow turned and mirrored by its EXIF orientation, if that is readable.
+    """Return a loaded image of Pillow turned and mirrored by its EXIF orientation.
 
-    `picture` itself is changed.
+    An EXIF that is damaged, or without an orientation, turns nothing.
     """
-    from PIL import ImageOps  # noqa: PLC0415 - as above
+    from PIL import ExifTags, Image  # noqa: PLC0415 - as above
 
-    with suppress(OSError, SyntaxError, ValueError, LookupError, struct.error):
-        ImageOps.exif_transpose(picture, in_place=True)
-    return picture
+    turns = Image.Transpose
+    turned = {
+        2: turns.FLIP_LEFT_RIGHT,
+        3: turns.ROTATE_180,
+        4: turns.FLIP_TOP_BOTTOM,
+        5: turns.TRANSPOSE,
+        6: turns.ROTATE_270,
+        7: turns.TRANSVERSE,
+        8: turns.ROTATE_90,
+    }
+    try:
+        turn = turned.get(picture.getexif().get(ExifTags.Base.Orientation))
+    except (OSError, SyntaxError, ValueError, LookupError, TypeError, struct.error):
+        return picture
+    return picture if turn is None else picture.transpose(turn)
 
 
 def encode(pixels: npt.NDArray[np.uint8]) -> bytes:

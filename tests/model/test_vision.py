@@ -118,15 +118,17 @@ def test_sixteen_bits_become_eight() -> None:
     assert decode(file.getvalue())[0].tolist() == [[i] * 3 for i in (0, 0x12, 0x80, 0xFF)]
 
 
-def bomb(width: int, height: int) -> bytes:
-    """A PNG file of a few bytes that says it is as large as that."""
+def bomb(width: int, height: int, pixels: bytes = b"") -> bytes:
+    """A PNG file of a few bytes that says it is as large as that. `pixels`: its compressed data."""
 
     def chunk(kind: bytes, data: bytes) -> bytes:
         checksum = struct.pack(">I", zlib.crc32(kind + data))
         return struct.pack(">I", len(data)) + kind + data + checksum
 
     header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
-    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", b"") + chunk(b"IEND", b"")
+    return (
+        b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", pixels) + chunk(b"IEND", b"")
+    )
 
 
 @pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
@@ -143,12 +145,25 @@ def bomb(width: int, height: int) -> bytes:
         (bomb(2**31 - 1, 1), "cannot be read|too large"),
         (bomb(0, 5), "cannot be read"),
         (bomb(6_000, 6_000), "cannot be read"),
+        (bomb(9, 9, zlib.compress(bytes(100))[:5] + b"\xff" * 100), "cannot be read"),
         (b"<svg xmlns='http://www.w3.org/2000/svg' width='9' height='9'/>", "cannot be read"),
     ],
 )
 def test_what_cannot_be_an_image_is_a_bad_request(data: bytes, said: str) -> None:
     with pytest.raises(BadRequest, match=said):
         decode(data)
+
+
+def test_an_image_is_turned_though_another_tag_is_odd() -> None:
+    """The other tags are not read."""
+    file = io.BytesIO()
+    shown = Pillow.new("RGB", (40, 30))
+    exif = shown.getexif()
+    exif.update({ExifTags.Base.Orientation: 6, ExifTags.Base.ImageDescription: "a"})
+    shown.save(file, "JPEG", exif=exif)
+    odd = file.getvalue().replace(b"\x01\x0e\x00\x02", b"\x01\x1a\x00\x02")
+    assert Pillow.open(io.BytesIO(odd)).getexif()[ExifTags.Base.XResolution] == "a"
+    assert decode(odd).shape == (40, 30, 3)
 
 
 @pytest.mark.filterwarnings("ignore")  # of Pillow, about damage that it goes on after
