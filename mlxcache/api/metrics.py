@@ -192,7 +192,9 @@ _DISK = (
     _counter("disk_evicted_files", "Files evicted from disk.", "disk.evicted_files"),
     _gauge("disk_files", "Files in the disk tier.", "disk.files"),
     _gauge("disk_quarantined_files", "Damaged files in quarantine.", "disk.quarantined"),
-    _gauge("disk_suspended", "1 while writing to disk fails.", "disk.suspended"),
+    _gauge(
+        "disk_suspended", "1 while writing to disk or reading its index fails.", "disk.suspended"
+    ),
     _counter("restores", "Files verified before use.", "restores", "outcome"),
 )
 

@@ -169,10 +169,10 @@ class SharedRam:
     def make_room(self, size: int) -> bool:
         """Free `size` bytes for weights, and return whether they are free now.
 
-        Unloads idle models if evicting all idle KV would not suffice, then evicts idle KV of all
-        members, entries with the lowest worth first. Evicts nothing if that cannot suffice. KV that
-        is not on disk yet is not evicted; if its bytes would be needed, more idle models are
-        unloaded.
+        Changes nothing, and returns False, if evicting all idle KV and unloading all idle models
+        would not suffice. Otherwise unloads as many idle models as are needed beyond idle KV, then
+        evicts idle KV of all members, entries with the lowest worth first. KV that is not on disk
+        yet is not evicted; if its bytes would be needed, more idle models are unloaded.
         """
         return self.reach(size, unload=True) and self._free_up(size, unload=True)
 

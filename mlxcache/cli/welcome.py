@@ -93,7 +93,7 @@ def _models(models: Sequence[Mapping[str, Any]], routes: Sequence[Route]) -> lis
 def _disk(used: int, limit: int, reason: str | None) -> str:
     """Describe the disk tier in one line. Sizes are in bytes; `limit` is 0 if it is off.
 
-    `reason` says why nothing can be written, or is None.
+    `reason` says why nothing can be written, or the index not be read; None if both work.
     """
     lost = "computed prefixes are lost when the server ends"
     if reason is not None:

@@ -453,7 +453,10 @@ class Settings:
 
     @property
     def feeds_images(self) -> bool:
-        """True unless a setting needs mlx-lm, where mlx-vlm could feed a model images."""
+        """False if a setting makes mlx-lm run a model for which mlx-vlm would have images.
+
+        It says nothing about whether the model takes images.
+        """
         return self.kv_bits is None and self.hosts is None and self.hostfile is None
 
     def check_divisible(self) -> None:

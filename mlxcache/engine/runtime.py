@@ -257,7 +257,8 @@ class ModelRuntime:
     ) -> Speculation | None:
         """Make the source of guesses; measure the time of passes unless that was done before.
 
-        Returns None if guesses are switched off, or if the model's cache cannot be rewound.
+        Returns None if guesses are switched off, or if the model's cache cannot be set back to the
+        position before a wrong guess. `on_progress`: see the class.
         """
         if self.settings.speculate == "off":
             return None

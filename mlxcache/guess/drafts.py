@@ -187,7 +187,10 @@ class ReplyDrafts:
             rule.note(drafted, right)
 
     def note_catch_up(self, tokens: int, cached: int) -> None:
-        """Account for feeding the draft model `tokens` tokens while drafting is paused."""
+        """Charge the time of feeding the draft model `tokens` tokens while drafting is paused.
+
+        `cached`: tokens in the KV cache before them.
+        """
         self._pay(self._rule.costs.catch_up(tokens, cached))
 
     def seconds_saved(self, cached: int) -> float:

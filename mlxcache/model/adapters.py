@@ -325,10 +325,11 @@ class Checkpointed:
         return None
 
     def blank(self, like: Any, position: int) -> Any:
-        """Return a state of zeros for `position` positions, with the structure of `like`, or None.
+        """Return a state that stands in for the one after `position` tokens, with zeros for values.
 
-        `like` has an ArraySpec in place of each array. None means that no such state is
-        needed: the model can be fed at any position with whatever state the slot has.
+        Returns None if the slot needs none: the model can be fed at any position with whatever
+        state the slot has. `like`: the structure of a state, with an ArraySpec in place of each
+        array.
         """
         return None
 

@@ -122,7 +122,10 @@ class Codec:
         return ids + list(self._encode_plain(run))
 
     def _agrees(self, backend: Any, texts: Sequence[str]) -> bool:
-        """Return whether the Rust tokenizer gives the same ids as the transformers object."""
+        """Return whether two tokenizers give the same ids for each of `texts`.
+
+        They are `backend`, written in Rust, and the transformers object that it was taken from.
+        """
         # The transformers object is called first: that resets truncation and padding of the file.
         return all(
             list(self._tokenizer.encode(text, add_special_tokens=False)) == _ids(backend, text)

@@ -160,7 +160,7 @@ def check_divisible(model: nn.Module, config: Mapping[str, Any], size: int, mode
         if isinstance(parts, int) and parts % size:
             raise ModelError(
                 f"{kind} has {name} = {parts}, which {size} ranks cannot divide evenly: use a "
-                "number of ranks that divides it, or --pipeline."
+                "number of ranks that divides it, or --pipeline if that is possible."
             )
 
 

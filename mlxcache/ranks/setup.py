@@ -172,8 +172,7 @@ class Rank:
     def _watch(self) -> None:
         """End the process if rank 0 has asked nothing for `SILENT_S` + `PING_S` seconds.
 
-        Only time in which this thread ran is counted: if the process was suspended itself, rank 0
-        has as long again to ask.
+        Time in which this process was suspended itself is not counted.
         """
         step, silent, heard_at = PING_S / 4, 0.0, self._heard_at
         while silent <= SILENT_S + PING_S:

@@ -50,11 +50,11 @@ class WrongKey(Failure):
 def describe_failure(error: Exception) -> Failure:
     """Return the failure that stands for an error of obstore.
 
-    The error's own text is not used: it holds URLs, which may be signed. After a grave failure the
-    remote is skipped at once; after others, such as status 503, only if three come in a row,
-    because they may be the provider's way to slow a client down. Grave are: the statuses 4xx except
-    408, 425 and 429, and every error without a status. An error of `_CAUSES`, such as a refused
-    connection, is `gone` too, unless it is one of `_LOCAL`.
+    The error's own text is not used: it holds URLs, which may be signed. After a failure that is
+    `grave` the remote is skipped at once; after others, such as status 503, only if three come in a
+    row, because they may be the provider's way to slow a client down. Grave are: the statuses 4xx
+    except 408, 425 and 429, and every error without a status. One that shows that the remote cannot
+    be reached, such as a refused connection, is `gone` as well.
     """
     text = str(error)
     if status := _STATUS.search(text):

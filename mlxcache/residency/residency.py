@@ -273,10 +273,8 @@ class Residency:
         if at_rest - before:
             one.kv.waits.retry()
             return
-        wait, busy = (
-            one.kv.waits.current,
-            any(other.kv.writing or not other.at_rest for other in others),
-        )
+        wait = one.kv.waits.current
+        busy = any(other.kv.writing or not other.at_rest for other in others)
         if not busy and wait is not None and wait.room is not None:
             self._hopeless = wait  # all is tried: others have their turns until memory is free
             self._stepped = True

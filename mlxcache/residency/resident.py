@@ -1,6 +1,6 @@
 """Residents: one model in memory each, with its weights and what is set aside for it.
 
-MLX thread only.
+MLX thread only, except `Resident.figures`.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ class Resident:
 
     `reserved`: bytes by kind that are set aside in the model's budget while it is loaded. `keep`:
     it is never unloaded. `idle_s`: seconds without requests after which it is unloaded, or None.
-    MLX thread only.
+    MLX thread only, except `figures`.
     """
 
     def __init__(

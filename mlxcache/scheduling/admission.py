@@ -192,7 +192,7 @@ class Admission:
 
         `planned`: position up to which the prefix will be restored from disk. `hints` tell how the
         use of the prefix is counted. Returns None if other models hold memory that the task may get
-        later; `KVCache.wait` then states the bytes that it waits for. Raises
+        later; `MemoryWaits.current` then states the bytes that it waits for. Raises
         ContextLengthExceeded if the prompt can never fit.
         """
         kv, lease = self._kv, None

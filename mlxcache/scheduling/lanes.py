@@ -438,8 +438,8 @@ class Lanes:
     def sync(self, task: Task) -> None:
         """Bring the KV of a task's lineage up to the tokens that were handed out, if it is behind.
 
-        Appends what the task's batch has computed, unless the lineage has no room, or feeds the
-        draft model what it has not seen.
+        For a task in a batch, appends what the batch has computed; the lineage stays behind if it
+        has no room. For a task decoded with a draft model, feeds that model what it has not seen.
         """
         lane = self.find(task)
         if lane is not None and isinstance(lane.decoder, DraftingDecoder):

@@ -172,9 +172,9 @@ class PromptCacheReader:
 
 
 async def compute(submit: Submit, ids: Tokens) -> None:
-    """Compute the KV of `ids` that is not in RAM, and the state after the last token.
+    """Compute the KV of `ids` that is not in RAM, and a checkpoint after the last of them.
 
-    One more token is fed, because a checkpoint can be taken only before the last token. Raises what
+    One more token is fed after `ids`, because none can be taken after a prompt's last. Raises what
     `submit` raises, and Unsupported if `ids` are empty or contain images.
     """
     if not len(ids) or int(ids.min()) < 0:

@@ -174,9 +174,9 @@ def version(connection: sqlite3.Connection) -> tuple[int, int, int]:
 
 
 def has_checkpoints(connection: sqlite3.Connection, root: bytes) -> bool:
-    """Return whether a checkpoint lies within one of the 50 newest runs that start at token 0.
+    """Return whether a checkpoint lies within one of the 50 newest runs from token 0 on.
 
-    `root`: digest of the empty prefix of the namespace.
+    The newest are those written last. `root`: digest of the empty prefix of the namespace.
     """
     newest = "SELECT id FROM file WHERE base = ? AND kind = 'run' ORDER BY id DESC LIMIT 50"
     query = f"SELECT 1 FROM file WHERE kind = 'checkpoint' AND parent IN ({newest}) LIMIT 1"

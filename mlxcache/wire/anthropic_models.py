@@ -44,7 +44,7 @@ def list_models(infos: Sequence[ModelInfo], *, empty: bool) -> dict[str, Any]:
     """Return the list of models in Anthropic's API.
 
     All models are on one page. With `empty`, returns a page without models: the answer to a request
-    for the models before or after those of that page.
+    for those before or after that one page.
     """
     data = [] if empty else [describe_model(info) for info in infos]
     ids = [one["id"] for one in data] or [None]

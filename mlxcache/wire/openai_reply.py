@@ -210,7 +210,7 @@ class Chunks:
 def usage_chunk(envelope: Envelope, chunks: Sequence[Chunks], n: int) -> Payload:
     """Return the last chunk of a stream, with the usage; `n` is the number of choices per prompt.
 
-    Raises GenerationFailed or NotReady if a choice did not end by itself.
+    Raises the error, GenerationFailed or NotReady, with which a choice ended instead of a reply.
     """
     usage = count_usage([finished_or_raise(one.last) for one in chunks], n)
     return envelope.wrap(choices=[], usage=usage)

@@ -121,7 +121,7 @@ function diskNote(cache, off) {
   const { disk } = cache;
   const reason = disk.reason ?? "";
   if (off) return `The disk tier is off: what is evicted from memory is lost. ${reason}`.trim();
-  if (disk.state === "suspended") return `Nothing can be written to disk, and requests are served from memory. ${reason || "See the server's log."}`;
+  if (disk.state === "suspended") return `The disk cannot be used, and requests are served from memory. ${reason || "See the server's log."}`;
   const waits = cache.pending_bytes ? `${bytes(cache.pending_bytes)} being written. ` : "";
   return `${waits}${plural(disk.files, "file")}, ${bytes(disk.written_bytes ?? 0)} written since the start. ${remoteNote(cache)}`.trim();
 }
