@@ -56,9 +56,9 @@ class Storage:
 
     Failed operations are not repeated, and only connecting has a time limit: callers cancel an
     operation that takes too long, which closes its connection. Methods raise Failure, and no other
-    error. The folder of a `file://` URL is never created, because it may be that of a share that is
-    not mounted: while it is missing, operations raise Failure. Nothing is sent before the first
-    operation.
+    error. The folder of a `file://` URL must exist when the client is made, else ConfigError is
+    raised: a share that is not mounted would be replaced by a local folder. Nothing is sent before
+    the first operation.
     """
 
     def __init__(self, url: RemoteUrl):

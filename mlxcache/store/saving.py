@@ -116,8 +116,8 @@ def _evict_checkpoints(context: StoreContext, match: Match, nbytes: int) -> None
     """Evict checkpoints of any path until a new one of `nbytes` bytes fits.
 
     All checkpoints together may take a share of the folder's limit. Does nothing if the folder has
-    no limit, or if no run of the new checkpoint's path is on disk: it is not written then. `match`:
-    the part on disk of that path.
+    no limit, or if no run of the new checkpoint's path is on disk. `match`: the part on disk of
+    that path.
     """
     limit = context.space.limit
     if limit is None or not match.cover:
