@@ -59,17 +59,21 @@ def foreign_origin(
     any_host: bool = False,
     linkable: bool = False,
 ) -> str | None:
-    """Return the web page that a request must be refused for, or None if it is allowed.
+    """Return a name of the web page for which a request is refused, or None if it is allowed.
 
-    The header Host, the name under which the client reached this server, must be an IP address or a
-    local name (see `is_local`), unless `any_host`. If it is not, Host is returned. In all other
-    cases the page is named by the header Origin, or by a description if there is none.
+    A request is refused in two cases:
 
-    Allowed are the origins `allowed`. Further, unless the browser marks the request as one of
-    another site: requests of pages of this server, those without an Origin, and those from origins
-    with schemes other than http and https, such as an editor's `vscode-webview://...`. The hidden
-    origin `null` of other pages is refused. With `linkable`, a link on a page of another site may
-    open the URL in the browser.
+    - Unless `any_host`, if the header Host, the name under which the client reached this server, is
+      neither an IP address nor a local name (see `is_local`). Host is returned.
+    - If the header Origin is not in `allowed` and the request is from a page of another origin:
+      Sec-Fetch-Site, which the browser sets, is `cross-site` or `same-site`; or it is not
+      `same-origin`, and Origin is `null` or an http or https origin other than this server's.
+      Origin is returned, or a description of the page if there is no Origin.
+
+    So unless Sec-Fetch-Site is `cross-site` or `same-site`, requests without Origin are allowed,
+    and those from origins of other schemes, such as an editor's `vscode-webview://...`. With
+    `linkable`, these two values are ignored if the browser shows the response as a page, so that
+    links on pages of other sites can open the URL.
     """
     host, origin = headers.get("host", ""), headers.get("origin", "").lower()
     if not any_host and not is_local(_host_name(f"//{host}")):
@@ -243,7 +247,10 @@ def check_key(keys: Keyring, request: Request) -> None:
 
 
 class CheckMiddleware:
-    """Middleware that refuses requests for which `check` raises HTTPException or Unauthorized."""
+    """Middleware that refuses requests for which `check` raises HTTPException or Unauthorized.
+
+    `check(request)` is called before the request is passed on. Refusals are logged by `refusals`.
+    """
 
     def __init__(self, app: ASGIApp, check: Callable[[Request], None], refusals: RefusalLog):
         self._app, self._check, self._refusals = app, check, refusals
@@ -290,9 +297,10 @@ class RefusalLog:
         log.warning("refused with %d: %s, %s %r: %s%s", status, client, method, path, reason, more)
 
     def log_wrong_base_url(self, request: Request, cause: str) -> None:
-        """Log a request to a path that does not exist, with its cause; limited like refusals.
+        """Log a request to a path that does not exist, with the text `cause`, or only count it.
 
-        The caller has checked that the URL path is one of a fixed set.
+        It is only counted within `LOG_INTERVAL_S` of the last line. The URL path is logged without
+        quotes and in full, so it must be one for which `explain_wrong_base_url` returns a text.
         """
         more = self._begin_line()
         if more is not None:

@@ -157,8 +157,9 @@ async def check(deps: Deps, request: Request) -> Response:
 async def prune(deps: Deps, request: Request) -> Response:
     """Read all files of the cache on disk and remove damaged ones.
 
-    With `?limit_bytes=`, also evict files until the cache takes at most that size on disk:
-    those used least often and longest ago first, pinned ones last.
+    With `?limit_bytes=`, also evict files until the cache takes at most that many bytes on disk.
+    Files that were not used for the longest time are evicted first, often used ones later, and
+    pinned ones last.
     """
     _refuse_owners()
     has_limit = "limit_bytes" in request.query_params
@@ -170,7 +171,7 @@ async def prune(deps: Deps, request: Request) -> Response:
 async def clear(deps: Deps, request: Request) -> Response:
     """Remove all sessions and their KV; pinned sessions stay on disk unless `?pinned=true`.
 
-    On a server with several keys, only sessions and tokens of the request's key are removed.
+    On a server with several keys, only the sessions of the request's key and their KV are removed.
     """
     pinned = request.query_params.get("pinned", "false")
     if pinned not in ("true", "false"):
@@ -200,8 +201,8 @@ async def build_tree(
 ) -> dict[str, Any]:
     """Build the answer of `GET /v1/cache/tree`: a prefix tree of at most `nodes` nodes.
 
-    `listed`: the sessions to show, all of the current owner; those of models that were not loaded
-    are left out. The tree is built in a thread.
+    `listed`: the sessions to show, all of the current owner. Sessions of a model that this server
+    has not loaded since it started are left out. The tree is built in another thread.
     """
     parts = sessions.tree_parts(listed)
     return await asyncio.to_thread(tree_view, parts, owner=OWNER.get(), most=nodes)

@@ -19,7 +19,7 @@ Indexed = tuple[int, Event]
 
 
 class Choices:
-    """Streams of the choices of one request. If one fails, all are ended."""
+    """Streams of the choices of one request, which are read and closed together."""
 
     def __init__(self, streams: Sequence[Stream]):
         self._streams = streams
@@ -32,8 +32,9 @@ class Choices:
     async def read(self) -> AsyncGenerator[Indexed, None]:
         """Yield the events of all choices as they arrive, each with the index of its choice.
 
-        Raises the error of the first stream that fails. At most one event is buffered, so that a
-        stream notices a client that stops reading.
+        Raises the error of the first stream that fails. At most one event is buffered: if the
+        caller stops reading, the streams are not read either, and each cancels its request after a
+        time.
         """
         if len(self._streams) == 1:
             async for event in self._streams[0]:
@@ -95,12 +96,12 @@ async def _forward(
 
 
 async def start_choices(deps: Deps, jobs: Sequence[Job]) -> Choices:
-    """Submit `jobs`, and wait until the first of them in that order leaves the queue.
+    """Submit all `jobs`, wait until `jobs[0]` leaves the queue, and return their streams.
 
-    Waits at most `ApiSettings.queue_grace` seconds, and then returns with that job still queued.
-    A job leaves the queue when its memory is reserved and its cached prefix is known (`Admitted`).
-    The caller must close the choices. If this function raises or is cancelled, they are already
-    closed. Raises the errors of `Engine.submit`.
+    Waits at most `ApiSettings.queue_grace` seconds, and then returns although `jobs[0]` is still
+    queued. A job leaves the queue when its memory is reserved and its cached prefix is known
+    (`Admitted`). The caller must close the result. If this function raises or is cancelled, the
+    streams are already closed. Raises the errors of `Engine.submit`.
     """
     streams: list[Stream] = []
     choices = Choices(streams)

@@ -28,8 +28,8 @@ log = logging.getLogger(__name__)
 class Shape:
     """HTTP status of an error, and its names in the two APIs.
 
-    `openai` and `anthropic` are the values of the error's `type`, and `code` that of OpenAI's
-    `code`.
+    `openai` and `anthropic` are the values of the error's field `type` in these APIs. `code` is the
+    value of its field `code`, which only OpenAI's API has; None becomes null.
     """
 
     status: int
@@ -107,9 +107,9 @@ def build_anthropic_error(error: Exception, request_id: str | None = None) -> di
     """Return the body of an error in Anthropic's API.
 
     Its form is `{"type": "error", "error": {"type", "message"}, "request_id"}`. The message for a
-    prompt beyond the context contains `prompt is too long`, which clients search for. A request
-    with the unsupported field `thread` gets a code in `error.details`, after which Anthropic's SDK
-    sends the whole conversation instead.
+    prompt that is longer than the context contains `prompt is too long`, which clients search for.
+    If a request has the unsupported field `thread`, the `error` also has `details`, with the code
+    `NO_THREADS` as `error_code`: Anthropic's SDK then sends the whole conversation instead.
     """
     message = _message(error)
     if isinstance(error, errors.ContextLengthExceeded) and "prompt is too long" not in message:

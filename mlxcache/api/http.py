@@ -40,16 +40,17 @@ _DRAIN_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class ApiSettings:
-    """Settings of the API, apart from the model. Times are in seconds.
+    """Settings of the HTTP API. Times are in seconds.
 
-    - `api_key`: key that requests must carry, or None. Without it and `owned_keys`, none is needed.
-    - `owned_keys`: further accepted keys, each with its own sessions.
+    - `api_key`: accepted key without an owner, or None.
+    - `owned_keys`: further accepted keys, each with its own sessions. Requests need no key if there
+      is neither an `api_key` nor an owned one.
     - `origins`: origins of web pages that may use the API.
     - `max_body_bytes`: largest request body that is held in memory.
     - `default_max_tokens`: limit of a reply for requests without one, or None.
-    - `ping_seconds`: longest silence in a stream.
+    - `ping_seconds`: a ping is sent in a stream that would otherwise be silent for this long.
     - `stalled_seconds`: duration of a step of the MLX thread after which /health answers 503.
-    - `send_timeout`: longest time that a client may stop reading a stream.
+    - `send_timeout`: time for which a client may stop reading a stream before the stream is ended.
     - `queue_grace`: longest wait in the queue before a streamed response begins.
     - `any_host`: accept every host name, even without a key.
     - `recorder`: writes the bodies of chat requests to files, or None.
@@ -80,8 +81,8 @@ def _zero_counts() -> Counter[int]:
 class Deps:
     """Objects that the routes use: the engine, the settings, and error counts by HTTP status.
 
-    `models`: all models, if there are several. `loaded_s`: 0, or in a result of `of` the seconds
-    that its request has waited for the first load of its model.
+    `models`: all models, if there are several, else None. `loaded_s`: in a result of `of`, the
+    seconds that the request waited for the first load of its model; otherwise 0.
     """
 
     engine: Engine

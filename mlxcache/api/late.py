@@ -16,8 +16,9 @@ class LateReply(Generic[T]):
     """A reply that begins once its model is loaded.
 
     `begin` loads the model, submits the request and returns an object for the reply that has begun.
-    `arrival`: the object that `begin` passes to `Deps.of`, which shows whether the request waits
-    for its model. `close(result)` is called with the result of `begin` to close its streams.
+    `arrival`: the object that `begin` passes to `Deps.of`; its `record` is set while the request
+    waits for its model. `close(result)` is called with the result of `begin` to close the streams
+    of the reply.
     """
 
     def __init__(

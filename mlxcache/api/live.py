@@ -92,8 +92,10 @@ class Feed:
     async def watch(self, parts: Sequence[str]) -> AsyncGenerator[tuple[str, Any], None]:
         """Yield (name, body) for each of `parts` in its current state, then after each change.
 
-        `parts` are names from `PARTS`. The body of `requests` holds only the requests that changed.
-        The last item is `("end", {"reason": ...})`.
+        `parts` are names from `PARTS`. The body of `requests` holds all recent requests at first,
+        then only those that changed. A part that has not been read yet follows when it has been.
+        The last item is `("end", {"reason": ...})`, with the reason `stopped` if the server stops,
+        or `failed` if the default model or reading the state failed.
         """
         self._wanted.update(parts)
         self._readers += 1
@@ -233,9 +235,10 @@ class Feed:
             self._sessions = asyncio.create_task(self._read_sessions())
 
     async def _read_sessions(self) -> None:
-        """Read the sessions and their tree, unless they are as when they were last read.
+        """Read the part `sessions`, and `tree` if a reader asks for it, if they may have changed.
 
-        That is assumed if the rows of the sessions and `_held_bytes` are unchanged.
+        Nothing is read if the sessions in the database, the result of `_held_bytes`, and whether a
+        reader asks for `tree` are the same as at the last reading.
         """
         book = (self._models or self._engine).sessions
         loop = asyncio.get_running_loop()
@@ -299,7 +302,7 @@ class LiveReaders:
         return partial(self._readers.subtract, (owner,))
 
     async def stream_events(self, parts: list[str]) -> AsyncGenerator[ServerSentEvent, None]:
-        """Yield the current owner's live updates as server-sent events, until the server stops."""
+        """Yield the items of `Feed.watch` for the current owner as server-sent events."""
         owner = OWNER.get()
         if owner not in self._feeds:
             self._feeds[owner] = Feed(self._deps.engine, owner, self._deps.models)

@@ -46,8 +46,9 @@ class Family:
     """Description of a metric that is taken from the engine's figures.
 
     `name` is the metric's name without the prefix `mlxcache_` and without the `_total` of a
-    counter. `labels` are the names of labels. `path` is the keys, joined by dots, that lead to a
-    number in the figures, or to a mapping from label values to numbers.
+    counter. `labels` are the names of its labels. `path` is the keys, joined by dots, that lead to
+    the metric's value in the figures: a number, or a mapping from the value of the label to a
+    number. With several labels, the keys of the mapping are tuples of their values.
     """
 
     kind: Kind
@@ -245,9 +246,9 @@ FAMILIES = (*_REQUESTS, *_MEMORY, *_MODELS, *_DISK, *_REMOTE, *_RANKS, *_SERVER)
 def arrange_figures(figures: Mapping[str, Any]) -> dict[str, Any]:
     """Return the engine's `figures`, with mappings added for the metrics of `FAMILIES`.
 
-    A text that names a state, such as the level of memory pressure, becomes a mapping from each
-    possible state to 0 or 1. Totals, such as `total` beside the counts of requests by kind, are
-    left out of the mappings.
+    The level of memory pressure becomes a mapping from each possible level to True or False, and
+    the state of the disk a boolean, `suspended`. Totals, such as `total` beside the counts of
+    requests by kind, are left out of the mappings.
     """
     tiers = {tier: figures.get(tier, {}) for tier in ("ram", "disk")}
     disk, queue = tiers["disk"], figures.get("queue", {})
@@ -274,7 +275,12 @@ def arrange_figures(figures: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _arrange_ranks(ranks: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the figures of ranks for the metrics `_RANKS`, as mappings from the rank."""
+    """Return the values of the metrics `_RANKS`, from the figures `ranks` of a divided model.
+
+    `size` is the number of ranks. Each of `RANK_FIGURES` is a mapping from each rank but rank 0 to
+    its figure, if that is known. `levels` maps (rank, level of memory pressure) to True if the rank
+    is at that level, else False.
+    """
     others = ranks["others"]
     numbers = {
         name: {one["rank"]: one[name] for one in others if one[name] is not None}
@@ -289,8 +295,9 @@ def _arrange_ranks(ranks: Mapping[str, Any]) -> dict[str, Any]:
 def _arrange_remote(remote: Mapping[str, Any]) -> dict[str, Any]:
     """Return the figures of the remote, with entries added for the metrics `_REMOTE`.
 
-    Figures of transfers become mappings from the direction, `up` or `down`. The state becomes the
-    booleans `available` (it can be read) and `writable`.
+    Added are `bandwidth` (bytes per second), `moved_bytes` and `moved_objects`, each a mapping from
+    the direction, `up` or `down`, to a number; and, from the state of the remote, the booleans
+    `available` (the remote can be read) and `writable`.
     """
     ways = {"up": "upload", "down": "download"}
     rates = {way: remote[f"{name}_bytes_per_s"] for way, name in ways.items()}

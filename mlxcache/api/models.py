@@ -87,9 +87,10 @@ def _unknown(label: str) -> dict[str, Any]:
 
 
 async def load(deps: Deps, request: Request) -> Response:
-    """Load a model's weights if they are not in memory, and return its object at once.
+    """Begin to load a model's weights if they are not in memory, and describe the model.
 
-    Only for a model that was never loaded, the answer comes after it is loaded.
+    The answer does not wait until the weights are read. But a model that was never loaded is loaded
+    before the answer, which may take minutes.
     """
     engine = await engine_named(deps, _name(request))
     await engine.load_weights()
@@ -145,11 +146,11 @@ def _info(deps: Deps, name: str) -> ModelInfo:
 
 
 def _is_other_page(request: Request) -> bool:
-    """Return whether a request for Anthropic's list of models asks for a page without models.
+    """Return whether a request for Anthropic's list of models must get an empty list.
 
-    All models are on the first page, and all are active. So there are none after or before a model
-    id (`after_id`, `before_id`), or if `lifecycle` asks only for others. Raises BadRequest for a
-    `limit` that is not from 1 to 1,000.
+    All models are on the first page, and all have the lifecycle `active`. So the list is empty if
+    the query has `after_id` or `before_id`, or has `lifecycle` without the value `active`. Raises
+    BadRequest for a `limit` that is not from 1 to 1,000.
     """
     if not 1 <= read_number(request, "limit", 20) <= 1000:
         raise BadRequest("`limit` must be from 1 to 1000.", param="limit")
@@ -187,10 +188,10 @@ def describe_model(info: ModelInfo, name: str | None = None) -> dict[str, Any]:
     """Return a model object with the fields of OpenAI, Anthropic and other local servers.
 
     Lengths are in tokens: `max_context_length` is the model's own limit, `context_length` and
-    `loaded_context_length` are both this server's. `sampling_defaults` apply if a request omits the
-    field. `created` is in seconds since 1970. `backend` is the library that runs the model.
-    `input_modalities` lists "text", and "image" if the model accepts images. `name` replaces the
-    model's id.
+    `loaded_context_length` are both this server's. `sampling_defaults` maps sampling parameters to
+    the values used if a request omits them. `created` is in seconds since 1970. `backend` is the
+    library that runs the model. `input_modalities` lists "text", and "image" if the model accepts
+    images. The argument `name` becomes the `id` of the object; None for the model's own id.
     """
     return {
         "id": name or info.id,

@@ -169,8 +169,8 @@ class Prepared:
     """A rendered request: a job for each choice, and the form in which its reply is written.
 
     `echoes`: the texts of its prompts, if choices must begin with them. `held`: a format or a tool
-    call is required, so the `finish_reason` of a reply that was stopped because it repeats itself
-    is `length` (`Wish.whole`).
+    call is required, so that a part of a reply is useless. A reply that was stopped because it
+    repeats itself then has the `finish_reason` `length`.
     """
 
     jobs: list[Job]
@@ -182,8 +182,8 @@ class Prepared:
 def _jobs(jobs: Sequence[Job], body: Generation) -> list[Job]:
     """Return a job for each of the `n` choices of each prompt, from one job for each prompt.
 
-    They are ordered by prompt. The choices of a prompt have different seeds, if the request has
-    one. The first job of all has the id of the request; the others add `-1`, `-2` and so on.
+    They are ordered by prompt. If the request has a seed, the choices of a prompt have different
+    seeds. The first job of all has the id of the request; the others add `-1`, `-2` and so on.
     """
     n = wire.read_choices(body)
     made = [
@@ -210,7 +210,8 @@ def _fields(deps: Deps, request: Request, body: Generation) -> dict[str, Any]:
 class Begun:
     """A submitted request: the streams of its choices, and the form in which it is answered.
 
-    `count` is the number of choices of all prompts together.
+    `count` is the number of choices of all prompts together. `envelope` has the fields that all
+    objects of the answer share, such as its id, and `wish` what the request asked to be in them.
     """
 
     choices: Choices

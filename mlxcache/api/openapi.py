@@ -263,10 +263,11 @@ def _body_schemas() -> tuple[dict[type, Schema], dict[str, Schema]]:
 
 
 def _mark_unsupported(schema: Schema, own: Mapping[str, Any]) -> None:
-    """Mark the fields of a body's schema that the server refuses, and move them to its end.
+    """Mark the fields that the server refuses in `schema`, and move them after the other fields.
 
-    These are the fields of `UnsupportedFields`, except those in `own`, the fields that the type of
-    the body defines itself because it supports them.
+    `schema`: that of the body of an endpoint. The refused fields get the key `UNSUPPORTED` and a
+    description. They are the fields of `UnsupportedFields`, except those in `own`, the fields that
+    the type of the body defines itself because it supports them.
     """
     properties: dict[str, Schema] = schema["properties"]
     for name in openai_types.UnsupportedFields.__struct_fields__:

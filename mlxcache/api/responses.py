@@ -195,9 +195,9 @@ async def _check(deps: Deps, body: ResponsesRequest) -> Asked:
 
 
 async def _continued(deps: Deps, body: ResponsesRequest) -> wire.Conversation:
-    """Return the items of the stored responses that `body` continues, followed by its own.
+    """Return the input and output items of the responses that `body` continues, then its own items.
 
-    Raises BadRequest if a stored response is missing.
+    These responses are stored. Raises BadRequest if one is missing.
     """
     items = wire.read_input(body)
     if not body.previous_response_id:
@@ -360,9 +360,10 @@ class Begun:
 async def _late_events(
     late: LateReply[Begun], running: RunningResponses, writer: ResponseWriter, deps: Deps
 ) -> sse.Events:
-    """Yield the first events at once, then the others when the reply has begun.
+    """Yield the events of a response whose model is still being loaded when the response begins.
 
-    Used if the model is still being loaded when the response begins.
+    The events that come before the first token are sent at once, then pings until the model is
+    loaded and the request submitted.
     """
     for payload in writer.begin():
         yield _event(payload)
@@ -507,8 +508,9 @@ async def list_input_items(deps: Deps, request: Request) -> Response:
 def _input_items(chain: Sequence[StoredResponse]) -> list[RawItem]:
     """Return the input items of the last response of `chain`, each with an id of its own.
 
-    They include the inputs and outputs of the earlier responses. An id that is not a text, or that
-    an earlier item has, is replaced: `after` must name one item.
+    They include the inputs and outputs of the earlier responses. An id that is missing, is not a
+    text, or is that of an item before, is replaced, so that the query parameter `after` can name
+    any item.
     """
     found: list[RawItem] = []
     seen = set[str]()

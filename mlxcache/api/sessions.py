@@ -152,9 +152,11 @@ async def snapshot(deps: Deps, request: Request) -> Response:
 async def restore(deps: Deps, request: Request) -> Response:
     """Import a session from the snapshot in the body. `?name=` sets its name.
 
-    If the body is a prompt cache of mlx-lm, it must begin with the prompt's text, whose length in
-    bytes is given by `?prompt_bytes=`. `?model=` names the model of a server with several; without
-    it, the file decides.
+    The body may also be a prompt cache file of mlx-lm. If the file does not contain token ids, send
+    its prompt in front of it, as text or a JSON list of token ids, and give the length of this
+    prompt in bytes as `?prompt_bytes=`. `?model=` names the model on a server with several. Without
+    it, a snapshot goes to the model with the same weights, and a prompt cache to the model that the
+    file names, else to the default model.
     """
     files = await _files_for(deps, request.query_params.get("model"))
     name = clean_name(request.query_params.get("name", "")) or None

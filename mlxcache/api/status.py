@@ -82,8 +82,8 @@ def describe_request(
     """Return the object with which `GET /v1/requests` describes a request.
 
     Times are in seconds, counts in tokens. `left_s` is the estimated time for the rest of its
-    prefill, None if it is not in prefill. `load_share`: the share of its model that is loaded, None
-    if the model is not being loaded.
+    prefill, None if it is not in prefill or there is no estimate yet. `load_share`: the share of
+    its model that is loaded, from 0 to 1, None if the model is not being loaded.
     """
     computed = record.cached_tokens or record.fed_tokens
     return {
