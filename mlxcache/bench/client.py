@@ -33,10 +33,11 @@ class Refused(Exception):
 class Reply:
     """Text, times and token counts of one streamed reply.
 
-    Times are in seconds since the request was sent: `first_s` until the first text, `last_s` until
-    the last, `total_s` until the end of the stream. The counts are those that the server reported.
-    Without them, `prompt_tokens` and `cached_tokens` are None, and `generated_tokens` is the number
-    of pieces received. `request` is the request id, if the server sent one.
+    Times are in seconds since the request was sent: `first_s` until the first text, thinking or
+    tool call, `last_s` until the last, `total_s` until the end of the stream. `text` has no
+    thinking. The counts are those that the server reported. Without them, `prompt_tokens` and
+    `cached_tokens` are None, and `generated_tokens` is the number of events with text, thinking or
+    a tool call. `request` is the request id, if the server sent one.
     """
 
     text: str
@@ -65,7 +66,7 @@ class Reply:
 
     @property
     def decode_rate(self) -> float | None:
-        """Generated tokens per second after the first; None if fewer than two were received."""
+        """Generated tokens per second after the first; None if all came in one event or none."""
         span = self.last_s - self.first_s
         return (self.generated_tokens - 1) / span if span > 0 else None
 

@@ -180,9 +180,9 @@ def read_replay(
 ) -> Replay | None:
     """Return the trace in the file `path` with the limits of the servers; None without a file.
 
-    `scale`: factor for all lengths. `requests`: maximum number of requests, or None. `users`:
-    number of sessions open at once. `ram` and `disk`: limits as text, such as `2GB`. Raises
-    typer.BadParameter for a file that is no trace, or a limit that is no size.
+    `scale`: factor for the numbers of tokens in the trace. `requests`: maximum number of requests,
+    or None. `users`: number of sessions open at once. `ram` and `disk`: limits as text, such as
+    `2GB`. Raises typer.BadParameter for a file that is no trace, or a limit that is no size.
     """
     if path is None:
         return None

@@ -36,8 +36,8 @@ _eval = mx.eval  # that of the module may be a failing device's
 class FailingDevice:
     """Replacement for MLX's evaluation functions in which chosen evaluations fail.
 
-    `evaluations` counts the calls of `eval` and `async_eval` with arrays, and `failures` those of
-    them that failed. The parameters are:
+    `evaluations` counts the calls of `eval` and `async_eval` with arrays, without those that raised
+    the error of an earlier one, and `failures` those of them that failed. The parameters are:
 
     - `picks(number)` returns whether the evaluation with that number, from 1 on, fails.
     - `delay` is how many more evaluations succeed before the error is raised; a wait raises it at
@@ -81,12 +81,15 @@ class FailingDevice:
     def note_pass(self, caches: Caches, before: list[int]) -> None:
         """Record that the next evaluation includes a pass over `caches`.
 
-        `before` holds the lengths of the caches in tokens before the pass.
+        `before` holds the length in tokens of each linear slot of `caches` before the pass.
         """
         self._fed.append((caches, before))
 
     def note_inputs(self, inputs: mx.array) -> None:
-        """Record that the next evaluation also computes `inputs`, if they are lazy."""
+        """Record that the next evaluation also computes `inputs`, if they are not computed yet.
+
+        `inputs`: token ids that a decoding step feeds. A failed evaluation makes them wrong too.
+        """
         self._inputs.append(inputs)
 
     def eval(self, *args: Any) -> None:
@@ -135,8 +138,8 @@ class FailingDevice:
     def _damage(self, results: list[mx.array], fed: list[tuple[Caches, list[int]]]) -> None:
         """Overwrite the results of a failed evaluation with wrong numbers.
 
-        `fed` holds the passes that it included: caches, and their lengths in tokens before the
-        pass. Their KV buffers are overwritten too.
+        `fed` holds the caches of each pass that it included, and the length in tokens of each of
+        their linear slots before that pass. Their KV buffers and states are overwritten too.
         """
         buffers = [
             (array, start, slot.offset)

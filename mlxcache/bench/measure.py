@@ -22,9 +22,10 @@ class Sample:
     """Figures of one run of a scenario at one server; times are in seconds.
 
     `first_s` is the time to the first text, the mean of all replies, and `wall_s` the time of the
-    scenario. `rate` is the median tokens per second of a reply after its first token, `throughput`
-    those of all replies together. `generated_tokens` is the sum of all replies. The counts of a
-    prompt are means, and None if the server reported none; `fed_tokens` were not cached.
+    scenario. `rate` is the tokens per second of a reply after its first token, the median of all
+    replies. `throughput` is `generated_tokens`, the sum of all replies, per second of `wall_s`. The
+    counts of a prompt are means, and None if the server did not report them for every reply;
+    `fed_tokens` were not cached.
     """
 
     first_s: float
@@ -146,7 +147,8 @@ def play(servers: Sequence[Server], plan: Plan, own: OwnTime | None) -> Results:
     """Run the scenarios of `plan` at all `servers` and return the results. Blocks.
 
     The order of the servers rotates with each repetition. A server that fails in a scenario skips
-    it in later repetitions. `own` measures the same turns with mlx-lm alone, if it is not None.
+    it in later repetitions. `own`, if not None, measures the turns of this server's scenario `warm`
+    again with mlx-lm alone.
     """
     results = Results({name: {server.name: [] for server in servers} for name in plan.scenarios})
     out: set[tuple[str, str]] = set()

@@ -194,7 +194,7 @@ class Lives:
     def stop(self, seconds: float) -> None:
         """Stop the running server cleanly, so that pending writes are finished.
 
-        It is killed after `seconds`.
+        It is killed if it still runs after `seconds`.
         """
         if self._server is not None:
             self._server.signal(signal.SIGTERM)

@@ -1,7 +1,7 @@
 """Replay of a trace at servers: the same requests in the same order, one at a time.
 
-The blocks of a trace become filler text: equal blocks become equal text. Where a prompt contains
-the reply of an earlier request, it contains the text that the server really replied.
+The parts of a trace become filler text: parts with equal ids become equal text. Where a prompt
+contains the reply of an earlier request, the text that the server really replied is sent.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Replay:
 
     `users`: number of sessions open at once, for traces whose turns have no times of their own but
     follow the turn before.
-    `ram` and `disk`: limits in bytes; servers other than this one have no disk.
+    `ram` and `disk`: limits in bytes; only mlxcache uses `disk`.
     """
 
     trace: Trace
@@ -48,7 +48,7 @@ class Replay:
     def order(self, model: Path) -> list[Request]:
         """Return the requests of the trace in the order in which every server gets them.
 
-        The order results from a simulation of this server with the model in the folder `model`.
+        The order results from a simulation of mlxcache with the model in the folder `model`.
 
         Raises ConfigError for a trace without requests, or with longer ones than the model takes.
         """
@@ -66,10 +66,11 @@ class Replay:
         return list(simulation.run(self.trace, self.users).order)
 
     def launches(self, folder: Path, others: Iterable[Launch]) -> Iterator[Launch]:
-        """Yield how to start each server: this one with its disk and without, then `others`.
+        """Yield how to start each server: mlxcache with its disk and without, then `others`.
 
-        This one's cache folders are made in `folder`. In the commands of `others`, {ram_mb} is
-        replaced by the limit of RAM in MB.
+        The cache folders of mlxcache are made in `folder`. In the commands of `others`, {ram_mb} is
+        replaced by the limit of RAM in MB. One with the argument `mlx_lm` gets the limit as
+        --prompt-cache-bytes.
         """
         limits = ("--ram", str(self.ram), "--disk")
         yield ours(folder / "cache-trace", *limits, str(self.disk))
@@ -200,7 +201,7 @@ def replay(
     """Replay a trace at each server in turn; return the results by the server's name.
 
     `plan`: the trace and the limits of the servers. `model`: the model's folder. `folder`: for the
-    servers' caches and logs. `others`: how to start servers other than this one. One server runs at
+    servers' caches and logs. `others`: how to start servers other than mlxcache. One server runs at
     a time. `wait_s`: seconds that a server has to start. `status` is called with a text at each
     step. Raises Refused if a server refuses a request, and NotStarted if it does not start.
     """

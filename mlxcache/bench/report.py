@@ -128,8 +128,9 @@ def _timings(results: Results) -> Table:
 def overhead(results: Results) -> dict[str, float]:
     """Return the median seconds of each part of a warm turn, by name.
 
-    The parts are those that this server reports, followed by the first token as seen by the client,
-    the time that mlx-lm alone takes for the same tokens, and the difference of the two.
+    The parts are those that mlxcache reports, followed by the time to the first token as seen by
+    the client, the time that mlx-lm takes without a server for the same tokens, and the difference
+    of these two. Parts that were not measured are left out.
     """
     names = results.timings[0] if results.timings else {}
     parts = {name: middle(timing.get(name) for timing in results.timings) for name in names}

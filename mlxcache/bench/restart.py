@@ -28,8 +28,8 @@ class Round:
 
     The times `cold_s`, `warm_s` and, of the third turn, `again_s` are seconds until the first text.
     Counts are those of the third turn, None if the server reports none: `restored_tokens` came from
-    disk, and `lost_tokens` are tokens of the first turn and its reply that were no longer cached, 0
-    or less if all were.
+    disk, and `lost_tokens` is the number of tokens of the cold turn and its reply whose
+    KV was computed, less `cached_tokens`. It is 0 or less if all of them were still cached.
     """
 
     cold_s: float
@@ -59,7 +59,7 @@ class Rounds:
         return found | {"sooner": middle(by(one.cold_s, one.again_s) for one in rounds)}
 
     def ratio(self, server: str) -> float | None:
-        """Return this server's first-token time after a restart, divided by that of `server`.
+        """Return mlxcache's first-token time after a restart, divided by that of `server`.
 
         It is the median over rounds, or None if no round can be compared.
         """
@@ -127,7 +127,7 @@ def _round(lives: Lives, visit: Visit) -> Round:
 def _restored(client: Client, reply: Reply) -> int | None:
     """Fetch the number of restored tokens of the request of `reply`.
 
-    Returns None for other servers, which do not report it.
+    Returns None if the server does not report it; only mlxcache does.
     """
     if reply.request is None:
         return None
@@ -138,11 +138,11 @@ def _restored(client: Client, reply: Reply) -> int | None:
 
 
 def checks(rounds: Rounds) -> list[Check]:
-    """Return the bounds on this server's rounds.
+    """Return the bounds on mlxcache's rounds.
 
-    No round may fail, and no token of a round's first turn may be lost: `Round.lost_tokens` must be
-    0 or less. If the cold first token takes at least `LONG_S` seconds, the one after a restart must
-    be `SOONER` times sooner.
+    No round may fail, and no token of a round's cold turn may be lost: `Round.lost_tokens` must be
+    0 or less. If the median time to a cold first token is at least `LONG_S` seconds, the median
+    of its ratio to that after a restart must be at least `SOONER`.
     """
     failed = sum(failure.startswith(f"{OURS},") for failure in rounds.failures)
     found = [Check("restarts that failed here", failed, 0)]

@@ -62,9 +62,10 @@ class Bench:
     found: dict[str, Any] = field(default_factory=dict)
 
     def speed(self, model: Path, names: Sequence[str]) -> None:
-        """Run the scenarios `names` at every server, and time warm turns in mlx-lm alone.
+        """Run the scenarios `names` at every server, and time warm turns in mlx-lm.
 
-        Prints the figures, and adds them to `found` and their bounds to `checks`.
+        mlx-lm is timed without a server. Prints the figures, and adds them to `found` and their
+        bounds to `checks`.
         """
         with measuring(model, self.folder) as own:
             results, servers = self._played(model, "speed", names, own)
@@ -121,7 +122,7 @@ class Bench:
         self.found["trace"] = {name: one.as_object() for name, one in found.items()}
 
     def ours(self, name: str, *extra: str) -> Launch:
-        """Return how to start this server with `extra` flags.
+        """Return how to start mlxcache with `extra` flags.
 
         Its cache folder is named after `name`.
         """
@@ -132,9 +133,9 @@ class Bench:
     ) -> tuple[Results, list[Server]]:
         """Start all servers, run `scenarios` at them, and end them.
 
-        `name` is part of the name of this server's cache folder. `own` also times warm turns with
-        mlx-lm alone, if it is not None. Returns the results and the servers, which have ended but
-        still hold their memory figures.
+        `name` is part of the name of mlxcache's cache folder. `own` also times warm turns with
+        mlx-lm without a server, if it is not None. Returns the results and the servers, which have
+        ended but still hold their memory figures.
         """
         filler, options = Filler(model), self.options
         launches = [self.ours(name), *options.launches]

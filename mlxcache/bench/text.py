@@ -31,7 +31,10 @@ class Filler:
         )
 
     def text(self, tokens: int, seed: str) -> str:
-        """Return text of exactly `tokens` tokens. Texts of two seeds differ within a few tokens."""
+        """Return text of exactly `tokens` tokens.
+
+        Texts of two seeds differ from one of the first few tokens on.
+        """
         rng = random.Random(seed)
         out = [f"{rng.getrandbits(32):08x}:"]
         while True:

@@ -32,8 +32,8 @@ Work = Coroutine[Any, Any, None]
 class Paces:
     """Tokens per second of a reply, and seconds of writing, per repetition.
 
-    `alone` is measured without writing, `plain` and `plain_s` while a plain thread writes, `store`
-    and `store_s` while the disk tier writes.
+    `alone` is measured without writing, `store` and `store_s` while the disk tier writes, and
+    `plain` and `plain_s` while a plain thread writes files of the same sizes without the disk tier.
     """
 
     alone: list[float] = field(default_factory=list)
@@ -50,7 +50,9 @@ def write_beside(
 
     Both are measured `runs` times. The plain thread writes files of the same sizes in the same way:
     it syncs each and then renames it. `model` is the model's folder, and `folder` gets all files.
-    `on_step` is called with a text at each step. Blocks. Raises ValueError, MlxcacheError, OSError.
+    `on_step` is called with a text at each step. Returns the speeds, with a bound on the speed
+    beside the disk tier relative to that beside the plain thread. Blocks. Raises ValueError,
+    MlxcacheError, OSError.
     """
     return asyncio.run(_play(model, folder, runs, on_step, total))
 
@@ -147,9 +149,10 @@ async def _pace(inside: Inside, work: Work) -> tuple[float, float]:
 
 
 def _held(nbytes: int, files: int, paces: Paces) -> Measured:
-    """Compare the speeds `paces` beside both ways of writing `nbytes` bytes in `files` files.
+    """Return the medians of `paces`, with a bound on `store` relative to `plain`.
 
-    Raises ValueError if no token was generated while the plain thread wrote.
+    Both wrote `nbytes` bytes in `files` files. Raises ValueError if no token was generated while
+    the plain thread wrote, in any repetition.
     """
     pairs = zip(paces.store, paces.plain, strict=True)
     ratio = middle(a / b if b else None for a, b in pairs)

@@ -25,9 +25,10 @@ class NotHeld(Exception):
 
 
 def awake(context: Context) -> None:
-    """Check that `caffeinate` prevents sleep during a request, and ends after it.
+    """Check that mlxcache's `caffeinate` prevents sleep during a request, and ends afterwards.
 
-    Blocks. Raises NotApplicable on systems other than macOS, and NotHeld if the check fails.
+    Starts a server, which runs `caffeinate`, and sends it one request. Blocks. Raises NotApplicable
+    on systems other than macOS, NotHeld if the check fails, and Refused if the request does.
     Source: man pmset, man caffeinate.
     """
     if sys.platform != "darwin":

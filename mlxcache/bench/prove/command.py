@@ -98,9 +98,9 @@ def prove(
 ) -> None:
     """Measure mlxcache and mlx-lm on this machine, and write one report that can be published.
 
-    Exit status 1: a scenario failed, the run was interrupted, or nothing was measured; with
-    --assert also if a bound failed or none was checked. Exit status 2: wrong usage, or a model that
-    cannot be loaded.
+    Exit status 1: a scenario failed, the run was interrupted, nothing was measured, or the report
+    could not be written; with --assert also if a figure is outside its bound, or no bound was
+    checked. Exit status 2: wrong usage, or a model that cannot be loaded.
     """
     names = check_names(only or (), list(SCENARIOS)) or list(SCENARIOS)
     size = size or (QUICK_SIZE if quick else DEFAULT_SIZE)

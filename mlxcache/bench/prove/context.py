@@ -197,9 +197,9 @@ class Context:
 
     @contextlib.contextmanager
     def serving(self, *extra: str) -> Iterator[Lives]:
-        """Yield this server with flags `extra`, which ends with the block.
+        """Yield an mlxcache server with the flags `extra`; it ends with the block.
 
-        It is started when it is first used (see `Lives`). Its cache folder is new and is removed at
+        It is started when it is first used; see `Lives`. Its cache folder is new and is removed at
         the end.
         """
         self._started += 1
@@ -224,7 +224,7 @@ class Context:
 
     @contextlib.contextmanager
     def own_time(self) -> Iterator[OwnTime]:
-        """Yield a process that measures mlx-lm alone, which ends with the block.
+        """Yield a process that measures mlx-lm without a server; it ends with the block.
 
         Raises NotApplicable if the model cannot be measured that way.
         """

@@ -39,12 +39,13 @@ class Outcomes:
 
 
 async def device_error(model: Path, folder: Path, scale: Scale, found: Findings) -> None:
-    """Send one prompt repeatedly, with a different evaluation failing each time, then continue it.
+    """Check replies to one prompt while a different evaluation of MLX fails in each.
 
-    Each reply must equal that of a cold cache or end in an error. The next turn, in which nothing
-    fails, must equal that of a cold cache, which shows that no wrong KV is left in the cache.
-    `model` is the model's folder, `folder` gets the cache, and `found` the figures. Raises Unequal
-    after all replies if one is wrong.
+    Each starts with an empty cache. Then the same prompt with more tokens is sent, during which
+    nothing fails; a wrong reply to it would show that wrong KV is left in the cache. All replies
+    must equal those with an empty cache and no failure, or end in an error. `model` is the model's
+    folder, `folder` gets the cache, and `found` the figures. Raises Unequal after all replies if
+    one is wrong, and ValueError if no evaluation failed.
     """
     picked: set[int] = set()
     on = FailingDevice(picked.__contains__)

@@ -43,11 +43,12 @@ class Heard:
 
 
 async def matrix(inside: Inside, scale: Scale, found: Findings) -> None:
-    """Compare warm replies, alone and with other requests, and restored ones with cold ones.
+    """Compare replies that use the cache in three ways with the cold reply to the same prompt.
 
-    Does so for each prompt length in `scale.equal`, and adds the largest difference of
-    log-probabilities of each comparison to `found`. Raises Unequal at the end if one is above the
-    tolerance, or if the tokens do not agree.
+    The ways: from RAM, from RAM beside other requests, and restored from disk. Does so for each
+    prompt length in `scale.equal`, and adds the largest difference of log-probabilities of each
+    comparison to `found`. Raises Unequal at the end if one is above the tolerance, or if the tokens
+    do not agree.
     """
     wrong: list[str] = []
     for length in scale.equal:

@@ -36,7 +36,9 @@ Rows = dict[str, dict[str, Figure]]
 class Unchecked:
     """A bound that was not checked, and why.
 
-    The fields are those of `Check`, except that `measured` is None if there is no figure.
+    `measured`, which is None if there is no figure, should be at most `bound`, or at least `bound`
+    if `least` is True. Both are in `unit`, which is empty for ratios and counts. `name` is the text
+    to print.
     """
 
     name: str

@@ -64,7 +64,7 @@ def _forecast(known: tuple[int, float] | None, tokens: int) -> float:
 
 
 def _ours(context: Context, tokens: int) -> float:
-    """Measure this server's times to the first token for a conversation of `tokens` tokens.
+    """Measure mlxcache's times to the first token for a conversation of `tokens` tokens.
 
     Its first turn is cold, later ones are warm or follow a restart. Returns the seconds of the cold
     one.
@@ -100,7 +100,7 @@ def _ours(context: Context, tokens: int) -> float:
 
 
 def _own_beside(context: Context, tokens: int, stack: ExitStack) -> OwnTime | None:
-    """Return a process that can time mlx-lm alone, run beside the server under measurement.
+    """Return a process that times mlx-lm without a server, run beside the server under test.
 
     It ends with `stack`. Returns None if memory is short for both, or if the model cannot be
     measured that way.
@@ -115,11 +115,12 @@ def _own_beside(context: Context, tokens: int, stack: ExitStack) -> OwnTime | No
 
 
 def _own_after(context: Context, row: str, fed: Sequence[tuple[int, int]]) -> list[float | None]:
-    """Time mlx-lm alone on the warm turns of a server that has ended.
+    """Time mlx-lm without a server on the warm turns of an mlxcache server that has ended.
 
-    `row` is the table row of this prompt length, which gets the times. `fed` holds, for each turn,
-    its cached and its new tokens. Returns the server's times to the first token divided by those of
-    mlx-lm; empty if the model cannot be measured that way.
+    `row` is the table row of this prompt length, which has the server's times and gets those of
+    mlx-lm. `fed` holds, for each turn, its cached and its new tokens. Returns, for each turn, the
+    server's time to the first token divided by that of mlx-lm, or None if the latter is 0. The list
+    is empty if the model cannot be measured that way.
     """
     try:
         with context.own_time() as own:

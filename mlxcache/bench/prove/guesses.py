@@ -35,7 +35,10 @@ LEAST = 0.97
 
 
 def free_costs() -> PassCosts:
-    """Return costs at which every guess pays, so that long ones are checked on any device."""
+    """Return costs at which a pass over many tokens takes hardly longer than one over one token.
+
+    With them long guesses are checked on any device, even unlikely ones.
+    """
     return PassCosts({1: [(tokens, 1e-6 * (1 + 1e-3 * tokens)) for tokens in LENGTHS]})
 
 
@@ -59,13 +62,14 @@ class Reply:
 
 
 async def speculation(model: Path, folder: Path, scale: Scale, found: Findings) -> None:
-    """Measure passes, check that guesses change no text, and measure their speed.
+    """Measure costs of passes, check that guesses change no text, and measure their speed.
 
     Adds to `found`: the costs of passes as a server with `--speculate auto` measures them; the
     difference between greedy replies with guesses and without, in the model's own dtype; and the
     speed of replies that were given before and of new ones, with and without guesses. Raises
-    Unequal at the end if a text differs other than at a tie, and NotPlain if the model's cache
-    cannot be rewound, so that nothing is guessed.
+    Unequal at the end if a reply differs by more than rounding explains (see `equality.compare`) or
+    if no guess was right, and NotPlain if the model's cache cannot be rewound, so that nothing is
+    guessed.
     """
     async with running_inside(model, folder, "auto", speculate="auto") as inside:
         guesses = inside.core.speculation
@@ -94,11 +98,13 @@ def _add_costs(costs: PassCosts, found: Findings) -> None:
 async def _compare(
     inside: Inside, guesses: Speculation, scale: Scale, found: Findings
 ) -> Sequence[str]:
-    """Compare greedy replies with guesses with one without; return what differs, other than ties.
+    """Compare two greedy replies that use guesses with one that does not; return failures as text.
 
-    Replies that were drawn at a low temperature are given before, so that guesses of the first one
-    part from it here and there. The second one is the same text again, so that nearly all guesses
-    are right.
+    Does so for each prompt length in `scale.equal`. Some replies drawn at a low temperature come
+    before the two, so that guesses of the first are taken from texts that resemble it but are not
+    equal to it. The second repeats the text of the first, so that nearly all its guesses are right.
+    Failures: a reply that differs by more than rounding explains (see `equality.compare`), and a
+    second reply without a right guess.
     """
     measured, wrong = guesses.costs, list[str]()
     for length in scale.equal:
@@ -127,15 +133,19 @@ async def _compare(
 
 
 def _temperature(plain: Reply) -> float:
-    """Return a temperature at which replies part from a greedy one, but not at once.
+    """Return a temperature at which most tokens drawn, but not all, are the likeliest ones.
 
-    It is a small part of the usual distance between the two likeliest tokens.
+    It is `PARTING` times the median difference of log-probability between the two likeliest tokens
+    of `plain`, the greedy reply, and at least 0.001.
     """
     return max(1e-3, PARTING * median(one.top[0][2] - one.top[1][2] for one in plain.tokens))
 
 
 def first_difference(one: Sequence[TokenLogprob], other: Sequence[TokenLogprob]) -> int | None:
-    """Return the index of the first token that differs; None if there is none."""
+    """Return the index of the first token that differs; None if there is none.
+
+    If one reply is longer, its tokens beyond the other's length are ignored.
+    """
     pairs = enumerate(zip(one, other, strict=False))
     return next((i for i, (mine, theirs) in pairs if mine.token_id != theirs.token_id), None)
 

@@ -49,11 +49,12 @@ _PUBLIC = re.compile(
 
 
 def scrub(text: str, private: Iterable[str] | None = None) -> str:
-    """Replace private strings, absolute paths, and URLs of other hosts in `text` by `...`.
+    """Replace private strings, absolute paths, and URLs of hosts not in `HOSTS` by `...`.
 
     `private` defaults to `private_strings()`. Strings match in any case and as whole words. A path
-    is cut up to a quote, `: ` or the end of its line, because names may contain blanks. Paths of
-    installed Python files are kept from their package on.
+    is taken to end at the next quote, `: ` or line end, because folder names may contain blanks.
+    Paths of installed Python files are kept from their package on, and names of files that every
+    model has, such as config.json, are kept.
     """
     text = unicodedata.normalize("NFC", text.replace(_KNOWN, "").replace(_SLASH, ""))
     for root, package in _code_roots():

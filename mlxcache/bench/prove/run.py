@@ -166,8 +166,8 @@ class Proof:
     def _given(self, model: str, clock: Clock) -> LazySubject:
         """Load `model`, which the user named, and return it. Raises ModelError.
 
-        If the time limit passes, the result raises TimeUp when its model is needed. If Ctrl-C is
-        pressed, `interrupted` is set, so that no scenario needs it.
+        If the time limit passes first, raises nothing: the `subject` method of the result then
+        raises TimeUp. If Ctrl-C is pressed first, sets `interrupted`, so that no scenario is run.
         """
 
         def look() -> Subject:

@@ -29,7 +29,7 @@ Pair = tuple[float, float]
 
 
 def decode(context: Context) -> None:
-    """Measure the speed of decoding at this server, mlx_lm.generate and mlx_lm.server.
+    """Measure the speed of decoding with mlxcache, mlx_lm.generate and mlx_lm.server.
 
     The servers are also measured with several replies at once.
     """
@@ -149,7 +149,7 @@ def rate_together(client: Client, prompts: Sequence[Messages], reply: int) -> fl
 
 
 def prefill(context: Context) -> None:
-    """Measure the speed of prefill: mlx-lm's in passes of several lengths, and this server's."""
+    """Measure the speed of prefill: mlx-lm's in passes of several lengths, and mlxcache's."""
     scale, found = context.scale, context.found
     row = f"{scale.prompt:,} tokens"
     if not context.fits("prefill", scale.prompt):

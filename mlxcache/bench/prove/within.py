@@ -111,8 +111,8 @@ def split_at(intervals: Sequence[float], grown: Sequence[int]) -> tuple[list[flo
     """Split intervals between tokens into those in which a buffer grew and all others.
 
     `grown` holds the indices of intervals at whose end a buffer had grown. Steps are pipelined, so
-    that growth may delay a neighbouring interval. The longest of the interval and its two
-    neighbours is therefore counted as that of the growth, and none of the three as another.
+    growth may lengthen a neighbouring interval instead. For each index, the first list therefore
+    has the longest of that interval and its two neighbours. The second list has none of the three.
     """
     near = {at for number in grown for at in range(max(0, number - 1), number + 2)}
     longest = [max(intervals[max(0, number - 1) : number + 2]) for number in grown]
