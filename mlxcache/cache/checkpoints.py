@@ -20,9 +20,10 @@ def stops(
 
     `marks`: the marks of the prompt; without any, its last token counts as one. `parted`: a
     position at which an earlier prompt diverged, or 0. Positions are the marks, `parted`, and one
-    every `SPACING` tokens between them. Of positions less than `MARK_DISTANCE` apart, only the
-    first is taken. `most`: approximate maximum number of positions; the first mark, the last mark
-    and `parted` always stay.
+    every `SPACING` tokens between them. Of marks and `parted`, those less than `MARK_DISTANCE`
+    after `cached` or another position are left out. `most`: approximate maximum number of
+    positions. More are thinned, but the first mark, the last mark, `parted` and the last 4
+    positions are not dropped then.
     """
     last = length - 1
     wanted = sorted({*(marks or [last]), min(parted, last)})
@@ -69,8 +70,9 @@ class Trail:
         The first checkpoint of the path and the last 4 always stay, even if more than `most` are
         then left. `end`: the length of the path in tokens. `coming`: positions of checkpoints that
         are about to be added; they count too. `worth`: drop a checkpoint only if the gap that it
-        leaves is less than this share of the tokens from the gap to the end. The default, infinity,
-        sets no such limit. Returns the nodes in the order in which to drop their checkpoints.
+        leaves is less than this share of the tokens from the gap to the end. At the positions
+        `parted`, the gap counts 8 times. The default, infinity, sets no such limit. Returns the
+        nodes in the order in which to drop their checkpoints.
         """
         at = {node.end: node for node in self.nodes}
         positions = sorted({*at, *coming})

@@ -65,7 +65,8 @@ class Lease:
     `node`: the node of the tree that the lease has locked against eviction, or None before the
     first commit of a new lineage. `awaiting_state`: KV is present, but the state of layers that
     cannot be sliced must still be restored from disk. `written`: tokens handed to the disk tier.
-    `evict`: the mode of making room for its later reservations, "no" or "wait".
+    `evict`: how to make room for its later reservations: "no" uses free bytes only, "wait" evicts
+    what no request uses, unloads idle models, and waits for writes to disk.
     `state_bytes`: bytes reserved for the states of layers that cannot be sliced.
     """
 
@@ -87,13 +88,20 @@ class Lease:
         return self.lineage.length
 
     def note_restored(self) -> None:
-        """Record that a restore is complete: `cached` becomes the length of the lineage."""
+        """Record that a restore is complete.
+
+        `cached` and `written` become the length of the lineage, and `awaiting_state` False.
+        """
         self.cached = self.written = self.length
         self.awaiting_state = False
 
     @property
     def evict_now(self) -> Literal["no", "idle"]:
-        """The mode of making room that waits for no write to disk: "idle" if `evict` is "wait"."""
+        """How to make room without waiting for writes to disk.
+
+        It is "no" (use free bytes only) if `evict` is "no", else "idle" (evict what no request
+        uses).
+        """
         return "no" if self.evict == "no" else "idle"
 
 
@@ -259,9 +267,10 @@ class KVCache:
         return lease
 
     def _set_state(self, lease: Lease, state: State | None, evict: Evict) -> bool:
-        """Reserve memory for the state of layers that cannot be sliced, and set it.
+        """Reserve memory for the state of layers that cannot be sliced, and set a copy of `state`.
 
-        Returns False, with the lease released, if there is no room.
+        If `state` is None, the state stays as it is. Returns True, or False with the lease released
+        if there is no room. `evict`: how to make room, as in `acquire`.
         """
         try:
             reserved = self.ram.reserve("states", self.layout.running_bytes, evict=evict)
@@ -355,8 +364,9 @@ class KVCache:
         end, if the model has layers that cannot be sliced. Mutates the tree and moves the lock of
         the lease. May evict to make room for the checkpoint; if there is still no room, no
         checkpoint is stored. `final`: the lease is released next, so the checkpoint may take
-        withheld memory: as much is released with the lease. Waits for the device and raises the
-        device's error if a command failed; nothing is committed then.
+        bytes of the budget that are withheld while the machine is short of memory: as many are
+        released with the lease. Waits for the device and raises the device's error if a command
+        failed; nothing is committed then.
         """
         lineage = lease.lineage
         if not self.layout.cacheable or not lineage.length:
@@ -414,10 +424,11 @@ class KVCache:
                 self.ram.shrink(other, force=True)
 
     def _split_at_windows(self, lineage: Lineage, node: Node) -> list[Node]:
-        """Return the nodes on the path to `node` whose sliding windows `lineage` alone holds.
+        """Return nodes on the path to `node` whose KV of sliding windows only `lineage` holds.
 
-        Their own lineages were restored without them. Splits a node inside which the windows that
-        `lineage` holds begin.
+        The lineages of these nodes were restored without KV of the layers with sliding windows.
+        `lineage` holds it from `Lineage.window_valid_from` on; a node in which that position lies
+        is split there.
         """
         valid = lineage.window_valid_from
         bare = [n for n in node.path()[1:] if n.value.window_valid_from > max(n.start, valid)]

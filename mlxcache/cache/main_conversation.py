@@ -67,7 +67,11 @@ class ConversationId:
 
     @classmethod
     def of(cls, ids: Tokens, hints: CacheHints) -> ConversationId:
-        """Return the identity of the conversation to which a prompt belongs."""
+        """Return the identity of the conversation to which a prompt belongs.
+
+        `ids`: the tokens of the prompt. `hints`: how many of them are the conversation key, or all
+        if that is unknown, and how many are tools and system prompt.
+        """
         key = len(ids) if hints.conversation_key is None else hints.conversation_key
         head = digest_of(ids[: hints.head]) if hints.head else b""
         return cls(key, digest_of(ids[:key]), head)
@@ -81,11 +85,12 @@ class ConversationId:
 class MainConversation:
     """The main conversation of a session, as of its newest turn.
 
-    `tokens` and `nodes`: length and tree nodes of that turn. `turns`: number of turns.
-    `side_requests`: number of requests of the session since then that belonged to other
-    conversations. `rival`: another conversation with the same tools and system prompt, and how
-    many consecutive turns it has had, or None; it may become the main one. `former`: the previous
-    main conversation, which becomes the main one again if it continues.
+    `tokens`: length of that turn with its reply. `nodes`: nodes of the prefix tree on the path to
+    its end, without the root. `turns`: number of turns. `side_requests`: number of requests of the
+    session since that turn that belonged to other conversations. `rival`: another conversation with
+    the same tools and system prompt, and how many consecutive turns it has had, or None; it may
+    become the main one. `former`: the previous main conversation, which becomes the main one again
+    if it continues.
     """
 
     id: ConversationId
@@ -99,8 +104,8 @@ class MainConversation:
     def count_rival(self, rival: ConversationId) -> int:
         """Count a turn of `rival`, another conversation with the same tools and system prompt.
 
-        Returns how many turns it has had since the last turn of the main conversation, or of
-        another such conversation.
+        Returns how many turns `rival` has had, this one included, since the last turn of the main
+        conversation or of another conversation with these tools and system prompt.
         """
         before = self.rival[1] if self.rival and self.rival[0] == rival else 0
         self.rival = (rival, before + 1)
@@ -127,9 +132,12 @@ class MainConversations:
         return len(self._by_label)
 
     def main_beside(self, ids: Tokens, hints: CacheHints) -> Sequence[Node]:
-        """Return the nodes of the session's main conversation if `ids` is a side request.
+        """Return the nodes of the session's main conversation if a request belongs to another one.
 
-        Returns an empty sequence otherwise.
+        `ids`: the tokens of the request. `hints`: its hints, with the label of the session. The
+        nodes are `MainConversation.nodes`. Returns an empty sequence if the request belongs to the
+        main conversation, if the session has none, or after `MAX_SIDE_REQUESTS` requests in a row
+        that belong to other conversations.
         """
         main = self._by_label.peek(hints.label) if hints.label else None
         if main is None or main.side_requests >= MAX_SIDE_REQUESTS or main.id.includes(ids):
@@ -137,7 +145,10 @@ class MainConversations:
         return main.nodes
 
     def note_end(self, ids: Tokens, hints: CacheHints, node: Node) -> None:
-        """Record that the request with tokens `ids` has ended at `node` of the tree."""
+        """Record that the request with tokens `ids` has ended at `node` of the tree.
+
+        Does nothing if the request has no session label.
+        """
         if hints.label is None:
             return
         main = self._by_label.peek(hints.label)
@@ -169,10 +180,13 @@ class MainConversations:
     ) -> bool:
         """Return whether a request begins a new main conversation.
 
-        That is so if `main`, the main conversation before it, was only a side request, such as one
-        for a title, or if the client has compacted the conversation. Counts the request as a turn
-        of its conversation if that has the same tools and system prompt as `main`. `ids`: the
+        `main`: the main conversation so far, to which the request does not belong. `ids`: the
         tokens of the request. `tokens`: its length with its reply.
+
+        Returns True if `main` was only a side request, such as one for a title. Also if the
+        request's conversation has the tools and system prompt of `main`, and at least
+        `SETTLED_TURNS` consecutive turns, as after a compaction. If it has those tools and that
+        system prompt, the request is counted as one of its turns.
         """
         now = ConversationId.of(ids, hints)
         same_head = bool(now.head) and now.head == main.id.head

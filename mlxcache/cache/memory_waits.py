@@ -7,9 +7,10 @@ from mlxcache.cache.shared_ram import Wait
 
 
 class MemoryWaits:
-    """The part of one model in `SharedRam`'s waits. Without a shared budget nothing ever waits.
+    """Waits of one model's requests for memory that other models hold, one request at a time.
 
-    `ram`: the RAM tier of the model.
+    `ram`: the RAM tier of the model. Its `SharedRam` keeps the record. Without a shared budget
+    nothing ever waits.
     """
 
     def __init__(self, ram: RamTier):
@@ -72,7 +73,11 @@ class MemoryWaits:
 
     @property
     def short(self) -> bool:
-        """True while a prompt waits for memory of other models, and none has become free since."""
+        """True if a prompt waits for memory of other models, and is not to try again yet.
+
+        It is to try again after `retry`, and when more memory is free or can be evicted than at
+        `begin`.
+        """
         return self._ram.shared is not None and self._ram.shared.is_short(self._ram)
 
     @property

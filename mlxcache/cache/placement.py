@@ -1,4 +1,4 @@
-"""Placement of a request: the choice of the lineage that it continues in, and its content.
+"""Placement of a request: choose the lineage in which it continues, and fill this lineage.
 
 A lineage that ends where the matched prefix ends is continued in place. One that holds more is
 split first. If no idle lineage can be continued, the prefix is copied into a new one. The functions
@@ -56,9 +56,10 @@ def intact(layout: Layout, match: Match, upto: int) -> int:
 def finite_prefix(match: Match, reused: int) -> int:
     """Return how many leading tokens of a request to keep after the model produced NaN.
 
-    `match`: that of the request's tokens. `reused`: how many of them the request had reused. Tokens
-    that another conversation shares were computed by that conversation too, so they are kept if
-    their KV is finite.
+    `match`: that of the request's tokens. `reused`: how many of them the request had reused; their
+    KV is finite. If a checkpoint among them is not, the result is the start of the segment that
+    ends at it. Beyond them, the tokens that another path of the tree shares are kept too, but only
+    if all their KV and checkpoints are finite.
     """
     parted = [node.end for node in match.nodes if len(node.children) > 1]
     if match.nodes and (match.nodes[-1].children or match.nodes[-1].end > match.length):

@@ -71,8 +71,8 @@ class Observation:
     """Result of the latest memory check, with sizes in bytes.
 
     `level`: the memory pressure. `footprint`: the size of the process. `max_footprint`: its highest
-    value so far. `expected`: the size that weights and budget account for. `parts`: number of
-    eighths of the budget that are withheld.
+    value so far. `expected`: the size of the process with the weights loaded and the whole budget
+    in use. `parts`: number of eighths of the budget that are withheld.
     """
 
     level: PressureLevel = PressureLevel.NORMAL

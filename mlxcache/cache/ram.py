@@ -106,8 +106,9 @@ class RamTier:
 
     A lineage is idle if no request uses it. The tree refers to the lineages as its values.
     `write_behind` is None without a disk tier. `device_buffers`: maximum number of buffers of the
-    device. `copy_bytes`: bytes that new lineages copy in one evaluation. `shared`: the RAM of
-    several models under one budget; if that is what is short, room is made in all of their tiers.
+    device. `copy_bytes`: most bytes that new lineages copy in one evaluation, unless one array has
+    more. `shared`: the RAM of several models under one budget; if the shared budget is short, room
+    is made in the tiers of all these models.
     `lineage`: class of the lineages. `label`: that of the model, for the log.
     `dropped` counts evictions of KV that is then lost, `spilled` those of KV that is on disk too.
     """
@@ -153,7 +154,8 @@ class RamTier:
     def discard(self, lineage: Lineage) -> None:
         """Release the buffers of a lineage whose content may be wrong.
 
-        The tree may still refer to the lineage.
+        Segments of the tree that refer to it stay in the tree. Their KV is not reused, because
+        `lineage.lost` is then True.
         """
         self.idle.pop(id(lineage), None)
         self.busy.pop(id(lineage), None)
@@ -176,7 +178,7 @@ class RamTier:
         return None
 
     def reserve_kv(self, tokens: int, held: int = 0, *, evict: Evict) -> bool:
-        """Reserve KV for `tokens` more positions; return False if there is no room.
+        """Charge the KV bytes of `tokens` more positions; return False if there is no room.
 
         `held`: positions of the buffers that are copied to larger ones. The old and the new array
         exist together for a while, so the bytes of one old array must be available too. `evict`:
@@ -189,8 +191,9 @@ class RamTier:
         """Charge `size` bytes to `kind` of the budget, after making room for them.
 
         `kind`: what the bytes are for: "kv", "checkpoints", "states" or "batch", for example. A
-        negative `size` releases bytes. `passing`: bytes needed only during the operation, which may
-        use what is set aside for forward passes. `evict`: the mode of making room, as in
+        negative `size` releases bytes. `passing`: further bytes that must be available, because the
+        caller needs them for a short time, such as during a copy. They are not charged, and may be
+        among those set aside for forward passes. `evict`: the mode of making room, as in
         `KVCache.acquire`; "wait" may block for writes to disk. Returns False, and charges nothing,
         if there is no room.
         """
@@ -271,12 +274,17 @@ class RamTier:
     def evict_once(self, needed: int, worth: float = CHECKPOINT_WORTH) -> bool:
         """Evict checkpoints on the path to the leaf node with the lowest worth, or its last tokens.
 
-        Returns False, with nothing evicted, if every leaf node is in use. `needed`: bytes to free,
-        if the node has as many. In a model with opaque slots, first drops close checkpoints on the
-        path: those that leave a gap of less than the share `worth` of the tokens from the gap to
-        the end. These stay if the node's conversation has continued on another branch, which then
-        uses them. Tokens are evicted only if no checkpoint was dropped, in such a model all of the
-        node's.
+        `needed`: bytes to free; fewer may be freed. Returns False, with nothing evicted, if a
+        request or a pending write uses every leaf node.
+
+        In a model with opaque slots, checkpoints on the path to the node are dropped first, until
+        `needed` bytes are freed. A checkpoint is dropped only if the distance between its two
+        neighbours, in tokens, is less than `worth` times the distance from the later one to the end
+        of the path. None is dropped if the conversation of the node has continued on another
+        branch, which uses them.
+
+        Tokens at the end of the node are evicted only if no checkpoint was dropped: in a model with
+        opaque slots, all tokens of the node.
         """
         leaf = self.tree.least_leaf()
         if leaf is None:
@@ -299,8 +307,9 @@ class RamTier:
     def _thin(self, leaf: Node, needed: int, worth: float) -> int:
         """Drop checkpoints on the path to the node `leaf` until they have freed `needed` bytes.
 
-        Only those are dropped that leave a gap of less than the share `worth` of the tokens from
-        the gap to the end. Returns the number of bytes freed.
+        A checkpoint is dropped only if no lock holds it, and if the distance between its two
+        neighbours, in tokens, is less than `worth` times the distance from the later one to the end
+        of `leaf`. Returns the number of bytes freed, which may be less than `needed`.
         """
         freed = 0
         for node in Trail.to(leaf).checkpoints_to_drop(leaf.end, 0, worth=worth):

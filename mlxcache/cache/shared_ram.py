@@ -51,10 +51,10 @@ class SharedRam:
     """RAM tiers of several models, whose budgets are members of one shared budget.
 
     `budget`: the shared budget, to which the weights of the models are charged too.
-    `free_idle(size)` unloads idle models until `size` bytes are free, or returns False and unloads
-    none. `ceiling(tier)` returns the most bytes that a tier can have beside the models that are
-    never unloaded; by default the limit of its own budget. `clock`: the eviction clock of all
-    members, by which entries of different models are compared.
+    `free_idle(size)` unloads idle models until `size` more bytes are free and returns True, or
+    unloads none and returns False. `ceiling(tier)` returns the most bytes that a tier can have
+    beside the models that are never unloaded; by default the limit of its own budget. `clock`: the
+    eviction clock of all members, by which entries of different models are compared.
     """
 
     def __init__(
@@ -205,9 +205,10 @@ class SharedRam:
     def waits_for_others(self, tier: RamTier) -> bool:
         """Return whether other models hold memory that `tier` may get later.
 
-        That is so if some of their KV is not on disk yet, or if the most that `tier` can have
-        exceeds what is free or in idle KV: then running requests or loaded models hold the rest.
-        Models that are never unloaded do not count.
+        That is so if some of their KV is not on disk yet. Also if the bytes that `tier` can have at
+        most, less those that it uses, exceed the free bytes and those of idle KV of other models:
+        then running requests or loaded models hold the rest. Models that are never unloaded do not
+        count.
         """
         others = [one for one in self._tiers if one is not tier]
         if any(one.writing for one in others):
@@ -265,7 +266,11 @@ class SharedRam:
             self.retry(tier)
 
     def is_short(self, tier: RamTier) -> bool:
-        """Return whether `tier` waits for memory, and no more has become free since."""
+        """Return whether a request of `tier` waits for memory, and is not to try again yet.
+
+        It is to try again after `retry`, and when more memory is free or can be evicted than at
+        `wait`.
+        """
         wait = self._waiting.get(tier)
         return wait is not None and wait.room is not None and not self._room().exceeds(wait.room)
 

@@ -40,18 +40,18 @@ class StagingBuffers:
         return part
 
     def give_back(self, tensors: Sequence[Tensor]) -> None:
-        """Return the staging buffer that holds `tensors` to the pool, if they are in one.
+        """Mark the staging buffer that holds `tensors` as free, for use by a later `take`.
 
-        The tensors must not be read afterwards.
+        Does nothing if they are not in a staging buffer. They must not be read afterwards.
         """
         if tensors:
             self.put_back(tensors[0].bytes)
 
     def put_back(self, part: memoryview) -> None:
-        """Return the staging buffer that begins at the address of `part` to the pool.
+        """Mark the staging buffer that begins at the address of `part` as free for a later `take`.
 
-        `part`: a result of `take`, or the beginning of one. Does nothing if `take` allocated it
-        outside the pool.
+        `part`: a result of `take`, or the beginning of one. Does nothing if that result is not a
+        staging buffer.
         """
         if (whole := self._taken.pop(_address(part), None)) is not None:
             self._free.append(whole)

@@ -361,8 +361,8 @@ class WriteBehind:
     def _next_job(self, path: PathWrite) -> Job | None:
         """Return the next job of a path, or None if it has none.
 
-        If there is no memory for a copy, pauses writing and returns None. Raises a device error:
-        the KV may then be damaged.
+        Raises RuntimeError if a command failed on the device: the KV may then be damaged. If the
+        copy fails for another reason, such as missing memory, pauses writing and returns None.
         """
         try:
             return (
@@ -478,8 +478,8 @@ class WriteBehind:
     def wait_for_one(self, seconds: float = BLOCKED_S) -> bool:
         """Block until a path is on disk and may be evicted from RAM.
 
-        Returns False if no path is being written. After `seconds` without any progress every path
-        is unlocked, so that replies do not wait for the disk.
+        Returns False if no path waits to be written, else True. After `seconds` without any
+        progress every path is unlocked, so that replies do not wait for the disk.
         """
         before, deadline = self.pending_paths, self._clock() + seconds
         while before and self.pending_paths >= before:
@@ -510,7 +510,8 @@ class WriteBehind:
     def drain(self, seconds: float) -> int:
         """Write all queued paths, blocking for at most `seconds`.
 
-        Returns the number of tokens that were not written.
+        Also writes paths whose write failed before. Returns the number of tokens that were not
+        written, without those of paths that wait for another attempt after a failed write.
         """
         deadline = self._clock() + seconds
         self.backoff.end_pause()
