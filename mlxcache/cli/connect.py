@@ -58,9 +58,10 @@ def claude_code_variables(url: str, model: str, context: int) -> Variables:
 def anyclaude_variables(url: str, context: int, model: str = ANY_MODEL) -> Variables:
     """Return the environment variables that point any version of anyclaude at the server at `url`.
 
-    `context` is its context length in tokens, `model` the model name that it sends. None in place
-    of a value stands for the API key. Older versions read MLX_LM_*, newer ones LOCAL_*. anyclaude
-    starts Claude Code, sets its address and passes on the other variables for it.
+    anyclaude is a program that starts Claude Code. It sets Claude Code's variables ANTHROPIC_*, and
+    passes on the others of Claude Code, which are in the result. `model` is the model name that
+    anyclaude sends, and `context` the context length of that model in tokens. None in place of a
+    value stands for the API key. Older versions of anyclaude read MLX_LM_*, newer ones LOCAL_*.
     """
     for_claude = claude_code_variables(url, model, context)
     return {
@@ -88,7 +89,8 @@ def claude_code_line(url: str, model: str, context: int, *, has_key: bool) -> st
 def anyclaude_line(url: str, context: int, *, has_key: bool) -> str:
     """Return the shell line that starts anyclaude on the server at `url`.
 
-    `context` is in tokens. `has_key` tells whether the server requires an API key.
+    `context` is the model's context length in tokens. `has_key` tells whether the server requires
+    an API key.
     """
     return _line("anyclaude", anyclaude_variables(url, context), has_key=has_key)
 
@@ -96,7 +98,8 @@ def anyclaude_line(url: str, context: int, *, has_key: bool) -> str:
 def quote_value(value: str | None, *, has_key: bool) -> str:
     """Quote the value of a variable for a POSIX shell.
 
-    None stands for the API key: it becomes "$MLXCACHE_API_KEY", or a placeholder unless `has_key`.
+    None stands for the API key. It becomes "$MLXCACHE_API_KEY" if the server requires a key
+    (`has_key`), else a dummy key.
     """
     if value is not None:
         return shlex.quote(value)

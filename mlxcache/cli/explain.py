@@ -202,8 +202,10 @@ def audit_one(one: dict[str, Any], settings: Settings) -> dict[str, Any]:
 def _model_object(settings: Settings) -> dict[str, Any]:
     """Return the members of a result that describe the model.
 
-    `backend` is the library that runs it, and `takes_images` says whether it takes images. Both are
-    None if the model's files are not on this machine, or no library can run it as installed.
+    `model` is its path or id. `estimated` is True for the built-in demo, whose token counts are
+    estimates for other models. `backend` is the library that runs it, and `takes_images` says
+    whether it takes images. Both are None if the model's files are not on this machine, or no
+    library can run it as installed.
     """
     from mlxcache.model.hub import here  # noqa: PLC0415 - as below
     from mlxcache.model.load import ModelSpec, abilities  # noqa: PLC0415 - transformers, seconds
@@ -238,9 +240,10 @@ def _side(builder: PromptBuilder, request: dict[str, Any]) -> Side:
 def read_request(file: Path, server: Callable[[], Remote]) -> dict[str, Any]:
     """Read a chat request from `file`, or from standard input if `file` is `-`.
 
-    A request that continues a stored response gets the conversation before it from `server()`.
-    Raises MlxcacheError if the file has no such request, with what it has instead, or if the
-    conversation before it cannot be had.
+    `server` returns the HTTP client of a running server. It is called only for a request that
+    continues a stored response; the server then provides the conversation before the request.
+    Raises MlxcacheError if the file has no chat request, with what it has instead, or if the server
+    cannot provide the conversation.
     """
     # Here and not above: importing msgspec takes a while, and --help needs none of it.
     from mlxcache.wire.chat_bodies import (  # noqa: PLC0415
@@ -461,9 +464,9 @@ def _row(out: Console, name: str, text: Text) -> None:
 
 
 def _marked(text: str, start: int, end: int, style: str) -> Text:
-    """Return `text` cut to `_EXCERPT` * 2 characters, with its middle in `style`.
+    """Return the first `_EXCERPT` * 2 characters of `text`, with its middle in `style`.
 
-    The middle is all but the first `start` and the last `end` characters of the uncut text.
+    The middle is what is left of `text` without its first `start` and its last `end` characters.
     """
     shown = Text(text)
     shown.stylize(style, start, len(text) - end)
@@ -487,9 +490,11 @@ def _print_estimated(out: Console, found: Mapping[str, Any]) -> None:
 
 
 def _print_images(out: Console, found: Mapping[str, Any], count: int) -> None:
-    """Print how the `count` images of a request are counted, and whether the model takes them.
+    """Print notes on the `count` images of a request, and that mlx-vlm runs the model, if so.
 
-    `found`: the result. Nothing is printed of mlx-lm and a request without images.
+    `found`: the result of `explain_pair` or `audit_one`. The notes say how images are counted in
+    tokens and, if the model takes none, that the server refuses the request. Without images there
+    are no notes.
     """
     if found["backend"] == "mlx-vlm":
         out.print(Text("The model is run by mlx-vlm.", "dim"))

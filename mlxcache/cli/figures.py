@@ -175,10 +175,11 @@ def _flatten(figures: Mapping[str, Any], above: str = "") -> Iterator[tuple[str,
 
 
 def _find_place(path: str) -> tuple[str, int]:
-    """Return the heading under which a figure is printed, and its position there.
+    """Return the heading under which a figure is printed, and the index of the key that matched.
 
-    `path` is its dotted path, such as `ram.used_bytes`. A heading has keys, which are the
-    beginnings of such paths; if several match, the longest is used.
+    `path` is the figure's dotted path, such as `ram.used_bytes`. Each heading has a list of keys,
+    which are such paths or their beginnings, such as `ram`. If several keys match, the longest is
+    used; if none does, the heading is "Other" and the index 0.
     """
     found = [
         (len(key), heading, number)

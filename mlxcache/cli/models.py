@@ -276,9 +276,10 @@ def pull(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Download a model from the Hub and check its files; a second call continues.
+    """Download a model from the Hub and check its files.
 
-    Only the files that serving needs are downloaded, into the Hub's own cache.
+    Only the files that serving needs are downloaded, into the Hub's own cache. If a download was
+    interrupted, the same command continues it.
     """
     with reporting():
         _require_hub_id(model, "pull")

@@ -24,8 +24,9 @@ from mlxcache.store.store import Store
 class Offline:
     """Sessions and files in the cache folder `cache_dir`.
 
-    Has the same methods as `Remote`. Methods that change something lock the folder exclusively, and
-    raise InUse while a server or another command holds it.
+    Has the methods of `Remote` for sessions and files, with the same arguments. Methods that change
+    something lock the folder exclusively, and raise InUse while a server or another command has
+    locked it.
     """
 
     def __init__(self, cache_dir: Path):

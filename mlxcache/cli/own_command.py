@@ -22,10 +22,11 @@ def own_command(
 ) -> str:
     """Return the path of the running `mlxcache` command, quoted for a POSIX shell.
 
-    In the virtual environment of the git clone `clone` it is the clone's script, which also sets up
-    OpenBLAS. If no such file exists, Python with `-m mlxcache.cli.main` is returned. `called` is
-    the path by which this program was started, by default `sys.argv[0]`. `prefix` and `executable`
-    are those of the running Python.
+    In the virtual environment of the git clone `clone` it is the clone's bin/mlxcache, which also
+    sets up OpenBLAS. Otherwise it is `called`, the path by which this program was started (by
+    default `sys.argv[0]`), if its name is mlxcache, else the `mlxcache` beside `executable`. If
+    none of these files exists, `executable` with `-m mlxcache.cli.main` is returned. `prefix` and
+    `executable` are those of the running Python.
     """
     path = Path(sys.argv[0] if called is None else called)
     candidates = [path] if path.name == "mlxcache" else []

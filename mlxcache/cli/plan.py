@@ -121,8 +121,10 @@ def plan(
 ) -> None:
     """Predict what users of a model get from a machine: hit rates, first tokens, load, disk.
 
-    Simulates the server's cache, without the model, over a recorded trace or synthetic agents. No
-    server is needed. Blocks for seconds to minutes.
+    That is: the share of prompt tokens that are reused, the time to the first token of a reply, the
+    share of time in which the machine computes, and the bytes written to disk. The server's cache
+    is simulated, without the model, over a recorded trace or synthetic agents, which takes seconds
+    to minutes. No server is needed.
     """
     with reporting():
         settings = load_settings({"model": model, **flags}, os.environ, config).for_request(None)

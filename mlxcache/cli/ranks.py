@@ -54,8 +54,10 @@ LOCAL = "127.0.0.1"
 def read_hosts(hosts: str) -> list[dict[str, object]]:
     """Return the machines of `--hosts` as mlx.launch's hostfile lists them.
 
-    The first is this machine: its process is started here, and not through ssh. Raises ConfigError
-    for a name without an address, and for fewer than two machines.
+    `hosts`: names or addresses, separated by commas. Each becomes an object with `ssh`, the name
+    for ssh, and `ips`, a list with its address. The first must be this machine: its process is
+    started here, and not through ssh. Raises ConfigError if the first is another machine, for fewer
+    than two machines, and for a name that is empty or cannot be resolved.
     """
     names = [name.strip() for name in hosts.split(",")]
     if len(names) < 2:
@@ -133,11 +135,12 @@ def close_input() -> None:
 
 
 def watch_launcher() -> None:
-    """Have this process end when mlx.launch, or the process that started it, has ended.
+    """End this process when mlx.launch, or the process that started mlx.launch, has ended.
 
-    They may have been killed, and then tell nobody. For rank 0, which ends the others. It gets
-    SIGTERM, and is killed if it has not ended `STOP_S` later. Starts a thread; does not block. A
-    process that was started in another way may outlive its parent, such as a shell.
+    To be called in rank 0, which ends the other ranks. Starts a thread that checks both processes,
+    because they send no signal if they are killed. When one has ended, this process gets SIGTERM,
+    and exits `STOP_S` seconds later if it still runs. Does not block. Does nothing in a process
+    that was started in another way, which may outlive its parent, such as a shell.
     """
     launchers = []
     with suppress(psutil.Error):
@@ -200,9 +203,10 @@ class Ranks:
         return 0 if self._stopped else 1
 
     def _quieten(self) -> None:
-        """Write a line to the standard input of mlx.launch, at the times of `QUIET_S`.
+        """Write a line to the standard input of mlx.launch, once after each delay in `QUIET_S`.
 
-        mlx.launch tries to pass the line on to its processes. They have closed their standard input
+        Called repeatedly; does nothing before the next delay since the start has passed. mlx.launch
+        tries to pass the line on to its processes. They have closed their standard input
         (see `close_input`), so writing fails, and mlx.launch stops polling them. Until then the
         polling uses a whole CPU core, because it always finds processes to write to.
         """

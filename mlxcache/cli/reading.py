@@ -73,10 +73,11 @@ class LongReadings:
         self._seen: dict[str, tuple[float, Reading, float]] = {}
 
     def update(self, readings: Iterable[Reading]) -> list[Reading]:
-        """Return those of `readings` whose prompt was first passed at least `SHOWN_AFTER_S` ago.
+        """Return those of `readings` whose prefill has taken at least `SHOWN_AFTER_S` seconds.
 
-        From the `left_s` of each, the seconds since its figures last changed are subtracted.
-        Prompts that are not in `readings` are forgotten.
+        The time counts from the first call that was given a reading of the prompt. From the
+        `left_s` of each, the seconds since its figures last changed are subtracted. Prompts that
+        are not in `readings` are forgotten.
         """
         now, seen, shown = self._clock(), self._seen, []
         self._seen = {}
@@ -103,10 +104,11 @@ class Reports:
         self._last: dict[str, float] = {}
 
     def due(self, readings: Iterable[Reading]) -> list[Reading]:
-        """Return those of `readings` that need a log line now, and count it as written.
+        """Return those of `readings` that need a log line now, and count these lines as written.
 
-        A prompt needs one `REPORT_S` seconds after it was first passed here, and again each time as
-        many seconds after its last one. Prompts that are not in `readings` are forgotten.
+        A prompt needs a line `REPORT_S` seconds after the first call that was given a reading of
+        it, and again `REPORT_S` seconds after each line. Prompts that are not in `readings` are
+        forgotten.
         """
         now, last, found = self._clock(), self._last, []
         self._last = {}

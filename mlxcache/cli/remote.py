@@ -69,8 +69,9 @@ class Remote:
     def health(self) -> dict[str, Any] | None:
         """Return the body of `GET /health`, or None if no mlxcache server answers.
 
-        The key is not sent, because another program may be listening at the address. The answer of
-        another program is not read either, because it may be endless.
+        If the body of an mlxcache server is no JSON object, {} is returned. The key is not sent,
+        because another program may be listening at the address. The answer of another program is
+        not read either, because it may be endless.
         """
         try:
             request = self._http.build_request("GET", "/health", timeout=ANSWER_S)
@@ -285,8 +286,9 @@ class Remote:
     def trace(self) -> Iterator[tuple[str, Any]]:
         """Yield the events of `GET /v1/trace` as pairs of a name and a body.
 
-        Names are `trace`, `request` and `end`. Between events, at least every ten seconds, the
-        name is empty. Blocks until the server ends the stream.
+        The names are `trace`, `request` and `end`. While there are no events, a pair of "" and None
+        is yielded at least every ten seconds. Blocks between pairs, and ends when the server ends
+        the stream.
         """
         with self._request("GET", "/v1/trace") as response:
             yield from _events(response)

@@ -242,10 +242,10 @@ def _http_config(app: object) -> uvicorn.Config:
 async def _end(
     server: _HttpServer, serving: asyncio.Task[None], models: Models, grace_s: int = STOP_S
 ) -> None:
-    """End the engine's replies and all connections, and wait until both have ended.
+    """End the engines' replies and all connections, and wait for both to end.
 
     `serving` is the task that runs `server`. Connections are closed within `grace_s` seconds, and
-    the engine has `STOP_S`.
+    the engines of `models` are waited for at most `STOP_S` seconds.
     """
     server.end(grace_s)
     # connections are cut off on purpose now, also those whose request never came completely
@@ -272,8 +272,8 @@ def _on_signals(stop: asyncio.Event, console: Console) -> None:
 def announced(settings: Settings, url: str) -> Iterator[None]:
     """List the server in its cache folder while it runs, so that commands find it.
 
-    If the folder cannot be written, only a warning is logged. Raises InUse while a command that
-    changes the folder's files holds it.
+    If the folder cannot be written, only a warning is logged. Raises InUse if a command that
+    changes the folder's files has locked it, unless the disk tier is off.
     """
     with ExitStack() as stack:
         try:

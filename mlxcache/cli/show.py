@@ -147,7 +147,7 @@ def format_saved(cached_tokens: int, saved: Mapping[str, Any]) -> str:
     """Format the time that caching saved.
 
     `saved` has the `tokens` whose cost is known, and the `seconds` that computing them would take.
-    If these are fewer than `cached_tokens`, the result begins with "at least".
+    If `tokens` is less than `cached_tokens`, the result begins with "at least".
     """
     least = "at least " if saved["tokens"] < cached_tokens else ""
     return f"{least}{format_duration(saved['seconds'])}"

@@ -57,10 +57,11 @@ Json = Annotated[bool, typer.Option("--json", metavar="", help="Print JSON, for 
 def find_server(url: str | None, api_key: str | None, cache_dir: Path | None = None) -> Remote:
     """Find the running server. Blocks until it answers or a timeout of seconds passes.
 
-    The server is the one at `url`, else one that uses `cache_dir`. If both are None, it is the one
-    at $MLXCACHE_URL, else one that uses the configured folder, else the one at the configured
-    address. The returned client sends `api_key`, or the configured key if that is None. Raises
-    NoServer if no server answers, and ConfigError for wrong settings.
+    If `url` is given, only that address is tried; otherwise, if `cache_dir` is given, only servers
+    that use that folder. If both are None, only $MLXCACHE_URL is tried; if that is not set, servers
+    that use the configured folder, then the configured address. The returned client sends
+    `api_key`, or the configured key if that is None. Raises NoServer if no server answers, and
+    ConfigError for wrong settings.
     """
     from mlxcache.cli.remote import NoServer, Remote  # noqa: PLC0415 - httpx takes a while
     from mlxcache.store.lock import servers  # noqa: PLC0415
@@ -120,10 +121,11 @@ def located(
 ) -> Callable[..., None]:
     """Decorate a command: replace its parameter `where` by options that name the server or folder.
 
-    They are --json, --url, --api-key and --cache-dir. The wrapper passes the target that `find`
-    returns as `where`, and prints the command's result. Options of the command override those of
-    its group. If the group has put a target into the context's `meta`, under the key `TARGET`, that
-    one is passed, and `find` is not called. A MlxcacheError is printed and ends the command.
+    These are --url, --api-key and --cache-dir; --json is added too. The wrapper passes the target
+    that `find` returns for them as `where`, and prints the command's result. Options of the command
+    override those of its group. If the group has put a target into the context's `meta`, under the
+    key `TARGET`, that one is passed, and `find` is not called. A MlxcacheError is printed and ends
+    the command.
     """
     signature = inspect.signature(command)
     hints = get_type_hints(command, include_extras=True)

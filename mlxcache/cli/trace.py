@@ -52,10 +52,10 @@ def trace(
 
 
 def record(where: Remote, file: BinaryIO, minutes: float | None, requests: int | None) -> int:
-    """Write the lines of a recording to `file` until it ends; return the number of requests.
+    """Record the requests of the server `where` to `file`; return the number of requests.
 
-    Blocks. Ends after `minutes` or `requests`, unless these are None, or with Ctrl-C. Raises
-    MlxcacheError if the server ends the recording; the lines so far are written.
+    Blocks until the end of the recording: after `minutes` or `requests`, unless these are None, or
+    with Ctrl-C. Raises MlxcacheError if the server ends it; the lines so far are written.
     """
     count, began = 0, time.monotonic()
     with suppress(KeyboardInterrupt):

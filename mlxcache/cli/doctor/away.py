@@ -13,9 +13,9 @@ from mlxcache.errors import ConfigError, RemoteUnavailable
 def examine_remote(settings: Settings) -> Finding:
     """Open the remote, check its key, and write, read and delete a small object.
 
-    The key must be that of the servers which use the remote; in a new remote every key is accepted
-    and none is recorded, as the first server does that. The settings must have a remote. Blocks for
-    seconds.
+    The key must be that of the servers which use the remote. If no server has used it yet, any key
+    is accepted, and no marker is written: the first server writes it. The settings must have a
+    remote. Blocks for seconds.
     """
     from mlxcache.remote.objects import TRIAL, open_configured  # noqa: PLC0415 - only with --remote
 

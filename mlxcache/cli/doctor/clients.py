@@ -197,7 +197,8 @@ def _anyclaude(environ: Mapping[str, str], url: str) -> Finding:
 def _opencode(path: Path, url: str, rules: Mapping[str, bool]) -> list[Finding]:
     """Check one settings file of OpenCode: the pruning of old tool results, and providers at `url`.
 
-    `rules` is that of `examine_clients`.
+    `path` may be missing. `url` is the server's address. `rules` maps each canonicalisation rule to
+    whether it is on.
     """
     try:
         own = read_object(path)

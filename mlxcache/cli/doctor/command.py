@@ -220,10 +220,11 @@ def _examine_models(
 def _examine_model(
     settings: Settings, host: machine.Host, shared: int | None
 ) -> tuple[list[Finding], Checked | None]:
-    """Examine the one model that the settings name.
+    """Examine one model of the server.
 
-    `shared`: bytes of the budget of several models, None if it is the only one. Returns findings,
-    and the examined model; if it cannot be examined, one failed finding and None.
+    `settings`: those for this model, whose first entry is the model. `shared`: bytes of the budget
+    that all models of the server share, their weights included; None if this is the only model.
+    Returns findings, and the examined model; if it cannot be examined, one failed finding and None.
     """
     # Here and not above: mlx-lm takes seconds to import.
     from mlxcache.cache.capacity import fit  # noqa: PLC0415

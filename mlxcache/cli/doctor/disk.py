@@ -139,7 +139,8 @@ def _write(path: Path, size: int, step: Step) -> float:
 def _drop_page_cache(path: Path) -> bool:
     """Drop a file from the system's page cache, so that it is read from disk.
 
-    Returns False if this system does not support that.
+    Returns False if this system does not support that. On macOS, returns True and does nothing,
+    because the file was written without the page cache.
     """
     if hasattr(fcntl, "F_NOCACHE"):
         return True  # nothing was cached: see `_disable_page_cache`

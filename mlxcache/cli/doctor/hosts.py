@@ -42,11 +42,11 @@ def run_command(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
 
 
 def examine_hosts(settings: Settings, run: Run = run_command) -> list[Finding]:
-    """Log in to each machine of `--hosts` or `--hostfile`, and check versions and the model.
+    """Log in to each machine of `--hosts` or `--hostfile`, and check packages and the model.
 
-    Each must have the versions of this machine and, if the model is a folder here, that folder.
-    `run` runs a command, as `run_command` does. The settings must name machines. Blocks for
-    seconds.
+    Each must have the same versions of mlxcache, mlx and mlx-lm as this machine and, if the model
+    is a folder here, a folder with the same path. `run` runs a command, as `run_command` does. The
+    settings must name machines. Blocks for seconds.
     """
     from mlxcache.ranks.group import versions  # noqa: PLC0415 - imports MLX
 

@@ -53,11 +53,12 @@ _NUMPY_BLAS = "scipy_openblas"
 class Host:
     """Description of the machine.
 
-    `total` and `available` are memory in bytes. `chip` is the name of the processor, such as "Apple
-    M4". `macos` is the version of macOS, empty on other systems. `working_set` is the maximum of
-    memory in bytes that Metal recommends. `wired_mb` is the maximum in MiB that the user has set in
-    its place (`iogpu.wired_limit_mb`), 0 for the system's default. `accelerated` is True if MLX
-    computes on a GPU. Optional fields are None if the machine reports no value.
+    `total` and `available` are memory in bytes. `processor` is the architecture, such as "arm64",
+    and `chip` the name, such as "Apple M4". `macos` is the version of macOS, empty on other
+    systems. `working_set` is the maximum of memory in bytes that Metal recommends. `wired_mb` is
+    the maximum in MiB that the user has set in its place (`iogpu.wired_limit_mb`), 0 for the
+    system's default. `accelerated` is True if MLX computes on a GPU. Optional fields are None if
+    the machine reports no value.
     """
 
     system: str
@@ -126,8 +127,9 @@ def examine_system(host: Host) -> Finding:
 def examine_memory(host: Host, ram: int, weights: int, beside: str) -> Finding:
     """Check that the memory for the weights and the budget is available now.
 
-    `ram` and `weights` are in bytes. `beside` says in the printed text what the budget is for, such
-    as "in addition to the model's 8 GB of weights".
+    `ram` is the budget and `weights` the weights that do not count in it, in bytes. `beside` is
+    printed after the budget and tells whether it includes weights, such as "in addition to the
+    model's 8 GB of weights".
     """
     value = (
         f"{format_size(host.total)}, {format_size(host.available)} of it available; "

@@ -73,7 +73,10 @@ def _server(url: str, key: str | None, *, named: bool) -> Finding | None:
 
 
 def _models(url: str, key: str | None) -> list[dict[str, Any]]:
-    """Return the models of the server at `url`; [] if it lists none, as with a wrong key."""
+    """Return the objects that the server at `url` lists in `GET /v1/models`.
+
+    `key`: the API key, if there is one. Returns [] if the request fails, as with a wrong key.
+    """
     try:
         return Remote(url, key).models()
     except MlxcacheError:

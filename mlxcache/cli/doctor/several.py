@@ -33,8 +33,9 @@ class Checked:
     def least_bytes(self, budget: int) -> int:
         """Return the bytes beside its weights that the model needs for an agent's shortest context.
 
-        They are KV of `LEAST_CONTEXT` tokens, and what is set aside for forward passes and for
-        copies that wait to be written to disk. `budget`: bytes for all models with their weights.
+        They are the KV and state of `LEAST_CONTEXT` tokens, or of the model's own context if it is
+        shorter, with one checkpoint, and what is set aside for forward passes and for copies that
+        wait to be written to disk. `budget`: bytes for all models with their weights.
         """
         layout, info = self.found.layout, self.found.info
         left = max(0, budget - info.weights_bytes)

@@ -94,7 +94,8 @@ def configure_claude(service: Service, invocation: Invocation) -> Setup:
     """Return the setup of Claude Code for `service`.
 
     `env` in Claude Code's settings files overrides the environment. A variable that is defined
-    there is therefore passed in a further settings file by flag, which takes precedence.
+    there is therefore passed in a further settings file, named with --settings, which takes
+    precedence. No such file is made if the user's own arguments have --settings.
     """
     variables = dict(claude_code_variables(service.url, service.model, service.context))
     if service.small is not None:
@@ -116,7 +117,7 @@ def configure_claude(service: Service, invocation: Invocation) -> Setup:
 
 
 def configure_anyclaude(service: Service, invocation: Invocation) -> Setup:
-    """Return the setup of anyclaude for `service`."""
+    """Return the setup of anyclaude, which runs Claude Code through a proxy, for `service`."""
     return Setup(
         variables=anyclaude_variables(service.url, service.context, service.asked),
         unset=("MLX_MODEL_PATH",),  # with it, anyclaude starts a server of its own at this address
@@ -147,9 +148,9 @@ def _permissions(settings: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _claude_settings(invocation: Invocation) -> Iterator[Mapping[str, Any]]:
-    """Yield the content of each settings file of Claude Code: the user's, then the project's.
+    """Yield the content of each settings file of Claude Code: the user's, then the project's two.
 
-    A broken file yields {}; Claude Code itself reports it.
+    A missing file yields {}. So does a broken one, which Claude Code itself reports.
     """
     folders = (claude_folder(invocation.environ, invocation.home), invocation.cwd / ".claude")
     for path in (*(one / "settings.json" for one in folders), folders[1] / "settings.local.json"):
@@ -383,7 +384,9 @@ _TAIL_LINES = 4
 def check_program(client: Client, invocation: Invocation) -> None:
     """Run the client's program with `--version` to check it. Blocks until it ends.
 
-    Raises MlxcacheError if it fails, or if its version cannot use this server.
+    Does nothing if the program is not installed, or if `client.prints_version` is False. Raises
+    MlxcacheError if the program fails. If `client.oldest` is set, also raises it for an older
+    version, or if none is printed.
     """
     if not (invocation.installed and client.prints_version):
         return

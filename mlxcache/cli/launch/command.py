@@ -63,7 +63,11 @@ class LaunchCommand(TyperCommand):
     """Command whose error for an unknown option says where arguments for the client go."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse `args` as click does. The message for an unknown option names the `--`."""
+        """Parse `args` as click does. The first word `continue` is taken as the client `cn`.
+
+        The error for an unknown option after the client says that the client's arguments go after
+        `--`.
+        """
         args = [*(_ALSO_CALLED.get(word, word) for word in args[:1]), *args[1:]]
         given = list(args)
         try:
@@ -129,8 +133,9 @@ def launch(
 ) -> None:
     """Start a coding agent on this server, and the server first if none runs.
 
-    The server is started in the background with the flags below and keeps running after the client
-    ends. The client's own settings are not changed. Without CLIENT, a menu is shown.
+    If no mlxcache server runs, one is started in the background with the flags below, and keeps
+    running after the client ends. The client's own settings are not changed. Without CLIENT, a menu
+    is shown.
     """
     with reporting():
         if as_json and not print_env:

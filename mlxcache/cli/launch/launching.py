@@ -63,13 +63,13 @@ class Launch:
     """One call of the command `launch`.
 
     `flags` are settings given as flags, by name, and `config` is the path of config.toml or None.
-    `url` is the address that the user gave, or None. `small` is the name of the model for titles
-    and sub-agents, None for the client's main model.
+    The argument `url` is the value of --url, or None, which stands for that of MLXCACHE_URL.
+    `small` is the name of the model for titles and sub-agents, None for the client's main model.
 
-    The attribute `settings` has those of the server to start if none runs, `url` is the address of
-    the server found or to be started, and `running` tells whether an mlxcache server answers there.
-    `url` changes when a server is started on a free port, and `running` if another command starts
-    a server first.
+    The attribute `settings` holds the settings of the server to start if none runs. The attribute
+    `url` is the address of the server that was found or is to be started, and `running` tells
+    whether an mlxcache server answers there. `url` changes when a server is started on a free port,
+    and `running` if another command starts a server first.
     """
 
     def __init__(
@@ -199,9 +199,9 @@ class Launch:
     def _find(self) -> None:
         """Look for a running server: set `running`, and `url` to the address of one that answers.
 
-        `running` becomes True if one answers, else False. A server is looked for at the configured
-        address, then among the servers that are listed in the cache folder, unless flags fix the
-        address or the model.
+        `running` becomes True if one answers, else False. First `url` is tried, unless the
+        configured port is 0. Then the servers that are listed in the cache folder are tried, but
+        only if the user gave neither an address (--host, --port, --url, MLXCACHE_URL) nor --model.
         """
         self.running = bool(self.settings.port) and server_answers(self.url)
         fixed = self._elsewhere or any(self._flags.get(one) for one in ("host", "port", "model"))
@@ -272,10 +272,11 @@ class Launch:
             raise ConfigError(f"--small-model is only for {' and '.join(TAKES_SMALL)}")
 
     def _choose_models(self, service: Service) -> Service:
-        """Return the running server as `service`, with the models that the user asked for.
+        """Return `service`, a running server, with the models that the user asked for.
 
-        The first `--model` is the client's model. The server loads it now if it never did, because
-        its context length is not known before. Raises MlxcacheError for a model that is not served.
+        The first `--model` is the client's model. If the server has never loaded that model, the
+        model is loaded now, because its context length is not known before. Raises MlxcacheError
+        for a model that is not served.
         """
         remote = Remote(self.url, self.key)
         models = remote.models() if self._small or self._flags.get("model") else []
@@ -293,10 +294,10 @@ class Launch:
         return self._with_small(service, models)
 
     def _choose_small(self, service: Service, started: StartedServer) -> Service:
-        """Return the server that was `started`, with the small model if the user named one.
+        """Return `service` with the small model, or unchanged if the user named none.
 
-        `service` is that server without it. If the server does not have that model, stops the
-        server and raises MlxcacheError.
+        `service` describes the server `started`. If that server does not have the small model,
+        stops the server and raises MlxcacheError.
         """
         if self._small is None:
             return service
@@ -325,7 +326,7 @@ class Launch:
     def _expected(self) -> Service:
         """Describe the server that would be started, from the settings and the model's files.
 
-        Of several models, it is the default one.
+        If the settings have several models, the description has the default one.
         """
         settings = self.settings.for_request(None)
         _say(f"No server runs at {self.url} yet: `{own_command()} serve` starts one.")
@@ -420,9 +421,9 @@ def _words(flags: Mapping[str, Any]) -> list[str]:
 
 
 def shell_lines(setup: Setup, service: Service, environ: Mapping[str, str]) -> list[str]:
-    """Return lines for `eval` in a POSIX shell that set the client's variables.
+    """Return lines for `eval` in a POSIX shell that set and unset the client's variables.
 
-    Each line is complete by itself. The key is read from MLXCACHE_API_KEY if that variable holds
+    Each line is a complete command. The key is read from MLXCACHE_API_KEY if that variable holds
     it; otherwise it is written out.
     """
     in_variable = service.key is not None and environ.get(KEY_VARIABLE) == service.key

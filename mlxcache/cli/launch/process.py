@@ -162,11 +162,11 @@ def remove_abandoned_settings() -> list[Path]:
 
 
 def _is_abandoned(folder: Path) -> bool:
-    """Return whether a folder of `_settings_file` is this user's and no process holds its lock.
+    """Return whether `folder`, made by `_settings_file`, is this user's and is not locked.
 
-    The lock is on a file of its own, or on the settings file if `folder` has no lock file. Returns
-    False while that file is empty, because its owner may be about to lock it. Raises OSError if
-    that file cannot be examined.
+    The file to lock is the lock file in `folder`, or the settings file if there is no lock file.
+    Returns False if the file to lock is missing, or if it is empty, because its owner may be about
+    to lock it. Raises OSError if it cannot be examined.
     """
     try:
         found = folder.lstat()

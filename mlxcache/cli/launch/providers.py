@@ -1,4 +1,4 @@
-"""Qwen Code, pi, Cline, Copilot CLI, Continue: clients of chat completions that take a provider."""
+"""Setups of Qwen Code, pi, Cline, Copilot CLI and Continue, which use chat completions."""
 
 from __future__ import annotations
 
@@ -37,9 +37,10 @@ def configure_qwen(
 ) -> Setup:
     """Return the setup of Qwen Code for `service`.
 
-    The context length can only be set in a settings file, which then replaces the settings for the
-    whole machine. No such file is written if the user's environment names one, or if one of the
-    paths in `machine`, where machine-wide settings are kept, exists.
+    The context length can only be set in a settings file. A temporary one is written, which this
+    run of Qwen Code reads instead of the machine-wide settings file. It is not written if the
+    user's environment names such a file in `QWEN_SETTINGS`, or if one of the paths in `machine`,
+    the possible folders of machine-wide settings, exists.
     """
     chosen = (("--auth-type", "openai"), ("--model", service.asked))
     given = invocation.arguments
@@ -202,6 +203,7 @@ _CONTINUE_FLAG = "--config"
 def configure_continue(service: Service, invocation: Invocation) -> Setup:
     """Return the setup of Continue's CLI for `service`: a configuration that has only this server.
 
+    The configuration is not used if the user's own arguments have --config.
     The key is in a variable, which Continue puts in place of `${{ secrets.NAME }}`. Source:
     https://docs.continue.dev/reference.
     """

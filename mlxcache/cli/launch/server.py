@@ -79,7 +79,7 @@ def query_server(url: str, key: str | None) -> Service | None:
 
 
 def was_asked(service: Service) -> bool:
-    """Return whether the server has received any request; True if it does not answer."""
+    """Return whether `GET /v1/requests` lists any request; True if the server does not answer."""
     try:
         return bool(Remote(service.url, service.key).requests())
     except MlxcacheError:

@@ -58,8 +58,8 @@ class LineAbove:
 def watching(service: Service, *, quiet: bool) -> Iterator[None]:
     """Show the progress of the client's long prompts on standard error while the block runs.
 
-    Does nothing if standard error is not a terminal, or unless the client prints nothing before its
-    reply (`quiet`).
+    `quiet` is True if the client prints nothing before its reply. Does nothing if it is False, or
+    if standard error is not a terminal.
     """
     if not (quiet and sys.stderr.isatty()):
         yield

@@ -61,7 +61,7 @@ def _print_once(remote: Remote, out: Console, *, as_json: bool) -> None:
 
 
 def _redraw(remote: Remote, out: Console, interval: float) -> None:
-    """Redraw the screen every `interval` seconds until Ctrl-C.
+    """Show the state of the server `remote`, redrawn every `interval` seconds, until Ctrl-C.
 
     Raises MlxcacheError if the server ends.
     """

@@ -35,8 +35,9 @@ class _Prefill:
 class LiveState:
     """Latest state of a server, in the parts of `GET /v1/live`.
 
-    An attribute holds what was last received of its part, None before that. `requests` maps ids to
-    requests. Not thread-safe.
+    An attribute holds what was last received of its part, None before that. `requests` maps the id
+    of each request received to its latest object; of the finished ones, `MAX_RECENT` are kept. Not
+    thread-safe.
     """
 
     server: Mapping[str, Any] | None = None
@@ -48,7 +49,8 @@ class LiveState:
     def apply(self, part: str, body: Any, now: float) -> None:
         """Store the new `body` of a part of the state.
 
-        `now` is the time of receipt, in seconds of any monotonic clock.
+        Requests are added to those already received, or replace them by id; any other part is
+        replaced. `now` is the time of receipt, in seconds of any monotonic clock.
         """
         if part == "sessions":
             self.sessions = body["data"]
@@ -74,7 +76,10 @@ class LiveState:
 
     @property
     def complete(self) -> bool:
-        """True once every part has been received; a server without a model sends no sessions."""
+        """True once every part has been received.
+
+        Sessions are expected only if the server's state is "ready": without a model it sends none.
+        """
         if self.server is None:
             return False
         known = self.cache is not None and self.requests is not None
@@ -106,7 +111,11 @@ class LiveState:
         return tokens / seconds if tokens > 0 and seconds > 0 else None
 
     def as_object(self) -> dict[str, Any]:
-        """Return the object for --json: all parts as the server sent them, null if not received."""
+        """Return the object for --json, with a key for each part of the state.
+
+        `requests` is a list, in which finished requests come last. The other parts are as the
+        server sent them, null if not received.
+        """
         return {
             "server": self.server,
             "cache": self.cache,
@@ -116,7 +125,7 @@ class LiveState:
 
 
 def watch(remote: Remote) -> queue.SimpleQueue[Update]:
-    """Start a daemon thread that reads live updates into the returned queue.
+    """Start a daemon thread that puts live updates of the server `remote` into the returned queue.
 
     An update is the name of a part of the state and its body. When the updates end, the last item
     is the error.

@@ -61,11 +61,11 @@ Names = Mapping[tuple[str, str | None], str]
 
 
 def _names(sessions: Sequence[dict[str, Any]]) -> Names:
-    """Return the display names of sessions by id and by label, each with and without its model.
+    """Return the display names of sessions, for look-up by id or label, and by model or None.
 
-    `sessions` are ordered by last use, latest first. If several sessions have a label, its name is
-    that of the latest. If sessions of several clients are among them, each name begins with its
-    client's.
+    The keys of a session are (id, model), (id, None), (label, model) and (label, None). `sessions`
+    are ordered by last use, latest first. A key of several sessions has the name of the latest. If
+    `sessions` are of several clients, each name begins with the name of the session's client.
     """
     several = show.has_several_clients(sessions)
     return {
@@ -367,9 +367,10 @@ def _count(tokens: int) -> str:
 
 
 def _session_of(row: Mapping[str, Any], names: Names) -> Text:
-    """Return the name of a request's session, else its client, its session's label, or a dash.
+    """Return the name of a request's session, or else its client, its session's label, or a dash.
 
-    `row` describes the request as in `GET /v1/requests`. A new session has no name yet.
+    Of these, the first that is known is returned. `row` describes the request as in
+    `GET /v1/requests`. `names` is the result of `_names`; a new session is not in it yet.
     """
     session, model = row["session"], row.get("model")
     name = names.get((session, model)) or names.get((session, None))
