@@ -64,9 +64,9 @@ class ModelEntry:
         return self.name or self.id
 
     def share_of(self, budget: int) -> int | None:
-        """Return the most bytes of weights and KV; None without a limit of the model's own.
+        """Return the limit in bytes of the model's weights and KV together; None without `ram`.
 
-        `budget`: the bytes of `--ram`, of which a percentage in `ram` is a part.
+        `budget`: the bytes of `--ram`. If `ram` is a percentage, it is one of `budget`.
         """
         return None if self.ram is None else parse_size(self.ram, total=budget)
 

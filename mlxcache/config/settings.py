@@ -453,17 +453,19 @@ class Settings:
 
     @property
     def feeds_images(self) -> bool:
-        """False if a setting makes mlx-lm run a model for which mlx-vlm would have images.
+        """False if a setting rules out that mlx-vlm feeds images to the model.
 
-        It says nothing about whether the model takes images.
+        These settings are `kv_bits`, `hosts` and `hostfile`. With one of them, mlx-lm runs each
+        model that it can run. Neither value tells whether the model takes images.
         """
         return self.kv_bits is None and self.hosts is None and self.hostfile is None
 
     def check_divisible(self) -> None:
         """Raise ConfigError if the settings do not allow to divide the model among machines.
 
-        Not allowed together with it: several models, the demo, a draft model, a duration of
-        `--idle-unload`, a remote, and both `--hosts` and `--hostfile` at once.
+        A divided model cannot have a draft model, `--speculate auto`, an idle time after which it
+        is unloaded, or a remote; it cannot be the demo or one of several models. `--hosts` and
+        `--hostfile` cannot both be set.
         """
         if self.hosts is not None and self.hostfile is not None:
             raise ConfigError("--hosts and --hostfile both name the machines: set one of them")
@@ -519,7 +521,11 @@ class Settings:
         return self.for_model(self.entries[match_model(requested, self.entries, self.route)])
 
     def keep_for(self, entry: ModelEntry) -> Keep:
-        """Return the time for which `entry` stays loaded: its own, else that of all models."""
+        """Return how long `entry` stays loaded while unused: its `keep`, else by `idle_unload`.
+
+        The result is "always", "demand" or a number of seconds; see `read_keep`. It is "demand" if
+        both are None.
+        """
         if entry.keep is not None:
             return entry.keep
         return "demand" if self.idle_unload is None else self.idle_unload

@@ -42,10 +42,11 @@ _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]{0,3}|%)")
 def read_size(text: str | int) -> Size:
     """Parse a size: bytes (int), a part of the machine's memory or disk (float), or "auto".
 
-    Decimal units are powers of 1000 (`KB`, `MB`, `GB`, `TB`, also without the B), binary ones
-    powers of 1024 (`KiB`, `MiB`, `GiB`, `TiB`). Case does not matter, and a number without a unit
-    is bytes. Raises ConfigError for anything else, for 0, for more than 100%, and for a text with a
-    number below `LEAST_BARE` and no unit; the message then names the unit that was probably meant.
+    The part is written as a percentage: `25%` becomes 0.25. Decimal units are powers of 1000 (`KB`,
+    `MB`, `GB`, `TB`, also without the B), binary ones powers of 1024 (`KiB`, `MiB`, `GiB`, `TiB`).
+    Case does not matter, and a number without a unit is bytes. Raises ConfigError for anything
+    else, for 0, for more than 100%, and for a text with a number below `LEAST_BARE` and no unit;
+    the message then names the unit that was probably meant.
     """
     if isinstance(text, int) and not isinstance(text, bool):
         return _positive(text, text)
@@ -156,7 +157,7 @@ def machine_bytes() -> int:
 def format_size(size: int) -> str:
     """Format a number of bytes in decimal units: 8589934592 becomes "8.6 GB".
 
-    `parse_size` reads the result.
+    `parse_size` reads the result for 1 KB and more; below, the result is such as "500 bytes".
     """
     for unit, scale in (("TB", 10**12), ("GB", 10**9), ("MB", 10**6), ("KB", 10**3)):
         if size >= scale:

@@ -119,8 +119,8 @@ def _routes(
 ) -> tuple[Route, ...]:
     """Return the routes of the setting `given` that lead to one of the `chosen` models.
 
-    `known`: the models of config.toml. Routes of that file to those of them that are not chosen
-    are left out. Raises ConfigError for a route to any other model.
+    `known`: the models of config.toml. A route that comes from that file may lead to any of these;
+    it is left out if its model is not chosen. Raises ConfigError for any other route.
     """
     if given is None:
         return ()

@@ -147,7 +147,7 @@ def read_kv_bits(value: object) -> int:
 
 
 def read_speculate(value: object) -> str:
-    """Read when guesses are checked: off or auto."""
+    """Parse the setting `speculate`: "off" or "auto" in any case, or false, which means "off"."""
     if value is False:  # TOML and YAML writers know off as a boolean
         return "off"
     if str(value).lower() not in ("off", "auto"):
