@@ -31,11 +31,12 @@ _NOT_SUPPORTED = {
 
 
 def sync(fd: int) -> None:
-    """Write an open file or folder to permanent storage. It is durable on return.
+    """Write an open file or folder to permanent storage, and return when it is there.
 
-    On macOS, fsync leaves the bytes in the drive's own cache, which a power failure empties in any
-    order (fsync(2) there). F_FULLFSYNC writes that cache to the medium. A file system without that
-    call gets fsync. Blocks, on a Mac often for tens of milliseconds. Raises OSError.
+    On macOS, fsync(2) may leave bytes in the drive's own cache: after a power failure, earlier ones
+    can be lost although later ones are there. F_FULLFSYNC of fcntl(2) makes the drive write its
+    cache to the medium. On a file system without F_FULLFSYNC, fsync is called. Blocks, on a Mac
+    often for tens of milliseconds. Raises OSError.
     """
     if SYSTEM == "darwin":
         try:
