@@ -167,8 +167,8 @@ class Model(_Embedded["Engine"]):
         Closing the stream cancels the reply; the KV computed so far stays in the cache for
         reuse.
 
-        Raises BadRequest for an invalid or unsupported field, and Busy if the queue is
-        full.
+        Raises BadRequest for an invalid or unsupported field, and Busy if the queue, or
+        this session's share of it, is full.
         """
         _ = self.info
         return await _stream(self._engine, messages, session, fields)
@@ -210,7 +210,8 @@ class Models(_Embedded["Engines"]):
     async def unload(self, model: str) -> None:
         """Drop a model's weights from memory; the next call for it reads them again.
 
-        Its KV stays warm on disk. Raises NotFound, and Busy while replies of it are computed.
+        Its KV on disk stays there and can be reused. Raises NotFound for an unknown name, and Busy
+        while replies of the model are computed.
         """
         if (engine := self._engine.named(model)).state == "ready":
             await engine.unload_weights()
@@ -267,7 +268,10 @@ class _Folder:
         self._settings = settings
 
     def enter(self) -> None:
-        """Mark the folder as used by this process, if there is a disk tier. Raises InUse."""
+        """Mark the folder as used by this process, if there is a disk tier.
+
+        Raises InUse while a command changes the folder, and StoreError if it cannot be written.
+        """
         settings = self._settings
         name = settings.model or "the demo"
         if settings.disk != "off":
