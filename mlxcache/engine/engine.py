@@ -86,17 +86,22 @@ def _call_later(seconds: float, action: Callable[[], None]) -> Timer:
 class Engine:
     """One model and all that serves its requests. Use from one event loop.
 
-    `failure`: the error that ended the MLX thread, or None. When that thread ends, `dead` is set,
-    and committed KV is still written to disk. `on_progress(what, share)` is called on other threads
-    while the model loads; `share` is from 0 to 1, or None if unknown. `on_request(record)` is
-    called on the event loop when a request is over. `label`, `aliases`: names of the model among
-    those of the server. `stall_s`: seconds without reading after which a reader's request is
-    cancelled. `awake`: prevents a Mac from sleeping while requests run; by default it is made from
-    the settings. Engines in one process share `rounds`, the loop of the MLX thread, `records`, the
-    recent requests, and `database`, which holds the table of sessions if there is no disk tier;
-    with `records`, `on_request` is not used. `remote`: storage that is shared with other servers,
-    or None; the caller closes it. `place`: that of this process, rank 0, in a group that serves a
-    divided model.
+    `failure`: the error that ended the MLX thread, or the group of ranks of a divided model; None
+    without one. The event `dead` is set after it. If the MLX thread ended, committed KV is still
+    written to disk. `on_progress(what, share)` is called on any thread while the model loads, with
+    the name of the step; `share` is from 0 to 1, or None if unknown. `on_request(record)` is called
+    on the event loop when a request is over. `label`, `aliases`: names of the model among those of
+    the server. `stall_s`: seconds without reading after which a reader's request is cancelled.
+    `awake`: prevents a Mac from sleeping while requests run; by default it is made from the
+    settings.
+
+    Three arguments are shared by the engines of a process that serves several models. `rounds`: the
+    loop of the MLX thread. `records`: the records of recent requests; if given, `on_request` is not
+    used. `database`: the database that holds the table of sessions if there is no disk tier.
+
+    `remote`: storage that is shared with other servers, or None; the caller closes it. `place`: the
+    place of this process, as rank 0, in the group of ranks that compute a divided model; None if
+    the model is not divided.
     """
 
     def __init__(
@@ -139,7 +144,11 @@ class Engine:
     # -- life --------------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """Load the model. Raises ModelError or ConfigError if it cannot be served."""
+        """Load the model. Raises ModelError, ConfigError or BadRequest if it cannot be served.
+
+        BadRequest means that the memory that several models share can never hold it. Raises Busy if
+        other models use that memory now, and NotReady after `stop`.
+        """
         self._loop = asyncio.get_running_loop()
         self._rounds.on_death(self._on_death)
         self.state = "loading"
@@ -156,7 +165,10 @@ class Engine:
             self.state = "ready"
 
     def _serve(self, loaded: load.Loaded, weights: Weights) -> None:
-        """Make the runtime of a model whose weights are read. Runs on the MLX thread."""
+        """Make the runtime of a model and begin to serve it. Runs on the MLX thread.
+
+        `weights`: the model's weights, which have been read. Raises NotReady after `stop`.
+        """
         runtime = self.make_runtime(loaded, self._shared(weights))
         if self.state == "stopped":  # `stop` found nothing to close
             runtime.close(died=False)
@@ -182,9 +194,9 @@ class Engine:
         )
 
     def _shared(self, weights: Weights) -> Shared | None:
-        """Return the shared budget and the part of it that this model cannot have.
+        """Return the shared budget, and how many bytes of it this model's KV can never have.
 
-        `weights`: those of this model. Returns None if the server has one model only.
+        See `Shared`. `weights`: those of this model. Returns None if the server has one model only.
         """
         residency = self._rounds.residency
         if residency.memory is None:
@@ -303,7 +315,9 @@ class Engine:
     def decode(self, prompt: Prompt) -> str:
         """Return the text of a prompt of token ids, including control tokens.
 
-        Raises as `submit` for a prompt that cannot be fed.
+        Raises BadRequest for an empty prompt and for ids outside the vocabulary,
+        ContextLengthExceeded for too many tokens, NotReady before the model is loaded, and
+        GenerationFailed if the tokenizer fails.
         """
         runtime = self._ready()
         runtime.check(prompt)
@@ -313,9 +327,9 @@ class Engine:
     def _run(self, make: Callable[[], T], of: str, what: str = "Rendering the prompt") -> T:
         """Return the result of `make`; `what` describes the work in error messages.
 
-        `of`: its session or request, for the log. Raises MlxcacheError unchanged and
-        GenerationFailed for any other error. BaseException is caught because a panic in the
-        tokenizer's Rust code is not an Exception.
+        `of`: the session or request for which the work is done, for the log. Raises MlxcacheError
+        unchanged and GenerationFailed for any other error. BaseException is caught because a panic
+        in the tokenizer's Rust code is not an Exception.
         """
         try:
             return make()
@@ -335,8 +349,9 @@ class Engine:
         """Queue `job`, or join an identical request in progress; return the stream of the reply.
 
         If the reply must follow a grammar, the grammar is compiled first, in a worker thread.
-        Raises NotReady, QueueFull, TooMany, Busy, BadRequest, GenerationFailed or
-        ContextLengthExceeded.
+        Raises NotReady before the model is loaded and after `stop`, QueueFull if the queue is full,
+        TooMany if the waiting requests of the session are its share of the queue, BadRequest or
+        ContextLengthExceeded if the job is not valid, and the errors of `_compile`.
         """
         runtime, owner = self._ready(), OWNER.get()
         builder = runtime.builders.of(owner)
@@ -460,9 +475,10 @@ class Engine:
 
     @property
     def load_share(self) -> float | None:
-        """Share of the model that is loaded, from 0 to 1, while it is being loaded, else None.
+        """Part of the current loading step that is done, from 0 to 1; None if there is none.
 
-        None too while it waits for memory. Any thread.
+        The steps are the download and reading the weights. None too while the model waits for
+        memory. Any thread.
         """
         if (one := self._resident) is None:
             return self._first_load.share
@@ -550,7 +566,10 @@ class Engine:
         return [self._with_session(record) for record in self._records.all(OWNER.get())]
 
     def running(self) -> list[RequestRecord]:
-        """Return the records of the computations in progress, of all owners, oldest first."""
+        """Return the records of waiting and running requests of all owners, oldest first.
+
+        A request that joined another one is not among them.
+        """
         return [one.record for one in self._requests.replies()]
 
     def prefill_left_s(self, record: RequestRecord) -> float | None:
@@ -599,9 +618,10 @@ def _stopping() -> NotReady:
 
 
 def _learn_forms(runtime: ModelRuntime, prompt: Prompt, owner: str | None, of: str) -> None:
-    """Tokenise the tool results of a conversation for guesses; see `ModelRuntime.learn_forms`.
+    """Tokenise the tool results of a conversation as a reply would repeat them, for guesses.
 
-    `of`: its session, for the log. Errors are logged: guesses are then made without tool results.
+    See `ModelRuntime.learn_forms`. `prompt`: the conversation, rendered. `of`: the session, for the
+    log. Errors are logged: guesses are then made without tool results.
     """
     try:
         runtime.learn_forms(prompt, owner)

@@ -25,10 +25,12 @@ Serve = Callable[[load.Loaded, Weights], None]
 class FirstLoad:
     """Loads one model for the first time. Use from the event loop, once.
 
-    `share`: the loaded share, from 0 to 1; None if unknown, while the model waits for memory, and
-    when nothing is being loaded. `awaits_room`: the model waits for memory. `rounds`: the loop of
-    the MLX thread, with the residency of all models. `ranks`: the group that the model is divided
-    among, or None. `on_progress(what, share)` is called on any thread for each loading step.
+    `share`: the part that is done of the current step, a download or reading the weights, from 0 to
+    1, as last reported; None while the model waits for memory, and when nothing is being loaded.
+    `awaits_room`: the model waits for memory. `rounds`: the loop of the MLX thread, with the
+    residency of all models. `ranks`: the group that the model is divided among, or None.
+    `on_progress(what, share)` is called on any thread with the name of the current step and the
+    part of it that is done, None if unknown.
     """
 
     def __init__(
@@ -72,7 +74,10 @@ class FirstLoad:
         return spec
 
     def report(self, what: str, share: float | None) -> None:
-        """Report the loading step `what` and the loaded `share`, from 0 to 1. Any thread."""
+        """Report the loading step `what` and the part of it that is done. Any thread.
+
+        `share` is from 0 to 1, or None if unknown.
+        """
         if share is not None:
             self.share = share
         self._on_progress(what, share)

@@ -73,7 +73,7 @@ class KeepAwake:
 
     Does nothing unless `on` is true and the platform is macOS. `call_later` is the event loop's
     method. A command that is missing or fails causes one warning and is not started again. Calls
-    block for milliseconds at most.
+    normally block for milliseconds, and for `CHECK_S` seconds if the command ignores SIGTERM.
     """
 
     def __init__(
@@ -117,7 +117,7 @@ class KeepAwake:
             self._end = None
 
     def _release(self) -> None:
-        """Terminate the command and wait for its end."""
+        """Terminate the command and wait for its end, `CHECK_S` seconds at most."""
         self._cancel_end()
         self._check()
         process, self._process = self._process, None

@@ -230,7 +230,7 @@ SOURCES: tuple[GuessSource, ...] = ("draft", "history")
 
 @dataclass(slots=True)
 class Totals:
-    """Sums over all requests that were admitted. MLX thread only.
+    """Sums over all ended requests whose computation had begun. MLX thread only.
 
     `requests`: number of all requests, and of those that were warm, restored and cold. `tokens`:
     their prompt, cached, restored, fed, generated, drafted and accepted tokens. `canonicalised`:
@@ -285,7 +285,10 @@ class Totals:
 
 
 def memory_of_mlx() -> dict[str, int]:
-    """Return MLX's own counts of its memory in bytes. Any thread."""
+    """Return MLX's own counts of its memory in bytes. Any thread.
+
+    `active_bytes`: the memory of arrays. `pool_bytes`: freed buffers that MLX keeps.
+    """
     return {"active_bytes": mx.get_active_memory(), "pool_bytes": mx.get_cache_memory()}
 
 
@@ -293,12 +296,13 @@ class Figures:
     """Maker of the response body of `GET /v1/cache`.
 
     The body is made on the MLX thread; any thread may read the finished dictionary in `latest`.
-    Some fields: `ram` is the part of the budget that the prefix tree takes, and `active_bytes` what
-    lineages take beyond it. `mlx` is memory as MLX itself counts it, including the weights.
-    `canonicalised`: number of requests that each rule changed. `saved`: cached tokens, and the
-    seconds that computing them would have taken at the measured speed of prefill. `anticipated`:
-    tokens computed in advance, and the number of those that requests reused. `no_disk`: why there
-    is no disk tier; None if there is one, or if it is off.
+    Some fields: `used_bytes` in `ram` is the part of the budget that the prefix tree takes, and
+    `active_bytes` what lineages take beyond it. `mlx` is memory as MLX itself counts it, including
+    the weights. `canonicalised`: number of requests that each rule changed. `saved`: cached tokens,
+    and the seconds that computing them would have taken at the measured speed of prefill.
+    `anticipated`: tokens computed in advance, and the number of those that requests reused.
+
+    The argument `no_disk` says why there is no disk tier; None if there is one, or if it is off.
     """
 
     def __init__(
@@ -360,8 +364,8 @@ def add_up(
     """Return the figures of several models as one body of `GET /v1/cache`.
 
     `models`: the figures of each model that was loaded, those of the default model first. `memory`:
-    `limit_bytes` and `high_water_bytes` of the shared budget. `kinds`: bytes in use by kind, summed
-    over all models.
+    `limit_bytes` and `high_water_bytes` of the shared budget. `kinds`: bytes charged by kind, such
+    as "weights", "pool" or "kv", summed over that budget and those of all models.
     """
     ram = _sums([one["ram"] for one in models], ("used_bytes", "buffers"))
     ram |= {name: memory[name] for name in ("limit_bytes", "high_water_bytes")}
@@ -393,5 +397,8 @@ def add_up(
 
 
 def _sums(parts: Sequence[Mapping[str, Any]], names: Iterable[str] = ()) -> dict[str, Any]:
-    """Return the sums of the figures `names` over `parts`, by default of all that the first has."""
+    """Return the sum over `parts` of each figure in `names`, by name; a missing one counts as 0.
+
+    Without `names`, the figures are those of the first part.
+    """
     return {name: round(sum(one.get(name) or 0 for one in parts), 3) for name in names or parts[0]}

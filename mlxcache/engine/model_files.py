@@ -55,8 +55,8 @@ def demo_spec(settings: Settings) -> load.ModelSpec:
 def hash_files(spec: load.ModelSpec, settings: Settings) -> None:
     """Compute the digests of the model's files, unless they are known, for `namespace_of` to use.
 
-    Blocks while the files are read; may be called on any thread. Raises ModelError if a file cannot
-    be read.
+    Does nothing without a disk tier. Blocks while the files are read; may be called on any thread.
+    Raises ModelError if a file cannot be read.
     """
     if settings.disk == "off":
         return

@@ -125,9 +125,10 @@ class Models:
         `arrival`: the request, which is recorded while it waits; None if it is not recorded. Waits
         while the model is loaded for the first time, for minutes if it has to be downloaded. Raises
         ModelError or BadRequest if it cannot be loaded; the next call tries again. Raises QueueFull
-        or TooMany if too many requests wait already, and DeadlineExceeded after the request's time
-        limit. Until the default model is ready, and when the server stops or has failed, the engine
-        of the default model is returned.
+        or TooMany if too many requests wait already, DeadlineExceeded after the request's time
+        limit, and NotReady if the server stops while the request waits. Until the default model is
+        ready, and when the server has stopped or failed before the call, the engine of the default
+        model is returned.
         """
         engine = self.find(requested)
         if self.default.state != "ready" or engine.state == "ready":
@@ -290,9 +291,11 @@ class Models:
     def describe(self) -> list[dict[str, Any]]:
         """Return the state of each model, as `GET /v1/models` shows it.
 
-        `label`: its name. `aliases`: further names. `state`: "loaded", "loading", "unloaded", or
-        "never" if it was not loaded yet; the other keys are those of `Engine.residence`. With
-        "never" only `weights_bytes` is there: the size of its files, None if that is not known.
+        `label`: its name. `aliases`: further names. `default`: True for the default model. `state`:
+        "loaded", "loading", "unloaded", or "never" if it was not loaded yet. The other keys are
+        those of `Engine.residence`, but before the end of the first load only one: `weights_bytes`
+        with "never" (the size of its files, None if that is not known), and `progress` with
+        "loading" (see `Engine.load_share`).
         """
         return [
             {

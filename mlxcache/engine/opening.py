@@ -109,8 +109,8 @@ def watch_pressure(
 ) -> Pressure:
     """Start a monitor of the machine's memory pressure and return it. MLX thread only.
 
-    `ram`: its budget is withheld in part under pressure. `weights`: bytes of weights beside that
-    budget. `look`: reads the pressure.
+    `ram`: its budget is withheld in part under pressure. `weights`: bytes of the weights that are
+    not charged to that budget. `look`: reads the pressure.
     """
     held = mx.get_active_memory() + mx.get_cache_memory()
     base = max(0, read_footprint() - held)

@@ -133,9 +133,9 @@ class SharedReply:
     def accepts(self, job: Job) -> bool:
         """Return whether `job` asks for the same reply and may share this one.
 
-        If the reply is sampled without a seed, only a request marked as a retry may share it,
-        because any other client expects a sample of its own. Different choices of one request do
-        not share either.
+        If the reply is sampled without a seed, only a request that its client marked as a retry may
+        share it, because any other client expects a sample of its own. A sampled reply is shared
+        only between equal values of `Job.choice`, the index of a reply among those of one request.
         """
         if self.left or self.over:
             return False
@@ -148,8 +148,9 @@ class SharedReply:
     def join(self, record: RequestRecord, reply: ReplyRestorer, timeout_s: float | None) -> Stream:
         """Add a reader; return a stream of the whole reply.
 
-        `record`: the record of the reader's request. `reply`: converts the model's text for its
-        client. After `timeout_s` seconds, unless None, the stream ends in DeadlineExceeded.
+        `record`: the record of the reader's request. `reply`: replaces names in the reply, such as
+        stable UUIDs, by those of the reader's client. After `timeout_s` seconds, unless None, the
+        stream ends in DeadlineExceeded.
         """
         stream = Stream(record, lambda: self._leave(stream), self._stall_s, reply)
         if record is not self.record:
@@ -391,8 +392,9 @@ def prefill_left_s(
 ) -> float:
     """Estimate the seconds until the prompt of `record` is computed, beside the `running` requests.
 
-    `seconds(start, stop)` estimates the time for feeding the tokens in between. Prompts with fewer
-    remaining tokens go first, and running replies take their share of the time.
+    `seconds(start, stop)` estimates the time for feeding the tokens in between. The estimate
+    includes prompts with fewer remaining tokens, which are computed first, and the time for
+    decoding meanwhile if any of `running` decodes.
     """
     mine = (record.id, record.joined)
     others = [one for one in running if one.status == "prefill" and one.id not in mine]

@@ -123,10 +123,11 @@ class ModelRuntime:
     step of opening is in progress; `share` is from 0 to 1, or None if unknown. `shared`: the budget
     of several models, to which the weights of this one are charged already. `remote`: storage that
     is shared with other servers, or None. `label`: the model's. `info.context_length` is reduced to
-    the tokens that the budget has memory for. `pressure` is None with `shared`, whose owner watches
-    it. `database` holds the table of sessions if there is no disk tier; by default it is a
-    temporary one. Raises ModelError or BadRequest if the memory is too small, and StoreError if the
-    table of sessions cannot be opened.
+    the tokens that the budget has memory for. `pressure`: the monitor of the machine's memory; None
+    with `shared`, because one monitor then serves all models. `database` holds the table of
+    sessions if there is no disk tier; by default it is a temporary one. `ranks`: the other ranks of
+    a divided model, or None. Raises ModelError or BadRequest if the memory is too small, Busy if
+    other models use it at present, and StoreError if the table of sessions cannot be opened.
     """
 
     def __init__(
@@ -306,8 +307,8 @@ class ModelRuntime:
     ) -> PassCosts:
         """Return the costs of passes of `model` over the caches of this runtime.
 
-        `part`: name of the part of a model with a draft that `model` is; empty for a model without
-        one. Blocks, unless they were measured before.
+        `part`: "target" or "draft" if `model` is the served or the draft one of two models that are
+        used together, otherwise "". Blocks while passes are measured, unless that was done before.
         """
         on_progress("measuring passes over several tokens", None)
         key, disk = None, self.kv.disk
@@ -329,9 +330,11 @@ class ModelRuntime:
         return self.builders.of(task.job.owner).forms.of(source.chat.messages)
 
     def learn_forms(self, prompt: Prompt, owner: str | None) -> None:
-        """Make the forms in which a reply would write the tool results of a conversation.
+        """Make and keep the tool results of a conversation as a reply would repeat them, as tokens.
 
-        Blocks while they are tokenised; does nothing if no guesses are made. Any thread.
+        A reply that repeats a file, for example, omits the line numbers of the result. Guesses are
+        made from these tokens. `prompt`: the prompt of the conversation. Blocks while new results
+        are tokenised; does nothing if no guesses are made. Any thread.
         """
         if self.speculation is not None and prompt.source is not None:
             self.builders.of(owner).forms.learn(prompt.source.chat.messages)
@@ -352,7 +355,10 @@ class ModelRuntime:
     def _open_book(
         self, thread: MlxThread, submit: Submit, database: Database | None
     ) -> SessionBook:
-        """Open the sessions of this model, in the store's database or else in `database`."""
+        """Open the sessions of this model, in the database of the disk tier if there is one.
+
+        Without a disk tier `database` is used, or a temporary one if that is None.
+        """
         loaded, layout, settings = self.loaded, self.layout, self.settings
         store = self.kv.disk.store if self.kv.disk is not None else None
         namespace = store.namespace if store is not None else f"ram:{self.label}"
@@ -403,7 +409,8 @@ class ModelRuntime:
     def _max_context(self) -> int:
         """Return the most tokens of a prompt and reply that both model and budget allow.
 
-        Raises as `plan_memory` if these are fewer than `MIN_CONTEXT`.
+        Raises ModelError, or BadRequest with a shared budget, if the budget has room for less than
+        `MIN_CONTEXT` tokens, or than the model's own context length if that is lower.
         """
         context = self.loaded.info.context_length
         longest = bisect_left(range(1, context + 1), True, key=lambda n: not self._fits(n))
@@ -515,9 +522,10 @@ class ModelRuntime:
         )
 
     def _end_request(self, task: Task) -> None:
-        """Count a request that is over, before its client is told. MLX thread only.
+        """Add a request that is over to the metrics, before its client is told. MLX thread only.
 
-        Its reply is remembered for later prompts and added to its session.
+        Its reply is remembered for later prompts and added to its session. A request that was never
+        admitted (had no memory reserved) is left out.
         """
         if task.admitted:
             figures = self._totals.add(task.record, self.scheduler.prefill.speed)
@@ -528,7 +536,10 @@ class ModelRuntime:
         self._publish()
 
     def _share_reply(self, task: Task, reply: GeneratedReply | None) -> None:
-        """Upload a reply, so that other servers can replay it too. Returns at once."""
+        """Upload a reply, so that other servers can replay it too. Returns at once.
+
+        Does nothing without a remote, or if `reply` is None because it cannot be replayed.
+        """
         found = task.job.prompt.source.canonical.found if reply is not None else None
         if self.remote is not None and found is not None and reply is not None and found.asked:
             self.remote.share_reply(task.job.owner, found.asked, reply.row)

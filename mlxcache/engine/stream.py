@@ -25,9 +25,9 @@ The whole process may have been suspended.
 class Stream:
     """Events of a reply in progress: Admitted, Progress and pieces, then Finished.
 
-    Beyond `BACKLOG` unread events, consecutive texts are merged. If a reader takes no event for
-    `stall_s` seconds, its request is cancelled. `cancel()` cancels the request. `reply`: converts
-    the model's text to the client's.
+    From `BACKLOG` unread events on, consecutive texts are merged and Progress is dropped. If a
+    reader takes no event for `stall_s` seconds, its request is cancelled. `cancel()` cancels the
+    request. `reply`: replaces names in the reply, such as stable UUIDs, by those of the client.
     """
 
     def __init__(
@@ -79,8 +79,9 @@ class Stream:
     def _give_up(self, taken: int) -> None:
         """Cancel the request if no event was read since this call was scheduled.
 
-        `taken`: number of events read by then. The delay gives readers a chance to catch up after
-        the process was suspended.
+        A timer calls it at most `GRACE_S` seconds after the reader seemed to have stalled, so that
+        the reader can catch up if the process was suspended. `taken`: number of events read when
+        the timer was set.
         """
         if not self._over and self._taken == taken:
             self._cancel()
@@ -98,9 +99,10 @@ class Stream:
         return False
 
     async def admitted(self, seconds: float) -> Admitted | None:
-        """Wait for the admission of the request; return None after `seconds` without one.
+        """Wait until the request is admitted; return None if `seconds` pass before.
 
-        Raises the request's error if it failed before its admission.
+        It is admitted when its memory is reserved and its cached tokens are known. Also returns
+        None if it was cancelled before. Raises its error if it failed before.
         """
         try:
             async with asyncio.timeout(seconds):

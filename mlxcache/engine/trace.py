@@ -199,7 +199,10 @@ class Recordings:
             self._open.remove(recording)
 
     def note(self, task: Task) -> None:
-        """Add an ended task to the recordings of its owner, if it was admitted."""
+        """Add an ended task to the recordings of its owner.
+
+        Tasks that ended before memory was reserved for them (not admitted) are left out.
+        """
         readers = [
             recording
             for recording in self._open

@@ -34,10 +34,11 @@ def weigh_files(label: str, model: str) -> int | None:
 
 
 async def describe_unloaded(settings: Settings, thread: MlxThread) -> Served | None:
-    """Describe the model of `settings`, which was not loaded; None if it is not on this machine.
+    """Describe the first model of `settings` without loading it; None if it is not on this machine.
 
-    Its files are hashed at the first call, in a worker thread. Raises ModelError if they cannot be
-    read.
+    Also returns None if its draft model is missing. `thread`: the MLX thread, which examines the
+    model. The files are hashed in another thread, at the first call. Raises ModelError if they
+    cannot be read, or if the model cannot be fed.
     """
     entry = settings.entries[0]
     if entry.model is None:
