@@ -118,7 +118,10 @@ class TokenLog:
         self._index(0)
 
     def _index(self, first: int) -> None:
-        """Add the positions from `first` on to the chains."""
+        """Add the positions from `first` on to the index.
+
+        Each position refers to the last one before it with the same hash of its last three tokens.
+        """
         while len(self._previous) < min(GRAM - 1, len(self._tokens)):
             self._previous.append(-1)
         start = max(first, GRAM - 1)
@@ -145,8 +148,9 @@ class TokenLog:
     def guess(self, count: int) -> Guess:
         """Return up to `count` tokens that followed the earlier place most like the end.
 
-        That is the one, of the newest `LOOK` candidates, before which most tokens equal the newest
-        ones; of several, the newest. Returns `NO_GUESS` if there is no candidate.
+        The `LOOK` newest places after three tokens with the same hash as the last three are
+        compared. The one is chosen before which the greatest number of tokens equals the newest
+        ones; of several, the newest. Returns `NO_GUESS` if that number is below `GRAM` everywhere.
         """
         tokens, previous = self._tokens, self._previous
         end = len(tokens) - 1
@@ -173,7 +177,10 @@ class TokenLog:
 
 
 def _following(tokens: array[int], place: int, count: int) -> tuple[int, ...]:
-    """Return up to `count` tokens after `place`; text that reaches the end goes on repeating."""
+    """Return up to `count` tokens after position `place`, which end where their text ends.
+
+    If the last token of `tokens` is reached, those after `place` are repeated from the first.
+    """
     said = tokens[place + 1 : place + 1 + count].tolist()
     at = 0
     while len(said) < count:
@@ -188,7 +195,10 @@ def _hash(a: int, b: int, c: int) -> int:
 
 
 def _hashes(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
-    """Return `_hash` of arrays of tokens, of type uint32."""
+    """Return the hashes, as `_hash` computes them, of the tokens at each index of three arrays.
+
+    The arrays and the result have the same shape, (n,), and dtype uint32.
+    """
     one, two, three = (np.uint32(factor) for factor in _FACTORS)
     mixed = a * one ^ b * two ^ c * three
     return np.asarray(mixed ^ mixed >> np.uint32(15))

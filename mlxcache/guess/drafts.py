@@ -24,9 +24,11 @@ TRIES, TRIES_SHARE = 2.0, 0.004
 
 
 class DraftCosts:
-    """Costs of rounds with drafted tokens, measured on one device and corrected by live rounds.
+    """Costs of rounds with drafted tokens, measured on one device and corrected while serving.
 
-    `target`, `draft`: costs of passes of the served model and of the draft model.
+    A round is a pass of the served model that checks drafted tokens, with the passes of the draft
+    model that made them. `target`, `draft`: costs of passes of the served model and of the draft
+    model. The unit of the costs here is a pass of the served model over one token.
     """
 
     def __init__(self, target: PassCosts, draft: PassCosts):
@@ -35,18 +37,26 @@ class DraftCosts:
         self._live = 1.0
 
     def round(self, drafts: int, cached: int) -> float:
-        """Return the cost of a round of `drafts` tokens after `cached` positions."""
+        """Return the cost of drafting and checking `drafts` tokens after `cached` positions.
+
+        It is in passes of the served model over one token, and 1 for 0 drafts.
+        """
         return max(1.0, self._live * self._measured(drafts, cached)) if drafts else 1.0
 
     def catch_up(self, tokens: int, cached: int) -> float:
-        """Return the cost of feeding the draft model `tokens` tokens that it has not seen."""
+        """Return the cost of feeding the draft model `tokens` tokens that it has not seen.
+
+        It is in passes of the served model over one token. `cached`: positions before them.
+        """
         return self._share(cached) * self._draft.at(cached)(tokens) if tokens else 0.0
 
     def observe(self, drafts: int, seconds: float, cached: int) -> float:
-        """Add a live round of `drafts` tokens, 0 for a plain pass; return its cost.
+        """Correct the costs by a round of a running reply; return the cost of this round.
 
-        Rounds that took `OUTLIER` times as long as expected correct nothing, and cost no more than
-        that: the machine did something else.
+        `drafts`: its drafted tokens, 0 for a pass without any. `seconds`: what it took. `cached`:
+        positions before it. The result is in passes of the served model over one token. A round
+        that took `OUTLIER` times as long as expected corrects nothing, and its cost is limited to
+        `OUTLIER` times the expected one: the machine did something else.
         """
         if not drafts:
             return self.target.observe(1, seconds, cached)
@@ -58,21 +68,28 @@ class DraftCosts:
         return max(1.0, min(cost, most))
 
     def excess(self, seconds: float, cached: int) -> float:
-        """Return by how much a plain pass took longer than expected; it corrects nothing."""
+        """Return by how much a pass without drafts took longer than expected.
+
+        The result is in passes of the served model over one token. The expected costs are not
+        corrected. `seconds`: what the pass took. `cached`: positions before it.
+        """
         return self.target.excess(1, seconds, cached)
 
     def _measured(self, drafts: int, cached: int) -> float:
         return self.target.at(cached)(1 + drafts) + drafts * self._share(cached)
 
     def _share(self, cached: int) -> float:
-        """Return the cost of a pass of the draft model over one token."""
+        """Return the cost of a draft model's pass over one token, in such passes of the served one.
+
+        `cached`: positions before the token.
+        """
         return self._draft.seconds(cached) / self.target.seconds(cached)
 
 
 class DraftRule:
-    """What is known of one draft model: its costs, and how often it was right.
+    """What is known of one draft model: its costs, and how often its tokens were accepted.
 
-    `right` is the share of drafted tokens that were right, of those before which all were right.
+    A drafted token is right if the served model draws it too.
     """
 
     def __init__(self, costs: DraftCosts):
@@ -82,20 +99,23 @@ class DraftRule:
 
     @property
     def right(self) -> float:
-        """Expected share of right tokens, from 0 to 1."""
+        """Probability that a drafted token is accepted if all before it in its pass were accepted.
+
+        Estimated from the passes so far.
+        """
         return self._right / self._tried
 
     def note(self, drafted: int, right: int) -> None:
-        """Count a round of `drafted` tokens of which the first `right` were right."""
+        """Count a pass that checked `drafted` tokens, of which the first `right` were accepted."""
         seen = min(drafted, right + 1)
         fade = KEPT**seen
         self._tried = fade * self._tried + seen
         self._right = fade * self._right + right
 
     def may_try(self, cost: float) -> bool:
-        """Return whether a round may be made only to see whether drafting pays.
+        """Return whether tokens may be drafted now only to see whether drafting pays.
 
-        `cost`: of the round, in passes of one token.
+        `cost`: that of drafting and checking them, in passes of the served model over one token.
         """
         return cost - 1.0 <= self._tries
 
@@ -104,16 +124,17 @@ class DraftRule:
         self._tries = min(TRIES, self._tries + TRIES_SHARE)
 
     def note_try(self, cost: float) -> None:
-        """Account for a round that was made only to see whether drafting pays.
+        """Account for a pass that was made only to see whether drafting pays.
 
-        `cost`: of the round, in passes of one token.
+        `cost`: its cost, in passes of the served model over one token, less the number of drafted
+        tokens that were accepted.
         """
         self._tries -= max(0.0, cost - 1.0)
 
     def best(self, most: int, cached: int) -> int:
         """Return the number of drafts, up to `most`, that gives the most tokens for its time.
 
-        0 if a pass without drafts gives more.
+        It is 0 if a pass without drafts gives more. `cached`: positions before the pass.
         """
         best, count = 1.0, 0
         tokens = chance = 1.0

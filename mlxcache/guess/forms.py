@@ -54,7 +54,10 @@ def _runs(lines: list[str]) -> Iterator[list[str]]:
 
 
 def _notation(match: re.Match[str]) -> tuple[str, str]:
-    """Return the file's name and the mark behind the number, the same for all lines of a run."""
+    """Return the file's name, or "", and the mark behind the number, for one numbered line.
+
+    `match`: that of `_NUMBERED` with the line. Lines of one file have the same name and mark.
+    """
     mark = match["mark"].strip(" ").replace("-", ":")  # grep has "-" around the lines that match
     return (match["file"] or "")[:-1], mark
 
@@ -72,9 +75,11 @@ def _stripped(rests: list[str], mark: str) -> list[str]:
 
 
 def unwrapped(result: str) -> str:
-    """Return the texts within a result that is JSON, one below the other; otherwise `result`.
+    """Return the long texts within a tool result that is JSON, joined by line ends.
 
     Some clients send a command's output in an object such as `{"output": "...", "exit_code": 0}`.
+    Texts of fewer than `LEAST_CHARACTERS` characters are left out. Returns `result` itself if there
+    are no others, or if it is not a JSON object or array.
     """
     if result[:1] not in ("{", "["):
         return result
@@ -99,8 +104,8 @@ def reply_form(result: str, *, escaped: bool) -> str | None:
     """Return a tool result as a tool call in a reply would write it; None if it is the same.
 
     That is without line numbers, and without the JSON around a command's output. `escaped`: the
-    model's tool calls are JSON, so their strings are written with escapes. Results of fewer than
-    `LEAST_CHARACTERS` characters have no such form.
+    model's tool calls are JSON, so their strings are written with escapes. Also returns None for
+    results of fewer than `LEAST_CHARACTERS` characters.
     """
     if len(result) < LEAST_CHARACTERS:
         return None

@@ -111,7 +111,7 @@ class Histories:
         return len(self._kept)
 
     def take(self, owner: str | None, ids: Tokens) -> History:
-        """Return the history of the conversation that the prompt `ids` continues, with the prompt.
+        """Return the history of the conversation that the prompt `ids` continues; add `ids` to it.
 
         Only histories of `owner` count; if none fits, a new one is returned. The history is removed
         from those kept, so that no other reply uses it; `keep` adds it again.

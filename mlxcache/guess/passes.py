@@ -26,11 +26,11 @@ Curves = Mapping[int, Sequence[tuple[int, float]]]
 
 
 class PassCosts:
-    """Cost of a pass by its tokens, in passes over one token at the same length of the context.
+    """Cost of a pass over some tokens, in passes over one token after as many cached positions.
 
-    `curves`: what was measured, at one or two numbers of cached positions. Between the two the cost
-    is interpolated; outside, that of the nearer one holds. Live passes correct it, each for passes
-    of about its own length.
+    `curves`: measured seconds by number of tokens, at one or two numbers of cached positions.
+    Between the two the cost is interpolated; outside, the cost at the nearer one holds. Passes of
+    running replies correct the cost of passes over about as many tokens.
     """
 
     def __init__(self, curves: Curves):
@@ -41,7 +41,11 @@ class PassCosts:
         self._single: float | None = None
 
     def at(self, cached: int) -> PassCost:
-        """Return the cost of passes after `cached` positions."""
+        """Return the cost of passes after `cached` positions, as a function of their tokens.
+
+        The function takes the number of tokens of a pass, and returns its cost in passes over one
+        token.
+        """
         measured, live = self._measured(cached), self._live
 
         def cost(tokens: int) -> float:
@@ -61,10 +65,12 @@ class PassCosts:
         return measured * (self._single or 1.0)
 
     def observe(self, tokens: int, seconds: float, cached: int) -> float:
-        """Add a live pass over `tokens` tokens; return its cost in passes over one token.
+        """Correct the costs by a pass of a running reply; return its cost in passes over one token.
 
-        It is at least 1. Passes that took `OUTLIER` times as long as expected correct nothing, and
-        cost no more than that: the machine did something else.
+        `tokens`: tokens of the pass. `seconds`: what it took. `cached`: positions before it. The
+        result is at least 1. A pass that took `OUTLIER` times as long as expected corrects nothing,
+        and the result is limited to `OUTLIER` times the expected cost: the machine did something
+        else.
         """
         if tokens == 1:
             self._observe_single(seconds, cached)
@@ -78,9 +84,10 @@ class PassCosts:
         return max(1.0, min(cost, most))
 
     def excess(self, tokens: int, seconds: float, cached: int) -> float:
-        """Return by how much a live pass took longer than expected, in passes over one token.
+        """Return by how much a pass took longer than expected, in passes over one token.
 
-        It is from 0 to `OUTLIER`. The pass corrects nothing.
+        The result is from 0 to `OUTLIER`. The expected costs are not corrected. `tokens`: tokens of
+        the pass. `seconds`: what it took. `cached`: positions before it.
         """
         over = seconds / self.seconds(cached) - self.at(cached)(tokens)
         return min(OUTLIER, max(0.0, over))
@@ -93,7 +100,11 @@ class PassCosts:
             self._single = before + weight * (ratio - before)
 
     def _between(self, cached: int) -> tuple[int, int, float]:
-        """Return the two curves around `cached` positions, and how near to the second it is."""
+        """Return the indexes of two curves to interpolate between, and the weight of the second.
+
+        They were measured at the numbers of positions nearest to `cached`, the lower one first. The
+        weight is from 0 (the first alone counts) to 1 (the second alone).
+        """
         if len(self._at) == 1:
             return 0, 0, 0.0
         high = min(max(1, bisect_right(self._at, cached)), len(self._at) - 1)

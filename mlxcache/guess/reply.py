@@ -15,6 +15,7 @@ from mlxcache.guess.rule import LONGEST, PassCost, Survival, best_length
 class Gains:
     """What guesses have brought: tokens, passes, and time in passes of one token.
 
+    `drafted`: guessed tokens that were checked. `accepted`: those of them that were right.
     `passes`: passes that checked a guess. `saved`: passes of one token that were saved, less what
     checking cost.
     """
@@ -78,9 +79,11 @@ class ReplyGuesses:
         return list(tokens[:length])
 
     def _worst(self, cost: PassCost, length: int, fed: int) -> float:
-        """Return the most that a pass with a guess of `length` tokens costs, less what it gives.
+        """Return the highest net cost of a pass that checks a guess of `length` tokens.
 
-        That is with feeding its tokens again. `fed`: tokens that it feeds again itself.
+        It is in passes of one token. If right tokens before a wrong one must be fed again, it
+        includes feeding them, less a pass for each right token. `fed`: tokens that the pass itself
+        feeds again.
         """
         spent = cost(1 + fed + length)
         if not self._redo:
@@ -88,10 +91,11 @@ class ReplyGuesses:
         return spent + max(cost(2 + fed + right) - 1.0 - right for right in range(length))
 
     def note_pass(self, cost: float, checked: int, accepted: int) -> None:
-        """Account for a pass that took `cost`, and of whose `checked` tokens `accepted` were right.
+        """Account for a pass of which `accepted` of `checked` guessed tokens were right.
 
-        A pass without a guess gives one token, and costs 1 unless it had to wait for a guess before
-        it. Tokens that are fed again have their share in `cost`.
+        `cost`: the time of the pass, in passes of one token, with that of tokens it fed again. For
+        a pass without a guess `checked` is 0, and `cost` is above 1 if it fed tokens again, or if
+        its launch had to wait for the result of a guess.
         """
         self.purse.note(cost, 1 + accepted)
         self.gains.note(checked, accepted, saved=1 + accepted - cost)
@@ -105,7 +109,7 @@ class ReplyGuesses:
     def _watch(self, guess: Guess) -> None:
         """Start to compare a guess with what the model draws, unless another is being compared.
 
-        This is done for guesses that no pass checks too.
+        Guesses that no pass checks are compared in the same way.
         """
         if not self._watched.tokens and guess.tokens:
             self._watched, self._right = guess, 0

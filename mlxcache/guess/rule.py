@@ -1,4 +1,4 @@
-"""The number of guessed tokens that one pass should check: the most tokens gained less their cost.
+"""The number of guessed tokens that one pass should check, so that it saves the most time.
 
 A guess of k tokens costs c(1 + k) - 1, where c(q) is the time of a pass of q tokens in passes of
 one token, and saves a pass for each of its tokens that the model draws too. How many these are is
@@ -36,7 +36,8 @@ _RIGHT = (0.5, 0.6, 0.65, 0.7, 0.75, 0.8, 0.85, 0.9, 0.92, 0.95)
 class Survival:
     """Decayed counts of how long guesses stay right, by the length of their match.
 
-    Holds numbers only, and no text.
+    The match of a guess is the tokens before it that occurred earlier in the text too; see
+    `Guess.matched`. Holds numbers only, and no text.
     """
 
     def __init__(self) -> None:
@@ -44,7 +45,10 @@ class Survival:
         self._right = [[PRIOR * share] * len(PLACES) for share in _RIGHT]
 
     def observe(self, matched: int, checked: int, right: int) -> None:
-        """Count a guess of which the first `right` of `checked` tokens were right."""
+        """Count a guess of which the first `right` of `checked` tokens were right.
+
+        `matched`: the guess's `Guess.matched`.
+        """
         row = _group(MATCHES, matched)
         tried, kept = self._tried[row], self._right[row]
         ends = [*(start - 1 for start in PLACES[1:]), LONGEST]
@@ -59,7 +63,10 @@ class Survival:
                 break
 
     def chances(self, matched: int, count: int) -> list[float]:
-        """Return the chances that the first 1, 2, ... `count` tokens of a guess are all right."""
+        """Return the chances that the first 1, 2, ... `count` tokens of a guess are all right.
+
+        `matched`: the guess's `Guess.matched`.
+        """
         row = _group(MATCHES, matched)
         tried, kept = self._tried[row], self._right[row]
         found, chance, group = list[float](), 1.0, 0
