@@ -170,7 +170,8 @@ class Quantised(Sliced):
 class Grouped(Sliced):
     """Adapter for slots of the class `GroupRows`.
 
-    These hold the compressed KV of groups of tokens, as rows for every position.
+    These hold one vector of compressed KV for each group of consecutive tokens. The vector is
+    divided into as many rows as the group has tokens, so that there is a row for every position.
     """
 
     portable = False
@@ -447,7 +448,11 @@ class Ring(Checkpointed):
 
 
 class Recent(Checkpointed):
-    """Adapter for slots of `RecentRows`: a window, and the tokens of a group that is still open."""
+    """Adapter for slots of `RecentRows`: a sliding window, and tokens not compressed yet.
+
+    Layers with such a slot may compress KV by groups of a fixed number of tokens. The state has the
+    tokens of the group that is not complete yet, and the newest vectors of compressed KV.
+    """
 
     portable = False
     rewinds = True

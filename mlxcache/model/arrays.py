@@ -39,7 +39,10 @@ def copied_tree(value: Any) -> Any:
 
 
 def held_tree(value: Any) -> Any:
-    """Return nested tuples with the same arrays as the nested tuples and lists of `value`."""
+    """Return `value` with nested lists and tuples as new tuples, and the same arrays in them.
+
+    The arrays are not copied. Later changes of a list in `value` do not change the result.
+    """
     return tuple(map(held_tree, value)) if isinstance(value, list | tuple) else value
 
 

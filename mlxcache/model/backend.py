@@ -73,12 +73,13 @@ _NAME = re.compile(r"[\w-]+")
 def choose_backend(config: Mapping[str, Any], model: str, *, images: bool = False) -> Backend:
     """Return the library that runs the model with the configuration `config`.
 
-    mlx-lm runs all models that it has a module for, except those to which mlx-vlm, if installed,
-    feeds images; only with `images`, which is whether the model's files have what that needs, see
-    `has_images`. A model with `model_file`, Python code in its own folder, is left to mlx-lm, which
-    runs such code only with the user's permission; mlx-vlm would run it without asking. `model`:
-    name or path of the model, for error messages. Raises ModelError, which says what to install, if
-    neither library can run the model as installed.
+    `images`: the model's files have what feeding images needs, see `has_images`. mlx-vlm, if
+    installed, then runs the model if it can feed images to it. Of all other models, mlx-lm runs
+    those that it has a module for, and mlx-vlm those of the other `FAMILIES`. A model with
+    `model_file`, Python code in its own folder, is left to mlx-lm, which runs such code only with
+    the user's permission; mlx-vlm would run it without asking. `model`: name or path of the model,
+    for error messages. Raises ModelError, which says what can be done, if neither library can run
+    the model as installed.
     """
     kind = str(config.get("model_type"))
     if config.get("model_file") is not None:
@@ -135,7 +136,10 @@ def has_images(path: Path) -> bool:
 
 
 def _tensors(path: Path) -> Iterator[str]:
-    """Yield the names of the tensors in a model's folder. Raises OSError and ValueError."""
+    """Yield the names of the tensors in a model's folder.
+
+    Raises OSError if a file cannot be read, and ValueError if the index of its files is not JSON.
+    """
     index = path / "model.safetensors.index.json"
     if index.is_file():
         yield from json.loads(index.read_bytes())["weight_map"]

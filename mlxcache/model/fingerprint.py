@@ -54,7 +54,7 @@ def fingerprint(
     which stands for the shapes and dtypes of KV; the versions of mlx-lm and of stored KV; and, if
     mlx-vlm runs the model, its version and the settings of the image processor. It covers no name,
     so a model has the same namespace wherever its folder is. `backend`: the library that runs the
-    model, by default the one that does without images.
+    model, "mlx-lm" or "mlx-vlm"; None for the one that runs it without images.
 
     Files are identified by their SHA-256. In a Hub cache that is the name of the file's blob. Other
     files are read once, and their digests are stored in the file `memo` and used while size, times
@@ -215,8 +215,8 @@ def _remembered(entry: Any, seen: _Seen) -> str | None:
 def _load_memo(memo: Path) -> dict[str, Any]:
     """Return the entries of the file `memo`, which holds digests of files read before.
 
-    They are lists of size, times, inode and digest, by path. The result is empty if the file is
-    missing, damaged or of another version.
+    Maps the path of each such file to the list `_Seen.with_digest`: size in bytes, mtime and ctime
+    in ns, inode, SHA-256. Empty if `memo` is missing, damaged or not of version `_MEMO_VERSION`.
     """
     try:
         value = json.loads(memo.read_bytes())

@@ -16,11 +16,12 @@ AT_ONCE = 4096
 
 
 def ends_finite(lineage: Lineage) -> bool:
-    """Return whether the last layer's KV at the newest position, and its state, are finite.
+    """Return whether the newest KV of the last linear slot and the last opaque state are finite.
 
-    These are the KV of the last linear slot and the state of the last opaque one. A NaN at an
-    earlier position or in an earlier layer has spread there by then, unless it is outside of every
-    sliding window. The cost does not depend on the length. Evaluates the arrays.
+    The newest KV is that of the newest position, the last opaque state that of the last opaque
+    slot. A NaN at an earlier position or in an earlier layer has spread to them, unless it is
+    outside of every sliding window. True if the lineage is empty. The cost does not depend on the
+    length of the lineage. Evaluates the arrays.
     """
     at = lineage.length - lineage.base - 1
     arrays = [a[..., at, :] for slot in lineage.linear[-1:] for a in kv.arrays_of(slot)]

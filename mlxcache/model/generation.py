@@ -24,10 +24,11 @@ FILE = "generation_config.json"
 
 
 def sampling_defaults(path: Path) -> dict[str, float]:
-    """Read the sampling defaults from the model's folder; empty if it states none.
+    """Return the sampling defaults in generation_config.json of the model's folder `path`.
 
-    `do_sample` false means greedy sampling: temperature 0. A value out of range is ignored with a
-    warning, and so is a file that is not a JSON object.
+    Maps names of `Sampling` fields, those in `DEFAULTED` such as "temperature", to values. Empty if
+    there is no such file. `do_sample` false means greedy sampling: temperature 0. A value out of
+    range is ignored with a warning, and so is a file that is not a JSON object.
     """
     config = _read(path)
     found: dict[str, float] = {}
@@ -83,7 +84,10 @@ def _checked(name: str, value: object) -> float | None:
 
 
 def resolve(sampling: Sampling, defaults: Mapping[str, float]) -> Sampling:
-    """Replace the sampling fields that the client left unset by the model's `defaults`."""
+    """Return `sampling` with the fields that the client left unset taken from `defaults`.
+
+    `defaults`: the model's, as `sampling_defaults` returns them.
+    """
     if not sampling.unset:
         return sampling
     found = {name: defaults[name] for name in sampling.unset & defaults.keys()}

@@ -6,10 +6,11 @@ be truncated nor restored. `GroupedCache` takes its place and splits it into slo
 
 - `RecentRows`: the window, the tokens of the open group and the newest vectors, a state that
   stands for one position;
-- `GroupRows`: the vectors of the closed groups, or their index keys, a row for each position.
+- `GroupRows`: the vectors of the closed groups, or their index keys, a row for each position. Index
+  keys are vectors too: by them the layer's indexer selects the groups that a token attends to.
 
-The `ratio` rows of a vector begin at the position that closes its group, because only from there on
-do the tokens before a position determine them. With a ratio of 4:
+A vector is cut into `ratio` rows. They begin at the position that closes its group, because the
+vector depends on the tokens up to there. With a ratio of 4:
 
     position    0   1   2   3   4   5   6   7   8   9  10  11
     group       0   0   0   0   1   1   1   1   2   2   2   2
@@ -59,7 +60,7 @@ class GroupRows:
 
     @property
     def state(self) -> tuple[Any, ...]:
-        """The rows, for evaluation."""
+        """Tuple of `rows` alone, for evaluation by MLX; its item is None before the first rows."""
         return (self.rows,)
 
     @property
@@ -288,7 +289,7 @@ class GroupedCache:
 
     @property
     def compress_kv(self) -> mx.array | None:
-        """Compressed KV of the closed groups; see `GroupRows.vectors`."""
+        """Compressed KV of the closed groups, or None; see `GroupRows.vectors`."""
         return self._vectors(0)
 
     @compress_kv.setter
@@ -297,7 +298,10 @@ class GroupedCache:
 
     @property
     def index_k(self) -> mx.array | None:
-        """Index keys of the closed groups; see `GroupRows.vectors`."""
+        """Index keys of the closed groups, or None; see `GroupRows.vectors`.
+
+        By these vectors the layer's indexer selects the groups that a token attends to.
+        """
         return self._vectors(1)
 
     @index_k.setter
@@ -312,7 +316,7 @@ class GroupedCache:
 def grouped(cache: Any, layer: Any) -> GroupedCache | None:
     """Return an empty `GroupedCache` in place of mlx-lm's empty `cache` of `layer`.
 
-    Returns None if `cache` is of another class, or if mlx-lm has changed what it holds.
+    Returns None if `cache` is not mlx-lm's `LayerCache`, or has other attributes than those known.
     """
     kind = type(cache)
     if (kind.__module__, kind.__name__) != (_MODULE, NAME) or set(vars(cache)) != _HELD:

@@ -48,7 +48,8 @@ def flatten(caches: Sequence[Any]) -> list[Any]:
 def make_caches(model: Any) -> Caches:
     """Create empty caches for one sequence of `model`.
 
-    Sliding windows are kept in full, as `WindowCache`.
+    They are those of mlx-lm, some of them replaced by `adapters.prepared`: that of a sliding window
+    by a `WindowCache`, which keeps every position.
     """
     caches = make_prompt_cache(model)
     layers = list(getattr(model, "layers", ()))
@@ -157,7 +158,8 @@ def put_back(slots: Sequence[Any], state: State) -> None:
 def are_sound(states: State) -> bool:
     """Evaluate `states` of opaque slots, and return whether that succeeded.
 
-    Returns False if a failed pass left arrays that cannot be computed. Raises a device error.
+    Returns False if a failed pass left arrays that cannot be computed. If the device fails instead,
+    its error is raised.
     """
     try:
         mx.eval(tree_arrays(states))
@@ -239,7 +241,7 @@ class Layout:
 
     @property
     def opaque(self) -> bool:
-        """True if there are opaque slots, so that continuing at a position takes a checkpoint."""
+        """True if this or another rank has opaque slots, whose reuse takes checkpoints."""
         return bool(self.checkpointed) or self.stateful
 
     @property

@@ -92,7 +92,8 @@ def pull(model: str, revision: str | None = None, progress: Progress | None = No
 def check(path: Path, model: str) -> None:
     """Raise ModelError unless the folder `path` of `model` has all files, and all are whole.
 
-    `model`: Hub id or path. Reads the headers of the weight files, not the weights.
+    Also raises it if neither mlx-lm nor the installed mlx-vlm can load the model. `model`: Hub id
+    or path. Reads the headers of the weight files, not the weights.
     """
     again = f"Remove the model with `mlxcache models rm {model}`, and download it again."
     if Path(model).expanduser().exists():

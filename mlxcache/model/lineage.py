@@ -1,4 +1,4 @@
-"""Lineages: growable KV buffers, each for the newest end of one conversation. MLX thread only."""
+"""Lineages: KV buffers of one conversation each, which grow as it continues. MLX thread only."""
 
 from __future__ import annotations
 
@@ -25,8 +25,9 @@ class Lineage:
     place. With `base` above 0 it is *compact*: only its own range is there, to be sliced from.
     Linear slots have rows for every position; opaque slots have a state for one position.
 
-    Every method evaluates its result, in groups of arrays of up to `copy_bytes` bytes, or one array
-    if that is larger. This is also the peak of memory above the result.
+    Methods that copy KV evaluate the copies in groups of arrays, of up to `copy_bytes` bytes or of
+    one array if it is larger. A copy takes at most the memory of one group more than the buffers
+    before it or after it, whichever are larger. `view` returns a lazy slice.
 
     Below position `window_valid_from`, the arrays of sliding windows may hold no values. The model
     may still be fed from positions that are at least one window later, because their windows
@@ -334,7 +335,8 @@ class Lineage:
     def sound(self) -> bool:
         """Evaluate all arrays of linear slots, and return whether that succeeded.
 
-        Returns False if a failed pass left arrays that cannot be computed. Raises a device error.
+        Returns False if a failed pass left arrays that cannot be computed. If the device fails
+        instead, its error is raised.
         """
         try:
             mx.eval([kv.arrays_of(slot) for slot in self.linear])

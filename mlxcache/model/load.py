@@ -94,8 +94,9 @@ class Loaded:
 
     `tokenizer`: mlx-lm's TokenizerWrapper. `config`: config.json as mlx-lm reads it. `path`: the
     model's folder. `vision`: its image processor, or None if the model takes no images. `unseen`:
-    why its images are not fed, although it has a vision tower, or None. `draft`: the folder of the
-    draft model, or None; with a draft model, `model` is a `Pair`, and `info` describes both.
+    the reason why the model takes no images although its folder has a vision tower, else None.
+    `draft`: the folder of the draft model, or None. With a draft model, `model` is a `Pair`, one
+    module that runs both models, and `info` describes both.
     """
 
     model: nn.Module
@@ -151,9 +152,11 @@ def load(
 
 
 def _with_draft(loaded: Loaded, spec: ModelSpec, name: str, use: BaseUse | None) -> Loaded:
-    """Add the draft model `name` (a folder or Hub id) to `loaded`.
+    """Return a copy of `loaded` with the draft model `name` (a folder or Hub id) added.
 
-    The context length becomes the shorter one of both models.
+    The context length becomes the shorter one of both models. Weights that other models have in
+    memory are taken from `use`, if it is given. Raises ModelError if the draft model cannot be
+    loaded, or cannot be used with the model.
     """
     with _of_the_draft():
         own = ModelSpec(
@@ -185,9 +188,10 @@ def base_folders(spec: ModelSpec) -> list[Path]:
 
 
 def estimate_bytes(spec: ModelSpec) -> int:
-    """Return the bytes of the files with weights that `spec` names, which must be on this machine.
+    """Return the total size in bytes of the weight files of all models in `spec`.
 
-    May be called on any thread. Raises ModelError if a folder cannot be found.
+    These are the model, its draft model and its adapter, which must be on this machine. May be
+    called on any thread. Raises ModelError if a model's folder cannot be found.
     """
     files = [file for folder in base_folders(spec) for file in folder.glob("model*.safetensors")]
     if spec.adapter is not None:
@@ -224,7 +228,11 @@ def fetch(spec: ModelSpec, progress: Callable[[str, int, int], None]) -> None:
 
 
 def _fetch(model: str, revision: str | None, progress: Progress) -> None:
-    """Download a model unless it is on this machine; refuse one that no library runs before."""
+    """Download a model unless all of its files are on this machine.
+
+    `progress` is called with the bytes on disk and the bytes needed. Raises ModelError if the model
+    cannot be found or downloaded, and before the download if no library can run it.
+    """
     if here(model, revision) is None and (folder := fetch_config(model, revision)) is not None:
         choose_backend(checked_config(folder), model)
     resolve(model, revision, progress)
@@ -263,7 +271,12 @@ def _load_weights(
 
 
 def _build(spec: ModelSpec, path: Path) -> tuple[nn.Module, dict[str, Any]]:
-    """Build the model in folder `path`, with weights that are read at their first use."""
+    """Build the model in folder `path`, with weights that are read at their first use.
+
+    Returns the model and its configuration, as the library that runs it reads config.json. Raises
+    ModelError as `backend_of`, and if `spec` has an adapter but mlx-vlm has to run the model; other
+    errors of the library are not converted.
+    """
     backend, images = _choose(spec, path)
     if backend == "mlx-lm":
         model, config = load_model(path, lazy=True, trust_remote_code=spec.trust_remote_code)
@@ -277,9 +290,10 @@ def _build(spec: ModelSpec, path: Path) -> tuple[nn.Module, dict[str, Any]]:
 
 
 def _choose(spec: ModelSpec, path: Path) -> tuple[Backend, bool]:
-    """Return the library that runs the model in folder `path`, and whether it may be fed images.
+    """Return the library that runs the model in folder `path`, and whether images are allowed.
 
-    Raises ModelError as `backend_of`.
+    The second is True if the folder has the weights of a vision tower and the settings of an image
+    processor, and `spec` allows images and has no adapter. Raises ModelError as `backend_of`.
     """
     images = spec.images and spec.adapter is None and has_images(path)
     config = checked_config(path)
@@ -287,17 +301,19 @@ def _choose(spec: ModelSpec, path: Path) -> tuple[Backend, bool]:
 
 
 def backend_of(spec: ModelSpec, path: Path) -> Backend:
-    """Return the library that runs the model in folder `path`, as `spec` asks for it.
+    """Return the library that runs the model in folder `path`.
 
-    Raises ModelError if no library can, or the folder has no valid config.json.
+    The result depends on the adapter and `images` of `spec`. Raises ModelError if no library can
+    run the model, or the folder has no valid config.json.
     """
     return _choose(spec, path)[0]
 
 
 def abilities(spec: ModelSpec, path: Path) -> tuple[Backend, bool]:
-    """Return the library that runs the model in folder `path`, and whether it takes images.
+    """Return the library that runs the model in folder `path`, and whether the model takes images.
 
-    By its files, without its weights, as `spec` asks for it. Raises ModelError as `backend_of`.
+    Both depend on the adapter and `images` of `spec`. The weights are not loaded. Raises ModelError
+    as `backend_of`.
     """
     backend, images = _choose(spec, path)
     return backend, takes_images(checked_config(path), backend, images=images)
@@ -312,9 +328,10 @@ def _vlm_vision(
 
 
 def why_unseen(spec: ModelSpec, config: Mapping[str, Any]) -> str | None:
-    """Return why mlx-lm runs a model to which mlx-vlm could feed images.
+    """Return the reason, for the user, why mlx-vlm does not feed images to a model.
 
-    `config`: that of the model. Returns None if mlx-vlm could not feed it images anyway.
+    mlx-lm runs the model. `config`: the content of its config.json. Returns None if mlx-vlm cannot
+    feed images to models with this configuration at all.
     """
     if not may_see(config):
         return None

@@ -18,12 +18,13 @@ if TYPE_CHECKING:
 
 
 class Lockstep:
-    """Announcements of operations to the other ranks: without effect, as here there are none.
+    """Announcements of operations to the other ranks of a divided model.
 
-    A subclass sends them. Each method announces one operation, which the caller makes itself. A
+    This class is for a model without other ranks: its methods announce nothing. A subclass sends
+    the announcements. Each method announces one operation, which the caller makes itself. A
     method that announces a pass must be called before the pass, any other method before or after
-    its operation. `caches` are those of a lineage or of a batch. Methods raise GroupLost if another
-    rank cannot be reached. `divided`: there are other ranks.
+    its operation. `caches` are those of a lineage or of a batch. The methods of the subclass raise
+    GroupLost if another rank cannot be reached. `divided`: True if there are other ranks.
     """
 
     divided = False
@@ -35,14 +36,17 @@ class Lockstep:
         """
 
     def prepare(self, pool_bytes: int) -> None:
-        """Announce that MLX's memory is set up; see `device.prepare`, which has the argument."""
+        """Announce that MLX's memory is set up, as `device.prepare` does it.
+
+        `pool_bytes`: the limit of MLX's pool of freed buffers, in bytes.
+        """
 
     # -- passes ------------------------------------------------------------------------------------
 
     def feed(self, lineage: Lineage, tokens: Sequence[int]) -> None:
         """Announce that `tokens` are fed at the end of a lineage.
 
-        Then its caches are evaluated, but no logits.
+        The lineage's caches are evaluated after the pass, the logits are not.
         """
 
     def start(self, caches: Caches, tokens: Sequence[int]) -> None:
@@ -58,9 +62,10 @@ class Lockstep:
         """
 
     def share(self, drawn: mx.array) -> mx.array:
-        """Return the tokens that all ranks will feed, shape (rows,): those `drawn` on this rank.
+        """Return a lazy array with the tokens `drawn` on rank 0, shape (rows,), for all ranks.
 
-        The result is lazy. To be evaluated together with the logits of the pass.
+        Called on rank 0. All ranks feed these tokens next. The caller must evaluate the result
+        together with the log-probabilities of the pass.
         """
         return drawn
 
@@ -72,14 +77,19 @@ class Lockstep:
     def rebuild(self, lineage: Lineage, sources: Sequence[Span], capacity: int) -> None:
         """Announce that copies of `sources` replace the buffers of a lineage; see `Lineage.fill`.
 
-        `capacity`: the number of positions of the new buffers.
+        `sources`: contiguous ranges of lineages, possibly of the same one. `capacity`: the number
+        of positions of the new buffers.
         """
 
     def truncate(self, lineage: Lineage, length: int) -> None:
         """Announce that the positions of a lineage from `length` on are dropped."""
 
     def pretend(self, lineage: Lineage, length: int) -> None:
-        """Announce that a lineage gets `length` positions without feeding: `Lineage.pretend`."""
+        """Announce that the length of a lineage is set to `length` without feeding tokens.
+
+        Its KV and states then hold any values, for measuring a pass at that length; see
+        `Lineage.pretend`.
+        """
 
     def append_span(self, lineage: Lineage, span: Span) -> None:
         """Announce that `span`, a range of another lineage, is appended to a lineage."""
@@ -101,7 +111,10 @@ class Lockstep:
         """Announce that the states of a lineage are copied into buffers of their own."""
 
     def rest(self, lineage: Lineage) -> None:
-        """Announce that a lineage has new caches, without the states that the former ones had."""
+        """Announce that the states of a lineage were dropped.
+
+        The lineage has new cache objects, with the same KV but without states.
+        """
 
     def release(self, lineage: Lineage) -> None:
         """Announce that the buffers of a lineage are released."""
@@ -111,7 +124,7 @@ class Lockstep:
     def join(self, joint: Caches, rows: Caches, others: Sequence[Caches], batched: bool) -> None:
         """Announce that a batch `joint` was made of copies of `rows` and `others`; see `rows.join`.
 
-        With `batched`, `rows` is a batch, which is not used any more.
+        With `batched`, `rows` is a batch, which is not used any more; else the caches of a lineage.
         """
 
     def keep_rows(self, batch: Caches, rows: Sequence[int]) -> None:
@@ -137,11 +150,15 @@ class Lockstep:
     def write_run(self, ids: Any, start: int, spans: Sequence[Span]) -> None:
         """Announce that the KV of positions from `start` to the end of `ids` is written to disk.
 
-        `spans`: the ranges of lineages that hold it.
+        `ids`: token ids from the beginning of a prompt. `spans`: the ranges of lineages that hold
+        the KV.
         """
 
     def write_state(self, ids: Any, state: State) -> None:
-        """Announce that `state`, a checkpoint at the end of `ids`, is written to disk."""
+        """Announce that `state`, a checkpoint at the end of `ids`, is written to disk.
+
+        `ids`: token ids from the beginning of a prompt.
+        """
 
     def load(self, lineage: Lineage, ids: Any, start: int, end: int) -> None:
         """Announce that positions [start, end) of a lineage were read from disk.
@@ -150,7 +167,10 @@ class Lockstep:
         """
 
     def load_state(self, lineage: Lineage, ids: Any) -> None:
-        """Announce that a lineage's states were read from the checkpoint on disk after `ids`."""
+        """Announce that a lineage's states were read from the checkpoint on disk after `ids`.
+
+        `ids`: token ids from the beginning of a prompt.
+        """
 
 
 ALONE = Lockstep()

@@ -92,10 +92,10 @@ def grammar(tokenizer: Any, *, tools: bool, generic: bool) -> Grammar:
 
 
 def is_harmony(tokenizer: Any) -> bool:
-    """Return whether the parser must use gpt-oss's format (harmony), as described here.
+    """Return whether the model's output must be parsed in gpt-oss's format (harmony).
 
-    True if the vocabulary has its control tokens and mlx-lm itself describes no thinking for the
-    model. `tokenizer`: mlx-lm's TokenizerWrapper.
+    True if the vocabulary has harmony's control tokens and mlx-lm itself describes no markers of
+    thinking for the model. `tokenizer`: mlx-lm's TokenizerWrapper.
     """
     return not tokenizer.has_thinking and _speaks_harmony(tokenizer)
 

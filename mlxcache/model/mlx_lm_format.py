@@ -410,9 +410,10 @@ def _first_layer_agrees(
 
 
 def _computed(model: Any, layout: Layout, ids: Tokens) -> list[list[mx.array]]:
-    """Feed only `ids` to `model`, and return lazy arrays of each linear slot.
+    """Feed `ids` to `model` from position 0, and return the lazy arrays of each linear slot.
 
-    Quantised KV becomes plain KV, so that the arrays can be compared number by number.
+    Each array has shape (1, heads, len(ids), dim). Quantised KV becomes plain KV, so that the
+    arrays can be compared number by number.
     """
     caches = layout.make()
     model(mx.array(ids[None]), cache=caches)

@@ -123,8 +123,11 @@ class OutputParser:
     def finish(self, reason: FinishReason) -> list[Piece]:
         """End the reply for `reason`, and return the pieces that were held back.
 
-        Sets `done`. An open tool block is a call if it can be read and the model ended its turn;
-        otherwise it is text. Does nothing if the reply has ended already.
+        Sets `done`: to "tool_calls" if the reply has calls and `reason` is "stop" or "repetition",
+        else to `reason`, unless the text held back ends the reply for another reason. An open tool
+        block that can be read becomes calls if `reason` is "stop", if tool blocks of the model
+        family have no closing marker, or if the block ends in a closing marker after which it may
+        be complete. Otherwise it becomes text. Does nothing if the reply has ended already.
         """
         if self.done is not None:
             return []
@@ -301,10 +304,11 @@ class OutputParser:
             self._return_block(block, target)
 
     def _end_in_block(self, block: ToolBlock, reason: FinishReason, *, again: bool) -> None:
-        """End the reply inside a tool block, whose calls count if it can be read.
+        """End the reply inside a tool block: add its calls to the reply, or emit it as text.
 
-        With `again`, text after the block is left to be parsed again. `reason`: the reason why the
-        reply ends.
+        It is emitted as text if `ToolBlock.finished` finds no calls; with `again`, its text after
+        the first closing marker is then left to be parsed again. `reason`: the reason why the reply
+        ends.
         """
         complete = reason == "stop" or self._grammar.open_ended
         if found := block.finished(self._reader.read, NORMAL, complete=complete):
@@ -346,9 +350,10 @@ class OutputParser:
         return text
 
     def _return_block(self, block: ToolBlock, target: str, *, whole: bool = False) -> None:
-        """Emit a tool block without a valid call as text: thinking if it began there, else visible.
+        """Emit a tool block without a valid call as text.
 
-        The text after its first closing marker is parsed again; with `whole`, it is emitted too.
+        The text is thinking if the block began inside thinking, else visible text. What follows its
+        first closing marker is left to be parsed again; with `whole`, it is emitted too.
         `target`: the parser's next state, unless the block began in thinking.
         """
         text = self._read_again(block, None if whole else block.first)
@@ -460,9 +465,9 @@ class Visible:
     """Visible text of a reply: cut at a stop string, and without the template's own newlines.
 
     Chat templates put newlines between thinking, text and tool calls, and add them again when they
-    render the message. So the text has no newlines directly after a think block and no newline
-    directly before a tool call. Text of white space only, before a think block or a tool call, is
-    left out. `begun`: the message already has visible text before this one.
+    render the message. So all newlines directly after a think block and one newline directly before
+    a tool call are left out. So is white space before a think block or a tool call if the message
+    has no other visible text yet. `begun`: the message has visible text before this one.
     """
 
     def __init__(self, stop: Iterable[str], *, begun: bool = False):
@@ -478,7 +483,8 @@ class Visible:
     def add(self, text: str) -> str:
         """Add visible text, and return the text that can be emitted now.
 
-        If it completes a stop string, sets `stop`; no text may be added afterwards.
+        If it completes a stop string, sets the attribute `stop` to that string; no text may be
+        added afterwards.
         """
         if self._after_thinking:
             text = text.lstrip("\n")
@@ -525,10 +531,10 @@ class Visible:
 
 
 class Thought:
-    """Text of one think block, without the newlines next to its markers.
+    """Text of one think block, without the newline next to each of its two markers.
 
-    Chat templates write those newlines themselves. All other text is kept. If the block has only
-    white space, its text is empty.
+    Chat templates write these two newlines themselves. All other text is kept. If the block has
+    only white space, its text is empty.
     """
 
     def __init__(self) -> None:

@@ -10,7 +10,9 @@ line with its result. Both are JSON objects:
     {"prompt", "step"}    {"tokens_s"}: a prompt in passes of `step` tokens
 
 `prefix`: tokens in the cache before. `fed`: tokens fed after them. `reply`: tokens to generate.
-`prompt`: tokens fed to an empty cache. `tokens_s`: tokens per second.
+`prompt`: tokens fed to an empty cache. `seconds`: from feeding the tokens to the first token of
+the reply. `kv_bytes_per_token`: bytes of KV per token over all layers. `tokens_s`: tokens per
+second. `peak_bytes`: MLX's peak memory in bytes, less the memory in use at the reply's first token.
 """
 
 from __future__ import annotations
@@ -42,9 +44,9 @@ TOKEN_IDS = 256
 class OwnTime:
     """A model loaded by mlx-lm, with methods that measure how fast mlx-lm alone runs it.
 
-    `path`: the model's folder. Its one cache is truncated to a prefix before each measurement.
-    Raises ValueError if that is impossible: the state at the prefix would have to be copied, and
-    the copy would be measured too.
+    `path`: the model's folder. `seconds` and `decoding` use one cache, which is truncated or filled
+    to the length of the prefix before each measurement. Raises ValueError if the cache cannot be
+    truncated: the state at the prefix would have to be copied, and the copy would be measured too.
     """
 
     def __init__(self, path: Path):

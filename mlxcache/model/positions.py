@@ -24,9 +24,11 @@ from mlxcache.types import ImageSpan
 
 
 def shift_of(spans: Sequence[ImageSpan]) -> int:
-    """Return the position of a token behind the images `spans`, less the tokens before it.
+    """Return how far the images `spans` shift the position of a token of text behind them.
 
-    An image without a grid takes as many positions as tokens.
+    The shift is the token's position, which is the same on all three axes, minus the number of
+    tokens before it; it is negative if images take fewer positions than tokens. An image without a
+    grid takes as many positions as tokens.
     """
     return sum(max(span.grid) - (span.end - span.start) for span in spans if span.grid is not None)
 
@@ -34,6 +36,7 @@ def shift_of(spans: Sequence[ImageSpan]) -> int:
 def positions_of(spans: Sequence[ImageSpan], start: int, end: int) -> npt.NDArray[np.int32]:
     """Return the positions of the tokens [start, end) of a prompt, shape (end - start, 3).
 
+    The three numbers of a token are its positions on the axes time, row and column, in this order.
     `spans`: all images of the prompt, in order.
     """
     found = np.repeat(np.arange(start, end, dtype=np.int32)[:, None], 3, axis=1)

@@ -46,10 +46,13 @@ def quantised(
 
     `make` returns plain caches. Caches of recurrent layers stay as they are. To check the result,
     `model` is fed a few tokens, plain and quantised, and the logits are compared; then MLX's
-    products with long KV are checked. Without `compare` nothing is computed.
+    products with long KV are checked. Without `compare` no logits or products are computed; only
+    an error that mlx-lm raises when it is given such caches is found.
 
-    Raises ModelError, with the name of the class, if mlx-lm cannot run this model on such caches,
-    if MLX multiplies them wrongly on this device, or if the model has a reason `unquantised`.
+    Raises ModelError if a cache class (which it names) or the size of a head cannot be quantised,
+    if mlx-lm cannot run this model on such caches, if MLX multiplies them wrongly on this device,
+    or if `model` has an attribute `unquantised`: a text with the reason why its KV cannot be
+    quantised.
     """
     if (reason := getattr(model, "unquantised", None)) is not None:
         raise ModelError(f"--kv-bits {bits}: {reason}")

@@ -180,12 +180,12 @@ def _drawn(
     tokens: int,
     tied: bool,
 ) -> dict[str, mx.array]:
-    """Draw the random bfloat16 parameters of one file, by their names with `.weight`.
+    """Draw the random bfloat16 parameters of one file.
 
-    `part`: their shapes by name. In the embeddings and the output head, only the rows of ids below
-    `tokens` are drawn, which are those of the tokenizer. The others are zeros: no prompt contains
-    them and no reply should. `spoken`: ids that a reply may contain. `tied`: the embeddings are the
-    output head too.
+    Returns them by name. `part`: their shapes, by the same names without the final `.weight`. In
+    the embeddings and the output head, only the rows of ids below `tokens` are drawn, which are
+    those of the tokenizer. The others are zeros: no prompt contains them and no reply should.
+    `spoken`: ids that a reply may contain. `tied`: the embeddings are the output head too.
     """
     found = {}
     for (name, size), one in zip(part.items(), mx.random.split(key, len(part)), strict=True):

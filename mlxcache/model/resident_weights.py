@@ -26,9 +26,10 @@ MIN_SLICE, MAX_SLICE = 16 << 20, 512 << 20
 class Weights:
     """Weights of one loaded model, in memory or only on disk. MLX thread only.
 
-    `spec` and `use` must be those with which `loaded` was made; without `use`, no other model
-    shares arrays with this one. `nbytes`: the size of all weights. `resident`: they are in memory,
-    so the model can run; False at first if `loaded` is lazy.
+    `spec` and `use` must be those with which `loaded` was made. `use`: the model's part in the
+    arrays that several models use; without it, no other model shares arrays with this one.
+    `nbytes`: the size of all weights. `resident`: True if they are in memory, so that the model can
+    run; the argument must be False if `loaded` is lazy.
     """
 
     def __init__(
@@ -130,7 +131,10 @@ def _count_bytes(arrays: Iterable[mx.array]) -> int:
 
 
 def is_resident(model: nn.Module) -> bool:
-    """Return whether the weights of `model` are in memory, and not dropped by `Weights.drop`."""
+    """Return False if `Weights.drop` has dropped the weights of `model`, else True.
+
+    True also for weights of a lazily loaded model that have not been read yet.
+    """
     return all(array.size for _, array in tree_flatten(model.parameters()))
 
 
@@ -152,8 +156,8 @@ class Pace:
 def split(arrays: list[mx.array], pace: Pace) -> Iterator[list[mx.array]]:
     """Divide arrays into consecutive parts of at least `pace.nbytes` bytes each.
 
-    The last part may be smaller. `pace.nbytes` is read anew for each part. Yields nothing without
-    arrays.
+    The last part may be smaller. `pace.nbytes` is read anew for each part. Yields nothing if
+    `arrays` is empty.
     """
     part: list[mx.array] = []
     size = 0

@@ -19,7 +19,10 @@ STEP = BatchKVCache.step
 
 
 def _shadow(cache: Any) -> Any:
-    """Return a shallow copy of a batch cache, to be changed in place of the original."""
+    """Return a shallow copy of a batch cache, which is changed instead of the original.
+
+    The copy has the same arrays as the original.
+    """
     parts = parts_of(cache)
     return copy(cache) if parts is None else composed([copy(part) for part in parts])
 
@@ -72,9 +75,10 @@ def _merged(caches: Sequence[Any]) -> Any:
 
 
 def keep_rows(batch: Caches, rows: Sequence[int]) -> None:
-    """Drop all rows of a batch but `rows`, and padding that no remaining row needs.
+    """Drop all rows of a batch but those with the indices `rows`.
 
-    Evaluates the result layer by layer.
+    Also drops padding that no remaining row needs. Changes the caches in place, and evaluates them
+    layer by layer.
     """
     for cache in batch:
         cache.filter(list(rows))

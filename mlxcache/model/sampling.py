@@ -56,7 +56,8 @@ def validate(sampling: Sampling, vocab_size: int | None = None) -> None:
     `xtc_probability` [0, 1], `xtc_threshold` [0, 0.5], biases -100 to 100 on token ids below
     `vocab_size`, `seed` of 64 bits, signed or not.
 
-    Raises BadRequest, whose `param` is the name of the field. NaN and infinities are in no range.
+    Without `vocab_size`, token ids only have to be below 2^31. Raises BadRequest, whose `param` is
+    the name of the field in a request. NaN and infinities are in no range.
     """
     _within("temperature", sampling.temperature, 0.0, 5.0)
     _within("top_p", sampling.top_p, 0.0, 1.0)
@@ -227,8 +228,9 @@ def _bias(sampling: Sampling) -> Processor:
 def masked(logits: mx.array, masks: Sequence[Bitmask | None]) -> mx.array:
     """Set the logits of forbidden tokens to minus infinity.
 
-    `logits` have shape (rows, V), with one mask per row. A row whose mask is None keeps its logits.
-    Tokens beyond the end of a mask are forbidden.
+    `logits` have shape (rows, V), with one mask per row. A mask has one bit per token, 1 if it is
+    allowed: bit i % 32 of its int32 number i // 32 is that of token i. A row whose mask is None
+    keeps its logits. Tokens beyond the end of a mask are forbidden.
     """
     width = logits.shape[-1]
     words = (width + 31) // 32

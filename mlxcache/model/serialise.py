@@ -212,7 +212,11 @@ def load_run(path: Path, layout: Layout, stream: Any) -> list[list[mx.array]]:
 
 
 def row_major(arrays: Arrays, first: int, last: int) -> list[list[mx.array]]:
-    """Slice tokens [first, last) of a run's arrays, lazily, to shape (1, heads, n, dim)."""
+    """Slice tokens [first, last) of a run's arrays, lazily, to shape (1, heads, n, dim).
+
+    n is last - first. `arrays`: those of each linear slot, shape (tokens, heads, dim); the result
+    has the same order.
+    """
     return [[array[first:last].swapaxes(0, 1)[None] for array in slot] for slot in arrays]
 
 

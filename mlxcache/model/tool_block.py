@@ -57,12 +57,13 @@ Read = Callable[[str], list[ToolCall]]
 
 
 class ToolBlock:
-    """A tool block that `opening` began while the parser was in the state `source`.
+    """A tool block that began while the parser was in the state `source`.
 
-    `scanner`: finds the end of the block. `opening`: the text before the block, as the model wrote
-    it. `marker`: the text that opens tool blocks in general, by which an opening inside the block
-    is found. `confirming`: markers that confirm an end if they follow it. `head`: the opening if
-    the syntax reads it as part of the block, otherwise empty.
+    `scanner`: finds the end of the block. `opening`: the marker that opened the block, as the model
+    wrote it, with the message header before it if the format has one. `marker`: the text that opens
+    tool blocks in general, by which an opening inside the block is found. `confirming`: markers
+    that confirm an end if they follow it. `head`: equal to `opening` if the syntax reads it as part
+    of the block, otherwise empty.
     """
 
     def __init__(
@@ -112,8 +113,8 @@ class ToolBlock:
     def close(self, marker: str, target: str, verdict: Closing) -> None:
         """Append a closing marker to the tool block, as one of its possible ends.
 
-        With the `verdict` INSIDE the marker belongs to a value, and is no end. `target`: the
-        parser's state after the marker.
+        `verdict`: the role of the marker, as `closing` returns it. If it is INSIDE, the marker
+        belongs to a value, and is no end. `target`: the parser's state after the marker.
         """
         clean = self._count_markers()
         body = self._size
@@ -145,9 +146,13 @@ class ToolBlock:
         return Follow.TEXT
 
     def confirmed(self, read: Read) -> tuple[End, list[ToolCall]] | None:
-        """Return the end of the tool block that later text confirms, with the calls before it.
+        """Return the end of the tool block once later text confirms it, with the calls before it.
 
-        Returns None if more text is needed. `read` is called with the text before an end.
+        A marker of another call or of thinking confirms the last possible end, if nothing but white
+        space is between them. If more than `LOOK_ON` (8,000) characters of other text follow the
+        last possible end, the result is that of `best`; if `best` finds none, all ends are
+        discarded. Returns None if no end is confirmed, or if no calls can be read before it. `read`
+        returns the calls in a text, and is called with the text before an end.
         """
         if not self._ends or self._judged:
             return None
@@ -166,12 +171,13 @@ class ToolBlock:
     def finished(
         self, read: Read, target: str, *, complete: bool
     ) -> tuple[End, list[ToolCall]] | None:
-        """Return the end of the tool block in which the reply ends, with the calls before it.
+        """Choose the end of the tool block that is open when the reply ends.
 
-        Returns None if the block is no call. `read` is called with the text before an end.
-        `target`: the parser's state if the end of the reply ends the block. `complete`: the model
-        ended its reply, so the block may end there. If the reply was cut off inside text after a
-        possible end, no call is read, because that text may belong to an argument.
+        Returns it with the calls before it, or None if the block is no call. `read` returns the
+        calls in a text, and is called with the text before an end. `target`: the parser's state if
+        the end of the reply ends the block. `complete`: the model ended its reply, so the block may
+        end with it. Otherwise the reply was cut off, and calls are read only if nothing, white
+        space or a marker follows the last possible end: other text may belong to an argument.
         """
         ended = bool(self._ends) and self.follow() is not Follow.TEXT
         if not complete:
@@ -209,13 +215,14 @@ class ToolBlock:
         return read(self._head + self.text[: end.body])
 
     def whole(self, read: Read) -> list[ToolCall]:
-        """Read the calls in all text of the tool block so far."""
+        """Return the calls that `read` finds in all text of the tool block so far."""
         return read(self._head + self.text)
 
     def split(self, after: int | None) -> tuple[str, str]:
-        """Return the tool block's text up to position `after`, with its opening, and the rest.
+        """Return the tool block's text before position `after`, and the text from there on.
 
-        `after` None stands for the end of the text.
+        The first of the two begins with the text that opened the block, which `after` does not
+        count. `after` None stands for the end of the text.
         """
         after = self._size if after is None else after
         return self.opening + self.text[:after], self.text[after:]

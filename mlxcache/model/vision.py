@@ -53,8 +53,8 @@ MOST_TOKENS = 4096
 class Processed:
     """An image as its processor returns it.
 
-    `text`: what stands for it in a prompt. `grid`: how its tokens lie, or None if their positions
-    are those of text.
+    `text`: what stands for it in a prompt. `grid`: the numbers of rows and columns in which its
+    tokens lie, or None if their positions are consecutive, as those of text are.
     """
 
     text: str
@@ -67,11 +67,14 @@ class ImageModel(Protocol):
 
     `image_token`: the text of the token that a chat template writes for an image; the processor
     repeats it once for each position that the image takes. `token_id`: its id. `most_tokens`:
-    maximum number of positions per image. `count` returns the positions of an image of so many
-    pixels, or None if that is known only after processing it. `process` takes RGB pixels, shape
-    (height, width, 3), on any thread. Both raise ValueError for an image that they refuse. `rows`
-    takes the ids at the positions of an image, its pixels and grid, and returns what is fed there.
-    `embed` returns the same for tokens of text. Both are lazy, and called on the MLX thread only.
+    maximum number of positions per image. `count` returns the number of positions of an image of
+    `height` times `width` pixels, or None if that is known only after processing it. `process`
+    takes RGB pixels, shape (height, width, 3), on any thread. Both raise ValueError for an image
+    that they refuse. `rows` takes the token ids of an image, shape (tokens,), and the `pixels` and
+    `grid` of its `Processed`. It returns the model's inputs at these tokens: arrays by the name of
+    the model's argument, with one row per token, such as `input_embeddings` of shape (tokens,
+    hidden). `embed` returns the same for tokens of text. `rows` and `embed` return lazy arrays, and
+    are called on the MLX thread only.
     """
 
     image_token: str
@@ -92,7 +95,7 @@ class Vision:
 
     `image_token`, `token_id` and `most_tokens`: see `ImageModel`. What the processor returned for
     recent images is kept by digest, so an image of the history is not decoded again. `largest`: the
-    most positions that there is memory for, None if that is not known yet.
+    most tokens that one image may take, as memory allows; None if that is not known yet.
     """
 
     def __init__(self, model: ImageModel, largest: int | None = None):
@@ -106,20 +109,21 @@ class Vision:
         self._pixels: OrderedDict[bytes, Pixels] = OrderedDict()
 
     def limited(self, largest: int) -> Vision:
-        """Return a copy that refuses images of more than `largest` positions."""
+        """Return a copy that refuses images that take more than `largest` tokens of a prompt."""
         return Vision(self._model, largest)
 
     def text(self, image: Image) -> str:
         """Return the text that stands for an image in a prompt.
 
-        May be called on any thread. Raises BadRequest if the image cannot be decoded.
+        May be called on any thread. Raises BadRequest if the image cannot be decoded or is refused.
         """
         return self._show(image)[0]
 
     def grid(self, image: Image) -> Grid | None:
-        """Return how the tokens of an image lie, or None if their positions are those of text.
+        """Return the numbers of rows and columns in which the tokens of an image lie.
 
-        May be called on any thread. Raises BadRequest if the image cannot be decoded.
+        Returns None if their positions are consecutive, as those of text are. May be called on any
+        thread. Raises BadRequest if the image cannot be decoded or is refused.
         """
         return self._show(image)[1]
 
@@ -133,14 +137,18 @@ class Vision:
     def pixels(self, image: Image) -> Pixels:
         """Return the input of the vision tower for an image, decoding it if needed.
 
-        May be called on any thread. Raises BadRequest if the image cannot be decoded.
+        May be called on any thread. Raises BadRequest if the image cannot be decoded or is refused.
         """
         with self._lock:
             pixels = self._pixels.pop(image.digest, None)
             return self._process(image) if pixels is None else pixels
 
     def rows(self, image: Image) -> Rows:
-        """Compute what is fed for an image at each of its tokens, evaluated. MLX thread only."""
+        """Compute and evaluate the model's inputs at the tokens of an image. MLX thread only.
+
+        Returns arrays by the name of the model's argument, such as `input_embeddings`; the first
+        axis is the tokens. Raises BadRequest if the image cannot be decoded or is refused.
+        """
         pixels, (text, grid) = self.pixels(image), self._show(image)
         ids = np.full(text.count(self.image_token), self.token_id, np.int32)
         rows = self._model.rows(ids, pixels, grid)
@@ -148,11 +156,17 @@ class Vision:
         return rows
 
     def embed(self, ids: Tokens) -> Rows:
-        """Return what is fed at text tokens beside images, lazily. MLX thread only."""
+        """Return the model's inputs at tokens of text beside images, lazily. MLX thread only.
+
+        They have the form that `rows` returns: arrays by the name of the model's argument.
+        """
         return self._model.embed(ids)
 
     def sees(self, image: Image) -> bool:
-        """Return whether what is fed for an image depends on its pixels. MLX thread only."""
+        """Return whether the embeddings of an image depend on its pixels. MLX thread only.
+
+        They do not if they equal those of the text token that stands for the image.
+        """
         rows = self.rows(image)["input_embeddings"]
         blind = self.embed(np.full(len(rows), self.token_id, np.int32))["input_embeddings"]
         return not bool(mx.array_equal(rows, blind))
@@ -182,7 +196,7 @@ class Vision:
 
 
 def too_large(count: int, largest: int) -> BadRequest:
-    """Return the error for an image of `count` tokens, where the largest has `largest`."""
+    """Return the error for an image of `count` tokens if at most `largest` are allowed."""
     return BadRequest(
         f"An image of {count} tokens is too large: the memory budget (--ram) has room for one of "
         f"{largest}.",
@@ -191,7 +205,11 @@ def too_large(count: int, largest: int) -> BadRequest:
 
 
 class MlxLmImages:
-    """Images of a model that mlx-lm runs: its processor, and its `embed_inputs`."""
+    """`ImageModel` of a model that mlx-lm runs.
+
+    `model`: the model, whose `embed_inputs` makes the embeddings. `processor`: mlx-lm's image
+    processor of the model. `token_id`: the token that stands for an image.
+    """
 
     def __init__(self, model: Any, processor: Any, token_id: int):
         self.image_token: str = processor.image_token

@@ -46,10 +46,11 @@ with _processors_unchanged():
 class VlmModel(nn.Module):  # type: ignore[misc]
     """The language model of a model of mlx-vlm, called as a model of mlx-lm is.
 
-    mlx-vlm's modules keep positions from one call to the next, which are wrong for another
-    sequence. Every call passes the positions of its tokens, so these are not used. `family`: how
-    the model takes them. `vision_tower`: the part that makes rows of images, None if no images are
-    fed. `unquantised`: why its KV cannot be quantised.
+    Some of mlx-vlm's modules keep positions from one call to the next, which are wrong for another
+    sequence. Every call of such a module passes the positions of its tokens, so the kept ones are
+    not used. `family`: properties of the model's family, such as the form of these positions.
+    `vision_tower`: the part that makes embeddings of images, None if no images are fed.
+    `unquantised`: the reason, for users, why the model's KV cannot be quantised.
     """
 
     unquantised = "this model is run by mlx-vlm, which is not tested with quantised KV."
@@ -92,13 +93,14 @@ class VlmModel(nn.Module):  # type: ignore[misc]
         shift: mx.array | None = None,
         deepstack: mx.array | None = None,
     ) -> mx.array:
-        """Feed `tokens`, shape (rows, n), and return the logits, shape (rows, n, V).
+        """Feed `tokens`, shape (rows, n), and return the logits, shape (rows, n, vocabulary).
 
         `cache`: the caches, which hold what was fed before. `input_embeddings`: vectors in place of
-        those of the tokens, shape (rows, n, hidden). `positions`: those of the tokens, shape (rows,
-        n, 3); by default they follow those in `cache`, moved by `shift`, shape (rows,).
-        `deepstack`: vectors that are added after the first layers, shape (1, n, layers, hidden);
-        those of tokens of text are 0.
+        the embeddings of `tokens`, shape (rows, n, hidden). `positions`: positions of the tokens on
+        three axes, shape (rows, n, 3). By default they continue the count of tokens in `cache`,
+        plus `shift`, shape (rows,), if given. A family that reads positions from its caches ignores
+        both. `deepstack`: vectors of one row, shape (1, n, layers, hidden): `deepstack[:, :, i]` is
+        added to the output of layer i. They are 0 at tokens of text.
         """
         inputs: dict[str, mx.array] = {}
         if self._family.positions != "caches":
@@ -131,9 +133,9 @@ def _uncompiled() -> Iterator[None]:
 
 
 def _next_positions(cache: Sequence[Any], tokens: mx.array, shift: mx.array | None) -> mx.array:
-    """Return the positions of `tokens`, shape (rows, n), which follow those in `cache`.
+    """Return the positions that follow those in `cache`, shape (rows, n), the shape of `tokens`.
 
-    `shift` is added to those of each row, shape (rows,).
+    `shift`: number added to all positions of each row, shape (rows,); None adds nothing.
     """
     offset = next(slot.offset for slot in kv.flatten(cache) if hasattr(slot, "offset"))
     rows, count = tokens.shape
@@ -144,9 +146,10 @@ def _next_positions(cache: Sequence[Any], tokens: mx.array, shift: mx.array | No
 
 
 def _in_form(positions: mx.array, family: Family) -> mx.array:
-    """Return positions in the form that the language model takes.
+    """Return positions in the form that the language model takes, `family.positions`.
 
-    `positions`: shape (rows, n), or (rows, n, 3) if they differ by axis.
+    `positions`: shape (rows, n), or (rows, n, 3) if they differ by axis. The result has the shape
+    (rows, n) for the form "rows", else (3, rows, n).
     """
     if family.positions == "rows":
         return positions
@@ -158,9 +161,9 @@ def _in_form(positions: mx.array, family: Family) -> mx.array:
 def load_model(path: Path, *, images: bool = False) -> tuple[VlmModel, dict[str, Any]]:
     """Load the model in folder `path`; each weight is read when it is first used.
 
-    `images`: with its vision tower, if its images can be fed. Returns it with its configuration, as
-    mlx-lm reads it. Raises ModelError for a model that mlx-vlm must not load, and what mlx-vlm
-    raises.
+    `images`: include its vision tower, if the server can feed images to its family; else the model
+    takes text only. Returns the model, and its configuration as mlx-lm reads it. Raises ModelError
+    for a model that mlx-vlm must not load. Errors of mlx-vlm are raised unchanged.
     """
     config = load_config(path)
     _check(config, path)
@@ -170,9 +173,10 @@ def load_model(path: Path, *, images: bool = False) -> tuple[VlmModel, dict[str,
 
 
 def make_model(config: Mapping[str, Any], *, images: bool = False) -> VlmModel:
-    """Make the model of a configuration, with weights that are never computed.
+    """Make the model of a configuration, with weights that are placeholders, never computed.
 
-    `images`: with its vision tower, if its images can be fed.
+    `images`: include its vision tower, if the server can feed images to its family; else the model
+    takes text only.
     """
     with _processors_unchanged():
         owner, _ = vlm_utils.get_model_and_args(dict(config))
@@ -195,8 +199,9 @@ def _wrapped(whole: nn.Module, config: Mapping[str, Any], *, images: bool) -> Vl
 def _check(config: Mapping[str, Any], path: Path) -> None:
     """Raise ModelError unless mlx-vlm would load exactly the family that `config` names.
 
-    It would run a `model_file` without asking, take other code by the names of architectures, and
-    read files that a configuration names outside the folder.
+    Without this check, mlx-vlm would run a `model_file` without asking, take other code by the
+    names of architectures, and read files outside the model's folder if its configuration names
+    them.
     """
     kind = config.get("model_type")
     sections = (config, *(config.get(name) or {} for name in ("text_config", "llm_config")))

@@ -88,7 +88,11 @@ class QsaCache(QSAKVCache):  # type: ignore[misc]
 
 
 class QsaSlots(Sliced):
-    """Adapter for slots of `QsaCache`. After a cut, the indexer's means are computed again."""
+    """Adapter for slots of `QsaCache`.
+
+    The cache also holds the indexer's mean keys of blocks of tokens. A cut drops them, and the next
+    pass computes them again.
+    """
 
     portable = False
 
@@ -104,9 +108,11 @@ class QsaSlots(Sliced):
 
 
 class Pools:
-    """Pooled keys of GLM-5-Next's indexer: one for each closed group of `ratio` tokens.
+    """Pooled keys of GLM-5-Next's indexer: one key for each group of `ratio` consecutive tokens.
 
-    It does what mlx-vlm's `PoolingCache` does. `parts`: the slots that it consists of.
+    A group is closed once all its tokens were fed; only closed groups have a key. `size`: width of
+    a key. The methods are those of mlx-vlm's `PoolingCache`, in whose place the model uses this
+    object. `parts`: the slots that it consists of.
     """
 
     def __init__(self, ratio: int, size: int):
@@ -116,7 +122,7 @@ class Pools:
 
     @property
     def offset(self) -> int:
-        """Number of closed groups."""
+        """Number of closed groups, that is, of groups whose tokens were all fed."""
         return self._rows.groups
 
     def accumulate_windows(
@@ -124,8 +130,9 @@ class Pools:
     ) -> tuple[mx.array, mx.array, int]:
         """Append the keys and gates of new tokens, shape (1, n, dim) each.
 
-        Returns those of the groups that these close, and the position of the first of them.
-        `offset`: position of the first new token.
+        `offset`: position of the first new token. Returns the keys and the gates of all tokens of
+        the groups that the new tokens complete, and the position of the first of these tokens. The
+        tokens of an incomplete group are kept for the next call.
         """
         self._rows.begin(keys.shape[1])
         self._recent.append(keys)
@@ -139,7 +146,10 @@ class Pools:
         return keys[:, :closed], gates[:, :closed], offset
 
     def update_and_fetch(self, pooled: mx.array) -> mx.array:
-        """Append the keys of the groups that the new tokens close; return those of all groups."""
+        """Append the keys of the newly closed groups; return the keys of all closed groups.
+
+        Both have the shape (1, groups, dim).
+        """
         if pooled.shape[1]:
             self._rows.add(pooled)
         found = self._rows.vectors()
@@ -153,27 +163,32 @@ class _AllValid:
         self._latents = latents
 
     def update_and_fetch(self, valid: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """Return True for each position of the latents, shape (1, 1, n, 1), and `values`."""
+        """Return an array of True, shape (1, 1, n, 1), and `values` unchanged.
+
+        n is the number of positions of the latents. `valid` is ignored.
+        """
         return mx.ones((1, 1, self._latents.offset, 1), mx.bool_), values
 
 
 class _NoProjections:
     """Takes the place of a cache of keys and values of all heads, and stores nothing.
 
-    The model then computes them from the latents. `--ram` does not have memory for them.
+    The model then computes these keys and values from the latents. The budget of `--ram` does not
+    count any memory for them.
     """
 
     def size(self) -> int:
-        """Return a length that no prompt has, so that nothing is read or stored here."""
+        """Return -1, the length of no prompt, so that the model reads and stores nothing here."""
         return -1
 
 
 class GlmCache:
     """Cache of a layer of GLM-5-Next with sparse attention: latents, and pooled keys.
 
-    The model finds by index what it reads: latents, which tokens are valid, pooled keys, and keys
-    and values of all heads; without an indexer only the first and the last. `size`: the width of
-    an indexer's keys, or None without one. `parts`: the slots that it consists of.
+    The model takes the parts of the cache by index. With an indexer they are 0: latents, 1: which
+    tokens are valid, 2: pooled keys, and 3: keys and values of all heads. Without one they are 0:
+    latents, and 1: keys and values of all heads. `ratio`: tokens per pooled key. `size`: the width
+    of an indexer's keys, or None without one. `parts`: the slots that the cache consists of.
     """
 
     def __init__(self, ratio: int = 1, size: int | None = None):
@@ -205,10 +220,11 @@ register(
 
 
 def replace_caches(caches: Sequence[Any], layers: Sequence[Any]) -> list[Any]:
-    """Replace the empty caches of a model of mlx-vlm by those with which it is fed.
+    """Return empty caches of classes that the server can reuse, in place of mlx-vlm's.
 
-    `layers`: those of the model. A class that is not known is returned unchanged; a model that has
-    one is not cached.
+    `caches`: the empty caches that mlx-vlm made for a model, one per layer. `layers`: the model's
+    layers. A cache that need not or cannot be replaced is returned unchanged. If the class of one
+    has no adapter, nothing of the model's KV is reused.
     """
     return [_replaced(*pair) for pair in zip(caches, layers, strict=True)]
 

@@ -60,8 +60,9 @@ class QwenImages:
     def rows(self, ids: Tokens, pixels: Pixels, grid: Grid | None) -> Rows:
         """See `ImageModel`.
 
-        Besides `input_embeddings`, shape (tokens, hidden), there is `deepstack`, shape (tokens,
-        layers, hidden), if the first layers are fed more of the image.
+        The result has `input_embeddings`, shape (tokens, hidden). If the vision tower also makes
+        vectors that are added to the outputs of the first layers, it has `deepstack`, shape
+        (tokens, layers, hidden).
         """
         assert grid is not None
         tower: Any = self._model.vision_tower
@@ -85,7 +86,7 @@ class QwenImages:
 
     @property
     def _levels(self) -> int:
-        """Number of layers that are fed more of an image."""
+        """Number of layers to whose outputs vectors of an image are added; 0 if there are none."""
         tower: Any = self._model.vision_tower
         return len(tower.deepstack_visual_indexes or ())
 

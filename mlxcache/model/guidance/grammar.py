@@ -25,7 +25,8 @@ _USER = "user"
 def is_constrained(job: Job) -> bool:
     """Return whether the reply to `job` has to follow a grammar.
 
-    True if `job` has an output format, or if some of its tools are forced, excluded or strict.
+    True if `job` has an output format, or if it has tools and a call is required, only some of the
+    tools may be called, or a tool has `strict` true.
     """
     if job.format is not None:
         return True
@@ -179,7 +180,7 @@ class _Format:
 def _try(grammar: str, what: str, param: str) -> None:
     """Raise BadRequest if llguidance cannot compile a grammar.
 
-    `what`: the name of the grammar in the message. `param`: the field of the request.
+    The error names the grammar `what`, and `param` as the field of the request it comes from.
     """
     if (reason := compile_error(grammar)) is not None:
         raise BadRequest(f"invalid {what}: {reason}", param=param)

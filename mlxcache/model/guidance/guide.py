@@ -119,9 +119,9 @@ class Grammars:
     def guide(self, grammar: str, param: str | None = None) -> GrammarGuide:
         """Return a guide at the beginning of `grammar`, compiling it if needed.
 
-        `grammar`: a Lark grammar, or one in llguidance's JSON form. Raises BadRequest, for the
-        field `param`, if the grammar is wrong or too large, and Unsupported if the model's
-        tokenizer cannot be used.
+        `grammar`: a Lark grammar, or one in llguidance's JSON form. `param`: the field of the
+        request that it comes from, named in errors, or None. Raises BadRequest if the grammar is
+        wrong or too large, and Unsupported if the model's tokenizer cannot be used.
         """
         if len(grammar) > LONGEST_GRAMMAR:
             size = f"{len(grammar)} characters, at most {LONGEST_GRAMMAR}"

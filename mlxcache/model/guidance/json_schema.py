@@ -266,7 +266,8 @@ class _Check:
     def _target(self, ref: str, pointer: str) -> tuple[Any, str]:
         """Return the part of the schema to which `ref` leads, and that part's JSON Pointer.
 
-        `pointer`: the JSON Pointer of the reference, for errors.
+        `pointer`: the JSON Pointer of the reference, for errors. Raises BadRequest if `ref` leads
+        nowhere.
         """
         fragment = unquote(ref[1:])
         if fragment and not fragment.startswith("/"):
@@ -298,10 +299,10 @@ class _Check:
             raise self._refuse(f"{pointer}/format", reason)
 
     def _numbers(self, node: dict[str, Any], pointer: str) -> None:
-        """Rewrite the numeric bounds of `node` in place, for floats.
+        """Narrow the numeric bounds of `node` in place to values that a 64-bit float can hold.
 
-        No float outside of the original bounds satisfies the new ones. `pointer`: the JSON Pointer
-        of the node, for errors.
+        If its type is "number", exclusive bounds become inclusive ones. No 64-bit float outside of
+        the original bounds satisfies the new ones. `pointer` is not used.
         """
         for keyword in _BOUNDS:
             value = node.get(keyword)

@@ -61,8 +61,8 @@ class Frame:
 class Harmony(Frame):
     """Writer of grammar expressions for gpt-oss's messages.
 
-    Their headers name a channel and the tool; see `markers`. `call_ends`: the token after a call
-    ends the reply, so that only one call can be made.
+    Their headers name a channel and, before a call, the tool. `call_ends`: True if the token that
+    the model writes after a call ends the reply, so that only one call can be made.
     """
 
     has_recipients = True

@@ -39,8 +39,8 @@ _DEEPEST = 8
 class Schema:
     """A checked schema: its root node, and the definitions to which `#/$defs/NAME` refers.
 
-    `defs`: the definitions by NAME. `closed`: no object in it has both named properties and
-    properties of any name.
+    `defs`: the definitions by NAME. `closed`: True if each part of the schema that names properties
+    forbids all others, by `additionalProperties` false.
     """
 
     root: Node
@@ -230,9 +230,10 @@ class Comparison:
     def _excludes(
         self, one: Mapping[str, Any], other: Mapping[str, Any], name: str, depth: int
     ) -> bool:
-        """Return whether `other` forbids each value of the property `name` that `one` requires.
+        """Return whether `other` certainly forbids the property `name`, which `one` requires.
 
-        `depth`: number of comparisons around this one.
+        That is so if `other` allows no property of this name, or none with a value that `one`
+        allows. `depth`: number of comparisons around this one.
         """
         mine, its = one.get("properties", {}).get(name), other.get("properties", {}).get(name)
         if its is None:

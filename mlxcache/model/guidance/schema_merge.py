@@ -96,7 +96,7 @@ def _common_types(first: Mapping[str, Any], second: Mapping[str, Any]) -> list[s
 def names_of(kinds: frozenset[str]) -> list[str]:
     """Return the names that JSON Schema's `type` has for `kinds`, types of ALL_TYPES.
 
-    "fraction" becomes "number", which then includes "integer".
+    If "fraction" is among them, "number" takes the place of both "fraction" and "integer".
     """
     if "fraction" in kinds:
         kinds = kinds - {"fraction", "integer"} | {"number"}

@@ -60,7 +60,7 @@ _AS_JSON = (
 def text_terminal(
     schema: Schema, node: Node, without: Sequence[str], *, mixed: bool = False
 ) -> str | None:
-    """Return a grammar terminal for the strings that `node` allows, without forbidden texts.
+    """Return the body of a grammar terminal for the strings that `node` allows.
 
     `without`: the texts that no string may contain. Returns None if there are no such strings.
     `mixed`: other types of values are written as JSON in the same place, so text that can be read
@@ -136,7 +136,7 @@ def _own_parts(node: dict[str, object], without: Sequence[str]) -> Iterator[str]
 
 
 def searched(pattern: str) -> str:
-    """Return a grammar terminal for texts in which `pattern` matches anywhere.
+    """Return the body of a grammar terminal for texts in which `pattern` matches anywhere.
 
     Raises Unwritable if llguidance cannot compile the pattern.
     """

@@ -47,9 +47,9 @@ class ThinkFormat:
     vocabulary: LLTokenizer
 
     def is_closed_by(self, prompt: Sequence[int]) -> bool:
-        """Return whether a prompt ends with a closed think block, so that none follows.
+        """Return whether a prompt ends with a closed think block, so that the reply has none.
 
-        `prompt`: its last token ids.
+        `prompt`: its last token ids. Always False if not `spelled`.
         """
         end = list(prompt[-len(self.closing) - 2 :])
         while end and end[-1] in self.blanks:

@@ -49,11 +49,11 @@ _PROBE = "zqthink7", "zqtext7"
 class Closing:
     """Token ids that end a think block of one model family.
 
-    `words`: a sentence with which the model stops thinking, then the end of the block. `plain`:
-    the end only. `after`: how many ids at the end of both come after the block's closing
-    marker. `header`: how many of those, at their end, are the header of a message with visible
-    text. This header is left out if the reply may call tools or follows a grammar; then one of
-    the token ids in `options` must follow. `vocab_size`: the width of the logits.
+    `words`: a sentence with which the model stops thinking, if its family has one, then the end of
+    the block. `plain`: the end only. `after`: how many ids at the end of both come after the
+    block's closing marker. `header`: how many of those, at their end, are the header of a message
+    with visible text. This header is left out if the reply may call tools or follows a grammar;
+    then one of the token ids in `options` must follow. `vocab_size`: the width of the logits.
     """
 
     vocab_size: int
@@ -123,9 +123,9 @@ class ThinkingBudget:
     """Limit of the thinking in one reply, which requests a guide that ends it.
 
     `closing`: the tokens that end a think block. `limit`: maximum number of tokens in all think
-    blocks together, exceeded by `MOST_WAITING` at most; with None the object does nothing. `ahead`:
-    maximum number of tokens that are drawn before a new guide takes effect. `tools`: tool calls are
-    parsed.
+    blocks together, exceeded by `MOST_WAITING` tokens at most; with None there is no limit until
+    `end` is called. `ahead`: maximum number of tokens that are drawn before a new guide takes
+    effect. `tools`: True if tool calls in the reply are parsed.
     """
 
     def __init__(
@@ -199,11 +199,15 @@ class ThinkingBudget:
 
     @property
     def _within(self) -> int:
-        """Number of closing tokens that count as thinking: those up to the closing marker."""
+        """Number of closing tokens that count as thinking: up to and with the closing marker."""
         return len(self._ids) - self._closing.after
 
     def _start(self, guide: Guide | None, newer: Sequence[int]) -> Guide:
-        """Return a guide that ends the open think block; this method is a `Steering`."""
+        """Return a guide that ends the open think block; this method is a `Steering`.
+
+        `guide`: the reply's guide so far, or None. `newer`: the tokens drawn since the change was
+        requested, by which the new guide is advanced.
+        """
         inner = guide.inner if isinstance(guide, CloseThinking) else guide
         ids, header = self._ids, self._closing.header
         options: tuple[int, ...] = ()
@@ -227,7 +231,8 @@ class ThinkingBudget:
     def _stop(self, guide: Guide | None, newer: Sequence[int]) -> Guide | None:
         """Remove the guide that ended a think block if it is done; this method is a `Steering`.
 
-        Returns the guide that remains, or None.
+        `guide`: the reply's guide so far, or None. `newer` is not used. Returns the guide that
+        remains, or None if there is none.
         """
         if isinstance(guide, CloseThinking):
             if not guide.done:
@@ -281,7 +286,10 @@ class CloseThinking:
         """True once the think block is closed and the tokens that must follow it are written."""
 
     def accept(self, token: int) -> None:
-        """Advance the guide by a token. Raises ValueError if the token was not allowed."""
+        """Advance this guide and `inner` by a token. Raises ValueError if `inner` forbids it.
+
+        A token that only this guide's own mask excludes is not refused.
+        """
         if self.inner is not None:
             self.inner.accept(token)
         self.follow(token)
@@ -332,10 +340,10 @@ class CloseThinking:
         return any(text.find(m, max(0, len(before) - len(m) + 1)) >= 0 for m in self._leaves)
 
     def _waits(self) -> bool:
-        """Return whether to wait with the closing tokens because text is only partly written.
+        """Return whether the closing tokens must wait, because the text ends in an incomplete part.
 
-        That is a character or a marker at the end of the text so far. Waits for at most
-        `MOST_WAITING` tokens.
+        The incomplete part is a character, or one of `leaves`. False once this guide was
+        advanced by `MOST_WAITING` tokens.
         """
         if len(self._tail) - self._begun >= MOST_WAITING:
             return False

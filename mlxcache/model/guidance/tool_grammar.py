@@ -122,8 +122,8 @@ def read_tool(tool: Mapping[str, Any], *, checked: bool) -> Tool:
 def syntax_of(tokenizer: Any, *, generic: bool) -> Syntax:
     """Return the syntax of a model's tool calls. Raises Unsupported if it is unknown.
 
-    `tokenizer`: mlx-lm's TokenizerWrapper. `generic`: the tools are described in the system text,
-    because the chat template has none.
+    `tokenizer`: mlx-lm's TokenizerWrapper. `generic`: True if the tools are described in the system
+    text, because the chat template cannot write tools.
     """
     if generic:
         return Syntax(GENERIC_START, GENERIC_END, _json_call, names=re.compile(".+"))

@@ -68,8 +68,9 @@ class GemmaSyntax:
     def _opened(self, text: str, end: int, at: int, calls: tuple[str, ...]) -> Cut | None:
         """Return the cut at the beginning of one or more calls, or None if none begins at `at`.
 
-        A cut is a place where one value may end and the next may begin. `end`: the end of the last
-        value before. `calls`: names of calls without parameters that came after it.
+        A cut is a place where one value may end and the next may begin. `end`: the position where
+        the last value before `at` ends, which becomes the end in the cut. `calls`: names of calls
+        without parameters between that value and `at`.
         """
         while found := self._call.match(text, at):
             calls = (*calls, found["call"])
@@ -84,10 +85,12 @@ class GemmaSyntax:
         return None
 
     def _closed(self, text: str, end: int, calls: tuple[str, ...]) -> Cut | None:
-        """Return the cut at the end of a call, or None if the text after it does not fit.
+        """Return the cut at the end of a call.
 
-        `end`: position of the bracket that ends the call, where its last value ends. `calls`: names
-        of calls without parameters that came after that value.
+        A cut is a place where one value may end and the next may begin. Returns None if neither
+        another call nor the end of the block follows. `end`: position of the bracket that ends the
+        call, where its last value ends. `calls`: names of calls without parameters that came after
+        that value.
         """
         at = end + 1
         if not text[at : at + 400].strip() and not text[at:].strip():

@@ -97,7 +97,11 @@ class HeadedCalls:
         return calls
 
     def _one(self, text: str, at: int) -> tuple[Call, int]:
-        """Read the call that begins at `at`; return it and the position of the next one."""
+        """Read the call that begins at `at`; return it and the position of the text after it.
+
+        White space after the call is skipped. Raises ValueError if the header or the footer is
+        missing, or the arguments are not JSON.
+        """
         header = self._header.match(text, at)
         if header is None:
             raise Malformed(f"no call begins with {text[at : at + 40]!r}")

@@ -6,9 +6,10 @@ the next may begin.
     <parameter=a> 1 </parameter><parameter=b> 2 </parameter></function>
     head          [  cut: a ends, b begins   ]  [ cut: b ends, and the call ]
 
-The text at a cut may belong to a value instead. A cut counts if the parameter that begins there
-exists and has not been given yet. That leaves one reading, unless a name begins at several places
-or values contain tags that open parameters. The readings that fit the tool's schema are compared
+The text at a cut may belong to a value instead. A *reading* is a choice of cuts at which values do
+end. A cut is taken if the tool has the parameter that begins there, and the call does not have it
+yet. There is more than one reading only if the same parameter begins at several places, or if
+values contain tags that open parameters. The reading whose calls fit the tools' schemas is used
 then.
 """
 
@@ -113,10 +114,12 @@ class Block:
     def read(self, tools: Tools, convert: Convert) -> list[Call]:
         """Read the calls in the tool block.
 
-        They are those of the only reading, or of the only one that fits the schemas. A tool block
-        whose only reading fits no schema is read too, because the client reports it to the model.
-        `convert(tool, cut, text)` converts the text of the value that begins at `cut`. Raises
-        Malformed if there is no reading, or if two remain.
+        A reading is a choice of the cuts at which values end. If there are several, the one whose
+        calls fit the tools' schemas is used; if several fit, one in which tags inside values come
+        in pairs may be used. The calls of an only reading are returned even if they do not fit,
+        because the client reports this to the model. `convert(tool, cut, text)` converts the text
+        of the value that begins at `cut`. Raises Malformed if there is no reading, or if it cannot
+        be decided which of several is meant.
         """
         plain = self._walk(tools)
         if plain.reading is None:
@@ -143,11 +146,13 @@ class Block:
         tools: Tools,
         convert: Convert,
     ) -> list[Call]:
-        """Return the calls of one reading.
+        """Return the calls of one reading, preferably of one that fits the tools' schemas.
 
-        `found`: the readings with known names, the likeliest first. `preferred`: the one to choose
-        if several fit the schemas, or None. `wide`: the one in which unknown names begin
-        parameters, or None. Raises Malformed if two readings remain.
+        A reading is a choice of the cuts at which values end. `found`: the readings to choose from,
+        the likeliest first. `preferred`: the one to choose if several of `found` fit, or None.
+        `wide`: the reading in which unknown names begin parameters, or None. It is chosen if it
+        fits, or if `found` is one reading that does not fit. Raises Malformed if several readings
+        remain.
         """
         if wide is not None:
             calls, fits = self._calls(wide, tools, convert)
@@ -206,9 +211,10 @@ class Block:
         return self._whole is None or self._whole(at.position, cut.end)
 
     def _nested(self, tools: Tools) -> Reading | None:
-        """Return the cuts by which tags inside values come in pairs, as in a quoted example.
+        """Return the reading in which every parameter tag opened inside a value is closed there.
 
-        Returns None if no choice of cuts does so.
+        Values that quote a tool call have such tags. A reading is a choice of the cuts at which
+        values end. Returns None if there is no such reading.
         """
         cuts = {cut.end: cut for cut in self._cuts}
         taken: list[Cut] = []
@@ -244,9 +250,10 @@ class Block:
         return wide if wide and wide not in found and self._balanced(wide) else None
 
     def _balanced(self, reading: Reading) -> bool:
-        """Return whether tags that lie inside values come in pairs, by the cuts of this reading.
+        """Return whether tags that lie inside the values of `reading` come in pairs.
 
-        A pair is a tag that opens a parameter and one that closes it.
+        A reading is a choice of the cuts at which values end. A pair is a tag that opens a
+        parameter and a later one in the same value that closes it.
         """
         values = self._values(reading)
         start, end = next(values)
@@ -266,7 +273,7 @@ class Block:
         return depth == 0
 
     def _values(self, reading: Reading) -> Iterator[tuple[int, int]]:
-        """Yield the half-open range [start, end) of each value by this reading."""
+        """Yield the half-open range [start, end) of each value by the cuts of `reading`."""
         for opening, closing in zip((self._head, *reading), reading, strict=False):
             yield opening.start, closing.end
 
@@ -291,7 +298,7 @@ class Block:
         return [reading for reading in readings if reading != plain and self._values_whole(reading)]
 
     def _values_whole(self, reading: Reading) -> bool:
-        """Return whether the text between the cuts of this reading can be values everywhere."""
+        """Return whether every text between two consecutive cuts of `reading` can be a value."""
         whole = self._whole
         return whole is None or all(whole(start, end) for start, end in self._values(reading))
 

@@ -55,7 +55,8 @@ class BlockScanner:
     def _begin(self, text: str) -> bool:
         """Examine the beginning of the tool block; return whether the block has values.
 
-        Returns False if it is no call, or a call without parameters.
+        Returns False if it is no call, or a call without parameters. A block in JSON counts as one
+        with values.
         """
         if self._as_json(text):
             self._json = JsonScanner()

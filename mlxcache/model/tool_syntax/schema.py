@@ -141,7 +141,7 @@ class _Walk:
     def ends(self, schema: Any, depth: int) -> bool:
         """Count a visited node; return True if nothing below it may be visited.
 
-        `schema`: the node. `depth`: number of nodes around it.
+        `schema`: the node. `depth`: number of nodes that enclose it.
         """
         self._left -= 1
         return not isinstance(schema, Mapping) or depth > _DEEPEST or self._left < 0
@@ -283,7 +283,8 @@ def _equal(value: Any, item: Any) -> bool:
 def _literal(raw: str, kinds: Kinds) -> tuple[Any, bool]:
     """Parse `raw` as JSON or, if `kinds` has no "string", as a Python literal.
 
-    Returns the value and True, or None and False if `raw` is neither.
+    Returns the value and True. If `raw` is neither, the second member is False and the first one is
+    not to be used.
     """
     text = raw.strip()
     try:

@@ -18,14 +18,16 @@ class Number:
 
     @property
     def integral(self) -> bool:
-        """True if the text has digits only, and so is certainly an integer."""
+        """True if the text has only digits after its sign, and so is certainly an integer."""
         return self.text.lstrip("-").isdigit()
 
 
 def loads(text: str) -> Any:
     """Parse JSON, in which strings may contain control characters.
 
-    Raises ValueError for anything else, for NaN and Infinity, and for a key that occurs twice.
+    Returns what `json.loads` does, but a `Number` for each number that Python could not write back
+    unchanged. Raises ValueError for anything else, for NaN and Infinity, and for a key that occurs
+    twice in an object.
     """
     return _DECODER.decode(text)
 
@@ -33,7 +35,8 @@ def loads(text: str) -> Any:
 def raw_decode(text: str, at: int) -> tuple[Any, int]:
     """Parse the JSON value that begins at `at`; return it and the position of its end.
 
-    Raises ValueError if no value begins there.
+    A number that Python could not write back unchanged becomes a `Number`. Raises ValueError if no
+    value begins there, for NaN and Infinity, and for a key that occurs twice in an object.
     """
     value, end = _DECODER.raw_decode(text, at)
     return value, end
