@@ -57,6 +57,9 @@ def plain_ids(ids: Ids, owner: str | None) -> Ids:
 
 
 def _mask(owner: str) -> Ids:
-    """Return the owner's masks for the first `MARKED` ids: random numbers of 31 bits, int32."""
+    """Return the owner's masks for the first `MARKED` ids, int32, shape (MARKED,).
+
+    They are numbers of 31 bits from a digest of `owner`, so the same in every process.
+    """
     drawn = blake2b(owner.encode(), digest_size=4 * MARKED, person=b"mlxcache ids").digest()
     return (np.frombuffer(drawn, "<u4") & 0x7FFFFFFF).astype(np.int32)
