@@ -37,7 +37,11 @@ class Memory:
     remote: bool = False
 
     def set_aside(self, layout: Layout) -> Mapping[str, int]:
-        """Return the bytes of `ram` that conversations cannot have, by what they are for."""
+        """Return the bytes of `ram` that conversations cannot have, by kind.
+
+        The kinds of an estimate: "pool", what MLX keeps for new arrays; "transient", temporary
+        arrays of a pass; "pending", copies that wait to be written to disk.
+        """
         if self.reserved is not None:
             return self.reserved
         if self.ram >= UNLIMITED:

@@ -146,9 +146,10 @@ class CountedDisk:
             return
 
     def _write_runs(self, ids: Tokens, match: Match) -> Match:
-        """Record the runs that are missing on disk; return the part of `ids` on disk after that.
+        """Record the runs of `ids` that are missing on disk.
 
-        `match`: the part of `ids` on disk before.
+        `match`: the part of `ids` on disk before. Returns the part on disk afterwards, or, for a
+        layout without opaque slots, `match` itself.
         """
         start, gone = match.length // BLOCK * BLOCK, self.evicted
         before = match.run_before(start)

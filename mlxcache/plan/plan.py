@@ -59,7 +59,7 @@ class Plan:
     def first_token_s(self) -> tuple[float, float] | None:
         """Return the median and the 95th percentile of the seconds to the first token.
 
-        None without measured speeds.
+        Returns None if the speed of prefill or decoding is unknown, or if no request was served.
         """
         if not self.speed.times or not self.outcome.served:
             return None
@@ -73,7 +73,8 @@ class Plan:
         """Return the number of users that keep the MLX thread busy for 80 % of its time.
 
         Each user sends the next request after the pause that the trace has there. The hit rate is
-        assumed to stay the same. None without speeds, and for traces without pauses.
+        assumed to stay the same. Returns None if the speed of prefill or decoding is unknown, and
+        for traces without pauses.
         """
         if not self.speed.times or not self.trace.closed:
             return None
@@ -82,7 +83,11 @@ class Plan:
         return FULL * (busy + pauses) / busy if busy else None
 
     def written_per_day(self) -> float | None:
-        """Return the bytes written to disk per day at the load of the trace; None without times."""
+        """Return the bytes written to disk per day at the load of the trace.
+
+        Returns None if the speed of prefill or decoding is unknown, or if the simulation took no
+        simulated time.
+        """
         if not self.speed.times or not self.outcome.span_s:
             return None
         return self.outcome.written * DAY_S / self.outcome.span_s
@@ -169,9 +174,10 @@ def make_plan(
 
     `users`: number of sessions that are open at once, for traces whose later turns follow earlier
     ones; None lets each session begin at its own time. `at_once`: requests that a server computes
-    at once. `progress(played, total)` is called with the number of requests played and their total.
-    Blocks for seconds to minutes. Raises ConfigError if the longest prompt does not fit the memory,
-    if the trace is empty, or if KV of this layout cannot be cached.
+    at once. `progress(played, total)` is called with the number of requests played so far in all
+    simulations, and with the most that may be played. Blocks for seconds to minutes. Raises
+    ConfigError if the longest prompt does not fit the memory, if the trace is empty, or if KV of
+    this layout cannot be cached.
     """
     runs = STEPS + 4
     _check(trace, layout, memory)

@@ -63,7 +63,7 @@ class Speed:
 
     @property
     def times(self) -> bool:
-        """True if the speeds that are needed to compute times are known."""
+        """True if the speeds of prefill and decoding are known, so that times can be computed."""
         return self.prefill is not None and self.decode is not None
 
 
@@ -87,9 +87,9 @@ class Served:
 class Outcome:
     """Result of one simulation.
 
-    `served`: the requests that were served, in the order in which they started. `order`: the same
-    requests as they are in the trace, in the same order. `refused`: number of requests whose prompt
-    could not fit. `span_s`: seconds from the first arrival to the last end. `written`: bytes
+    `served`: what was measured for each served request, in the order in which they started.
+    `order`: the trace's request for each item of `served`. `refused`: number of requests whose
+    prompt could not fit. `span_s`: seconds from the first arrival to the last end. `written`: bytes
     written to disk.
     """
 
@@ -192,8 +192,8 @@ class Simulation:
     """Simulation of one server.
 
     `at_once`: most requests in progress at the same time. `on_request(n)` is called after each
-    request with the number of requests so far. Unless the speeds of prefill and decoding are known,
-    a reply takes as long as its request took on the recorded server.
+    prompt, computed or refused, with the number of requests so far. Unless the speeds of prefill
+    and decoding are known, a reply takes as long as its request took on the recorded server.
     """
 
     def __init__(

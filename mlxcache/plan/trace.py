@@ -34,7 +34,10 @@ MAX_TOKENS = 1 << 27
 
 
 class TraceError(MlxcacheError):
-    """Error raised if a trace cannot be read. The message names the file and the line."""
+    """Error raised if a trace cannot be read.
+
+    The message names the file and, if one line is wrong, the number of the line.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,8 +186,8 @@ def read_trace(path: Path, block_tokens: int | None = None) -> Trace:
     """Read a trace in any of the three formats of this module.
 
     `block_tokens`: tokens per block, which the formats of AIPerf and Mooncake do not state; by
-    default the first of `BLOCK_SIZES` that fits all lines. Raises TraceError, with the number of
-    the wrong line.
+    default the first of `BLOCK_SIZES` that fits all lines. Raises TraceError if the file cannot be
+    read or a line is wrong.
     """
     try:
         with path.open(encoding="utf-8") as file:
@@ -277,7 +280,8 @@ class _Line:
 def _block_size(rows: Sequence[_Line], asked: int | None) -> int:
     """Return the tokens per block with which the lengths and hashes of all lines agree.
 
-    `asked`: the number that the user gave, or None.
+    `asked`: the number that the user gave, or None to try `BLOCK_SIZES`. Raises TraceError if no
+    number agrees with all lines.
     """
     wrong = rows[0]
     for size in BLOCK_SIZES if asked is None else (asked,):
@@ -432,7 +436,9 @@ class _Recorded:
     def _placed(self, one: Request) -> Request:
         """Return a copy of a request with its strand, and the pause since the request before it.
 
-        That is the latest request of its session that ended before this one began.
+        The request before it is the one of its session that ended last before this one began. If
+        there is none, this one begins a new strand without a pause (`delay` is None). Without a
+        session, strand and pause are None. Call in the order of the requests' times.
         """
         ends = self._ends.setdefault(one.session, [])
         before = max((end for end in ends if end <= one.time), default=None)
