@@ -27,8 +27,9 @@ class Finding:
     `cause`: kind of the text, such as `date`. `where`: the part of the conversation that contains
     it, such as `tools[2] Read`. `line`: line in that part's text, from 1. `text`: the text itself.
     `excerpt`: the text around it. `at_token`: its token position in the prompt, or None if it is
-    not rendered. `tokens_behind`: number of tokens that must be computed again when it changes.
-    `rule`: canonicalisation rule that removes it, so that no tokens are computed again, or None.
+    not rendered or is removed. `tokens_behind`: number of tokens that must be computed again when
+    it changes. `rule`: canonicalisation rule that removes it, so that no tokens are computed again,
+    or None.
     """
 
     cause: str
@@ -53,8 +54,9 @@ def audit(
     *,
     order_kept: bool = False,
 ) -> list[Finding]:
-    """Return the texts that are likely to change in the next request, by position.
+    """Return the texts that are likely to change in the next request, sorted by position.
 
+    Texts that the template does not render follow, and then those that canonicalisation removed.
     `tokens`: length of the prompt. Examines tools, system messages, and text between tags such as
     `<system-reminder>` in user messages; other text of users and models does not change.
     `position(source, char)` returns the number of tokens before a character of the rendered text.

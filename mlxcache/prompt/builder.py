@@ -64,7 +64,7 @@ class PromptBuilder:
 
     Attributes: `takes_images`: model and template support images. `incremental`: only what changed
     since a session's last turn is tokenised. `openers`: ids of the tokens that open a message.
-    `forms`: token ids of tool results as a later reply would repeat them.
+    `forms`: token ids of tool results as a later reply would repeat them, to guess its tokens.
 
     Raises ConfigError for `template_args` that the template does not support.
     """

@@ -67,9 +67,10 @@ class Codec:
     def exceeds(self, text: str, most: int) -> bool:
         """Return whether a text has far more than `most` tokens.
 
-        Returns False for a text of at most 8 * `most` characters, or 65536, without encoding it. A
-        longer one is encoded in pieces, because encoding all of it could take gigabytes. Each cut
-        adds a few tokens, so the limit is a tenth more than `most`.
+        Returns False, without encoding the text, if it has at most 8 * `most` or at most 65536
+        characters. A longer one is encoded in pieces, because encoding all of it at once could take
+        gigabytes of memory. Each cut between pieces adds a few tokens, so the result is True only
+        if the pieces have more than 1.1 * `most` tokens together.
         """
         piece = max(_CHARS_PER_TOKEN * most, _LEAST_PIECE)
         if len(text) <= piece:
@@ -107,9 +108,10 @@ class Codec:
         return self._tokenizer.encode(text, add_special_tokens=False)
 
     def _encode_cut(self, pieces: list[tuple[str, bool]]) -> list[int]:
-        """Encode (text, escaped) pieces so that escaped text does not match control tokens.
+        """Return the token ids of (text, escaped) pieces; escaped text matches no control token.
 
-        Each escaped text is cut after its first character.
+        `escaped`: the text came from a sentinel. The joined text of all pieces is cut after the
+        first character of each escaped text, and the parts are encoded separately.
         """
         ids: list[int] = []
         run = ""

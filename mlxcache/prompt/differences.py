@@ -57,7 +57,8 @@ class Difference:
 def _message_differences(was: Sequence[Message], now: Sequence[Message]) -> Iterator[Difference]:
     """Yield the differences between messages of two conversations, in order.
 
-    Stops after the first message that was inserted, dropped or replaced by a summary.
+    Stops after the first index at which the later conversation has another message, not an edited
+    one, for example because one was inserted or dropped, or a summary replaced the history.
     """
     seen = [_key(m) for m in was], [_key(m) for m in now]
     for i in range(min(len(was), len(now))):
@@ -127,10 +128,11 @@ def _moved(
 
 
 def _begins_again(was: Sequence[Message], now: Sequence[Message], i: int) -> bool:
-    """Return whether message `i` is the only one after the system text, and begins as before.
+    """Return whether `now` has only message `i` after its system text, and it begins as in `was`.
 
-    It is then the first message of a new session, not a summary: clients begin all first messages
-    with the same reminders. `was`, `now`: messages of the earlier and the later conversation.
+    It shares at least `ALIKE` leading characters with message `i` of `was`. If so, it is the
+    first message of a new session, not a summary: clients begin all first messages with
+    the same reminders. `was`, `now`: messages of the earlier and the later conversation.
     """
     only = i == _heads(now) == len(now) - 1
     return only and common_characters(_text_of(was[i]), _text_of(now[i])) >= ALIKE
@@ -280,7 +282,11 @@ def _texts(arguments: Any) -> dict[str, str]:
 
 
 def _special(role: str, old: str, new: str, change: Change) -> str | None:
-    """Return `image` or `tool_result_cleared` if that is why a message changed, else None."""
+    """Return `image` or `tool_result_cleared` if that is why a message changed, else None.
+
+    `role`: that of the message. `old`, `new`: its earlier and its later text. `change`: the change
+    of `old` into `new`.
+    """
     near = slice(max(0, change.at - _IMAGE), change.at + _IMAGE)
     if "[image " in old[near] or "[image " in new[near]:
         return "image"
@@ -428,7 +434,8 @@ def _similarity(was: str, now: str) -> float:
 def _alike(was: Sequence[Message], now: Sequence[Message]) -> bool:
     """Return whether the first messages of two conversations, after the system text, nearly agree.
 
-    They have the same role, and at least half of the longer text in common.
+    They have the same role, and their common beginning and end are at least half of the longer text
+    and at least `ALIKE` characters. System text: the system messages at the start.
     """
     first, second = was[_heads(was) :][:1], now[_heads(now) :][:1]
     if not first or not second or first[0].get("role") != second[0].get("role"):

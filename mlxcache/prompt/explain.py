@@ -44,8 +44,9 @@ _BACK, _AHEAD = 12, 40
 class Source:
     """Origin of a prompt: the conversation as `sent`, as `canonical`, and as tokenised text.
 
-    `generation`: character of the tokenised text at which the reply begins. `key`: identifies the
-    prompt, to find replies to it. `replies`: keys of the known replies in it.
+    `generation`: character of the tokenised text at which the generation prompt starts, or the
+    text's length if there is none. `key`: identifies the prompt, to find replies to it. `replies`:
+    keys of the known replies in it.
     """
 
     sent: Chat
@@ -86,9 +87,10 @@ class Explanation:
     messages begin that the earlier prompt and its reply did not have. `again`: half-open ranges of
     token positions of the later prompt, from `at_token` to `new_from`, whose tokens the earlier
     prompt had too: they are computed a second time.
-    `first`: the difference, or None if nothing differs before `new_from` or the prompts are not
-    `related`. `later`: further differences. `removed`: differences between the requests as sent
-    that canonicalisation removed, each with its rule. `related`: see `differences.related`.
+    `first`: the difference, or None if nothing, or only a few tokens of the last reply, differ
+    before `new_from`, or if the prompts are not `related`. `later`: further differences. `removed`:
+    differences between the requests as sent that canonicalisation removed, each with its rule.
+    `related`: see `differences.related`.
     """
 
     at_token: int

@@ -78,8 +78,9 @@ class ImageTemplate:
     def place(self, messages: Sequence[Message]) -> list[Message]:
         """Return the messages with images only where the template renders them.
 
-        Images of tool results stay there if it does so. Otherwise they begin the user message
-        behind these results; if there is none, that is a new message of the images alone.
+        Images of tool results stay in the results if the template renders them there. Otherwise
+        they are put at the start of the user message that directly follows the results. If no user
+        message follows, a new one with only the images is inserted there.
         """
         if self.in_results:
             return list(messages)
@@ -147,7 +148,11 @@ class ImageTemplate:
         return "".join(written)
 
     def _text(self, image: Image) -> str:
-        """Return the text of an image; an error names the image's place in the request's body."""
+        """Return the text of all embedding rows of an image.
+
+        Raises BadRequest if the image processor refuses the image. The error names the image's
+        place in the body of the request, if that is known.
+        """
         assert self._processor is not None
         try:
             return self._processor.text(image)
@@ -192,11 +197,12 @@ def images_of(messages: Sequence[Mapping[str, Any]]) -> list[Image]:
 
 
 def ids_with_digests(ids: Tokens, spans: Sequence[ImageSpan]) -> Tokens:
-    """Return a copy of `ids` with negative ids for images, which depend on their content.
+    """Return a copy of `ids` with negative ids for images, derived from the content of each image.
 
-    Each is 31 bits of a hash over the image's digest and the ids. The tokens just before and after
-    an image get such ids too, although they do not depend on it. So at least two ids must collide
-    before a wrong embedding row is reused.
+    `spans`: the images and their positions in `ids`. The ids of an image's tokens, of the token
+    before it and of the token after it are replaced, each by 31 bits of a hash over the image's
+    digest and the ids that are replaced. The two neighbours are replaced too, so that at least two
+    ids must collide before the embedding row of another image is reused.
     """
     known = ids.copy()
     last = 0

@@ -142,9 +142,10 @@ class Tokenised:
 class ControlTokenFinder:
     """Finds the control tokens at which a text can be cut.
 
-    These are the tokens that the tokenizer matches on the raw text, before its normaliser and
-    regardless of neighbouring characters. Other added tokens of that kind compete for the same
-    characters, so the pattern contains them too.
+    These are the control tokens among `controls` that the tokenizer matches on the raw text, before
+    its normaliser and regardless of neighbouring characters. Other tokens of `added` that it
+    matches in this way may take the same characters first, so they are searched too, but not
+    returned. `normalizer`: the tokenizer has one.
     """
 
     def __init__(self, added: Sequence[Added], controls: Sequence[Added], *, normalizer: bool):
@@ -190,9 +191,9 @@ class Tokeniser:
     """Encodes rendered texts and reuses the ids of recent ones. Thread-safe.
 
     A text is compared with the latest texts of its session and of all sessions. The ids before the
-    last shared control token are reused. The rest is encoded starting with that control token,
-    whose own id is then dropped: a cut directly before or after it would change the encoding if
-    tokens strip white space or the vocabulary marks the start of a text.
+    last shared control token are reused, and the text from that token on is encoded. The cut is not
+    after the token, because the text after it would then be encoded as the start of a text, which
+    gives other ids if tokens strip white space or the vocabulary marks the start of a text.
 
     Unless `incremental`, every text is encoded as a whole.
     """
@@ -209,8 +210,9 @@ class Tokeniser:
         """Tokenise a rendered text, which may contain sentinels, and remember it.
 
         `session`: label of the session under which it is remembered, or None. `splices`: ranges of
-        the text with known token ids. If they do not fit into the text, it is tokenised without
-        them. Raises BadRequest if the text is not valid Unicode.
+        the text with known token ids. Without `incremental`, or if the ids made with the splices do
+        not have the control tokens of the text, the text is tokenised as the template rendered it,
+        without splices. Raises BadRequest if the text is not valid Unicode.
         """
         if not self._incremental:
             return self.encode_whole(remove_splices(text, splices))
@@ -405,8 +407,8 @@ def check_incremental(tokeniser: Tokeniser, controls: Sequence[Added], rendered:
     """Return whether incremental encoding gives the same ids as encoding whole texts.
 
     `rendered`: a conversation as the template renders it. It is extended step by step by unusual
-    texts and control tokens, and each step is encoded in both ways. Control tokens in `rendered`
-    are tried first.
+    texts and control tokens, and each step is encoded in both ways. Of `controls`, up to 12 that
+    `rendered` contains and 4 others are tried.
     """
     inside = [token.text for token in controls if token.text in rendered]
     others = [token.text for token in controls if token.text not in rendered]

@@ -62,7 +62,10 @@ def learn_closer(renderer: Renderer, finder: ControlTokenFinder) -> str:
 
 
 def _conversations() -> list[tuple[tuple[str, ...], list[Message], bool]]:
-    """Return test conversations: the words in them, the messages, and if tools are rendered."""
+    """Return test conversations, each as (words, messages, whether to render an example tool too).
+
+    `words`: texts of consecutive messages, by which these are found in the rendered conversation.
+    """
 
     def call(number: int) -> Message:
         function = {"name": NAME, "arguments": {}}
@@ -85,12 +88,12 @@ def _conversations() -> list[tuple[tuple[str, ...], list[Message], bool]]:
 
 
 def find_marks(prompt: Tokenised, openers: frozenset[int], generation_at: int) -> tuple[int, ...]:
-    """Return the token positions of each message's start and of the reply, ascending.
+    """Return the token positions at which messages and the generation prompt start, ascending.
 
     Position 0, the prompt's length, and positions among the control tokens that begin the text are
     left out. So is a position fewer than `MARK_DISTANCE` tokens after the one before it in the
-    result, or before the reply. `openers`: ids of tokens that open a message. `generation_at`:
-    token position of the reply.
+    result, or before the generation prompt. `openers`: ids of tokens that open a message.
+    `generation_at`: token position at which the generation prompt starts.
     """
     ids = prompt.ids
     opens = np.isin(ids[prompt.at], list(openers)) if openers else np.zeros(0, dtype=bool)
@@ -112,9 +115,10 @@ def keep_positions(
 ) -> tuple[tuple[int, float], ...]:
     """Convert a client's keep hints, (leading messages, seconds), to (token position, seconds).
 
-    0 leading messages stand for tools and system prompt, which end at the first of the marks
-    `placed`. Any other hint ends at `breakpoint`, the token position of the cache breakpoint, or at
-    the last mark if that is None.
+    0 leading messages stand for tools and system prompt, which end at the first mark. Any other
+    hint ends at `breakpoint`, the token position of the cache breakpoint, or at the last mark if
+    that is None. Hints without such a position are left out; a single mark is not taken for the end
+    of the system prompt. `placed`: token positions of the marks, ascending.
     """
     head = placed[0] if len(placed) > 1 else 0
     rest = breakpoint if breakpoint is not None else next(iter(placed[-1:]), 0)

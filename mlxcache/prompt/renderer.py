@@ -68,7 +68,8 @@ class Renderer:
     def render(self, chat: Chat) -> Rendered:
         """Render a conversation.
 
-        Raises BadRequest if the template refuses it, and GenerationFailed if the template fails.
+        Raises BadRequest if the template refuses it, or fails only with the conversation's template
+        arguments, and GenerationFailed if the template fails otherwise.
         """
         try:
             return self._render(chat)

@@ -167,9 +167,10 @@ class Replay:
     def _match(
         self, text: str, at: int, reply: GeneratedReply, tools: Tools
     ) -> RenderedReply | None:
-        """Return the form in which the text contains one reply at character `at`.
+        """Return the form in which a rendered conversation contains `reply` at character `at`.
 
-        Returns None if the text there has another content than the reply.
+        `text`: the rendered conversation. `tools`: its tools. Returns None if the text there has
+        another content than the reply, or the reply cannot be replayed.
         """
         decoded = self._reader.decode(reply, tools)
         if decoded is None:
@@ -199,10 +200,11 @@ class Replay:
         return bool(markers) if several else markers == find(decoded.raw)
 
     def _find_ends(self, text: str, at: int, decoded: DecodedReply) -> list[re.Match[str]]:
-        """Return matches of the control tokens that may end a reply.
+        """Return matches of the control tokens that may end a reply in a rendered conversation.
 
-        `at`: character at which the reply starts. There may be several ends, because the reply's
-        content may contain end tokens too.
+        `text`: the rendered conversation. `at`: character at which the reply starts. `decoded`: the
+        reply as it was generated. There may be several ends, because the reply's content may
+        contain end tokens too.
         """
         ends = {decoded.closing, self._closer} - {""}
         far = at + max(_LEAST_REACH, _REACH * len(decoded.raw))

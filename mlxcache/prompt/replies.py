@@ -28,7 +28,9 @@ Tools = Sequence[Mapping[str, Any]]
 class ReadReply(Protocol):
     """Interface of a callable that parses the token ids of a whole reply into pieces.
 
-    The options are those with which the reply was parsed when it was generated. Implemented by
+    `tools`: tools that the reply may call. `thinking_open`: the prompt ended inside thinking.
+    `generic_tools`: the template does not support tools, so the server described them in the system
+    text. The values are those with which the reply was parsed when it was generated. Implemented by
     `model.output.reader`.
     """
 

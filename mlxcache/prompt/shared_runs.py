@@ -64,7 +64,8 @@ def count_within(runs: Iterable[tuple[int, int]], start: int, end: int) -> int:
 def _hashes(ids: Tokens) -> NDArray[np.uint64]:
     """Return a hash of the `_BLOCK` tokens that begin at each position.
 
-    The arithmetic wraps around intentionally.
+    `ids` has shape (n,), the result has shape (n - `_BLOCK` + 1,). The arithmetic wraps around
+    intentionally.
     """
     values = np.ascontiguousarray(ids).astype(np.int64).view(np.uint64)
     size = len(values) - _BLOCK + 1

@@ -54,7 +54,7 @@ def change_of(old: str, new: str, *, machine: bool = False) -> Change:
 
 
 def excerpt(text: str, at: int) -> str:
-    """Return the text around character `at`, from the start of its line if that is near."""
+    """Return up to 60 characters of the line before character `at`, and up to 140 from it on."""
     start = max(at - _LEFT, text.rfind("\n", 0, at) + 1)
     return text[start : at + _RIGHT]
 

@@ -25,7 +25,10 @@ class _Overdue(BaseException):
 
 
 class _Watch:
-    """A thread that interrupts overdue calls; it sleeps until the next one may be due."""
+    """A thread that raises `_Overdue` in threads whose time limit has passed.
+
+    It sleeps until the next limit.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -35,7 +38,7 @@ class _Watch:
         self._thread: threading.Thread | None = None
 
     def begin(self, seconds: float) -> object:
-        """Interrupt the calling thread after `seconds`, unless `end` is called before.
+        """Raise `_Overdue` in the calling thread after `seconds`, unless `end` is called before.
 
         Returns the handle to pass to `end`.
         """
@@ -52,9 +55,9 @@ class _Watch:
         return handle
 
     def end(self, handle: object) -> None:
-        """Cancel an interruption; `handle` is what `begin` returned for it.
+        """Cancel the time limit that began with the call of `begin` that returned `handle`.
 
-        It may still happen during this call, but not after it.
+        `_Overdue` may still be raised during this call, but not after it.
         """
         with self._lock:
             self._due.pop(handle, None)

@@ -69,7 +69,8 @@ def added_tokens(tokenizer: ChatTokenizer) -> tuple[Added, ...]:
 def backend_of(tokenizer: ChatTokenizer) -> Any:
     """Return the Rust `tokenizers.Tokenizer` of a tokenizer.
 
-    Returns None if there is none, or if a class of the tokenizer overrides `encode`.
+    Returns None if there is none, or if a class from outside of transformers overrides `encode`:
+    such a tokenizer may tokenise in another way than the Rust one.
     """
     inner = tokenizer._tokenizer
     for kind in type(inner).__mro__:
@@ -88,8 +89,9 @@ def control_tokens(
     """Return the added tokens that control the model, which message text must never become.
 
     These are special tokens, tokens in the chat template `source`, the `markers` (of thinking and
-    tool calls), and tokens of a form like `<|name|>` or `<unused7>`. The others, such as runs of
-    white space or HTML tags that some vocabularies contain as one token, are ordinary text.
+    tool calls), and tokens of a form like `<|name|>` or `<unused7>`. Without a template (None), all
+    tokens in angle or square brackets are included. The others, such as runs of white space or HTML
+    tags that some vocabularies contain as one token, are ordinary text.
     """
 
     def steers(token: Added) -> bool:

@@ -34,7 +34,9 @@ TOOL = {
 
 @dataclass(frozen=True, slots=True)
 class Traits:
-    """Features that a chat template renders completely and in place; `adapt` rewrites others.
+    """Features that a chat template renders completely and in place.
+
+    `adapt` rewrites the messages of a request so that they need only these.
 
     `system`: a system message at the start. `system_anywhere`: also between and after turns.
     `developer`: messages of the role `developer`. `alternates`: two user or two assistant messages
@@ -150,7 +152,7 @@ class _Probe:
     def shows_tool(self) -> bool:
         """Return whether the template renders a tool's name and parameter.
 
-        True only if it also renders the conversation.
+        True only if it also renders the user message of the test conversation.
         """
         texts = (
             self.text(messages, tools=True)

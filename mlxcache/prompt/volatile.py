@@ -42,7 +42,7 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """One match of a pattern in a text: characters [start, end), and the pattern's cause."""
+    """A match of a `Shape` in a text: characters [start, end) of its `value`, and its cause."""
 
     cause: str
     start: int
@@ -155,7 +155,7 @@ VALUES: tuple[Shape, ...] = (
 
 
 def find_announced(text: str) -> Iterator[Found]:
-    """Yield the matches of `ANNOUNCED` in a text, in order, without overlaps."""
+    """Yield the matches of `ANNOUNCED` in a text, in order, without values that overlap."""
     found = sorted(_all(ANNOUNCED, text), key=lambda one: (one.start, -one.end))
     end = 0
     for one in found:
@@ -165,9 +165,9 @@ def find_announced(text: str) -> Iterator[Found]:
 
 
 def causes_touching(shapes: tuple[Shape, ...], text: str, start: int, end: int) -> list[str]:
-    """Return the causes of those patterns in `shapes` that match text in or next to a range.
+    """Return the causes of the matches of `shapes` whose `value` overlaps a range of `text`.
 
-    The range is characters [start, end) of `text`.
+    The range is characters [start, end). If it is empty, a value next to it counts too.
     """
     return [
         one.cause

@@ -19,7 +19,10 @@ Calls = LRU[Hashable, tuple[Mapping[str, Any], int]]
 
 
 def remember_call(call: ToolCall, calls: Calls) -> None:
-    """Add a call to `calls` as the model wrote it, if its arguments are a JSON object."""
+    """Add the arguments of a call to `calls`, as the model wrote them, if they are a JSON object.
+
+    The key in `calls` is the call's id and the tool's name.
+    """
     try:
         arguments = json.loads(call.arguments)
     except ValueError:
@@ -31,7 +34,8 @@ def remember_call(call: ToolCall, calls: Calls) -> None:
 def apply(draft: Draft, calls: Calls) -> bool:
     """Replace the arguments of calls by those remembered in `calls`, if their values are equal.
 
-    A call that is not in `calls` is added. Returns whether any call was changed.
+    `calls` maps the call's id and the tool's name to the arguments. A call that is not in it is
+    added. Returns whether any call in `draft` was changed.
     """
     found = False
     for at, message in enumerate(draft.messages):

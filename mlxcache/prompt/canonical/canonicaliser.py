@@ -53,8 +53,9 @@ class Canonical:
 class Canonicaliser:
     """Applies the enabled rules, and stores what some of them remember. Thread-safe.
 
-    `rules` overrides the defaults in `RULES`. `known_reply` looks up replies that the model
-    generated, or is None.
+    `rules` maps names of rules to whether they are enabled; for others the default in `RULES`
+    applies. `known_reply(history, message, tools)` returns the reply that the model wrote and that
+    `message` is a copy of, or None. Without `known_reply`, no replies are looked up.
     """
 
     def __init__(

@@ -24,8 +24,9 @@ Results = LRU[Hashable, str]
 def apply(draft: Draft, results: Results) -> bool:
     """Restore tool results that a client cleared, if an earlier request had them at the same place.
 
-    The place is the tool call's id after the same messages. Returns whether any result was
-    restored. Adds results that are not cleared to `results`.
+    The place is the same if the messages before the result and the id of its tool call are equal.
+    `results` maps a digest of these messages and the id to the result. Results in `draft` that are
+    not cleared are added to it, unless they are short. Returns whether any result was restored.
     """
     if not any(message.get("role") == "tool" for message in draft.messages):
         return False

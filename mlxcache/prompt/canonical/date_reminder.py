@@ -37,7 +37,7 @@ def apply(draft: Draft) -> bool:
     """Remove Qwen Code's reminders of the date that the first user message has.
 
     A reminder is removed only among the reminders at the start of a user message, and only if other
-    text follows it. Reminders of another date are kept. Returns whether there were any.
+    text follows it. Reminders of another date are kept. Returns whether any reminder was removed.
     """
     first = draft.leading()
     started = _STARTED.search(draft.text(first)) if first < len(draft.messages) else None

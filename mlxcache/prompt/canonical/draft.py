@@ -69,7 +69,8 @@ class Draft:
     def move(self, at: int, to: int) -> None:
         """Move the message with index `at` to the earlier index `to`.
 
-        The cache breakpoint keeps its index.
+        The cache breakpoint stays after the same number of messages, even if the message is moved
+        from one side of it to the other.
         """
         self.messages.insert(to, self.messages.pop(at))
 
@@ -81,7 +82,11 @@ class Draft:
         return len(self.messages) - self.continues
 
     def chat(self) -> Chat:
-        """Return the rewritten chat; its cache breakpoint still follows the same messages."""
+        """Return the rewritten chat, with its cache breakpoint after the same messages as before.
+
+        A message that a rule inserted directly after the last of these comes before the breakpoint
+        too. For moved messages see `move`.
+        """
         marked = self._chat.breakpoint
         if marked is not None:
             marked = sum(origin < marked for origin in self._origins) if marked else 0
@@ -146,9 +151,9 @@ class History:
 
 
 def as_text(value: object) -> str:
-    """Convert a value that is not JSON to text, for `json.dumps`.
+    """Convert a value that is not JSON to text, as the argument `default` of `json.dumps`.
 
-    An image is represented by its digest.
+    An image is represented by its digest in hexadecimal, any other value by its `repr`.
     """
     return value.digest.hex() if isinstance(value, Image) else repr(value)
 

@@ -98,7 +98,8 @@ def _end(lines: list[str], start: int) -> int:
     """Return the index after the last line of the git status block that begins at line `start`.
 
     This is `start` if no block begins there. A block may contain blank lines but does not end with
-    one. A block in Continue's form has only lines of a status up to its closing line.
+    one. The client Continue puts the status between two tags; such a block counts only if all lines
+    between the tags are blank or lines of a git status.
     """
     if lines[start].startswith("Git snapshot "):
         snapshot = _SNAPSHOT.match("\n".join(lines[start:]))

@@ -69,7 +69,11 @@ def apply(draft: Draft, stop: Sequence[str] = ()) -> bool:
 
 
 def _session_uuids(draft: Draft) -> list[str]:
-    """Return the UUIDs in a session's paths of the system messages, in order, each once."""
+    """Return the UUIDs of a session's folders in the system messages before the first reply.
+
+    They are segments of temporary paths, or names of session folders of Copilot CLI. At most 16 are
+    returned, in order of appearance, each once.
+    """
     found: dict[str, None] = {}
     for at in draft.head():
         text = draft.text(at)
