@@ -103,9 +103,11 @@ class Cut:
 class Division:
     """Division of a model's KV among `size` ranks.
 
-    `spec`: tensors of a run of the whole model. `rows`: by the name of each of these, the ranks
-    that have it, in the order of heads; a single one if all ranks have the same. `cuts`: without a
-    pipeline, for each slot with a state the cut of each array, None if all ranks have the same.
+    `mode`: by parts of layers ("tensor") or by layers ("pipeline"). `spec`: tensors of a run of the
+    whole model. `parts`: the tensors of each rank. `rows`: by the name of each tensor in `spec`,
+    the ranks that have it, in the order of heads; a single one if all ranks have the same. `cuts`:
+    for each slot with a state the cut of each array, None if all ranks have the same; empty for a
+    pipeline.
     """
 
     mode: Mode
@@ -225,7 +227,11 @@ def find_division(whole: Part, parts: Sequence[Part], mode: Mode, model_type: st
 
 
 def _layers(whole: Part, parts: Sequence[Part]) -> dict[str, tuple[Rows, ...]]:
-    """Return the rank that has each tensor of the whole model, divided by layers."""
+    """Return the rank that has each tensor of the whole model, divided by layers.
+
+    By the tensor's name there, a tuple with one member. Raises Unsupported if the ranks together do
+    not have the tensors and states of the whole model.
+    """
     order = sorted(range(len(parts)), key=lambda rank: parts[rank].first_layer)
     rows: dict[str, tuple[Rows, ...]] = {}
     slots = 0
@@ -244,7 +250,11 @@ def _layers(whole: Part, parts: Sequence[Part]) -> dict[str, tuple[Rows, ...]]:
 
 
 def _heads(whole: Part, parts: Sequence[Part]) -> dict[str, tuple[Rows, ...]]:
-    """Return the ranks that have each tensor of the whole model, divided by heads."""
+    """Return the ranks that have each tensor of the whole model, divided by heads.
+
+    By the tensor's name: a member for each rank, or that of rank 0 alone if all have the same.
+    Raises Unsupported if a tensor is not divided evenly, or if a rank has other tensors.
+    """
     rows: dict[str, tuple[Rows, ...]] = {}
     for index, (name, dtype, heads, dim) in enumerate(whole.rows):
         own = [part.rows[index] if index < len(part.rows) else None for part in parts]
@@ -267,7 +277,9 @@ def _cuts(
 ) -> list[Cut | None]:
     """Return the cut of each array of a slot's state.
 
-    `name`: class of the slot. `whole`, `parts`: its arrays in the whole model, and of each rank.
+    None stands for an array that is the same on all ranks. `name`: class of the slot. `whole`,
+    `parts`: its arrays in the whole model, and of each rank. Raises Unsupported if it is not known
+    how they are divided.
     """
     refused = Unsupported(f"States of the class {name} of {model_type} cannot be divided.")
     if any(part != parts[0] or len(part) != len(whole) for part in parts):
@@ -294,11 +306,10 @@ def _cuts(
 def _segments(
     name: str, model_type: str, shape: Sequence[int | None], state: Sequence[ArrayShape]
 ) -> tuple[int, ...] | None:
-    """Return the lengths of the parts of an array's axis that are divided among ranks one by one.
+    """Return the lengths of the segments in which an array of a state is divided; see `Cut`.
 
-    Returns None if it is not known how ranks divide an array of this name and model type. `name`:
-    the array's name in the state of a slot. `shape`: that of the array. `state`: all arrays of the
-    slot.
+    Returns None if it is not known how ranks divide such an array. `name`: class of the slot.
+    `shape`: that of the array in the whole model. `state`: all arrays of the slot there.
     """
     if name in BY_HEADS or (name == RECURRENT and len(shape) == 4):
         return (shape[1] or 0,)
@@ -324,8 +335,9 @@ class SlotState:
 def split_state(tensors: Sequence[Tensor]) -> list[SlotState]:
     """Split the tensors of a checkpoint into those of each slot.
 
-    `tensors`: a skeleton and arrays, as `serialise.state_tensors` returns them. Raises StoreError
-    if they do not fit together.
+    `tensors`: as `serialise.state_tensors` returns them: arrays, and a skeleton, which is JSON with
+    the nested structure of the state and an index in place of each array. Raises StoreError if they
+    do not fit together.
     """
     found = {tensor.name: tensor for tensor in tensors}
     try:
@@ -342,7 +354,11 @@ def split_state(tensors: Sequence[Tensor]) -> list[SlotState]:
 
 
 def _numbered(tree: Any, found: dict[str, Tensor], arrays: list[Tensor]) -> Any:
-    """Move the arrays that `tree` refers to from `found` to `arrays`, and number them anew."""
+    """Move the arrays that `tree` refers to from `found` to the end of `arrays`.
+
+    `tree`: part of the skeleton of a checkpoint. Returns it with {"array": index in `arrays`} for
+    each array. `found`: tensors by name. Raises KeyError for an array that is not in it.
+    """
     if isinstance(tree, list):
         return [_numbered(each, found, arrays) for each in tree]
     if isinstance(tree, dict):
@@ -352,7 +368,10 @@ def _numbered(tree: Any, found: dict[str, Tensor], arrays: list[Tensor]) -> Any:
 
 
 def packed_state(slots: Sequence[SlotState]) -> list[Tensor]:
-    """Return the tensors of a checkpoint with these slots: its skeleton, then its arrays."""
+    """Return the tensors of a checkpoint with these slots, in the form of `split_state`.
+
+    First the skeleton, then the arrays.
+    """
     trees: list[Any] = []
     arrays: list[Tensor] = []
     for slot in slots:

@@ -36,9 +36,9 @@ class Follower:
     """The lineages, checkpoints, batches and pending tokens of one rank, by number.
 
     Rank 0 chooses the numbers. `model`, `layout`: this rank's part of the model, and the layout of
-    its KV. `group`: MLX's group of all ranks. `open_store(operation)` returns the rank's own store;
-    without it, this rank has no disk tier. `rank`: the rank's number. `vitals()` returns the latest
-    state of this machine. MLX thread only, except `answer`.
+    its KV. `group`: MLX's group of all ranks. `open_store(it)` returns the rank's own store for the
+    operation `Open`; without it, this rank has no disk tier. `rank`: the rank's number. `vitals()`
+    returns the latest state of this machine. MLX thread only, except `answer`.
     """
 
     def __init__(
@@ -114,7 +114,10 @@ class Follower:
         return op.Answer()
 
     def _remove(self, ids: Tokens, keep: int, mode: Mode, size: int) -> None:
-        """Have the files of a prefix removed that this rank had in a group of `size` ranks."""
+        """Have files removed that this rank wrote in a group of `size` ranks, divided by `mode`.
+
+        They are those of the tokens `ids` that hold none of the first `keep`. Does not block.
+        """
         if self._rank < size:
             part = PartName(self._namespace, mode, self._rank, size).namespace
             self._change(lambda store: store.for_namespace(part).remove_beyond(ids, keep))
@@ -129,9 +132,11 @@ class Follower:
         return self._verify(question)
 
     def _find(self, ids: bytes, *, touch: bool) -> tuple[int, list[int] | None]:
-        """Return how many tokens of `ids` are on disk, and the positions of checkpoints.
+        """Return how many leading tokens of `ids` are on disk, and the positions of checkpoints.
 
-        The positions are None if this rank needs no checkpoints.
+        The positions are None if this rank needs no checkpoints. Returns 0 and no positions if
+        there is no store, or if it cannot be read. `ids`: int32, as bytes. `touch`: count this as a
+        use of the files, which delays their eviction.
         """
         if self.store is None:
             return 0, []
@@ -405,7 +410,8 @@ class Follower:
     def _write(self, key: bytes, write: Callable[[Store], None]) -> None:
         """Have the writer's thread call `write`, which writes the file `key`. Does not block.
 
-        The outcome is stored until rank 0 asks for it with the question `Outcome`.
+        `key`: a result of `key_of`. The outcome is stored until rank 0 asks for it with the
+        question `Outcome`.
         """
         store = self._opened
 

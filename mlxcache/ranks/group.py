@@ -231,9 +231,9 @@ def united(layout: Layout, shares: Sequence[Share], leader: Leader) -> Layout:
     """Return `layout`, that of rank 0, changed so that it suits all ranks.
 
     Bytes are those of the rank with the most. Checkpoints are needed if one rank needs them, and
-    batches are made only if all ranks can. `shares`: the messages of the other ranks. `leader`: is
-    told every operation on KV of the result. Raises ModelError for a division that leaves only some
-    ranks with KV of every position.
+    batches are made only if all ranks can. `shares`: the messages of the other ranks. `leader`:
+    sends each operation on KV with the returned layout to the other ranks. Raises ModelError for a
+    division that leaves only some ranks with KV of every position.
     """
     runs = {bool(layout.specs), *(share.runs for share in shares)}
     if len(runs) > 1:
@@ -280,8 +280,8 @@ KINDS = ("operations", "questions", "heartbeat")
 def accept_all(host: str, group: Any) -> list[Links]:
     """Wait on rank 0 for the connections of all other ranks; return them in the order of ranks.
 
-    `host`: that of rank 0. Blocks for at most `CONNECT_S` seconds, and then raises GroupLost if a
-    rank has not connected.
+    `host`: that of rank 0. Blocks without a limit until all other ranks have called `connect`.
+    Raises GroupLost if one has not connected `CONNECT_S` seconds later.
     """
     key, wanted = secrets.token_bytes(KEY_BYTES), len(KINDS) * (group.size() - 1)
     found: dict[tuple[int, str], Any] = {}
@@ -316,7 +316,8 @@ def _poke(address: Any) -> None:
 def connect(host: str, group: Any) -> Links:
     """Connect to rank 0 on `host` from another rank.
 
-    Blocks for at most `CONNECT_S` seconds, and then raises GroupLost.
+    Blocks without a limit until all ranks have called this, or `accept_all` on rank 0. Raises
+    GroupLost if it is not connected `CONNECT_S` seconds later.
     """
     meeting = agree_on_meeting(group, None)
     made: list[Any] = []
@@ -411,6 +412,7 @@ class Watch:
 def place_from(environ: Mapping[str, str], *, pipeline: bool = False) -> Place | None:
     """Return the place that `mlx.launch` gave this process; None for a process that runs alone.
 
+    `pipeline`: the model is divided by layers, which becomes the `mode` of the place.
     Reads what mlx.launch sets: MLX_RANK, and for the host of rank 0 MLX_HOSTFILE (ring),
     MLX_JACCL_COORDINATOR (JACCL) or NCCL_HOST_IP (NCCL). Raises ModelError if the host is missing.
     Source: https://ml-explore.github.io/mlx/build/html/usage/distributed.html

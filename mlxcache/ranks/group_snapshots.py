@@ -27,10 +27,10 @@ Wait = Callable[[bytes], None]
 class GroupSnapshotKV(SnapshotKV):
     """The KV of a whole model, joined from the parts of all ranks, or cut into them.
 
-    `store`: that of rank 0, which the group shares; see `GroupStore`. `own`: rank 0's own part.
-    `namespace`: that of the whole model. `uploading`: held while a file is sent to the ranks, which
-    remember one upload. `wait(key)` blocks until all other ranks have written the file `key`, and
-    raises StoreError if one could not.
+    `store`: the `GroupStore`, in which a prefix is found as far as every rank has it. `own`: the
+    store with rank 0's own part. `namespace`: that of the whole model. `uploading`: held while a
+    file is sent to the ranks, which remember one upload. `wait(key)` blocks until all other ranks
+    have written the file `key`, and raises StoreError if one could not.
     """
 
     def __init__(
@@ -71,7 +71,11 @@ class GroupSnapshotKV(SnapshotKV):
     def _rows_of_ranks(
         self, ids: Tokens, pieces: Sequence[Piece], held: Sequence[Rows], start: int, end: int
     ) -> list[bytes]:
-        """Return the rows [start, end) of the tensors `held`, in that order."""
+        """Return the bytes of the rows [start, end) of each tensor in `held`, in that order.
+
+        `held`: parts of one tensor of the whole model, each on another rank. `pieces`: the runs of
+        rank 0 that hold these rows, as found for `ids`. Raises StoreError.
+        """
         key = op.key_of(_bytes(ids), None)
         questions: list[op.AnyQuestion | None] = [None] * (self._division.size - 1)
         for one in held:
@@ -86,7 +90,11 @@ class GroupSnapshotKV(SnapshotKV):
         ]
 
     def state_places(self, ids: Tokens, saved: Saved) -> Sequence[Place]:
-        """Return the tensors of a whole checkpoint. Reads and joins all parts of it."""
+        """Return name, dtype, shape and size of the tensors of a whole checkpoint.
+
+        Their offsets must not be used. Reads and joins all parts of it. `ids`, `saved`: the token
+        ids, and what was found on rank 0 for them. Raises StoreError.
+        """
         return [
             Place(one.name, one.dtype, one.shape, 0, one.nbytes) for one in self._state(ids, saved)
         ]
@@ -122,7 +130,11 @@ class GroupSnapshotKV(SnapshotKV):
         return self._division.join_states([mine, *others])
 
     def _ask(self, ids: Tokens, questions: Sequence[op.AnyQuestion | None]) -> list[op.Answer]:
-        """Ask each other rank about `ids`, which it looks up first if it does not remember them."""
+        """Ask each other rank its question about `ids`; return the answers, from rank 1.
+
+        If a rank does not hold the files of `ids`, all are told to look them up (`Hold`), and asked
+        again. A rank whose question is None is not asked; its answer is empty. Raises StoreError.
+        """
         answers = self._told(questions)
         if any(answer.missing for answer in answers):
             self._told([op.Hold(_bytes(ids))] * len(questions))
@@ -153,7 +165,11 @@ class GroupSnapshotKV(SnapshotKV):
         self._write(ids, None, parts)
 
     def _write(self, ids: Tokens, start: int | None, parts: Sequence[Sequence[Tensor]]) -> None:
-        """Have each rank write its part of a file. Raises StoreError if one of them cannot."""
+        """Have each rank write its part of a file, and wait. Raises StoreError if one cannot.
+
+        `start`: position at which the run begins, or None for the checkpoint at the end of `ids`.
+        `parts`: the tensors of each rank, from rank 0.
+        """
         data = _bytes(ids)
         with self._uploading:
             self._upload(parts[1:])
@@ -168,7 +184,10 @@ class GroupSnapshotKV(SnapshotKV):
             self._wait(op.key_of(data, start))
 
     def _upload(self, parts: Sequence[Sequence[Tensor]]) -> None:
-        """Send each other rank the bytes of its tensors, in messages of `PART_BYTES`."""
+        """Send each other rank the bytes of its tensors, in messages of at most `PART_BYTES`.
+
+        `parts`: the tensors of each rank, from rank 1.
+        """
         whole = [memoryview(b"".join(tensor.bytes for tensor in each)) for each in parts]
         for at in range(0, max(map(len, whole)), PART_BYTES):
             sent = [bytes(data[at : at + PART_BYTES]) for data in whole]
@@ -181,7 +200,10 @@ def _nbytes(array: op.Array) -> int:
 
 
 def _tensors(arrays: Sequence[op.Array], data: bytes) -> list[Tensor]:
-    """Return the tensors whose bytes, one after another, are `data`. Raises StoreError."""
+    """Return the tensors `arrays`, whose bytes, one after another, are `data`.
+
+    Raises StoreError if there are too few bytes.
+    """
     made, at, view = [], 0, memoryview(data)
     for array in arrays:
         name, dtype, shape = array

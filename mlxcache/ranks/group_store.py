@@ -63,7 +63,8 @@ class GroupStore(Store):
     def for_namespace(self, namespace: str) -> Store:
         """Return a store of another namespace in the same open folder.
 
-        One of the same model, divided in another way, is a `FormerGroupStore`.
+        For the namespace of a part of the same model, divided in another way than now, that is a
+        `FormerGroupStore`.
         """
         own = super().for_namespace(namespace)
         part = read_part_name(namespace)

@@ -125,7 +125,7 @@ class Leader(Lockstep):
     def tell(self, operation: op.AnyOperation) -> None:
         """Send one operation to every other rank, without waiting until it is done.
 
-        Raises GroupLost.
+        Raises GroupLost if a rank cannot be reached.
         """
         lineages = [self._dropped.popleft() for _ in range(len(self._dropped))]
         states = [self._dropped_states.popleft() for _ in range(len(self._dropped_states))]

@@ -55,7 +55,7 @@ class Prepare(Operation, frozen=True):
 
 
 class Feed(Operation, frozen=True):
-    """Operation: feed `tokens` at the end of a lineage, and evaluate its caches."""
+    """Operation: feed `tokens` to a lineage after its `length` positions; evaluate its caches."""
 
     lineage: int
     length: int
@@ -65,7 +65,8 @@ class Feed(Operation, frozen=True):
 class Start(Operation, frozen=True):
     """Operation: feed `tokens`, one per row of a lineage or batch, and draw the next ones.
 
-    The tokens drawn become its pending ones: its decoding begins.
+    `caches`: number of the lineage or batch. The tokens drawn become its pending ones: its decoding
+    begins.
     """
 
     caches: int
@@ -73,13 +74,16 @@ class Start(Operation, frozen=True):
 
 
 class Step(Operation, frozen=True):
-    """Operation: feed the pending tokens of a lineage or batch, and draw the next ones."""
+    """Operation: feed the pending tokens of the lineage or batch `caches`; draw the next ones."""
 
     caches: int
 
 
 class Create(Operation, frozen=True):
-    """Operation: make an empty lineage with the number `lineage`. `copy_bytes`: see `Lineage`."""
+    """Operation: make an empty lineage with the number `lineage`.
+
+    `copy_bytes`: most bytes that it copies in one evaluation, unless one array has more.
+    """
 
     lineage: int
     copy_bytes: int
@@ -88,7 +92,8 @@ class Create(Operation, frozen=True):
 class Rebuild(Operation, frozen=True):
     """Operation: replace the buffers of a lineage by copies of the ranges `sources`.
 
-    `capacity`: number of positions for which the new buffers have room.
+    `length`: number of its positions before. `capacity`: number of positions for which the new
+    buffers have room.
     """
 
     lineage: int
@@ -98,7 +103,7 @@ class Rebuild(Operation, frozen=True):
 
 
 class Truncate(Operation, frozen=True):
-    """Operation: drop the positions of a lineage from `to` on."""
+    """Operation: drop the positions from `to` to `length`, its end, of a lineage."""
 
     lineage: int
     length: int
@@ -106,9 +111,9 @@ class Truncate(Operation, frozen=True):
 
 
 class Pretend(Operation, frozen=True):
-    """Operation: set the number of positions of a lineage to `to`; the values may be anything.
+    """Operation: change the number of positions of a lineage from `length` to `to`.
 
-    It serves to measure a pass there.
+    KV and states may have any values: this serves to measure the time of a pass after `to` tokens.
     """
 
     lineage: int
@@ -117,7 +122,10 @@ class Pretend(Operation, frozen=True):
 
 
 class AppendSpan(Operation, frozen=True):
-    """Operation: append a copy of the range `span` of another lineage to a lineage."""
+    """Operation: append a copy of the range `span` of another lineage to a lineage.
+
+    `length`: number of positions of the lineage before.
+    """
 
     lineage: int
     length: int
@@ -125,7 +133,10 @@ class AppendSpan(Operation, frozen=True):
 
 
 class Capture(Operation, frozen=True):
-    """Operation: copy the states of a lineage; the copy gets the number `state`."""
+    """Operation: copy the states of a lineage; the copy gets the number `state`.
+
+    `length`: number of positions of the lineage.
+    """
 
     lineage: int
     length: int
@@ -133,7 +144,10 @@ class Capture(Operation, frozen=True):
 
 
 class Restore(Operation, frozen=True):
-    """Operation: set the states of a lineage to the copy `state`; None leaves them as they are."""
+    """Operation: set the states of a lineage to the copy `state`; None leaves them as they are.
+
+    `length`: number of positions of the lineage.
+    """
 
     lineage: int
     length: int
@@ -143,7 +157,8 @@ class Restore(Operation, frozen=True):
 class Settle(Operation, frozen=True):
     """Operation: copy the states of a lineage into buffers of their own.
 
-    Before, they may be views that keep larger buffers in memory.
+    Before, they may be views that keep larger buffers in memory. `length`: number of positions of
+    the lineage.
     """
 
     lineage: int
@@ -151,14 +166,14 @@ class Settle(Operation, frozen=True):
 
 
 class Rest(Operation, frozen=True):
-    """Operation: drop the states of a lineage."""
+    """Operation: drop the states of a lineage of `length` positions; its KV stays."""
 
     lineage: int
     length: int
 
 
 class Release(Operation, frozen=True):
-    """Operation: release the buffers of a lineage, which is not used any more."""
+    """Operation: release the buffers of a lineage of `length` positions, not used any more."""
 
     lineage: int
     length: int
@@ -167,8 +182,8 @@ class Release(Operation, frozen=True):
 class Join(Operation, frozen=True):
     """Operation: make the batch `joint` of the rows of `rows` and of all `others`, in this order.
 
-    `joint`: number of the new batch. `rows`, `others`: numbers of lineages or batches. `batched`:
-    `rows` is a batch, which is dropped afterwards.
+    `joint`: number of the new batch. `rows`: number of a batch, which is dropped afterwards, if
+    `batched`, else of a lineage. `others`: numbers of lineages.
     """
 
     joint: int
@@ -198,7 +213,7 @@ class TakeRow(Operation, frozen=True):
 class AppendRow(Operation, frozen=True):
     """Operation: append the newest `count` positions of the row `row` of a batch to a lineage.
 
-    The states of the lineage become those of the row.
+    `length`: number of positions of the lineage before. Its states become those of the row.
     """
 
     batch: int
@@ -252,7 +267,7 @@ class Load(Operation, frozen=True):
 class LoadState(Operation, frozen=True):
     """Operation: read the states of a lineage from the checkpoint at the end of `ids`.
 
-    `ids`: int32, as bytes.
+    `ids`: int32, as bytes. `length`: number of positions of the lineage.
     """
 
     lineage: int
@@ -284,7 +299,10 @@ class Message(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Question(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Base of all questions, which are answered while an operation runs. `ids`: int32, as bytes."""
+    """Base of all questions, which a rank answers without waiting for its current operation.
+
+    `ids`: token ids, int32 as bytes.
+    """
 
 
 class Ping(Question, frozen=True):
@@ -294,7 +312,7 @@ class Ping(Question, frozen=True):
 class Find(Question, frozen=True):
     """Question: how much of the prefix `ids` is on this rank's disk?
 
-    `touch`: see `Store.find`.
+    `touch`: count this as a use of the files found, which delays their eviction.
     """
 
     ids: bytes
@@ -302,7 +320,10 @@ class Find(Question, frozen=True):
 
 
 class FindAll(Question, frozen=True):
-    """Question: how much of each prefix in `each` is on this rank's disk? Counts as no use."""
+    """Question: how much of each prefix in `each` is on this rank's disk?
+
+    Does not count as a use of the files, which would delay their eviction.
+    """
 
     each: list[bytes]
 
@@ -310,7 +331,7 @@ class FindAll(Question, frozen=True):
 class Verify(Question, frozen=True):
     """Question: are the files of the positions [start, end) of `ids` intact?
 
-    `late`: see `Store.verify`.
+    `late`: verify the tensors of sliding windows too.
     """
 
     ids: bytes
@@ -326,10 +347,10 @@ class VerifyState(Question, frozen=True):
 
 
 class Outcome(Question, frozen=True):
-    """Ask another rank whether it has written the file `key`, or failed to. Told once per file.
+    """Ask another rank whether it has written the file `key`, or failed to.
 
-    `key`: a result of `key_of`, or `STORE` to ask whether the rank has opened its store; see
-    `Open`.
+    The rank tells the outcome of each write once, and forgets it. `key`: a result of `key_of`, or
+    `STORE` to ask whether the rank has opened its store; see `Open`.
     """
 
     key: bytes
@@ -383,7 +404,8 @@ class Prune(Question, frozen=True):
 class Hold(Question, frozen=True):
     """Request: look up the files of `ids`, of which `ReadRows` and `ReadState` will read parts.
 
-    They name `ids` by `key_of(ids, None)`. A rank remembers the last few.
+    Those questions, and `StateArrays`, name `ids` by the key `key_of(ids, None)`. A rank remembers
+    the files of a few `ids`, those used last.
     """
 
     ids: bytes
@@ -467,13 +489,14 @@ class Vitals(msgspec.Struct, frozen=True, array_like=True):
 class Answer(msgspec.Struct, frozen=True, array_like=True):
     """Answer of a rank to a question.
 
-    `age_s`: seconds that the current operation has run. `length`: positions of the prefix on disk.
-    `checkpoints`: positions of its checkpoints; None if the rank needs none. `ended`: the write
-    that was asked about has ended. `failure`: why the write or the verification failed, or None.
-    `missing`: the write failed because the prefix that its file continues is not on disk; or these
-    token ids are not held, see `Hold`. `data`: the bytes that were asked for. `arrays`: tensors.
-    `found`: for each prefix that was asked about, its positions on disk, and those of its
-    checkpoints as in `checkpoints`. `vitals`: state of the rank's machine, in answers to `Ping`.
+    `age_s`: seconds that the current operation has run. `length`: number of positions of
+    the prefix on disk. `checkpoints`: positions of its checkpoints; None if the rank needs none.
+    `ended`: the write that was asked about has ended. `failure`: why the write, the verification or
+    the reading of a file failed, or None. `missing`: the write failed because the prefix that its
+    file continues is not on disk; or these token ids are not held, see `Hold`. `data`: the bytes
+    that were asked for. `arrays`: name, dtype and shape of each tensor that was asked about.
+    `found`: for each prefix that was asked about, its `length` and `checkpoints`. `vitals`: state
+    of the rank's machine, in answers to `Ping`.
     """
 
     age_s: float = 0.0

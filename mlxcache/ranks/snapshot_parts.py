@@ -66,7 +66,11 @@ class SnapshotParts:
         return op.Answer()
 
     def _import(self, data: bytes, start: int | None, arrays: list[op.Array]) -> op.Answer:
-        """Have the uploaded bytes written as a file; its outcome is told later."""
+        """Have the uploaded bytes written as a file, and return an empty answer before that.
+
+        `data`: the token ids, int32 as bytes. `start`, `arrays`: as in `Import`. The outcome of the
+        write is noted by `write`.
+        """
         ids, raw = np.frombuffer(data, np.int32), memoryview(bytes(self._uploaded))
         self._uploaded.clear()
         tensors, at = [], 0

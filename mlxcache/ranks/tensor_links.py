@@ -57,7 +57,7 @@ def probe(connection: socket.socket) -> None:
 
 
 def _options() -> dict[int, int]:
-    """Return the options of TCP that this system has, and their values."""
+    """Return the TCP options for keepalive that this system has: their numbers, and the values."""
     idle = "TCP_KEEPALIVE" if sys.platform == "darwin" else "TCP_KEEPIDLE"
     wanted = {idle: IDLE_S, "TCP_KEEPINTVL": EVERY_S, "TCP_KEEPCNT": PROBES}
     wanted["TCP_USER_TIMEOUT"] = 1000 * LOST_S

@@ -20,8 +20,9 @@ READ_S = 1.0
 class VitalsReader:
     """Thread that reads the state of this machine every `READ_S` seconds; see `Vitals`.
 
-    `store()` returns the rank's store, or None while it has none. `look` reads the machine's memory
-    pressure, `measure` the bytes of this process. `latest`: the last reading. Any thread.
+    `store()` returns the rank's store, or None while it has none. `look()` returns the machine's
+    memory pressure, `measure()` the memory of this process in bytes. `latest`: the last reading.
+    Any thread.
     """
 
     def __init__(
