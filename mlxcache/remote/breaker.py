@@ -22,9 +22,10 @@ class Breaker:
 
     While operations are skipped, a probe is made from time to time: an operation in the background
     that shows if the remote works again. `is_open`: operations are skipped. `reason`: why; None if
-    they are not. `errors`: failures so far. `probe_s`: seconds before the first probe. `wait_s`:
-    seconds before the next one, which double each time, up to `MOST_PROBE_S`. Methods are called on
-    one thread; any thread may read attributes.
+    they are not. `errors`: failures of operations since the start. `probe_s`: seconds before the
+    first probe, if no operations were skipped shortly before. `wait_s`: seconds before the next
+    one. They double with each probe that fails, up to `MOST_PROBE_S`. Methods are called on one
+    thread; any thread may read attributes.
     """
 
     def __init__(self, probe_s: float):
@@ -47,7 +48,7 @@ class Breaker:
         """Record a failure, with a short `reason` for the log.
 
         Operations are skipped from then on if it is `grave`, that is, if the next ones would fail
-        too, or if it is one of `FAILURES` in a row.
+        too, or if `FAILURES` operations in a row have failed.
         """
         self.errors += 1
         self._in_a_row += 1

@@ -1,4 +1,4 @@
-"""Fetching: KV of a prompt's prefix that other servers computed is saved to the own store.
+"""Fetching: KV of a prompt's prefix that other servers computed is saved to this server's store.
 
 A lookup has a time limit in proportion to the time that computing the prompt would take, and
 fetches only objects that are expected to arrive sooner than their tokens could be computed.
@@ -165,7 +165,8 @@ class Fetcher:
 
         `known`: leading tokens that can be reused from RAM. `began`: time by `time.monotonic` from
         which the time limit counts. `dropped()` returns True once nobody waits for the result.
-        Blocks within the time limit. Raises StoreError if the store cannot be read.
+        Blocks until about that limit, which each run that is saved extends. Raises StoreError if
+        the store cannot be read, or if the checkpoint cannot be saved.
         """
         found = self._store.find(ids, touch=False)
         most = len(ids) - 1
@@ -266,7 +267,7 @@ class Fetcher:
         """Return whether fetching runs is expected to take less time than computing their tokens.
 
         `ends`: ends of the run objects still to fetch, for a prefix of `target` tokens. `at`:
-        tokens that were fetched already; None before the first.
+        position up to which runs were saved by this lookup; None before the first.
         """
         nbytes = sum(self._run_bytes(end) for end in ends)
         if at is None and self._shape.opaque:
@@ -309,7 +310,7 @@ class Fetcher:
 
         `target`: tokens of the prefix that is fetched. Stops at a run that is missing, damaged, or
         not read within the time limit, that cannot be saved, or from which on reading is expected
-        to take longer than computing the tokens.
+        to take longer than computing the tokens, and when nobody waits for the result any more.
         """
         at, saved = lookup.local, 0
         try:
@@ -405,8 +406,9 @@ class Fetcher:
     ) -> bytes | None:
         """Wait for the content of an object; None if it is missing or damaged.
 
-        `future`: result of `_begin`. `nbytes`: bytes expected since the time `began`. Raises
-        _Expired after the lookup's time limit.
+        `future`: result of `_begin`. `nbytes`: bytes, those of this object included, that are
+        expected to be read from the time `began` on. Raises _Expired after the lookup's time limit
+        or a far longer wait than expected, and RemoteUnavailable.
         """
         expected, wait = self.pace.seconds(nbytes), lookup.allowance.left
         if expected is not None:
@@ -430,7 +432,8 @@ class Fetcher:
     def _call(self, lookup: _Lookup, action: Callable[[float], T]) -> T:
         """Return the result of `action(seconds)`, a small call to the remote.
 
-        `seconds`: time that the lookup has left. Raises _Expired after the lookup's time limit.
+        `seconds`: time that the lookup has left. Raises _Expired after the lookup's time limit or
+        when nobody waits for its result, and RemoteUnavailable.
         """
         began, left = self._clock(), lookup.allowance.left
         if left <= 0 or lookup.dropped():

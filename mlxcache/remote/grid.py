@@ -27,9 +27,10 @@ VERSION = "v1"
 
 
 def cell_tokens(bytes_per_token: int) -> int:
-    """Return the tokens of a cell: the largest power of two of blocks within `CELL_BYTES`.
+    """Return the number of tokens of a cell.
 
-    At least one block, and at most `CELL_TOKENS`. `bytes_per_token`: those of all layers' KV.
+    It is the largest whose KV takes at most `CELL_BYTES`, out of one block, two, four and so on up
+    to `CELL_TOKENS`; one block if none is. `bytes_per_token`: those of all layers' KV.
     """
     tokens = BLOCK
     while tokens < CELL_TOKENS and 2 * tokens * bytes_per_token <= CELL_BYTES:

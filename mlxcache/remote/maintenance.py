@@ -55,8 +55,9 @@ def measure(url: RemoteUrl, form: Form, step: Callable[[int], None]) -> Holdings
     """List all objects of the remote at `url`, and count them.
 
     `form`: how its names are stored. An object's kind is the third part of its name, such as "run";
-    it is `FOREIGN` for names under another key. `step(n)` is called with the number of objects
-    counted so far. Blocks for about a second per 5,000 objects. Raises RemoteUnavailable.
+    it is `FOREIGN` for names under another key or of no known kind. `step(n)` is called with the
+    number of objects counted so far. Blocks for about a second per 5,000 objects. Raises
+    RemoteUnavailable.
     """
     holdings, now = Holdings(), datetime.now(UTC)
 

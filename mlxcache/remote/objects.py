@@ -81,8 +81,9 @@ class Objects:
 
     `marks`: write the marker if it is absent, which decides the key of a new remote.
 
-    After failures the remote is skipped: every method raises at once, until a probe in the
-    background succeeds. Reading and writing have a breaker each.
+    Reading and writing have a breaker each. After failures of writing, methods that write raise at
+    once, until a probe in the background succeeds; after failures of reading, those that read and
+    those that write do.
     """
 
     def __init__(
@@ -182,10 +183,10 @@ class Objects:
         self._wait(partial(self._put, stored, wrapped), self._writing, None)
 
     def list(self, prefix: str, limit: int, within: float | None = None) -> Names:
-        """Return the names of objects below `prefix`, sorted; of more than `limit`, any `limit`.
+        """Return the names of at most `limit` objects below `prefix`, sorted.
 
-        `prefix`: a name's first parts, with or without a slash at its end. `within`: most seconds
-        to wait. Raises RemoteUnavailable after that time, and after that of `Limits`.
+        Which ones is undefined if there are more. `prefix`: a name's first parts, with or without a
+        slash at its end. `within`: seconds to wait at most, if less than the deadline.
         """
         stored = self._stored(prefix.rstrip("/"))
         found = self._wait(partial(self._list, stored, limit), self._reading, within)
@@ -241,7 +242,7 @@ class Objects:
     def _wait(self, work: Work[T], breaker: Breaker, within: float | None) -> T:
         """Run `work()` on the remote's thread; wait for its result, at most `within` seconds.
 
-        `breaker`: that of reading or writing. Raises RemoteUnavailable.
+        `breaker`: that of reading or writing. Raises RemoteUnavailable, and Corrupt if `work` does.
         """
         with self._submitting:
             if breaker.is_open or self._reading.is_open or self._closed:
@@ -338,9 +339,10 @@ class Objects:
                 moved.add(len(wrapped))
 
     async def _write(self, stored: str, wrapped: bytes) -> None:
-        """Write an object, unless the remote is a folder that is no longer mounted.
+        """Write an object. Raises Failure, also if the remote is a folder that lost its marker.
 
-        `stored`: its stored name. `wrapped`: the bytes to store.
+        Such a folder is no longer mounted. `stored`: the object's stored name. `wrapped`: the bytes
+        to store.
         """
         if self._marks and self._storage.is_folder and await self._storage.head(MARKER) is None:
             raise _unmounted()
@@ -373,10 +375,10 @@ class Objects:
     ) -> T:
         """Await `work` with a deadline, and record its outcome. Raises Failure.
 
-        `breaker`: that of reading or of writing, in which the outcome is recorded. `seconds`: the
-        deadline, `Limits.operation_s` if None. `own_deadline`: `work` has a deadline itself, and
-        gets no other. A `probe` is tried while the breaker is open, and its failure is recorded by
-        `_probe`.
+        An error Corrupt of `work` is raised too, and not recorded. `breaker`: that of reading or of
+        writing, in which the outcome is recorded. `seconds`: the deadline, `Limits.operation_s` if
+        None. `own_deadline`: `work` has a deadline itself, and gets no other. A `probe` is tried
+        while the breaker is open, and its failure is recorded by `_probe`.
         """
         if breaker.is_open and not probe:
             work.close()

@@ -78,12 +78,12 @@ class Pace:
 
     @property
     def call_s(self) -> float | None:
-        """Seconds of a call that moves almost no data."""
+        """Average seconds of a call that moves almost no data; None if it is not known."""
         return self._recent(self._call)
 
     @property
     def bytes_per_s(self) -> float | None:
-        """Bytes per second of reading."""
+        """Average bytes per second of reading; None if it is not known."""
         rate = self._recent(self._rate)
         return None if rate is None else 1 / max(rate, 1e-12)
 

@@ -102,8 +102,8 @@ def encode(rows: Sequence[ReplyRow]) -> bytes:
 def decode(data: bytes, vocab_size: int) -> list[ReplyRow]:
     """Return the replies in the object `data`, oldest first.
 
-    `vocab_size`: number of token ids of the model. Empty if a later version of mlxcache wrote the
-    object. Raises Damaged.
+    `vocab_size`: number of token ids of the model. Returns an empty list if another version of
+    mlxcache wrote the object in another form. Raises Damaged.
     """
     body = data[_CHECK_BYTES:]
     if xxh3_64_digest(body) != data[:_CHECK_BYTES]:
@@ -180,10 +180,11 @@ class SharedReplies:
             self._counts.add("uploaded_bytes", len(data))
 
     def fetch(self, owner: str | None, asked: Sequence[bytes], seconds: float) -> list[ReplyRow]:
-        """Return the replies of an owner that the remote has, as far as they arrive in time.
+        """Return new replies of an owner that the remote has; none if they do not come in time.
 
-        `asked`: for each reply, the digest of the messages before it, oldest first. Blocks for at
-        most `seconds`.
+        `asked`: for each reply, the digest of the messages before it, oldest first. A digest is not
+        looked up again once a reply with it was fetched or offered, or after `TRIES` (3) lookups.
+        Blocks for at most `seconds`.
         """
         names = [self._name(owner, digest) for digest in asked]
         names = [name for name in names if (self._tried.get(name) or 0) < TRIES][-MOST_WANTED:]

@@ -50,8 +50,9 @@ class FetchedRun:
 def pack_run(store: Store, found: Found, chain: Chain, start: int, stop: int) -> bytes:
     """Return the object of the run of tokens [start, stop), from the files in `found`.
 
-    `found`: result of a search for the chain's token ids. The files are verified first. Blocks for
-    reading. Raises StoreError if the files do not cover the tokens, or one of them is damaged.
+    `found`: result of a search for the chain's token ids; the caller makes sure that its files
+    cover [start, stop). The files are verified first. Blocks for reading. Raises StoreError if a
+    file is damaged or was evicted meanwhile, and OSError or Malformed if reading fails.
     """
     places: tuple[Place, ...] = ()
     late: frozenset[str] = frozenset()
@@ -108,9 +109,10 @@ def _composed(
 def unpack_run(data: bytes, chain: Chain, start: int, end: int) -> FetchedRun:
     """Verify the object of a run, and return the part of it that a prompt can use.
 
-    `data`: the object. `start`, `end`: the range of tokens that its name stands for. It may hold
-    more tokens after `end`, which are included as far as they are those of the prompt. Raises
-    Malformed.
+    `data`: the content of the object. `chain`: that of the prompt. `start`, `end`: the range
+    of tokens that the object must hold. It may hold more tokens after `end`; they are included as
+    far as they equal those of the prompt. Raises Malformed if the content is damaged, or its tokens
+    from `start` to `end` are not those of the prompt.
     """
     head = run_of(header_of(data))
     if head.namespace != chain.namespace or head.base != chain.whole[start // BLOCK]:
@@ -137,7 +139,12 @@ def unpack_run(data: bytes, chain: Chain, start: int, end: int) -> FetchedRun:
 
 
 def pack_checkpoint(store: Store, saved: Saved, ids: Tokens) -> bytes:
-    """Return the object of a checkpoint: its file, verified first. Blocks. Raises StoreError."""
+    """Return the content of a checkpoint's object, which is the checkpoint's file, verified first.
+
+    `saved`: the checkpoint on disk. `ids`: token ids of a prompt that begins with the checkpoint's
+    tokens. Blocks for reading. Raises StoreError if the file is damaged or was evicted meanwhile,
+    and OSError or Malformed if reading fails.
+    """
     store.verify_checkpoint(saved, ids)
     data = bytearray(saved.nbytes)
     with open_file(saved.path) as fd:

@@ -3,12 +3,13 @@
 - Three kinds of keys are derived from the file's key by HKDF-SHA256 (RFC 5869), told apart by
   `info`: one for names, one per object for its content, and a public id to compare keys by.
 - Contents: AES-256-GCM (NIST SP 800-38D). The object's name and the header are associated data, so
-  an object under another name, or of another form, is damaged. A nonce must never repeat with one
-  key. It is 96 random bits, of which section 8.3 there allows 2**32 with one key; here that is the
-  number of times that one name may be written.
-- Names: AES-SIV (RFC 5297), part by part, with the parts before as associated data. It is
-  deterministic, so that equal names meet, and needs no nonce. Names are derived from prompts:
-  unkeyed, whoever lists the bucket could test guesses of a prompt.
+  decryption fails if an object was renamed or its header changed. A nonce must never repeat with
+  one key. It is 96 random bits, of which section 8.3 of SP 800-38D allows 2**32 with one key; here
+  that is the number of times that one name may be written.
+- Names: AES-SIV (RFC 5297), separately for each part between slashes, with the parts before it as
+  associated data. AES-SIV is deterministic, so that all servers encrypt a name to the same text,
+  and needs no nonce. Names are derived from prompts: if they were not encrypted, whoever lists the
+  bucket could test guesses of a prompt.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ class Sealed:
         self.key_id: str | None = _derive(key, b"id", 16).hex()
 
     def stored_name(self, name: str) -> str:
-        """Return the name with each part but the first encrypted, in base 32."""
+        """Return `name` with each part between slashes but the first encrypted, in base 32."""
         parts = name.encode().split(b"/")
         return "/".join(
             _encode(self._names.encrypt(part, parts[:place])) if place else part.decode()
@@ -65,12 +66,15 @@ class Sealed:
         return b"/".join(parts).decode()
 
     def wrap(self, name: str, content: bytes | memoryview) -> bytes:
-        """Return a header, a nonce, and the content encrypted with its tag."""
+        """Return the bytes to store as object `name`: header, nonce, encrypted content, tag."""
         head, nonce = make_head(SEALED), os.urandom(_NONCE_BYTES)
         return b"".join((head, nonce, self._cipher(name).encrypt(nonce, content, _bound(name))))
 
     def unwrap(self, name: str, stored: bytes | bytearray) -> bytes:
-        """Return the decrypted content. Raises Corrupt if the key, the name or a byte differs."""
+        """Return the content from which `wrap` made `stored`.
+
+        Raises Corrupt if a byte of `stored` was changed, or `wrap` used another key or name.
+        """
         check_head(stored, SEALED)
         after = memoryview(stored)[HEAD_BYTES:]
         nonce, sealed = bytes(after[:_NONCE_BYTES]), after[_NONCE_BYTES:]

@@ -78,8 +78,8 @@ class SharedSessions:
     def look_up(self, owner: str | None, key: bytes) -> None:
         """Begin to read the record of a conversation, unless it was read before.
 
-        `key`: digest of the conversation key, computed from the token ids as they are cached for
-        `owner`.
+        `owner`: the owner of the request. `key`: digest of the conversation key; if the server has
+        several keys, of the owner's own token ids, under which prompts are cached.
         """
         name = self._name(owner, key)
         if self._found.get(name) is not None or not self._objects.available:

@@ -110,7 +110,10 @@ class Storage:
             raise Failure("there is no such bucket or folder", grave=True) from None
 
     async def pages(self, prefix: str) -> AsyncIterator[list[Stored]]:
-        """Yield the objects whose paths begin with the parts of `prefix`, in pages of a listing."""
+        """Yield the objects whose paths begin with `prefix`, in pages of a listing.
+
+        The prefix is compared by whole parts of paths: `a/b` lists `a/b/c`, but not `a/bc`.
+        """
         with _failures():
             async for page in obstore.list(self._store, prefix, chunk_size=_PAGE):
                 yield [Stored(one["path"], one["size"], one["last_modified"]) for one in page]
@@ -188,9 +191,11 @@ def _s3_config() -> S3Config:
 
 
 def _section(variable: str, name: str, section: str) -> dict[str, str]:
-    """Return a section of the file `name` in ~/.aws, or of the file that `variable` names.
+    """Return the settings in one section of an AWS file.
 
-    `variable`: an environment variable. Returns an empty dict if there is no such section.
+    The file is that whose path is in the environment variable `variable`, or, if this is not set,
+    the file `name` in ~/.aws. Returns an empty dict if there is no such file or section. Raises
+    ConfigError if the file is malformed.
     """
     path = Path(os.environ.get(variable) or Path.home() / ".aws" / name)
     parser = configparser.RawConfigParser()

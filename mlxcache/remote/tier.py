@@ -135,11 +135,12 @@ class RemoteTier:
         self._replies.offer(owner, asked, row)
 
     def replies_to(self, owner: str | None, asked: Sequence[bytes], tokens: int) -> list[ReplyRow]:
-        """Return the replies of an owner that the remote has, as far as they arrive in time.
+        """Return new replies of an owner that the remote has; none if they do not come in time.
 
-        `asked`: for each reply, the digest of the messages before it, oldest first. `tokens`:
-        length of the conversation. Blocks for at most 3 % (`REPLIES_SHARE`) of the estimated
-        seconds for computing it, and for at most 1 s (`MOST_REPLIES_S`).
+        `asked`: for each reply, the digest of the messages before it, oldest first. Replies that
+        were fetched or shared before are left out. `tokens`: length of the conversation. Blocks
+        for at most 3 % (`REPLIES_SHARE`) of the estimated seconds for computing the conversation,
+        and for at most 1 s (`MOST_REPLIES_S`).
         """
         if not asked or not self._objects.available:
             return []
@@ -149,11 +150,17 @@ class RemoteTier:
     # -- state -------------------------------------------------------------------------------------
 
     def figures(self) -> dict[str, Any]:
-        """Return the counts of this model since the server started."""
+        """Return counts of what this model has exchanged with the remote since the server started.
+
+        The keys are `counts.NAMES`, and `waiting`: number of uploads queued or in progress.
+        """
         return {**self._counts.figures(), "waiting": self.uploader.waiting}
 
     def close(self, seconds: float = CLOSE_S) -> None:
-        """Upload what is queued, for at most `seconds`, then end all threads. Blocks."""
+        """Upload what is queued, for at most `seconds`, then end all threads.
+
+        Blocks for at most `seconds`, and as long again for the upload that is in progress then.
+        """
         self._lookups.shutdown(wait=False, cancel_futures=True)
         self._behind.shutdown(wait=False, cancel_futures=True)
         self._reading.shutdown(wait=False, cancel_futures=True)

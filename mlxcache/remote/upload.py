@@ -1,7 +1,7 @@
 """Uploading: KV that is on disk is also put into the remote, in the background.
 
-One thread uploads, in order. What cannot be uploaded now stays in a bounded queue; what is dropped
-from the queue is uploaded with the conversation's next turn.
+One thread uploads, small records before KV. What cannot be uploaded now stays in a bounded queue.
+If KV is dropped from a full queue, it is uploaded with the conversation's next turn.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class Uploader:
             self._state.notify_all()
 
     def add_record(self, name: str, put: Callable[[], None]) -> None:
-        """Queue `put`, which writes the small object `name`; it replaces a queued one.
+        """Queue `put`, which writes the small object `name`, in place of one queued as `name`.
 
         `put` is called on the uploader's thread and may raise RemoteUnavailable.
         """
@@ -124,7 +124,7 @@ class Uploader:
         return True
 
     def close(self, seconds: float) -> int:
-        """End the thread after the object that it is writing, waiting at most `seconds`.
+        """End the thread after the path or record in progress, waiting at most `seconds`.
 
         Returns the number of paths and records that were not uploaded.
         """
@@ -164,9 +164,10 @@ class Uploader:
                     self._state.notify_all()
 
     def _next(self) -> tuple[str, Callable[[], None]] | Tokens | None:
-        """Wait for the next item and for the end of a pause; return None once closing.
+        """Wait for the next item of the queue and remove it; return None once `close` was called.
 
-        An item is the token ids of a path, or the name of a record and the function that writes it.
+        After a failed upload, also waits until the pause before the next try is over. An item is
+        the token ids of a path, or the name of a record and the function that writes it.
         """
         with self._state:
             if self._pause and not self._closing:
