@@ -76,8 +76,8 @@ class Bound:
 def _bound(settings: Settings, weights: int, shared: Shared | None, others: int | None) -> Bound:
     """Return the limit of the budget of a model whose weights take `weights` bytes.
 
-    `shared`: the budget of several models; None for a single one. `others`: the least budget of the
-    other ranks of a divided model, or None.
+    `shared`: the budget of several models; None for a single one. `others`: the smallest of the
+    other ranks' budgets in bytes, for a divided model; else None.
     """
     if shared is None:
         limit = whole = read_ram_limit(settings, weights)
@@ -127,9 +127,9 @@ def plan_memory(
     """Set aside memory for MLX's pool of freed buffers, passes, and copies to write to disk.
 
     Measures the memory that forward passes need. `shared`: the budget of several models; None for a
-    single one. `others`: the least budget of the other ranks of a divided model, or None. Raises
-    ModelError, or BadRequest with `shared`, if the limit is too small, and Busy if other models use
-    the memory at present. MLX thread only.
+    single one. `others`: the smallest of the other ranks' budgets in bytes, for a divided model;
+    else None. Raises ModelError, or BadRequest with `shared`, if the limit is too small, and Busy
+    if other models use the memory at present. MLX thread only.
     """
     whole = memory_for(machine_bytes(), device.working_set_bytes())
     bound = _bound(settings, loaded.info.weights_bytes, shared, others)
@@ -193,8 +193,9 @@ def open_shared_memory(
 
     Memory for MLX's pool of freed buffers is set aside already.
 
-    `free_idle(size)` unloads idle models until `size` bytes are free, or returns False.
-    `ceiling(tier)` returns the most bytes that a model's tier can have.
+    `free_idle(size)` unloads idle models until `size` more bytes are free and returns True, or
+    unloads none and returns False. `ceiling(tier)` returns the most bytes that a model's tier can
+    have.
     """
     limit = read_ram_limit(settings, 0)
     budget = SharedBudget(limit)

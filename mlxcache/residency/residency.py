@@ -67,7 +67,8 @@ class Residency:
     def welcome(self, newcomer: Newcomer) -> None:
         """Queue a model that is to be loaded for the first time.
 
-        `step` makes room for it in the order of waiting, and then completes `newcomer.room`.
+        When it has waited longest, `step` frees memory for its weights and charges them to the
+        budget. The future `newcomer.room` is done then; it has an exception if they can never fit.
         """
         newcomer.note_queued(self._clock())
         self._newcomers.append(newcomer)
@@ -158,21 +159,24 @@ class Residency:
         self.settle()
 
     def settle(self) -> None:
-        """Release memory of unloaded models that waited for writes to disk, if these have ended.
+        """Release the memory that unloaded models still hold until writes to disk have ended.
 
-        It is that for the writes and, of models that were unloaded for being idle, their KV.
+        This is the memory set aside for the writes and, for models that were unloaded because they
+        were idle, their KV. Models whose writes have not ended keep theirs.
         """
         if any([one.settle() for one in self.residents]):
             trim_heap()
             self.note_step()
 
     def _choose(self, now: float) -> Resident | None:
-        """Return the model to load, if it has waited longest and there is memory for it.
+        """Serve the model that has waited longest; return it if its weights are to be read now.
 
-        A newcomer only has its `room` completed; None is returned then. If busy models hold the
-        memory, those that have had it for `stay_s` seconds start no new requests until the memory
-        was passed on. A loaded model may wait too, because a prompt needs more memory than the
-        others leave. Both kinds of waiting models are served in one order.
+        The model may be unloaded and wait for memory for its weights, or be loaded and wait for
+        memory for a prompt. If busy models hold that memory, those that have had it for `stay_s`
+        seconds start no new requests until the waiting model has it. Returns None if the memory is
+        not free yet, if a loaded model waits, or for a newcomer. Once there is memory for a
+        newcomer, its future `room` is done, and `read_first` is called later. `now`: seconds of a
+        monotonic clock.
         """
         first = self._find_first()
         if first is not self._first:
@@ -208,8 +212,8 @@ class Residency:
     def _find_first(self) -> Resident | Newcomer | None:
         """Return the model that has waited longest for its weights or for memory of other models.
 
-        Left out are those whose prompt would not fit even if others gave up memory. None if no
-        model waits.
+        Left out are those whose prompt would not fit, or did not, though others gave up memory.
+        None if no model waits.
         """
         waiting: list[Resident | Newcomer] = [
             *(one for one in self._waiting if one.wanted or self._could_start(one)),
@@ -220,7 +224,8 @@ class Residency:
     def _could_start(self, one: Resident) -> bool:
         """Return whether the waiting prompt of `one` would fit if other models gave up memory.
 
-        Models that are never unloaded do not give up any.
+        Models that are never unloaded do not give up any. False also if no prompt of `one` waits,
+        or if all other models gave up memory already and the prompt did not fit.
         """
         wait = one.kv.waits.current
         if wait is None or wait is self._hopeless or self.memory is None:
@@ -247,7 +252,8 @@ class Residency:
         It is `stay_s` seconds after the model was loaded or got more memory, in seconds of a
         monotonic clock. If a prompt of another model waits for memory, the `stay_s` seconds begin
         with that wait at the earliest, because the requests that run now may leave enough memory
-        when they end.
+        when they end. They are 0 then if `one` runs no request because its own prompt waits for
+        memory too, except after other models gave up memory for `one`.
         """
         first = self._first
         if not isinstance(first, Resident) or not first.short:
@@ -321,7 +327,7 @@ class Residency:
     ) -> bool:
         """Return whether `wanted` fits into the budget of `memory` beside the models `keep`.
 
-        If not, the requests that wait for it get an error.
+        If it does not fit, ends the waiting for `wanted` with an error (BadRequest).
         """
         if wanted.size + sum(one.size for one in keep) <= memory.limit:
             return True
@@ -365,7 +371,8 @@ class Residency:
     def _read_first(self, one: Newcomer) -> None:
         """Read one more part of the weights of a newcomer.
 
-        After an error, the engine of the newcomer releases what was read.
+        After the last part or an error, the future `one.read` is done. On an error, the code that
+        waits for that future releases what was read. Raises device errors.
         """
         try:
             over = one.left or one.read_on()

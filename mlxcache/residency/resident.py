@@ -1,4 +1,4 @@
-"""Residents: one model in memory each, with its weights and what is set aside for it.
+"""Newcomers and residents: models with the state of their weights and the memory they take.
 
 MLX thread only, except `Resident.figures`.
 """
@@ -189,7 +189,8 @@ class Resident:
     def settling(self) -> bool:
         """True if the model is unloaded, and part of its memory waits for writes of KV to disk.
 
-        That memory is what is set aside for writing and, if the model was idle, its KV.
+        That memory is what is set aside for writing and, if the model was unloaded because it was
+        idle, its KV.
         """
         idle = self.cause == "idle" and self.kv.tree.tokens > 0
         return self.state == "unloaded" and (bool(self._held) or idle)
@@ -335,7 +336,8 @@ class Resident:
     def drop(self, cause: Cause) -> None:
         """Drop the weights from memory; `cause` is the reason that is shown to clients.
 
-        Idle KV stays in memory until something else needs the space.
+        Idle KV stays in memory until something else needs the space or, if `cause` is "idle", until
+        `settle` releases it.
         """
         self.scheduler.idle_prefill.clear()
         self.kv.waits.end()

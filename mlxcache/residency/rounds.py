@@ -1,6 +1,6 @@
 """The loop of the MLX thread: in each round it runs posted actions and steps one scheduler.
 
-There is one scheduler for each loaded model.
+There is one scheduler for each model that was loaded at least once and is not closed.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ class Rounds:
             self.thread.start()
 
     def end(self) -> None:
-        """End the loop and the thread after all actions posted so far, unless schedulers remain.
+        """End the loop and the thread after all actions posted so far. Does not block.
 
-        Does not block.
+        If a scheduler has not been removed by then, neither ends: call `end` again afterwards.
         """
 
         def stop() -> None:
@@ -90,11 +90,13 @@ class Rounds:
             self.tick()
 
     def tick(self) -> None:
-        """Run one round: posted actions, then one step of one scheduler.
+        """Run one round: posted actions, loading and unloading, then a step of one scheduler.
 
-        Of the schedulers with work, the one that has used the least time is stepped. Blocks while
-        no scheduler has work. After a device error, the active tasks of all schedulers begin again,
-        because it is not known whose command failed; the third such error in a row is raised.
+        Of the schedulers with work, the one that has used the least time is stepped; if none has
+        work, all are stepped. Before that, while there is neither work nor a model to load, blocks
+        until an action is posted or a model may be unloaded. After a device error, the active
+        tasks of all schedulers begin again, because it is not known whose command failed; the third
+        such error in a row is raised.
         """
         stepped: list[Scheduler] = []
         try:

@@ -23,9 +23,10 @@ class WeightsAccount:
         self._charged: Counter[str] = Counter()
 
     def grant(self, use: BaseUse, nbytes: int) -> None:
-        """Charge the weights of a model, `nbytes` in total, before or after they are read.
+        """Charge the weights of a model, before or after they are read.
 
-        Arrays of a base that the model already holds are charged with the base.
+        `use`: the model's use of arrays of base models. `nbytes`: bytes of all its weights. Arrays
+        that it holds together with other models are charged once, as those of their base.
         """
         self._granted[use] = nbytes
         self.settle()
