@@ -185,7 +185,10 @@ def header_of(data: bytes) -> Header:
 
 
 def _verify_check(raw: bytes) -> None:
-    """Raise Malformed unless the header `raw`, with its length, has a correct checksum."""
+    """Raise Malformed unless the checksum in a header's metadata is correct.
+
+    `raw`: the bytes of the file before the payload: the length of the header, and the header.
+    """
     at = _LENGTH + len(OPENING)
     stored = raw[at : at + len(_NO_CHECK)]
     zeroed = raw[:at] + _NO_CHECK + raw[at + len(_NO_CHECK) :]
