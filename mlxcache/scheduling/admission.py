@@ -160,12 +160,14 @@ class Admission:
         return shared
 
     def start(self, task: Task, began: float, *, alone: bool) -> bool:
-        """Acquire a lease for `task`; return False if other requests hold the memory it needs.
+        """Acquire a lease for `task`; return False if `task` must wait.
 
-        `began`: time at which the admission began, by `time.perf_counter`. `alone`: no other
-        request for this model is being computed, so memory can become free only by writing KV to
-        disk, or when other models give it up. In the latter case `MemoryWaits.short` is true
-        afterwards. Raises ContextLengthExceeded if the prompt can never fit.
+        It waits while other requests hold the memory that it needs, and also if KV of its prefix
+        was evicted from RAM since the lookup on disk, which then has to be repeated. `began`: time
+        at which the admission began, by `time.perf_counter`. `alone`: no other request for this
+        model is being computed, so memory can become free only by writing KV to disk, or when other
+        models give it up. In the latter case `MemoryWaits.short` is true afterwards. Raises
+        ContextLengthExceeded if the prompt can never fit.
         """
         kv, planned = self._kv, task.lookup.target if task.lookup else 0
         hints = CacheHints.of(task.job)
@@ -188,12 +190,14 @@ class Admission:
         return True
 
     def _acquire_last(self, task: Task, planned: int, hints: CacheHints) -> Lease | None:
-        """Acquire a lease for `task` with all memory that no request uses.
+        """Acquire a lease for `task` after evicting all KV of this model that no request uses.
 
-        `planned`: position up to which the prefix will be restored from disk. `hints` tell how the
-        use of the prefix is counted. Returns None if other models hold memory that the task may get
-        later; `MemoryWaits.current` then states the bytes that it waits for. Raises
-        ContextLengthExceeded if the prompt can never fit.
+        If there is no memory for the first part of the reply even then, memory for one token of it
+        is enough. Nothing is evicted if the prompt needs memory that other models use. `planned`:
+        position up to which the prefix will be restored from disk. `hints` tell how the use of the
+        prefix is counted. Returns None if other models hold memory that the task may get later;
+        `MemoryWaits.current` then states the bytes that it waits for. Raises ContextLengthExceeded
+        if the prompt can never fit.
         """
         kv, lease = self._kv, None
         if kv.waits.in_reach(len(task.ids)):

@@ -111,8 +111,8 @@ class IdlePrefill:
     def ready(self) -> bool:
         """True if `step` can make progress now.
 
-        False without a queued turn, and while the newest turn waits for memory, or another model
-        does.
+        False without a queued turn, and while the newest turn waits for memory. While another model
+        waits for memory, True only if a turn has a lease, which `step` releases then.
         """
         if self._kv.waits.others_wait:
             return self._leased
@@ -207,8 +207,8 @@ class IdlePrefill:
     def _release(self, task: Task) -> None:
         """Commit the tokens computed for a turn, and release its lease.
 
-        A complete turn is also written to disk if other servers can fetch it from there, because
-        the conversation may continue on one of them.
+        If KV on disk is also uploaded to a remote, a complete turn is written to disk, because the
+        conversation may continue on another server.
         """
         lease = task.held
         self._kv.commit(lease, task.ids, checkpoint=True)
@@ -232,7 +232,7 @@ class IdlePrefill:
     # -- requests ----------------------------------------------------------------------------------
 
     def pause(self) -> None:
-        """Release the leases of all turns, because a request has arrived and needs their memory.
+        """Release the leases of all turns, so that requests can use their memory.
 
         The tokens computed so far are committed, and the turns stay queued.
         """

@@ -52,9 +52,10 @@ class Row:
     guide; no further token is drawn. `drafted` and `accepted`: numbers of tokens that a draft model
     proposed, and that the model drew too. `draft_passes`: passes that checked drafted tokens. `id`:
     the request's id, for the log. `guide`: restricts the tokens that may be drawn. It has accepted
-    every token that was handed out. `guided`: it has accepted the pending token too. `steering`: a
-    change of the guide that the decoder has not applied yet. `shift`: position of its next token,
-    less the number of tokens before it; not 0 behind images, see `positions.shift_of`.
+    every token that was handed out. `guided`: the guide has accepted the pending token too.
+    `steering`: a change of the guide that the decoder has not applied yet. `shift`: position of the
+    row's next token, less the number of tokens before it; not 0 behind images, see
+    `positions.shift_of`.
     """
 
     owner: Any
@@ -101,7 +102,7 @@ class Row:
         self.error = error
 
     def trial(self) -> TrialRow:
-        """Return a copy of this row for draws that may not count."""
+        """Return a copy of this row for draws behind guessed tokens; see `TrialRow`."""
         return TrialRow(self.owner, self.sampler, self.processors, self.context, guide=self.guide)
 
     def set_context(self, context: mx.array) -> None:
@@ -158,8 +159,8 @@ class Row:
     def resume(self, sampler: Sampler, context: mx.array | None, guide: Guide | None) -> None:
         """Set the sampler, context and guide, so that the next draw continues from them.
 
-        They are those from before the first draw that is not kept. `guide` must not have accepted
-        the pending token yet.
+        All three are in their state after the newest draw that is kept, whose token is pending;
+        `guide` has not accepted that token yet.
         """
         self.sampler, self.context, self.guide = sampler, context, guide
         self.guided = False
@@ -179,11 +180,12 @@ class Row:
 class TrialRow(Row):
     """A copy of a row for draws behind guessed tokens, which may be wrong.
 
-    An exception in its sampler, a processor or its guide ends the copy only.
+    An exception in its sampler, a processor or its guide is recorded in the copy only. If the
+    guessed tokens are right, the row itself draws again and records its own exceptions.
     """
 
     def fail(self, error: Exception, failed: str | None = None) -> None:
-        """Record `error`, and log nothing: it counts only if it is raised by the row itself."""
+        """Record `error` in the copy. Logs nothing, also if `failed` is given."""
         self.error = error
 
 
@@ -289,11 +291,12 @@ class Decoder:
             self._set_pending(other.pending[rows], other.logprobs[rows], other.finite[rows])
 
     def _set_pending(self, pending: mx.array, logprobs: mx.array, finite: mx.array) -> None:
-        """Set the pending tokens; on a GPU, which reports errors late, evaluate them at once.
+        """Set the pending tokens, shape (rows,); on a GPU, start to evaluate them at once.
 
-        Otherwise they would be evaluated with the next pass, and fail with it. `logprobs`: the
-        log-probabilities that they were drawn from, shape (rows, vocabulary). `finite`: rows with
-        finite logits, shape (rows,). Raises without changing anything if MLX fails.
+        A GPU reports errors late. Without this start they would be evaluated with the next pass,
+        and fail with it. `logprobs`: the log-probabilities that they were drawn from, shape (rows,
+        vocabulary). `finite`: True for rows with finite logits, shape (rows,). Raises without
+        changing anything if MLX fails.
         """
         if device.defers_errors():
             mx.async_eval(pending, logprobs, finite)  # type: ignore[no-untyped-call]
@@ -301,9 +304,9 @@ class Decoder:
 
     @property
     def places(self) -> dict[str, mx.array]:
-        """The model's keyword arguments for the positions of the rows.
+        """The model's keyword arguments that correct the positions of the rows' next tokens.
 
-        Empty if these are the numbers of tokens before them.
+        `shift`: the `Row.shift` of each row, shape (rows,). Empty if all of them are 0.
         """
         shifts = [row.shift for row in self.rows]
         return {"shift": mx.array(shifts)} if any(shifts) else {}
@@ -406,7 +409,9 @@ def normalised(logits: mx.array) -> tuple[mx.array, mx.array]:
 def processed(row: Row, context: mx.array, logits: mx.array) -> mx.array:
     """Apply the row's processors to `logits` and return the result.
 
-    `context`: the row's token ids so far, shape (n,). An exception in a processor fails the row.
+    `context`: the row's token ids so far, shape (n,). `logits`: shape (1, vocabulary). An exception
+    in a processor is not raised: it is recorded in the row's `error`, and the logits from before
+    that processor are returned.
     """
     try:
         for process in row.processors:

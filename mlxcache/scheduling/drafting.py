@@ -59,8 +59,9 @@ class Draws:
     def draw(self, logits: mx.array) -> tuple[mx.array, mx.array, mx.array, Draws]:
         """Draw a token from `logits`, shape (1, vocabulary).
 
-        Returns the token, shape (1,), its log-probabilities, whether they are finite, shape (1,),
-        and the state after the draw. An exception in the sampler or a processor fails the row.
+        Returns the token, shape (1,), the log-probabilities of all tokens, shape (1, vocabulary),
+        whether they are finite, shape (1,), and the state after the draw. An exception in the
+        sampler, a processor or the guide is not raised, but recorded in the row's `error`.
         """
         sampler = copy(self.sampler)
         if self.context is not None:
@@ -95,9 +96,10 @@ class Draws:
 class _Flight:
     """One pass of the model in progress, with its draw at each position.
 
-    `tokens`, `logprobs`: the drawn tokens and their log-probabilities. `finite`: whether the logits
-    of each position are finite. `after`: the state of sampler, context and guide after each draw.
-    `drafted`: the proposed tokens that were fed.
+    `tokens`: the n drawn tokens, shape (n,). `logprobs`: for each draw, log-probabilities of all
+    tokens, shape (1, vocabulary). `finite`: whether the logits of each position are finite, shape
+    (n,). `after`: the state of sampler, context and guide after each draw. `drafted`: the proposed
+    tokens that were fed, shape (n - 1,).
     """
 
     tokens: mx.array
@@ -176,8 +178,8 @@ class DraftingDecoder(Decoder):
     def settle(self) -> tuple[int, int]:
         """Wait for a pass that verifies drafts; return the numbers of drafted and accepted tokens.
 
-        Both are 0 if no such pass is running. The caller must then truncate the caches to as many
-        positions as were accepted beyond the newest token handed out. The next `step` hands out the
+        Both are 0 if no such pass is running. After such a pass the caller must truncate the
+        lineage to the tokens handed out and the accepted tokens. The next `step` hands out the
         accepted tokens and one more. Raises NonFiniteOutput if one of these tokens was drawn from
         logits that are not finite.
         """
@@ -257,8 +259,8 @@ class DraftingDecoder(Decoder):
     def step(self) -> list[list[Drawn]]:
         """Return the tokens that are ready; start a pass over the last of them and new drafts.
 
-        The result has one list, because the decoder has one row. It is empty if the token's logits
-        are not finite.
+        The result has one list, because the decoder has one row. That list is empty if the pending
+        token was drawn from logits that are not finite.
         """
         if self.pending is not None and not (self._drafts and self._take_pending()):
             (drawn,) = super().step()

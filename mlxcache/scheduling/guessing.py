@@ -44,9 +44,12 @@ class Settled:
 class _Flight:
     """A pass in progress that checks a guess, with its draw at each position.
 
-    `newest`: the token that was pending, shape (1,). `again`: the tokens before it that were fed
-    again. `guess`: the tokens after it, of which the first `len(after) - 1` are checked. `after`:
-    the state of sampler, context and guide after each draw.
+    `newest`: the token that was pending, shape (1,). `again`: tokens before it that are fed again,
+    because they were taken back with a wrong guess. `guess`: the tokens after it, of which the
+    first `len(after) - 1` are checked. `tokens`: the n tokens drawn after `newest` and after each
+    checked token, shape (n,). `logprobs`: for each draw, log-probabilities of all tokens, shape
+    (1, vocabulary). `finite`: whether the logits of each draw are finite, shape (n,). `after`: the
+    state of sampler, context and guide after each draw.
     """
 
     newest: mx.array
@@ -61,10 +64,10 @@ class _Flight:
 class GuessingDecoder(Decoder):
     """Decoder of one row over the caches of `lineage`, which checks the guesses it is given.
 
-    `clock` returns seconds. `plain`: tokens and seconds of the last pass without a guess whose end
-    is known; None if other work came between, or the last pass that ended checked a guess.
-    `waited`: that pass was launched only when the tokens before it were known, after a guess, so
-    its time includes that of the launch.
+    `clock` returns seconds. `plain`: number of tokens, and seconds, of the last pass without a
+    guess whose end is known; None if other work came between, or the last pass that ended checked a
+    guess. `waited`: that pass was launched only when the tokens before it were known, after a
+    guess, so its time includes that of the launch.
     """
 
     def __init__(
@@ -131,10 +134,10 @@ class GuessingDecoder(Decoder):
     def settle(self) -> Settled | None:
         """Wait for a pass that checks a guess; return its result, or None if none is running.
 
-        Takes the wrong tokens of the guess back from the lineage. If that has opaque slots, all
-        tokens of the pass are taken back, and the next step feeds the right ones again. The next
-        step hands out the right tokens and one more. Raises what evaluating the pass raises; `undo`
-        can be called then.
+        Takes the wrong tokens of the guess back from the lineage. If there are any and the lineage
+        has opaque slots, all tokens of the pass are taken back, and the next step feeds the right
+        ones again. The next step hands out the right tokens and one more. Raises what evaluating
+        the pass raises; `undo` can be called then.
         """
         flight = self._flight
         if flight is None:
@@ -162,7 +165,12 @@ class GuessingDecoder(Decoder):
         return Settled(len(flight.guess), right, fed, seconds)
 
     def _take_back(self, flight: _Flight, right: int) -> None:
-        """Set the lineage to the tokens of a pass that were right, or to those before the pass."""
+        """Take the wrong tokens of a pass back from the lineage.
+
+        `right`: number of guessed tokens, from the first on, that were right. If some were wrong
+        and the lineage has opaque slots, all tokens of the pass are taken back, and the next step
+        feeds the right ones again.
+        """
         lineage = self._lineage
         if not lineage.layout.opaque or right == len(flight.guess):
             lineage.truncate(lineage.length + right)
@@ -227,10 +235,10 @@ class GuessingDecoder(Decoder):
         self._known_at = None
 
     def rewind(self, ids: Tokens) -> None:
-        """Set the lineage to exactly the tokens `ids`, the newest of which were handed out.
+        """Set the lineage to exactly the tokens `ids`: the prompt and the tokens handed out.
 
-        Drops the pass in progress and the pending token. Blocks if a recurrent state must be
-        computed again.
+        `ids`: as the model is fed them, shape (n,). Drops the pass in progress and the pending
+        token. Blocks if a recurrent state must be computed again.
         """
         lineage, flight = self._lineage, self._flight
         points, self._points, self._flight, self.pending = self._points, [], None, None
@@ -278,7 +286,11 @@ class GuessingDecoder(Decoder):
         return [[*accepted, *drawn]]
 
     def _step_over(self, again: Sequence[int], guess: Sequence[int]) -> list[Drawn]:
-        """Feed `again`, the pending token and `guess`; return the pending token."""
+        """Start a pass over `again`, the pending token and `guess`; return the pending token.
+
+        `again`: tokens before the pending one that were taken back with a wrong guess. The list is
+        empty if the logits of the pending token are not finite.
+        """
         newest, logprobs, finite = self.pending, self.logprobs, self.finite
         assert newest is not None
         assert logprobs is not None
@@ -293,7 +305,7 @@ class GuessingDecoder(Decoder):
         return ready
 
     def _set_running(self, flight: _Flight) -> None:
-        """Set the pass in progress; the draw of one without a guess is the pending token."""
+        """Set the pass in progress; if it checks no guess, its draw becomes the pending token."""
         if flight.guess:
             self._flight, self.pending = flight, None
             return
@@ -303,10 +315,11 @@ class GuessingDecoder(Decoder):
         self.logprobs = flight.logprobs[0]
 
     def _launch(self, newest: mx.array, again: Sequence[int], guess: Sequence[int]) -> _Flight:
-        """Start a pass over `again`, `newest` and `guess`, with a draw from `newest` on.
+        """Start a pass over `again`, `newest` and `guess`; draw after `newest` and guessed tokens.
 
-        `newest`: shape (1,). A draw behind a guessed token may not count, so an error in it ends
-        the checked part of the guess before it, and no more.
+        `newest`: shape (1,). There is no draw after a guessed token that the guide does not allow,
+        nor after later ones. A draw after a guessed token is of no use if that token is wrong, so
+        an error in it does not end the reply: the draws end before it.
         """
         (row,), lineage = self.rows, self._lineage
         if lineage.layout.opaque and guess:

@@ -52,7 +52,10 @@ class ImageCost:
         return int(SAFETY * self.peak * times ** (self.growth if times > 1 else 1.0))
 
     def longest(self, room: int, most: int) -> int:
-        """Return the tokens of the largest image that `room` bytes suffice for, at most `most`."""
+        """Return the tokens of the largest image whose `transient` bytes are at most `room`.
+
+        `most`: maximum of the result, which is 0 if no image fits.
+        """
         low, high = 0, most
         while low < high:
             middle = (low + high + 1) // 2
@@ -120,8 +123,9 @@ class Images:
     def inputs(self, task: Task, start: int, end: int) -> dict[str, mx.array]:
         """Return the model's extra keyword arguments for positions [start, end) of a task.
 
-        The second axis of each is the tokens: `positions` if those differ from the ones of text,
-        `input_embeddings` and what else the model takes if there is an image in that range.
+        The second axis of each array is the tokens. `positions` (see `model.positions`) is
+        present if an image with a grid begins before `end`. `input_embeddings`, and other inputs
+        that the model takes for images, are present if tokens of an image are in the range.
         """
         found: dict[str, mx.array] = {}
         if any(span.grid is not None and span.start < end for span in task.images):

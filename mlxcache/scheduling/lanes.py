@@ -254,7 +254,11 @@ class Lanes:
     # -- stepping ----------------------------------------------------------------------------
 
     def step(self, lane: Lane) -> list[list[Drawn]]:
-        """Draw one token or more for every row. Call `make_ready` before."""
+        """Run one decoding step; return the tokens that it hands out, in a list for each row.
+
+        A row's list ends before a token that was drawn from logits that are not finite. Call
+        `make_ready` before.
+        """
         if not lane.batched:
             lane.tasks[0].held.lineage.note_pass(lane.decoder.writes)
         count = lane.decoder.feeds
@@ -300,8 +304,9 @@ class Lanes:
     def _settle(self, lane: Lane, decoder: DraftingDecoder) -> bool:
         """Count the accepted drafts of the last pass, and reserve memory for the next pass.
 
-        Proposes as many tokens as pay, but no more than the reply may still have, and none if
-        memory is short. Returns False if there is no memory even for one token.
+        Sets how many tokens the next pass drafts: as many as `lane.drafts` chooses, or the maximum
+        if that is None, but no more than the reply may still have, and fewer or none if memory is
+        short. Returns False if there is no memory even for one token.
         """
         (task,) = lane.tasks
         lease, lineage, drafts = task.held, task.held.lineage, lane.drafts
@@ -500,7 +505,8 @@ class Lanes:
     def _narrow(self, lane: Lane, keep: list[int]) -> bool:
         """Keep only the rows with indices `keep` of a batch.
 
-        Returns False, with nothing changed, if there is no memory for the copies.
+        Returns False, with nothing changed, if there is no memory for the temporary copies of
+        their KV.
         """
         if not self.kv.ram.has_passing(2 * len(keep) * lane.capacity * self.layout.widest):
             return False

@@ -42,10 +42,11 @@ LONGEST_S = 4.0
 def measure_passes(model: Any, layout: Layout, room: int) -> Curves:
     """Measure passes over `LENGTHS` tokens, with the draw of a token at each position.
 
-    Returns the seconds of each length, by the number of cached positions before the pass. `model`:
-    is called as `model(tokens, cache=caches)`, tokens of shape (1, n), and returns logits of shape
-    (1, n, V). `layout`: of those caches. `room`: bytes that their KV may take. Lengths for which
-    there is no time are left out. Blocks; MLX thread only.
+    Returns pairs (tokens, seconds) by the number of cached positions before the pass. `model`: is
+    called as `model(tokens, cache=caches)`, tokens of shape (1, n), and returns logits of shape
+    (1, n, V). `layout`: of those caches. `room`: bytes that their KV may take. After `LONGEST_S`
+    seconds at one number of cached positions, the lengths not measured yet are left out, except
+    those in `FIRST`. Blocks; MLX thread only.
     """
     most = room // max(1, layout.bytes_per_token) - 2 * LENGTHS[-1]
     places = sorted({max(1, min(NEAR, most)), max(1, min(FAR, most))})
@@ -106,7 +107,7 @@ def load_passes(file: Path, key: str) -> Curves | None:
 
 
 def save_passes(file: Path, key: str, curves: Curves) -> None:
-    """Store `curves` for `key` in `file`, replacing it at once. Logs a warning if it cannot."""
+    """Store `curves` for `key` in `file`, replaced atomically; log a warning if that fails."""
     try:
         known = json.loads(file.read_bytes())
     except (OSError, ValueError):
@@ -129,7 +130,7 @@ MOST_KEPT = 31
 
 
 def passes_key(namespace: str, layout: Layout) -> str:
-    """Return the key of measurements of one model on this device, with these versions.
+    """Return the key of measurements of a model on this device, with these MLX and mlx-lm versions.
 
     `namespace`: that of the model, which covers its weights and their quantisation.
     """

@@ -85,7 +85,8 @@ class PrefixLossReporter:
     def note_admission(self, task: Task, event: Admitted) -> None:
         """Start to explain the prefix loss of a request that was just admitted.
 
-        Does nothing if few tokens must be computed, or if the request is not compared with others.
+        Does nothing if at most `LEAST_LOSS` tokens must be computed, or if prefix losses of the
+        request are not analysed; see `is_explained`.
         """
         if event.prompt_tokens - event.cached_tokens <= LEAST_LOSS or not is_explained(task.job):
             return
@@ -193,7 +194,7 @@ class PrefixLossReporter:
         return Loss(loss.described | more, loss.runs)
 
     def _unknown(self, job: Job, side: Side, reuse: Found) -> Loss:
-        """Explain the loss of a prompt that resembles no earlier one since the server started.
+        """Return the loss of a prompt that resembles none of the earlier prompts in memory.
 
         `side`: the prompt, which is compared with the sessions on disk. `reuse`: how much of it was
         reused.
@@ -209,10 +210,10 @@ class PrefixLossReporter:
         return _loss(("namespace", "other_model"), cached, ((cached, most),), around)
 
     def _gone(self, reuse: Found, kept: int, side: Side) -> Loss:
-        """Return the loss of a prefix of `kept` tokens that was computed from the same text.
+        """Return the loss of a prefix whose tokens are unchanged but whose KV is not usable now.
 
-        `side`: the request's prompt, for an excerpt of its text. `reuse`: how much of it was
-        reused.
+        `kept`: leading tokens of the prompt that were computed earlier. `side`: the request's
+        prompt, for an excerpt of its text. `reuse`: how much of it was reused.
         """
         around = self._around(side, reuse.cached)
         return _loss(_missing(reuse, kept), reuse.cached, ((reuse.cached, kept),), around)
@@ -276,10 +277,10 @@ def _count_fed(record: RequestRecord, loss: Loss) -> None:
 
 
 def _missing(reuse: Found, kept: int) -> Cause:
-    """Return the reason and cause for a missing prefix that was computed from the same text.
+    """Return why the KV of a prefix with unchanged tokens is not usable now: reason and cause.
 
-    Reasons and causes are those of docs/explain.md. `kept`: tokens of the prefix that were computed
-    earlier.
+    Reasons and causes are those of docs/explain.md. `kept`: leading tokens of the prompt that were
+    computed earlier.
     """
     if reuse.damaged:
         return "corrupt", "checksum"

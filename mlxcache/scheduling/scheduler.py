@@ -161,8 +161,9 @@ class Scheduler:
     def has_work(self, *, admitting: bool = True) -> bool:
         """Return whether `step` would compute something, or collect results of disk operations.
 
-        If not, only a posted action brings more work, such as a request or the result of a disk
-        operation, or another model that gives up memory. `admitting`: see `step`.
+        False becomes True only after an action was posted to the MLX thread, such as a request or
+        the result of a disk operation, or after another model gave up memory. `admitting`: see
+        `step`.
         """
         if len(self.lanes) or self._computable():
             return True
@@ -208,7 +209,7 @@ class Scheduler:
     # -- admission ---------------------------------------------------------------------------------
 
     def _admit(self) -> bool:
-        """Start waiting tasks in fair order as long as places and memory last.
+        """Start waiting tasks in fair order, as the limit of concurrent tasks and memory allow.
 
         While another model waits for memory, a task starts only if no task of this model is active,
         so that the other model gets its turn.
@@ -358,6 +359,7 @@ class Scheduler:
         """Wait for the passes that drew the first tokens of replies, and commit their prompts.
 
         Does so only on a GPU, which reports errors late, and only for replies without a token yet.
+        Prompts are not committed here if the model has opaque slots.
         Returns True if the tokens of the next step will be confirmed when they are handed out.
         Later tokens on a GPU are confirmed one step later, because waiting for each pass would be
         slow.

@@ -1,7 +1,7 @@
 """Guesses for the replies of one model: from its conversations, at its measured costs. MLX thread.
 
 Guesses are made from the text of the same conversation alone, which is kept by owner between turns.
-Conversations share only numbers: the cost of passes, and how often guesses stay right for how long.
+Conversations share only numbers: the cost of passes, and counts of how long guesses stayed right.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ FORMS_EVERY = 64
 
 @dataclass(slots=True)
 class _Guessed:
-    """Guesses of a task, and the number of tokens of its reply that they were told.
+    """Guesses of a task. `known`: number of tokens of its reply that `guesses` has been given.
 
     `stopped`: nothing more is guessed.
     """
@@ -40,10 +40,11 @@ class _Guessed:
     stopped: bool = False
 
     def tell(self, out: Sequence[int], ready: Sequence[int]) -> bool:
-        """Add the tokens of the reply that are not known yet; return whether forms may be due.
+        """Give `guesses` the tokens of the reply that it has not been given yet.
 
-        `out`: all tokens handed out. `ready`: those drawn after them. Forms may be due once in
-        `FORMS_EVERY` tokens.
+        `out`: all tokens handed out. `ready`: those drawn after them. Returns True, once in
+        `FORMS_EVERY` tokens, if the forms of tool results should be asked for again; see
+        `Speculation`.
         """
         before, said = self.known, len(out) + len(ready)
         self.guesses.say([*out[before:], *ready[max(0, before - len(out)) :]])
@@ -81,10 +82,10 @@ class Speculation:
         self._running: dict[Task, _Guessed] = {}
 
     def propose(self, task: Task, decoder: GuessingDecoder, most: int) -> list[int]:
-        """Return the tokens to check in the task's next pass; empty if none pays.
+        """Return the tokens to check in the task's next pass; empty if nothing is guessed.
 
-        `most`: most tokens. Before the reply's first token nothing is guessed, so that it does not
-        wait for the index.
+        `most`: most tokens. Nothing is guessed where that is not expected to save time, nor before
+        the reply's first token, which would wait until the conversation's tokens are indexed.
         """
         if not task.out:
             return []
@@ -147,7 +148,10 @@ class Speculation:
             running.guesses.note_pass(cost + late, 0, 0)
 
     def end(self, task: Task) -> float:
-        """End the guesses of a task, and keep its history; return the seconds that they saved."""
+        """End the guesses of a task; return the seconds that they saved.
+
+        Keeps the tokens of the conversation for the guesses of its next turn.
+        """
         running = self._running.pop(task, None)
         if running is None:
             return 0.0
