@@ -32,9 +32,10 @@ SnapshotRefused if there is no such model.
 class SessionBooks:
     """The sessions of all models of a server. Use on the event loop.
 
-    It has the methods of `SessionBook`, and raises the same errors. `opened()` returns the session
-    books of the models that were loaded, by label, that of the default model first. They share one
-    table of sessions. The `model` of a session is the label of its model, if that was loaded.
+    Its methods do for all models what those of `SessionBook` with the same names do for one, and
+    raise the same errors. `opened()` returns the session books of the models that were loaded, by
+    label, that of the default model first. They share one table of sessions. Except in the result
+    of `rows`, the `model` of a session is the label of its model, if that is known.
     """
 
     def __init__(
@@ -226,9 +227,11 @@ class SeveralFiles:
         return next(named, self._books.default.files)
 
     async def _files_of(self, namespace: str, model: str) -> tuple[SessionFiles, Served | None]:
-        """Return the files of the model of `namespace`, and a description if it is not loaded.
+        """Return the object that imports a snapshot of `namespace`, and its model if not loaded.
 
-        `model`: its name in the snapshot. Raises SnapshotRefused if there is no such model.
+        If the model of `namespace` is loaded: the `files` of its session book, and None. Otherwise:
+        those of the default model's book, and a description of the model. `model`: its name in the
+        snapshot. Raises SnapshotRefused if there is no such model.
         """
         for book in self._books.by_namespace().get(namespace, {}).values():
             return book.files, None

@@ -91,9 +91,9 @@ class SessionFiles:
     async def prompt_cache(self, id: str) -> PromptCacheExport:
         """Export the main leaf of a session as a prompt cache file for mlx-lm's tools.
 
-        Computes the KV that is not in RAM. Raises NotFound, Busy, Unsupported for a session of
-        another model, with images, or of a model without such files or on several ranks, and what
-        `Engine.submit` raises.
+        Computes the KV that is not in RAM. Raises NotFound; Busy if there is no memory, or if the
+        KV was evicted meanwhile; Unsupported for a session of another model or with images, for a
+        model that has no such files, and for one on several ranks; and what `Engine.submit` raises.
         """
         self._check_whole()
         info = await self._info(id)
@@ -113,7 +113,8 @@ class SessionFiles:
     def incoming(self, nbytes: int) -> Path:
         """Return the folder in which to write a file of `nbytes` bytes that `restore` then reads.
 
-        Raises DiskFull if the disk has no room for the file.
+        Creates the folder. Raises DiskFull if the disk has no room for the file, and StoreError if
+        the folder cannot be created.
         """
         with store_errors(self._incoming):
             make_folder(self._incoming)

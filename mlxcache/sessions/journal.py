@@ -67,9 +67,10 @@ A token id is written twice: to the database's log and to its row.
 class Served:
     """The served model, to which sessions belong.
 
-    `path`: value of `--model`, for mlx-lm's tools. `spec`: dtype and shape per token of each KV
-    tensor that a snapshot has. `vocab_size`: number of token ids. `whole`: the namespace that its
-    snapshots have, which differs from `namespace` if this process has only a part of the model.
+    `name`: id of the model. `path`: value of `--model`, for mlx-lm's tools. `spec`: dtype and shape
+    per token of each KV tensor that a snapshot has. `vocab_size`: number of token ids. `whole`: the
+    namespace that its snapshots have, which differs from `namespace` if this process has only a
+    part of the model; None if it is `namespace`.
     """
 
     name: str
@@ -128,8 +129,10 @@ class SessionWriter:
     ) -> None:
         """Write a finished request as a turn of its session. Any thread; returns at once.
 
-        `ids`: token ids of its prompt and reply, shape (n,). `at`: seconds since 1970. If the table
-        cannot be written, the turn is tried again later, as long as the server runs.
+        `ids`: token ids of its prompt and reply, shape (n,). `at`: seconds since 1970. `reply`: the
+        reply, to be stored for replay, or None. `gain`: figures to add to those of the session, or
+        None. If the table cannot be written, the turn is tried again later, as long as the server
+        runs.
         """
         prompt = job.prompt
         marks, length = prompt.marks, len(prompt.ids)
@@ -153,10 +156,10 @@ class SessionWriter:
         self._submit(lambda: self._write_with_late((job.id, turn)))
 
     def session_of(self, request: str) -> str | None:
-        """Return the id of the session to which a request was written.
+        """Return the id of the session to which a request belongs, or None if it is not known.
 
-        Returns None before that, and for old requests. `request`: id of the request. Any thread;
-        does not block.
+        It is known once the request's turn is in `table`, and only for the newest `MAX_RESOLVED`
+        requests. `request`: id of the request. Any thread; does not block.
         """
         return self._resolved.peek(request)
 
@@ -241,16 +244,18 @@ class SessionWriter:
     def pin(self, id: str, *, pinned: bool) -> None:
         """Pin the files of a session, so that they are evicted last, or unpin them.
 
-        Call on the writer's thread.
+        `id`: id of the session. Does nothing without a disk tier. Call on the writer's thread.
+        Raises NotFound and StoreError.
         """
         if self._store is not None:
             self._store.pin_session(self._sessions, id, pinned=pinned)
 
     @property
     def table(self) -> Sessions:
-        """The sessions as they are to be listed: on disk, with the turns that wait to be written.
+        """The table of sessions to read, on any thread.
 
-        May be called on any thread.
+        While some turns could not be written to the table on disk, it is a copy of that table in
+        memory that has these turns too.
         """
         return self._late.table
 
@@ -274,8 +279,8 @@ class SessionWriter:
     def clear(self, *, pinned: bool) -> dict[str, int]:
         """Remove all sessions and files, pinned ones only if `pinned`.
 
-        Returns the number of `sessions`, and the `freed_bytes` on disk. Call on the writer's
-        thread. Raises StoreError.
+        Returns a dictionary with `sessions`, the number of removed sessions, and `freed_bytes`, the
+        bytes freed on disk. Call on the writer's thread. Raises StoreError.
         """
         late = self._late.sessions()
         with self._freeing():

@@ -38,9 +38,9 @@ class LateTurn:
 class LateTurns:
     """Turns that are not in the table of sessions on disk yet, in order; `write` writes them.
 
-    Used on one thread, except `table`. While some could not be written, `table` is a copy of
-    `sessions` in memory that has them too, so that conversations which are in RAM alone are listed.
-    A turn gets the id of its session there, and keeps it when it is written.
+    Used on one thread, except `table`. While some turns could not be written, `table` is a copy of
+    the table `sessions` in memory that has them too, so that their conversations are listed. If the
+    session of a turn is new, its id in the copy is also used when the turn is written to disk.
     """
 
     def __init__(self, sessions: Sessions):
@@ -60,8 +60,9 @@ class LateTurns:
     def add(self, request: str, turn: Turn) -> None:
         """Append a turn to those that the next `write` writes to the table of sessions.
 
-        `request`: id of its request. If there are `MAX_LATE` turns already, the oldest one that a
-        later one continues is removed unwritten, or else the oldest one.
+        `request`: id of its request. If `MAX_LATE` turns wait already, one of them is removed
+        unwritten: the oldest turn that a later turn continues, or the oldest of all if there is
+        none.
         """
         if len(self._turns) == MAX_LATE:
             del self._turns[self._superseded()]
@@ -138,7 +139,10 @@ class LateTurns:
             one.show_in(copy)
 
     def _set_copy(self, copy: Sessions | None) -> None:
-        """Replace the copy; the one before it stays open for its readers until the next one."""
+        """Replace the copy that `table` returns; None makes `table` return the table on disk.
+
+        Threads may still read the replaced copy, so it is closed only by the next call.
+        """
         if copy is self._copy is None:
             before, self._before = self._before, None
         else:

@@ -34,9 +34,10 @@ The result is an async context manager and an async iterator of events.
 
 
 class PromptCacheExport:
-    """A prompt cache file of `nbytes` bytes; iterate once, on any thread except the MLX thread.
+    """A prompt cache file of `nbytes` bytes; iterating over it yields its bytes in order.
 
-    A lineage stays leased until the iteration ends or the export is garbage collected.
+    Iterate only once, on any thread except the MLX thread. A lineage stays leased until the
+    iteration ends or the export is garbage collected.
     """
 
     def __init__(
@@ -44,9 +45,10 @@ class PromptCacheExport:
     ):
         """Lease the lineage that holds `ids`. Call on the MLX thread.
 
-        `ids`: token ids as the model is fed them, shape (n,). `owner`: owner of the session, under
-        whose ids they are cached; see `own_ids`. `model`: path or name of the model, for the file.
-        Raises Busy if there is no memory, or if RAM does not hold all of the tokens.
+        `ids`: token ids as the model is fed them, shape (n,); their KV is found in the prefix tree
+        under `own_ids(ids, owner)`. `owner`: owner of the session. `model`: path or name of the
+        model, to be written into the file. Raises Busy if there is no memory, or if RAM does not
+        hold all of the tokens, and RuntimeError if the device reports an error.
         """
         lease = kv.acquire(own_ids(np.append(ids, ids[-1:]), owner), 1)
         if lease is None:
@@ -102,11 +104,13 @@ class PromptCacheReader:
     def read(self, path: Path, prompt: str | None, owner: str | None = None) -> Tokens:
         """Read the file at `path`, insert its KV, and return its token ids, shape (n,).
 
-        The KV is inserted into the prefix tree, under the ids of `owner`; see `own_ids`. It is left
-        out if it differs from what the model computes, or if there is no memory for it. `prompt`:
-        the text, or a JSON list of token ids, of which the file was made; needed only if the file
-        has no tokens. Call on the MLX thread. Raises SnapshotRefused if the file is no prompt cache
-        for the served model, and BadRequest if tokens are missing or unknown.
+        The KV is inserted into the prefix tree under `own_ids(ids, owner)`, where `ids` are the
+        returned ids. It is not inserted if it differs from what the model computes, or if there is
+        no memory for it. `prompt`: the text, or a JSON list of token ids, of which the file was
+        made; used only if the file has no token ids. Call on the MLX thread. Raises SnapshotRefused
+        if the file is no prompt cache for the served model, Unsupported if mlx-lm itself cannot
+        read such files of this model, BadRequest if there are no token ids, or ids that the model
+        does not have, and what `agrees` raises.
         """
         kv = self._kv
         vocabulary = kv.layout.vocab_size
@@ -151,7 +155,11 @@ class PromptCacheReader:
         return np.array(self._tokenise(prompt), np.int32)
 
     def _insert(self, found: PromptCache, ids: Tokens) -> None:
-        """Append the KV of `ids` that is not in RAM to a lineage, and commit it."""
+        """Append the KV of `ids` that is not in RAM to a lineage, and commit it.
+
+        `ids`: as `own_ids` returns them. Inserts nothing if there is no memory, or if the file has
+        only the newest positions of a sliding window.
+        """
         kv = self._kv
         lease = kv.acquire(np.append(ids, ids[-1:]), 1)
         if lease is None or found.arrays is None:
@@ -174,8 +182,9 @@ class PromptCacheReader:
 async def compute(submit: Submit, ids: Tokens) -> None:
     """Compute the KV of `ids` that is not in RAM, and a checkpoint after the last of them.
 
-    One more token is fed after `ids`, because none can be taken after a prompt's last. Raises what
-    `submit` raises, and Unsupported if `ids` are empty or contain images.
+    Submits a job by `submit`, and waits for its end. Its prompt has one more token after `ids`,
+    because no checkpoint can be taken after the last token of a prompt. Raises what `submit`
+    raises, and Unsupported if `ids` are empty or contain images.
     """
     if not len(ids) or int(ids.min()) < 0:
         raise Unsupported("mlx-lm's prompt caches hold only text, and this session has images.")

@@ -27,10 +27,11 @@ WAIT_S = 0.05
 
 
 class ReplyFeed:
-    """Passes the stored replies of one namespace to `learn(replies)`, which gets them by owner.
+    """Passes the stored replies of one namespace to the callable `learn`.
 
-    All stored replies are passed first, and later only the new ones, oldest first. `learn` is
-    called on a worker thread. `label`: that of the model, for the log.
+    Its argument maps owners (None: no owner) to their replies, oldest first. `start` passes all
+    stored replies, and each `refresh` those stored since the last call. `refresh` calls `learn` on
+    a worker thread. `label`: that of the model, for the log.
     """
 
     def __init__(self, sessions: Sessions, store: Store, learn: Learn, *, label: str = "unnamed"):

@@ -24,9 +24,10 @@ class Branch:
     """One node of the tree view: the tokens [start, end), and the sessions that share them.
 
     `text`: beginning of their text. `ram` and `disk`: number of tokens, from the first of the node,
-    that a turn would reuse from that tier. `ends`: leaves that end here, each with its session's
-    id. `below`: child nodes. `merged`: number of nodes below that are not shown, and the sum of
-    their tokens. `model`: label of its model if there are several, else None.
+    that a turn would reuse from that tier. `sessions`: ids of the sessions, as keys in order.
+    `ends`: leaves that end here, each with its session's id. `below`: child nodes. `merged`: number
+    of nodes below that are not shown, and the sum of their tokens. `model`: label of its model if
+    there are several, else None.
     """
 
     parent: Branch | None
@@ -59,9 +60,10 @@ def tree_view(
 ) -> dict[str, Any]:
     """Return the body of `GET /v1/cache/tree` for sessions of one owner.
 
-    It has at most `most` nodes, including the empty root, below which each model has branches of
-    its own. If there are more, the shortest leaf nodes are merged into their parents. Takes
-    O(tokens), that is milliseconds per session.
+    `owner`: that owner, for converting their token ids to those of the model (see `plain_ids`);
+    None for sessions without an owner. The body has at most `most` nodes, including the empty root,
+    below which each model has branches of its own. If there are more, the shortest leaf nodes are
+    merged into their parents. Takes O(tokens), that is milliseconds per session.
     """
     root = Branch(None, 0, 0)
     for part in parts:
@@ -81,7 +83,7 @@ def tree_view(
 def _grow(root: Branch, part: TreePart, owner: str | None) -> None:
     """Add the tree with all leaves of a model's sessions below `root`.
 
-    `owner`: owner of the sessions, or None.
+    `owner`: owner of all these sessions, or None if they have none.
     """
     tree = PrefixTree(1)
     leaves = [
