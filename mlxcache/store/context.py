@@ -31,9 +31,9 @@ CLOSE_S = 0.5
 class StoreContext:
     """One open store folder: its database, process lock, disk space, counters and unwritten uses.
 
-    A use of a file delays its eviction; a reuse by a request is counted as well. Uses and reuses
-    are collected in memory and written to the index with the next write, so that looking up a
-    prefix writes nothing.
+    The time of a file's last use and the number of its reuses by requests decide when it is
+    evicted. Both are collected in memory and written to the index with the next write, so that
+    looking up a prefix writes nothing.
     `lock` shows other processes that the folder is open; see `ProcessLock`. `space` evicts files.
     `reserve`: the file that is removed while the disk is full. Thread-safe.
     """
@@ -126,7 +126,7 @@ class StoreContext:
         index.count_reuses(connection, reused)
 
     def make_room(self, connection: sqlite3.Connection, coming: int, *, has_row: bool) -> None:
-        """Call `write_uses`, then evict files until `coming` more bytes fit.
+        """Call `write_uses`, then evict files until `coming` more bytes fit into the folder.
 
         `has_row`: the index already counts these bytes, because it has the row of the file to be
         written. Part of the transaction of `connection`. Raises DiskFull if they cannot fit.

@@ -123,7 +123,7 @@ class Unwritable(StoreError):
 
 
 class Locked(StoreError):
-    """Error raised if other processes or threads write for longer than this one may wait."""
+    """Error raised if other processes or threads write for longer than the caller may wait."""
 
 
 def _nothing(_: sqlite3.Connection) -> None:
@@ -147,10 +147,10 @@ class _Memory:
 class Database:
     """One SQLite file in WAL mode, with a pool of connections. Thread-safe.
 
-    Threads of one process take turns at writing, and wait for other processes that write. The
-    `with` blocks convert errors of SQLite to StoreError, and those of a full disk to DiskFull.
-    `obstacle`: why the file cannot be written, None if it can. If it cannot, all reads use a copy
-    of it in memory.
+    Threads of one process take turns at writing, and wait for other processes that write. Inside
+    the `with` blocks of `read`, `write` and `steady`, errors of SQLite and of the file system are
+    converted to StoreError, and those of a full disk to DiskFull. `obstacle`: why the file cannot
+    be written, None if it can. If it cannot, all reads use a copy of it in memory.
     """
 
     def __init__(self, path: Path):
@@ -331,8 +331,8 @@ class Database:
     def _transaction(self, *, changes: bool = False) -> Iterator[sqlite3.Connection]:
         """Yield a connection in a transaction that keeps other writers out; see `write`.
 
-        `changes`: raise Unwritable for a database that was read into memory. Without it, the block
-        may only read.
+        `changes`: raise Unwritable if the file cannot be written. If `changes` is False, the block
+        then runs on the copy of the database in memory.
         """
         current = self._current()
         if current is not None:
@@ -360,8 +360,8 @@ class Database:
     def shrink(self) -> None:
         """Return unused pages and the write-ahead log to the file system.
 
-        Pages that other connections are reading are kept. Raises StoreError; DiskFull where the
-        pages cannot be moved, which takes space in the log.
+        Pages that other connections are reading are kept. Raises StoreError, and DiskFull if
+        the disk has no space for the log, which grows while pages are moved.
         """
         if self._memory is not None:
             return

@@ -77,10 +77,10 @@ class Space:
     def make_room(self, connection: sqlite3.Connection, coming: int, *, has_row: bool) -> list[Row]:
         """Evict files in this transaction until `coming` more bytes fit; return the removed rows.
 
-        `has_row`: the index already counts these bytes. Files are removed before the transaction
-        removes their rows, so that their space is never counted as free too early. After a kill in
-        between, some rows have no file; reading and opening the store repair that. Raises DiskFull,
-        with nothing removed, if the bytes cannot fit.
+        They fit if `limit` and `floor` are kept. `has_row`: the index already counts them. Files
+        are removed before the transaction removes their rows, so that their space is never counted
+        as free too early. After a kill in between, some rows have no file; reading and opening the
+        store repair that. Raises DiskFull, with nothing removed, if the bytes cannot fit.
         """
         need = self._missing(self.used(connection), coming, 0 if has_row else coming)
         if need <= 0:
@@ -203,8 +203,9 @@ its last token. Id: that of its index row.
 class _Order:
     """Iterator over the durable files that no other file continues, in the order of eviction.
 
-    The index lists them by weight and time of use. So the next file is the first of one of these
-    lists, or one that became eligible because all files that continued it were taken.
+    Files with the same pin and the same number of reuses are ordered by time of use, so the index
+    has a sorted list for each such group. The next file is the first of one of these lists, or one
+    that became eligible because all files that continued it were taken.
     """
 
     def __init__(self, connection: sqlite3.Connection):
@@ -247,11 +248,12 @@ class _Order:
         return (self._now - used) / (1 + log2(1 + uses))
 
     def _key_of_path(self, key: _Key) -> _Key:
-        """Return the key by which the file of `key` is ordered among the files to evict.
+        """Return the sort key with which a file takes its place in the order of eviction.
 
-        It is `key` itself, except that a checkpoint gets the lowest age of itself and of the later
-        checkpoints on its path. The time of use of a checkpoint is never before those of the later
-        ones, so a later one can have a lower age only by more reuses: only such ones are read.
+        `key`: the key of the file without regard to its path. It is returned as it is, except that
+        a checkpoint gets the lowest age of itself and of the later checkpoints on its path. The
+        time of use of a checkpoint is never before those of the later ones, so a later one can have
+        a lower age only by more reuses: only such ones are read.
         """
         pinned, age, head, end, id = key
         query = "SELECT uses FROM rank WHERE file = ? AND checkpoint AND most > uses"

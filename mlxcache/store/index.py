@@ -174,7 +174,7 @@ def version(connection: sqlite3.Connection) -> tuple[int, int, int]:
 
 
 def has_checkpoints(connection: sqlite3.Connection, root: bytes) -> bool:
-    """Return whether a checkpoint lies within one of the 50 newest runs from token 0 on.
+    """Return whether one of the 50 newest runs that begin at token 0 contains a checkpoint.
 
     The newest are those written last. `root`: digest of the empty prefix of the namespace.
     """
@@ -308,10 +308,11 @@ def _cover(reaches: list[tuple[int, int, Row]]) -> tuple[list[tuple[Row, int, in
 
 
 def _sibling(connection: sqlite3.Connection, chain: Chain, cursor: int) -> tuple[Row, int] | None:
-    """Find the run that begins with the block around `cursor` and shares the most tokens.
+    """Find the run that extends the found prefix farthest within the block of token `cursor`.
 
-    `cursor`: position up to which the prefix of the chain was found. Returns the row of the run and
-    the end of the shared tokens, or None if no run shares tokens beyond `cursor`.
+    `cursor`: position up to which the prefix of the chain was found. Only runs are compared that
+    begin where that block begins, after the same tokens. Returns the row of the run and the
+    position after the last shared token, or None if no run shares the token at `cursor`.
     """
     block = cursor // BLOCK
     start = block * BLOCK

@@ -137,11 +137,11 @@ def becomes_main(
 def replaces_main(leaf: Leaf, main: Leaf, head: int, *, first: bool = False) -> bool:
     """Return whether `leaf`, just used, replaces `main` as its session's main conversation.
 
-    The first leaf is the main one, unless it was a side request. After an agent has compacted its
-    history, it continues with a new prefix that shares the `head` tokens of tools and system
-    prompt. If the newer leaf was only a sub-agent and the older one continues, the older one
-    becomes the main one again. `first`: the leaf is the session's first and now has a longer
-    prompt, so it was no side request.
+    It does if `first`: the leaf is the session's first and now has a longer prompt, so it was no
+    side request. It does if `main` was a side request; see `becomes_main`. Otherwise it does only
+    if both begin with the same `head` tokens (tools and system prompt; 0 if there are none), and
+    either `leaf` is the older one, so that `main` was only a sub-agent, or `leaf` has at least
+    `SETTLED_TURNS` turns and more than `main`, as after an agent has compacted its history.
     """
     if first:
         return True

@@ -40,7 +40,10 @@ class Held:
 
 @dataclass(frozen=True, slots=True)
 class Listed:
-    """A session, its leaves (the main one first), what each tier holds of it, and its figures."""
+    """A session, its leaves (the main one first), and what each tier holds of it.
+
+    `figures`: sums over its requests, such as their numbers of tokens.
+    """
 
     session: Session
     leaves: tuple[Leaf, ...]

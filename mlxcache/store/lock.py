@@ -26,7 +26,11 @@ from mlxcache.store.folder import STORE, Folder, remove
 
 
 class InUse(StoreError):
-    """Error raised if another process uses the folder in a way that excludes this use."""
+    """Error raised if the cache folder is locked by another process.
+
+    A running server excludes commands that change the folder, and such a command excludes servers
+    and other such commands.
+    """
 
 
 NAME = "serving.lock"
@@ -88,7 +92,8 @@ def serving(
 def exclusive_lock(cache_dir: Path) -> Iterator[None]:
     """Context manager: hold the exclusive lock of a command that changes the folder.
 
-    Raises InUse, with the addresses of the servers, if one is running.
+    Raises InUse while servers run, with their addresses in its message, or while another command
+    holds the lock, and StoreError if the folder cannot be locked.
     """
     with _locked(cache_dir, fcntl.LOCK_EX) as free:
         if not free:

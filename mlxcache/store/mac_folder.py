@@ -1,6 +1,7 @@
 """The default cache folder on a Mac: moved from ~/Library/Caches, and excluded from backups.
 
-On other systems, and for any other folder, these functions do nothing.
+On other systems, and for any other folder, `locate_cache_dir` and `prepare_cache_dir` only return
+their argument.
 """
 
 from __future__ import annotations
@@ -33,10 +34,10 @@ log = logging.getLogger(__name__)
 
 
 def locate_cache_dir(cache_dir: Path) -> Path:
-    """Return the folder that commands use for `cache_dir`: `cache_dir` or the one before it.
+    """Return the folder that commands use for `cache_dir`: itself, or that of earlier versions.
 
-    For the default folder on a Mac, that is the default of earlier versions, in ~/Library/Caches,
-    until a server has moved its content; see `prepare_cache_dir`.
+    The latter, in ~/Library/Caches, is returned if `cache_dir` is the default folder on a Mac and
+    the store has not been moved to it yet; see `prepare_cache_dir`.
     """
     former = _former(cache_dir)
     if former is None or _has_store(cache_dir) or not _has_store(former):

@@ -64,7 +64,11 @@ def _problems(context: StoreContext, progress: Progress) -> Iterator[tuple[Probl
 
 
 def _remove_problems(context: StoreContext, progress: Progress) -> None:
-    """Remove everything that `check` reports except the index: damaged files and their rows."""
+    """Remove everything that `check` reports, except the index.
+
+    A file with a row is moved to quarantine; its row, and the files that continue it with their
+    rows, are removed. A file without a row is removed.
+    """
     for problem, row in list(_problems(context, progress)):
         if row is not None:
             context.remove_file(row.id, corrupt=True)

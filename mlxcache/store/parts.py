@@ -14,7 +14,9 @@ _PART = re.compile(rf"(.+)\.({'|'.join(get_args(Mode))})\.(\d{{1,4}})of(\d{{1,4}
 class PartName(NamedTuple):
     """Namespace of the part of a model's KV that one rank has.
 
-    `whole`: namespace of the whole model, as one process has it. `size`: number of ranks.
+    `whole`: namespace of the whole model, as one process has it. `mode`: "tensor" if each layer is
+    divided among all ranks, "pipeline" if each rank has some of the layers. `rank`: number of the
+    rank, from 0. `size`: number of ranks.
     """
 
     whole: str

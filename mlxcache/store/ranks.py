@@ -175,8 +175,8 @@ def refresh(connection: sqlite3.Connection, step: Step = _no_step) -> None:
 def _read(own: Sequence[Any]) -> _Rank | None:
     """Return the rank that a file has in the index, or None if it has none yet.
 
-    `own`: the values of its row of the table `rank`, the last columns of `_RANK_RUN` and of
-    `_RANK_CHECKPOINT`; the first is NULL without a rank.
+    `own`: the values of its row of the table `rank` without the id, which are the last columns of
+    the queries `_RANK_RUN` and `_RANK_CHECKPOINT`; all are None without a rank.
     """
     return None if own[0] is None else _Rank(*own)
 
@@ -194,8 +194,8 @@ class _Refresh:
 
     Runs come first, in order of position, because a run depends on the run before it; then
     checkpoints in reverse order, because a checkpoint depends on its run and on the checkpoints
-    after it. A file without a rank adds no others: those that depend on it have none either, or are
-    noted as changed with it.
+    after it. When a file gets its first rank, the files that depend on it are not queued: they have
+    no rank yet either, or are in the table `changed` too.
     """
 
     def __init__(self, connection: sqlite3.Connection):

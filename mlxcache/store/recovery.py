@@ -210,8 +210,8 @@ def recover(context: StoreContext) -> None:
 class _Progress:
     """Progress of `ranks.refresh`, as a log line every `PROGRESS_S` seconds.
 
-    `refresh` takes that long only for an index of an earlier version, whose files have no ranks
-    yet. `path`: that of the index, for the log.
+    `refresh` takes longer than that only for an index of an earlier version, whose files have no
+    ranks yet. `path`: that of the index, for the log.
     """
 
     def __init__(self, path: Path) -> None:
@@ -338,9 +338,9 @@ def _has_size(connection: sqlite3.Connection, id: int, entry: os.DirEntry[str]) 
 def _adopt_all(
     context: StoreContext, connection: sqlite3.Connection, strays: list[tuple[str, Path]]
 ) -> None:
-    """Add rows for complete files that have none; move any other file to quarantine.
+    """Add rows for complete files that have none, and move damaged files to quarantine.
 
-    `strays`: kind and path of each file without a row.
+    Runs whose prefix is missing are removed. `strays`: kind and path of each file without a row.
     """
     found = []
     for kind, path in strays:

@@ -161,10 +161,10 @@ def read_own(db: sqlite3.Connection, session: str) -> Iterator[ReplyRow]:
 
 
 def holds(ids: Tokens, reply: ReplyRow) -> bool:
-    """Return whether `ids` contain the token ids of a reply, except its last one.
+    """Return whether `ids` contain the token ids of a reply, one after another.
 
-    The last token may be the end of the turn, which a template may write differently, or a token
-    that was drawn but never fed to the model.
+    The last one may be missing, unless the reply has only one: it may be the end of the turn, which
+    a template may write differently, or a token that was drawn but never fed to the model.
     """
     sought, within = _raw(reply.ids[: max(1, len(reply.ids) - 1)]), _raw(ids)
     at = within.find(sought)

@@ -88,7 +88,10 @@ class Reserve:
 
 
 def _append(folder: Folder, nbytes: int) -> None:
-    """Append random bytes, which no file system compresses. Raises OSError."""
+    """Append `nbytes` random bytes, which no file system compresses, to the folder's reserve.
+
+    The file is created if it is missing. Raises OSError.
+    """
     fd = os.open(folder.reserve, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     try:
         view = memoryview(os.urandom(nbytes))

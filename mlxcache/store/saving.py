@@ -113,11 +113,11 @@ def save_checkpoint(context: StoreContext, chain: Chain, tensors: Sequence[Tenso
 
 
 def _evict_checkpoints(context: StoreContext, match: Match, nbytes: int) -> None:
-    """Evict checkpoints of any path until a new one of `nbytes` bytes fits.
+    """Evict checkpoints of any path until a new one of `nbytes` bytes fits into their share.
 
-    All checkpoints together may take a share of the folder's limit. Does nothing if the folder has
-    no limit, or if no run of the new checkpoint's path is on disk. `match`: the part on disk of
-    that path.
+    The share is half of the folder's limit (`BUDGET_SHARE`), for all checkpoints together. Does
+    nothing if the folder has no limit, or if no run of the new checkpoint's path is on disk.
+    `match`: the part on disk of that path.
     """
     limit = context.space.limit
     if limit is None or not match.cover:
@@ -246,8 +246,9 @@ def _reserve(
 ) -> int:
     """Insert the row of a file to be written, make room for the file, and return the row's id.
 
-    `version`: version of the index at which `match` was found. Raises _Changed if `match` is out of
-    date, _Taken if another process is writing the file, and DiskFull.
+    `version`: `index.version` when `match` was found. Raises _Changed if `match` is out of date, or
+    if a damaged file with the same digest had to be removed first, _Taken if another process is
+    writing the file, and DiskFull if no room can be made.
     """
     row = new.row
     with context.database.write() as connection:

@@ -13,9 +13,10 @@ _MOST = 200
 
 
 def list_session_names(folder: Path) -> list[tuple[str, str]]:
-    """Return (id, name or title) of the sessions in the store folder, most recently used first.
+    """Return (id, name) of the sessions in the store folder, most recently used first.
 
-    At most 200 are returned, and none if the store is missing or cannot be read, because shell
+    If a session has no name, its title is returned instead, else its label, else "". At most 200
+    sessions are returned, and none if the store is missing or cannot be read, because shell
     completion cannot show an error. Blocks for at most 0.1 s while another process writes.
     """
     path = (folder / NAME).resolve()

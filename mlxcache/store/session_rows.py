@@ -99,10 +99,11 @@ class Turn:
     """A finished request to record in its session.
 
     `ids`: token ids of its prompt and reply, shape (n,); the first `prompt_tokens` are the prompt.
-    `key_tokens`: see `leaves.conversation_key_tokens`. `head`: number of tokens of tools and system
+    `key_tokens`: length of its conversation key. `head`: number of tokens of tools and system
     prompt. `at`: seconds since 1970. `reply`: its reply for replay, or None. `gain`: its times and
-    counts of tokens. `known`: keys of earlier replies in its prompt. `response`: id of the stored
-    response of OpenAI's Responses API that the request made. For the other fields see `Session`.
+    counts of tokens. `known`: of each earlier reply in its prompt, the digest that identifies it
+    (`ReplyRow.key`), in order. `response`: id of the stored response of OpenAI's Responses API that
+    the request made. For the other fields see `Session`.
     """
 
     namespace: str
@@ -123,13 +124,19 @@ class Turn:
 
     @property
     def replies(self) -> tuple[bytes, ...]:
-        """Keys of the replies in the turn's prompt, followed by the key of the turn's own reply."""
+        """Keys of the replies in the turn's prompt, followed by the key of the turn's own reply.
+
+        A key is the digest that identifies a reply; see `ReplyRow.key`.
+        """
         return self.known if self.reply is None else (*self.known, self.reply.key)
 
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """A conversation's session on another server; for the fields see `Session`."""
+    """The session that a conversation has on another server with the same shared remote.
+
+    It is read from the remote. For the fields see `Session`.
+    """
 
     id: str
     name: str | None
@@ -293,7 +300,11 @@ def _may_continue(
 
 
 def _read_titled(db: sqlite3.Connection, turn: Turn) -> Iterator[Leaf]:
-    """Yield the main leaves of the last used sessions without a label that have a turn's title."""
+    """Yield the main leaves of the sessions that have the title of `turn` and no label.
+
+    Only sessions of the turn's namespace and owner are read; of more than `MOST_TITLED`, those used
+    last.
+    """
     newest = (
         "kind = 'main' AND session IN (SELECT id FROM sessions WHERE namespace = ? AND title = ?"
         " AND label IS NULL AND owner IS ? ORDER BY last_used_at DESC LIMIT ?)"
@@ -421,7 +432,10 @@ def _trim_leaves(db: sqlite3.Connection, session: str) -> None:
 
 
 def trim_sessions(db: sqlite3.Connection) -> None:
-    """Remove the least recently used unpinned sessions beyond `MOST_SESSIONS` of all owners."""
+    """Remove the least recently used of more than `MOST_SESSIONS` unpinned sessions.
+
+    The sessions of all owners are counted together.
+    """
     db.execute(
         "DELETE FROM sessions WHERE id IN (SELECT id FROM sessions WHERE NOT pinned"
         " ORDER BY last_used_at DESC LIMIT -1 OFFSET ?)",
@@ -502,8 +516,9 @@ Measured = tuple[int, float]
 class Gain:
     """Figures of one request to add to its session, and prefill times not stored yet.
 
-    `measured`: tokens fed and the seconds that they took, by range of positions. The ranges divide
-    the positions of a prompt and are numbered from 0 on.
+    `measured`: tokens fed and the seconds that they took, by the number of a range of positions.
+    Range 0 has the first 1024 positions of a prompt, range 1 the next 1024, and each further range
+    twice as many as the one before; see `scheduling.cost.range_of`.
     """
 
     figures: SessionFigures
@@ -538,9 +553,9 @@ def read_figures(db: sqlite3.Connection, session: str) -> SessionFigures:
 
 
 def read_prefill_times(db: sqlite3.Connection, namespace: str) -> dict[int, Measured]:
-    """Return the tokens fed in a namespace and their seconds, by range of positions.
+    """Return the tokens fed in a namespace and the seconds that they took, by range of positions.
 
-    The keys are the numbers of the ranges; see `Gain`.
+    The keys are the numbers of the ranges; see `Gain.measured`.
     """
     query = "SELECT range, tokens, seconds FROM prefill_times WHERE namespace = ?"
     rows = db.execute(query, (namespace,)).fetchall()

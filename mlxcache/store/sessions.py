@@ -74,7 +74,10 @@ class Sessions:
         self._database.close()
 
     def patience(self, seconds: float) -> AbstractContextManager[None]:
-        """Limit the time that this thread waits for other writers inside the block to `seconds`."""
+        """Limit how long this thread waits for other writers inside a `with` statement.
+
+        A method that would have to wait for more than `seconds` raises StoreError.
+        """
         return self._database.patience(seconds)
 
     # -- reading -----------------------------------------------------------------------------
@@ -126,9 +129,9 @@ class Sessions:
             return rows.read_figures(db, id)
 
     def prefill_times(self, namespace: str) -> dict[int, rows.Measured]:
-        """Return the tokens fed in a namespace and their seconds, by range of positions.
+        """Return the tokens fed in a namespace and the seconds that they took, by range.
 
-        The keys are the numbers of the ranges; see `Gain`.
+        The keys are the numbers of ranges of positions; see `session_rows.Gain`.
         """
         with self._database.read() as db:
             return rows.read_prefill_times(db, namespace)
@@ -192,9 +195,11 @@ class Sessions:
     ) -> str:
         """Record a finished request; return the id of the session to which it belongs.
 
-        A new session is inserted if the request continues none. Its id is the given `id`; if that
-        is None, the one derived from the turn's label; without a label, that of `origin`, its
-        session on another server. A random id is used if that one is in use, or without any.
+        That is the session with the turn's label; without a label, the session of the conversation
+        that the turn continues. If there is none, a new session is inserted. Its id is `id`; if
+        `id` is None, the id derived from the label (see `id_of`); without a label, the id of
+        `origin`, the conversation's session on another server. If none of these is given, or the id
+        is in use already, a random one is made.
         """
         with self._database.write() as db:
             session = rows.find_labelled(db, turn)
@@ -226,8 +231,8 @@ class Sessions:
     ) -> str:
         """Return an unused id for the session that begins with `turn`.
 
-        That is `id`; if it is None, the one derived from the turn's label; without a label, that of
-        `origin`. A random id is returned if that one is in use, or without any.
+        It is `id`; if `id` is None, the id derived from the turn's label; without a label, the id
+        of `origin`. If none of these is given, or the id is in use already, it is a random one.
         """
         if id is None and turn.label:
             id = id_of(turn.namespace, turn.label, turn.owner)
@@ -329,9 +334,10 @@ class Sessions:
 
         `at`: present time in seconds since 1970, recorded as its last use. `name`: its name; None
         or "" for the name in the snapshot. `owner`: the owner to whom it will belong. The session
-        gets a new id if its own is in use, or if it is imported for an `owner`, because the id
-        could be that of another owner's session. It loses its label if another session has the same
-        one. Replies that the owner already has are not inserted again.
+        gets a new id if its own is malformed or in use, or if it is imported for an `owner`,
+        because the id could be that of another owner's session. It loses its label if another
+        session of that namespace and owner has the same one. Replies that the owner already has
+        are not inserted again.
         """
         with self._database.write() as db:
             own = {field: getattr(info, field) for field in CARRIED}
@@ -360,8 +366,9 @@ def _with_replies(
 ) -> tuple[list[Leaf], tuple[ReplyRow, ...]]:
     """Return a session's leaves with the keys of the replies in them, and those replies.
 
-    A leaf contains the replies that it lists, and the replies of its session whose token ids are
-    among its own.
+    A reply is in a leaf if its key is in `Leaf.replies` and it is still in the table, or if it was
+    generated in the session, no leaf has its key, and the leaf's token ids contain its token ids in
+    one piece (see `reply_rows.holds`).
     """
     own = {reply.key: reply for reply in reply_rows.read_own(db, session.id)}
     listed = {key for leaf in leaves for key in leaf.replies or ()}
@@ -376,7 +383,11 @@ def _with_replies(
 
 
 def _held(db: sqlite3.Connection, session: Session, leaf: Leaf) -> tuple[bytes, ...]:
-    """Return the keys of those replies that a shortened leaf lists and still contains."""
+    """Return those keys of `leaf.replies` whose replies are still inside the leaf's token ids.
+
+    For a leaf whose last token ids were removed, while `replies` still has all keys. Replies that
+    are no longer in the table are left out.
+    """
     listed = leaf.replies or ()
     found = reply_rows.find_replies(db, session.namespace, session.owner, set(listed))
     return tuple(k for k in listed if k in found and reply_rows.holds(leaf.ids, found[k]))

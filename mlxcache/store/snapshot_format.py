@@ -105,9 +105,10 @@ def block_seed(leaf: int, block: int) -> int:
 
 
 def state_name(index: int, name: str) -> str:
-    """Return the name of a checkpoint's tensor in the file.
+    """Return the name that a tensor of a checkpoint has in the snapshot file.
 
-    `index`: index of the checkpoint in `Description.checkpoints`.
+    `index`: index of the checkpoint in `Description.checkpoints`. `name`: the tensor's name in the
+    store's file of that checkpoint.
     """
     return f"checkpoint.{index}.{name}"
 
@@ -145,7 +146,11 @@ class Checkpoint(msgspec.Struct, frozen=True):
 
 
 class Description(msgspec.Struct, frozen=True, kw_only=True):
-    """Description of a snapshot, as JSON in its header: everything except the tensors."""
+    """Description of a snapshot, as JSON in its header: the session, its leaves and checkpoints.
+
+    The token ids, the KV and the states of the checkpoints are tensors of the file, and replies are
+    other entries of its header. For the fields of the session see `SessionInfo`.
+    """
 
     id: Text
     namespace: Text
@@ -182,7 +187,7 @@ class Description(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.json.encode(self).decode()
 
     def session(self) -> SessionInfo:
-        """Return the described session, with leaves that have no tokens yet."""
+        """Return the described session; the `ids` of its leaves are empty, see `with_tokens`."""
         leaves = tuple(
             LeafInfo(NO_TOKENS, x.kind, x.prompt_tokens, x.key_tokens, x.turns, x.last_used_at)
             for x in self.leaves
@@ -191,9 +196,11 @@ class Description(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def _checked_length(index: int, leaf: Leaf, lengths: list[int]) -> int:
-    """Return the number of tokens of a leaf, from token 0. Raises SnapshotRefused.
+    """Return the number of tokens of a leaf, those shared with its parent included.
 
-    `index`: index of the leaf. `lengths`: tokens of the leaves before it.
+    `index`: index of the leaf. `lengths`: numbers of tokens of the leaves before it. Raises
+    SnapshotRefused if the leaf's fields contradict each other or these lengths, if it has no tokens
+    of its own, or if it has more than `MOST_TOKENS` tokens.
     """
     length = leaf.start + leaf.tokens
     shared = 0 if leaf.parent is None else lengths[leaf.parent] if leaf.parent < index else -1
@@ -286,8 +293,9 @@ def check_tensors(
 ) -> tuple[tuple[Place, ...], tuple[tuple[Place, ...], ...]]:
     """Check the tensors of a snapshot; return those of the KV, and those of each checkpoint.
 
-    Raises SnapshotRefused unless the file contains exactly these, the tokens and the checksums,
-    with the shapes that the description requires.
+    The file must have these, one tensor of token ids and one of checksums. Raises SnapshotRefused
+    for a missing or an unknown tensor, for a shape that contradicts the description, and for more
+    bytes of a checkpoint, or of one token's KV, than the format allows.
     """
     places = {place.name: place for place in header.places}
     rows = sum(leaf.rows for leaf in description.leaves)

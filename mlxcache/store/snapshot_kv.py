@@ -1,4 +1,4 @@
-"""The KV of a snapshot where a store has it: reading for an export, writing for an import."""
+"""KV of a session in a store: read for the export of a snapshot, written for an import."""
 
 from __future__ import annotations
 
@@ -25,11 +25,12 @@ RowKind = tuple[str, str, tuple[int, ...]]
 
 
 class SnapshotKV:
-    """Reads the KV of one model from `store` for a snapshot, or writes that of a snapshot there.
+    """Reads KV from `store` to export a snapshot, or writes the KV of a snapshot into `store`.
 
-    Both have the KV in the same form. A subclass converts it for the store of a rank, which has
-    only a part of each layer or only some layers. `namespace`: the one that the snapshot names, by
-    default that of `store`. Use one object for one export or import. All methods block.
+    In this class, KV has the same form in both. A subclass converts it for the store of a rank,
+    which has only a part of each layer or only some layers. `namespace`: that of the model, as the
+    snapshot states it; by default that of `store`. Use one object for one export or import. All
+    methods block.
     """
 
     def __init__(self, store: Store, namespace: str | None = None):
@@ -40,9 +41,10 @@ class SnapshotKV:
     # -- for an export -----------------------------------------------------------------------------
 
     def row_kinds(self, pieces: Sequence[Piece]) -> list[RowKind]:
-        """Return the tensors that the runs `pieces` hold, in the order of the snapshot.
+        """Return name, dtype and shape of each tensor that the runs `pieces` hold.
 
-        Raises Corrupt if they hold different ones, and StoreError.
+        The shape is without the first axis, which is tokens. The order is that of the tensors in
+        the snapshot. Raises Corrupt if two runs hold different tensors, and StoreError.
         """
         first: list[RowKind] | None = None
         for piece in pieces:
@@ -121,7 +123,11 @@ def read_bytes(path: Path, begin: int, end: int) -> Iterator[bytes]:
 
 @contextmanager
 def _opened(path: Path) -> Iterator[int]:
-    """Open a file of the store for the block. Raises Gone, Corrupt and StoreError."""
+    """Open a file of the store for a `with` statement; yield its descriptor.
+
+    Errors in the body are converted: a missing file raises Gone, a malformed one Corrupt, and any
+    other OSError StoreError.
+    """
     try:
         with open_file(path) as fd:
             yield fd

@@ -233,7 +233,10 @@ def _tensor(name: str, place: Place, data: memoryview) -> Tensor:
 
 @contextmanager
 def _opened(path: Path) -> Iterator[int]:
-    """Open a file for the block; convert any OSError inside the block to StoreError."""
+    """Open a file for a `with` statement and yield its descriptor.
+
+    An OSError, also one in the body of the statement, is converted to StoreError.
+    """
     try:
         with open_file(path, links=True) as fd:
             yield fd

@@ -112,7 +112,11 @@ class Store:
 
     @contextmanager
     def freeing(self) -> Iterator[None]:
-        """Remove the reserve while the block frees space, if the disk is full; see `Reserve`."""
+        """Allow the body of a `with` statement to free space even if the disk is full.
+
+        On a full disk, the reserve is removed before the body, and written again after it as far as
+        there is space; see `Reserve`. Does nothing while the folder cannot be written.
+        """
         if self.obstacle is not None:
             yield
             return
@@ -222,7 +226,11 @@ class Store:
         return max((x.position for x in found.checkpoints if x.position <= limit), default=0)
 
     def measure_leaves(self, leaves: Sequence[Leaf]) -> Held:
-        """Return how much of `leaves` is on disk. Does not count as a use. Raises StoreError."""
+        """Return how many tokens of each leaf are durable, and the bytes of all their files.
+
+        For the number of tokens see `durable_tokens`. The files do not count as used. Raises
+        StoreError.
+        """
         return self._measure([self.find(leaf.ids, touch=False) for leaf in leaves])
 
     def _measure(self, found: Sequence[Found]) -> Held:
@@ -272,9 +280,10 @@ class Store:
         return SnapshotKV(self)
 
     def make_room(self, nbytes: int) -> None:
-        """Evict files until `nbytes` more bytes fit into the database's other tables.
+        """Evict files until the database can grow by `nbytes` bytes within the folder's limits.
 
-        Those are, for example, the tables of sessions. Raises DiskFull and StoreError.
+        Called before rows are added to tables other than that of files, such as those of sessions.
+        Raises DiskFull and StoreError.
         """
         with self.database.write() as connection:
             self.context.check_present()
@@ -350,8 +359,9 @@ class Store:
     def _remove(self, files: Sequence[Piece | Saved], needed: set[int]) -> int:
         """Remove those of `files` that are not needed, and return the number of files removed.
 
-        `needed`: ids of files that must stay; so do the files that they continue. After a file, the
-        run that it continues is tried in the same way. What continues a removed file goes with it.
+        `needed`: ids of files that must stay; the files that these continue stay too. All files
+        that continue a removed file are removed with it. The run that a removed file continued is
+        then removed as well, unless it must stay.
         """
         gone, left = 0, [file.id for file in files]
         while left:
@@ -366,10 +376,11 @@ class Store:
         return gone
 
     def forget_beyond(self, ids: Tokens, keep: int) -> None:
-        """Remove the KV of `ids` after the first `keep` tokens because it is not finite.
+        """Remove the files that reach beyond the first `keep` tokens of `ids`.
 
-        Files that continue it are removed too. A file that other paths share stays if its values
-        are finite, because another request computed it. Reads such files. Raises StoreError.
+        Called because the KV after these tokens is not finite. Each of these files is removed as a
+        whole, with the files that continue it. But a run that other paths share is read first, and
+        stays if its values after `keep` are finite: another request computed it. Raises StoreError.
         """
         while beyond := [file for file in self._files(ids) if _end(file) > keep]:
             own = {file.id for file in beyond}
@@ -482,9 +493,9 @@ class Store:
             return index.has_checkpoints(connection, root_digest(self.namespace))
 
     def _is_sound_for_others(self, file: Piece | Saved, own: set[int], keep: int) -> bool:
-        """Return whether a run is finite beyond `keep` tokens and other paths use it too.
+        """Return whether `file` is a run, finite beyond `keep` tokens, that other paths use too.
 
-        `own`: ids of the files of the path itself.
+        `own`: ids of the files of the path that is examined.
         """
         if isinstance(file, Saved):
             return False
@@ -515,7 +526,10 @@ def _open(place: Folder, space: Space, reserve: Reserve) -> StoreContext:
 
 
 def _open_copy(place: Folder, space: Space, reserve: Reserve, why: str) -> StoreContext:
-    """Open a folder that cannot be written because of `why`. Raises StoreError and OSError."""
+    """Open a folder for reading only, with a copy of its index in memory.
+
+    `why`: the reason why it cannot be written, for messages. Raises StoreError and OSError.
+    """
     place.note_device()
     database = open_copy(place, why)
     context = StoreContext(place, database, NoLock(), space, reserve)
@@ -526,12 +540,12 @@ def _open_copy(place: Folder, space: Space, reserve: Reserve, why: str) -> Store
 
 
 def _end(file: Piece | Saved) -> int:
-    """Return the position after the last of the requested tokens that `file` contains."""
+    """Return the position up to which `file` has KV, or a state, of the ids it was found for."""
     return file.position if isinstance(file, Saved) else file.end
 
 
 def _needed_beyond(file: Piece | Saved) -> int:
-    """Return the number of tokens beyond which a prefix includes some of `file`.
+    """Return the most leading tokens of a path that do not need `file`, a file of that path.
 
     A session that shares more leading tokens than that with the path needs the file.
     """

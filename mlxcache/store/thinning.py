@@ -36,16 +36,18 @@ def surplus_checkpoints(
 ) -> list[Row]:
     """Choose checkpoints of the path `ids` to remove, because there are more than it may have.
 
-    The number that it may have is `tree.thinning.allowed` for the bytes of its KV; `limit`: the
-    limit of the folder in bytes. `match`: the part of `ids` on disk. First in the result come
-    checkpoints beside the path: those at the ends of replies that later prompts do not contain as
-    they were generated, for example because a template leaves out thinking. Then come those on the
-    path, in the order of `checkpoints_to_drop`.
+    `tree.thinning.allowed` gives the bytes that they may take. `limit`: limit of the folder in
+    bytes. `match`: the part of `ids` on disk. First in the result come checkpoints beside the path:
+    those at the ends of replies that later prompts do not contain as they were generated, for
+    example because a template leaves out thinking. Then come those on the path, in the order of
+    `checkpoints_to_drop`.
 
-    Two kinds are never chosen. One is the newest checkpoint of any path that branches off: the
-    session that it belongs to may not be recorded yet, because the files of a turn are written
-    first. The other is the last checkpoint before the end of each recorded session, even of a fork
-    that was not continued.
+    Two kinds of checkpoints on the path are never chosen. One kind is the `NEWEST` last ones of any
+    path that contains them: the session of that path may not be recorded yet, because the files of
+    a turn are written first. The other is the last one that each recorded conversation with the
+    same head and first message shares with the path, even a fork that was not continued. Beside the
+    path, those that directly follow one of the second kind are never chosen, nor the `SIDE_KEPT`
+    most recently used.
     """
     path = match.checkpoints
     if not path:
@@ -71,10 +73,10 @@ def surplus_checkpoints(
 
 
 def _beside(connection: sqlite3.Connection, path: Sequence[Row]) -> list[Row]:
-    """Return the checkpoints of short side branches of `path`, least recently used first.
+    """Return the checkpoints of short side branches of a path, least recently used first.
 
-    A side branch leaves `path` after one of its checkpoints. Its own checkpoint is returned if it
-    is the only one of the branch and comes within `SIDE_TOKENS` tokens after that one.
+    `path`: the checkpoints on that path. A checkpoint outside of `path` is returned if the one
+    before it is in `path`, less than `SIDE_TOKENS` tokens away, and no other checkpoint follows it.
     """
     own = {row.id: row.start for row in path}
     found: list[Row] = []
@@ -86,9 +88,9 @@ def _beside(connection: sqlite3.Connection, path: Sequence[Row]) -> list[Row]:
 
 
 def _last(path: Sequence[Row], ends: Sequence[int]) -> set[int]:
-    """Return the ids of the last checkpoint of `path` at or before each position of `ends`.
+    """Return the row ids of the last checkpoint of `path` at or before each position of `ends`.
 
-    Positions without an earlier checkpoint are left out.
+    Positions before the first checkpoint are left out.
     """
     before = [
         max((row for row in path if row.start <= end), key=_start, default=None) for end in ends

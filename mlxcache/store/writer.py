@@ -48,10 +48,10 @@ class Job:
 class Writer:
     """A thread that writes jobs to `store` in the order in which they were offered.
 
-    `limit_bytes`: most bytes of jobs that wait. `done(job, error)` is called on that thread after
-    each job; if `error` is None, the job is durable. An error ends the job, not the thread. `idle`
-    is called on the thread once nothing was offered for `IDLE_S` seconds. `label`: that of the
-    model, for the log. Thread-safe.
+    `limit_bytes`: most bytes of jobs that wait or are being written. `done(job, error)` is called
+    on that thread after each job; if `error` is None, the job is durable. An error ends the job,
+    not the thread. `idle` is called on the thread once nothing was offered for `IDLE_S` seconds.
+    `label`: that of the model, for the log. Thread-safe.
     """
 
     def __init__(
@@ -78,8 +78,8 @@ class Writer:
     def offer(self, job: Job) -> bool:
         """Queue `job` and return True, or return False if it is not accepted. Does not block.
 
-        A job is not accepted after `close`, nor if the waiting jobs would exceed the byte limit
-        with it. While none is waiting or being written, a job of any size is accepted.
+        A job is not accepted after `close`, nor if it would exceed the byte limit together with the
+        jobs that wait or are being written. If there are no such jobs, any size is accepted.
         """
         with self._state:
             full = self._pending and self._pending + job.nbytes > self._limit
