@@ -111,10 +111,11 @@ class PrefixTree:
         """Add `tokens` to the tree, and return the node that ends at position `len(tokens)`.
 
         Tokens already in the tree keep their value. The missing tail becomes a new segment of
-        `value`, or extends the leaf that it follows if the leaf has the same value and no
-        checkpoint. The whole path counts as used. A new segment starts with the uses of its
-        conversation, which its first `key` tokens identify (see `Uses.found`). Without tokens, the
-        root is returned. The caller must lock the node before anything else may evict it.
+        `value`, which starts with the uses of its conversation; the first `key` tokens identify the
+        conversation (see `Uses.found`). But the tail extends the leaf that it follows if the leaf
+        has the same value, no checkpoint, and no more uses than a new segment would start with. The
+        whole path counts as used. Without tokens, the root is returned. The caller must lock the
+        node before anything else may evict it.
 
         Raises TypeError if `tokens` is an array that is not int32 of shape (n,). Raises ValueError,
         with nothing changed, if there is a tail and `value` already holds tokens outside of the
@@ -246,9 +247,9 @@ class PrefixTree:
         return (nodes[0].start, nodes[-1].end) if nodes else None
 
     def least_leaf(self) -> Node | None:
-        """Return the unlocked leaf with the lowest score, or None if there is none.
+        """Return the unlocked leaf to evict next, or None if there is no unlocked leaf.
 
-        Removes nothing. Takes O(log n).
+        It is the one with the lowest sort key; see `rank`. Removes nothing. Takes O(log n).
         """
         return self._edges.leaves.first()
 

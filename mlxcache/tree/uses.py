@@ -28,10 +28,11 @@ class Uses:
     def found(self, match: Match, tokens: int, key: int | None = None) -> int:
         """Count a request of `tokens` tokens whose lookup, made just before, returned `match`.
 
-        Returns the number of uses of its conversation, or 0 if the tree holds none of it. The first
-        `key` tokens identify the conversation (see `same_conversation`). Segments of the
-        conversation after the point where the request diverges are marked as replaced, and so
-        evicted first, unless they were reused. May split an edge.
+        Returns the number of uses of the request's conversation, this one included, or 0 if the
+        request reuses no segment of it. The first `key` tokens identify the conversation (see
+        `same_conversation`). Segments of the conversation after the point where the request
+        diverges are marked as replaced, so that they are evicted first, unless a request has
+        reused them before. May split an edge.
         """
         nodes, length = [node for node in match.nodes if node.end <= match.length], match.length
         if match.nodes and length == tokens:
@@ -74,17 +75,19 @@ class Uses:
             each.usage.keep(tuple(wish for wish in wishes if wish[0] > each.start))
 
     def wished(self, leaf: Node) -> int:
-        """Return the highest position inside `leaf` up to which a client's keep hint is valid.
+        """Return the highest position inside `leaf` up to which a keep hint has not expired.
 
-        Returns the start of the leaf if there is none; a hint for its end is not considered.
-        Changes nothing.
+        Positions count tokens from the start of the prompt. Returns the start of the leaf if there
+        is no such hint; a hint for its end is not considered. Changes nothing.
         """
         return self._edges.leaves.wished(leaf)
 
     def evicting(self, leaf: Node, position: int) -> None:
         """Advance the eviction clock before part of `leaf` is evicted.
 
-        The evicted part is from `position` to the end of the leaf.
+        The clock is a number, of which a segment stores the value at its last use. This value plus
+        its worth ranks the segment for eviction. The part to be evicted is from `position`, in
+        tokens of the prompt, to the end of the leaf.
         """
         leaves, held = self._edges.leaves, self._edges.nbytes
         size = (leaf.end - position) * leaves.worth.bytes_per_token + leaf.checkpoint_bytes
