@@ -1,5 +1,6 @@
-"""Immutable values that are passed between layers and threads.
+"""Values that are passed between layers and threads.
 
+All are immutable except `RequestRecord` and `Arrival`.
 This module does not import MLX, Starlette or mlx-lm, so that every layer can use it.
 """
 
@@ -44,8 +45,9 @@ class Image:
 class ImageSpan:
     """Tokens [start, end) of a prompt, at which one image is fed to the model.
 
-    `grid`: numbers of rows and columns in which they lie, row by row; None if their positions are
-    those of text.
+    `grid`: numbers of rows and columns of the image's tokens, which come row by row; the model
+    gives each token the position of its row and column. None: the tokens have consecutive
+    positions, as text has.
     """
 
     start: int
@@ -206,10 +208,11 @@ class Job:
     - `client`: name and version of the client program, as it states them, or None.
     - `title`: the beginning of the user's first message.
     - `owner`: the owner of the request, set by the engine.
-    - `api`: the kind of request, such as "messages" or `WARMING`.
+    - `api`: the kind of request, such as "messages", or `WARMING` for a prompt that is computed
+      before a request needs it.
     - `render_s`: seconds that rendering the prompt took.
-    - `loaded_s`: seconds for which the request waited before, until its model was loaded for the
-      first time.
+    - `loaded_s`: seconds that the request waited, before it was submitted, for its model to be
+      loaded for the first time.
     - `retry`: True if the client marked the request as a retry.
     - `timeout_s`: seconds from submission until the request ends in DeadlineExceeded; with None,
       the server's limit applies.
@@ -310,8 +313,9 @@ class ToolCall:
 class Finished:
     """Event: the end of a reply that did not fail. Counts are in tokens.
 
-    `reasoning_tokens`: those of the generated tokens that are thinking. `stop_sequence`: the
-    stop string that ended the reply, or None.
+    `reason` can be `cancelled`; it is not `error`, because a failure ends the stream with an
+    exception. `reasoning_tokens`: those of the generated tokens that are thinking.
+    `stop_sequence`: the stop string that ended the reply, or None.
     """
 
     reason: FinishReason
