@@ -19,15 +19,16 @@ BOM = b"\xef\xbb\xbf"
 class NotUtf8(ValueError):
     """Error raised if bytes are not UTF-8.
 
-    The text is a predicate, such as "is not UTF-8: ...", with the position of the first wrong byte.
-    Positions count bytes from 0 and lines from 1.
+    The text is a predicate, such as "is not UTF-8: ...", with the position of the first wrong byte,
+    or with the encoding that a byte order mark names. Positions count bytes from 0, lines from 1.
     """
 
 
 def decode_utf8(raw: bytes, first: int = 0) -> str:
     """Decode `raw` as UTF-8. Raises NotUtf8.
 
-    `first` is the position of `raw` in its file, for the position in the error.
+    `first`: the position of the first byte of `raw` in its file, which is added to the position in
+    the error. Lines count from the start of `raw`.
     """
     try:
         return raw.decode("utf-8")
