@@ -190,12 +190,12 @@ REPETITION = {
 
 
 def end_fields(finished: Finished, *, whole: bool = False) -> dict[str, Any]:
-    """Return the fields `stop_reason` and `stop_sequence` of a reply that ended by itself.
+    """Return the fields `stop_reason` and `stop_sequence` of a reply that was not cancelled.
 
-    A reply stopped for repeating itself also has `stop_details`. Its reason is `end_turn`, because
-    agents would request more after `max_tokens`. But if `whole` (a format or a tool call was
-    required, so that a part of the reply is useless), it is `max_tokens`, because clients parse a
-    reply that has `end_turn`.
+    A reply stopped for repeating itself also has `stop_details`. Its `stop_reason` is `end_turn`,
+    because agents would request more after `max_tokens`. But if `whole` (a format or a tool call
+    was required, so that a part of the reply is useless), it is `max_tokens`, because clients parse
+    a reply that has `end_turn`.
     """
     cut = whole and finished.reason == "repetition"
     fields: dict[str, Any] = {

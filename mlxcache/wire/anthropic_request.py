@@ -174,8 +174,9 @@ class _ChatWriter:
     def continue_last(self, *, strict: bool) -> bool:
         """Return True if the reply is to continue the final message, an assistant message.
 
-        An empty message is removed; then, and if the message cannot be continued, False is
-        returned. With `strict`, a message that cannot be continued raises BadRequest instead.
+        Returns False for an empty message, which is removed, and for one that cannot be continued:
+        it ends in a tool call, in reasoning or in white space. With `strict`, raises BadRequest for
+        the latter instead.
         """
         last = self.messages[-1]
         content = last["content"]

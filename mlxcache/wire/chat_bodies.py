@@ -96,10 +96,10 @@ def requested_model(body: bytes) -> str | None:
 def chats_to_warm(body: bytes, *, images: bool = False) -> list[Chat]:
     """Convert the body of `POST /v1/cache/warm`: a chat request, or a system prompt as plain text.
 
-    `images`: whether the model accepts images. A request without a user message gives two chats
-    with different user messages; the common beginning of their prompts is the prefix to warm.
-    Raises Unsupported if an endpoint would refuse a field, and BadRequest if the body is malformed,
-    or has neither messages, a system prompt nor tools.
+    `images`: whether the model accepts images. A request with system and developer messages only,
+    or with none, gives two chats, each with another user message added; the common beginning of
+    their prompts is the prefix to warm. Raises Unsupported if an endpoint would refuse a field, and
+    BadRequest if the body is malformed, or has neither messages, a system prompt nor tools.
     """
     if not body.lstrip().startswith(b"{"):
         try:
@@ -176,8 +176,10 @@ def count_images(request: Any) -> int:
 def differences_without_effect(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
     """Return the names of differences between two requests that do not change their prompts.
 
-    These are the names of fields that are not rendered, such as `temperature`, then `cache_control`
-    and `the form of messages` if equal messages differ in these.
+    These are the names of fields that are not rendered, such as `temperature`, then
+    `cache_control` if messages, system prompts or tools are equal except for this field, and
+    `the form of messages` if they differ only in the way they are written, such as a text and a
+    list with one text.
     """
     keys = sorted({*one, *other} - _RENDERED - _TEMPLATE_ARGS)
     found = [key for key in keys if one.get(key) != other.get(key)]

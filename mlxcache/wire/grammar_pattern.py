@@ -2,7 +2,8 @@
 
 In most syntaxes of calls, a tool's text is a JSON string, for which a schema can require a regular
 expression. A Lark grammar is therefore accepted if a regular expression can describe its texts: a
-rule may refer to itself only at the beginning or the end of an alternative, which is a repetition.
+rule may refer to itself only at the beginning or the end of an alternative, because such a
+reference can be written as a repetition.
 
 Sources: https://platform.openai.com/docs/guides/function-calling#context-free-grammars and
 https://lark-parser.readthedocs.io/en/stable/grammar.html.
@@ -80,9 +81,12 @@ def pattern_of_lark(definition: str, where: str) -> str:
     `where` is the definition's place in the body, for errors.
 
     Raises:
-        Unsupported: a rule refers to itself and is no repetition, or the grammar uses templates,
-            `%ignore`, look-around, the flag `x`, or imports from libraries other than `common`.
-        BadRequest: the text is not a Lark grammar, a rule is missing, or it is too large.
+        Unsupported: a rule refers to itself elsewhere than at the beginning or end of an
+            alternative, or through another rule; or the grammar uses templates, `%ignore` or
+            another directive, look-around, the flag `x`, or imports from libraries other than
+            `common`.
+        BadRequest: the text is not a Lark grammar, a rule is missing, an expression is invalid, or
+            the grammar or the result is too long (`MAX_PATTERN`) or nested too deeply.
     """
     _check_length(definition, where)
     try:
@@ -113,10 +117,10 @@ _END = _Token("end", "")
 
 
 class _Parser:
-    """Parser of a Lark grammar, which turns each rule into a regular expression.
+    """Parser of a Lark grammar, which turns each alternative of a rule into a regular expression.
 
-    A reference to another rule is written as its name between two NUL characters, which no grammar
-    contains.
+    A reference to a rule is written as its name between two NUL characters. A NUL in a string or an
+    expression of the grammar is wrongly taken for the beginning or end of a reference.
     """
 
     def __init__(self, text: str, where: str):
@@ -155,7 +159,12 @@ class _Parser:
         return found
 
     def rules(self) -> dict[str, list[str]]:
-        """Parse the whole grammar; return the alternatives of each rule by its name."""
+        """Parse the whole grammar; return each rule's alternatives by the rule's name.
+
+        Each alternative is a regular expression, in which a reference to a rule is the rule's name
+        between two NUL characters. Raises BadRequest if the text is not a Lark grammar, and
+        Unsupported for a part of Lark that is not supported.
+        """
         found = dict[str, list[str]]()
         while (token := self._take()) is not _END:
             if token.kind == "line":
@@ -295,8 +304,8 @@ def _repetition(name: str, choices: Sequence[str]) -> str:
     """Return an expression for the rule `name`, as repetitions where it refers to itself.
 
     `choices`: expressions of its alternatives. `x: b x | x a | x m x | c` matches `y (m y)*`, where
-    `y` is `b* c a*`. References inside an alternative are kept. If every alternative begins or ends
-    with a reference, all references are kept.
+    `y` is `b* c a*`. References of the rule to itself inside an alternative are kept. If every
+    alternative begins or ends with one that is not optional, all are kept.
     """
     itself = f"\0{name}\0"
     optional = f"(?:{itself})?"
@@ -321,7 +330,10 @@ def _repetition(name: str, choices: Sequence[str]) -> str:
 
 
 def _presences(always: bool, sometimes: bool) -> tuple[bool, ...]:
-    """Return the cases to consider: a reference is there (True), is not (False), or both."""
+    """Return the cases for one side of an alternative: with a reference (True), without (False).
+
+    `always`: the side is a reference. `sometimes`: it is an optional one, which gives both cases.
+    """
     return (True,) if always else (True, False) if sometimes else (False,)
 
 
@@ -341,8 +353,8 @@ class _Expander:
     def expand(self, name: str) -> str:
         """Return the expression of the rule `name` without references.
 
-        Raises Unsupported if the rule refers to itself, and BadRequest if a rule is missing or the
-        expression is too long.
+        Raises Unsupported if the rule refers to itself in a way that is no repetition, and
+        BadRequest if a rule is missing or the expression is too long.
         """
         if name in self._done:
             return self._done[name]

@@ -21,8 +21,9 @@ class ImageReader:
     """Converter of one request's image parts to `Image`.
 
     `supported` tells whether the model accepts images. Methods take `where`, the part's place in
-    the body, for errors. They raise Unsupported for an image given by a URL to fetch, and
-    BadRequest for a missing or malformed image or more than `MAX_IMAGES` images.
+    the body, for errors. They raise Unsupported for an image given by a URL to fetch or by a source
+    of an unknown type, and BadRequest for a missing or malformed image or more than `MAX_IMAGES`
+    images.
     """
 
     def __init__(self, supported: bool):

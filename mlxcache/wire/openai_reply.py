@@ -97,8 +97,8 @@ def _end_fields(last: Finished, wish: Wish, *, called: bool) -> dict[str, str | 
     """Return `finish_reason` and vLLM's `stop_reason`, the stop string that ended the reply.
 
     `called` tells whether the reply has tool calls. A reply stopped for repeating itself has the
-    reasons `stop` and `repetition`, because agents would request more after `length`. If
-    `wish.whole`, its `finish_reason` is `length`, because clients parse a reply that has `stop`.
+    `stop_reason` `repetition`. Its `finish_reason` is not `length`, after which agents would
+    request more, unless `wish.whole`, because clients parse a reply that has `stop`.
     """
     looped = "repetition" if last.reason == "repetition" else None
     return {
@@ -157,7 +157,7 @@ def text_completion(replies: Sequence[WholeReply], envelope: Envelope, wish: Wis
 class Chunks:
     """Chunks of one streamed choice: call `begin`, then `feed` for each engine event.
 
-    `last` is the final event of the reply, None until the reply has ended by itself.
+    `last` is the final event of the reply: None until then, and if it failed or was cancelled.
     """
 
     _empty: ClassVar[Payload]

@@ -197,8 +197,8 @@ def read_stop_strings(body: Generation) -> tuple[str, ...]:
 def read_max_tokens(body: Generation, default: int | None) -> int | None:
     """Return the maximum tokens of the reply, or None for no limit.
 
-    `default` is used if the request has no limit, and -1 means no limit. Raises BadRequest for
-    other values below 1.
+    `default` is returned if the request states no maximum. -1 in the request means no limit. Raises
+    BadRequest for other values below 1 in the request.
     """
     limit = body.max_tokens
     param = "max_tokens"
@@ -208,9 +208,10 @@ def read_max_tokens(body: Generation, default: int | None) -> int | None:
 
 
 def limit_tokens(limit: int, param: str) -> int | None:
-    """Return a limit of the reply in tokens, at most 2**31 - 1; None for -1 (no limit).
+    """Return a limit of the reply in tokens; None for -1 (no limit).
 
-    Raises BadRequest with the field `param` for other values below 1.
+    A limit above 2**31 - 1 is lowered to this number. Raises BadRequest with the field
+    `param` for other values below 1.
     """
     if limit == -1:
         return None

@@ -160,7 +160,10 @@ class Reasoning(Struct):
 
 
 class UnsupportedFields(Struct, kw_only=True):
-    """Fields that would change the answer but are not supported. Using one is an error."""
+    """Fields that would change the answer but are not supported. Using one is an error.
+
+    Only `echo` is supported in one type of request, `TextRequest`.
+    """
 
     adapters: Any = None
     audio: Any = None

@@ -89,11 +89,11 @@ async def gather_reply(events: AsyncIterable[Event]) -> WholeReply:
 
 
 def finished_or_raise(last: Finished | None) -> Finished:
-    """Return the final event of a reply that ended by itself.
+    """Return `last`, the final event of a reply, if the reply did not fail and was not cancelled.
 
     Raises GenerationFailed if the model failed, and NotReady if the reply was cancelled or has no
-    final event. A client that disconnected does not read the error, so the remaining cause is that
-    the server is stopping.
+    final event. The text of NotReady says that the server is stopping: a client that cancelled its
+    reply by disconnecting does not read it.
     """
     if last is not None and last.reason == "error":
         raise GenerationFailed("The model failed while it was answering.")

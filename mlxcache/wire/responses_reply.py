@@ -151,7 +151,10 @@ class ResponseWriter:
         return [self._lifecycle("response.created"), self.ping()]
 
     def ping(self) -> Payload:
-        """Return the event `response.in_progress`, which is also sent during silences."""
+        """Return the event `response.in_progress`.
+
+        It is sent at the start, and again while there is no other event to send.
+        """
         return self._lifecycle("response.in_progress")
 
     def feed(self, event: Event) -> list[Payload]:

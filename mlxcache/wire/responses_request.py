@@ -68,8 +68,8 @@ def wants_encrypted(body: types.ResponsesRequest) -> bool:
 def read_max_tokens(body: types.ResponsesRequest, default: int | None) -> int | None:
     """Return the maximum tokens of the reply, or None for no limit.
 
-    `default` is used if the request has no limit, and -1 means no limit. Raises BadRequest for
-    other values below 1.
+    `default` is returned if the request states no maximum. -1 in the request means no limit. Raises
+    BadRequest for other values below 1 in the request.
     """
     if body.max_output_tokens is not None:
         return limit_tokens(body.max_output_tokens, "max_output_tokens")
@@ -132,7 +132,10 @@ class Conversation:
     stored: int = 0
 
     def path(self, index: int) -> str:
-        """Return the place of the item at `index`, such as `input[0]`, for errors."""
+        """Return the place of the item at `index` of `items`, for errors.
+
+        It is, for example, `input[0]`, or `previous_response_id (item 0)` for a stored item.
+        """
         at = index - self.stored
         return f"input[{at}]" if at >= 0 else f"previous_response_id (item {index})"
 

@@ -258,7 +258,8 @@ def write_call(call: ToolCall, tools: Toolbox, id: str, status: str) -> dict[str
 def _read_input(arguments: str) -> str:
     """Return the input text of a custom tool's call.
 
-    Arguments of any other form than one text are returned as they are.
+    `arguments` is JSON text. It is returned as it is unless it is an object with only the key
+    `input` and a string as its value.
     """
     value = json.loads(arguments)
     text = value.get(INPUT) if isinstance(value, dict) and len(value) == 1 else None

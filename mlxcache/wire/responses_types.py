@@ -42,7 +42,10 @@ class Message(Struct):
 
 
 class FunctionCall(Struct):
-    """A function call in the history. `arguments` is JSON text."""
+    """A function call in the history. `arguments` is JSON text, or an object from some clients.
+
+    `namespace` is the name of the function's group of tools, if it is in one.
+    """
 
     name: Name
     call_id: Name
@@ -51,7 +54,10 @@ class FunctionCall(Struct):
 
 
 class CustomCall(Struct):
-    """A call of a custom tool in the history. `input` is free text."""
+    """A call of a custom tool in the history. `input` is free text.
+
+    `namespace` is the name of the tool's group of tools, if it is in one.
+    """
 
     name: Name
     call_id: Name
@@ -177,7 +183,10 @@ class AllowedTool(Struct):
 
 
 class ToolChoice(Struct):
-    """The object form of `tool_choice`. `mode` and `tools` are for the type `allowed_tools`."""
+    """The object form of `tool_choice`. `mode` and `tools` are for the type `allowed_tools`.
+
+    `namespace` is the name of the group that has the tool `name`, if it is in one.
+    """
 
     type: str
     name: str | None = None
@@ -217,7 +226,7 @@ class ResponsesRequest(Generation, kw_only=True):
     """The body of POST /v1/responses. `input` is a text or a list of items.
 
     `background`, `conversation`, `prompt` and `context_management` are refused with a 400, as is an
-    `n` or `best_of` above 1.
+    `n` or `best_of` other than 1.
     """
 
     input: str | list[RawItem] = ""

@@ -1,4 +1,4 @@
-"""Keep hints from the fields with which clients ask to keep prompts. They do not change replies.
+"""Keep hints from the fields of requests that ask to keep prompts. Hints do not change replies.
 
 Sources: https://docs.anthropic.com/en/docs/build-with-claude/prompt-caching (`cache_control`), and
 https://platform.openai.com/docs/guides/prompt-caching (`prompt_cache_retention`).
@@ -22,9 +22,10 @@ RetentionHints = tuple[tuple[int, float], ...]
 def hints_from_marks(body: types.Conversation, breakpoint: int | None) -> RetentionHints:
     """Return the keep hints that the fields `cache_control` in `body` ask for.
 
-    Each is a pair: the number of leading messages to keep, and the seconds to keep them after each
-    use. `breakpoint` is the number of leading messages up to and including the last one with such a
-    field: 0 if only tools or the system prompt have one, None if there is none.
+    Each is a pair: the number of leading messages to keep (0: only tools and system prompt), and
+    the seconds to keep them after each use. `breakpoint` is the number of leading messages up to
+    and including the last one with such a field: 0 if only tools or the system prompt have one,
+    None if there is none.
     """
     head = [tool.cache_control for tool in body.tools or ()]
     head += _marks(body.system)
