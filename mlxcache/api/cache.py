@@ -157,9 +157,8 @@ async def check(deps: Deps, request: Request) -> Response:
 async def prune(deps: Deps, request: Request) -> Response:
     """Read all files of the cache on disk and remove damaged ones.
 
-    With `?limit_bytes=`, also evict files until the cache takes at most that many bytes on disk.
-    Files that were not used for the longest time are evicted first, often used ones later, and
-    pinned ones last.
+    With `?limit_bytes=`, also evict files until the cache takes at most that many bytes on disk:
+    those used least often and longest ago first, pinned ones last.
     """
     _refuse_owners()
     has_limit = "limit_bytes" in request.query_params
