@@ -14,8 +14,10 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from multiprocessing import AuthenticationError
-from multiprocessing.connection import Client, Listener
+from multiprocessing.connection import Client, Listener, answer_challenge, deliver_challenge
 from pathlib import Path
+from queue import Empty, SimpleQueue
+from threading import Event
 from typing import Any
 
 import mlx.core as mx
@@ -284,27 +286,59 @@ def accept_all(host: str, group: Any) -> list[Links]:
     Raises GroupLost if one has not connected `CONNECT_S` seconds later.
     """
     key, wanted = secrets.token_bytes(KEY_BYTES), len(KINDS) * (group.size() - 1)
+    ranks = range(1, group.size())
     found: dict[tuple[int, str], Any] = {}
-    with Listener((host, 0), backlog=wanted, authkey=key) as listener:
+    greeted: SimpleQueue[tuple[int, str, Any]] = SimpleQueue()
+    ended = threading.Event()
+    with Listener((host, 0), backlog=wanted) as listener:
         address = listener.address
         agree_on_meeting(group, Meeting(int(address[1]), key))
-        too_late = threading.Timer(CONNECT_S, _poke, (address,))
-        too_late.daemon = True
-        too_late.start()
+        args = (listener, key, greeted, ended)
+        accepting = threading.Thread(target=_accept, args=args, daemon=True, name="mlxcache-accept")
+        accepting.start()
         deadline = time.monotonic() + CONNECT_S
         try:
             while len(found) < wanted:
-                with suppress(OSError, EOFError, AuthenticationError, msgspec.DecodeError):
-                    connection = listener.accept()  # a stranger, or the timer, is no rank
-                    rank, kind = _GREETING.decode(connection.recv_bytes())
-                    found[rank, kind] = connection
-                if time.monotonic() > deadline:
-                    missing = sorted(set(range(1, group.size())) - {rank for rank, _ in found})
-                    raise GroupLost(f"ranks {missing} did not connect within {CONNECT_S:g} s")
+                left = max(0.0, deadline - time.monotonic())
+                rank, kind, connection = greeted.get(timeout=left)
+                found[rank, kind] = connection
+        except Empty:
+            missing = [r for r in ranks if any((r, kind) not in found for kind in KINDS)]
+            raise GroupLost(f"ranks {missing} did not connect within {CONNECT_S:g} s") from None
         finally:
-            too_late.cancel()
-    ranks = range(1, group.size())
+            ended.set()
+            _poke(address)
+            accepting.join(1.0)
     return [Links(*(found[rank, kind] for kind in KINDS)) for rank in ranks]
+
+
+def _accept(listener: Listener, key: bytes, greeted: SimpleQueue[Any], ended: Event) -> None:
+    """Accept connections until one comes after `ended` was set; each gets a thread for `_greet`."""
+    while not ended.is_set():
+        try:
+            connection = listener.accept()
+        except OSError as error:  # one that was closed at once; or the process has no more files
+            log.debug("a connection of a rank was not accepted: %s", error)
+            time.sleep(0.05)
+            continue
+        args = (connection, key, greeted)
+        threading.Thread(target=_greet, args=args, daemon=True, name="mlxcache-greet").start()
+
+
+def _greet(connection: Any, key: bytes, greeted: SimpleQueue[Any]) -> None:
+    """Check that a connection is from a rank; if so, add its rank, kind and itself to `greeted`.
+
+    `key`: the secret that all ranks know. A program that sends nothing blocks this for ever. Other
+    connections are closed.
+    """
+    try:
+        deliver_challenge(connection, key)
+        answer_challenge(connection, key)
+        rank, kind = _GREETING.decode(connection.recv_bytes())
+    except (OSError, EOFError, AuthenticationError, msgspec.DecodeError):
+        connection.close()
+        return
+    greeted.put((rank, kind, connection))
 
 
 def _poke(address: Any) -> None:

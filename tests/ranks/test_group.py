@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import socket
 import threading
 from collections.abc import Sequence
-from dataclasses import replace
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +20,10 @@ from mlxcache.config import Settings
 from mlxcache.errors import GroupLost, ModelError
 from mlxcache.model import kv
 from mlxcache.model.load import ModelSpec, load
+from mlxcache.ranks import group
 from mlxcache.ranks import operations as op
 from mlxcache.ranks.group import (
+    Meeting,
     Place,
     Share,
     Watch,
@@ -31,6 +36,64 @@ from mlxcache.ranks.leader import Leader
 from mlxcache.residency.memory import plan_memory
 from mlxcache.store.parts import Mode, PartName, other_parts, read_part_name
 from tests.conftest import ToyMaker
+
+
+@dataclass
+class Member:
+    """A process of a group of two, without MLX's links."""
+
+    place: int
+    met: Future[Meeting]
+
+    def rank(self) -> int:
+        return self.place
+
+    def size(self) -> int:
+        return 2
+
+
+@pytest.fixture
+def members(monkeypatch: pytest.MonkeyPatch) -> tuple[Member, Member]:
+    """Two processes that have agreed where to meet as soon as rank 0 knows."""
+
+    def agree(member: Member, mine: Meeting | None) -> Meeting:
+        if mine is not None:
+            member.met.set_result(mine)
+        return member.met.result(20)
+
+    monkeypatch.setattr(group, "agree_on_meeting", agree)
+    met: Future[Meeting] = Future()
+    return Member(0, met), Member(1, met)
+
+
+def test_ranks_meet_beside_a_stranger_who_says_nothing(members: tuple[Member, Member]):
+    """One that only connects, and one that says something else."""
+    with ThreadPoolExecutor(1) as pool, ExitStack() as strangers:
+        accepted = pool.submit(group.accept_all, "127.0.0.1", members[0])
+        port = members[1].met.result(20).port
+        for words in (b"", b"GET / HTTP/1.1\r\n\r\n"):
+            stranger = socket.create_connection(("127.0.0.1", port))
+            strangers.enter_context(stranger).sendall(words)
+        links = group.connect("127.0.0.1", members[1])
+        (found,) = accepted.result(20)
+        links.questions.send_bytes(b"hello")
+        assert found.questions.recv_bytes() == b"hello"
+        links.close()
+        found.close()
+
+
+def test_ranks_that_do_not_connect_are_named(
+    members: tuple[Member, Member], monkeypatch: pytest.MonkeyPatch
+):
+    """Also beside a stranger."""
+    monkeypatch.setattr(group, "CONNECT_S", 0.2)
+    with ThreadPoolExecutor(1) as pool:
+        accepted = pool.submit(group.accept_all, "127.0.0.1", members[0])
+        with (
+            socket.create_connection(("127.0.0.1", members[1].met.result(20).port)),
+            pytest.raises(GroupLost, match=r"ranks \[1\] did not connect within 0\.2 s"),
+        ):
+            accepted.result(20)
 
 
 class Undivided(nn.Module):
