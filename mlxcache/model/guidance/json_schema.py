@@ -109,6 +109,14 @@ def _short(value: Any) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
+def _is_finite(number: float) -> bool:
+    """Return whether a number fits a 64-bit float: no infinity, NaN or integer beyond 1.8e308."""
+    try:
+        return math.isfinite(number)
+    except OverflowError:
+        return False
+
+
 def _escape(name: Any) -> str:
     return str(name).replace("~", "~0").replace("/", "~1")
 
@@ -215,8 +223,8 @@ class _Check:
     def _bound(self, value: Any, pointer: str) -> Any:
         if not isinstance(value, int | float):
             raise self._refuse(pointer, f"expected a number, got {_short(value)}")
-        if not isinstance(value, bool) and not math.isfinite(value):
-            raise self._refuse(pointer, f"expected a finite number, got {value}")
+        if not _is_finite(value):
+            raise self._refuse(pointer, f"expected a finite number, got {_short(value)}")
         return value
 
     def _divisor(self, value: Any, pointer: str) -> Any:
@@ -236,10 +244,10 @@ class _Check:
 
     def _const(self, value: Any, pointer: str) -> Any:
         for number in _numbers(value):
+            if not _is_finite(number):
+                raise self._refuse(pointer, f"expected a finite number, got {_short(number)}")
             if isinstance(number, int) and abs(number) > _EXACT and float(number) != number:
                 raise self._refuse(pointer, f"the number {number} has no exact 64-bit float")
-            if isinstance(number, float) and not math.isfinite(number):
-                raise self._refuse(pointer, f"expected a finite number, got {number}")
         return value
 
     def _enum(self, value: Any, pointer: str) -> list[Any]:

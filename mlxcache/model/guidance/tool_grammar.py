@@ -274,8 +274,11 @@ class Tags:
         text = text_terminal(schema, node, ("]]>", *self.ends))
         if text is None or schema.types(node) != {"string"}:
             return value
-        plain = text_terminal(schema, node, ("<", "&", "\n"))
         wrapped = lark.terminal(f'"<![CDATA[" ({text}) {literal("]]>" + self.value_end)}')
+        try:
+            plain = text_terminal(schema, node, ("<", "&", "\n"))
+        except Unwritable:  # all of the listed values have markup
+            return wrapped
         short = lark.terminal(f"({plain}) {literal(self.value_end)}")
         return one_of((wrapped, short))
 

@@ -198,6 +198,8 @@ def test_a_keyword_that_cannot_be_kept_is_refused_by_name_and_place(keyword: str
         ({"$ref": "#"}, "no finite value"),
         ({"type": "array", "items": {"$ref": "#"}, "minItems": 1}, "no finite value"),
         ({"enum": [2**53 + 1]}, "has no exact 64-bit float at /enum/0"),
+        ({"const": -(10**400)}, r"expected a finite number, got -1000.*\.\.\. at /const"),
+        ({"type": "number", "minimum": 10**400}, r"a finite number, got 1000.*\.\.\. at /minimum"),
         ({"type": "object", "minProperties": 2}, "`minProperties`.*names are free"),
         (
             {"oneOf": [{"type": "string"}, {"minLength": 3}]},

@@ -470,6 +470,16 @@ def test_a_schema_that_cannot_be_written_is_refused(family: str, schema: Any, me
     assert caught.value.param == "tools"
 
 
+def test_listed_strings_with_markup_are_written_as_cdata() -> None:
+    """Also where no listed string could be written without it."""
+    listed = {"properties": {"a": {"enum": ["<b>", "x & y"]}}, "required": ["a"]}
+    call = '<function name="look"><param name="a">{}</param></function>'
+    grammar = compiled("minicpm5", [tool("look", listed, strict=True)])
+    assert accepts("minicpm5", grammar, call.format("<![CDATA[<b>]]>"))
+    assert not accepts("minicpm5", grammar, call.format("<![CDATA[<i>]]>"))
+    assert not accepts("minicpm5", grammar, call.format("<b>"))
+
+
 def test_a_syntax_that_is_unknown_is_refused() -> None:
     tokenizer = TokenizerWrapper(bare("bytes"))
     with pytest.raises(Unsupported, match="syntax of this model's calls is not known"):
