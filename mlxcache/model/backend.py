@@ -5,7 +5,6 @@ Does not import mlx-vlm, which most models do not need. All functions may be cal
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ from mlx_lm.processors import PROCESSORS
 from mlx_lm.utils import MODEL_ARCHITECTURE_REMAPPING, MODEL_REMAPPING
 
 from mlxcache.errors import ModelError
-from mlxcache.model.weight_files import tensor_names
+from mlxcache.model.weight_files import tensor_index, tensor_names
 
 Backend = Literal["mlx-lm", "mlx-vlm"]
 
@@ -138,11 +137,10 @@ def has_images(path: Path) -> bool:
 def _tensors(path: Path) -> Iterator[str]:
     """Yield the names of the tensors in a model's folder.
 
-    Raises OSError if a file cannot be read, and ValueError if the index of its files is not JSON.
+    Raises OSError if a file cannot be read, and ValueError if the index of its files is damaged.
     """
-    index = path / "model.safetensors.index.json"
-    if index.is_file():
-        yield from json.loads(index.read_bytes())["weight_map"]
+    if listed := tensor_index(path):
+        yield from listed
         return
     for file in sorted(path.glob("model*.safetensors")):
         yield from tensor_names(file) or ()

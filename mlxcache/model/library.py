@@ -5,9 +5,8 @@ Calls no MLX. All functions block, and may be called on any thread.
 
 from __future__ import annotations
 
-import json
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,7 +19,7 @@ from mlxcache.errors import ModelError, NotFound
 from mlxcache.model.backend import choose_backend
 from mlxcache.model.hub import Progress, here, outline, resolve
 from mlxcache.model.load import check_files, checked_config
-from mlxcache.model.weight_files import tensor_names
+from mlxcache.model.weight_files import INDEX, tensor_index, tensor_names
 
 _WEIGHTS = "model*.safetensors"
 
@@ -106,15 +105,13 @@ def check(path: Path, model: str) -> None:
         if names is None:
             raise ModelError(f"{file} is damaged or incomplete. {again}")
         tensors[file.name] = names
-    index = path / "model.safetensors.index.json"
-    if index.exists():
-        listed: Mapping[str, str] = json.loads(index.read_bytes()).get("weight_map", {})
-        missing = [name for name, file in listed.items() if name not in tensors.get(file, ())]
-        if missing:
-            raise ModelError(
-                f"{index} lists {missing[0]}, which {listed[missing[0]]} lacks: the files of "
-                f"{model} are not of one version. {again}"
-            )
+    listed = tensor_index(path)
+    missing = [name for name, file in listed.items() if name not in tensors.get(file, ())]
+    if missing:
+        raise ModelError(
+            f"{path / INDEX} lists {missing[0]}, which {listed[missing[0]]} lacks: the files of "
+            f"{model} are not of one version. {again}"
+        )
 
 
 def inspect_folder(model: str) -> tuple[Path | None, str | None]:

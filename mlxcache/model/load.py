@@ -37,6 +37,7 @@ from mlxcache.model.hub import Progress, fetch_config, here, resolve, why
 from mlxcache.model.markers import is_harmony, thinks
 from mlxcache.model.pair import check_tokenizers, make_pair
 from mlxcache.model.vision import Vision, load_vision
+from mlxcache.model.weight_files import tensor_index
 from mlxcache.types import ModelInfo
 from mlxcache.utf8 import NotUtf8, read_utf8
 
@@ -481,15 +482,16 @@ def check_files(path: Path) -> None:
             f"{path} has no weights (model*.safetensors). Other formats have to be converted "
             "first: `mlx_lm.convert --hf-path MODEL --mlx-path FOLDER`."
         )
-    index = path / "model.safetensors.index.json"
-    if index.exists():
-        shards = _read_json(index).get("weight_map", {})
-        missing = sorted(name for name in set(shards.values()) if not (path / name).exists())
-        if missing:
-            raise ModelError(
-                f"{path} lacks {len(missing)} of its weight files, {missing[0]} first: "
-                "the download or copy is incomplete."
-            )
+    try:
+        files = set(tensor_index(path).values())
+    except (OSError, ValueError) as error:
+        raise ModelError(f"the list of weight files cannot be read: {error}") from error
+    missing = sorted(name for name in files if not (path / name).exists())
+    if missing:
+        raise ModelError(
+            f"{path} lacks {len(missing)} of its weight files, {missing[0]} first: "
+            "the download or copy is incomplete."
+        )
     if not any(any(path.glob(pattern)) for pattern in _TOKENIZER_FILES):
         raise ModelError(f"{path} has no tokenizer (tokenizer.json or tokenizer.model).")
 

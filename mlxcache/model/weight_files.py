@@ -14,6 +14,29 @@ _MAX_HEADER = 100_000_000
 """Largest header in bytes of a safetensors file, as the format limits it."""
 
 
+INDEX = "model.safetensors.index.json"
+"""Name of the file in a model's folder that lists which weight file has which tensor."""
+
+
+def tensor_index(folder: Path) -> dict[str, str]:
+    """Return the name of the weight file of each tensor, as the index of a model's folder lists it.
+
+    Empty if the folder has no index, or the index no list. Raises OSError if the index cannot be
+    read, and ValueError, which names it, if it is not JSON of the expected form.
+    """
+    file = folder / INDEX
+    if not file.exists():
+        return {}
+    try:
+        index = json.loads(file.read_bytes())
+    except ValueError as error:
+        raise ValueError(f"{file} is not JSON: {error}") from error
+    listed = index.get("weight_map", {}) if isinstance(index, dict) else None
+    if not isinstance(listed, dict) or not all(isinstance(name, str) for name in listed.values()):
+        raise ValueError(f"{file} has no object `weight_map` with the file of each tensor.")
+    return listed
+
+
 def tensor_names(file: Path) -> set[str] | None:
     """Return the names of a safetensors file's tensors, or None if the file is not whole.
 

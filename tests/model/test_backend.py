@@ -207,8 +207,12 @@ def test_a_folder_has_images_with_both_settings_and_weights(tmp_path: Path) -> N
     index = tmp_path / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {"vision_tower.a": "model.safetensors"}}))
     assert has_images(tmp_path)
-    index.write_text("no JSON")
-    assert not has_images(tmp_path)
+    for damaged in ("no JSON", "[]", '{"weight_map": []}', '{"weight_map": {"vision_tower": 1}}'):
+        index.write_text(damaged)
+        assert not has_images(tmp_path)
+    mx.save_safetensors(str(weights), {"model.visual.patch.weight": mx.zeros(2)})
+    index.write_text('{"metadata": {}}')  # lists nothing, so the weights are read
+    assert has_images(tmp_path)
 
 
 @pytest.fixture

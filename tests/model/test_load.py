@@ -161,6 +161,10 @@ def spoil_shards(folder: Path) -> None:
     )
 
 
+def spoil_index(folder: Path) -> None:
+    (folder / "model.safetensors.index.json").write_text('{"weight_map": ["model.safetensors"]}')
+
+
 def spoil_shape(folder: Path) -> None:
     edit(folder / "config.json", num_hidden_layers=6)
 
@@ -190,6 +194,7 @@ def spoil_remote(folder: Path) -> None:
         (spoil_weights, r"no weights.*mlx_lm\.convert"),
         (spoil_bytes, "cannot be loaded"),
         (spoil_shards, "lacks 1 of its weight files, model-00002-of-00002"),
+        (spoil_index, "index.json has no object `weight_map`"),
         (spoil_shape, "cannot be loaded.*Missing"),
         (spoil_tokenizer, "has no tokenizer"),
         (spoil_tokenizer_bytes, "tokenizer in .* cannot be loaded"),
