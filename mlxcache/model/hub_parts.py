@@ -102,9 +102,18 @@ def fetch_large_files(files: Sequence[LargeFile], progress: Progress | None) -> 
 def _fetch(file: LargeFile, told: _Told) -> None:
     """Download the missing rest of a file, check its digest, and move it to its place."""
     file.blob.parent.mkdir(parents=True, exist_ok=True)
+    while not _fetch_into_part(file, told):
+        pass
+
+
+def _fetch_into_part(file: LargeFile, told: _Told) -> bool:
+    """Download as `_fetch` does. False if another process moved or deleted the opened part."""
     with _Part(file, told) as part, _locked(part):
+        if not part.is_in_place():
+            return False
         if file.blob.exists():  # another process has downloaded it meanwhile
-            return
+            file.part.unlink(missing_ok=True)
+            return True
         size = part.seek(0, os.SEEK_END)
         told.note(file, size)
         http_get(
@@ -121,6 +130,7 @@ def _fetch(file: LargeFile, told: _Told) -> None:
                 f"{file.name} was damaged on its way from the Hub: start again to download it."
             )
         file.part.replace(file.blob)
+        return True
 
 
 def _is_whole(file: LargeFile) -> bool:
@@ -170,6 +180,13 @@ class _Part(FileIO):
     def __init__(self, file: LargeFile, told: _Told):
         self._file, self._told = file, told
         super().__init__(file.part, "ab+")
+
+    def is_in_place(self) -> bool:
+        """Return whether the part's path still names the opened file."""
+        try:
+            return os.path.samestat(os.fstat(self.fileno()), self._file.part.stat())
+        except FileNotFoundError:
+            return False
 
     def write(self, data: Any) -> int:
         """Write `data` at the end of the file."""

@@ -194,6 +194,8 @@ def answer(own: OwnTime, line: str) -> dict[str, float]:
     or KeyError for any other text.
     """
     question = json.loads(line)
+    if not isinstance(question, dict):
+        raise ValueError(f"expected a JSON object, got {line!r}")
     if "reply" in question:
         rate, peak = own.decoding(int(question["prefix"]), int(question["reply"]))
         return {"tokens_s": rate, "peak_bytes": peak}
