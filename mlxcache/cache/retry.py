@@ -62,6 +62,12 @@ class RetryBackoff:
         """True if the list of paths to write is not empty, and no pause prevents a write."""
         return bool(self._nodes) and not self.paused
 
+    @property
+    def tokens(self) -> int:
+        """Upper bound of the tokens to write: those of all paths in the list, shared ones once."""
+        parts = {part for node in self._nodes if not node.detached for part in node.path()}
+        return sum(len(part.tokens) for part in parts)
+
     def add(self, node: Node) -> None:
         """Add the path to `node` to the list of paths to write later."""
         if not node.detached:

@@ -508,17 +508,18 @@ class WriteBehind:
         self._asking = None if self._asking in paths else self._asking
 
     def drain(self, seconds: float) -> int:
-        """Write all queued paths, blocking for at most `seconds`.
+        """Write all queued paths, blocking for at most `seconds`. Ends early if the disk fails.
 
-        Also writes paths whose write failed before. Returns the number of tokens that were not
-        written, without those of paths that wait for another attempt after a failed write.
+        Also writes paths whose write failed before. Returns an upper bound of the number of tokens
+        that were not written.
         """
         deadline = self._clock() + seconds
         self.backoff.end_pause()
         while (self.busy or self.backoff.due) and self._clock() < deadline:
             if not self.pump():
                 self._wait(deadline - self._clock())
-        return self._pending_tokens + sum(len(path.ids) - path.at for path in self._queue)
+        queued = sum(len(path.ids) - path.at for path in self._queue)
+        return self._pending_tokens + queued + self.backoff.tokens
 
     def _wait(self, seconds: float) -> bool:
         """Wait up to `seconds` for one result of the writer's thread, and apply it.
