@@ -233,6 +233,7 @@ class Feed:
     def _poll_sessions(self, now: float) -> None:
         if now >= self._sessions_due and (self._sessions is None or self._sessions.done()):
             self._sessions = asyncio.create_task(self._read_sessions())
+            self._sessions.add_done_callback(self._end_on_failure)
 
     async def _read_sessions(self) -> None:
         """Read the part `sessions`, and `tree` if a reader asks for it, if they may have changed.

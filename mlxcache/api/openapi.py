@@ -18,7 +18,7 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
 from mlxcache import __version__
-from mlxcache.api import sessions
+from mlxcache.api import cache, sessions
 from mlxcache.api.http import json_response
 from mlxcache.wire import anthropic_types, openai_types, responses_types
 
@@ -54,8 +54,9 @@ class Operation:
     also: tuple[int, ...] = ()
 
 
-def _number(default: int) -> Schema:
-    return {"type": "integer", "minimum": 0, "default": default}
+def _number(default: int, least: int = 0, most: int | None = None) -> Schema:
+    found = {"type": "integer", "minimum": least, "default": default}
+    return found if most is None else found | {"maximum": most}
 
 
 def _words(*values: str, default: str | None = None) -> Schema:
@@ -99,7 +100,16 @@ OPERATIONS: Mapping[str, Operation] = {
     "POST /v1/messages/count_tokens": Operation(
         "Anthropic", anthropic_types.Conversation, answer="InputTokens"
     ),
-    "GET /v1/models": Operation("Models", answer="Models"),
+    "GET /v1/models": Operation(
+        "Models",
+        query={
+            "limit": _number(20, 1, 1000),
+            "after_id": _TEXT,
+            "before_id": _TEXT,
+            "lifecycle": _TEXT,
+        },
+        answer="Models",
+    ),
     "GET /v1/models/{id}": Operation("Models"),
     "POST /v1/models/{id}/load": Operation("Models"),
     "POST /v1/models/{id}/unload": Operation("Models"),
@@ -109,7 +119,10 @@ OPERATIONS: Mapping[str, Operation] = {
     "GET /v1/api/v0/models/{id}": Operation("Models"),
     "GET /v1/sessions": Operation("Sessions", query=_LIMIT, answer="List"),
     "POST /v1/sessions": Operation(
-        "Sessions", raw=(BINARY,), query={"name": _TEXT, "prompt_bytes": _number(0)}, status=201
+        "Sessions",
+        raw=(BINARY,),
+        query={"name": _TEXT, "prompt_bytes": _number(0), "model": _TEXT},
+        status=201,
     ),
     "GET /v1/sessions/{id}": Operation("Sessions"),
     "PATCH /v1/sessions/{id}": Operation("Sessions", sessions.Patch),
@@ -123,7 +136,13 @@ OPERATIONS: Mapping[str, Operation] = {
     "GET /v1/cache": Operation("Cache"),
     "DELETE /v1/cache": Operation("Cache", query={"pinned": _words("true", "false")}),
     "POST /v1/cache/warm": Operation("Cache", raw=(JSON, "text/plain")),
-    "GET /v1/cache/tree": Operation("Cache", query={"limit": _number(100), "nodes": _number(4000)}),
+    "GET /v1/cache/tree": Operation(
+        "Cache",
+        query={
+            "limit": _number(sessions.DEFAULT_SESSIONS, 1, cache.MAX_SESSIONS),
+            "nodes": _number(cache.DEFAULT_NODES, 1, cache.MAX_NODES),
+        },
+    ),
     "GET /v1/cache/check": Operation("Cache"),
     "POST /v1/cache/prune": Operation("Cache", query={"limit_bytes": _number(0)}),
     "GET /v1/requests": Operation("Server", query=_LIMIT, answer="List"),

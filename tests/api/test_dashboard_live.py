@@ -125,6 +125,12 @@ async def test_a_look_that_fails_ends_it_for_all(engine: FakeEngine, monkeypatch
         assert await soon() == ("end", {"reason": "failed"})
 
 
+async def test_sessions_that_cannot_be_read_end_it_for_all(engine: FakeEngine) -> None:
+    """Here the engine of the test has no book of sessions at all."""
+    async with watching(engine, "sessions") as soon:
+        assert await soon() == ("end", {"reason": "failed"})
+
+
 async def test_few_requests_are_told_of_and_all_that_run(engine: FakeEngine) -> None:
     engine.records = [record(f"r{i}", "done") for i in range(500)] + [record("old", "decode")]
     async with watching(engine, "requests") as soon:
