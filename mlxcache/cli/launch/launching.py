@@ -203,7 +203,8 @@ class Launch:
         configured port is 0. Then the servers that are listed in the cache folder are tried, but
         only if the user gave neither an address (--host, --port, --url, MLXCACHE_URL) nor --model.
         """
-        self.running = bool(self.settings.port) and server_answers(self.url)
+        # port 0 asks for a server of its own on any free port, where none can answer yet
+        self.running = bool(self._elsewhere or self.settings.port) and server_answers(self.url)
         fixed = self._elsewhere or any(self._flags.get(one) for one in ("host", "port", "model"))
         if not self.running and not fixed:
             for one in servers(locate_cache_dir(self.settings.cache_dir)):

@@ -21,6 +21,7 @@ import psutil
 import pytest
 from typer.testing import CliRunner, Result
 
+from mlxcache.cli.launch import launching
 from mlxcache.cli.launch.server import StartedServer, find_free_port, open_log
 from mlxcache.cli.main import app
 from mlxcache.store.lock import serving
@@ -237,6 +238,17 @@ def test_with_port_0_another_free_port_is_tried(here: Path, toy: Any, quicker: l
     result = launch(*flags, "--stop-after")
     assert "started first" in result.stderr
     assert (here / "output").read_text().strip() != quicker[0].url
+
+
+def test_a_server_elsewhere_is_asked_also_where_the_port_is_0(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Port 0 is for a server that is started on this machine."""
+    monkeypatch.setenv("MLXCACHE_PORT", "0")
+    url = "https://mac.example"
+    monkeypatch.setattr(launching, "server_answers", lambda asked: asked == url)
+    assert launching.Launch({}, None, url).running
+    assert not launching.Launch({}, None, None).running
 
 
 def test_a_started_server_is_recognised_by_its_note_or_its_listening_socket(
