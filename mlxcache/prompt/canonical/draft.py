@@ -67,12 +67,9 @@ class Draft:
         self._origins.insert(at, self._origins[at - 1] if at else -1)
 
     def move(self, at: int, to: int) -> None:
-        """Move the message with index `at` to the earlier index `to`.
-
-        The cache breakpoint stays after the same number of messages, even if the message is moved
-        from one side of it to the other.
-        """
+        """Move the message with index `at` to the earlier index `to`."""
         self.messages.insert(to, self.messages.pop(at))
+        self._origins.insert(to, self._origins.pop(at))
 
     def end(self) -> int:
         """Return the index at which to insert a new last message.
@@ -82,14 +79,15 @@ class Draft:
         return len(self.messages) - self.continues
 
     def chat(self) -> Chat:
-        """Return the rewritten chat, with its cache breakpoint after the same messages as before.
+        """Return the rewritten chat.
 
-        A message that a rule inserted directly after the last of these comes before the breakpoint
-        too. For moved messages see `move`.
+        Its cache breakpoint follows the last of the messages that it followed in the given chat,
+        and a message that a rule inserted directly after that one.
         """
         marked = self._chat.breakpoint
-        if marked is not None:
-            marked = sum(origin < marked for origin in self._origins) if marked else 0
+        if marked:
+            before = [i for i, origin in enumerate(self._origins) if origin < marked]
+            marked = before[-1] + 1 if before else 0
         return replace(
             self._chat, messages=tuple(self.messages), tools=self.tools, breakpoint=marked
         )

@@ -84,6 +84,11 @@ def test_it_stands_before_the_first_message(told):
     assert texts(later) == [*texts(made), "Done.", "Thanks.", "x"]
 
 
+def test_a_mark_behind_the_first_message_stays_behind_it():
+    made = Canonicaliser().canonicalise(Chat([HEAD, ASKED, message("system", MAIN)], breakpoint=2))
+    assert texts(made)[: made.chat.breakpoint] == [HEAD["content"], MAIN, ASKED["content"]]
+
+
 @pytest.mark.parametrize("rest", [HOOK, PLAN, f"{HOOK}\n\n{PLAN}", f"{PLAN}\n\n{DATE}"])
 @pytest.mark.parametrize("told", [LISTS, f"{PLACE}\n\n{POWERED}"])
 def test_what_goes_with_the_first_message_stays_behind_it(told, rest):
