@@ -235,15 +235,16 @@ class GuessingDecoder(Decoder):
         self._known_at = None
 
     def rewind(self, ids: Tokens) -> None:
-        """Set the lineage to exactly the tokens `ids`: the prompt and the tokens handed out.
+        """Set the lineage to the tokens `ids`: the prompt and the tokens handed out.
 
+        A lineage that is shorter, because nothing was fed since `resumed`, is left as it is.
         `ids`: as the model is fed them, shape (n,). Drops the pass in progress and the pending
         token. Blocks if a recurrent state must be computed again.
         """
         lineage, flight = self._lineage, self._flight
         points, self._points, self._flight, self.pending = self._points, [], None, None
         exact = flight is None and lineage.length == len(ids)
-        if exact or not lineage.layout.opaque:
+        if exact or not (lineage.layout.opaque and points):  # without points, nothing was guessed
             lineage.truncate(min(lineage.length, len(ids)))
             return
         start, state = [point for point in points if point[0] <= len(ids)][-1]

@@ -114,18 +114,20 @@ class _Token:
 
 
 _END = _Token("end", "")
+_NUL = r"\\x00"
+"""Replacement by `re.sub` of a NUL character by its escape."""
 
 
 class _Parser:
     """Parser of a Lark grammar, which turns each alternative of a rule into a regular expression.
 
-    A reference to a rule is written as its name between two NUL characters. A NUL in a string or an
-    expression of the grammar is wrongly taken for the beginning or end of a reference.
+    In the result a reference to a rule is its name between two NUL characters. A NUL of the
+    grammar's own is written as an escape.
     """
 
     def __init__(self, text: str, where: str):
         self._where = where
-        self._tokens = list(self._scan(text))
+        self._tokens = list(self._scan(re.sub(r"\\?\0", _NUL, text)))
         self._at = 0
 
     def _scan(self, text: str) -> Iterator[_Token]:
@@ -261,8 +263,8 @@ class _Parser:
             ends = self._value(text), self._value(self._take().text)
             if any(len(end) != 1 for end in ends):
                 raise self._wrong(f"a range from {ends[0][:40]!r} is not of single characters")
-            return f"[{re.escape(ends[0])}-{re.escape(ends[1])}]"
-        escaped = f"(?:{re.escape(self._value(text))})"
+            return f"[{_escape(ends[0])}-{_escape(ends[1])}]"
+        escaped = f"(?:{_escape(self._value(text))})"
         return f"(?i:{escaped})" if text.endswith("i") else escaped
 
     def _value(self, text: str) -> str:
@@ -294,6 +296,11 @@ class _Parser:
             self._at += 1
             return f"(?:{atom}){token.text}"
         return atom
+
+
+def _escape(text: str) -> str:
+    """Return a regular expression that matches `text` only, without a NUL character in it."""
+    return re.escape(text).replace("\0", "\\x00")
 
 
 def _one_of(choices: Sequence[str]) -> str:
