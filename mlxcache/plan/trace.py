@@ -387,13 +387,18 @@ class _Recorded:
                 f"the blocks hold {int(ends[-1])} tokens: expected {path}, with an end after the "
                 f"{prompt} of the prompt"
             )
+        key = row.count("key") if row.fields.get("key") is not None else None
+        head = row.count("head", default=0)
+        for name, tokens in (("key", key), ("head", head)):
+            if tokens is not None and tokens > path:
+                raise row.error(f"{name} is {tokens}, but the request has {path} tokens")
         return Request(
             row.seconds("time"),
             session,
             *path_of(parts),
             int(np.searchsorted(ends, prompt)) + 1,
-            key=row.count("key") if row.fields.get("key") is not None else None,
-            head=row.count("head", default=0),
+            key=key,
+            head=head,
             cached=row.count("cached_tokens") if "cached_tokens" in row.fields else None,
             restored=row.count("restored_tokens", default=0),
             took=row.seconds("seconds") if "seconds" in row.fields else 0.0,

@@ -193,6 +193,8 @@ def test_a_recorded_trace_holds_no_text_and_no_token_ids(tmp_path: Path) -> None
         ({"generated_tokens": 3}, "expected 103"),
         ({"time": "now"}, "time is 'now'"),
         ({"session": 5}, "session is 5"),
+        ({"head": 121}, "head is 121, but the request has 120 tokens"),
+        ({"key": 500}, "key is 500"),
     ],
 )
 def test_a_wrong_recorded_line_is_named(tmp_path: Path, change: dict[str, Any], wrong: str) -> None:
