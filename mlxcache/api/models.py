@@ -38,7 +38,7 @@ def routes(deps: Deps) -> list[Route]:
 
 async def models(deps: Deps, request: Request) -> Response:
     """List the models: in Anthropic's form for clients of its API, else in OpenAI's."""
-    info = require_model(deps)
+    require_model(deps)
     if is_anthropic_client(request):
         opened = [one for one in _infos(deps) if one is not None]
         return json_response(anthropic_models.list_models(opened, empty=_is_other_page(request)))
@@ -48,7 +48,7 @@ async def models(deps: Deps, request: Request) -> Response:
             "object": "list",
             "data": data,
             "has_more": False,
-            "first_id": info.id,
+            "first_id": data[0]["id"],
             "last_id": data[-1]["id"],
         }
     )
@@ -83,6 +83,7 @@ def _unknown(label: str) -> dict[str, Any]:
         "owned_by": "mlxcache",
         "type": "model",
         "display_name": label,
+        "state": "never",
     }
 
 
@@ -126,23 +127,32 @@ async def engine_named(deps: Deps, name: str, *, wait: bool = True) -> Engine:
 
 def _object(deps: Deps, engine: Engine) -> dict[str, Any]:
     known = describe_model(engine.info, engine.label) if engine.info else _unknown(engine.label)
-    return known | dict(engine.residence or {"state": "never"})
+    return known | dict(engine.residence or {})
 
 
 async def model(deps: Deps, request: Request) -> Response:
-    """Describe the model that serves requests with the name in the URL."""
-    describe = anthropic_models.describe_model if is_anthropic_client(request) else describe_model
-    return json_response(describe(_info(deps, _name(request)), _name(request)))
+    """Describe the model that serves requests with the name in the URL.
+
+    Of a model that was never loaded only the name is known.
+    """
+    name = _name(request)
+    info, for_anthropic = _info(deps, name), is_anthropic_client(request)
+    if info is None:
+        found = anthropic_models.describe_unknown(name) if for_anthropic else _unknown(name)
+    else:
+        describe = anthropic_models.describe_model if for_anthropic else describe_model
+        found = describe(info, name)
+    return json_response(found)
 
 
-def _info(deps: Deps, name: str) -> ModelInfo:
+def _info(deps: Deps, name: str) -> ModelInfo | None:
     """Return the description of the model that serves requests with the model name `name`.
 
-    If that model was never loaded, the description of the default model is returned.
+    None if that model was never loaded. Raises NotReady or ModelError if the default model is not
+    loaded.
     """
     default = require_model(deps)
-    found = deps.models.find(name).info if deps.models is not None else None
-    return found or default
+    return default if deps.models is None else deps.models.find(name).info
 
 
 def _is_other_page(request: Request) -> bool:
@@ -172,9 +182,15 @@ async def lm_studio_models(deps: Deps, request: Request) -> Response:
 
 
 async def lm_studio_model(deps: Deps, request: Request) -> Response:
-    """Describe in the format of LM Studio the model that serves the name in the URL."""
+    """Describe in the format of LM Studio the model that serves the name in the URL.
+
+    Of a model that was never loaded only the name is known.
+    """
     name = _name(request)
-    return json_response(_lm_studio_object(_info(deps, name), name))
+    info = _info(deps, name)
+    if info is None:
+        return json_response({"id": name, "object": "model", "state": "not-loaded"})
+    return json_response(_lm_studio_object(info, name))
 
 
 def _name(request: Request) -> str:

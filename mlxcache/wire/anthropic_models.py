@@ -26,7 +26,7 @@ def describe_model(info: ModelInfo, name: str | None = None) -> dict[str, Any]:
         "id": name or info.id,
         "type": "model",
         "display_name": info.id,
-        "created_at": datetime.fromtimestamp(info.created, UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        "created_at": _time(info.created),
         "lifecycle": "active",
         "deprecated_at": None,
         "retires_at": None,
@@ -38,6 +38,18 @@ def describe_model(info: ModelInfo, name: str | None = None) -> dict[str, Any]:
         "max_context_length": info.max_context_length,
         "loaded_context_length": info.context_length,
     }
+
+
+def describe_unknown(name: str) -> dict[str, Any]:
+    """Return the model object of a model that was never loaded: what is not known is None."""
+    known = {"id": name, "type": "model", "display_name": name, "created_at": _time(0)}
+    unknown = ("max_input_tokens", "max_tokens", "capabilities")
+    return known | {"lifecycle": "active"} | dict.fromkeys(unknown)
+
+
+def _time(seconds: int) -> str:
+    """Return a Unix time in the format of the API, in UTC."""
+    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
 def list_models(infos: Sequence[ModelInfo], *, empty: bool) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import anthropic
@@ -13,6 +14,7 @@ import pytest
 from anthropic.types import ModelInfo
 from pydantic import TypeAdapter
 
+from mlxcache.api.app import create_app
 from mlxcache.api.status import describe_request
 from mlxcache.types import RequestRecord
 from tests.api.conftest import INFO, FakeEngine
@@ -101,6 +103,31 @@ async def test_one_model_tells_its_state_as_several_do(
     assert model["id"] == INFO.id
     assert (model["state"], model["progress"], model["loads"]) == ("loading", 0.5, 2)
     assert (model["aliases"], model["default"]) == (["short"], True)
+
+
+async def test_of_a_model_that_was_never_loaded_the_name_is_told(engine: FakeEngine) -> None:
+    """In each API's form; and the list begins with the first model's label."""
+    described = [{"label": "main", "state": "loaded"}, {"label": "idle", "state": "never"}]
+    models = SimpleNamespace(
+        engines=[engine, SimpleNamespace(info=None)],
+        find=lambda name: SimpleNamespace(info=None) if name == "idle" else engine,
+        describe=lambda: described,
+    )
+    transport = httpx.ASGITransport(create_app(engine, models=models))  # type: ignore[arg-type]
+    async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
+        listed = (await client.get("/v1/models")).json()
+        assert [one["id"] for one in listed["data"]] == ["main", "idle"]
+        assert (listed["first_id"], listed["last_id"]) == ("main", "idle")
+        told = (await client.get("/v1/models/idle")).json()
+        assert (told["id"], told["state"]) == ("idle", "never")
+        assert "context_length" not in told
+        told = (await client.get("/api/v0/models/idle")).json()
+        assert (told["id"], told["state"]) == ("idle", "not-loaded")
+        assert (await client.get("/v1/models/main")).json()["context_length"] == 8192
+        client.headers["anthropic-version"] = "2023-06-01"
+        told = (await client.get("/v1/models/idle")).json()
+        assert (told["id"], told["type"], told["max_input_tokens"]) == ("idle", "model", None)
+        assert ModelInfo.model_validate(told).id == "idle"
 
 
 @pytest.mark.parametrize("name", ["org/model-4bit", "claude-opus-4", "current-model", "a/b/c"])
