@@ -243,7 +243,7 @@ class Settings:
         None,
         read_number(16, NO_LIMIT, example=32768),
         "N",
-        "Tokens in a prompt and its reply together.",
+        "Most tokens of a prompt and its reply together.",
         shown="the model's own",
     )
     max_tokens: int | None = _setting(
@@ -251,7 +251,7 @@ class Settings:
         None,
         read_number(1, NO_LIMIT, example=4096),
         "N",
-        "Tokens in a reply if the request sets no limit.",
+        "Most tokens of a reply if the request sets no limit.",
         shown="what the context leaves",
     )
     concurrency: int = _setting(

@@ -17,6 +17,13 @@ RUN = CliRunner()
 WIDE = {"COLUMNS": "200", "NO_COLOR": "1"}
 
 
+def test_the_package_is_the_command_too() -> None:
+    """For an installation whose scripts are not on the PATH."""
+    command = [sys.executable, "-m", "mlxcache", "--version"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout == f"mlxcache {__version__}\n"
+
+
 def test_version():
     """The command and the flag print name and number."""
     assert RUN.invoke(app, ["version"]).output == f"mlxcache {__version__}\n"
