@@ -231,10 +231,14 @@ _SERVER = (
 _RANKS = (
     _gauge("ranks", "Processes that serve a divided model.", "ranks.size"),
     _gauge("rank_silent_seconds", "Time since a rank answered.", "ranks.silent_s", "rank"),
-    _gauge("rank_operation_seconds", "Duration of its operation.", "ranks.operation_s", "rank"),
+    _gauge(
+        "rank_operation_seconds", "Duration of a rank's operation.", "ranks.operation_s", "rank"
+    ),
     _gauge("rank_memory_bytes", "Memory of a rank's process.", "ranks.footprint_bytes", "rank"),
     _gauge("rank_disk_bytes", "Size of a rank's disk tier.", "ranks.disk_used_bytes", "rank"),
-    _gauge("rank_disk_limit_bytes", "Its limit.", "ranks.disk_limit_bytes", "rank"),
+    _gauge(
+        "rank_disk_limit_bytes", "Limit of a rank's disk tier.", "ranks.disk_limit_bytes", "rank"
+    ),
     _gauge(
         "rank_memory_pressure", "1 for a rank's memory pressure.", "ranks.levels", "rank", "level"
     ),

@@ -214,7 +214,8 @@ class Layout:
     `checkpointed`: adapters of the opaque slots. `batchable`: several sequences can be fed as a
     batch. `states`: the form of a checkpoint, as nested tuples like those that `kv.capture`
     returns, with an ArraySpec in place of each array. `unknown`: names of cache classes without
-    an adapter; such a model is not cached. `stateful`: another rank has opaque slots, so that
+    an adapter; such a model is not cached. `foreign`: names of cache classes that mlx-lm cannot
+    read from a prompt cache file. `stateful`: another rank has opaque slots, so that
     checkpoints are needed. `lockstep`: the object that is told every operation on KV of this
     layout, so that other ranks repeat it.
     """
@@ -231,6 +232,7 @@ class Layout:
     windows: tuple[int | None, ...]
     states: State
     unknown: tuple[str, ...]
+    foreign: tuple[str, ...] = ()
     stateful: bool = False
     lockstep: Lockstep = ALONE
 
@@ -337,6 +339,7 @@ def survey(model: Any, *, kv_bits: int | None = None, evaluate: bool = True) -> 
         windows=tuple(adapter.window(slot) for _, slot, adapter in linear),
         states=states,
         unknown=tuple(sorted({class_name(s) for s in slots if adapter_of(s) is None})),
+        foreign=tuple(sorted({a.name for a in adapters if a is not None and not a.portable})),
     )
 
 

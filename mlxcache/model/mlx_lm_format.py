@@ -41,11 +41,10 @@ CHUNK_BYTES = 4 << 20
 
 def check_portable(layout: Layout) -> None:
     """Raise Unsupported for a `layout` whose prompt cache files mlx-lm itself cannot read."""
-    names = sorted({adapter.name for adapter in layout.checkpointed if not adapter.portable})
-    if names:
+    if layout.foreign:
         raise Unsupported(
-            f"mlx-lm cannot load prompt cache files with a {', '.join(names)}, which this model "
-            "has: export a snapshot."
+            f"mlx-lm cannot load prompt cache files with a {', '.join(layout.foreign)}, which "
+            "this model has: export a snapshot."
         )
 
 

@@ -143,8 +143,8 @@ class PromptCacheReader:
     def _ids_of(self, prompt: str | None) -> Tokens:
         if not prompt:
             raise BadRequest(
-                "This prompt cache of mlx-lm has no tokens: give the text it was made of with "
-                "--prompt TEXT.",
+                "This prompt cache of mlx-lm has no tokens: give the text it was made of, or its "
+                "token ids as a JSON list, with --prompt TEXT.",
                 param="prompt",
             )
         if prompt.lstrip().startswith("["):

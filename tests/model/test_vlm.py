@@ -17,14 +17,17 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
+from mlx_lm.models import cache as mlx_lm_cache
 
-from mlxcache.errors import ModelError
+from mlxcache.errors import ModelError, Unsupported
 from mlxcache.model import kv
+from mlxcache.model.adapters import adapter_of
 from mlxcache.model.backend import FAMILIES
 from mlxcache.model.examine import examine
 from mlxcache.model.kv import Layout
 from mlxcache.model.lineage import Lineage
 from mlxcache.model.load import Loaded, ModelSpec, load
+from mlxcache.model.mlx_lm_format import check_portable
 from tests.conftest import ToyMaker
 from tests.model.seeing import poison
 from tests.model.test_every_model import saved
@@ -99,6 +102,18 @@ def test_each_family_is_run_by_mlx_vlm(loaded: Loaded, name: str) -> None:
     assert loaded.info.backend == "mlx-vlm"
     assert (loaded.vision is not None) is (name in SEEING)
     assert {one.partition("+")[0] for one in (*VLM, *SEEING)} == set(FAMILIES)
+
+
+def test_no_prompt_cache_is_written_of_classes_that_mlx_lm_lacks(loaded: Loaded) -> None:
+    """It would not find them when it reads the file."""
+    layout = kv.survey(loaded.model)
+    adapters = [adapter_of(slot) for slot in kv.flatten(layout.make())]
+    names = {adapter.name for adapter in adapters if adapter is not None}
+    if all(hasattr(mlx_lm_cache, name) for name in names - {"ArraysCache"}):
+        assert set(layout.foreign) <= {"ArraysCache"}
+    else:
+        with pytest.raises(Unsupported, match="export a snapshot"):
+            check_portable(layout)
 
 
 def test_chunks_cuts_and_checkpoints_go_on_like_the_whole(loaded: Loaded, tmp_path: Path) -> None:
