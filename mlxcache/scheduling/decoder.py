@@ -98,7 +98,7 @@ class Row:
         `failed`: name of the part that raised `error`, which is then logged; None logs nothing.
         """
         if failed is not None:
-            log.error("%s: reply ended: %s failed", self.id, failed, exc_info=error)
+            log.error("request %s: reply ended by an error in %s", self.id, failed, exc_info=error)
         self.error = error
 
     def trial(self) -> TrialRow:

@@ -132,7 +132,7 @@ class LateTurns:
                 raise
             self._set_copy(copy)
         except StoreError as error:
-            log.debug("turns that are not on disk yet cannot be listed: %s", error)
+            log.debug("session lists lack turns that are not on disk yet: %s", error)
 
     def _record(self, copy: Sessions, turns: Sequence[LateTurn]) -> None:
         for one in turns:
