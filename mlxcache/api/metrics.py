@@ -179,7 +179,10 @@ _MEMORY = (
 _MODELS = (
     _gauge("model_loaded", "1 while the model's weights are in memory.", "loaded", "model"),
     _gauge(
-        "model_loaded_ratio", "Progress of loading the model, 1 when loaded.", "loaded_shares", "model"
+        "model_loaded_ratio",
+        "Progress of loading the model, 1 when loaded.",
+        "loaded_shares",
+        "model",
     ),
     _gauge("model_size_bytes", "Memory of the model without KV.", "sizes", "model"),
     _counter("model_loads", "Times that dropped weights were read again.", "loads", "model"),
