@@ -383,8 +383,8 @@ def add_up(
         },
         "queue": _sums([one["queue"] for one in models]),
     }
-    disks = [one["disk"] for one in models]
-    if "written_bytes" in disks[0]:
+    disks = [one["disk"] for one in models if "state" in one["disk"]]  # those that were opened
+    if disks:
         stopped = next((one for one in disks if one["state"] != "ok"), disks[0])
         state = {name: stopped[name] for name in ("state", "reason")}
         restores = {"restores": figures["restores"]}
