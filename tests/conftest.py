@@ -8,6 +8,11 @@ from typing import Any
 
 import platformdirs
 import pytest
+from hypothesis import settings
+
+# How long an example takes depends on the machine and its other jobs; a hang ends by the timeout.
+settings.register_profile("suite", deadline=None)
+settings.load_profile("suite")
 
 
 @pytest.fixture(scope="session", autouse=True)
