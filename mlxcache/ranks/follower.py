@@ -157,6 +157,8 @@ class Follower:
             store, ids = self._opened, _ids(question.ids)
             found = store.find(ids)
             if isinstance(question, op.Verify):
+                if self.layout.specs and found.length < question.end:
+                    raise StoreError(f"files after token {found.length} are no longer on disk")
                 for piece in found.pieces:
                     if piece.start < question.end and question.start < piece.end:
                         store.verify(piece, ids, late=question.late)

@@ -91,6 +91,16 @@ def test_files_are_verified_on_every_rank(two: TwoStores):
     assert two.store.find(ids).length == 0
 
 
+def test_files_that_a_rank_has_evicted_meanwhile_are_not_loaded(two: TwoStores):
+    """The prompt is then computed; else the rank would end while it loads."""
+    ids = some_ids(128)
+    two.write(two.fed(ids), ids)
+    (piece, *_) = two.store.find(ids).pieces
+    two.other.clear()
+    with pytest.raises(StoreError, match="files after token 0 are no longer on disk"):
+        two.store.verify(piece, ids)
+
+
 def test_what_was_written_can_be_loaded_on_every_rank(two: TwoStores):
     """A follower reads its own files to the same values."""
     ids = some_ids(128)
