@@ -194,8 +194,8 @@ class Prefill:
         """
         if task.remaining > 0:
             self._feed(task, self._size(task, seconds))
-        if not task.held.lineage.aligned():
-            raise GenerationFailed("The model's cache did not grow by the number of tokens fed.")
+        else:
+            _check_aligned(task.held.lineage)
 
     def _size(self, task: Task, seconds: float) -> int:
         at = task.held.length
@@ -219,6 +219,7 @@ class Prefill:
         self._forward(task.fed[at:end], lineage, images)
         model_kv.eval_states(lineage.caches, wait=not last or marked)
         lineage.advance(size)
+        _check_aligned(lineage)
         if not (last or ends_finite(lineage)):
             raise NonFiniteOutput
         if not last:
@@ -280,3 +281,9 @@ class Prefill:
             lineage.note_pass()
             lineage.layout.lockstep.feed(lineage, ids[part].tolist())
             self.model(mx.array(ids[part])[None], cache=caches, **inputs)
+
+
+def _check_aligned(lineage: Lineage) -> None:
+    """Raise GenerationFailed if the model's cache has other positions than `lineage`."""
+    if not lineage.aligned():
+        raise GenerationFailed("The model's cache did not grow by the number of tokens fed.")

@@ -59,6 +59,27 @@ def test_a_prefill_that_raises_keeps_what_it_had_committed(
     at_rest(bench)
 
 
+def test_kv_of_fewer_tokens_than_were_fed_is_not_committed(
+    bench: Bench, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A cache class that grows in another way would give every later prompt wrong KV."""
+    ids, feed = prompt(rng, 300), type(bench.model).__call__
+
+    def one_fewer(model: Any, tokens: mx.array, **named: Any) -> Any:
+        return feed(model, tokens[:, 1:] if tokens.shape[1] > 1 else tokens, **named)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(bench.model), "__call__", one_fewer)
+        task = bench.put(ids, marks=[192])
+        bench.run()
+    assert "did not grow by the number of tokens fed" in str(error(task))
+    assert bench.kv.tree.match(ids).length == 0
+    again = bench.ask(ids)
+    assert admitted(again).cached_tokens == 0
+    assert again.out == bench.cold(ids)
+    at_rest(bench)
+
+
 def test_a_prefill_that_raises_in_a_branch_leaves_the_other_branch_right(
     bench: Bench, rng: np.random.Generator
 ) -> None:
