@@ -110,7 +110,10 @@ def is_local(name: str | None) -> bool:
 
 
 def _is_navigation(headers: Headers) -> bool:
-    """Return whether the browser will show the response as a page, not inside a frame."""
+    """Return whether, by Sec-Fetch-Mode and -Dest, the browser will show the response as a page.
+
+    A page inside a frame does not count.
+    """
     mode, destination = headers.get("sec-fetch-mode"), headers.get("sec-fetch-dest")
     return mode == "navigate" and destination == "document"
 
@@ -125,8 +128,8 @@ def _host_name(url: str) -> str | None:
 def _address(url: str, like: str = "") -> tuple[str, int] | None:
     """Return the host and port of `url`; None if it cannot be parsed.
 
-    The default port is that of the scheme: 443 for https, otherwise 80. If `url` has no scheme,
-    that of the URL `like` is used.
+    If `url` has no port, it is 443 for https, otherwise 80. If `url` has no scheme, that of the URL
+    `like` is used. The host is "" if `url` has none.
     """
     try:
         parts = urlsplit(url)
@@ -181,7 +184,10 @@ class OriginMiddleware(CORSMiddleware):
         )
 
     def preflight_response(self, request_headers: Headers) -> Response:
-        """Answer a preflight request: 204 with the permissions, or 403 without any."""
+        """Answer a preflight request: 204 with the CORS headers that permit the request, or 403.
+
+        The 403, without these headers, is for origins or methods that are not allowed.
+        """
         # Starlette answers 200 with a text, and lists permissions also in a refusal.
         answer = super().preflight_response(request_headers)
         if answer.status_code != 200:
@@ -213,7 +219,7 @@ class Keyring:
         return bool(self._keys)
 
     def find_owner(self, headers: Headers) -> str | None:
-        """Return the owner of the key in `Authorization: Bearer` or `X-Api-Key`.
+        """Return the owner (see `owner_of`) of the key in `Authorization: Bearer` or `X-Api-Key`.
 
         None stands for the common key. Both headers are compared with all keys in constant time.
         Raises Unauthorized if none matches.
@@ -336,7 +342,11 @@ _CLIENT_PATHS = frozenset(
 
 
 def explain_wrong_base_url(path: str) -> str | None:
-    """Return what is wrong with a client's base URL if it requests `path`; None if unknown."""
+    """Return what is wrong with the base URL of a client that requests the URL path `path`.
+
+    Returns None unless `path` is one that clients of the APIs request, such as `/v1/messages`,
+    without its `/v1` or with one `/v1` too many.
+    """
     if path in _CLIENT_PATHS:
         return "the client's base URL lacks /v1"
     if path.removeprefix("/v1/v1") in _CLIENT_PATHS:

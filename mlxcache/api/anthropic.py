@@ -116,7 +116,8 @@ async def _warm(
 ) -> dict[str, Any]:
     """Compute the KV of a request's prompt, and return a message object without content.
 
-    This answers a request with `max_tokens` 0. Raises BadRequest if the request asks for a stream.
+    This answers a request with `max_tokens` 0. Raises BadRequest if the request asks for a stream,
+    and the errors of `Deps.of`, of rendering and of `run_warming`.
     """
     if body.stream:
         raise BadRequest("stream: there is no reply to stream with max_tokens: 0.", param="stream")

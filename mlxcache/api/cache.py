@@ -87,8 +87,9 @@ async def warm(engine: Engine, body: bytes, id: str | None = None) -> dict[str, 
     The answer has the counts of the prefix's tokens (prompt, cached, restored, fed) and the seconds
     taken. The prefix of a chat request ends where the reply would begin. Without a user message, it
     ends where the first user message would begin. A body that does not begin with `{` is a system
-    prompt. `id` is the request id; None makes a new one. Raises BadRequest for other bodies, and
-    the errors of `Engine.submit`.
+    prompt as text. `id` is the request id; None makes a new one. Raises BadRequest or Unsupported
+    if there is nothing to warm or the body is no valid chat request, and the errors of
+    `run_warming`.
     """
     began = time.perf_counter()
     images = engine.info is not None and engine.info.has_images
@@ -147,7 +148,10 @@ def _refuse_owners() -> None:
 
 
 async def check(deps: Deps, request: Request) -> Response:
-    """Read all files of the cache on disk and list the problems found."""
+    """Read all files of the cache on disk and list the problems found.
+
+    Each has the `path` of a file or folder, and `what` is wrong with it.
+    """
     _refuse_owners()
     problems = await require_sessions(deps).check()
     data = [{"path": str(one.path), "what": one.what} for one in problems]
@@ -200,6 +204,7 @@ async def build_tree(
 ) -> dict[str, Any]:
     """Build the answer of `GET /v1/cache/tree`: a prefix tree of at most `nodes` nodes.
 
+    The root is one of them; if there are more, the shortest leaves are merged into their parents.
     `listed`: the sessions to show, all of the current owner. Sessions of a model that this server
     has not loaded since it started are left out. The tree is built in another thread.
     """

@@ -33,8 +33,8 @@ class Choices:
         """Yield the events of all choices as they arrive, each with the index of its choice.
 
         Raises the error of the first stream that fails. At most one event is buffered: if the
-        caller stops reading, the streams are not read either, and each cancels its request after a
-        time.
+        caller stops reading, the streams are not read either, and each cancels its request after
+        the `stall_s` seconds of `Stream`.
         """
         if len(self._streams) == 1:
             async for event in self._streams[0]:
@@ -61,9 +61,9 @@ class Choices:
             await asyncio.wait(tasks)
 
     async def gather(self) -> list[WholeReply]:
-        """Read all choices to their ends and return their replies.
+        """Read all choices to their ends and return their replies, in the order of the choices.
 
-        Raises the first error: GenerationFailed if the model failed, NotReady if the reply was cut
+        Raises the first error: GenerationFailed if the model failed, NotReady if a reply was cut
         short because the server is stopping.
         """
         tasks = [asyncio.ensure_future(gather_reply(one)) for one in self._streams]

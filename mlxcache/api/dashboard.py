@@ -53,7 +53,7 @@ _PAGES = {"index.html": PAGE, "docs.html": DOCS}
 
 
 def _files() -> dict[str, tuple[str, bytes]]:
-    """Return the content type and content of each file by its URL path."""
+    """Return (content type, content) of each dashboard file, by URL path such as `/dashboard`."""
     found = {}
     for file in files("mlxcache.api").joinpath("page").iterdir():
         kind = TYPES.get(file.name[file.name.rfind(".") :])

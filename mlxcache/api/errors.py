@@ -78,7 +78,11 @@ _UNEXPECTED = SHAPES[errors.MlxcacheError]
 
 
 def find_shape(error: Exception) -> Shape:
-    """Return status, types and code for `error`. The status is 500 if its class is unknown."""
+    """Return status, types and code for `error`.
+
+    An HTTPException keeps its own status. The status is 500 for any other error whose class, with
+    its base classes, is not in `SHAPES`.
+    """
     if isinstance(error, HTTPException):
         other = Shape(error.status_code, "invalid_request_error", "invalid_request_error")
         return _HTTP.get(error.status_code, other)
@@ -130,7 +134,11 @@ def _message(error: Exception) -> str:
 
 
 def is_anthropic_client(request: Request) -> bool:
-    """Return whether the URL path or a header of `request` is one of Anthropic's API."""
+    """Return whether `request` is for Anthropic's API, by its URL path and its headers.
+
+    True if the path begins with `/v1/messages`, or there is a header `anthropic-version` or
+    `anthropic-beta`.
+    """
     path = request.scope["path"]  # not request.url: it needs a valid Host header
     if path.startswith("/v1/messages"):
         return True

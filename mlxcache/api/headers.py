@@ -46,8 +46,9 @@ def read_arrival(
 ) -> Arrival:
     """Return what is known of a request before its prompt is rendered.
 
-    `id`: request id. `api`: name of the API, such as `chat` or `messages`. `session`: session
-    label. Raises BadRequest if X-Request-Timeout is not a number above 0.
+    The client's name and the time limit are read from `headers`. `id`: request id. `api`: name of
+    the API, such as `chat` or `messages`. `session`: session label, or None. Raises BadRequest if
+    X-Request-Timeout is not a number above 0.
     """
     timeout_s = read_job_options(headers)["timeout_s"]
     return Arrival(id, api, session, read_client_name(headers), OWNER.get(), timeout_s)

@@ -96,8 +96,8 @@ class Deps:
 
         `model`: the name in the request; an unknown one, or None, stands for the default model.
         Waits while the model is loaded for the first time, and raises the errors of `Models.of`.
-        `arrival`: the request, to be recorded while it waits. `loaded_s` of the result is the
-        seconds that it waited.
+        `arrival`: the request, to be listed by `requests` while it waits; None if it is not to be
+        listed. `loaded_s` of the result is the seconds that the request waited.
         """
         if self.models is None:
             return self
@@ -106,9 +106,10 @@ class Deps:
         return replace(self, engine=engine, loaded_s=time.monotonic() - began if waits else 0.0)
 
     def load_share(self, model: str | None) -> float | None:
-        """Return the share of a model that is loaded, from 0 to 1, while it is being loaded.
+        """Return the progress of loading a model, from 0 to 1; see `Engine.load_share`.
 
-        `model`: the name in a request. Returns None if that model is not being loaded.
+        `model`: the name in a request; an unknown one, or None, stands for the default model.
+        Returns None if the model is not being loaded now.
         """
         return (self.engine if self.models is None else self.models.find(model)).load_share
 
@@ -122,11 +123,14 @@ class Deps:
         return self.engine.sessions if self.models is None else self.models.sessions
 
     def engine_of(self, record: RequestRecord) -> Engine:
-        """Return the engine that served a recent request."""
+        """Return the engine that served the request of `record`; the default one if unknown."""
         return self.engine if self.models is None else self.models.of_record(record)
 
     def requests(self) -> list[RequestRecord]:
-        """Return the records of recent requests of the current API key, newest first."""
+        """Return the records of recent requests of the current API key, newest first.
+
+        They are among the last 1,000 requests of all keys, and include waiting and running ones.
+        """
         return (self.engine if self.models is None else self.models).requests()
 
 
@@ -184,11 +188,11 @@ def read_number(request: Request, name: str, default: int) -> int:
 
 
 async def read_json(request: Request, type: type[T], deps: Deps) -> T:
-    """Read a request's JSON body as a value of `type`, and record it if recording is on.
+    """Read a request's JSON body as a value of `type`, and pass it to the recorder, if any.
 
     Raises BadRequest if the body is not JSON or does not fit `type`, TooLarge if it is longer than
-    `ApiSettings.max_body_bytes`, HTTPException (408) if it does not arrive in time, and
-    ClientDisconnect.
+    `ApiSettings.max_body_bytes`, HTTPException (408) if it does not arrive in time (see
+    `read_body`), and ClientDisconnect if the client disconnects before.
     """
     body = await read_body(request, deps.settings.max_body_bytes)
     value = decode(type, body)

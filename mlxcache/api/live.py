@@ -66,8 +66,8 @@ class Feed:
     """Live state of the server, as far as one owner may see it. For the event loop only.
 
     Nothing is queued: a slow reader receives the current state and misses intermediate ones.
-    Sessions are read only if they may have changed, because that uses the MLX thread. Figures are
-    read in another thread, because they wait for the disk.
+    Sessions are read only if they may have changed, because reading them uses the MLX thread. The
+    cache's figures are read in another thread, because that waits for the disk.
     """
 
     def __init__(self, engine: Engine, owner: str | None, models: Models | None = None):
@@ -92,7 +92,9 @@ class Feed:
     async def watch(self, parts: Sequence[str]) -> AsyncGenerator[tuple[str, Any], None]:
         """Yield (name, body) for each of `parts` in its current state, then after each change.
 
-        `parts` are names from `PARTS`. The body of `requests` holds all recent requests at first,
+        `parts` are names from `PARTS`. `server` is the state, version and model of the server; the
+        others are as in `GET /v1/cache`, `/v1/requests`, `/v1/sessions` and `/v1/cache/tree`. The
+        body of `requests` holds at first the newest `RECENT_REQUESTS` and all running requests,
         then only those that changed. A part that has not been read yet follows when it has been.
         The last item is `("end", {"reason": ...})`, with the reason `stopped` if the server stops,
         or `failed` if the default model or reading the state failed.

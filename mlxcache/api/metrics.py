@@ -60,7 +60,11 @@ class Family:
     def iterate_samples(
         self, figures: Mapping[str, Any]
     ) -> Iterator[tuple[tuple[str, ...], float]]:
-        """Yield (label values, number) for each value of this metric in `figures`."""
+        """Yield (label values, number) for each value of this metric in `figures`.
+
+        `figures`: a result of `arrange_figures`. The label values are in the order of `labels`.
+        Nothing is yielded if `path` leads to no value.
+        """
         value: Any = figures
         for key in self.path.split("."):
             value = value.get(key) if isinstance(value, Mapping) else None
@@ -345,8 +349,9 @@ def _encode(registry: CollectorRegistry, accept: str) -> tuple[bytes, str]:
 
 
 def _loaded_share(model: Mapping[str, Any]) -> float:
-    """Return the share of a model's weights that is in memory, from 0 to 1.
+    """Return how far a model is loaded: 1.0 if it is loaded, 0.0 if it is neither that nor loading.
 
+    While it is being loaded, its `progress` is returned (see `Models.describe`).
     `model`: the model's entry in the figures `models`.
     """
     if model["state"] == "loading":
@@ -357,7 +362,8 @@ def _loaded_share(model: Mapping[str, Any]) -> float:
 class EngineCollector(Collector):
     """Prometheus collector of the server's figures and counts. Call it from the event loop.
 
-    `engine`: that of the default model. `models`: all of them, if there are several.
+    `engine`: that of the default model. `error_counts`: error responses by HTTP status. `models`:
+    all models, if there are several, else None.
     """
 
     def __init__(self, engine: Engine, error_counts: Counter[int], models: Models | None = None):
@@ -384,7 +390,10 @@ class EngineCollector(Collector):
         return []
 
     def collect(self) -> Iterator[Metric]:
-        """Yield each metric once, even if it has no value."""
+        """Yield each metric once, even if it has no value.
+
+        The figures are those of the last `refresh`; those of `Engine.tally` are the present ones.
+        """
         engine, tally = self._engine, self._engine.tally
         counts = {
             "build": {(__version__, engine.info.id if engine.info else ""): 1},

@@ -55,13 +55,20 @@ async def models(deps: Deps, request: Request) -> Response:
 
 
 def _infos(deps: Deps) -> list[ModelInfo | None]:
-    """Return the description of each model; None for one that was never loaded."""
+    """Return the description of each model of the server, the default model first.
+
+    None stands for a model that was not loaded since the server started.
+    """
     engines = deps.models.engines if deps.models is not None else [deps.engine]
     return [engine.info for engine in engines]
 
 
 def _listed(deps: Deps) -> list[dict[str, Any]]:
-    """Return an object for each model, with its `state`, such as `loaded` or `unloaded`."""
+    """Return the objects that `GET /v1/models` lists in OpenAI's form, one for each model.
+
+    They have the fields of `describe_model` or `_unknown`, and those of `Models.describe` without
+    `label`, such as `state`.
+    """
     infos = _infos(deps)
     if deps.models is None:
         engine = deps.engine
@@ -75,7 +82,11 @@ def _listed(deps: Deps) -> list[dict[str, Any]]:
 
 
 def _unknown(label: str) -> dict[str, Any]:
-    """Return the object of a model that was never loaded, without the fields that are not known."""
+    """Return the object of a model that was never loaded, with `label` as its `id`.
+
+    It lacks the fields of `describe_model` that are not known, such as `context_length`; its
+    `created` is 0 and its `state` is `never`.
+    """
     return {
         "id": label,
         "object": "model",
@@ -112,9 +123,9 @@ async def unload(deps: Deps, request: Request) -> Response:
 async def engine_named(deps: Deps, name: str, *, wait: bool = True) -> Engine:
     """Return the engine of the model with the name, id or alias `name`.
 
-    With `wait`, a model that was never loaded is loaded first, which may take minutes; without it,
-    the engine is returned as it is. Raises NotFound for other names, and NotReady or ModelError if
-    the default model is not loaded.
+    With `wait`, a model that was never loaded is loaded first, which may take minutes and raises
+    the errors of `Models.of`; without it, the engine is returned as it is. Raises NotFound for an
+    unknown name, and NotReady or ModelError if the default model is not loaded.
     """
     require_model(deps)
     if deps.models is None:
@@ -148,8 +159,8 @@ async def model(deps: Deps, request: Request) -> Response:
 def _info(deps: Deps, name: str) -> ModelInfo | None:
     """Return the description of the model that serves requests with the model name `name`.
 
-    None if that model was never loaded. Raises NotReady or ModelError if the default model is not
-    loaded.
+    An unknown name is served by the default model. None if the model was never loaded. Raises
+    NotReady or ModelError if the default model is not loaded.
     """
     default = require_model(deps)
     return default if deps.models is None else deps.models.find(name).info
@@ -233,7 +244,7 @@ def input_modalities(info: ModelInfo) -> list[str]:
 def _lm_studio_object(info: ModelInfo, name: str | None = None) -> dict[str, Any]:
     """Return a model object in the format of LM Studio. Fields that are not known are null.
 
-    `name` replaces the model's id.
+    `name` becomes the `id` of the object; None for the model's own id.
     """
     publisher, slash, _ = info.id.partition("/")
     return {

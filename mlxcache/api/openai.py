@@ -69,9 +69,10 @@ Whole = Callable[[Sequence[WholeReply], Envelope, Wish], dict[str, Any]]
 class Endpoint:
     """Reply format of one endpoint.
 
-    `id_prefix` begins the ids of replies. `whole` builds a reply that is not streamed, and `chunks`
-    the chunks of a streamed one. `object` and `chunk_object` are the values of their JSON field
-    `object`. `called` is the `finish_reason` of a reply that calls tools.
+    `id_prefix` begins the ids of replies. `whole` builds a reply that is not streamed, with the
+    value `object` in its JSON field `object`. The class `chunks` builds the chunks of a streamed
+    reply, with the value `chunk_object` in that field. `called` is the `finish_reason` of a reply
+    that calls tools.
     """
 
     id_prefix: str
@@ -211,7 +212,8 @@ class Begun:
     """A submitted request: the streams of its choices, and the form in which it is answered.
 
     `count` is the number of choices of all prompts together. `envelope` has the fields that all
-    objects of the answer share, such as its id, and `wish` what the request asked to be in them.
+    JSON objects of the answer share, such as its id, and `wish` what the request asked the answer
+    to include, such as log-probabilities.
     """
 
     choices: Choices

@@ -267,9 +267,10 @@ _ANSWERS: Mapping[str, Schema] = {
 
 
 def _body_schemas() -> tuple[dict[type, Schema], dict[str, Schema]]:
-    """Return the schema of each body type, and the components to which the schemas refer.
+    """Return the schema of each type in `Operation.body`, and the components of the document.
 
-    If types of several APIs have the same name, their components' names include the API.
+    The components are schemas by name, to which the schemas of the types refer. If types of several
+    APIs have the same name, their components' names include the API, such as `openai.Tool`.
     """
     types = list(dict.fromkeys(one.body for one in OPERATIONS.values() if one.body is not None))
     template = "#/components/schemas/{name}"
@@ -296,9 +297,9 @@ def _mark_unsupported(schema: Schema, own: Mapping[str, Any]) -> None:
 
 
 def _renamed(value: Any) -> Any:
-    """Return `value` with shorter component names, such as `openai.Tool`.
+    """Return a part of the document, any JSON value, with shorter names of components in it.
 
-    They replace names such as `mlxcache.wire.openai_types.Tool`.
+    For example, `mlxcache.wire.openai_types.Tool` becomes `openai.Tool`.
     """
     if isinstance(value, dict):
         return {_MODULE.sub(r"\1.", key): _renamed(one) for key, one in value.items()}

@@ -52,9 +52,10 @@ class Recorder:
         self._failing = False
 
     def record(self, id: str, path: str, body: bytes) -> None:
-        """Queue a body to be written if it was sent to a recorded endpoint. Does not block.
+        """Queue a request body to be written, if the request is for an endpoint in `RECORDED`.
 
-        `id` is the id of the request, `path` its URL path.
+        `id` is the id of the request, `path` its URL path. Does not block. A body of more bytes
+        than the folder may hold is not written; an error of writing is only logged.
         """
         kind = RECORDED.get(path)
         if kind is not None:

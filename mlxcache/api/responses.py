@@ -197,7 +197,8 @@ async def _check(deps: Deps, body: ResponsesRequest) -> Asked:
 async def _continued(deps: Deps, body: ResponsesRequest) -> wire.Conversation:
     """Return the input and output items of the responses that `body` continues, then its own items.
 
-    These responses are stored. Raises BadRequest if one is missing.
+    These are the stored response `previous_response_id`, if any, and those that it continues.
+    Raises BadRequest if one of them is not stored.
     """
     items = wire.read_input(body)
     if not body.previous_response_id:
@@ -377,7 +378,8 @@ async def _late_events(
 async def _events(begun: Begun, running: RunningResponses, *, begins: bool = True) -> sse.Events:
     """Yield the server-sent events of a response. Stores the response before its last event.
 
-    `begins`: include the events that come before the first token.
+    The response is among those of `running` meanwhile. `begins`: include the events that come
+    before the first token.
     """
     deps, reply = begun.deps, begun.reply
     writer, silence_s = reply.writer, 0.9 * deps.settings.ping_seconds
@@ -481,8 +483,8 @@ async def cancel_response(deps: Deps, running: RunningResponses, request: Reques
 async def list_input_items(deps: Deps, request: Request) -> Response:
     """List the input items of a stored response, including those of the responses it continues.
 
-    `?limit=` is the number of items, 20 by default and at most 100. `?order=` is `asc` or `desc`,
-    the default. `?after=` is the id of the last item of the previous page.
+    `?limit=` is the number of items, 20 by default and at most 100. `?order=` is `asc`, oldest
+    first, or `desc`, the default. `?after=` is the id of the last item of the previous page.
     """
     query, limit = request.query_params, read_number(request, "limit", 20)
     if not 1 <= limit <= MAX_ITEMS:

@@ -58,7 +58,10 @@ class Patch(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Fork(msgspec.Struct, forbid_unknown_fields=True):
-    """Name of a new session, and number of tokens to keep from the start; omitted: all of them."""
+    """Name of a new session, if any, and number of tokens of the old one to keep from its start.
+
+    If `at_tokens` is omitted, all tokens are kept.
+    """
 
     name: Name | None = None
     at_tokens: int | None = None

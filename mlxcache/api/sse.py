@@ -43,7 +43,7 @@ def make_event(data: Any, *, name: str | None = None) -> ServerSentEvent:
 
 
 def make_raw_event(text: str) -> ServerSentEvent:
-    """Return an event with `text` as it is, such as `[DONE]`."""
+    """Return an event whose data is `text`, not encoded as JSON, such as `[DONE]`."""
     return ServerSentEvent(text, sep="\n")
 
 
@@ -56,16 +56,13 @@ def make_comment(text: str) -> ServerSentEvent:
 
 
 class ReplyProgress:
-    """Phase of one reply, to be sent as a comment during silences of the stream.
-
-    A silence is `ApiSettings.ping_seconds` without an event.
-    """
+    """Phase of one reply, to be sent as a comment at least every `ApiSettings.ping_seconds`."""
 
     def __init__(self, load_share: Callable[[], float | None] = lambda: None) -> None:
         """Begin in the phase `queued`.
 
-        `load_share` returns the share of the model that is loaded, from 0 to 1, or None if the
-        model is not being loaded.
+        `load_share` returns the progress of loading the model, from 0 to 1, or None if the model is
+        not being loaded (see `Engine.load_share`).
         """
         self._text: str | None = None
         self._load_share = load_share
@@ -83,7 +80,7 @@ class ReplyProgress:
     def to_comment(self) -> ServerSentEvent:
         """Return a comment: `queued`, `loading`, `prefill DONE/TOTAL` in tokens, or `decode`.
 
-        `loading` is followed by the percentage of the model that is loaded.
+        `loading` is followed by the progress of loading the model, in percent.
         """
         share = self._load_share() if self._text is None else None
         queued = "queued" if share is None else f"loading {share:.0%}"
@@ -91,7 +88,10 @@ class ReplyProgress:
 
 
 async def close_stream(stream: Closable) -> None:
-    """Close `stream`, even while the calling task is being cancelled."""
+    """Close `stream`, even while the calling task is being cancelled.
+
+    This cancels the requests of the stream that have not ended.
+    """
     with anyio.CancelScope(shield=True):
         await stream.aclose()
 
@@ -99,9 +99,9 @@ async def close_stream(stream: Closable) -> None:
 async def start_stream(deps: Deps, job: Job) -> tuple[Stream, Admitted | None]:
     """Submit `job` and wait until it leaves the queue; return its stream and its `Admitted` event.
 
-    The event reports the cached prefix. It is None if the job is still queued after
-    `ApiSettings.queue_grace` seconds. The caller must close the stream. If this function raises or
-    is cancelled, the stream is already closed. Raises the errors of `Engine.submit`.
+    The event reports the cached prefix. None is returned in its place if the job is still queued
+    after `ApiSettings.queue_grace` seconds. The caller must close the stream. If this function
+    raises or is cancelled, the stream is already closed. Raises the errors of `Engine.submit`.
     """
     stream = await deps.engine.submit(job)
     try:
@@ -134,8 +134,8 @@ class EventStream(EventSourceResponse):
     ):
         """Create a response that sends `events` of `stream`.
 
-        `ping` makes the event that is sent during a silence, and `on_error` the last event of a
-        reply that failed.
+        `ping` makes the event that is sent at least every `ApiSettings.ping_seconds`, and
+        `on_error` the last event of a reply that failed. `stream` is closed at the end.
         """
         self._stream = stream
         self.stopping = anyio.Event()

@@ -82,8 +82,8 @@ def describe_request(
     """Return the object with which `GET /v1/requests` describes a request.
 
     Times are in seconds, counts in tokens. `left_s` is the estimated time for the rest of its
-    prefill, None if it is not in prefill or there is no estimate yet. `load_share`: the share of
-    its model that is loaded, from 0 to 1, None if the model is not being loaded.
+    prefill, None if it is not in prefill or there is no estimate yet. `load_share`: the progress of
+    loading its model, from 0 to 1, None if the model is not being loaded.
     """
     computed = record.cached_tokens or record.fed_tokens
     return {
@@ -127,7 +127,7 @@ def measure_progress(
 
     The keys are `phase`, `done_tokens`, `total_tokens`, `tokens_per_s` and `left_s`. A request that
     waits while its model is loaded is in the phase `loading`, and has the key `share` too: the
-    share of the model that is loaded, from 0 to 1, given as `load_share`. In prefill, `done_tokens`
+    progress of loading the model, from 0 to 1, given as `load_share`. In prefill, `done_tokens`
     counts the cached and the computed tokens of the prompt, and `total_tokens` all of it. In
     `decode`, `done_tokens` counts tokens of the reply, and `total_tokens` is None because it is
     unknown. `tokens_per_s` is the reply's average so far, None before its second token. `left_s` is

@@ -33,8 +33,9 @@ async def trace(deps: Deps, readers: LiveReaders, request: Request) -> Response:
     """Stream each request of the caller's key when it ends, as a line of a trace without text.
 
     The stream goes on until the client closes it: do not wait for its end. The events are `trace`,
-    the first line of a trace file, then `request` for each request, then `end` with a `reason` if
-    the server stops or the reader is too slow. The status is 429 if too many streams are open.
+    the first line of a trace file, then `request` for each request, then `end` with a `reason`:
+    `stopped` if the server stops, `failed` if its model failed, `lagging` if the reader is too
+    slow. The status is 429 if too many streams are open.
     """
     leave = readers.enter()
     return LiveStream(_events(deps, OWNER.get()), deps.settings, leave)
