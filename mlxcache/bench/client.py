@@ -34,10 +34,11 @@ class Reply:
     """Text, times and token counts of one streamed reply.
 
     Times are in seconds since the request was sent: `first_s` until the first text, thinking or
-    tool call, `last_s` until the last, `total_s` until the end of the stream. `text` has no
-    thinking. The counts are those that the server reported. Without them, `prompt_tokens` and
-    `cached_tokens` are None, and `generated_tokens` is the number of events with text, thinking or
-    a tool call. `request` is the request id, if the server sent one.
+    tool call, `last_s` until the last, `total_s` until the end of the stream, which stands for the
+    other two if there was none of these. `text` has no thinking. The counts are those that the
+    server reported. Without them, `prompt_tokens` and `cached_tokens` are None, and
+    `generated_tokens` is the number of events with text, thinking or a tool call. `request` is the
+    request id, if the server sent one.
     """
 
     text: str
@@ -111,7 +112,8 @@ class _Reading:
 class Client:
     """Client of an OpenAI-compatible server on this machine. Thread-safe.
 
-    `timeout` is the maximum time between two reads, in seconds.
+    `model` is the name that is sent in requests. `timeout` is the maximum time between two reads,
+    in seconds.
     """
 
     port: int

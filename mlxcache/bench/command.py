@@ -210,7 +210,7 @@ def launches(against: Sequence[str], mlx_lm: bool) -> list[Launch]:
 
 
 def check_names(named: Sequence[str], known: Sequence[str]) -> Sequence[str]:
-    """Return `named` if `known` contains each of the names. Raises typer.BadParameter."""
+    """Return `named`. Raises typer.BadParameter if one of its names is not in `known`."""
     unknown = [name for name in named if name not in known]
     if unknown:
         raise typer.BadParameter(f"{', '.join(unknown)}: not one of {', '.join(known)}")

@@ -40,13 +40,13 @@ class FailingDevice:
     the error of an earlier one, and `failures` those of them that failed. The parameters are:
 
     - `picks(number)` returns whether the evaluation with that number, from 1 on, fails.
-    - `delay` is how many more evaluations succeed before the error is raised; a wait raises it at
-      once.
+    - `delay` is how many calls of `eval` and `async_eval` after a failed one return before the
+      next one raises its error, a RuntimeError. `synchronize` raises it at once.
     - `in_place`: a failed pass leaves wrong numbers only at the new positions of its KV buffers.
       Otherwise whole buffers are wrong, as if MLX had copied them first.
     - `message` is the text of the error.
     - `nan`: the wrong numbers are NaN.
-    - `dies`: after the first failure every evaluation and wait raises the error.
+    - `dies`: after the first failure every later call of the three raises the error.
     """
 
     def __init__(
@@ -93,11 +93,14 @@ class FailingDevice:
         self._inputs.append(inputs)
 
     def eval(self, *args: Any) -> None:
-        """Evaluate as `mx.eval` does, with this device's failures."""
+        """Evaluate as `mx.eval` does, or fail as this class describes.
+
+        Raises the error of an earlier failed evaluation if that is due.
+        """
         self._evaluate(_eval, args)
 
     def async_eval(self, *args: Any) -> None:
-        """Evaluate as `mx.async_eval` does, with this device's failures."""
+        """Evaluate as `mx.async_eval` does, or fail as this class describes; see also `eval`."""
         self._evaluate(self._async_eval, args)
 
     def synchronize(self, *args: Any) -> None:

@@ -73,7 +73,8 @@ class Inside:
     async def put(self, ids: Tokens) -> None:
         """Put random KV for `ids` into the RAM tier, as if a request had computed it.
 
-        Raises NotPlain if the model caches more than KV.
+        Raises NotPlain if the model caches more than KV, and ValueError if the KV does not fit the
+        RAM tier.
         """
         if not self.plain:
             raise NotPlain("this model caches more than KV, so random KV cannot replace it")
@@ -98,15 +99,15 @@ class Inside:
             await asyncio.sleep(POLL_S)
 
     async def forget(self) -> None:
-        """Remove all KV from RAM, except what a request uses or is not written to disk yet."""
+        """Remove all KV from RAM, except KV that a request uses or that is not on disk yet."""
         await self.engine.call(lambda runtime: runtime.kv.clear())
 
     async def clear(self) -> None:
-        """Remove everything from RAM and disk."""
+        """Remove all KV and sessions from RAM and disk; pinned sessions stay on disk."""
         await self.engine.sessions.clear()
 
     def files(self, ids: Tokens) -> Sequence[Path]:
-        """Return the files on disk that hold the KV of `ids`, in token order."""
+        """Return the files with the KV of the longest prefix of `ids` on disk, in token order."""
         return [piece.path for piece in self.disk.store.find(ids, touch=False).pieces]
 
     async def ask(
@@ -144,7 +145,10 @@ class Inside:
         self._generated += max_tokens
 
     def generated(self) -> int:
-        """Return the number of tokens generated so far, in replies of `reply` and running ones."""
+        """Return the number of tokens generated so far, in running replies and ended `reply` calls.
+
+        An ended call counts as its `max_tokens`.
+        """
         lanes = self.core.scheduler.lanes.all
         return self._generated + sum(len(task.out) for lane in lanes for task in lane.tasks)
 

@@ -57,8 +57,8 @@ class Results:
     """Samples by scenario and server, failures as text, and details of warm turns.
 
     `pairs` compares warm turns of this server with mlx-lm alone, which also measured
-    `kv_bytes_per_token`. `timings` holds this server's own times of each warm turn, in seconds by
-    name of the part.
+    `kv_bytes_per_token`. `timings` holds the times that this server recorded for each warm turn, as
+    `timing` returns them.
     """
 
     samples: dict[str, dict[str, list[Sample]]] = field(default_factory=dict)
@@ -68,7 +68,10 @@ class Results:
     kv_bytes_per_token: float | None = None
 
     def medians(self, scenario: str, server: str) -> dict[str, float | None]:
-        """Return the median of each field of `Sample` by name; empty if no sample was taken."""
+        """Return the median over repetitions of each field of `Sample`, by the field's name.
+
+        A median is None if no sample has the figure. Returns {} if no sample was taken.
+        """
         taken = self.samples.get(scenario, {}).get(server, [])
         names = Sample.__dataclass_fields__ if taken else ()
         return {name: middle(getattr(sample, name) for sample in taken) for name in names}
@@ -97,7 +100,7 @@ def by(mine: float | None, other: float | None) -> float | None:
 
 
 def sample(outcome: Outcome) -> Sample:
-    """Return the mean and median figures of the replies of one scenario."""
+    """Return the figures of one run of a scenario, from its replies and its time."""
     replies = outcome.replies
     generated = sum(reply.generated_tokens for reply in replies)
     return Sample(

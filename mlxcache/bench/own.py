@@ -56,7 +56,10 @@ class OwnTime:
         return self.read()
 
     def ready(self) -> bool:
-        """Wait until the model is loaded; return False if it cannot be measured."""
+        """Wait until the model is loaded; return False if it cannot be measured (see `measuring`).
+
+        Call this once, before the measurements.
+        """
         try:
             self.read()
         except NoOwnTime:
@@ -64,7 +67,10 @@ class OwnTime:
         return True
 
     def read(self) -> dict[str, float]:
-        """Wait for the process's next answer and return its figures by name. Raises NoOwnTime."""
+        """Wait for the process's next answer and return its figures by name, such as `seconds`.
+
+        Raises NoOwnTime if the answer is an error, or the process ended.
+        """
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         answer = json.loads(line) if line else {"error": "the measuring process ended"}

@@ -19,10 +19,11 @@ MS_INVALIDATE = 2
 def drop(files: Sequence[Path]) -> str | None:
     """Drop `files` from the page cache and return the name of the method used.
 
-    The files must have been synced. Returns None if this system has no method, or if the method
-    failed. If this process may write to `EVERYTHING`, as root can on Linux, the whole page cache is
-    dropped. On a Mac the method is `msync(MS_INVALIDATE)`, which the system may ignore. If a file
-    is then read faster than the disk can deliver, the system has ignored it.
+    The files must have been synced. Returns None if this system has no method, or if msync failed.
+    Raises OSError if a file cannot be opened. If this process may write to `EVERYTHING`, as root
+    can on Linux, the whole page cache is dropped. On a Mac the method is `msync(MS_INVALIDATE)`,
+    which the system may ignore. If a file is then read faster than the disk can deliver, the system
+    has ignored it.
     """
     try:
         EVERYTHING.write_text("3")

@@ -27,9 +27,9 @@ OURS, THEIRS = "mlxcache", "mlx_lm.server"
 
 
 class NotStarted(Exception):
-    """Error raised if a server ends early or does not answer in time.
+    """Error raised if a server cannot be started, ends early, or does not answer in time.
 
-    The text has the end of its output.
+    If it was started, the text of the error has the last lines of its output.
     """
 
 
@@ -37,8 +37,9 @@ class NotStarted(Exception):
 class Launch:
     """Command that starts a server, and the server's `name`.
 
-    {model} and {port} in the command are placeholders. A `foreign` program has a Python environment
-    of its own: it does not inherit PYTHONPATH and VIRTUAL_ENV. LD_PRELOAD is always inherited.
+    {model} and {port} in the command stand for the model's folder and the port to serve on; see
+    `filled`. A `foreign` program has a Python environment of its own: it does not inherit
+    PYTHONPATH and VIRTUAL_ENV. LD_PRELOAD is always inherited.
     """
 
     name: str
@@ -46,7 +47,7 @@ class Launch:
     foreign: bool = False
 
     def filled(self, model: str, port: int) -> list[str]:
-        """Return the command line with the placeholders replaced by model and port."""
+        """Return the command line, with {model} and {port} replaced by `model` and `port`."""
         return [
             part.replace("{model}", model).replace("{port}", str(port)) for part in self.command
         ]
@@ -55,7 +56,7 @@ class Launch:
 def ours(cache_dir: Path, *extra: str) -> Launch:
     """Return how to start `mlxcache serve` with this Python and the cache folder `cache_dir`.
 
-    `extra` are further flags of `serve`.
+    `extra` are further arguments of `serve`.
     """
     command = (sys.executable, "-m", "mlxcache.cli.main", "serve", "--model", "{model}")
     where = ("--port", "{port}", "--cache-dir", str(cache_dir), "--log-level", "warning")
@@ -69,7 +70,10 @@ def mlx_lm_server() -> Launch:
 
 
 def parse_against(text: str) -> Launch:
-    """Parse NAME=COMMAND, where COMMAND contains {model} and {port}. Raises ValueError."""
+    """Return how to start the server that `text`, in the form NAME=COMMAND, describes.
+
+    Raises ValueError if NAME is missing, or if COMMAND does not contain {model} and {port}.
+    """
     name, equals, command = text.partition("=")
     if not (name and equals and "{model}" in command and "{port}" in command):
         raise ValueError(
@@ -88,8 +92,9 @@ def free_port() -> int:
 class Server:
     """A running server and its memory use.
 
-    Memory, in bytes, includes child processes. It is the footprint on a Mac, and the resident
-    memory elsewhere (`read_footprint`).
+    `idle_bytes` is the memory when `watch` is called, and `peak_bytes` the maximum after that; both
+    are 0 before. Memory, in bytes, includes child processes. It is the footprint on a Mac, and the
+    resident memory elsewhere (`read_footprint`).
     """
 
     def __init__(
@@ -115,21 +120,21 @@ class Server:
         return self._process.pid
 
     def signal(self, number: int) -> None:
-        """Send a signal to the process if it is still running."""
+        """Send the signal `number` to the server's process, if that is still running."""
         with contextlib.suppress(ProcessLookupError):
             self._process.send_signal(number)
 
     def wait(self, seconds: float) -> int | None:
-        """Wait for the exit status of the process; None if it still runs after `seconds`."""
+        """Wait for the process to end; return its exit status, or None if `seconds` pass before."""
         try:
             return self._process.wait(seconds)
         except subprocess.TimeoutExpired:
             return None
 
     def watch(self) -> None:
-        """Set `idle_bytes` to the memory used now, and begin to sample `peak_bytes`.
+        """Set `idle_bytes` to the memory used now, and begin to measure `peak_bytes`.
 
-        A thread samples until the server ends.
+        A thread measures every `SAMPLE_S` seconds until `kill` or `end` is called.
         """
         self._tree += self._tree[0].children(recursive=True)
         self.idle_bytes = self.resident()
@@ -156,7 +161,10 @@ class Server:
         self._process.wait()
 
     def end(self) -> None:
-        """End the whole process group: with SIGTERM, then with SIGKILL after 10 s."""
+        """End the whole process group. Blocks.
+
+        All its processes get SIGTERM, then SIGKILL when the server has ended or 10 s have passed.
+        """
         self._over.set()
         for number in (signal.SIGTERM, signal.SIGKILL):
             with contextlib.suppress(ProcessLookupError):
@@ -166,10 +174,10 @@ class Server:
 
 
 class Lives:
-    """A server that can be killed and started again on the same files.
+    """A server that can be killed and started again with the same model and cache folder.
 
-    It is started when `server` is first used. Each start uses a new port. Methods raise NotStarted
-    if a server does not start.
+    It is started when `server` is used and none is running. Each start uses a new port. `server`
+    raises NotStarted if the server does not start.
     """
 
     def __init__(self, launch: Launch, model: Path, logs: Path, wait_s: float):
@@ -192,9 +200,9 @@ class Lives:
             self.end()
 
     def stop(self, seconds: float) -> None:
-        """Stop the running server cleanly, so that pending writes are finished.
+        """Stop the running server, if any, by SIGTERM, so that it finishes pending writes.
 
-        It is killed if it still runs after `seconds`.
+        It is killed if it still runs after `seconds`. Blocks.
         """
         if self._server is not None:
             self._server.signal(signal.SIGTERM)
@@ -203,7 +211,10 @@ class Lives:
             self.end()
 
     def kill_starting(self, seconds: float) -> None:
-        """Start a server and kill it after `seconds`, even if it is not ready yet."""
+        """Start a server and kill it after `seconds`, ready or not. Blocks.
+
+        Raises NotStarted if the command cannot be run.
+        """
         launch, model, logs, _ = self._start
         with (logs / f"{self.name}-starting.log").open("wb") as output:
             server = _begun(launch, str(model), free_port(), output)
@@ -211,17 +222,18 @@ class Lives:
         server.kill()
 
     def end(self) -> None:
-        """End the running server, if there is one: with SIGTERM, then with SIGKILL after 10 s."""
+        """End the running server, if there is one, as `Server.end` does."""
         self._server = None
         self._stack.close()
 
 
 @contextlib.contextmanager
 def running(launch: Launch, model: Path, logs: Path, wait_s: float) -> Iterator[Server]:
-    """Run a server while the block runs. Raises NotStarted.
+    """Yield a running server, which ends with the block. Raises NotStarted.
 
-    The server is ready when it lists its models or answers /health, and has then answered one chat.
-    `wait_s` limits each of the two, in seconds. The server's output goes to a file in `logs`.
+    The server is ready when it has answered /v1/models or /health, and then one chat request.
+    `wait_s`: maximum seconds until it answers, and again for the chat. `model`: the model's folder.
+    The server's output goes to a file in the folder `logs`.
     """
     port = free_port()
     log = logs / f"{launch.name.replace('/', '_')}-{port}.log"
@@ -239,7 +251,7 @@ def running(launch: Launch, model: Path, logs: Path, wait_s: float) -> Iterator[
 def program(
     command: Sequence[str], log: Path, *, stdin: int = subprocess.DEVNULL
 ) -> Iterator[subprocess.Popen[str]]:
-    """Run a program while the block runs, then kill its process group.
+    """Yield a running program, whose process group is killed at the end of the block.
 
     Its standard output is a pipe of text, and its standard error goes to the file `log`. `stdin` is
     as for `subprocess.Popen`.

@@ -48,9 +48,8 @@ class Replay:
     def order(self, model: Path) -> list[Request]:
         """Return the requests of the trace in the order in which every server gets them.
 
-        The order results from a simulation of mlxcache with the model in the folder `model`.
-
-        Raises ConfigError for a trace without requests, or with longer ones than the model takes.
+        The order results from a simulation of mlxcache with the model in the folder `model`. Raises
+        ConfigError for a trace without requests, or with longer ones than the model takes.
         """
         examined = examine(ModelSpec(str(model)))
         lengths = (one.prompt_tokens + one.reply_tokens for one in self.trace.requests)
@@ -69,8 +68,8 @@ class Replay:
         """Yield how to start each server: mlxcache with its disk and without, then `others`.
 
         The cache folders of mlxcache are made in `folder`. In the commands of `others`, {ram_mb} is
-        replaced by the limit of RAM in MB. One with the argument `mlx_lm` gets the limit as
-        --prompt-cache-bytes.
+        replaced by the limit of RAM in MB. A command with the argument `mlx_lm` gets that limit in
+        bytes, as --prompt-cache-bytes.
         """
         limits = ("--ram", str(self.ram), "--disk")
         yield ours(folder / "cache-trace", *limits, str(self.disk))
@@ -117,7 +116,7 @@ class Played:
         return self.cached_tokens / max(1, self.prompt_tokens)
 
     def first_token_s(self) -> tuple[float, float]:
-        """Return the median and the 95th percentile of the times to the first token."""
+        """Return the median and the 95th percentile of the times to the first token, in seconds."""
         times = sorted(one.first_s for one in self.replies)
         if len(times) < 2:
             return times[0], times[0]
@@ -125,9 +124,12 @@ class Played:
         return cuts[9], cuts[18]
 
     def as_object(self) -> dict[str, Any]:
-        """Return counts of requests and tokens, the hit rate, times and memory, for JSON.
+        """Return the figures as an object for JSON.
 
-        Times are in seconds (`first_token_s` with `p50` and `p95`), memory in bytes.
+        Keys: `requests`, `prompt_tokens`, `cached_tokens`, `fed_tokens`, `hit_rate`,
+        `first_token_s` (`p50` and `p95`, in seconds), `generated_tokens` and `peak_bytes`.
+        `cached_tokens`, `fed_tokens` and `hit_rate` are None if the server reports no cached
+        tokens.
         """
         median, late = self.first_token_s()
         cached = self.cached_tokens
@@ -146,7 +148,8 @@ class Played:
 class Player:
     """Client that replays one trace at one server.
 
-    `filler`: generates text for the server's model. `seed`: other seeds give other text.
+    `filler`: generates text for the server's model. `seed`: the text is generated from it, and
+    different seeds share no text.
     """
 
     def __init__(self, client: Client, filler: Filler, seed: str = "trace"):
@@ -158,9 +161,10 @@ class Player:
     def play(
         self, requests: Iterable[Request], on_reply: Callable[[int], None] = lambda done: None
     ) -> Played:
-        """Send `requests` one after another and return the replies with their times.
+        """Send `requests` one after another and return the replies; `peak_bytes` is left at 0.
 
-        `on_reply(done)` is called after each with the number so far. Blocks. Raises Refused.
+        `on_reply(done)` is called after each reply with the number of replies so far. Blocks.
+        Raises Refused.
         """
         replies: list[Reply] = []
         for one in requests:
@@ -173,7 +177,11 @@ class Player:
         return Played(tuple(replies))
 
     def messages(self, request: Request) -> list[dict[str, str]]:
-        """Return the messages of a request's prompt, in which earlier replies are the real ones."""
+        """Return the messages of a request's prompt, each with `role` and `content`.
+
+        Parts that are earlier replies have the text that the server replied; others have filler
+        text in the role `user`.
+        """
         messages: list[dict[str, str]] = []
         prompt = slice(request.prompt_parts)
         ids, lengths = request.ids[prompt].tolist(), request.lengths[prompt].tolist()

@@ -42,7 +42,7 @@ RATIOS = ("first_s", "fed_tokens", "wall_s", "rate", "throughput")
 def show(console: Console, results: Results, servers: Sequence[Server], what: str = "") -> None:
     """Print tables of medians, of memory and of the parts of a warm turn, then the failures.
 
-    `what` names the model, if several are measured.
+    `servers` are those that were measured. `what` names the model, if several are measured.
     """
     names = [server.name for server in servers]
     console.print(_scenarios(results, names, f"{what}: medians" if what else "Medians"))
@@ -85,7 +85,7 @@ def _scenarios(results: Results, names: Sequence[str], title: str) -> Table:
 
 
 def cell(figure: str, value: float | None) -> str:
-    """Format `value` by the unit with which the name `figure` ends; None becomes a dash."""
+    """Format `value` by the end of the figure's name, `_s` or `_tokens`; None becomes a dash."""
     if value is None:
         return "-"
     if figure.endswith("_s"):
@@ -165,9 +165,12 @@ def _value(value: float, unit: str) -> str:
 
 
 def as_json(results: Results, servers: Sequence[Server]) -> dict[str, Any]:
-    """Return all results with every sample, and the memory figures of `servers`.
+    """Return all results as an object for JSON, and the memory figures of `servers`.
 
-    Times are in seconds, sizes in bytes.
+    `scenarios` has the medians, ratios and samples of each scenario by the server's name, and
+    `servers` the `idle_bytes` and `peak_bytes` of each. The other keys are `overhead` (the result
+    of that function), and `timings`, `own_time` (`Results.pairs`), `kv_bytes_per_token` and
+    `failures` of `results`. Times are in seconds, sizes in bytes.
     """
     names = [server.name for server in servers]
     return {
@@ -203,7 +206,7 @@ def _ratios(results: Results, scenario: str, names: Sequence[str]) -> Mapping[st
 
 
 def checks_json(checks: Sequence[Check]) -> list[dict[str, Any]]:
-    """Return each bound as an object with `ok`, which is True if it holds."""
+    """Return each bound as an object with the fields of `Check`, and `ok`: True if it holds."""
     return [asdict(check) | {"ok": check.ok} for check in checks]
 
 

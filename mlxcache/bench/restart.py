@@ -49,10 +49,10 @@ class Rounds:
     failures: list[str] = field(default_factory=list)
 
     def medians(self, server: str) -> dict[str, float | None]:
-        """Return the median of each figure of `Round` over the rounds of `server`.
+        """Return the median of each field of `Round`, by name, over the rounds of `server`.
 
-        The additional figure `sooner` is the median speed-up: the cold time divided by the time
-        after the restart in one round.
+        The additional entry `sooner` is the median of `cold_s` divided by `again_s` of the same
+        round. An entry is None if no round has the figure.
         """
         rounds = self.taken[server]
         found = {name: middle(getattr(one, name) for one in rounds) for name in _FIGURES}
@@ -61,7 +61,7 @@ class Rounds:
     def ratio(self, server: str) -> float | None:
         """Return mlxcache's first-token time after a restart, divided by that of `server`.
 
-        It is the median over rounds, or None if no round can be compared.
+        It is the median of this ratio over the rounds, or None if no round can be compared.
         """
         pairs = zip(self.taken[OURS], self.taken[server], strict=False)
         return middle(by(mine.again_s, other.again_s) for mine, other in pairs)
@@ -141,8 +141,8 @@ def checks(rounds: Rounds) -> list[Check]:
     """Return the bounds on mlxcache's rounds.
 
     No round may fail, and no token of a round's cold turn may be lost: `Round.lost_tokens` must be
-    0 or less. If the median time to a cold first token is at least `LONG_S` seconds, the median
-    of its ratio to that after a restart must be at least `SOONER`.
+    0 or less. If the median of `Round.cold_s` is at least `LONG_S` seconds, the figure `sooner` of
+    `Rounds.medians` must be at least `SOONER`.
     """
     failed = sum(failure.startswith(f"{OURS},") for failure in rounds.failures)
     found = [Check("restarts that failed here", failed, 0)]
@@ -171,9 +171,10 @@ def show(console: Console, rounds: Rounds, title: str) -> None:
 
 
 def as_json(rounds: Rounds) -> dict[str, Any]:
-    """Return an object with every round, the medians and the ratios to other servers, and failures.
+    """Return an object for JSON with `medians`, `ratios`, `rounds` and `failures`.
 
-    Rounds, medians and ratios are objects by the server's name. Times are in seconds.
+    The first three are objects by the server's name: the results of `Rounds.medians` and
+    `Rounds.ratio` (for servers other than mlxcache), and the list of rounds. Times are in seconds.
     """
     return {
         "medians": {server: rounds.medians(server) for server in rounds.taken},

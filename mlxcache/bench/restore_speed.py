@@ -35,8 +35,8 @@ def restore_speed(
     Restoring is timed from a request's submission until its prefix has been looked up, verified and
     copied into a lineage. `model` is the model's folder, and `folder` gets the cache. `on_step` is
     called with a text at each step. Returns the speeds in bytes per second, with a bound on their
-    ratio if the files could be dropped from the page cache. Blocks. Raises ValueError,
-    MlxcacheError, OSError.
+    ratio if the files could be dropped from the page cache. Blocks. Raises ValueError if the model
+    caches more than KV or not all of it was restored; also MlxcacheError and OSError.
     """
     return asyncio.run(_play(model, folder, runs, on_step, total))
 
@@ -64,10 +64,10 @@ async def _play(
 
 
 async def _restore(inside: Inside, ids: Tokens, files: Sequence[Path], run: int) -> float:
-    """Return the seconds from submitting a request that continues `ids` until it is restored.
+    """Return the seconds from submitting a request that continues `ids` until these are restored.
 
-    Its prefix is read from `files`, which are dropped from the page cache before. `run` is the
-    number of the repetition.
+    Their KV is in `files`, which are dropped from the page cache before. `run` is the number of the
+    repetition, which selects the tokens after `ids`. Raises ValueError if not all were restored.
     """
     await inside.forget()
     await inside.written()

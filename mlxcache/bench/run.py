@@ -35,7 +35,8 @@ class Options:
 
     `tokens` is the length of a conversation's first prompt, `reply_tokens` the maximum length of a
     reply, `runs` the number of repetitions, and `wait_s` the seconds that a server has to start.
-    `launches` are the other servers. `keep` continues the same conversations in each repetition.
+    `launches` are the other servers. With `keep`, each repetition continues the conversations of
+    the first; otherwise it begins new ones.
     """
 
     tokens: int
@@ -78,7 +79,8 @@ class Bench:
     def family(self, model: Path, names: Sequence[str], family: str) -> None:
         """Run the scenarios `names` at every server with a model of one architecture.
 
-        The figures are stored under `family`, the name of that architecture, such as `gemma3`.
+        The figures are stored in `found["families"]` under `family`, the name of that architecture,
+        such as `gemma3`.
         """
         results, servers = self._played(model, family, names, None)
         report.show(self.console, results, servers, family)
@@ -88,7 +90,7 @@ class Bench:
     def restart(self, model: Path, name: str = "restart") -> None:
         """Measure the time to the first token after every server was killed and started again.
 
-        Runs `restart.play`. The figures are stored under `name`.
+        Runs `restart.play`. The figures are stored in `found["restart"]` under `name`.
         """
         options, filler = self.options, Filler(model)
         launches = [self.ours(name), *options.launches]
@@ -107,7 +109,10 @@ class Bench:
         self.checks += restart.checks(rounds)
 
     def trace(self, model: Path, plan: replay.Replay) -> None:
-        """Replay a trace at every server with equal RAM. The figures are stored under `trace`."""
+        """Replay the trace of `plan` at every server with equal RAM.
+
+        The figures are stored in `found["trace"]`, by the server's name.
+        """
         options = self.options
         with self.console.status("trace") as status:
             found = replay.replay(
@@ -122,9 +127,9 @@ class Bench:
         self.found["trace"] = {name: one.as_object() for name, one in found.items()}
 
     def ours(self, name: str, *extra: str) -> Launch:
-        """Return how to start mlxcache with `extra` flags.
+        """Return how to start `mlxcache serve` with the further arguments `extra`.
 
-        Its cache folder is named after `name`.
+        Its cache folder is `cache-` and `name`.
         """
         return ours(self.folder / f"cache-{name}", *extra)
 
@@ -167,8 +172,8 @@ def conduct(
 ) -> None:
     """Run `measure`, print its figures and bounds, and write them to `json_file` if given.
 
-    `model` is the model's name in the file. Exits with status 1 if one of FAILURES is raised, or
-    with `strict` if a bound does not hold.
+    `model` is the model's name in the file. Exits with status 1 if `measure` raises one of FAILURES
+    (then nothing is written), or with `strict` if a bound does not hold.
     """
     console = report.wide_console()
     with scratch() as folder:

@@ -28,7 +28,10 @@ CROWD = tuple(f"crowd{number}" for number in range(8))
 
 @dataclass(slots=True)
 class Conversation:
-    """Conversation as a client keeps it: each turn sends all messages, with unchanged replies."""
+    """Conversation as a client keeps it: each turn sends all messages, with unchanged replies.
+
+    `max_tokens`: maximum length of each reply.
+    """
 
     client: Client
     max_tokens: int

@@ -33,7 +33,7 @@ class Filler:
     def text(self, tokens: int, seed: str) -> str:
         """Return text of exactly `tokens` tokens.
 
-        Texts of two seeds differ from one of the first few tokens on.
+        Texts of different seeds differ within their first few tokens.
         """
         rng = random.Random(seed)
         out = [f"{rng.getrandbits(32):08x}:"]

@@ -30,10 +30,12 @@ Work = Coroutine[Any, Any, None]
 
 @dataclass(slots=True)
 class Paces:
-    """Tokens per second of a reply, and seconds of writing, per repetition.
+    """Speed of a reply beside writes, and duration of the writes: one item per repetition.
 
-    `alone` is measured without writing, `store` and `store_s` while the disk tier writes, and
-    `plain` and `plain_s` while a plain thread writes files of the same sizes without the disk tier.
+    `alone`, `plain` and `store` are tokens per second, and `plain_s` and `store_s` the seconds of
+    writing. `alone` is measured without writing, `store` and `store_s` while the disk tier writes,
+    and `plain` and `plain_s` while a plain thread writes files of the same sizes without the disk
+    tier.
     """
 
     alone: list[float] = field(default_factory=list)
@@ -51,8 +53,9 @@ def write_beside(
     Both are measured `runs` times. The plain thread writes files of the same sizes in the same way:
     it syncs each and then renames it. `model` is the model's folder, and `folder` gets all files.
     `on_step` is called with a text at each step. Returns the speeds, with a bound on the speed
-    beside the disk tier relative to that beside the plain thread. Blocks. Raises ValueError,
-    MlxcacheError, OSError.
+    beside the disk tier relative to that beside the plain thread. Blocks. Raises ValueError if the
+    model caches more than KV, or if no token was generated beside the plain thread; also
+    MlxcacheError and OSError.
     """
     return asyncio.run(_play(model, folder, runs, on_step, total))
 
@@ -89,7 +92,10 @@ async def _play(
 
 
 async def _sizes(inside: Inside, total: int) -> Sequence[int]:
-    """Return the sizes of the files to which a session of `total` bytes is written."""
+    """Write a session with `total` bytes of KV to disk, and return the sizes of its files in bytes.
+
+    Afterwards RAM and disk are cleared.
+    """
     ids = inside.tokens(total, 1)
     await inside.put(ids)
     await _stored(inside, ids)

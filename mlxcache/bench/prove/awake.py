@@ -21,14 +21,17 @@ PROMPT_TOKENS, REPLY_TOKENS = 2_000, 512
 
 
 class NotHeld(Exception):
-    """Error raised if the Mac could sleep during a request, or was kept awake after it."""
+    """Error raised if the Mac could sleep during a request, or was kept awake after it.
+
+    It is also raised if `pmset` fails, so that this cannot be found out.
+    """
 
 
 def awake(context: Context) -> None:
     """Check that mlxcache's `caffeinate` prevents sleep during a request, and ends afterwards.
 
     Starts a server, which runs `caffeinate`, and sends it one request. Blocks. Raises NotApplicable
-    on systems other than macOS, NotHeld if the check fails, and Refused if the request does.
+    on systems other than macOS, NotHeld if the check fails, and Refused if the request fails.
     Source: man pmset, man caffeinate.
     """
     if sys.platform != "darwin":
@@ -71,9 +74,9 @@ def _await_end(held: set[int]) -> None:
 
 
 def asserting() -> set[int]:
-    """Return the process ids of each `caffeinate` that prevents sleep now, as pmset lists them.
+    """Return the ids of the `caffeinate` processes that prevent sleep now, as pmset lists them.
 
-    Raises OSError if pmset cannot be run, and NotHeld if it fails.
+    Raises OSError if pmset cannot be run, and NotHeld if pmset fails.
     """
     done = subprocess.run(
         ["pmset", "-g", "assertions"], capture_output=True, text=True, check=False, timeout=30

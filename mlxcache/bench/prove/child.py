@@ -16,13 +16,17 @@ CONTEXT_SHARE = 0.75
 
 
 class ChildFailed(Exception):
-    """Error raised if the process of a scenario fails. The text has the end of its output."""
+    """Error raised if the child process of a scenario fails.
+
+    The text has the exit status and the last lines of standard error.
+    """
 
 
 def in_child(name: str) -> Callable[[Context], None]:
     """Return a function that runs the scenario `name` of the module `within` in a child process.
 
-    The function raises ChildFailed, or NotApplicable if the scenario cannot run on this model.
+    The function adds the scenario's results to `Context.found`. It raises ChildFailed if the
+    process fails, and NotApplicable if the scenario cannot run on the context's model.
     """
 
     def play(context: Context) -> None:
@@ -52,7 +56,8 @@ def in_child(name: str) -> Callable[[Context], None]:
 def scale_for(subject: Subject, scale: Scale) -> Scale:
     """Return `scale` with `deep` and `disk_bytes` reduced to what the model's context allows.
 
-    At most `CONTEXT_SHARE` of the context is used. If the length of the context is unknown, `scale`
+    `subject` is the model. `deep` becomes at most the share `CONTEXT_SHARE` of its context, and
+    `disk_bytes` at most the KV of as many tokens. If the length of the context is unknown, `scale`
     is returned unchanged.
     """
     most = round(CONTEXT_SHARE * subject.context_length)

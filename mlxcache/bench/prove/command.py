@@ -154,9 +154,10 @@ class LastingConsole(Console):
 
 
 def why_failed(proof: Proof, *, strict: bool) -> str | None:
-    """Return the reason for exit status 1, or None if every scenario that was run succeeded.
+    """Return the reason for exit status 1 as text, or None if there is none.
 
-    With `strict`, a bound that failed is a reason too, and so is a run that checked no bound.
+    Reasons: the run was interrupted, a scenario failed, or nothing was measured; with `strict` also
+    that a bound failed, or that no bound was checked.
     """
     findings = proof.found
     checks = [check for found in findings for check in found.checks]
@@ -177,8 +178,9 @@ def why_failed(proof: Proof, *, strict: bool) -> str | None:
 def steps(console: Console, errors: Console) -> Iterator[tuple[OnText, OnText]]:
     """Yield two functions that show progress as text: `on_step` and `on_begin` of `Proof`.
 
-    `on_begin` is called when a scenario begins, `on_step` at each step within one. On a terminal
-    the steps are shown. Elsewhere one line per scenario is printed to standard error.
+    `on_begin` is called when a scenario begins, `on_step` at each step within one. If `console` is
+    on a terminal, it shows the latest step. Otherwise `errors`, the console on standard error,
+    prints one line per scenario.
     """
     if not console.is_terminal:
 

@@ -82,17 +82,20 @@ class Subject:
         return length if isinstance(length, int) else 0
 
     def needed_bytes(self, tokens: int, *, processes: int = 1, rows: int = 1) -> int:
-        """Return the estimated bytes of memory for `rows` simultaneous replies.
+        """Return the estimated bytes of memory for `rows` simultaneous replies, weights included.
 
-        `tokens`: tokens of each prompt and its reply together. The replies are generated in each of
-        `processes` processes, each with its own weights.
+        `tokens`: tokens of each prompt and its reply together. The result is the sum of `processes`
+        processes, each of which loads the weights and generates all `rows` replies.
         """
         kv = 1.1 * self.kv_bytes_per_token * tokens * rows
         return round(processes * (self.weights_bytes + kv + WORKING_BYTES))
 
 
 def read_config(folder: Path) -> Mapping[str, Any]:
-    """Parse the config.json of the model in `folder`. Raises ModelError."""
+    """Return the content of the config.json of the model in `folder`.
+
+    Raises ModelError if the file cannot be read or is not a JSON object.
+    """
     try:
         value = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -103,10 +106,10 @@ def read_config(folder: Path) -> Mapping[str, Any]:
 
 
 def usable_bytes(device: Mapping[str, Any]) -> int:
-    """Return the memory that models may use, in bytes, from MLX's description of the device.
+    """Return the bytes of memory that models may use.
 
-    Returns three quarters of the machine's memory if the description has no size.
-    Source:
+    `device`: MLX's description of the device, such as a result of `mx.device_info`. If it names no
+    size of memory, three quarters of the machine's memory are returned. Source:
     https://ml-explore.github.io/mlx/build/html/python/_autosummary/mlx.core.device_info.html
     """
     for name in ("max_recommended_working_set_size", "free_memory", "total_memory"):
@@ -116,10 +119,10 @@ def usable_bytes(device: Mapping[str, Any]) -> int:
 
 
 def settle(client: Client) -> None:
-    """Wait until the server has nothing left to write to disk, then `SETTLED_S` seconds more.
+    """Wait until the server of `client` has nothing to write to disk, and `SETTLED_S` s more.
 
-    After `PATIENCE_S` seconds it stops waiting and returns normally. Raises Refused if the server
-    answers a request with an error or cannot be reached.
+    After `PATIENCE_S` seconds of writing it stops waiting and returns normally. Raises Refused if
+    the server answers a request with an error or cannot be reached.
     """
     deadline = time.monotonic() + PATIENCE_S
     while client.get("/v1/cache")["pending_bytes"] and time.monotonic() < deadline:
@@ -131,8 +134,9 @@ def settle(client: Client) -> None:
 class Context:
     """Everything that a scenario is given. The scenario writes its figures into `found`.
 
-    `folder` is for files, and `usable_bytes` is the memory that models may use. `on_step` is called
-    with a text at each step. `wait_s` is the time in seconds that a server has to start.
+    `subject` is the model, and `clock` has the time left of the run. `folder` is for files, and
+    `usable_bytes` is the memory that models may use. The scenario calls `on_step` with a text at
+    each step. `wait_s` is the time in seconds that a server has to start.
     """
 
     subject: Subject
@@ -154,10 +158,11 @@ class Context:
         return Filler(self.subject.path)
 
     def fits(self, what: str, tokens: int, *, processes: int = 1, rows: int = 1) -> bool:
-        """Return whether a prompt of `tokens` tokens fits the context, the memory and the disk.
+        """Return whether a prompt of `tokens` fits the model's context, the memory and the disk.
 
-        If not, the measurement `what`, a text, is recorded as not run, with the reason.
-        `processes` and `rows` are those of `Subject.needed_bytes`.
+        The memory is `usable_bytes`; `processes` and `rows` (prompts at once) are as for
+        `Subject.needed_bytes`. If it does not fit, the measurement `what`, a text, is recorded in
+        `found` as not run, with the reason.
         """
         longest = self.subject.context_length
         if longest and tokens > longest:
@@ -180,7 +185,10 @@ class Context:
         return True
 
     def in_time(self, what: str, seconds: float) -> bool:
-        """Return whether `seconds` are left; if not, record the measurement `what` as not run."""
+        """Return whether the run has `seconds` left.
+
+        If not, the measurement `what`, a text, is recorded in `found` as not run.
+        """
         if seconds > self.clock.left_s:
             self.found.not_run.append(
                 f"{what}: about {seconds:.0f} s needed, {self.clock.left_s:.0f} s left"
@@ -197,7 +205,7 @@ class Context:
 
     @contextlib.contextmanager
     def serving(self, *extra: str) -> Iterator[Lives]:
-        """Yield an mlxcache server with the flags `extra`; it ends with the block.
+        """Yield an mlxcache server with the arguments `extra` of `serve`; it ends with the block.
 
         It is started when it is first used; see `Lives`. Its cache folder is new and is removed at
         the end.
@@ -226,7 +234,8 @@ class Context:
     def own_time(self) -> Iterator[OwnTime]:
         """Yield a process that measures mlx-lm without a server; it ends with the block.
 
-        Raises NotApplicable if the model cannot be measured that way.
+        Raises NotApplicable if mlx-lm cannot load the model, or cannot trim its cache, which the
+        measurement needs.
         """
         with measuring(self.subject.path, self.folder) as own:
             if own is None:

@@ -41,11 +41,11 @@ class Outcomes:
 async def device_error(model: Path, folder: Path, scale: Scale, found: Findings) -> None:
     """Check replies to one prompt while a different evaluation of MLX fails in each.
 
-    Each starts with an empty cache. Then the same prompt with more tokens is sent, during which
-    nothing fails; a wrong reply to it would show that wrong KV is left in the cache. All replies
-    must equal those with an empty cache and no failure, or end in an error. `model` is the model's
-    folder, `folder` gets the cache, and `found` the figures. Raises Unequal after all replies if
-    one is wrong, and ValueError if no evaluation failed.
+    About 4 * `scale.runs` requests are made, each with an empty cache. After each, the same prompt
+    with more tokens is sent, during which nothing fails; a wrong reply to it would show that wrong
+    KV is left in the cache. All replies must equal those with an empty cache and no failure, or end
+    in an error. `model` is the model's folder, `folder` gets the cache, and `found` the figures.
+    Raises Unequal after all replies if one is wrong, and ValueError if no evaluation failed.
     """
     picked: set[int] = set()
     on = FailingDevice(picked.__contains__)

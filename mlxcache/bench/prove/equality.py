@@ -31,7 +31,10 @@ ROWS = 4
 
 
 class Unequal(Exception):
-    """Error raised if a reply that used the cache differs from the cold one."""
+    """Error raised if a reply differs from the correct one, or if comparing it proves nothing.
+
+    It proves nothing if the reply made no use of what is checked, such as cached tokens.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +50,8 @@ async def matrix(inside: Inside, scale: Scale, found: Findings) -> None:
 
     The ways: from RAM, from RAM beside other requests, and restored from disk. Does so for each
     prompt length in `scale.equal`, and adds the largest difference of log-probabilities of each
-    comparison to `found`. Raises Unequal at the end if one is above the tolerance, or if the tokens
-    do not agree.
+    comparison to `found`. Raises Unequal at the end if a difference is above the tolerance or the
+    tokens do not agree (see `compare`), and at once if a reply reused no tokens.
     """
     wrong: list[str] = []
     for length in scale.equal:
@@ -73,9 +76,9 @@ async def matrix(inside: Inside, scale: Scale, found: Findings) -> None:
 
 
 async def rounding_of(inside: Inside, ids: Tokens) -> float:
-    """Return the largest difference of mlx-lm's log-probabilities if `ids` are fed in two ways.
+    """Return the largest difference of mlx-lm's log-probabilities between two ways to feed `ids`.
 
-    The second way has one more cut between two passes, before the last `TAIL` tokens. The
+    The second way has one more cut between two passes, before the last `TAIL` tokens, so the
     difference is due to rounding alone.
     """
     return await inside.engine.call(partial(_noise, ids))
@@ -124,9 +127,10 @@ def _check_reuse(heard: Heard, way: str) -> None:
 
 
 async def hear(inside: Inside, ids: Tokens) -> Heard:
-    """Generate a greedy reply of `REPLY` tokens to the prompt `ids`.
+    """Generate a greedy reply of at most `REPLY` tokens to the prompt `ids`, and return it.
 
-    For each token it has the `TOP` likeliest tokens with their log-probabilities.
+    Each of its tokens has the `TOP` likeliest tokens at that place, with their log-probabilities.
+    Raises MlxcacheError if the request fails.
     """
     stream = await inside.ask(ids, REPLY, top=TOP)
     tokens: list[TokenLogprob] = []
@@ -141,11 +145,11 @@ async def hear(inside: Inside, ids: Tokens) -> Heard:
 def compare(
     cold: Sequence[TokenLogprob], other: Sequence[TokenLogprob], tolerance: float
 ) -> tuple[float, bool]:
-    """Return the largest difference of log-probabilities, and True if the tokens agree.
+    """Return the largest difference of log-probabilities between replies, and True if they agree.
 
-    Tokens also agree if they first differ where the log-probabilities of the two likeliest tokens
-    of `cold` are at most `tolerance` apart. Nothing after that place is compared, because the
-    contexts differ.
+    They agree if their tokens are equal, or if these first differ where the log-probabilities of
+    the two likeliest tokens of `cold` are at most `tolerance` apart. Nothing after that place is
+    compared, because the contexts differ.
     """
     apart = 0.0
     for mine, theirs in zip(cold, other, strict=False):

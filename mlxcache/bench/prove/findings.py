@@ -51,7 +51,7 @@ class Unchecked:
 
 @dataclass(slots=True)
 class Findings:
-    """Result of one scenario, called `name`, on one model.
+    """Result of the scenario `name` on one model, which is called `model` in the report.
 
     `tables` holds figures by title, row and column. `checks` are bounds on them, and `unchecked`
     bounds for which a figure is missing or proves nothing, with the reason. `notes` are sentences
@@ -87,7 +87,8 @@ class Findings:
     def hold(self, checks: Iterable[Check], *, why_not: str | None = None) -> None:
         """Append bounds to `checks`, or to `unchecked` if there is a reason `why_not`.
 
-        `why_not` says why the figures, although measured, cannot show that the bounds hold.
+        `why_not` is a text that says why the figures, although measured, cannot show that the
+        bounds hold.
         """
         for check in checks:
             if why_not is None:

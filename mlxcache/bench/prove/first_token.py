@@ -28,12 +28,18 @@ GROWTH_POWER = 1.6
 
 
 def short(context: Context) -> None:
-    """Measure times to the first token at the shorter prompt lengths of the scale."""
+    """Measure times to the first token of mlxcache and mlx_lm.server for the shorter prompts.
+
+    Their lengths are `context.scale.short`. The figures are added to `context.found`.
+    """
     _lengths(context, context.scale.short)
 
 
 def long(context: Context) -> None:
-    """Measure times to the first token at the longer prompt lengths of the scale."""
+    """Measure times to the first token of mlxcache and mlx_lm.server for the longer prompts.
+
+    Their lengths are `context.scale.long`. The figures are added to `context.found`.
+    """
     _lengths(context, context.scale.long)
 
 
@@ -102,8 +108,8 @@ def _ours(context: Context, tokens: int) -> float:
 def _own_beside(context: Context, tokens: int, stack: ExitStack) -> OwnTime | None:
     """Return a process that times mlx-lm without a server, run beside the server under test.
 
-    It ends with `stack`. Returns None if memory is short for both, or if the model cannot be
-    measured that way.
+    `tokens` is the length of the prompt. The process ends when `stack` is closed. Returns None if
+    memory is short for both processes, or if the model cannot be measured without a server.
     """
     if context.subject.needed_bytes(tokens, processes=2) > context.usable_bytes:
         return None
@@ -117,10 +123,10 @@ def _own_beside(context: Context, tokens: int, stack: ExitStack) -> OwnTime | No
 def _own_after(context: Context, row: str, fed: Sequence[tuple[int, int]]) -> list[float | None]:
     """Time mlx-lm without a server on the warm turns of an mlxcache server that has ended.
 
-    `row` is the table row of this prompt length, which has the server's times and gets those of
-    mlx-lm. `fed` holds, for each turn, its cached and its new tokens. Returns, for each turn, the
-    server's time to the first token divided by that of mlx-lm, or None if the latter is 0. The list
-    is empty if the model cannot be measured that way.
+    `row` is the row of the table `TIMES` that has the server's times; those of mlx-lm are added to
+    it. `fed` holds the numbers of cached and of new tokens of each turn. Returns, for each turn,
+    the server's time to the first token divided by that of mlx-lm, or None if the latter is 0. The
+    list is empty if the model cannot be measured without a server.
     """
     try:
         with context.own_time() as own:

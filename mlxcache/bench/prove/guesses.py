@@ -35,7 +35,7 @@ LEAST = 0.97
 
 
 def free_costs() -> PassCosts:
-    """Return costs at which a pass over many tokens takes hardly longer than one over one token.
+    """Return costs by which a pass over many tokens takes hardly longer than over one token.
 
     With them long guesses are checked on any device, even unlikely ones.
     """
@@ -44,7 +44,10 @@ def free_costs() -> PassCosts:
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """A reply: its tokens with their likeliest alternatives, if asked for, and its record."""
+    """A reply: its tokens with their likeliest alternatives, and the record of its request.
+
+    `tokens` is empty if no alternatives were asked for.
+    """
 
     tokens: Sequence[TokenLogprob]
     record: RequestRecord
@@ -100,11 +103,11 @@ async def _compare(
 ) -> Sequence[str]:
     """Compare two greedy replies that use guesses with one that does not; return failures as text.
 
-    Does so for each prompt length in `scale.equal`. Some replies drawn at a low temperature come
-    before the two, so that guesses of the first are taken from texts that resemble it but are not
-    equal to it. The second repeats the text of the first, so that nearly all its guesses are right.
-    Failures: a reply that differs by more than rounding explains (see `equality.compare`), and a
-    second reply without a right guess.
+    Does so for each prompt length in `scale.equal`. `guesses` chooses the guesses of the engine
+    `inside`. Some replies drawn at a low temperature come before the two, so that guesses of the
+    first are taken from texts that resemble it but are not equal to it. The second repeats the text
+    of the first, so that nearly all its guesses are right. Failures: a reply that differs by more
+    than rounding explains (see `equality.compare`), and a second reply without a right guess.
     """
     measured, wrong = guesses.costs, list[str]()
     for length in scale.equal:
@@ -151,9 +154,10 @@ def first_difference(one: Sequence[TokenLogprob], other: Sequence[TokenLogprob])
 
 
 async def _measure_speed(inside: Inside, scale: Scale, run: int, found: Findings) -> None:
-    """Add the speed of a new reply and of one that was given before, with and without guesses.
+    """Add the speeds of a new reply and of one that was given before to `found`.
 
-    The four have the same seeds, and the order changes with each `run`.
+    Each is generated with guesses and without, all with the same seed. `run` is the number of the
+    repetition: it selects the prompts, and the order of with and without changes with it.
     """
     rng = np.random.default_rng(1000 + run)
     tokens = 4 * scale.reply
@@ -183,8 +187,8 @@ async def _reply(
 ) -> Reply:
     """Generate a reply of `tokens` tokens to the prompt `ids`.
 
-    It is greedy, or with `seed` drawn at `temperature`. `top`: report the likeliest tokens at each
-    position.
+    It is greedy, or with `seed` drawn at `temperature`. `guess`: use guesses. `top`: report the
+    likeliest tokens at each position.
     """
     sampling = Sampling() if seed is None else Sampling(temperature=temperature, seed=seed)
     stream = await inside.ask(

@@ -32,7 +32,7 @@ def load_in_child(model: str, folder: Path) -> Path:
 
 
 def main() -> None:
-    """Load the model named on the command line, and print the result."""
+    """Load the model named on the command line, print the result as JSON, and exit."""
     try:
         value = {"path": str(load(ModelSpec(sys.argv[1])).path)}
     except ModelError as error:

@@ -24,9 +24,11 @@ PACKAGES = ("mlx", "mlx-metal", "mlx-cpu", "mlx-cuda-13", "mlx-lm")
 
 
 def describe_machine() -> dict[str, Any]:
-    """Return the machine's chip, memory, system and power, MLX's device, and versions, by name.
+    """Return a description of the machine, of MLX's device and of the installed versions.
 
-    Sizes are in bytes. Text that identifies the machine or its user is removed.
+    Keys: `chip`, `cores`, `memory_bytes`, `system`, `power` (`mains`, `battery`, or None without a
+    battery), `device`, `device_info`, `python`, `mlxcache` and `versions` (by package). Text that
+    identifies the machine or its user is removed.
     """
     battery = psutil.sensors_battery() if hasattr(psutil, "sensors_battery") else None
     found: dict[str, Any] = {

@@ -51,10 +51,11 @@ _PUBLIC = re.compile(
 def scrub(text: str, private: Iterable[str] | None = None) -> str:
     """Replace private strings, absolute paths, and URLs of hosts not in `HOSTS` by `...`.
 
-    `private` defaults to `private_strings()`. Strings match in any case and as whole words. A path
-    is taken to end at the next quote, `: ` or line end, because folder names may contain blanks.
-    Paths of installed Python files are kept from their package on, and names of files that every
-    model has, such as config.json, are kept.
+    `private` are the private strings, by default those of `private_strings()`. They match in any
+    case and as whole words. URLs of `HOSTS` lose their query. A path is taken to end at the next
+    quote, `: ` or line end, because folder names may contain blanks. Paths of installed Python
+    files are kept from their package on, and names of files that every model has, such as
+    config.json, are kept.
     """
     text = unicodedata.normalize("NFC", text.replace(_KNOWN, "").replace(_SLASH, ""))
     for root, package in _code_roots():
@@ -121,7 +122,10 @@ def _roots() -> tuple[Path, ...]:
 
 
 def _code_roots() -> list[tuple[str, str]]:
-    """Return folders of installed code, each with a public prefix that replaces it in text."""
+    """Return folders of installed code, each with the prefix that a path below it must have.
+
+    Such a path is kept in a report, and only the folder before it is removed.
+    """
     paths = sysconfig.get_paths()
     installed = [(paths[name], "") for name in ("purelib", "platlib", "stdlib")]
     return [*installed, (str(Path(mlxcache.__file__).parent.parent), "mlxcache/")]

@@ -49,7 +49,10 @@ def as_markdown(machine: Mapping[str, Any], run: Mapping[str, Any], all: Sequenc
 
 
 def write(file: Path, markdown: str, json_text: str) -> Path:
-    """Write the report to `file`, and the JSON to the same path with `.json`; return that path."""
+    """Write the report to `file`, and the JSON beside it with the suffix .json.
+
+    Returns the path of the JSON file. Both files are overwritten. Raises OSError.
+    """
     file.write_text(markdown, encoding="utf-8")
     beside = file.with_suffix(".json")
     beside.write_text(json_text, encoding="utf-8")
@@ -120,7 +123,10 @@ def _figure(figure: Figure | None) -> str:
 
 
 def quantity(unit: str, value: float) -> str:
-    """Format a value with its unit; bytes become MB or GB, short times ms."""
+    """Format a value with its unit, as for `Figure`.
+
+    Bytes become MB or GB (of a million or 10^9 bytes), and seconds below 1 become ms.
+    """
     rate = "/s" if unit == "bytes/s" else ""
     if unit in ("bytes", "bytes/s"):
         size, name = (value / 1e9, "GB") if value >= 1e9 else (value / 1e6, "MB")

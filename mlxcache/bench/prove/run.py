@@ -115,8 +115,9 @@ class LazySubject:
 class Proof:
     """Scenarios of one run, and their findings so far (`found`).
 
-    `folder` receives all files. `on_step` is called with a text at each step, and `on_begin` with
-    one for each scenario begun. `interrupted` is the reason why the run was cut short, or None.
+    `folder` receives all files but the report. `on_step` is called with a text at each step, and
+    `on_begin` with one for each scenario begun. `interrupted` is the reason why the run was cut
+    short, or None.
     """
 
     options: Options
@@ -255,7 +256,10 @@ def planned(
 
 
 def describe_config(config: Mapping[str, object]) -> str:
-    """Describe a model by its architecture and sizes, without its name or folder."""
+    """Return a short text on a model's architecture, sizes and bits, without its name or folder.
+
+    `config` is the content of its config.json.
+    """
     text = config.get("text_config")
     sizes = text if isinstance(text, Mapping) else config
     layers, hidden = sizes.get("num_hidden_layers"), sizes.get("hidden_size")
@@ -284,7 +288,7 @@ def end_children(before: set[psutil.Process]) -> None:
 
 
 def _scrub(found: Findings, private: Sequence[str]) -> None:
-    """Remove strings that identify the machine from the texts of `found`."""
+    """Apply `scrub` with the strings `private` to the texts of `found`, in place."""
     found.error = None if found.error is None else scrub(found.error, private)
     found.unchecked = [replace(one, why=scrub(one.why, private)) for one in found.unchecked]
     for texts in (found.notes, found.not_run):

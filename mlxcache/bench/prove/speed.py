@@ -126,7 +126,8 @@ def _checked(reply: Reply, asked: int) -> Reply:
 def rate_together(client: Client, prompts: Sequence[Messages], reply: int) -> float:
     """Return the tokens per second of simultaneous replies, from the first request to the last end.
 
-    `reply` is the length of each in tokens. Blocks. Raises Refused or ValueError if one fails.
+    `reply` is the maximum length of each in tokens. Blocks. Raises Refused if a request fails, and
+    ValueError if a reply has less than half of that length.
     """
     replies: list[Reply] = []
     failed: list[Exception] = []

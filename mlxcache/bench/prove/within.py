@@ -67,7 +67,10 @@ async def peak_memory(inside: Inside, scale: Scale, found: Findings) -> None:
 
 
 async def growth(inside: Inside, scale: Scale, found: Findings) -> None:
-    """Measure the time between two tokens when the reply's KV buffers grow, and otherwise."""
+    """Measure the time between two tokens of a reply where its KV buffers grow, and elsewhere.
+
+    Raises ValueError if no buffer grew.
+    """
     ids = await _prefix(inside, scale.deep)
     row = f"{scale.deep:,} tokens"
     for run in range(scale.runs):
@@ -86,8 +89,9 @@ async def growth(inside: Inside, scale: Scale, found: Findings) -> None:
 async def _intervals(inside: Inside, stream: Any) -> tuple[list[float], list[int]]:
     """Measure the seconds between tokens of a reply, until a while after a KV buffer first grew.
 
-    It ends `AFTER_GROWTH` intervals after that. `stream` is the reply's stream of events. Returns
-    the intervals, and the indices of those in which a buffer grew.
+    The measurement ends `AFTER_GROWTH` intervals after that, or with the reply. `stream` is the
+    reply's stream of events. Returns the intervals in seconds, and the indices of those in which a
+    buffer grew.
     """
     intervals: list[float] = []
     grown: list[int] = []
@@ -193,8 +197,8 @@ RESTORE = 0.70
 def disk(name: str, measured: Measured, scale: Scale, found: Findings) -> None:
     """Add the figures of the disk scenario `name` to `found`, with their bounds.
 
-    A figure that is a list becomes several samples, and a text becomes a note. Bounds of a quick
-    run are added as unchecked, because it writes too little.
+    `measured` has the figures and bounds. A list with a unit becomes several samples, and a text
+    becomes a note. Bounds of a quick run are added as unchecked, because it writes too little.
     """
     for figure, value in measured.figures.items():
         end = next((end for end in UNITS if figure.endswith(end)), "")
@@ -214,7 +218,10 @@ def disk(name: str, measured: Measured, scale: Scale, found: Findings) -> None:
 
 
 def run(name: str, model: Path, folder: Path, scale: Scale) -> Findings:
-    """Run one scenario in this process and return its findings. Raises the scenario's errors."""
+    """Run the scenario `name` in this process and return its findings.
+
+    `model` is the model's folder, and `folder` gets the cache. Raises the scenario's errors.
+    """
     found = Findings(name, "")
     if name in ON_DISK:
         check = ON_DISK[name]
