@@ -133,10 +133,10 @@ class Held:
 class Fit:
     """Capacity of a model within budgets of `ram` and `disk` bytes.
 
-    `disk` is 0 without a disk tier. `room`: bytes of `ram` for conversations, without
-    what is set aside for other purposes.
-    `longest`: tokens of the longest prompt that fits, unless forward passes need more memory than
-    is set aside. `held`: the estimate for each length of conversation that was asked for.
+    `disk` is 0 without a disk tier. `room`: bytes of `ram` for conversations, without what is set
+    aside for forward passes, MLX's pool and pending writes. `longest`: tokens of the longest prompt
+    that fits, unless forward passes need more memory than is set aside. `held`: the estimate for
+    each length of conversation given to `fit`.
     """
 
     ram: int
@@ -149,7 +149,7 @@ class Fit:
 def fit(
     layout: Layout, *, ram: int, disk: int, tokens: Sequence[int], talk: Talk | None = None
 ) -> Fit:
-    """Estimate the capacity for conversations of each length in `tokens`.
+    """Estimate how many conversations of each length in `tokens` fit, and the longest prompt.
 
     `ram` and `disk` are budgets in bytes; `disk` is 0 without a disk tier. `talk`: the shape of the
     simulated conversations, by default that of a coding agent.
@@ -164,10 +164,11 @@ def fit(
 
 
 def warnings(layout: Layout, *, context: int, weights: int, ram: int, machine: int) -> list[str]:
-    """Return warnings to log at the start if the model does not fit the machine's memory.
+    """Return warnings to log at the start; empty if model and cache fit the machine's memory.
 
-    `context`: tokens. `weights`: bytes of the weights. `ram`: the budget in bytes. `machine`: bytes
-    of memory that a model and its cache may take.
+    One warns if the weights and KV for `context` tokens do not fit, one if the weights and the
+    budget `ram` do not. `weights` and `ram` are in bytes. `machine`: bytes of memory that a model
+    and its cache may take.
     """
     found = []
     one = context * layout.bytes_per_token + layout.running_bytes + layout.checkpoint_bytes

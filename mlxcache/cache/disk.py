@@ -71,9 +71,9 @@ class DiskTier:
             self._next_copy_at = began + (time.monotonic() - began) / COPY_SHARE
 
     def figures(self) -> dict[str, Any]:
-        """Return the disk's part of `GET /v1/cache`, at most `FIGURES_S` seconds old.
+        """Return the disk tier's part of `GET /v1/cache`: the fields of `disk`, and `restores`.
 
-        May be called on any thread.
+        They are at most `FIGURES_S` seconds old. May be called on any thread.
         """
         if time.monotonic() - self._figures_at > FIGURES_S:
             self._figures = self._measure()

@@ -106,11 +106,12 @@ class Lease:
 
 
 class KVCache:
-    """Operations by which requests use KV. Each reserves bytes before it allocates them.
+    """KV of one model, in RAM and on disk, and the operations by which requests use it.
 
-    Results are valid until the next operation that mutates the cache. Nodes that a lease locks are
-    not evicted until the lease is released. Create an instance with `KVCache.open`; it owns `ram`
-    and `disk`. `label`: that of the model, for the log.
+    Each operation reserves bytes before it allocates them. Results are valid until the next
+    operation that mutates the cache. Nodes that a lease locks are not evicted until the lease is
+    released. Create an instance with `KVCache.open`; it owns `ram` and `disk`. `label`: that of the
+    model, for the log.
     """
 
     def __init__(self, ram: RamTier, disk: DiskTier | None = None):
@@ -229,9 +230,9 @@ class KVCache:
         restored from disk; all KV in RAM below it is then used, even without a state to continue
         from. `evict`: how to make room: "no" uses free bytes only, "idle" evicts what no request
         uses, "unload" also unloads idle models, and "wait" also blocks for writes to disk, after
-        which more can be evicted. `hints` tell how the use of the prefix is counted. Mutates the
-        tree (uses, splits, evictions) and lineages. Raises MLX's error if a copy fails, after
-        releasing what was reserved.
+        which more can be evicted. `hints`: those of the request about eviction. Mutates the tree
+        (uses, splits, evictions) and lineages. Raises MLX's error if a copy fails, after releasing
+        what was reserved.
         """
         match, main = self.tree.match(ids), self._mains.main_beside(ids, hints)
         self.tree.uses.renew(main)
@@ -289,8 +290,8 @@ class KVCache:
     def look_up(self, ids: Tokens, known: int) -> DiskLookup | None:
         """Start a lookup of `ids` on disk; return None if there is no disk tier.
 
-        `known`: leading tokens that are in RAM. Does not block: `wake` is called as the lookup
-        proceeds.
+        `known`: leading tokens that are in RAM. Does not block: the `wake` that was given to `open`
+        is called as the lookup proceeds.
         """
         return self.disk.restorer.look_up(ids, known) if self.disk is not None else None
 
@@ -301,7 +302,7 @@ class KVCache:
 
     @property
     def min_unknown(self) -> int:
-        """Number of prompt tokens missing in RAM from which on `look_up` is worthwhile."""
+        """Least number of prompt tokens missing in RAM for which `look_up` is worthwhile."""
         return self.disk.restorer.min_unknown if self.disk is not None else MIN_UNKNOWN
 
     def can_restore(self, lease: Lease, lookup: DiskLookup) -> bool:
@@ -440,9 +441,10 @@ class KVCache:
     def persist(self, lease: Lease, ids: Tokens, *, whole: bool = False) -> None:
         """Queue committed tokens for writing to disk.
 
-        Queues the tokens up to the last whole block, if at least `PERSIST_TOKENS` of them are not
-        queued yet. With `whole`, queues all tokens however few are new, also those of an incomplete
-        block. Does not block. The path stays locked in RAM until it is on disk.
+        `ids`: the tokens of the request. Queues those up to the last whole block, if at least
+        `PERSIST_TOKENS` are not queued yet. With `whole`, queues all tokens however few are new,
+        also those of an incomplete block. Does not block. The path stays locked in RAM until it is
+        on disk.
         """
         if self.disk is None or lease.node is None:
             return
@@ -458,9 +460,10 @@ class KVCache:
     def finish(self, lease: Lease, ids: Tokens) -> None:
         """Commit what a request computed, and queue it for writing to disk.
 
-        The lease stays until `release`. Nothing is committed if a restore is incomplete. If the
-        model produced NaN, what the request computed is removed instead. Waits for the device, and
-        raises the device's error before doing anything else.
+        `ids`: the tokens of the request, prompt and reply. The lease stays until `release`. Nothing
+        is committed if a restore is incomplete. If the model produced NaN, what the request
+        computed is removed instead. Waits for the device, and raises the device's error before
+        doing anything else.
         """
         if lease.awaiting_state:
             return
@@ -521,8 +524,9 @@ class KVCache:
     def purge(self, lease: Lease, ids: Tokens) -> None:
         """Remove from both tiers what a request computed, because the model produced NaN.
 
-        The prefix that the request reused and the tokens that other requests share stay as far as
-        their KV is finite. The lease stays, but its lock on the tree is released.
+        `ids`: the tokens of the request, prompt and reply. The prefix that it reused and the tokens
+        that other requests share stay as far as their KV is finite. The lease stays, but its lock
+        on the tree is released.
         """
         reused = min(lease.cached, finite_upto(lease.lineage))
         kept = finite_prefix(self.tree.match(ids, touch=False), reused)
@@ -555,7 +559,7 @@ class KVCache:
         return sum(self.ram.remove(node, keep) for node in reversed(below))
 
     def forget_unshared(self, ids: Tokens, keep: int) -> bool:
-        """Remove `ids` beyond `keep` tokens from RAM unless another conversation continues them.
+        """Remove `ids` beyond the first `keep` from RAM unless another conversation continues them.
 
         KV that a request uses or that is not on disk yet stays. Returns whether tokens were
         removed.
@@ -607,8 +611,8 @@ class KVCache:
     def pump(self, *, decoding: bool) -> None:
         """Apply the results of finished writes, and give the disk writer at most one more job.
 
-        Must be called on each tick of the scheduler. `decoding`: replies are being generated and
-        would be delayed, so copies for the disk take only a small share of the time.
+        Must be called in each `Scheduler.step`. `decoding`: replies are being generated and would
+        be delayed, so copies for the disk take only a small share of the time.
         """
         if self.disk is not None:
             self.disk.pump(decoding=decoding)
@@ -628,7 +632,7 @@ class KVCache:
     # -- figures -----------------------------------------------------------------------------------
 
     def figures(self) -> dict[str, Any]:
-        """Return the RAM part of `GET /v1/cache`.
+        """Return the part of `GET /v1/cache` on RAM: `ram`, `tree_tokens`, `evictions` and others.
 
         `active_bytes` are the bytes in use beyond those that the tree refers to.
         """

@@ -26,9 +26,9 @@ class CacheHints:
 
     `conversation_key`: number of leading tokens that identify the conversation, or None if unknown.
     `head`: number of leading tokens that are tools and system prompt. `label`: the label of the
-    session. `keeps`: the client's keep hints, as pairs of a position up to which to keep the prefix
-    and the seconds to keep it after each use. `asked`: a client waits for the request; False if the
-    server computes it ahead of use.
+    session, or None if there is none. `keeps`: the client's keep hints, as pairs of a position up
+    to which to keep the prefix and the seconds to keep it after each use. `asked`: a client waits
+    for the request; False if the server computes its prompt before a request needs it.
     """
 
     conversation_key: int | None = None
@@ -39,7 +39,7 @@ class CacheHints:
 
     @classmethod
     def of(cls, job: Job) -> CacheHints:
-        """Derive the eviction hints of a request."""
+        """Return the eviction hints of the request `job`; `label` is None if `asked` is False."""
         prompt, marks = job.prompt, job.prompt.marks
         return cls(
             conversation_key=conversation_key_tokens(marks, len(prompt.ids)) if marks else None,
@@ -77,7 +77,7 @@ class ConversationId:
         return cls(key, digest_of(ids[:key]), head)
 
     def includes(self, ids: Tokens) -> bool:
-        """Return whether a prompt belongs to this conversation."""
+        """Return whether the prompt with tokens `ids` begins with this conversation's key."""
         return len(ids) >= self.key_tokens and digest_of(ids[: self.key_tokens]) == self.digest
 
 
@@ -85,12 +85,12 @@ class ConversationId:
 class MainConversation:
     """The main conversation of a session, as of its newest turn.
 
-    `tokens`: length of that turn with its reply. `nodes`: nodes of the prefix tree on the path to
-    its end, without the root. `turns`: number of turns. `side_requests`: number of requests of the
-    session since that turn that belonged to other conversations. `rival`: another conversation with
-    the same tools and system prompt, and how many consecutive turns it has had, or None; it may
-    become the main one. `former`: the previous main conversation, which becomes the main one again
-    if it continues.
+    `tokens`: number of tokens of that turn's prompt and reply. `nodes`: nodes of the prefix tree on
+    the path to the end of the reply, without the root. `turns`: number of turns of the
+    conversation. `side_requests`: number of requests of the session since the newest turn, all of
+    other conversations. `rival`: another conversation with the same tools and system prompt, and
+    how many consecutive turns it has had, or None; it may become the main one. `former`: the
+    previous main conversation, which becomes the main one again if it continues.
     """
 
     id: ConversationId
@@ -112,17 +112,17 @@ class MainConversation:
         return before + 1
 
     def extend(self, node: Node) -> None:
-        """Record that the turn which ends at `node` of the tree is the newest one."""
+        """Record a new turn, whose reply ends at `node` of the prefix tree, as the newest one."""
         self.tokens, self.nodes, self.turns = node.end, node.path()[1:], self.turns + 1
         self.side_requests, self.rival = 0, None
 
 
 class MainConversations:
-    """The main conversation of each recent session, by session label.
+    """The main conversation of each of the `MAX_LABELS` latest sessions, by session label.
 
     The first conversation of a session is the main one. Another one replaces it if the first was
     only a short side request, or if the other one has the same tools and system prompt and has
-    taken at least `SETTLED_TURNS` consecutive turns. The rule is `store.leaves.becomes_main`.
+    taken at least `SETTLED_TURNS` (8) consecutive turns. The rule is `store.leaves.becomes_main`.
     """
 
     def __init__(self) -> None:
@@ -145,9 +145,9 @@ class MainConversations:
         return main.nodes
 
     def note_end(self, ids: Tokens, hints: CacheHints, node: Node) -> None:
-        """Record that the request with tokens `ids` has ended at `node` of the tree.
+        """Record that a request has ended, with its reply, at `node` of the prefix tree.
 
-        Does nothing if the request has no session label.
+        `ids`: the tokens of its prompt. `hints`: its hints; does nothing if they have no label.
         """
         if hints.label is None:
             return
@@ -159,7 +159,8 @@ class MainConversations:
     ) -> MainConversation:
         """Return the session's main conversation after a request that ends at `node` of the tree.
 
-        `main`: the main conversation before it, or None. `ids`: the tokens of the request.
+        `main`: the main conversation before the request, or None. `ids`: the tokens of the
+        request's prompt. Changes `main`, and may return it.
         """
         if main is None:
             return MainConversation(ConversationId.of(ids, hints), node.end, node.path()[1:])
@@ -181,12 +182,12 @@ class MainConversations:
         """Return whether a request begins a new main conversation.
 
         `main`: the main conversation so far, to which the request does not belong. `ids`: the
-        tokens of the request. `tokens`: its length with its reply.
+        tokens of the request's prompt. `tokens`: the number of those and of the reply's.
 
         Returns True if `main` was only a side request, such as one for a title. Also if the
         request's conversation has the tools and system prompt of `main`, and at least
         `SETTLED_TURNS` consecutive turns, as after a compaction. If it has those tools and that
-        system prompt, the request is counted as one of its turns.
+        system prompt, the request is counted in `main.rival` as one of these turns.
         """
         now = ConversationId.of(ids, hints)
         same_head = bool(now.head) and now.head == main.id.head

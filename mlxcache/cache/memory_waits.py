@@ -9,8 +9,8 @@ from mlxcache.cache.shared_ram import Wait
 class MemoryWaits:
     """Waits of one model's requests for memory that other models hold, one request at a time.
 
-    `ram`: the RAM tier of the model. Its `SharedRam` keeps the record. Without a shared budget
-    nothing ever waits.
+    `ram`: the RAM tier of the model; the wait is recorded in its `SharedRam`. Without a shared
+    budget nothing ever waits.
     """
 
     def __init__(self, ram: RamTier):
@@ -19,7 +19,9 @@ class MemoryWaits:
     def fits_alone(self, tokens: int) -> bool:
         """Return whether a prompt of `tokens` tokens would fit if all other models were unloaded.
 
-        Models that are never unloaded still count. Call while no request is in progress.
+        That is whether the budget would then have room for its KV and state once this model's idle
+        KV is evicted. Models that are never unloaded keep their memory. Call while no request of
+        this model is in progress.
         """
         size, shared = self._least_bytes(tokens), self._ram.shared
         if shared is not None:
@@ -29,10 +31,11 @@ class MemoryWaits:
     def in_reach(self, tokens: int) -> bool:
         """Return whether a prompt of `tokens` tokens fits once all idle KV is evicted.
 
-        Idle KV is that which no request uses, of this model and of others. That of another model
-        counts only while all paths of that model are on disk, so that it can be evicted at once.
-        Always true without a shared budget, because there is nothing to wait for. Call while no
-        request of this model is in progress.
+        That is whether the budget then has room for the prompt's KV and state, without unloading a
+        model. Idle KV is that which no request uses, of this model and of others. That of another
+        model counts only while all paths of that model are on disk, so that it can be evicted at
+        once. Always true without a shared budget, because there is nothing to wait for. Call while
+        no request of this model is in progress.
         """
         shared = self._ram.shared
         return shared is None or shared.in_reach(self._ram, self._least_bytes(tokens))
@@ -44,7 +47,7 @@ class MemoryWaits:
     def begin(self, tokens: int) -> bool:
         """Record that a prompt of `tokens` tokens waits for memory that other models hold.
 
-        From then on `current` returns it, until `end`. Returns False, and records nothing, if no
+        Returns True; `current` is this wait until `end`. Returns False, and records nothing, if no
         other model holds memory that the prompt may get later.
         """
         shared = self._ram.shared
@@ -62,7 +65,7 @@ class MemoryWaits:
             self._ram.shared.retry(self._ram)
 
     def end(self) -> None:
-        """Record that no prompt waits: `current` is None then."""
+        """Record that no prompt of this model waits any more: `current` is None from now on."""
         if self._ram.shared is not None:
             self._ram.shared.stop_waiting(self._ram)
 

@@ -21,8 +21,9 @@ from mlxcache.tree.node import Match, Node
 def reusable(layout: Layout, match: Match, prompt_tokens: int) -> tuple[int, State | None]:
     """Return how many leading tokens of a match can be reused, and the state at that position.
 
-    `prompt_tokens`: length of the prompt. At least one of its tokens is left to feed, because its
-    logits are needed. The state is that of the opaque slots, or None if the model has none.
+    `match`: that of a prompt in the prefix tree. `prompt_tokens`: length of the prompt, of which at
+    least one token is left to feed, because its logits are needed. The state is that of the opaque
+    slots, or None if the model has no such slots. Returns 0 and None if nothing can be reused.
     """
     if not layout.cacheable:
         return 0, None
@@ -34,11 +35,11 @@ def reusable(layout: Layout, match: Match, prompt_tokens: int) -> tuple[int, Sta
 
 
 def intact(layout: Layout, match: Match, upto: int) -> int:
-    """Return how many tokens of a match, up to `upto`, have all their KV in RAM.
+    """Return how many leading tokens of a match, at most `upto`, have all their KV in RAM.
 
-    That includes the sliding windows that the model needs to continue there. If one of them reaches
-    into a segment that was restored without windows, the result is the start of the first such
-    segment.
+    That includes the KV of the sliding windows that the model needs to continue after them. If one
+    of these windows reaches into a segment that was restored without the KV of sliding windows, the
+    result is the start of the first segment that was.
     """
     limit = min(match.length, upto)
     lost = next((start for value, start, _ in match.segments if value.lost), limit)
@@ -57,9 +58,9 @@ def finite_prefix(match: Match, reused: int) -> int:
     """Return how many leading tokens of a request to keep after the model produced NaN.
 
     `match`: that of the request's tokens. `reused`: how many of them the request had reused; their
-    KV is finite. If a checkpoint among them is not, the result is the start of the segment that
-    ends at it. Beyond them, the tokens that another path of the tree shares are kept too, but only
-    if all their KV and checkpoints are finite.
+    KV is finite. If a checkpoint at one of the reused tokens is not finite, the result is the start
+    of the segment that ends at this checkpoint. Tokens after the reused ones are kept too if
+    another path of the tree shares them, but only if all their KV and checkpoints are finite.
     """
     parted = [node.end for node in match.nodes if len(node.children) > 1]
     if match.nodes and (match.nodes[-1].children or match.nodes[-1].end > match.length):
@@ -81,9 +82,10 @@ def finite_prefix(match: Match, reused: int) -> int:
 
 
 class Placed(NamedTuple):
-    """A lineage that holds a prefix, and the locked node at which the prefix ends.
+    """A lineage that holds a prefix, and the node of the prefix tree at which the prefix ends.
 
-    `node` is None if the lineage is new and the tree does not refer to it yet.
+    `node` is locked against eviction. It is None if the lineage is new and the tree does not refer
+    to it yet.
     """
 
     lineage: Lineage
@@ -104,9 +106,9 @@ class Placement:
     def place(self, match: Match, cached: int, least: int, evict: Evict) -> Placed | None:
         """Continue the idle lineage that needs the fewest copied tokens, or fill a new one.
 
-        The result holds the first `cached` tokens of `match`, has room for `least` positions, and
-        is marked as in use. Reserves the bytes for it; `evict` is the mode of making room. Returns
-        None if there is no room.
+        The lineage returned holds the first `cached` tokens of `match`, has room for `least`
+        positions in all, and is marked as in use. Reserves the bytes for it; `evict` is the mode of
+        making room. Returns None if there is no room.
         """
         spans: list[Span] = match.spans(cached) if cached else []
         best, cost = -1, cached
@@ -122,15 +124,16 @@ class Placement:
         return self._copy(spans, cached, least, evict)
 
     def _tail(self, owner: Lineage, end: int) -> int:
-        """Return how many positions of the lineage `owner`, at `end` or later, the tree uses."""
+        """Return how many positions of the lineage `owner`, from `end` on, the prefix tree uses."""
         held = self._tree.live_range(owner)
         return max(0, held[1] - end) if held else 0
 
     def _split_tail(self, match: Match, owner: Lineage, end: int, evict: Evict) -> bool:
-        """Move all positions of the lineage `owner` that are at `end` or later into a new lineage.
+        """Move the KV of the lineage `owner` from position `end` on into a new lineage.
 
-        `match`: the match of the prompt, whose node is split at `end`. Returns False if there is no
-        room for the new lineage.
+        `match`: the match of the prompt; its node that contains `end` is split there. Returns True
+        if that is done or the tree uses nothing from `end` on, and False if there is no room for
+        the new lineage.
         """
         reserved = self._tail(owner, end)
         if not self._ram.reserve_kv(reserved, evict=evict):
@@ -147,7 +150,10 @@ class Placement:
         return True
 
     def _split_node(self, match: Match, position: int) -> Node:
-        """Return the node on the matched path that ends at `position`, splitting one if needed."""
+        """Return the node of `match` whose end is `position`, splitting a node there if needed.
+
+        Raises ValueError if the match is shorter.
+        """
         for node in match.nodes:
             if node.start < position <= node.end:
                 return self._tree.split_at(node, position)
@@ -162,8 +168,8 @@ class Placement:
 
         `spans` are the lineages' ranges that make up the prefix. The request continues in place if
         the buffers start at position 0 and have room for `least` positions; otherwise they are
-        copied into larger ones. Ranges after this one are appended. Returns None if there is no
-        room.
+        copied into larger ones. The KV of the ranges after `spans[at]` is appended. Returns None if
+        there is no room.
         """
         owner, _, end = spans[at]
         cached = spans[-1][2]
@@ -195,9 +201,10 @@ class Placement:
     def charged(self, lineage: Lineage, capacity: int, leased: bool = False) -> Iterator[None]:
         """Context manager whose body allocates buffers for `lineage`.
 
-        The caller has charged the bytes of `capacity` positions to the budget before. If the body
-        raises, the bytes that were not allocated are released. A lineage that is not `leased` then
-        becomes idle again if its content is intact, and is discarded if not.
+        The caller has charged the bytes of `capacity` positions to the budget before, those that
+        the lineage already has included. If the body raises, the bytes that were not allocated are
+        released. The lineage then becomes idle again if its content is intact, and is discarded if
+        not; with `leased`, a request has a lease of it already, and it stays in use.
         """
         try:
             yield
@@ -225,10 +232,10 @@ class Placement:
             self._ram.set_idle(lineage)
 
     def _copy(self, spans: list[Span], cached: int, least: int, evict: Evict) -> Placed | None:
-        """Create a lineage for `least` positions, with copies of the first `cached` tokens.
+        """Create a lineage for at least `least` positions, and copy the prefix into it.
 
-        `spans`: the ranges of other lineages that hold these tokens. Returns None if there is no
-        room.
+        `cached`: number of tokens of the prefix. `spans`: the ranges of other lineages that hold
+        its KV. Returns None if there is no room.
         """
         capacity = self._ram.reserve_buffer(0, least, evict)
         if capacity is None:

@@ -41,9 +41,10 @@ budget, and a minimum in bytes.
 
 
 class Brake:
-    """Number of eighths of the budget to withhold, which depends on the pressure so far.
+    """Number of eighths of the budget to withhold, which depends on the memory pressure so far.
 
-    It rises while memory pressure lasts, and falls one by one afterwards.
+    The number rises while the pressure lasts, by 1 or 2 at most every `STEP_S` seconds. Without
+    pressure it falls by 1 every `CALM_S` seconds.
     """
 
     def __init__(self) -> None:
@@ -51,9 +52,9 @@ class Brake:
         self._changed_at = self._pressed_at = float("-inf")
 
     def update(self, level: PressureLevel, now: float) -> int:
-        """Return the number of eighths of the budget to withhold at time `now`.
+        """Record the memory pressure, and return the number of eighths of the budget to withhold.
 
-        `level`: the memory pressure at that time. `now`: seconds of a monotonic clock.
+        `level`: the memory pressure at the time `now`, in seconds of a monotonic clock.
         """
         if level:
             self._pressed_at = now
@@ -70,9 +71,9 @@ class Brake:
 class Observation:
     """Result of the latest memory check, with sizes in bytes.
 
-    `level`: the memory pressure. `footprint`: the size of the process. `max_footprint`: its highest
-    value so far. `expected`: the size of the process with the weights loaded and the whole budget
-    in use. `parts`: number of eighths of the budget that are withheld.
+    `level`: the memory pressure. `footprint`: the memory that this process takes. `max_footprint`:
+    the highest `footprint` so far. `expected`: the memory that the process takes with the weights
+    loaded and the whole budget in use. `parts`: number of eighths of the budget that are withheld.
     """
 
     level: PressureLevel = PressureLevel.NORMAL
@@ -91,17 +92,18 @@ class Withholding(Protocol):
         ...
 
     def withhold(self, size: int) -> None:
-        """Withhold `size` bytes of the budget in total. MLX thread only."""
+        """Set the withheld part of the budget to `size` bytes. MLX thread only."""
         ...
 
 
 class Pressure:
     """Monitor of the machine's memory, in a thread of its own; withholds budget under pressure.
 
-    `ram`: the tier, or the tiers of several models, whose budget is withheld. `post` runs an action
-    on the MLX thread. `base`: bytes of the process without those that MLX allocates. `weights`:
-    bytes of the weights. Tests replace the other arguments: `look` reads the pressure, `measure`
-    the bytes of the process, `clock` the seconds; `trim` returns unused heap memory.
+    `ram`: the tier, or the tiers of several models, whose budget is withheld in part. `post` runs
+    an action on the MLX thread. `base`: bytes that the process takes besides those that MLX
+    allocates. `weights`: bytes of the weights that do not count in the budget. Tests replace the
+    other arguments: `look` reads the pressure, `measure` the bytes of the process, `clock` the
+    seconds; `trim` returns unused heap memory to the operating system.
     """
 
     def __init__(

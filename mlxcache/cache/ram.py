@@ -70,10 +70,10 @@ def with_slack(tokens: int) -> int:
 
 
 class BufferCount:
-    """Number of device buffers that lineages and checkpoints take, and its limit.
+    """Number of device buffers that a lineage and a checkpoint take, and a limit of their sum.
 
     Metal limits how many buffers there are, not only how many bytes they take. `device_limit`:
-    buffers that the device can hold, None for no limit.
+    buffers that the device can hold, None for no limit. The limit here is `BUFFER_SHARE` of it.
     """
 
     def __init__(self, layout: Layout, device_limit: int | None):
@@ -83,10 +83,7 @@ class BufferCount:
         self.limit = None if device_limit is None else int(BUFFER_SHARE * device_limit)
 
     def count(self, lineages: int, checkpoints: int) -> int:
-        """Return the buffers that some lineages and checkpoints take together.
-
-        Arguments are the number of lineages and the number of checkpoints.
-        """
+        """Return the number of buffers that so many lineages and checkpoints take together."""
         return lineages * self.per_lineage + checkpoints * self.per_checkpoint
 
     def allows(self, count: int) -> bool:
@@ -95,7 +92,7 @@ class BufferCount:
 
 
 def _count_specs(value: Any) -> int:
-    """Count the ArraySpecs in nested tuples and lists, one for each array of a checkpoint."""
+    """Count the ArraySpecs in `value`, an ArraySpec or nested tuples and lists with them."""
     if isinstance(value, list | tuple):
         return sum(map(_count_specs, value))
     return int(isinstance(value, ArraySpec))
@@ -104,13 +101,14 @@ def _count_specs(value: Any) -> int:
 class RamTier:
     """All lineages of a model, idle or in use, with their bytes charged to one budget.
 
-    A lineage is idle if no request uses it. The tree refers to the lineages as its values.
-    `write_behind` is None without a disk tier. `device_buffers`: maximum number of buffers of the
-    device. `copy_bytes`: most bytes that new lineages copy in one evaluation, unless one array has
-    more. `shared`: the RAM of several models under one budget; if the shared budget is short, room
-    is made in the tiers of all these models.
-    `lineage`: class of the lineages. `label`: that of the model, for the log.
-    `dropped` counts evictions of KV that is then lost, `spilled` those of KV that is on disk too.
+    A lineage is idle if no request uses it. The nodes of the prefix tree have lineages as values.
+    `write_behind`: the queue of writes to disk, None without a disk tier. `device_buffers`: number
+    of buffers that the device can hold, None for no limit. `copy_bytes`: most bytes that new
+    lineages copy in one evaluation, unless one array has more. `shared`: the RAM of several models
+    under one budget, None if this model has a budget alone; if the shared budget is short, room is
+    made in the tiers of all these models. `lineage`: class of the lineages that are created.
+    `label`: that of the model, for the log. `dropped` counts evictions of KV that is then lost,
+    `spilled` those of KV that is on disk too.
     """
 
     def __init__(
@@ -152,9 +150,9 @@ class RamTier:
         self.idle[id(lineage)] = lineage
 
     def discard(self, lineage: Lineage) -> None:
-        """Release the buffers of a lineage whose content may be wrong.
+        """Release the buffers of a lineage whose content may be wrong, and their bytes.
 
-        Segments of the tree that refer to it stay in the tree. Their KV is not reused, because
+        Segments of the prefix tree that refer to it stay there. Their KV is not reused, because
         `lineage.lost` is then True.
         """
         self.idle.pop(id(lineage), None)
@@ -167,7 +165,8 @@ class RamTier:
     def reserve_buffer(self, held: int, least: int, evict: Evict) -> int | None:
         """Reserve a buffer of at least `least` positions, which replaces one of `held` positions.
 
-        Adds room for growth if that fits. Returns the capacity in positions. Returns None, and
+        The bytes of `held` positions (0 for a new lineage) are charged already. Adds room for
+        growth if that fits. Returns the capacity in positions of the new buffer. Returns None, and
         reserves nothing, if not even `least` positions fit. `evict`: the mode of making room.
         """
         # no model is unloaded for room to grow
@@ -180,9 +179,9 @@ class RamTier:
     def reserve_kv(self, tokens: int, held: int = 0, *, evict: Evict) -> bool:
         """Charge the KV bytes of `tokens` more positions; return False if there is no room.
 
-        `held`: positions of the buffers that are copied to larger ones. The old and the new array
-        exist together for a while, so the bytes of one old array must be available too. `evict`:
-        the mode of making room.
+        A negative `tokens` releases bytes. `held`: positions of the buffers that are then copied to
+        larger ones, 0 if none are. They are copied array by array, so the bytes of the largest old
+        array must be available too, but are not charged. `evict`: the mode of making room.
         """
         size = tokens * self.layout.bytes_per_token
         return self.reserve("kv", size, held * self.layout.widest, evict=evict)
@@ -210,10 +209,11 @@ class RamTier:
     def make_room(self, size: int, *, evict: Evict = "idle") -> bool:
         """Free budget until `size` bytes fit, and return whether they do.
 
-        First compacts idle lineages with unused positions, then evicts entries, those with the
-        lowest worth first. Evicts nothing if that would not suffice even with all idle entries:
-        those of all models if the shared budget is short, those of this model if its own limit is.
-        `evict`: the mode of making room; "wait" may block for writes to disk.
+        First compacts idle lineages with many unused positions, then evicts entries, those with the
+        lowest worth first. With `evict` "no" does neither. Evicts nothing if evicting all idle
+        entries would not suffice: those of all models if the shared budget is short, those of this
+        model if its own limit is. `evict`: the mode of making room; "wait" may block for writes to
+        disk.
         """
         if evict == "no":
             return self.budget.free >= size
@@ -246,15 +246,19 @@ class RamTier:
     def _evict_for(self, size: int) -> bool:
         """Evict from one leaf node, as `evict_once` does, because `size` bytes do not fit.
 
-        The node is that with the lowest worth in all tiers if only the shared budget is short, else
-        in this tier. Returns False if every leaf node there is in use.
+        The node is that with the lowest worth of all models if only the shared budget is short,
+        else of this model. Returns False, with nothing evicted, if every such leaf node is used by
+        a request or a pending write.
         """
         if self.shared is None or self.budget.own_free < size:
             return self.evict_once(size - self.budget.own_free)
         return self.shared.evict_least(size - self.budget.free)
 
     def _unload(self, size: int) -> bool:
-        """Unload idle models if that makes room for `size` bytes; return whether it did."""
+        """Unload idle models if that makes room for `size` bytes; return whether it did.
+
+        Returns False without a shared budget, or if this model's own limit is what leaves no room.
+        """
         if self.shared is None or self.budget.own_free < size:
             return False
         return self.shared.unload(size)
@@ -353,9 +357,9 @@ class RamTier:
     def withhold(self, size: int) -> None:
         """Withhold `size` bytes of the budget in total, evicting as needed.
 
-        If less than before is withheld, the difference becomes available. Entries that requests
-        use, or that are not on disk yet, are not evicted: call again later to withhold the rest.
-        With a shared budget, its bytes are withheld.
+        `size` replaces that of the last call: if it is less, the difference becomes available.
+        Entries that requests use, or that are not on disk yet, are not evicted: call again later to
+        withhold the rest. If there is a shared budget, the bytes are withheld from that.
         """
         if self.shared is not None:
             self.shared.withhold(size)
@@ -370,7 +374,7 @@ class RamTier:
 
     @property
     def withheld(self) -> int:
-        """Bytes withheld of the budget, or of the shared budget."""
+        """Bytes withheld of the shared budget, or of this model's own if it shares none."""
         budget = self.budget if self.shared is None else self.shared.budget
         return budget.by_kind().get(WITHHELD, 0)
 
@@ -394,9 +398,9 @@ class RamTier:
     def compact_idle(self, *, evict: Evict = "idle") -> None:
         """Compact idle lineages with many unused positions to the range that the tree uses.
 
-        The most recent `WHOLE_LINEAGES` of them stay as they are if they start at position 0, so
-        that requests can continue them. Before that, evicts until the number of buffers is within
-        the device's limit; `evict` is the mode of making room.
+        Of these lineages, the latest `WHOLE_LINEAGES` (4) stay as they are if they start at
+        position 0, so that requests can continue them. Before that, evicts until the number of
+        buffers is within the limit (`BufferCount`); `evict` is the mode of making room.
         """
         self._bound_buffers(evict=evict)
         spare = [x for x in self.idle.values() if self._has_spare(x)]
@@ -405,7 +409,7 @@ class RamTier:
                 self.shrink(lineage, force=True)
 
     def compact_spare(self, enough: Callable[[], bool]) -> None:
-        """Compact idle lineages with unused positions until `enough()` returns True."""
+        """Compact idle lineages with many unused positions, until `enough()` or none is left."""
         for lineage in list(self.idle.values()):
             if enough():
                 return
@@ -421,10 +425,11 @@ class RamTier:
         return lineage.capacity - (end - start) > max(STEP, lineage.capacity // 8)
 
     def shrink(self, lineage: Lineage, *, force: bool) -> int:
-        """Release a lineage that the tree does not use; return the number of bytes freed.
+        """Release an idle lineage that the tree does not use; return the number of bytes freed.
 
-        A lineage of which the tree uses a range stays as it is. With `force`, it is copied to
-        buffers for that range only, if there is room for the copy.
+        A lineage of which the tree uses a range stays as it is. With `force`, that range is copied
+        to buffers of its size, if there is room for the copy. If that fails, the lineage is
+        discarded; raises RuntimeError if the failure is one of the device.
         """
         held = self.tree.live_range(lineage)
         before = lineage.nbytes
@@ -461,9 +466,10 @@ class RamTier:
         return self.buffers.count(lineages, self.tree.checkpoints)
 
     def _bound_buffers(self, more: int = 0, *, evict: Evict = "idle") -> bool:
-        """Evict until the buffers of `more` new checkpoints fit the device's limit.
+        """Evict until `more` new checkpoints are within the limit of device buffers.
 
-        Returns False if they do not fit.
+        Returns True if they are, and False if that cannot be reached. `evict`: the mode of making
+        room, in which "no" evicts nothing.
         """
         added = more * self.buffers.per_checkpoint
         while not self.buffers.allows(self.count_buffers() + added):
@@ -480,7 +486,7 @@ class RamTier:
         return int(limit * BUDGET_SHARE) if self.layout.specs else limit
 
     def max_checkpoints(self, tokens: int) -> int:
-        """Return how many checkpoints a path of `tokens` tokens may have in RAM."""
+        """Return the maximum number of checkpoints in RAM on a path of `tokens` tokens."""
         size = self.layout.checkpoint_bytes
         kv_bytes = tokens * self.layout.bytes_per_token
         return allowed(kv_bytes, size, self.budget.limit) // max(1, size)
@@ -491,7 +497,7 @@ class RamTier:
         To stay within the limits for one path and for all checkpoints, drops other checkpoints of
         this path, then those of other paths, without waiting for the disk. The caller must hold one
         lock on the path; checkpoints that other requests lock are not dropped. Returns False, and
-        reserves nothing, if there is no room.
+        reserves nothing, if there is no room. `evict`: the mode of making room.
         """
         for each in self._superseded(node, end, self.max_checkpoints(end)):
             if self._locked_once(each):

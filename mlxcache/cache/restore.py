@@ -46,12 +46,12 @@ class DiskLookup:
     `known`: leading tokens that are in RAM; files with only those are not verified. `found`: the
     search has ended. `target`: position up to which to restore, 0 if the gain would be too small.
     `pieces` and `state`: the run files and the checkpoint file (or None) to read for that.
-    `verified`: position up to which checksums were verified. `state_verified`: the checksums of the
-    checkpoint were verified, or there is none. `failed`: nothing more will be verified. `dropped`:
-    no request needs the result any more; set by the MLX thread. `shared`: tokens shared with
-    earlier prompts on disk, whether they can be restored or not. Files that end before
-    `windows_from` are read without the arrays of sliding windows, because no later position uses
-    those.
+    `verified`: position up to which the run files' checksums were verified. `state_verified`: those
+    of the checkpoint file were verified, or there is none. `failed`: the search or a checksum
+    failed, and nothing more will be verified. `dropped`: no request needs the result any more; set
+    by the MLX thread. `shared`: tokens shared with earlier prompts on disk, whether they can be
+    restored or not. Run files that end at `windows_from` or before are read without the arrays of
+    sliding windows, because no later position uses those.
     """
 
     ids: Tokens
@@ -72,7 +72,7 @@ class DiskLookup:
         self.dropped = True
 
     def disable(self) -> None:
-        """Discard the result of the lookup, so that nothing is restored from disk."""
+        """Set `target` to 0, so that nothing is restored from disk."""
         self.target = 0
 
 
@@ -80,9 +80,9 @@ class Restorer:
     """Reader of the disk tier: looks prompts up, verifies files and loads them.
 
     `layout`: that of the model for whose lineages it reads. `wake` is called on a lookup's thread
-    when the lookup has a result or has ended. `remote`: where files that are not on disk are
-    fetched from, or None. `min_unknown`: least prompt tokens not in RAM for which a lookup is made.
-    `label`: that of the model, for the log.
+    when the lookup has verified another file or has ended. `remote`: where files that are not on
+    disk are fetched from, or None. `min_unknown`: least number of prompt tokens not in RAM for
+    which callers are to start a lookup. `label`: that of the model, for the log.
     """
 
     def __init__(
@@ -105,9 +105,9 @@ class Restorer:
         self._stream = mx.new_stream(mx.cpu)
 
     def look_up(self, ids: Tokens, known: int) -> DiskLookup:
-        """Start looking for the longest prefix of `ids` on disk.
+        """Start looking for the longest prefix of `ids` on disk, and return the lookup at once.
 
-        `known`: leading tokens that are in RAM. Does not block.
+        Other threads then write its result and progress. `known`: leading tokens that are in RAM.
         """
         lookup = DiskLookup(ids, known)
         self._pool.submit(self._search, lookup, first=True)
@@ -120,10 +120,10 @@ class Restorer:
     # -- on the lookup's threads -------------------------------------------------------------------
 
     def _search(self, lookup: DiskLookup, *, first: bool) -> None:
-        """Search the disk for the prompt of `lookup`.
+        """Search the disk for the prompt of `lookup`, and verify the files found.
 
-        `first`: no files of other servers were fetched for this lookup yet. If they have more of
-        the prefix than the disk, their files are fetched, and the disk is searched again.
+        `first`: nothing was fetched from the remote for this lookup yet. If the remote may have
+        more of the prefix than the disk, it is fetched, and the disk is searched again afterwards.
         """
         try:
             found = self._store.find(lookup.ids)
@@ -150,10 +150,11 @@ class Restorer:
         self._wake()
 
     def _fetch(self, lookup: DiskLookup, found: Found) -> bool:
-        """Begin to fetch files that other servers wrote; return False if none can be fetched.
+        """Begin to fetch from the remote what other servers computed; return whether it began.
 
-        The disk is searched again when they have arrived. `found`: what is on disk now. Does not
-        block.
+        The disk is searched again at the end. Returns False if there is no remote, if fetching is
+        not worthwhile, or if too many fetches are in progress. `found`: the part of the prompt that
+        is on disk now. Does not block.
         """
         if self._remote is None:
             return False
@@ -218,9 +219,9 @@ class Restorer:
     # -- on the MLX thread -------------------------------------------------------------------------
 
     def ready(self, lookup: DiskLookup, length: int) -> bool:
-        """Return whether `load` has a verified file to load, or would raise for a failed lookup.
+        """Return whether `load` can be called: it has verified data to load, or is to raise.
 
-        `length`: positions that the lineage holds so far.
+        It raises if the lookup failed. `length`: positions that the lineage holds so far.
         """
         if lookup.failed:
             return True
@@ -230,9 +231,10 @@ class Restorer:
     def load(self, lookup: DiskLookup, lineage: Lineage) -> bool:
         """Append one verified file to `lineage`, or set the checkpoint's state after the last one.
 
-        Returns True once the lineage holds `lookup.target` positions and their state. Blocks while
-        one file of at most 32 MiB or 2,048 tokens is read. Raises StoreError if a file can no
-        longer be used.
+        Returns True once the lineage holds `lookup.target` positions and the state after them, if
+        the model has one; else False: call again when `ready`. Blocks while one file of at most 32
+        MiB or 2,048 tokens is read, and the checkpoint. Raises StoreError if the lookup failed or a
+        file can no longer be used.
         """
         if lookup.failed:
             raise StoreError("a file of the prefix cannot be looked up or verified")
@@ -261,9 +263,10 @@ class Restorer:
     ) -> Iterator[list[mx.array]]:
         """Yield each linear slot's arrays of positions [first, last) in turn, for `Lineage.append`.
 
-        `arrays`: those of a run, shape (tokens, heads, dim), which are released after use; `first`
-        and `last` count from the run's start. `late`: the run reaches into the sliding windows, so
-        their KV is needed too. If it is False, zeros are yielded for the slots with a window.
+        `arrays`: those of a run by slot, of shape (tokens, heads, dim); a slot is removed from the
+        list when its arrays are yielded. `first` and `last` count from the run's start. `late`: the
+        run reaches into the sliding windows, so their KV is needed too. If it is False, zeros are
+        yielded for the slots with a window.
         """
         for window in self._layout.windows:
             rows = serialise.row_major([arrays.pop(0)], first, last)[0]

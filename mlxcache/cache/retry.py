@@ -15,11 +15,11 @@ FIRST_RETRY_S, RETRY_S = 1.0, 30.0
 
 
 class RetryBackoff:
-    """Pauses after disk errors, and the paths to write when the disk works again.
+    """Pauses in writing after disk errors, and the list of paths to write afterwards.
 
     The paths are not locked in RAM: a path that is evicted or merged into a longer one is removed
-    from the list. `wake_in(seconds)` wakes the MLX thread after a pause. `failing` is True from an
-    error until the next write that succeeds.
+    from the list. `wake_in(seconds)` is called when a pause begins, and is to wake the MLX thread
+    after so many seconds. `failing` is True from an error until the next write that succeeds.
     """
 
     def __init__(
@@ -33,7 +33,10 @@ class RetryBackoff:
         self._retry_at = self._failed_at = float("-inf")
 
     def note_failure(self, least: float = FIRST_RETRY_S) -> None:
-        """Begin a pause of at least `least` seconds, unless one is in progress."""
+        """Record a disk error, and begin a pause unless one is in progress.
+
+        `least`: minimum length of the pause in seconds. Consecutive pauses get longer.
+        """
         now = self._clock()
         self.failing = True
         if now < self._retry_at:
@@ -64,19 +67,19 @@ class RetryBackoff:
 
     @property
     def tokens(self) -> int:
-        """Upper bound of the tokens to write: those of all paths in the list, shared ones once."""
+        """Number of tokens of all paths in the list, shared ones once; some may be on disk."""
         parts = {part for node in self._nodes if not node.detached for part in node.path()}
         return sum(len(part.tokens) for part in parts)
 
     def add(self, node: Node) -> None:
-        """Add the path to `node` to the list of paths to write later."""
+        """Add the path that ends at `node` to the list of paths to write later."""
         if not node.detached:
             self._nodes[node] = None
 
     def take(self) -> tuple[Node, Tokens] | None:
         """Remove the oldest path from the list of paths to write, and return it.
 
-        Returns its node and its token ids, or None if the list is empty.
+        Returns the node at its end and its token ids, or None if the list is empty.
         """
         while self._nodes:
             node = next(iter(self._nodes))

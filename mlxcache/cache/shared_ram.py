@@ -31,7 +31,10 @@ class Room:
     writing: int
 
     def exceeds(self, before: Room) -> bool:
-        """Return whether a reservation that failed with `before` may succeed with this amount."""
+        """Return whether a reservation that failed with `before` may succeed with this amount.
+
+        True if it has more bytes than `before`, or fewer paths that are not on disk yet.
+        """
         return self.nbytes > before.nbytes or self.writing < before.writing
 
 
@@ -102,10 +105,11 @@ class SharedRam:
         return self.budget.free
 
     def by_kind(self) -> dict[str, int]:
-        """Return the bytes in use by kind, of all members and of the shared budget. Any thread.
+        """Return the bytes in use, of all members and of the shared budget itself, by their kind.
 
-        Kinds of the shared budget with a model's name behind a colon, such as "weights:small", are
-        counted without it, here as "weights".
+        Kinds are "kv", "checkpoints", "pool" and "withheld", for example. A model's name behind a
+        colon, as in "weights:small", is left out: the kind is then "weights". May be called on any
+        thread.
         """
         sums: Counter[str] = Counter()
         for budget in (self.budget, *(tier.budget for tier in list(self._tiers))):
@@ -119,9 +123,9 @@ class SharedRam:
         return self.budget.by_kind().get(WITHHELD, 0)
 
     def charge(self, kind: str, n: int) -> None:
-        """Charge `n` bytes to a `kind` of the shared budget itself, such as a model's weights.
+        """Charge `n` bytes to a `kind` of the shared budget itself, such as "weights:small".
 
-        A negative `n` releases bytes.
+        A negative `n` releases bytes. Never refused: evicts nothing, and may exceed the limit.
         """
         self.budget.charge(kind, n)
 
@@ -130,7 +134,8 @@ class SharedRam:
     def evict_least(self, needed: int) -> bool:
         """Evict from the leaf node with the lowest worth in all trees; see `RamTier.evict_once`.
 
-        `needed`: bytes to free, if the leaf has as many. Returns False if every leaf is in use.
+        `needed`: bytes to free; fewer may be freed. Returns False, with nothing evicted, if a
+        request or a pending write uses every leaf.
         """
         ranked = []
         for tier in self._tiers:
@@ -161,7 +166,8 @@ class SharedRam:
     def reach(self, size: int, *, unload: bool) -> bool:
         """Return whether `size` bytes would be free if all idle KV were evicted. Evicts nothing.
 
-        With `unload`, idle models are unloaded if that makes it so.
+        With `unload`, idle models are unloaded if their bytes are needed too and suffice. Returns
+        True then.
         """
         missing = size - self.budget.free - self._idle_bytes()
         return missing <= 0 or (unload and self._free_idle(missing))
@@ -188,9 +194,9 @@ class SharedRam:
     def withhold(self, size: int) -> None:
         """Keep `size` bytes of the budget unused, evicting entries as needed.
 
-        `size` is the total: if it is less than before, the difference becomes available. Unloads no
-        model. Entries that requests use, or that are not on disk yet, are not evicted: call again
-        later to withhold the rest.
+        `size` replaces that of the last call: if it is less, the difference becomes available.
+        Unloads no model. Entries that requests use, or that are not on disk yet, are not evicted:
+        call again later to withhold the rest.
         """
         withheld = self.withheld
         if size <= withheld:
@@ -220,7 +226,7 @@ class SharedRam:
     def fits_alone(self, tier: RamTier, size: int) -> bool:
         """Return whether `size` bytes fit in `tier` beside only the models that are never unloaded.
 
-        Call while no request of `tier` is in progress.
+        The idle KV of `tier` counts as free. Call while no request of `tier` is in progress.
         """
         return size <= self._most(tier) - tier.budget.used + tier.idle_bytes
 
@@ -240,12 +246,12 @@ class SharedRam:
     def wait(self, tier: RamTier, size: int) -> None:
         """Record that a request of `tier` waits for `size` bytes, which other models use.
 
-        `wait_of` returns it until `stop_waiting`.
+        Until `stop_waiting`, `wait_of` returns this wait. Does not block.
         """
         self._waiting[tier] = Wait(size, self._room())
 
     def stop_waiting(self, tier: RamTier) -> None:
-        """Record that no request of `tier` waits for memory: `wait_of` returns None then."""
+        """Record that no request of `tier` waits any more: `wait_of` returns None from now on."""
         self._waiting.pop(tier, None)
 
     def wait_of(self, tier: RamTier) -> Wait | None:
@@ -275,7 +281,7 @@ class SharedRam:
         return wait is not None and wait.room is not None and not self._room().exceeds(wait.room)
 
     def others_wait(self, tier: RamTier) -> bool:
-        """Return whether a member other than `tier` waits for memory."""
+        """Return whether a request of a member other than `tier` waits for memory."""
         return any(one is not tier for one in self._waiting)
 
     def _room(self) -> Room:

@@ -10,9 +10,9 @@ from mlxcache.safetensors import Tensor
 
 
 class StagingBuffers:
-    """Reusable buffers of `size` bytes for copies that wait to be written.
+    """Reusable buffers of `size` bytes each, for copies of KV that wait to be written to disk.
 
-    A copy that takes at most half of `size`, or more than `size`, is not put into one of these:
+    A copy that takes at most half of `size`, or more than `size`, is not put into one of them:
     `take` allocates memory for it alone.
     """
 
@@ -31,7 +31,10 @@ class StagingBuffers:
         self._free.clear()
 
     def take(self, size: int) -> memoryview:
-        """Return uninitialised memory of `size` bytes: a staging buffer, or newly allocated."""
+        """Return uninitialised memory of `size` bytes: a staging buffer's, or newly allocated.
+
+        Hand it back with `give_back` or `put_back`.
+        """
         if not self.size // 2 < size <= self.size:
             return np.empty(size, np.uint8).data
         whole = self._free.pop() if self._free else np.empty(self.size, np.uint8).data
@@ -42,7 +45,8 @@ class StagingBuffers:
     def give_back(self, tensors: Sequence[Tensor]) -> None:
         """Mark the staging buffer that holds `tensors` as free, for use by a later `take`.
 
-        Does nothing if they are not in a staging buffer. They must not be read afterwards.
+        The first tensor is at the buffer's start. Does nothing if they are not in a staging buffer.
+        They must not be read afterwards.
         """
         if tensors:
             self.put_back(tensors[0].bytes)

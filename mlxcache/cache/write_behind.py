@@ -50,10 +50,10 @@ States = list[tuple[int, State]]
 
 
 def run_tokens(layout: Layout, pending_limit: int) -> int:
-    """Return the number of tokens per file, a multiple of the block size.
+    """Return the maximum number of tokens of a run file, a multiple of the block size.
 
     `pending_limit`: maximum bytes of copies that wait to be written; a file takes at most half of
-    it.
+    it, unless one block takes more.
     """
     most = min(RUN_BYTES, pending_limit // 2) // max(1, layout.bytes_per_token)
     return max(BLOCK, min(RUN_TOKENS, most) // BLOCK * BLOCK)
@@ -63,14 +63,15 @@ def run_tokens(layout: Layout, pending_limit: int) -> int:
 class PathWrite:
     """The write of one path of the tree, from its queueing to its last durable file.
 
-    `ids`: the tokens of the path. `node`: the locked node at its end, or one below. `wanted`: the
-    checkpoints on the path, which are to be on disk. `asked`: the store was searched for the path.
-    After that, `at` is the position of the next token to hand to the writer, and `states` are the
-    checkpoints to write after the runs. `in_flight`: number of jobs that were handed to the writer
-    and are not done. `lost`: files that this path continues were evicted in the meantime. `reused`:
-    prompt tokens that the request reused, to be counted as a use of their files. `whole`: the path
-    ends where a request ended. `tries`: number of restarts. `stopped`: the writer gets no further
-    jobs of the path, so it may not be on disk as a whole.
+    `ids`: the tokens of the path. `node`: the node at the path's end or one that continues it,
+    which is locked. `wanted`: the checkpoints on the path, which are to be on disk. `asked`: the
+    store was searched for the path. After that, `at` is the position of the next token to hand to
+    the writer, and `states` are the checkpoints to write after the runs. `in_flight`: number of
+    jobs (files to write) that the writer has got and has not done. `lost`: files on disk that this
+    path continues were evicted in the meantime. `reused`: number of leading tokens that the request
+    reused, to be counted as a use of their files. `whole`: the path ends where a request ended.
+    `tries`: number of restarts. `stopped`: the writer gets no further jobs of the path, so it may
+    not be on disk as a whole.
     """
 
     node: Node
@@ -122,13 +123,14 @@ class PathWrite:
     def stop(self, *, lost: bool = False) -> None:
         """Give no further jobs of this path to the writer; those that it has are still done.
 
-        With `lost` (files that the path continues were evicted), its write then starts again.
+        `lost`: files on disk that the path continues were evicted. The write of the path is then
+        to be restarted once the writer has done those jobs; see `restart`.
         """
         self.asked, self.at, self.states, self.lost = True, len(self.ids), [], lost
         self.stopped = True
 
     def drop_checkpoint(self, state: State) -> None:
-        """Release the checkpoint `state` without writing it."""
+        """Drop the checkpoint `state` from those to write, unless the writer has it already."""
         self.wanted = [one for one in self.wanted if one[1] is not state]
         self.states = [one for one in self.states if one[1] is not state]
 
@@ -151,15 +153,15 @@ def lacking_checkpoints(positions: list[int], present: list[int]) -> set[int]:
 
 
 def _states_of(node: Node) -> States:
-    """Return the checkpoints on the path to `node`, from the top down."""
+    """Return the checkpoints on the path that ends at `node`, lowest position first."""
     return [(n.end, n.checkpoint) for n in node.path() if n.checkpoint is not None]
 
 
 class WriteBehind:
     """Queue of paths between the prefix tree and the store's writer thread.
 
-    At most `pending_limit` bytes of copies wait to be written. `wake()` is called from the writer's
-    thread when the MLX thread has results to collect. `on_durable(ids)` is called on the MLX thread
+    At most `pending_limit` bytes of copies wait to be written. `wake()` is called from other
+    threads when the MLX thread is to call `pump`. `on_durable(ids)` is called on the MLX thread
     with each path that ends where a request ended, once it is on disk; it must not block. `label`:
     that of the model, for the log. The queue owns the writer, which `close` ends.
     """
@@ -223,9 +225,9 @@ class WriteBehind:
 
     @property
     def works(self) -> bool:
-        """True unless writing is suspended after an error.
+        """False from a disk error until the next write that succeeds.
 
-        While it is true, everything evicted from RAM is on disk.
+        While it is True, everything evicted from RAM is on disk.
         """
         return not self.backoff.failing
 
@@ -242,9 +244,10 @@ class WriteBehind:
     def add(self, node: Node, ids: Tokens, reused: int = 0, *, whole: bool = False) -> None:
         """Queue the path `ids` with its checkpoints for writing, and lock `node`.
 
-        `node`: the node at which the path ends, or one below it. `reused`: prompt tokens that the
-        request reused, counted as a use of their files. `whole`: the path ends where a request
-        ended. During a pause after a disk error nothing is locked, and the path is only remembered.
+        `node`: the node at which the path ends, or one that continues it. `reused`: number of
+        leading tokens that the request reused, counted as a use of their files. `whole`: the path
+        ends where a request ended. During a pause after a disk error nothing is locked, and the
+        path is only put on the list of those to write afterwards (`RetryBackoff`).
         """
         if node is self._tree.root:
             return
@@ -269,15 +272,15 @@ class WriteBehind:
         self._drop([path for path in held if any(node in nodes for node in path.node.path())])
 
     def drop_checkpoint(self, node: Node) -> None:
-        """Remove the checkpoint at `node` from the queue, because RAM is about to release it."""
+        """Do not write the checkpoint at `node`, because it is about to be dropped from RAM."""
         for path in [*self._queue, *self._handed]:
             path.drop_checkpoint(node.checkpoint)
 
     def delete_beyond(self, ids: Tokens, keep: int) -> None:
         """Delete from disk the KV of `ids` beyond `keep` tokens, because it is not finite.
 
-        What continues it is deleted too; see `Store.forget_beyond`. Does not block: the writer's
-        thread deletes the files after the jobs that it already has.
+        Files that continue it are deleted too; see `Store.forget_beyond`. Does not block: the
+        writer's thread deletes the files after the jobs that it already has.
         """
         self.writer.call(
             lambda: self._store.forget_beyond(ids, keep),
@@ -289,7 +292,8 @@ class WriteBehind:
     def pump(self) -> bool:
         """Apply the results of the writer as `collect` does, and give it at most one new job.
 
-        Returns True if the writer got a job. Does not block.
+        A job is one file to write. Returns True if the writer got one. Does not block, except for
+        the copy. Raises RuntimeError if a command failed on the device.
         """
         self.collect()
         if not self.busy and self.backoff.due and (found := self.backoff.take()) is not None:
@@ -313,9 +317,10 @@ class WriteBehind:
         return False
 
     def _ask_store(self, path: PathWrite) -> None:
-        """Have the writer's thread search the store for a path.
+        """Have the writer's thread search the store for a path; see `_look_up`.
 
-        The search runs after the jobs that the thread already has.
+        The search runs after the jobs that the thread already has. Does nothing if this search is
+        requested already.
         """
         if self._asking is not path:
             self._asking = path
@@ -359,7 +364,7 @@ class WriteBehind:
             raise RuntimeError("the writer refused a job within its limit")
 
     def _next_job(self, path: PathWrite) -> Job | None:
-        """Return the next job of a path, or None if it has none.
+        """Return the next job of a path, with a copy of what to write, or None if there is none.
 
         Raises RuntimeError if a command failed on the device: the KV may then be damaged. If the
         copy fails for another reason, such as missing memory, pauses writing and returns None.
@@ -457,9 +462,9 @@ class WriteBehind:
             self.backoff.add(path.node)
 
     def _unlock_if_done(self, path: PathWrite) -> None:
-        """Unlock a path after its last job, or restart it if its files were lost.
+        """Unlock a path if its last job is done, or restart it if it is `lost`.
 
-        A path is restarted at most `TRIES` times.
+        Does nothing while the writer has jobs of it. A path is restarted at most `TRIES` times.
         """
         if not path.handed_over or path.in_flight or path not in self._handed:
             return
@@ -476,10 +481,10 @@ class WriteBehind:
     # -- waiting -----------------------------------------------------------------------------------
 
     def wait_for_one(self, seconds: float = BLOCKED_S) -> bool:
-        """Block until a path is on disk and may be evicted from RAM.
+        """Block until one more path is on disk, and so may be evicted from RAM.
 
-        Returns False if no path waits to be written, else True. After `seconds` without any
-        progress every path is unlocked, so that replies do not wait for the disk.
+        Returns False at once if no path waits to be written, else True. After `seconds` without any
+        progress, pauses writing and unlocks every path, so that replies do not wait for the disk.
         """
         before, deadline = self.pending_paths, self._clock() + seconds
         while before and self.pending_paths >= before:
@@ -510,8 +515,8 @@ class WriteBehind:
     def drain(self, seconds: float) -> int:
         """Write all queued paths, blocking for at most `seconds`. Ends early if the disk fails.
 
-        Also writes paths whose write failed before. Returns an upper bound of the number of tokens
-        that were not written.
+        Also writes paths whose write failed before. Returns the number of tokens that were not
+        written, or more than that.
         """
         deadline = self._clock() + seconds
         self.backoff.end_pause()
@@ -524,7 +529,8 @@ class WriteBehind:
     def _wait(self, seconds: float) -> bool:
         """Wait up to `seconds` for one result of the writer's thread, and apply it.
 
-        See `collect`. Returns False if no result is expected, or if none came in time.
+        See `collect`. Returns True if a result was applied, False if none is expected or none came
+        in time.
         """
         if not self.pending_bytes and self._asking is None:
             return False
@@ -542,6 +548,9 @@ class WriteBehind:
         self._timer.start()
 
     def close(self, seconds: float) -> None:
-        """End the writer after its current job, waiting for at most `seconds`."""
+        """End the writer after its current job, waiting for at most `seconds`.
+
+        Its other jobs are dropped: call `drain` before to have them written.
+        """
         self._timer.cancel()
         self.writer.close(seconds)
