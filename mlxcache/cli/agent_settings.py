@@ -55,9 +55,10 @@ def claude_folder(environ: Mapping[str, str], home: Path) -> Path:
 
 
 def claude_env(settings: Mapping[str, Any]) -> dict[str, str]:
-    """Return the variables that Claude Code's `settings` define; they override the environment.
+    """Return the environment variables that `env` in Claude Code's `settings` defines, by name.
 
-    Raises ValueError if `env` in the settings is not a JSON object.
+    For Claude Code, they override those of its environment. Returns {} if `env` is missing. Raises
+    ValueError if it is not a JSON object.
     """
     env = settings.get("env", {})
     if not isinstance(env, dict):
@@ -68,7 +69,8 @@ def claude_env(settings: Mapping[str, Any]) -> dict[str, str]:
 def opencode_files(environ: Mapping[str, str], home: Path, cwd: Path) -> list[Path]:
     """Return the paths at which OpenCode looks for settings, lowest priority first.
 
-    The files may be missing. Source: https://opencode.ai/docs/config.
+    `environ` may have $XDG_CONFIG_HOME and $OPENCODE_CONFIG. `cwd`: the project's folder. The files
+    may be missing. Source: https://opencode.ai/docs/config.
     """
     folder = Path(environ.get("XDG_CONFIG_HOME") or home / ".config") / "opencode"
     named = environ.get("OPENCODE_CONFIG")

@@ -1,4 +1,4 @@
-"""Commands of the group `mlxcache cache`: print its figures, verify, prune and clear it."""
+"""Commands of the group `mlxcache cache`: stats, check, prune and clear."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def group(
 def stats(where: Where) -> Result:
     """Show what the cache holds and how much it was reused.
 
-    With --remote before the command, show what the shared remote holds.
+    With --remote before the command, show what the shared remote holds instead.
     """
     if isinstance(where, Settings):
         return show_remote(where)
@@ -112,7 +112,8 @@ def prune(
     With --to, also evict files until the cache takes at most that size on disk: those
     used least often and longest ago first, pinned ones last.
 
-    With --remote before the command and --older-than, remove old objects of the shared remote.
+    With --remote before the command, the cache is left alone: the objects of the shared remote
+    that are older than --older-than are removed.
     """
     if isinstance(where, Settings):
         return prune_remote(where, older_than)
@@ -152,8 +153,8 @@ def clear(
 def _describe_clearing(where: Where, *, pinned: bool) -> str:
     """Return the question that asks to confirm clearing the cache.
 
-    It says what will be removed from `where`, a server or a cache folder. `pinned` tells whether
-    pinned sessions are included.
+    It says how many sessions, and how many bytes on disk, will be removed from `where`, a server or
+    a cache folder. `pinned` tells whether pinned sessions are removed too.
     """
     sessions = where.sessions()
     kept = 0 if pinned else sum(one["pinned"] for one in sessions)

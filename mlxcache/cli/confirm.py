@@ -18,7 +18,7 @@ Yes = Annotated[
 def require_terminal_or_yes(*, yes: bool) -> None:
     """Raise ConfigError if confirmation is needed but no terminal is connected.
 
-    With `yes`, no confirmation is needed.
+    `yes`: the command was given --yes, so no confirmation is needed.
     """
     if not yes and not can_ask():
         raise ConfigError(
@@ -30,8 +30,8 @@ def require_terminal_or_yes(*, yes: bool) -> None:
 def confirm(question: str, *, yes: bool) -> None:
     """Ask for confirmation on standard error, and return if the answer is yes. Blocks.
 
-    With `yes`, returns without asking. Raises ConfigError without a terminal, and MlxcacheError for
-    another answer.
+    With `yes` (the command was given --yes), returns without asking. Raises ConfigError without a
+    terminal, and MlxcacheError for another answer.
     """
     require_terminal_or_yes(yes=yes)
     if not yes and not typer.confirm(question, err=True):
@@ -39,5 +39,5 @@ def confirm(question: str, *, yes: bool) -> None:
 
 
 def can_ask() -> bool:
-    """Return whether standard input and standard error are terminals."""
+    """Return whether a question can be asked: standard input and standard error are terminals."""
     return sys.stdin.isatty() and sys.stderr.isatty()

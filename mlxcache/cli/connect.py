@@ -1,4 +1,4 @@
-"""Shell lines and environment variables that point a coding agent at this server."""
+"""Shell lines and environment variables that point a coding agent at an mlxcache server."""
 
 from __future__ import annotations
 
@@ -23,7 +23,11 @@ _KEY_IN_SHELL = '"$MLXCACHE_API_KEY"'
 
 
 def base_url(host: str, port: int) -> str:
-    """Return the address of a server for clients on this machine, such as `http://127.0.0.1:8081`."""
+    """Return the URL of a server for clients on this machine, such as `http://127.0.0.1:8081`.
+
+    `host`: the name or address at which the server listens; 0.0.0.0 and :: stand for all addresses,
+    and are replaced by 127.0.0.1 and ::1.
+    """
     try:
         address = ipaddress.ip_address(host)
     except ValueError:
@@ -40,8 +44,8 @@ Variables = Mapping[str, str | None]
 def claude_code_variables(url: str, model: str, context: int) -> Variables:
     """Return the environment variables that point Claude Code at the server at `url`.
 
-    `model` is the model name that Claude Code sends, and `context` its context length in tokens.
-    None in place of a value stands for the API key. The attribution header is switched off, because
+    `model` is the model name that Claude Code sends, and `context` that model's context length in
+    tokens. A value of None stands for the API key. The attribution header is switched off, because
     it changes the first tokens of each prompt. Source: https://code.claude.com/docs/en/llm-gateway.
     """
     return {
@@ -60,8 +64,8 @@ def anyclaude_variables(url: str, context: int, model: str = ANY_MODEL) -> Varia
 
     anyclaude is a program that starts Claude Code. It sets Claude Code's variables ANTHROPIC_*, and
     passes on the others of Claude Code, which are in the result. `model` is the model name that
-    anyclaude sends, and `context` the context length of that model in tokens. None in place of a
-    value stands for the API key. Older versions of anyclaude read MLX_LM_*, newer ones LOCAL_*.
+    anyclaude sends, and `context` the context length of that model in tokens. A value of None
+    stands for the API key. Older versions of anyclaude read MLX_LM_*, newer ones LOCAL_*.
     """
     for_claude = claude_code_variables(url, model, context)
     return {
@@ -80,8 +84,8 @@ def anyclaude_variables(url: str, context: int, model: str = ANY_MODEL) -> Varia
 def claude_code_line(url: str, model: str, context: int, *, has_key: bool) -> str:
     """Return the shell line that starts Claude Code on the server at `url`.
 
-    `model` is the model name that Claude Code sends, and `context` its context length in tokens.
-    `has_key` tells whether the server requires an API key.
+    `model` is the model name that Claude Code sends, and `context` that model's context length in
+    tokens. `has_key` tells whether the server requires an API key; see `quote_value`.
     """
     return _line("claude", claude_code_variables(url, model, context), has_key=has_key)
 
@@ -89,8 +93,8 @@ def claude_code_line(url: str, model: str, context: int, *, has_key: bool) -> st
 def anyclaude_line(url: str, context: int, *, has_key: bool) -> str:
     """Return the shell line that starts anyclaude on the server at `url`.
 
-    `context` is the model's context length in tokens. `has_key` tells whether the server requires
-    an API key.
+    The server's default model is used; `context` is its context length in tokens. `has_key` tells
+    whether the server requires an API key; see `quote_value`.
     """
     return _line("anyclaude", anyclaude_variables(url, context), has_key=has_key)
 
@@ -98,8 +102,8 @@ def anyclaude_line(url: str, context: int, *, has_key: bool) -> str:
 def quote_value(value: str | None, *, has_key: bool) -> str:
     """Quote the value of a variable for a POSIX shell.
 
-    None stands for the API key. It becomes "$MLXCACHE_API_KEY" if the server requires a key
-    (`has_key`), else a dummy key.
+    None stands for the API key. The result is then "$MLXCACHE_API_KEY", with the quotes, if the
+    server requires a key (`has_key`), else a dummy key.
     """
     if value is not None:
         return shlex.quote(value)
@@ -107,7 +111,7 @@ def quote_value(value: str | None, *, has_key: bool) -> str:
 
 
 def _line(command: str, variables: Variables, *, has_key: bool) -> str:
-    """Return the line `NAME=value ... command` for a POSIX shell.
+    """Return the line `NAME=value ... command` for a POSIX shell, with all of `variables`.
 
     `has_key` tells whether the server requires an API key; see `quote_value`.
     """

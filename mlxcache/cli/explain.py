@@ -94,7 +94,8 @@ def explain(
     """Explain where two requests differ, why, and what that costs; or audit one request.
 
     The files are bodies of chat requests, as `serve --record DIR` writes them. A server is needed
-    only for a body with `previous_response_id`: it has the earlier part of the conversation.
+    only for a body with `previous_response_id`: the earlier part of the conversation is read from
+    it.
     """
     with reporting():
         flags = {"model": model, "no_canonicalise": no_canonicalise}
@@ -112,8 +113,9 @@ def explain(
 def explain_pair(one: dict[str, Any], other: dict[str, Any], settings: Settings) -> dict[str, Any]:
     """Compare a chat request with a later one and return the object that `explain --json` prints.
 
-    `one` and `other` are request bodies, the earlier first. Raises MlxcacheError if one cannot be
-    rendered.
+    `one` is the body of the earlier request, `other` that of the later. `settings` name the model
+    and the rules of canonicalisation. The object tells the tokens that both prompts share, the
+    first difference, its cause and advice. Raises MlxcacheError if a body cannot be rendered.
     """
     from mlxcache.prompt.explain import Explainer  # noqa: PLC0415
     from mlxcache.wire.chat_bodies import (  # noqa: PLC0415
@@ -169,8 +171,9 @@ def _members(found: object, *names: str) -> dict[str, Any]:
 def audit_one(one: dict[str, Any], settings: Settings) -> dict[str, Any]:
     """Audit a chat request and return the object that `explain --json` prints.
 
-    An audit lists the parts that are likely to change in the next request. `one` is a request body.
-    Raises MlxcacheError if it cannot be rendered.
+    An audit lists the parts that are likely to change in the next request, with their places and
+    advice. `one` is a request body. `settings` name the model and the rules of canonicalisation.
+    Raises MlxcacheError if the body cannot be rendered.
     """
     from mlxcache.prompt.audit import audit  # noqa: PLC0415
     from mlxcache.wire.chat_bodies import count_images  # noqa: PLC0415
@@ -200,12 +203,12 @@ def audit_one(one: dict[str, Any], settings: Settings) -> dict[str, Any]:
 
 
 def _model_object(settings: Settings) -> dict[str, Any]:
-    """Return the members of a result that describe the model.
+    """Return the keys and values of an `explain` result that describe the model of `settings`.
 
     `model` is its path or id. `estimated` is True for the built-in demo, whose token counts are
-    estimates for other models. `backend` is the library that runs it, and `takes_images` says
-    whether it takes images. Both are None if the model's files are not on this machine, or no
-    library can run it as installed.
+    estimates for other models. `backend` is the library that runs the model, and `takes_images`
+    says whether it takes images. Both are None if the model's files are not on this machine, or if
+    no installed library can run it.
     """
     from mlxcache.model.hub import here  # noqa: PLC0415 - as below
     from mlxcache.model.load import ModelSpec, abilities  # noqa: PLC0415 - transformers, seconds
@@ -221,7 +224,10 @@ def _model_object(settings: Settings) -> dict[str, Any]:
 
 
 def make_builder(settings: Settings) -> PromptBuilder:
-    """Return a prompt builder with the configured model's tokenizer. Blocks while that loads."""
+    """Return a prompt builder for the model of `settings`, or for the demo if they name none.
+
+    Blocks while the tokenizer is loaded. Raises ModelError if it cannot be.
+    """
     from mlxcache.model.load import tokenizer_of  # noqa: PLC0415 - transformers, seconds
     from mlxcache.prompt.builder import PromptBuilder  # noqa: PLC0415
 
@@ -241,9 +247,10 @@ def read_request(file: Path, server: Callable[[], Remote]) -> dict[str, Any]:
     """Read a chat request from `file`, or from standard input if `file` is `-`.
 
     `server` returns the HTTP client of a running server. It is called only for a request that
-    continues a stored response; the server then provides the conversation before the request.
-    Raises MlxcacheError if the file has no chat request, with what it has instead, or if the server
-    cannot provide the conversation.
+    continues a stored response; the conversation before the request is then read from the server,
+    and is part of the result. Raises MlxcacheError if the file has no chat request (the message
+    says what it has instead), or one that cannot be rendered, or if the server does not have the
+    conversation.
     """
     # Here and not above: importing msgspec takes a while, and --help needs none of it.
     from mlxcache.wire.chat_bodies import (  # noqa: PLC0415
@@ -271,9 +278,9 @@ def read_request(file: Path, server: Callable[[], Remote]) -> dict[str, Any]:
 def _history(previous: str, name: str, server: Callable[[], Remote]) -> list[Any]:
     """Return the items of the stored response `previous` and of those that it continues.
 
-    `previous`: the response's id. `name`: what errors call the request that continues it. `server`
-    returns the client of the server that is asked. Raises MlxcacheError if no server answers, or if
-    the server does not have these responses.
+    The oldest come first. `previous`: the response's id. `name`: what error messages call the
+    request that continues it. `server` returns the client of the server that is asked. Raises
+    MlxcacheError if no server answers, or if the server does not have these responses.
     """
     from mlxcache.cli.remote import NoServer  # noqa: PLC0415 - httpx takes a while
 
@@ -290,7 +297,10 @@ def _history(previous: str, name: str, server: Callable[[], Remote]) -> list[Any
 
 
 def _with_history(request: Mapping[str, Any], history: Sequence[Any]) -> dict[str, Any]:
-    """Return a request of the Responses API with the items of the conversation before its own."""
+    """Return a copy of a Responses API request whose `input` begins with the items of `history`.
+
+    The copy has no `previous_response_id`.
+    """
     own = request["input"]
     items = [{"role": "user", "content": own}] if isinstance(own, str) else own
     whole = {key: value for key, value in request.items() if key != "previous_response_id"}
@@ -298,7 +308,10 @@ def _with_history(request: Mapping[str, Any], history: Sequence[Any]) -> dict[st
 
 
 def _describe_wrong(raw: bytes) -> str | None:
-    """Describe why the content of a file is not a chat request; None if no reason is found."""
+    """Return why the content of a file is not a chat request, such as "it is empty".
+
+    Returns None if no reason is found.
+    """
     if not raw.strip():
         return "it is empty"
     try:
@@ -412,7 +425,7 @@ def print_audit(found: Mapping[str, Any]) -> None:
     """Print the result of `audit_one`.
 
     This is a list of the parts of the prompt that are likely to change, with the number of tokens
-    after each.
+    after each and advice, then of those that canonicalisation removes.
     """
     out, total = _console(), found["prompt_tokens"]
     data = [one for one in found["data"] if one["rule"] is None]
@@ -464,9 +477,10 @@ def _row(out: Console, name: str, text: Text) -> None:
 
 
 def _marked(text: str, start: int, end: int, style: str) -> Text:
-    """Return the first `_EXCERPT` * 2 characters of `text`, with its middle in `style`.
+    """Return the beginning of `text`, with its middle in `style`.
 
-    The middle is what is left of `text` without its first `start` and its last `end` characters.
+    The middle is `text` without its first `start` and its last `end` characters. The result has at
+    most `_EXCERPT` * 2 characters.
     """
     shown = Text(text)
     shown.stylize(style, start, len(text) - end)
@@ -494,7 +508,7 @@ def _print_images(out: Console, found: Mapping[str, Any], count: int) -> None:
 
     `found`: the result of `explain_pair` or `audit_one`. The notes say how images are counted in
     tokens and, if the model takes none, that the server refuses the request. Without images there
-    are no notes.
+    are no notes on images.
     """
     if found["backend"] == "mlx-vlm":
         out.print(Text("The model is run by mlx-vlm.", "dim"))

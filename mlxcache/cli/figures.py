@@ -122,7 +122,7 @@ The counts of canonicalisation rules are not listed: their keys are the names of
 
 
 class Line(NamedTuple):
-    """One printed figure: its label, its value as text, and an explanation."""
+    """One printed figure: its label, its value as text, and an explanation, "" for none."""
 
     label: str
     value: str
@@ -130,7 +130,10 @@ class Line(NamedTuple):
 
 
 def print_figures(figures: Mapping[str, Any]) -> None:
-    """Print the body of `GET /v1/cache` as figures under headings; unknown keys come last."""
+    """Print the body of `GET /v1/cache` as figures under headings, on standard output.
+
+    Figures that belong under no other heading come last, under "Other".
+    """
     groups = list(_group_lines(figures))
     lines = [line for _, found in groups for line in found]
     label = max((len(line.label) for line in lines), default=0)
@@ -146,7 +149,10 @@ def print_figures(figures: Mapping[str, Any]) -> None:
 
 
 def _group_lines(figures: Mapping[str, Any]) -> Iterator[tuple[str, list[Line]]]:
-    """Yield each heading with its lines; headings without lines are omitted."""
+    """Yield each heading with its lines, in the order in which they are printed.
+
+    `figures` is the body of `GET /v1/cache`. Headings without lines are omitted.
+    """
     flat = dict(_flatten(figures))
     places: dict[str, list[tuple[int, str]]] = {heading: [] for heading, _ in (*_GROUPS, _OTHER)}
     for path in flat:
@@ -163,9 +169,10 @@ def _group_lines(figures: Mapping[str, Any]) -> Iterator[tuple[str, list[Line]]]
 
 
 def _flatten(figures: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield each figure in nested objects as a dotted path, such as `ram.used_bytes`, and a value.
+    """Yield the dotted path and the value of each figure in nested objects.
 
-    `above` is the prefix of the paths.
+    A path such as `ram.used_bytes` joins the keys that lead to the value. `above` is put before
+    each path: the keys of the objects around `figures`, each with a dot after it.
     """
     for key, value in figures.items():
         if isinstance(value, Mapping):

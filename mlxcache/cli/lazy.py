@@ -30,7 +30,7 @@ class Lazy(NamedTuple):
 class LazyGroup(TyperGroup):
     """Command group that imports each command only when it is called or completed.
 
-    Until then, a placeholder represents the command in the help.
+    Until then, a placeholder represents the command in the help. `lazy` holds the commands by name.
     """
 
     lazy: Mapping[str, Lazy] = {}
@@ -112,8 +112,8 @@ def _commands(command: Any) -> Iterator[Any]:
 def _improve(message: str) -> str:
     """Return a message about a wrong value, improved for users.
 
-    The prefix "Value error, " of pydantic is removed, and the most similar value that is allowed
-    is added.
+    The prefix "Value error, " of pydantic is removed. If one of the allowed values that the message
+    lists is similar to the wrong one, it is suggested.
     """
     message = message.removeprefix("Value error, ")
     wrong = re.fullmatch(r"'(.+)' is not one of ('.+')\.", message)

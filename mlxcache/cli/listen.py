@@ -24,7 +24,10 @@ Probe = Callable[[socket.AddressFamily, Address], bool]
 
 
 class CannotListen(MlxcacheError):
-    """Error raised if an address is in use, not on this machine, or not allowed."""
+    """Error raised if the server cannot listen at an address.
+
+    The address is in use, is not one of this machine, or is not allowed.
+    """
 
 
 class PortTaken(CannotListen):
@@ -68,7 +71,8 @@ _LOOPBACK = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 def is_taken(host: str, port: int, probe: Probe = accepts) -> bool:
     """Return whether a program is listening on `port` at any address of `host`.
 
-    `probe` checks one address. Raises CannotListen if `host` cannot be resolved.
+    `probe` returns whether a program is listening at one address. Raises CannotListen if `host`
+    cannot be resolved.
     """
     return any(probe(family, address) for family, _, address in _addresses(host, port))
 
@@ -76,10 +80,11 @@ def is_taken(host: str, port: int, probe: Probe = accepts) -> bool:
 def listen(host: str, port: int, probe: Probe = accepts) -> list[socket.socket]:
     """Open a socket on every address of `host` that this machine has.
 
-    With port 0, the system picks one port for all of them. `probe` checks whether a program listens
-    at an address. This check precedes binding, because with SO_REUSEADDR macOS lets a program bind
-    127.0.0.1 although another listens on all addresses, and take its connections. Raises
-    CannotListen or PortTaken.
+    With port 0, the system picks one port for all of them. `probe` returns whether a program is
+    listening at one address. It is called before binding, because with SO_REUSEADDR macOS lets a
+    program bind 127.0.0.1 although another listens on all addresses, and take its connections.
+    Raises PortTaken if another program is listening on the port, and CannotListen if no address of
+    `host` can be bound.
     """
     found = _addresses(host, port)
     sockets: list[socket.socket] = []
@@ -134,7 +139,10 @@ def _close(sockets: list[socket.socket]) -> None:
 
 
 def served_there(url: str) -> str | None:
-    """Describe the mlxcache server at `url` and its model; None if none answers there."""
+    """Describe the mlxcache server at `url`: "mlxcache, which serves MODEL".
+
+    Without a model it is "mlxcache". Returns None if no mlxcache server answers there.
+    """
     try:
         found = Remote(url).health()
     except NoServer:  # `url` is no address
@@ -145,7 +153,7 @@ def served_there(url: str) -> str | None:
 
 
 def find_holder(port: int) -> str | None:
-    """Return the name and process id of the program that listens on `port`.
+    """Describe the program that listens on `port`: "python3 (process 4711)".
 
     Returns None if no process of this user does. Processes are examined one by one, because on
     macOS only root may list all connections at once.

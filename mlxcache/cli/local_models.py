@@ -18,7 +18,10 @@ _PROGRAM = "mlxcache"
 
 
 class LocalModels:
-    """Target of `mlxcache models list` without a server: settings and the Hub's cache."""
+    """The models that `mlxcache models list` shows without a server.
+
+    They are those of the settings, and those that were downloaded into the Hub's cache.
+    """
 
     def __init__(self, settings: Settings):
         self._settings = settings
@@ -26,9 +29,11 @@ class LocalModels:
     def models(self) -> list[dict[str, Any]]:
         """Return an object for each model: those of the settings, then others in the Hub's cache.
 
-        `configured` is True for those of the settings. `path` is the folder, and `disk_bytes` its
-        size; both are None if the model is not on this machine. `problem` says why a model of the
-        settings cannot be served, or is None.
+        `id` is the name under which a server lists the model, and `model` its Hub id, or the name
+        of its folder. `configured` is True for those of the settings. `path` is the folder, and
+        `disk_bytes` its size; both are None if the model is not on this machine. `problem` says why
+        a model of the settings cannot be served, or is None. The other keys are `object`,
+        `default`, `aliases`, `context_length`, and `last_used_at` in seconds since 1970 or None.
         """
         downloaded = {one.id: one for one in library.list_downloaded()}
         entries = self._settings.entries
@@ -84,8 +89,8 @@ def _model_object(name: str, model: str) -> dict[str, Any]:
 def servers_of(model: str, *folders: Path) -> list[Serving]:
     """Return the running servers of this user that serve `model`, a Hub id.
 
-    Servers are looked for in the cache `folders`, and in those whose lock file a running process
-    has open.
+    Servers are looked for in the cache `folders`, and in the cache folders whose lock file a
+    running mlxcache process of this user has open.
     """
     found = {one.pid: one for folder in {*folders, *_served_folders()} for one in servers(folder)}
     return [

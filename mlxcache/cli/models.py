@@ -90,12 +90,11 @@ def models(
 
 
 def _find_models(url: str | None, api_key: str | None, cache_dir: Path | None) -> Any:
-    """Return where models are listed, loaded and removed, with one set of methods for both cases.
+    """Return an object whose method `models` returns the models that `models list` prints.
 
-    It is the running server, as a `Remote`; if there is none, the files on this machine, as
-    `LocalModels`.
-
-    Raises NoServer if --url or MLXCACHE_URL names a server that does not answer.
+    It is a `Remote` for the running server or, if there is none, a `LocalModels` for the models on
+    this machine. The arguments are as in `find_server`. Raises NoServer if --url or MLXCACHE_URL
+    names a server that does not answer.
     """
     from mlxcache.cli.remote import NoServer  # noqa: PLC0415 - httpx takes a while
     from mlxcache.cli.target import named_url  # noqa: PLC0415
@@ -206,7 +205,8 @@ def _length(one: dict[str, Any]) -> str:
 def load(where: Where, name: Name) -> Result:
     """Load a model of a running server, ahead of its first request.
 
-    Waits until the model is loaded, or until it turns out that busy models hold the memory.
+    Waits until the model is loaded. If busy models hold the memory that it needs, the command ends
+    earlier, and the server loads the model as soon as there is enough.
     """
     with count_bar(f"loading {name}"):
         before = where.load_model(name)
@@ -218,10 +218,10 @@ def load(where: Where, name: Name) -> Result:
 
 
 def _wait_until_loaded(where: Where, begun: dict[str, Any]) -> dict[str, Any]:
-    """Wait until the server `where` has loaded a model; return its entry of `GET /v1/models`.
+    """Wait until the server `where` has loaded a model; return its object in `GET /v1/models`.
 
-    Returns the entry earlier if the model waits for memory that busy models hold. `begun`: the
-    entry when the load began. Raises MlxcacheError if the load fails.
+    Returns that earlier if the model waits for memory that busy models hold. `begun`: the model's
+    object when the load began. Raises MlxcacheError if the load fails.
     """
     found, was_loading, end = begun, False, time.monotonic() + _WAIT_S
     while found["state"] != "loaded":
@@ -243,7 +243,7 @@ def _wait_until_loaded(where: Where, begun: dict[str, Any]) -> dict[str, Any]:
 def unload(where: Where, name: Name) -> Result:
     """Free the memory of a model of a running server; its next request loads it again.
 
-    Exit status 1 while requests for it run.
+    Fails with exit status 1 while requests for the model run.
     """
     found = where.unload_model(name)
     if found["state"] == "never":

@@ -24,9 +24,9 @@ from mlxcache.store.store import Store
 class Offline:
     """Sessions and files in the cache folder `cache_dir`.
 
-    Has the methods of `Remote` for sessions and files, with the same arguments. Methods that change
-    something lock the folder exclusively, and raise InUse while a server or another command has
-    locked it.
+    Has the methods of `Remote` for sessions and files, with the same arguments and results. Methods
+    that change something lock the folder exclusively, and raise InUse while a server or another
+    command has locked it. Methods that take a session's id raise NotFound for an unknown one.
     """
 
     def __init__(self, cache_dir: Path):
@@ -88,7 +88,7 @@ class Offline:
     def restore(
         self, path: Path, name: str | None, prompt: str | None, model: str | None, progress: Step
     ) -> dict[str, Any]:
-        """Import the snapshot at `path` and return the new session; no model is needed.
+        """Import the snapshot at `path` and return the new session as in `GET /v1/sessions`.
 
         `name` is the session's new name, None for that in the snapshot. `progress` is called with
         the bytes imported and their total. Raises MlxcacheError for a prompt cache of mlx-lm, or if
@@ -112,9 +112,9 @@ class Offline:
     # -- the cache ---------------------------------------------------------------------------
 
     def stats(self) -> dict[str, Any]:
-        """Return figures of the disk tier and the number of sessions.
+        """Return an object with figures of the disk tier, `disk`, and the number of `sessions`.
 
-        They have the keys `disk` and `sessions`, as in `GET /v1/cache`.
+        Both are as in `GET /v1/cache`, but `disk` has only figures that are known without a server.
         """
         if not self._exists():
             return {"disk": {"used_bytes": 0, "limit_bytes": None, "files": 0}, "sessions": 0}

@@ -24,10 +24,11 @@ Flags = Mapping[str, Any]
 
 
 def with_settings(*names: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Return a decorator that adds flags for settings to a command: `names`, or all of them.
+    """Return a decorator that adds flags for settings to a command.
 
-    The flags appear in the help at the position of the command's parameter `flags`, which receives
-    the flags that were given.
+    `names` are the names of the settings, by default of all that have flags. The flags appear in
+    the help at the position of the command's parameter `flags`, which receives the flags that were
+    given.
     """
     settings = [one for one in map(SETTINGS.__getitem__, names or SETTINGS) if not one.only_key]
     added = [
@@ -59,7 +60,10 @@ def with_settings(*names: str) -> Callable[[Callable[..., None]], Callable[..., 
 
 
 def given_flags(arguments: Mapping[str, Any]) -> Flags:
-    """Return the settings that were given as flags, from a command's parsed arguments."""
+    """Return the settings that were given as flags, from a command's parsed arguments by name.
+
+    Names of other arguments, and flags that were not given, are left out.
+    """
     values = {name: value for name, value in arguments.items() if name in SETTINGS}
     return {name: value for name, value in values.items() if value not in (None, [], ())}
 
@@ -73,7 +77,8 @@ def _kind(setting: Setting) -> Any:
 def _option(setting: Setting, *default: Any) -> Any:
     """Return typer's description of the flag of `setting`.
 
-    `default` is omitted if the description is used inside `Annotated`.
+    `default` is the flag's default value, and is left out if the description is used inside
+    `Annotated`.
     """
     return typer.Option(
         *default,

@@ -109,15 +109,16 @@ def log_line(record: RequestRecord, *, several: bool = False) -> str:
 
 
 def _saved(record: RequestRecord) -> str:
-    """Format the passes that checked a reply's drafted tokens, and what they saved."""
+    """Format how many passes checked a reply's drafted tokens, and the time saved or lost."""
     sign = "lost" if record.guess_saved_s < 0 else "saved"
     return f" in {record.guess_passes} passes, {abs(record.guess_saved_s):.2f} s {sign}"
 
 
 def name_sender(session: str | None, client: str | None) -> str:
-    """Name the origin of a request for the log: the end of its session label, or its client.
+    """Name the origin of a request for the log: `session` and the end of its label, or `client`.
 
-    The client is used if the request has no label.
+    The argument `session` is the label of the request's session. If it is None, `client`, the
+    name of the client program, is used. If both are None, the result is `session -`.
     """
     if session or not client:
         return f"session {(session or '-')[-8:]}"

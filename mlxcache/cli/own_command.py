@@ -40,7 +40,7 @@ def own_command(
 
 
 def launch_command(url: str, folder: Path) -> str:
-    """Return the shell line that launches a client on the server at `url`.
+    """Return the shell line that runs `mlxcache launch` with the server at `url`.
 
     `folder` is the server's cache folder. `--url` is added unless `launch` would find the server
     without it.

@@ -189,7 +189,8 @@ def _write(path: Path, text: str) -> None:
 def _examine(settings: Settings, context: int | None) -> Examined:
     """Examine the model of the settings, whose weights are not needed.
 
-    Raises ModelError, and ConfigError if the model was not made for `context` tokens.
+    Raises ModelError if it cannot be examined, and ConfigError if `context` is not None and exceeds
+    the number of tokens that the model was made for.
     """
     from mlxcache.model.examine import examine  # noqa: PLC0415 - mlx-lm takes seconds
     from mlxcache.model.load import ModelSpec  # noqa: PLC0415
@@ -219,7 +220,7 @@ def _synthetic(users: int, context: int | None, examined: Examined) -> Trace:
 def _server(url: str | None, api_key: str | None) -> Mapping[str, Any] | None:
     """Return `figures` and `requests` of the server at `url`; None if no server is named.
 
-    They are the body of `GET /v1/cache` and the newest 1000 requests.
+    They are the body of `GET /v1/cache` and the newest 1000 requests in `GET /v1/requests`.
     """
     if url is None:
         return None

@@ -113,8 +113,10 @@ def launch_command(hostfile: Path, arguments: Sequence[str], port: int = FIRST_P
 def run_ranks(settings: Settings, arguments: Sequence[str]) -> int:
     """Run `mlxcache` with `arguments` on every machine of the settings, until all have ended.
 
-    Returns the exit status: 0 if SIGINT or SIGTERM ended them, else 1. These signals are passed on
-    to rank 0, which ends the others. Blocks. Raises ConfigError.
+    The machines are those of `--hosts` or `--hostfile`. Returns the exit status: 0 if SIGINT or
+    SIGTERM ended the processes, else 1. These signals are passed on to rank 0, which ends the other
+    processes. Blocks. Raises ConfigError if the settings do not allow to divide a model, or as
+    `read_hosts` and `launch_command` do.
     """
     settings.check_divisible()
     if settings.hostfile is not None:
@@ -163,8 +165,9 @@ def watch_launcher() -> None:
 class Ranks:
     """mlx.launch and the processes that it starts on this machine.
 
-    `command` starts mlx.launch. Unlike mlx.launch alone, `run` ends all of them on a signal, and
-    when one of them has ended, even if another one is frozen.
+    They are started at once with `command`, the command line of mlx.launch. Unlike mlx.launch
+    alone, `run` ends all of them on a signal, and when one of them has ended, even if another one
+    is frozen.
     """
 
     def __init__(self, command: Sequence[str]):
@@ -207,8 +210,8 @@ class Ranks:
 
         Called repeatedly; does nothing before the next delay since the start has passed. mlx.launch
         tries to pass the line on to its processes. They have closed their standard input
-        (see `close_input`), so writing fails, and mlx.launch stops polling them. Until then the
-        polling uses a whole CPU core, because it always finds processes to write to.
+        (see `close_input`), so writing fails, and mlx.launch stops polling them. Otherwise this
+        polling would use a whole CPU core.
         """
         if self._lines and time.monotonic() > self._lines[0]:
             del self._lines[0]
@@ -217,7 +220,10 @@ class Ranks:
                 self._launcher.stdin.flush()
 
     def _stop(self, number: int, frame: object) -> None:
-        """Pass a signal on to rank 0, or to all processes if none is known to be rank 0."""
+        """Pass the signal `number` on to rank 0, or to all processes if none is known to be rank 0.
+
+        Called by Python as the handler of the signal.
+        """
         running = self._running()
         for each in [one for one in running if _rank(one) == 0] or [*running, self._launcher]:
             with suppress(psutil.NoSuchProcess):

@@ -50,7 +50,7 @@ class Reading:
 def describe(readings: Sequence[Reading]) -> str:
     """Format the progress of prompts as one line of text.
 
-    Tokens of several prompts are added up.
+    The tokens of several prompts are added up; the time left is the longest of theirs.
     """
     done, total = (sum(getattr(one, name) for one in readings) for name in ("done", "total"))
     what = "the prompt" if len(readings) == 1 else f"{len(readings)} prompts"
@@ -75,9 +75,9 @@ class LongReadings:
     def update(self, readings: Iterable[Reading]) -> list[Reading]:
         """Return those of `readings` whose prefill has taken at least `SHOWN_AFTER_S` seconds.
 
-        The time counts from the first call that was given a reading of the prompt. From the
-        `left_s` of each, the seconds since its figures last changed are subtracted. Prompts that
-        are not in `readings` are forgotten.
+        The time counts from the first call that was given a reading of the prompt. In each returned
+        reading, `left_s` is reduced by the seconds since the prompt's figures last changed. Prompts
+        that are not in `readings` are forgotten.
         """
         now, seen, shown = self._clock(), self._seen, []
         self._seen = {}

@@ -92,13 +92,17 @@ class Remote:
         return found
 
     def computing(self) -> int:
-        """Return the number of running and waiting requests that may become sessions."""
+        """Return the number of running and waiting requests, except those that only warm the cache.
+
+        Each of them may still become a session, which is listed when its reply is done.
+        """
         return sum(bool(one["progress"]) and one["api"] != WARMING for one in self.requests())
 
     def requests(self, limit: int | None = None) -> list[dict[str, Any]]:
-        """Return recent requests, newest first.
+        """Return the running, waiting and recently finished requests, newest first.
 
-        At most `limit` are returned; None leaves the number to the server.
+        They are those of `GET /v1/requests`. At most `limit` are returned; None leaves the number
+        to the server.
         """
         path = "/v1/requests" + ("" if limit is None else f"?limit={limit}")
         found: list[dict[str, Any]] = self._json("GET", path)["data"]
@@ -109,7 +113,7 @@ class Remote:
         return self._json("GET", _path(id))
 
     def patch(self, id: str, **changes: Any) -> dict[str, Any]:
-        """Change the `name` or `pinned` of a session, and return the session. Raises NotFound."""
+        """Set `name` or `pinned` of the session `id`, and return the session. Raises NotFound."""
         return self._json("PATCH", _path(id), json=changes)
 
     def delete(self, id: str) -> None:
@@ -117,15 +121,16 @@ class Remote:
         self._json("DELETE", _path(id))
 
     def fork(self, id: str, name: str | None, at_tokens: int | None) -> dict[str, Any]:
-        """Create a session that continues `id` from its first `at_tokens` tokens, and return it.
+        """Create a session that continues the session `id`, and return the new one.
 
-        If `at_tokens` is None, it continues from all tokens. `name` is its name, or None.
+        It begins with the first `at_tokens` tokens of that session, or with all if that is None.
+        `name` is the name of the new session, or None. Raises NotFound.
         """
         body = {"name": name, "at_tokens": at_tokens}
         return self._json("POST", f"{_path(id)}/fork", json=body)
 
     def snapshot(self, id: str, path: Path, format: str, progress: Step) -> int:
-        """Download a session to the file at `path` and return the number of bytes written.
+        """Download the session `id` to the file at `path` and return the number of bytes written.
 
         `format` is `mlxcache` or `mlx-lm`, as in `mlxcache snapshot --format`. `progress` receives
         the bytes written and their total. Raises MlxcacheError if the server closes the connection
@@ -153,9 +158,10 @@ class Remote:
     ) -> dict[str, Any]:
         """Upload a snapshot, or a prompt cache of mlx-lm, and return the imported session.
 
-        `model` names the model of a server with several; None: the file decides. A prompt cache
-        also needs `prompt`, the text or JSON list of token ids it was computed from.
-        `progress` receives the bytes sent and their total.
+        `name` is the new session's name, None for that in the snapshot. `model` names the model of
+        a server with several; None: the file decides. A prompt cache also needs `prompt`, the text
+        or JSON list of token ids it was computed from, which is None for a snapshot. `progress`
+        receives the bytes sent and their total.
         """
         total, head = path.stat().st_size, (prompt or "").encode()
         params = {key: value for key, value in (("name", name), ("model", model)) if value}
@@ -185,7 +191,7 @@ class Remote:
         """Return the items of a conversation up to and including the stored response `id`.
 
         They are the input items and outputs of the response and of all that it continues, oldest
-        first. Raises NotFound if one of them is missing.
+        first. Raises NotFound if one of these responses is missing.
         """
         path = f"/v1/responses/{quote(id, safe='')}"
         output: list[dict[str, Any]] = self._json("GET", path)["output"]
@@ -203,9 +209,10 @@ class Remote:
     def warm(self, body: bytes, progress: Step) -> dict[str, Any]:
         """Have the server compute a prefix ahead of its first use, and return the server's answer.
 
-        The answer has the tokens of the prefix and the seconds taken. `body` is a chat request or a
-        system prompt. `progress` is called about every half second, with the tokens that are in the
-        cache and the prompt's total, from `GET /v1/requests`.
+        That is the answer of `POST /v1/cache/warm`, with `prompt_tokens`, `cached_tokens`,
+        `restored_tokens`, `fed_tokens` and `seconds`. `body` is a chat request in JSON, or a system
+        prompt as plain text. `progress` is called about every half second, with the prompt's tokens
+        that are in the cache and their total, from `GET /v1/requests`.
         """
         before = {one["id"] for one in self._warmed()}
         with ThreadPoolExecutor(1) as pool:
@@ -217,7 +224,7 @@ class Remote:
             return warmed.result()
 
     def _warmed(self) -> list[dict[str, Any]]:
-        """Return the recent requests that only warm the cache."""
+        """Return the requests of `requests()` that only warm the cache, running or finished."""
         return [one for one in self.requests() if one["api"] == WARMING]
 
     def stats(self) -> dict[str, Any]:
@@ -252,7 +259,7 @@ class Remote:
     # -- models ------------------------------------------------------------------------------
 
     def models(self) -> list[dict[str, Any]]:
-        """Return the objects of all models that the server offers, the default one first."""
+        """Return all models of the server, as in `GET /v1/models`, the default one first."""
         found: list[dict[str, Any]] = self._json("GET", "/v1/models")["data"]
         return found
 
@@ -275,10 +282,10 @@ class Remote:
     # -- live updates ------------------------------------------------------------------------
 
     def live(self, parts: Sequence[str]) -> Iterator[tuple[str, Any]]:
-        """Yield the name and body of each of `parts`, now and after each change.
+        """Yield the current state, then each change, as the name of a part and its body.
 
-        Parts are those of `GET /v1/live`, such as `requests`. Blocks between updates and ends when
-        the server ends the stream.
+        `parts` are names of parts of `GET /v1/live`, such as `requests`. Blocks between updates and
+        ends when the server ends the stream.
         """
         with self._request("GET", "/v1/live", params={"parts": ",".join(parts)}) as response:
             yield from ((name, body) for name, body in _events(response) if name not in ("end", ""))

@@ -81,8 +81,9 @@ async def run(settings: Settings, console: Console, place: Place | None = None) 
     `place`: the place of this process among the ranks if the model is divided among several
     processes; only rank 0 runs a server. None if it is not divided.
 
-    Raises CannotListen, ConfigError, InUse or ModelError. A dead MLX thread also raises ModelError,
-    so that a supervisor can restart the process.
+    Raises CannotListen if the address cannot be used, ConfigError for wrong settings, InUse if a
+    command has locked the cache folder, and ModelError if the model cannot be loaded. A dead MLX
+    thread also raises ModelError, so that a supervisor can restart the process.
     """
     sys.setswitchinterval(SWITCH_S)
     _raise_descriptor_limit()
@@ -97,7 +98,10 @@ async def run(settings: Settings, console: Console, place: Place | None = None) 
 
 
 def _open_remote(settings: Settings) -> Objects | None:
-    """Open the shared remote, if there is one. Blocks for seconds. Raises ConfigError."""
+    """Open the shared remote of the settings, or return None if they have none.
+
+    May block for some seconds. Raises ConfigError if the remote or its key cannot be used.
+    """
     if settings.remote is None:
         return None
     from mlxcache.remote.objects import open_configured  # noqa: PLC0415 - only with --remote
@@ -187,7 +191,8 @@ def _api_settings(settings: Settings, keys: Keys, recorder: Recorder | None) -> 
 async def _load(models: Models, stop: asyncio.Event) -> bool:
     """Start `models`, which loads the default one; return False if `stop` was set first.
 
-    Raises ModelError or ConfigError.
+    Else returns True when the model is loaded. Raises ModelError if it cannot be loaded, and
+    ConfigError for wrong settings.
     """
     loading = asyncio.create_task(models.start())
     stopped = asyncio.create_task(stop.wait())
@@ -218,9 +223,10 @@ class _HttpServer(uvicorn.Server):
         yield
 
     def end(self, grace_s: int) -> None:
-        """Begin to end the server: accept no requests, and close connections within `grace_s`.
+        """Begin to end the server: it accepts no more requests, and closes its connections.
 
-        `grace_s` is in seconds. Returns at once; `serve` returns when all are closed.
+        Connections are closed when their replies have ended, at the latest after `grace_s` seconds.
+        Returns at once; `serve` returns when all are closed.
         """
         self.config.timeout_graceful_shutdown = grace_s
         self.should_exit = True
@@ -270,10 +276,11 @@ def _on_signals(stop: asyncio.Event, console: Console) -> None:
 
 @contextmanager
 def announced(settings: Settings, url: str) -> Iterator[None]:
-    """List the server in its cache folder while it runs, so that commands find it.
+    """List the server and its address `url` in its cache folder while the block runs.
 
-    If the folder cannot be written, only a warning is logged. Raises InUse if a command that
-    changes the folder's files has locked it, unless the disk tier is off.
+    Commands find the server by this. If the folder cannot be written, only a warning is logged.
+    Raises InUse if a command that changes the folder's files has locked it, unless the disk tier is
+    off.
     """
     with ExitStack() as stack:
         try:
@@ -294,9 +301,10 @@ async def warm_files(
 ) -> None:
     """Compute the prompts in `files` ahead of their first use.
 
-    `find(name)` returns the engine of the model that a file names. If the server has several API
-    keys, given as `keys`, each prompt is computed once per key, since owners do not share KV. A
-    file that cannot be read or computed is logged and skipped.
+    Each file holds a body of `POST /v1/cache/warm`. `find(name)` returns the engine of the model
+    that a file names, or of the default model for None. If the server has several API keys, given
+    as `keys`, each prompt is computed once per key, since owners do not share KV. A file that
+    cannot be read or computed is logged and skipped.
     """
     for key, file in product(keys or (None,), files):
         OWNER.set(owner_of(key) if key is not None else None)

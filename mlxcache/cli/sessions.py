@@ -183,7 +183,7 @@ def rm(where: Where, id: Id, *, yes: Yes = False) -> Result:
 
 
 def find_session(sessions: list[dict[str, Any]], text: str) -> str:
-    """Return the id of the session that `text` names.
+    """Return the id of the one of `sessions`, as in `GET /v1/sessions`, that `text` names.
 
     Tries an id, then a name, the start of an id, a title or label, and the end of a label or id,
     as the log shows it. Raises NotFound if nothing matches, or if the first of these to match finds
@@ -211,7 +211,7 @@ def find_session(sessions: list[dict[str, Any]], text: str) -> str:
 
 
 def _with_models(sessions: list[dict[str, Any]], ids: list[str]) -> list[str]:
-    """Return `ids` as text, each followed by its session's model if there are several models."""
+    """Return each of `ids` as text, followed by its session's model if these models differ."""
     models = {one["id"]: one["model"] for one in sessions if one["id"] in ids}
     several = len(set(models.values())) > 1
     return [f"{id} ({visible(models[id])})" if several else id for id in ids]
@@ -220,7 +220,8 @@ def _with_models(sessions: list[dict[str, Any]], ids: list[str]) -> list[str]:
 def print_sessions(sessions: Iterable[dict[str, Any]]) -> None:
     """Print a table with one line per session. Long names are shortened to fit the terminal.
 
-    The clients and the models are columns if there are several.
+    There is a column for the client if the sessions are of several clients, and likewise one for
+    the model. `sessions`: as in `GET /v1/sessions`.
     """
     listed = list(sessions)
     columns, rows = list(_COLUMNS), [list(_session_row(one)) for one in listed]
@@ -259,7 +260,10 @@ def _session_row(one: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _request_facts(figures: dict[str, Any]) -> list[tuple[str, str]]:
-    """Return labels and texts of a session's request figures; those without a value are omitted."""
+    """Return pairs of a label and a text for the `figures` of a session in `GET /v1/sessions`.
+
+    Figures without a value are omitted.
+    """
     if not figures["requests"]:
         return []
     facts = [("requests", f"{figures['requests']:,}")]

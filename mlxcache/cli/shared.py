@@ -18,9 +18,10 @@ from mlxcache.errors import ConfigError
 
 
 def show_remote(settings: Settings) -> Result:
-    """Count the objects of the remote of `settings` and their bytes, by kind and by age.
+    """Count the objects of the remote of `settings`, which must have one.
 
-    Blocks. Raises ConfigError and RemoteUnavailable.
+    The result has the number of objects and their bytes by kind, such as `run`, and the bytes by
+    age. Blocks. Raises ConfigError if the remote's key cannot be read, and RemoteUnavailable.
     """
     from mlxcache.remote.maintenance import measure  # noqa: PLC0415 - only with --remote
     from mlxcache.remote.objects import form_of  # noqa: PLC0415
@@ -62,8 +63,8 @@ def _print_remote(found: Mapping[str, Any]) -> None:
 def prune_remote(settings: Settings, older_than: str | None) -> Result:
     """Remove the objects that were written more than `older_than` ago from the remote. Blocks.
 
-    `older_than` is a duration such as `30d`. Raises ConfigError for None or text that is no
-    duration, and RemoteUnavailable.
+    The remote is that of `settings`, which must have one. `older_than` is a duration such as `30d`.
+    Raises ConfigError for None or text that is no duration, and RemoteUnavailable.
     """
     from mlxcache.remote.maintenance import prune  # noqa: PLC0415 - only with --remote
 

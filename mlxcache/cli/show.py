@@ -68,9 +68,9 @@ def print_table(
 ) -> None:
     """Print `rows` as a table.
 
-    `columns` holds pairs of a heading and `left` or `right`; if all headings are empty, their line
-    is omitted. If the terminal is too narrow, only the column with index `cut` is shortened, so
-    that ids in the others can be copied.
+    `columns` holds pairs of a heading and the column's alignment, `left` or `right`; if all
+    headings are empty, their line is omitted. If the terminal is too narrow, only the column with
+    index `cut` is shortened, so that ids in the others can be copied.
     """
     cells = ([visible(cell).replace("\n", " ") for cell in row] for row in rows)
     lines = [[heading for heading, _ in columns], *cells]
@@ -107,8 +107,8 @@ def print_run_summary(console: Console, figures: Mapping[str, Any], tally: Tally
     """Print what a server did since it started: its requests, their times, and reuse.
 
     The times are the mean times to the first token, and the time saved. `figures` is the body of
-    `GET /v1/cache`, which must count at least one request. `tally` holds the times by kind of
-    request: cold, warm, restored.
+    `GET /v1/cache`, which must count at least one request. `tally` holds the times to the first
+    token by kind of request: cold, warm, restored.
     """
     requests, saved = figures["requests"], figures["saved"]
     tokens = {f"{name}_tokens": count for name, count in figures["tokens"].items()}
@@ -136,7 +136,11 @@ def print_run_summary(console: Console, figures: Mapping[str, Any], tally: Tally
 
 
 def format_guesses(drafted: int, accepted: int, passes: int, saved_s: float) -> str:
-    """Format how many guessed tokens were accepted, in how many passes, and the time saved."""
+    """Format how many proposed tokens were accepted, in how many passes, and the time saved.
+
+    `drafted` counts the tokens that a draft model or guesses from the conversation proposed.
+    `saved_s` is in seconds, and negative if time was lost.
+    """
     text = f"{accepted:,} of {drafted:,} tokens accepted in {passes:,} passes"
     if saved_s >= 0:
         return f"{text}, {format_duration(saved_s)} saved"
@@ -146,8 +150,9 @@ def format_guesses(drafted: int, accepted: int, passes: int, saved_s: float) -> 
 def format_saved(cached_tokens: int, saved: Mapping[str, Any]) -> str:
     """Format the time that caching saved.
 
-    `saved` has the `tokens` whose cost is known, and the `seconds` that computing them would take.
-    If `tokens` is less than `cached_tokens`, the result begins with "at least".
+    `saved`, as in `GET /v1/cache`, has the number of cached `tokens` whose cost is known, and the
+    `seconds` that computing them would take. If `tokens` is less than `cached_tokens`, the number
+    of all cached tokens, the result begins with "at least".
     """
     least = "at least " if saved["tokens"] < cached_tokens else ""
     return f"{least}{format_duration(saved['seconds'])}"
@@ -157,7 +162,7 @@ def no_sessions_text(computing: int, where: str = "") -> str:
     """Return the sentence to print in place of a table of sessions if there are none.
 
     `computing` counts the running and waiting requests, which may still become sessions. `where`
-    names the server or the folder.
+    names the server or the folder, such as `in FOLDER`; "" leaves it out.
     """
     place = f" ({where})" if where else ""
     if not computing:
@@ -176,7 +181,7 @@ def session_name(session: dict[str, Any]) -> str:
 
 
 def client_name(client: str | None) -> str:
-    """Return the short name of a client program: `claude` for `claude-cli/2.1.330`, or ""."""
+    """Return a client program's short name: `claude` for `claude-cli/2.1.330`, "" for None."""
     return re.split(r"[/ _-]", visible(client or ""))[0].lower()
 
 
@@ -198,7 +203,7 @@ _UNLOADED_FOR = {
 
 
 def unloaded_because(model: Mapping[str, Any]) -> str:
-    """Return why a model of a server was unloaded; "" if it was not.
+    """Return why a model of a server was unloaded, such as "it was idle"; "" if it was not.
 
     `model` is its object in `GET /v1/models`.
     """
@@ -229,7 +234,7 @@ def format_size_or_dash(nbytes: int | None) -> str:
 
 
 def format_duration(seconds: float) -> str:
-    """Format a duration in seconds with about three significant digits."""
+    """Format a duration in seconds: "0.52 s", "12.3 s", "3 min 5 s" or "2 h 10 min"."""
     if seconds < 0.005:
         return "<0.01 s" if seconds else "0 s"
     if seconds < 60:

@@ -39,7 +39,7 @@ _ARCHIVES = (
 
 
 class Format(StrEnum):
-    """File format of an exported session."""
+    """File format of an exported session: a snapshot, or a prompt cache of mlx-lm."""
 
     MLXCACHE = "mlxcache"
     MLX_LM = "mlx-lm"
@@ -89,7 +89,8 @@ def snapshot(
 def _confirm_replacing(path: Path, *, yes: bool) -> None:
     """Ask for confirmation if the file at `path` exists, unless `yes`.
 
-    Raises ConfigError if the path is not a regular file, and MlxcacheError if the user refuses.
+    Raises ConfigError if the path is not a regular file, or without a terminal to ask at. Raises
+    MlxcacheError if the user refuses, or if the path cannot be examined.
     """
     try:
         if not path.exists():
@@ -147,7 +148,7 @@ def restore(
 def check_snapshot(file: Path) -> None:
     """Check by its header that `file` is a snapshot or a prompt cache of mlx-lm.
 
-    Raises MlxcacheError with the expected and the actual content.
+    If it is neither, raises MlxcacheError, which says what was expected and what the file is.
     """
     from mlxcache.store.snapshot_format import detect_format  # noqa: PLC0415 - numpy takes a while
 

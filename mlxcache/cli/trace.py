@@ -54,8 +54,9 @@ def trace(
 def record(where: Remote, file: BinaryIO, minutes: float | None, requests: int | None) -> int:
     """Record the requests of the server `where` to `file`; return the number of requests.
 
-    Blocks until the end of the recording: after `minutes` or `requests`, unless these are None, or
-    with Ctrl-C. Raises MlxcacheError if the server ends it; the lines so far are written.
+    Blocks until `minutes` have passed, so many `requests` are recorded, or Ctrl-C is pressed; None
+    stands for no such limit. Raises MlxcacheError if the server ends the recording or cannot be
+    reached; the lines so far are written.
     """
     count, began = 0, time.monotonic()
     with suppress(KeyboardInterrupt):

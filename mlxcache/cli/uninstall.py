@@ -166,10 +166,9 @@ def _left() -> Iterator[Place]:
 def _remove(places: Sequence[Place], folders: Sequence[Path]) -> None:
     """Remove mlxcache's files in the cache folders, and those of `places` that are files.
 
-    Folders that are empty then are removed too.
-
-    Raises InUse if a server has started in the meantime, and MlxcacheError if a file cannot be
-    removed.
+    `folders`: the cache folders. They, mlxcache's folders in them and the folder of config.toml are
+    removed too if they are empty then. Raises InUse if a server or another command uses a cache
+    folder, and MlxcacheError if a file cannot be removed.
     """
     try:
         for folder in folders:

@@ -78,7 +78,8 @@ def _facts(url: str, info: ModelInfo, figures: Mapping[str, Any], routes: Sequen
 def _models(models: Sequence[Mapping[str, Any]], routes: Sequence[Route]) -> list[tuple[str, str]]:
     """Return a heading and a text for each model; only the first heading is not empty.
 
-    The text has the model's name, its aliases, and the patterns of the `routes` that lead to it.
+    `models` are as in `engine.models.Models.describe`. The text has the model's name, its aliases,
+    the patterns of the `routes` that lead to it, and whether it is the default.
     """
     lines: list[tuple[str, str]] = []
     for one in models:

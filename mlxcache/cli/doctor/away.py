@@ -1,4 +1,4 @@
-"""Check of the shared remote."""
+"""Check of `mlxcache doctor` for the shared remote."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from mlxcache.errors import ConfigError, RemoteUnavailable
 def examine_remote(settings: Settings) -> Finding:
     """Open the remote, check its key, and write, read and delete a small object.
 
-    The key must be that of the servers which use the remote. If no server has used it yet, any key
-    is accepted, and no marker is written: the first server writes it. The settings must have a
-    remote. Blocks for seconds.
+    The key of --remote-key-file, or its absence, must be the same as on the servers which use the
+    remote. If no server has used it yet, any key is accepted, and no marker is written: the first
+    server writes it. The settings must have a remote. The status is `warn` if the remote cannot be
+    reached, and `fail` for a wrong key or a wrong content of the object. Blocks for seconds.
     """
     from mlxcache.remote.objects import TRIAL, open_configured  # noqa: PLC0415 - only with --remote
 

@@ -55,10 +55,12 @@ def examine_clients(
     which: Which = shutil.which,
     cwd: Path | None = None,
 ) -> list[Finding]:
-    """Check the settings of the coding agents installed on this machine.
+    """Check the settings of Claude Code, anyclaude and OpenCode on this machine.
 
-    `url` is the server's address. `rules` maps each canonicalisation rule to whether it is on.
-    `which` finds a program on the PATH. `cwd` is the project's folder, by default the current one.
+    `home` is the user's home folder, and `url` the address of the mlxcache server. `rules` maps
+    each canonicalisation rule to whether it is on. `which` returns the path of a program on the
+    PATH, or None. `cwd` is the project's folder, by default the current one. There are no findings
+    for an agent that is not found. May run `claude --version`, and blocks for that.
     """
     found = []
     settings = claude_folder(environ, home) / "settings.json"
@@ -105,9 +107,10 @@ def _attribution(merged: Mapping[str, str], rules: Mapping[str, bool]) -> Findin
 def _git(merged: Mapping[str, str], rules: Mapping[str, bool], program: str | None) -> Finding:
     """Check whether Claude Code puts the git status into its system prompt.
 
+    The status is `warn` if it does, or may do so, and no rule of canonicalisation moves it.
     `merged`: the environment variables, and over them those of Claude Code's settings. `rules`: for
-    each rule of canonicalisation whether it is on. `program`: the path of Claude Code, which is run
-    for its version, or None if it is not installed. Blocks.
+    each rule whether it is on. `program`: the path of Claude Code, which is run for its version, or
+    None if it is not installed. Blocks.
     """
     name = "Claude Code, git status"
     if merged.get(GIT, "").lower() not in ("", *_OFF):
@@ -124,7 +127,10 @@ def _git(merged: Mapping[str, str], rules: Mapping[str, bool], program: str | No
 
 
 def _version_of(program: str) -> Version | None:
-    """Return the version that `program --version` prints, or None if it prints none. Blocks."""
+    """Return the version that `program --version` prints. Blocks.
+
+    Returns None if it prints none, cannot be run, or takes longer than `_VERSION_TIMEOUT_S`.
+    """
     try:
         done = subprocess.run(
             [program, "--version"],
@@ -156,10 +162,10 @@ def _base_url(merged: Mapping[str, str], url: str) -> Finding | None:
 
 
 def _is_here(base: str, url: str) -> bool:
-    """Return whether `base` is an address of the server at `url`.
+    """Return whether the URL `base` has the host and the port of the server at `url`.
 
-    Different names of this machine, such as localhost and 127.0.0.1, count as equal. Returns False
-    for text that is not a URL, such as one with an unexpanded variable.
+    localhost, 127.0.0.1 and ::1 count as the same host. Returns False for text that is not a valid
+    URL, such as one with an unexpanded variable.
     """
     local = ("127.0.0.1", "localhost", "::1")
     try:
@@ -197,8 +203,8 @@ def _anyclaude(environ: Mapping[str, str], url: str) -> Finding:
 def _opencode(path: Path, url: str, rules: Mapping[str, bool]) -> list[Finding]:
     """Check one settings file of OpenCode: the pruning of old tool results, and providers at `url`.
 
-    `path` may be missing. `url` is the server's address. `rules` maps each canonicalisation rule to
-    whether it is on.
+    `url` is the address of the mlxcache server. `rules` maps each canonicalisation rule to whether
+    it is on. Returns [] if there is no file at `path`, or nothing in it to report.
     """
     try:
         own = read_object(path)

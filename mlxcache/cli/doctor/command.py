@@ -83,14 +83,19 @@ class Report:
     """Results of all checks, in display order.
 
     `models` holds the examined models, each with how many conversations fit in memory and on disk.
-    It is empty if the settings name no model. Models that cannot be examined are left out.
+    It is empty if the settings name no model. A model that cannot be examined is left out, and has
+    a failed finding.
     """
 
     findings: tuple[Finding, ...]
     models: tuple[Checked, ...]
 
     def as_object(self) -> dict[str, Any]:
-        """Return the findings and the models as an object for `doctor --json`."""
+        """Return the findings and the models as an object for `doctor --json`.
+
+        Its keys are `object`, `status` (the worst of the findings), `findings`, `model` (the first
+        examined model, if there is one) and, if there are several, `models` by label.
+        """
         found: dict[str, Any] = {
             "object": "doctor",
             "status": worst(self.findings),
@@ -107,7 +112,10 @@ class Report:
         return found
 
     def show(self) -> None:
-        """Print the findings, each with its remedy, and the tables of the models."""
+        """Print the findings, each with its remedy, and the tables of each model.
+
+        These are its groups of layers, how many conversations fit, and the flags that it supports.
+        """
         console = Console(highlight=False, markup=False)
         if not console.is_terminal or console.width > WIDTH:
             console = Console(highlight=False, markup=False, width=WIDTH)
@@ -119,7 +127,7 @@ class Report:
 
 
 def run_checks(settings: Settings, *, quick: bool, shown: bool) -> Report:
-    """Run all checks and return their results. Blocks for seconds.
+    """Run all checks for a server with `settings`, and return their results. Blocks for seconds.
 
     `quick` skips the measurement of the disk's speed. With `shown`, slow checks show a progress bar
     on standard error.
@@ -156,8 +164,9 @@ def _examine_disk(settings: Settings, *, quick: bool, shown: bool) -> list[Findi
 def _examine_machine(settings: Settings) -> tuple[list[Finding], tuple[Checked, ...]]:
     """Check the machine and the models that the settings name.
 
-    The weights of a single model count as memory needed beside the budget `--ram`. Returns the
-    findings, and the examined models.
+    The weights of a single model count as memory needed in addition to the budget `--ram`; those of
+    several models are within the budget. Returns the findings, and the models that could be
+    examined. If MLX cannot be imported, these are one failed finding and ().
     """
     try:
         host = machine.host()
@@ -197,8 +206,9 @@ def _examine_models(
 ) -> tuple[list[Finding], tuple[Checked, ...]]:
     """Examine the models that the settings name.
 
-    Returns findings, and the models that could be examined. If there are several models, the text
-    of each finding begins with the name of its model.
+    Returns findings, and the models that could be examined. If the settings name several models,
+    the text of each finding begins with its model's label, and a last finding tells which models
+    fit into the budget at once.
     """
     if settings.model is None:
         return [], ()
@@ -220,11 +230,12 @@ def _examine_models(
 def _examine_model(
     settings: Settings, host: machine.Host, shared: int | None
 ) -> tuple[list[Finding], Checked | None]:
-    """Examine one model of the server.
+    """Examine one model of the settings.
 
-    `settings`: those for this model, whose first entry is the model. `shared`: bytes of the budget
-    that all models of the server share, their weights included; None if this is the only model.
-    Returns findings, and the examined model; if it cannot be examined, one failed finding and None.
+    `settings`: those that name this model only (`Settings.for_model`). `shared`: bytes of the
+    budget that all models of the server share, their weights included; None if this is the only
+    model. Returns findings, and the examined model; if it cannot be examined, one failed finding
+    and None.
     """
     # Here and not above: mlx-lm takes seconds to import.
     from mlxcache.cache.capacity import fit  # noqa: PLC0415
@@ -275,7 +286,7 @@ def _examine_model(
 
 
 def print_findings(console: Console, findings: Sequence[Finding]) -> None:
-    """Print findings. Each remedy stays on one line, so that its command can be copied."""
+    """Print findings to `console`. Remedies are not wrapped, so that commands can be copied."""
     widest = max((len(one.name) for one in findings), default=0)
     for one in findings:
         table = Table(box=None, pad_edge=False, show_header=False)
@@ -321,4 +332,4 @@ def _print(console: Console, columns: Sequence[str], rows: Iterator[Sequence[str
 
 
 def _nothing(_: int, __: int) -> None:
-    """Ignore a progress report, because no progress is shown with --json."""
+    """Ignore the bytes done and the total: used as a progress callback if no progress is shown."""

@@ -38,7 +38,11 @@ def _existing(folder: Path) -> Path:
 
 
 def examine_folder(folder: Path) -> Finding:
-    """Check that the cache folder can be written, is on a local disk and closed to other users."""
+    """Check that the cache folder can be written, is on a local disk and closed to other users.
+
+    If `folder` does not exist, its nearest existing parent must be writable. Creates nothing. A
+    folder that is open to other users is a warning.
+    """
     there = _existing(folder)
     if not os.access(there, os.W_OK | os.X_OK) or not there.is_dir():
         value = f"{folder} cannot be written"
@@ -60,7 +64,10 @@ def examine_folder(folder: Path) -> Finding:
 
 
 def examine_room(folder: Path, setting: str | int) -> Finding:
-    """Check the free space on the cache folder's disk. `setting` is the value of `--disk`."""
+    """Check the free space on the cache folder's disk; warn of less than `LEAST_FREE` (5 GB).
+
+    `folder` is the cache folder. `setting` is the value of `--disk`; with "off", any space is ok.
+    """
     free = shutil.disk_usage(_existing(folder)).free
     if setting == "off":
         return Finding("disk", "ok", f"{format_size(free)} free; --disk is off")
@@ -74,11 +81,11 @@ def examine_room(folder: Path, setting: str | int) -> Finding:
 
 
 def examine_speed(folder: Path, step: Step, size: int = TEST_BYTES) -> Finding:
-    """Measure how fast the folder's disk writes and reads.
+    """Measure how fast the disk of the cache folder `folder` writes and reads.
 
     Writes and syncs a test file of `size` bytes and reads it back; `step` is called with the bytes
-    done and the total. Blocks for seconds. The file is removed, and the folder too if it did not
-    exist.
+    written and read so far, and the total of twice `size`. Warns if the disk is slow. Blocks for
+    seconds. The file is removed, and the folder too if it did not exist.
     """
     made = not folder.exists()
     try:
@@ -101,7 +108,8 @@ def examine_speed(folder: Path, step: Step, size: int = TEST_BYTES) -> Finding:
 def _rate_disk(written: float, read: float | None) -> Finding:
     """Turn the measured speeds of writing and reading, in bytes per second, into a finding.
 
-    `read` is None if the speed of reading could not be measured.
+    It is a warning if one of them is below `SLOW` (200 MB/s). `read` is None if the speed of
+    reading could not be measured.
     """
     value = f"writes {_format_rate(written)}"
     value += f", reads {_format_rate(read)}" if read else " (read speed cannot be measured here)"
@@ -137,10 +145,10 @@ def _write(path: Path, size: int, step: Step) -> float:
 
 
 def _drop_page_cache(path: Path) -> bool:
-    """Drop a file from the system's page cache, so that it is read from disk.
+    """Drop the synced file `path` from the system's page cache, so that it is read from disk.
 
-    Returns False if this system does not support that. On macOS, returns True and does nothing,
-    because the file was written without the page cache.
+    Returns True, or False if this system does not support that. On macOS, returns True and does
+    nothing, because the file was written without the page cache.
     """
     if hasattr(fcntl, "F_NOCACHE"):
         return True  # nothing was cached: see `_disable_page_cache`

@@ -14,9 +14,9 @@ _ORDER: tuple[Status, ...] = ("ok", "warn", "fail")
 class Finding:
     """Result of one check.
 
-    `name` is the thing checked, `status` is `ok`, `warn` or `fail`, `value` is the result as text,
-    and `remedy` one line of advice, or None.
-    `figures` holds bytes, seconds and counts by name, for programs.
+    `name` is the thing checked, such as "disk speed", `status` is `ok`, `warn` or `fail`, `value`
+    is the result as text, and `remedy` one line of advice, or None. `figures` holds details of the
+    result by name for `doctor --json`, such as `free_bytes`.
     """
 
     name: str
@@ -26,7 +26,10 @@ class Finding:
     figures: Mapping[str, Any] = field(default_factory=dict)
 
     def as_object(self) -> dict[str, Any]:
-        """Return the finding as an object for `doctor --json`."""
+        """Return the finding for `doctor --json`, as a dict of its fields by name.
+
+        `remedy` is left out if it is None, and `figures` if it is empty.
+        """
         found: dict[str, Any] = {"name": self.name, "status": self.status, "value": self.value}
         if self.remedy is not None:
             found["remedy"] = self.remedy
@@ -34,5 +37,5 @@ class Finding:
 
 
 def worst(findings: Iterable[Finding]) -> Status:
-    """Return the worst status of `findings`: `fail`, else `warn`, else `ok`."""
+    """Return `fail` if one of `findings` has that status, else `warn` if one has it, else `ok`."""
     return max((one.status for one in findings), key=_ORDER.index, default="ok")

@@ -28,10 +28,10 @@ Run = Callable[[Sequence[str]], subprocess.CompletedProcess[str]]
 
 
 def run_command(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
-    """Run a command and return its output. Blocks up to `ANSWER_S`.
+    """Run a command, and return its exit status and output. Blocks up to `ANSWER_S` (20) seconds.
 
-    The exit status is 255, as that of an ssh that fails, if the command cannot be run or takes
-    longer. The reason is then in the standard error.
+    If the command cannot be run or takes longer, the exit status is 255, like that of an ssh which
+    cannot connect, and the reason is in the standard error. Raises nothing then.
     """
     try:
         return subprocess.run(
@@ -45,8 +45,9 @@ def examine_hosts(settings: Settings, run: Run = run_command) -> list[Finding]:
     """Log in to each machine of `--hosts` or `--hostfile`, and check packages and the model.
 
     Each must have the same versions of mlxcache, mlx and mlx-lm as this machine and, if the model
-    is a folder here, a folder with the same path. `run` runs a command, as `run_command` does. The
-    settings must name machines. Blocks for seconds.
+    is a folder here, a folder with the same path. Returns a finding about the settings, then one
+    for each other machine. `run` runs a command, as `run_command` does. One of the two settings
+    must be given. Blocks for seconds.
     """
     from mlxcache.ranks.group import versions  # noqa: PLC0415 - imports MLX
 
@@ -81,7 +82,9 @@ def _names(settings: Settings) -> list[str]:
 def _examine(name: str, model: Path | None, mine: dict[str, str], run: Run) -> Finding:
     """Ask the machine `name` by ssh for its versions, and whether it has the folder `model`.
 
+    The status is `fail` if the machine cannot be reached, differs in a version or lacks `model`.
     `model` is None if the model is not a folder here. `mine`: this machine's versions by package.
+    `run`: as `run_command`.
     """
     title = f"machine {name}"
     question = shlex.join([sys.executable, "-c", _QUESTION, str(model or ""), *mine])

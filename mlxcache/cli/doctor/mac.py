@@ -32,9 +32,9 @@ Run = Callable[[Sequence[str]], str | None]
 
 
 def run_command(command: Sequence[str]) -> str | None:
-    """Run a command of macOS and return its output. Blocks up to `COMMAND_S`.
+    """Run a command of macOS and return its standard output. Blocks up to `COMMAND_S` seconds.
 
-    Returns None if the command fails or this machine is not a Mac.
+    Returns None if the command fails or takes longer, or if this machine is not a Mac.
     """
     if sys.platform != "darwin":
         return None
@@ -57,15 +57,16 @@ def read_kernel(run: Run, name: str) -> str | None:
 
 
 def read_version(run: Run) -> str | None:
-    """Read the version of macOS; None on other systems.
+    """Read the version of macOS, such as `26.1`; None on other systems.
 
-    `platform.mac_ver` can report an older version, depending on how Python was built.
+    `run` runs the command `sw_vers`, because `platform.mac_ver` can report an older version,
+    depending on how Python was built.
     """
     return (run(("/usr/bin/sw_vers", "-productVersion")) or "").strip() or None
 
 
 def read_gpu_cores(run: Run) -> int | None:
-    """Read the number of GPU cores from system_profiler; None if it reports none."""
+    """Read the number of GPU cores with the command system_profiler; None if it reports none."""
     text = run(("/usr/sbin/system_profiler", "SPDisplaysDataType", "-json"))
     try:
         found = json.loads(text or "")["SPDisplaysDataType"]
@@ -79,8 +80,8 @@ class Power:
     """State of the power supply. A field is None if its value is unknown.
 
     `battery` tells whether the Mac runs on battery, and `charge` is the battery's percentage.
-    `low_power` tells whether Low Power Mode is on. `sleep_minutes` is the idle time before sleep, 0
-    if the Mac never sleeps.
+    `low_power` tells whether Low Power Mode is on. `sleep_minutes` is the time without use after
+    which the Mac sleeps, 0 if it never does.
     """
 
     battery: bool | None
@@ -90,7 +91,10 @@ class Power:
 
 
 def read_power(run: Run) -> Power:
-    """Read the power source and the sleep and power settings in effect, from pmset."""
+    """Read the power source and the settings of sleep and power now in effect, by `pmset`.
+
+    All fields are None if this machine is not a Mac.
+    """
     supply = run(("/usr/bin/pmset", "-g", "batt")) or ""
     settings = dict(
         re.findall(r"^\s+(\w+)\s+(\d+)", run(("/usr/bin/pmset", "-g")) or "", re.MULTILINE)
@@ -116,12 +120,12 @@ def examine_mac(
     environ: Mapping[str, str] = os.environ,
     caffeinate: Path = Path(CAFFEINATE),
 ) -> list[Finding]:
-    """Check a Mac's power, sleep and GPU.
+    """Check a Mac's power, sleep, precision of float32, and the GPU's watchdog.
 
-    `chip` is its name, such as "Apple M4". `macos` is the version; if it is empty, the machine is
-    not a Mac, and the result is empty. `keep_awake` is the server's setting of that name, for which
-    the program `caffeinate` is needed. `run` runs commands of macOS. `environ` may hold variables
-    of MLX and Metal that affect precision and the watchdog.
+    `chip` is the Mac's processor, such as "Apple M4", and `macos` the version of macOS; if it is
+    empty, the machine is not a Mac, and the result is empty. `keep_awake` is the server's setting
+    of that name, for which the program at `caffeinate` is needed. `run` runs commands of macOS.
+    `environ` may hold variables of MLX and Metal that affect precision and the watchdog.
     """
     if not macos:
         return []
@@ -191,5 +195,5 @@ def _watchdog(environ: Mapping[str, str]) -> Finding:
 
 
 def version_of(macos: str) -> tuple[int, ...]:
-    """Parse a version such as `26.1`. A part that is not a number becomes 0."""
+    """Parse a version of macOS: `26.1` becomes (26, 1). A part that is not a number becomes 0."""
     return tuple(int(part) if part.isdecimal() else 0 for part in macos.split("."))

@@ -53,12 +53,13 @@ _NUMPY_BLAS = "scipy_openblas"
 class Host:
     """Description of the machine.
 
-    `total` and `available` are memory in bytes. `processor` is the architecture, such as "arm64",
-    and `chip` the name, such as "Apple M4". `macos` is the version of macOS, empty on other
-    systems. `working_set` is the maximum of memory in bytes that Metal recommends. `wired_mb` is
-    the maximum in MiB that the user has set in its place (`iogpu.wired_limit_mb`), 0 for the
-    system's default. `accelerated` is True if MLX computes on a GPU. Optional fields are None if
-    the machine reports no value.
+    `system` is that of `platform.system`, such as "Darwin". `processor` is the architecture, such
+    as "arm64", and `chip` the name, such as "Apple M4". `macos` is the version of macOS, empty on
+    other systems. `cores` are those of the CPU. `total` and `available` are memory in bytes.
+    `working_set` is the maximum of memory in bytes that Metal recommends. `wired_mb` is the maximum
+    in MiB that the user has set in its place (`iogpu.wired_limit_mb`), 0 for the system's default.
+    `accelerated` is True if MLX computes on a GPU. Fields that may be None are so if the machine
+    reports no value.
     """
 
     system: str
@@ -108,7 +109,8 @@ def _device_name(info: Mapping[str, str | int]) -> str:
 def examine_system(host: Host) -> Finding:
     """Check that MLX runs natively on this system and processor.
 
-    On a Mac, also check that the version of macOS is not too old for MLX or for wired weights.
+    On a Mac, also check that macOS is not too old for MLX (`fail`), or to keep the weights wired,
+    that is, never swapped out (`warn`).
     """
     mac = f"macOS {host.macos}" if host.macos else f"{host.system} {platform.release()}"
     gpu = f", {host.gpu_cores} GPU cores" if host.gpu_cores else ""
@@ -127,9 +129,9 @@ def examine_system(host: Host) -> Finding:
 def examine_memory(host: Host, ram: int, weights: int, beside: str) -> Finding:
     """Check that the memory for the weights and the budget is available now.
 
-    `ram` is the budget and `weights` the weights that do not count in it, in bytes. `beside` is
-    printed after the budget and tells whether it includes weights, such as "in addition to the
-    model's 8 GB of weights".
+    The status is `fail` if the machine has too little memory at all. `ram` is the budget and
+    `weights` the weights that do not count in it, in bytes. `beside` is printed after the budget
+    and tells whether it includes weights, such as "in addition to the model's 8 GB of weights".
     """
     value = (
         f"{format_size(host.total)}, {format_size(host.available)} of it available; "
@@ -158,14 +160,15 @@ def examine_memory(host: Host, ram: int, weights: int, beside: str) -> Finding:
 
 
 def _lower_ram(room: int) -> str:
-    """Return three quarters of `room` bytes as a value for `--ram`, at least 100MB."""
+    """Return 3/4 of `room` bytes, at least 100 MB, as a value for `--ram` such as "750MB"."""
     return f"{max(100, room * 3 // 4 // 10**6)}MB"
 
 
 def examine_metal(host: Host, ram: int, weights: int) -> Finding | None:
-    """Check that the weights and the budget `ram`, in bytes, are within Metal's memory limit.
+    """Check that the weights and the budget together are within Metal's limit of memory.
 
-    Returns None on a machine without Metal.
+    `ram` is the budget and `weights` the weights that do not count in it, in bytes. Also warns of a
+    limit that the user has set too high. Returns None on a machine without Metal.
     """
     if host.working_set is None:
         return None
@@ -186,9 +189,9 @@ def examine_metal(host: Host, ram: int, weights: int) -> Finding | None:
 
 
 def examine_versions(package: str = "mlxcache") -> Finding:
-    """Check that mlx and mlx-lm have versions that `package` accepts.
+    """Check that the installed mlx and mlx-lm have versions which `package` accepts.
 
-    The accepted ranges are those of the requirements of the installed `package`.
+    `package` is an installed package; its requirements tell the ranges of versions.
     """
     wanted = {
         one.name: one
@@ -216,7 +219,7 @@ def examine_versions(package: str = "mlxcache") -> Finding:
 def examine_files(limit: int | None = None) -> Finding:
     """Check the limit of open files and connections for a server started from this shell.
 
-    `limit` replaces this process's own limit.
+    Warns if it is below `FEWEST_FILES` (512). `limit`: the limit to check, None for this process's.
     """
     soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0] if limit is None else limit
     unlimited = soft in (resource.RLIM_INFINITY, -1)
@@ -230,11 +233,11 @@ def examine_files(limit: int | None = None) -> Finding:
 def examine_blas(
     host: Host, maps: Path = Path("/proc/self/maps"), clone: Path = CLONE
 ) -> Finding | None:
-    """Check that MLX uses a fast BLAS library, on Linux without an accelerator.
+    """Check that MLX uses a fast BLAS library, on Linux if MLX computes on the CPU.
 
-    `maps` is the list of libraries that this process has loaded, so MLX must be imported first. The
-    remedy names the script bin/serve of the git clone in `clone`, if it exists. Returns None on
-    other machines, where BLAS does not matter.
+    `maps` is the file in which Linux lists the libraries that this process has loaded, so MLX must
+    be imported first. The remedy names the script bin/serve of the git clone in `clone`, if it
+    exists. Returns None on other machines, where BLAS does not matter, or if `maps` is unreadable.
     """
     if host.system != "Linux" or host.accelerated:
         return None

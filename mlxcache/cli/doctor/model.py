@@ -39,9 +39,9 @@ _REUSED: Mapping[Kind, str] = {
 
 
 def kind(group: Group) -> str:
-    """Describe a group of layers in one line: the kind, and where their KV can be cut for reuse.
+    """Describe a group of layers in one line: their kind, and up to where their KV can be reused.
 
-    That is at any token, or at checkpoints only.
+    Examples: "attention: to any token", "recurrent state: by checkpoints".
     """
     size = f"{group.size:,}" if group.size else ""
     words = (_KINDS[one].format(size=size, cls=group.cls) for one in reversed(group.kinds))
@@ -51,8 +51,9 @@ def kind(group: Group) -> str:
 def examine_fit(found: Examined, fit: Fit) -> list[Finding]:
     """Check that the model can be cached and that `--ram` holds a context for agents.
 
-    `found`: the model. `fit`: its capacity within the budgets. Warns if fewer than `LEAST_CONTEXT`
-    tokens fit, or if a model whose own context is shorter than that does not fit with all of it.
+    `found`: the model. `fit`: its capacity within the budgets of RAM and disk. Warns if the longest
+    prompt that fits has fewer than `LEAST_CONTEXT` (16,000) tokens, or fewer than the model's own
+    context length if that is shorter.
     """
     info = found.info
     by = "" if info.backend == "mlx-lm" else f", run by {info.backend}"
@@ -80,10 +81,10 @@ def examine_fit(found: Examined, fit: Fit) -> list[Finding]:
 
 
 def examine_sampling(info: ModelInfo, *, used: bool) -> list[Finding]:
-    """Report the default sampling settings that come with the model.
+    """Report the default sampling settings that come with the model, such as a temperature.
 
-    `used` is False if the server's settings ignore them. Returns an empty list if the model has
-    none.
+    `used` is False if the server's settings tell to ignore them. Returns an empty list if the model
+    has none.
     """
     if not info.sampling:
         return []
@@ -93,9 +94,10 @@ def examine_sampling(info: ModelInfo, *, used: bool) -> list[Finding]:
 
 
 def layers(found: Examined) -> Iterator[Sequence[str]]:
-    """Yield a table row per group of layers, then one for their sum.
+    """Yield a table row for each group of layers, then one for the sum if there are several.
 
-    A row holds the number of layers, their kind, bytes per token and bytes per checkpoint.
+    A row holds, as text, the number of layers, their kind (see `kind`), and the bytes that one
+    token and one checkpoint take in all these layers.
     """
     for group in found.groups:
         yield (
@@ -110,10 +112,11 @@ def layers(found: Examined) -> Iterator[Sequence[str]]:
 
 
 def sessions(fit: Fit, *, checkpoints: bool) -> Iterator[Sequence[str]]:
-    """Yield a table row for each length of conversation in `fit`.
+    """Yield a table row of texts for each length of conversation in `fit`.
 
-    A row holds the length in tokens, then for RAM and for disk the size and how many such
-    conversations fit. With `checkpoints`, the number of checkpoints in RAM and on disk is added.
+    A row holds the length in tokens, then the size in RAM, how many such conversations fit there,
+    and the same for the disk ("-" without a disk tier). With `checkpoints`, a last text has the
+    numbers of checkpoints of one conversation in RAM and on disk, as in "3 / 5".
     """
     for held in fit.held:
         row = [f"{held.tokens:,} tokens", *_tier(held.ram_bytes, held.fit_ram)]
@@ -132,7 +135,10 @@ def _size(nbytes: int) -> str:
 
 
 def options(found: Examined) -> Iterator[tuple[str, str]]:
-    """Yield the flags that not every model supports, each with `possible` or the reason why not."""
+    """Yield the flags `--kv-bits` and `--draft-model`, each with a text on its use with the model.
+
+    The text begins with "possible", or is "not possible: " and the reason.
+    """
     for flag, refused in (
         ("--kv-bits", found.unquantised),
         ("--draft-model", found.undrafted),
@@ -143,7 +149,10 @@ def options(found: Examined) -> Iterator[tuple[str, str]]:
 
 
 def as_object(found: Examined, fit: Fit) -> dict[str, Any]:
-    """Return the model's part of `doctor --json`, with its capacity `fit`. Sizes are in bytes."""
+    """Return what `doctor --json` has on one model: its description `found` and capacity `fit`.
+
+    Sizes are in bytes.
+    """
     info, layout = found.info, found.layout
     return {
         "id": info.id,

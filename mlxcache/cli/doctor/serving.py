@@ -19,7 +19,11 @@ HEALTH_S = 2.0
 
 
 def examine_port(settings: Settings) -> Finding:
-    """Check that no program listens on the port of the settings, or only an mlxcache server."""
+    """Check that a server could listen on the host and port of the settings.
+
+    The status is also `ok` if an mlxcache server listens there already. It is `fail` if another
+    program does, or if the host is not an address of this machine.
+    """
     if settings.port == 0:
         return Finding("port", "ok", "0: any free port")
     try:
@@ -37,7 +41,10 @@ def examine_port(settings: Settings) -> Finding:
 
 
 def examine_servers(settings: Settings, url: str) -> list[Finding]:
-    """Check the health of the servers that use the cache folder, and of the one at `url`."""
+    """Check the health of the servers that use the cache folder, and of one at `url` if it runs.
+
+    Returns a finding for each of them, or a single one if none runs. Blocks while they are asked.
+    """
     known = [one.url for one in servers(settings.cache_dir)]
     urls = known if url in known else [*known, url]
     key = next(iter(settings.api_key), None)
@@ -75,7 +82,7 @@ def _server(url: str, key: str | None, *, named: bool) -> Finding | None:
 def _models(url: str, key: str | None) -> list[dict[str, Any]]:
     """Return the objects that the server at `url` lists in `GET /v1/models`.
 
-    `key`: the API key, if there is one. Returns [] if the request fails, as with a wrong key.
+    `key`: the API key to send, or None. Returns [] if the request fails, as with a wrong key.
     """
     try:
         return Remote(url, key).models()

@@ -23,7 +23,8 @@ _MOST_SETS = 4
 class Checked:
     """An examined model of the settings.
 
-    `fit` is how many conversations fit if no other model is loaded.
+    `entry` is the settings' entry of the model, `found` what its files tell, and `fit` how many
+    conversations fit if no other model is loaded.
     """
 
     entry: ModelEntry
@@ -45,9 +46,11 @@ class Checked:
 
 
 def examine_adapter(entry: ModelEntry) -> list[Finding]:
-    """Check that an adapter was trained on the model to which it is added.
+    """Check that an adapter was trained on the model to which `entry` adds it, by their names.
 
-    Returns [] if it was, if its files do not name that model, or if `entry` has no adapter.
+    Returns one finding: `warn` if the adapter names another base model, `fail` if its
+    adapter_config.json cannot be read. Returns [] if the names are equal, if the adapter names no
+    base model, or if `entry` has no adapter.
     """
     if entry.adapter is None or entry.model is None:
         return []
@@ -69,7 +72,8 @@ def _folder_name(model: str) -> str:
 def examine_together(models: Sequence[Checked], budget: int) -> Finding:
     """Report which models fit into the budget at once, each with an agent's shortest context.
 
-    `budget`: bytes for all models with their weights. Weights of the same base model count once.
+    Warns if none fits alone. `budget`: bytes for all models with their weights. Weights of the same
+    base model count once. See `Checked.least_bytes` for the shortest context.
     """
     sets = _largest_sets(models, budget)
     figures = {
@@ -94,9 +98,10 @@ def examine_together(models: Sequence[Checked], budget: int) -> Finding:
 
 
 def _largest_sets(models: Sequence[Checked], budget: int) -> list[tuple[Checked, ...]]:
-    """Return all sets of models that fit into the budget at once, of the largest possible size.
+    """Return all sets of as many models as can fit into the budget at once.
 
-    Returns [] if no model fits alone. `budget`: bytes for all models with their weights.
+    All sets have the same number of models. Returns [] if no model fits alone. `budget`: bytes for
+    all models with their weights.
     """
     room = budget - pool_bytes(budget)
 

@@ -36,8 +36,9 @@ Which = Callable[[str], str | None]
 def choose_client(found: Service | None, model: str | None, context: int | None) -> ClientName:
     """Print the menu and return the client that the user chooses. Blocks for the answer.
 
-    `found` is the running server, if any; otherwise `model` and `context` (tokens) describe the
-    server to be started. Raises ConfigError without a terminal, or if the input ends.
+    `found` is the running server. If it is None, the menu describes the server that would be
+    started: with `model`, None for the demo, and `context`, its context length in tokens or None
+    if that is not set. Raises ConfigError without a terminal, or if the input ends.
     """
     usage = f"run mlxcache launch CLIENT, where CLIENT is {' or '.join(CLIENTS)}"
     if not (sys.stdin.isatty() and sys.stderr.isatty()):
@@ -66,10 +67,9 @@ def print_menu(
 ) -> None:
     """Print the machine's memory, the model, and one entry for each client.
 
-    `found` is the running server, if any; otherwise `model` and `context` (tokens) describe the
-    server to be started. `which` finds a program on the PATH. `memory` in bytes replaces the
-    machine's own. A suggested command stands on a line of its own, unwrapped, so that it can be
-    copied.
+    `found`, `model` and `context` are as in `choose_client`. `which` finds a program on the PATH.
+    `memory` in bytes replaces the machine's own. If `found` and `model` are None, a command with a
+    model that fits the memory is printed too, on a line of its own, unwrapped, to be copied.
     """
     memory = machine_bytes() if memory is None else memory
     length = found.context if found is not None else context

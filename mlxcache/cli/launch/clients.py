@@ -47,12 +47,13 @@ class Client:
     """A coding agent and how to set it up.
 
     `name` is its program and its name on the command line, `title` its name in texts, and `install`
-    a shell line that installs it. `first_prompt` is the tokens of its first prompt, measured with
+    a shell line that installs it. `first_prompt` is the number of tokens of its first prompt, with
     the demo model (docs/clients.md). `good_for` is a phrase for the menu. `configure` returns its
     setup for a server. `oldest` is the first version that is known to work, or None for any
     version. `node` is the oldest Node.js with which npm installs that version, or "" for any.
     `prints_version` is True if its program accepts --version and then does nothing else.
-    `is_quiet` tells whether it prints nothing before its reply, given its arguments.
+    `is_quiet(arguments)` returns whether the program, run with `arguments`, prints nothing before
+    its reply.
     """
 
     name: str
@@ -93,9 +94,10 @@ _SETTINGS_FLAG = "--settings"
 def configure_claude(service: Service, invocation: Invocation) -> Setup:
     """Return the setup of Claude Code for `service`.
 
-    `env` in Claude Code's settings files overrides the environment. A variable that is defined
-    there is therefore passed in a further settings file, named with --settings, which takes
-    precedence. No such file is made if the user's own arguments have --settings.
+    `env` in Claude Code's settings files overrides the environment. The variables of this setup
+    that are also defined there are therefore passed in a further settings file, named with
+    --settings, which takes precedence. No such file is made if the user's own arguments have
+    --settings.
     """
     variables = dict(claude_code_variables(service.url, service.model, service.context))
     if service.small is not None:
@@ -125,7 +127,7 @@ def configure_anyclaude(service: Service, invocation: Invocation) -> Setup:
 
 
 def _permission_mode(invocation: Invocation, own: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
-    """Return arguments that make Claude Code ask before each action, unless the user chose a mode.
+    """Return arguments that make Claude Code ask before each action; () if the user chose a mode.
 
     Newer versions default to auto mode, in which Anthropic's server decides instead of the user.
     `own` holds the contents of the user's settings files.
@@ -385,8 +387,8 @@ def check_program(client: Client, invocation: Invocation) -> None:
     """Run the client's program with `--version` to check it. Blocks until it ends.
 
     Does nothing if the program is not installed, or if `client.prints_version` is False. Raises
-    MlxcacheError if the program fails. If `client.oldest` is set, also raises it for an older
-    version, or if none is printed.
+    MlxcacheError if the program fails or takes longer than `_VERSION_TIMEOUT_S`. If `client.oldest`
+    is set, also raises it for an older version, or if none is printed.
     """
     if not (invocation.installed and client.prints_version):
         return
@@ -405,7 +407,10 @@ def check_program(client: Client, invocation: Invocation) -> None:
 
 
 def _version_output(client: Client, invocation: Invocation) -> str:
-    """Return the output of the client's `--version`. Raises MlxcacheError if the program fails."""
+    """Return what the client's program prints to standard output with `--version`.
+
+    Raises MlxcacheError if the program fails or takes longer than `_VERSION_TIMEOUT_S`.
+    """
     environ = without_script_settings(invocation.environ)
     words = [str(invocation.program), "--version"]
     try:

@@ -90,8 +90,9 @@ def _dashes_hint(given: Sequence[str], unknown: str, possible: Sequence[str]) ->
     """Return a message with a command line in which `--` precedes an unknown option.
 
     `given` holds the words after `mlxcache launch`. `unknown` is the one that is no option of
-    `launch`, probably meant for the client. The option of `possible` that is spelt most like it is
-    suggested too. Returns None if no client is named before `unknown`, or `--` is already there.
+    `launch`, probably meant for the client. `possible` holds options of `launch`: the one that is
+    spelt most like `unknown` is suggested too, if it is similar enough. Returns None if no client
+    is named before `unknown`, or if `--` precedes it already.
     """
     is_short = not unknown.startswith("--")
     at = next(

@@ -105,7 +105,7 @@ class Launch:
         """Run the client and return its exit status. Blocks until it ends.
 
         If no server runs, one is started first; with `stop_after`, it is stopped when the client
-        ends.
+        ends. Raises MlxcacheError if the client or the server cannot be started.
         """
         self._check_small(name)
         invocation, client = _invocation(name, arguments), CLIENTS[name]
@@ -215,8 +215,8 @@ class Launch:
     def _served(self, signals: Sequence[int]) -> tuple[Service, StartedServer | None]:
         """Return a ready server, and its process if it was started here, else None.
 
-        A server is started if none is running. `signals` collects signals received meanwhile; one
-        of them ends the wait. Blocks.
+        A server is started if none is running. Blocks until it is ready. Signals received meanwhile
+        are added to `signals`: SIGINT then raises KeyboardInterrupt, another one SystemExit.
         """
         while not self.running:
             try:
@@ -352,7 +352,10 @@ class Launch:
 def _find_served(
     models: Sequence[Mapping[str, Any]], names: Sequence[str]
 ) -> Mapping[str, Any] | None:
-    """Return the model that has one of `names`, or None. `models`: as in `GET /v1/models`."""
+    """Return the first of `models` whose id, display name or alias is in `names`, or None.
+
+    `models`: as in `GET /v1/models`.
+    """
     for one in models:
         if {one["id"], one.get("display_name"), *one.get("aliases", ())} & set(names):
             return one
@@ -360,9 +363,10 @@ def _find_served(
 
 
 def _with_model(service: Service, model: Mapping[str, Any], remote: Remote) -> Service:
-    """Return `service` with another model than the default one of its server.
+    """Return `service` with `model` in place of the default model of its server.
 
-    `model`: its object in `GET /v1/models`. The model is loaded if it never was. Blocks.
+    `model`: its object in `GET /v1/models`. `remote`: a client of that server, through which the
+    model is loaded if it never was. Blocks until it is loaded.
     """
     if not model.get("context_length"):
         _say(f"Loading {model['id']}, which the server at {service.url} has not loaded before.")

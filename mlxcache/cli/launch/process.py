@@ -51,8 +51,9 @@ def run_client(
 ) -> int:
     """Run a client in this terminal until it ends, and return its exit status.
 
-    As in a shell, the status is 128 plus the signal's number if a signal ended it. The signals in
-    `early` are sent to the client as soon as it runs. Raises MlxcacheError if it cannot be started.
+    As in a shell, the status is 128 plus the signal's number if a signal ended the client. The
+    signals in `early` are sent to the client as soon as it runs. Raises MlxcacheError if the client
+    cannot be started.
     """
     environment = setup.environment(service, invocation.environ)
     environment["PWD"] = _working_folder(environment.get("PWD"), invocation.cwd)

@@ -39,8 +39,8 @@ def configure_qwen(
 
     The context length can only be set in a settings file. A temporary one is written, which this
     run of Qwen Code reads instead of the machine-wide settings file. It is not written if the
-    user's environment names such a file in `QWEN_SETTINGS`, or if one of the paths in `machine`,
-    the possible folders of machine-wide settings, exists.
+    user's environment has the variable `QWEN_SETTINGS`, which names such a file, or if one of the
+    paths in `machine`, the possible folders of machine-wide settings, exists.
     """
     chosen = (("--auth-type", "openai"), ("--model", service.asked))
     given = invocation.arguments

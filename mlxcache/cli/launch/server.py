@@ -51,11 +51,11 @@ def server_answers(url: str) -> bool:
 
 
 def query_server(url: str, key: str | None) -> Service | None:
-    """Ask the server at `url` for its model and context length. Blocks.
+    """Return the server at `url` with its default model and that model's context length. Blocks.
 
-    Returns None while it loads the model. Raises NoServer if no mlxcache server answers, and
-    MlxcacheError if it cannot serve or requires another key. The key is sent only after the program
-    at `url` has answered as an mlxcache server.
+    Returns None while the server loads the model. Raises NoServer if no mlxcache server answers,
+    and MlxcacheError if the server cannot serve or requires another key. The key is sent only after
+    the program at `url` has answered as an mlxcache server.
     """
     if not server_answers(url):
         raise NoServer(f"Nothing answers at {url}, or it is not an mlxcache server.")
@@ -113,7 +113,7 @@ class StartedServer:
     def listens(self) -> bool:
         """Return whether this server's own process is listening at its address.
 
-        Until then, another program may hold the port.
+        While this is False, another program may hold the port.
         """
         pid, url = self.process.pid, self.url
         folder = locate_cache_dir(self.cache_dir)
@@ -132,7 +132,10 @@ class StartedServer:
         return [line for line in text.splitlines() if line.strip()][-lines:]
 
     def failure(self) -> MlxcacheError:
-        """Stop the server and return an error that has the end of its log. Blocks."""
+        """Wait until the server has ended, and return an error that has the end of its log.
+
+        If the server still runs after `STOP_S`, it is stopped.
+        """
         with suppress(subprocess.TimeoutExpired):
             self.process.wait(STOP_S)
         self.stop()
@@ -140,7 +143,7 @@ class StartedServer:
         return MlxcacheError(f"The server ended. The end of its log, {self.log}:\n{last}")
 
     def stop(self) -> None:
-        """Terminate the process, kill it after `STOP_S`, and wait for it to end."""
+        """Terminate the process and wait for it to end; kill it if it still runs after `STOP_S`."""
         self.process.terminate()
         try:
             self.process.wait(STOP_S)
@@ -158,7 +161,7 @@ def _listens(pid: int, port: int | None) -> bool:
 
 
 def find_free_port(host: str) -> int:
-    """Return a port of `host` on which no program is listening."""
+    """Return a port on which no program is listening at `host`, an address of this machine."""
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
         probe.bind((host, 0))
         return int(probe.getsockname()[1])
@@ -169,8 +172,10 @@ def start_server(
 ) -> StartedServer:
     """Start `mlxcache serve` with `flags` in a process session of its own, out of reach of Ctrl-C.
 
-    Does not wait until the server listens. Raises MlxcacheError if its log cannot be written or
-    its process cannot be started.
+    `flags` are words of the command line, and `environ` holds the process's variables. `settings`
+    are those which result from both: the address and the cache folder are taken from them. Does not
+    wait until the server listens. Raises MlxcacheError if its log cannot be written or its process
+    cannot be started.
     """
     command = [sys.executable, "-m", "mlxcache.cli.main", "serve", *flags]
     try:
@@ -191,7 +196,7 @@ def start_server(
 
 
 def open_log(folder: Path, port: int) -> tuple[Path, BinaryIO]:
-    """Open an empty, locked log file in `folder` for a server on `port`.
+    """Open an empty, locked log file in `folder` for a server on `port`; return its path and file.
 
     The server inherits the lock. If another server is still writing to a log for this port, that
     log is kept and a file with another name is opened. Raises OSError.
@@ -233,9 +238,9 @@ def wait_until_ready(
     """Wait until the server at `url` is ready, and show its loading progress meanwhile.
 
     With `started`, only that process is queried and sent the key, and it is stopped if this
-    function raises. A signal in `signals` ends the command as it would by default. Raises
-    MlxcacheError if the server cannot serve, and OtherServerStarted if another mlxcache server took
-    the port.
+    function raises. Signals may be added to `signals` meanwhile: SIGINT raises KeyboardInterrupt,
+    another one SystemExit. Raises MlxcacheError if the server cannot serve, and OtherServerStarted
+    if another mlxcache server took the port.
     """
     served = None
     try:
@@ -262,7 +267,7 @@ def _exit_on_signal(signals: Sequence[int]) -> None:
 
 
 def _query_started(key: str | None, started: StartedServer) -> Service | None:
-    """Return the model and context of the started server; None until it has loaded.
+    """Return the started server with its model and context length; None until it has loaded.
 
     Raises OtherServerStarted if another server took the port, and MlxcacheError if the started one
     ended or cannot serve.
@@ -284,7 +289,8 @@ def _query_started(key: str | None, started: StartedServer) -> Service | None:
 def _loading(started: StartedServer | None) -> tuple[str, float | None]:
     """Return the step of loading as text, and the fraction of it that is done, from 0 to 1.
 
-    Both are from the last line of the log. The fraction is None if unknown.
+    Both are from the last line of the log of `started`. The fraction is None if that line has none.
+    Without `started`, it is None too, and the text only says that the server is loading.
     """
     last = started.tail(1) if started is not None else []
     found = _LOADING_LINE.fullmatch(last[0]) if last else None

@@ -23,8 +23,8 @@ class Service:
 
     `url` is its address without /v1, `model` the model's id, `context` the context length in
     tokens. `key` is the API key that it requires, or None. `asked` is the model name that clients
-    send; by default it is a name that stands for the server's default model. `small` is the name of
-    the model for their titles and sub-agents, None if that is the same.
+    send; by default it is a name that stands for the server's default model. `small` is the id of
+    the model for titles and sub-agents, None if clients use their main model for these.
     """
 
     url: str
@@ -43,7 +43,7 @@ class Service:
     def output(self) -> int:
         """Maximum tokens of a reply for clients to request.
 
-        It is at most a quarter of the context, so that the prompt has room.
+        It is a quarter of the context, so that the prompt has room, but at most `_MOST_OUTPUT`.
         """
         return min(_MOST_OUTPUT, self.context // 4)
 
@@ -69,8 +69,8 @@ class Setup:
 
     `variables` are set in the environment; None stands for the server's key. Those named in `unset`
     are removed because they would select another server. `arguments` come before the user's own.
-    `settings` are written to a temporary file whose path is passed after `settings_flag`, or in the
-    variable `settings_variable`; if both are None, no file is written. `by_hand` tells the
+    `settings` are written to a temporary file as JSON. Its path is passed after `settings_flag`, or
+    in the variable `settings_variable`; if both are None, no file is written. `by_hand` tells the
     user what to put where instead of that file if `launch` only prints the setup, or is None.
     """
 
@@ -104,10 +104,11 @@ _NO_PROXY = ("NO_PROXY", "no_proxy")
 
 
 def proxy_bypass(service: Service, environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that exclude a server on this machine from a configured proxy.
+    """Return NO_PROXY and no_proxy with values that exclude a server on this machine from a proxy.
 
     Otherwise the prompts and the key would be sent to the proxy, which cannot reach the server.
-    Returns {} without a proxy, or for a server on another machine.
+    `environ` holds the user's variables; hosts that NO_PROXY or no_proxy lists there are kept.
+    Returns {} if no proxy is set there, or for a server on another machine.
     """
     host = urlsplit(service.url).hostname or ""
     has_proxy = any(environ.get(name) or environ.get(name.lower()) for name in _PROXIES)

@@ -47,7 +47,7 @@ class LiveState:
     _prefills: dict[str, _Prefill] = field(default_factory=dict)
 
     def apply(self, part: str, body: Any, now: float) -> None:
-        """Store the new `body` of a part of the state.
+        """Store the new `body` of the part `part` of `GET /v1/live`.
 
         Requests are added to those already received, or replace them by id; any other part is
         replaced. `now` is the time of receipt, in seconds of any monotonic clock.
@@ -128,7 +128,7 @@ def watch(remote: Remote) -> queue.SimpleQueue[Update]:
     """Start a daemon thread that puts live updates of the server `remote` into the returned queue.
 
     An update is the name of a part of the state and its body. When the updates end, the last item
-    is the error.
+    is a MlxcacheError that says why.
     """
     updates: queue.SimpleQueue[Update] = queue.SimpleQueue()
 

@@ -61,11 +61,12 @@ Names = Mapping[tuple[str, str | None], str]
 
 
 def _names(sessions: Sequence[dict[str, Any]]) -> Names:
-    """Return the display names of sessions, for look-up by id or label, and by model or None.
+    """Return a map from the keys of each session to the name that is shown for it.
 
-    The keys of a session are (id, model), (id, None), (label, model) and (label, None). `sessions`
-    are ordered by last use, latest first. A key of several sessions has the name of the latest. If
-    `sessions` are of several clients, each name begins with the name of the session's client.
+    The keys of a session are (id, model), (id, None), (label, model) and (label, None), where
+    `model` is the label of its model. `sessions` are as in `GET /v1/sessions`, the last used first.
+    A key of several sessions has the name of the last used. If `sessions` are of several clients,
+    each name begins with the name of the session's client.
     """
     several = show.has_several_clients(sessions)
     return {
@@ -86,8 +87,9 @@ def _name(session: dict[str, Any], *, several: bool) -> str:
 def _row_counts(height: int | None, wanted: tuple[int, int, int]) -> tuple[int, int, int]:
     """Return how many rows to show in the tables of running requests, recent requests and sessions.
 
-    `wanted` is the number of rows that each table has. Running requests come first; the other two
-    tables share the lines that are left of `height`.
+    `wanted`: the number of rows that each table has, in the same order. `height`: lines for the
+    whole output, less those that list models. Running requests come first; the other two tables
+    share the lines that are left. If `height` is None, each table has at most `MAX_ROWS` rows.
     """
     if height is None:
         running, recent, sessions = (min(n, MAX_ROWS) for n in wanted)
@@ -122,9 +124,9 @@ def _head(live: LiveState, url: str, models: int) -> Text:
 
 
 def _budgets(cache: Mapping[str, Any] | None) -> list[RenderableType]:
-    """Return the bars of RAM and disk and the totals of all requests.
+    """Return lines for the models, RAM, disk and the remote, and for the requests since the start.
 
-    `cache` is the body of `GET /v1/cache`, None if not received yet.
+    `cache` is the body of `GET /v1/cache`; if it is None or empty, so is the list.
     """
     if not cache:
         return []
@@ -144,7 +146,10 @@ def _budgets(cache: Mapping[str, Any] | None) -> list[RenderableType]:
 
 
 def _remote(remote: Mapping[str, Any]) -> Text:
-    """Return a line with the bytes sent to and received from the remote, or why it is not used."""
+    """Return a line with the bytes sent to and received from the remote, or why it is not used.
+
+    `remote` is the object of that name in the body of `GET /v1/cache`.
+    """
     up, down = (format_size(remote[f"{way}_bytes"]) for way in ("uploaded", "downloaded"))
     text, style = f"remote: {up} sent, {down} received", ""
     if remote["state"] != "ok":
@@ -191,7 +196,7 @@ _PARTS = (("cached", "cyan", "█"), ("in use", "blue", "▓"), ("reserved", "br
 
 
 def _ram(cache: Mapping[str, Any]) -> list[RenderableType]:
-    """Return the bar and the sum of the memory budget, and below them a line with its parts.
+    """Return a bar of the memory in use with its sum and the budget, and a line with its parts.
 
     `cache` is the body of `GET /v1/cache`. A further line reports memory pressure, if there is any.
     """
@@ -345,8 +350,8 @@ def _sessions(
 def _table(columns: Sequence[str | tuple[str, int]], width: int) -> Table:
     """Return an empty table that is `width` columns wide.
 
-    A column given as (name, width) has that width, and is right-justified if it is negative. A
-    column given as a name takes the remaining width.
+    A column is given as (name, width), or as a name only, which then has the width that the others
+    leave. A negative width, such as -8, means a right-justified column of 8.
     """
     fixed = [abs(one[1]) for one in columns if isinstance(one, tuple)]
     made = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style="dim")
