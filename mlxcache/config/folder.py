@@ -14,7 +14,7 @@ def default_cache_dir() -> Path:
     """Return the default cache folder.
 
     On macOS it is in Application Support and not in ~/Library/Caches, which macOS and cleaning
-    programs may empty: saved sessions would be lost.
+    programs may empty: saved sessions would be lost. Elsewhere it is in the user's cache folder.
     """
     if SYSTEM == "darwin":
         return platformdirs.user_data_path("mlxcache")

@@ -22,8 +22,8 @@ class Keys:
     """API keys of a server.
 
     `values`: the keys. `names`: the names in the file of keys, without the keys to which they
-    belong. `owned`: each key has sessions of its own. It is false for a single key that is not from
-    a file: then all clients share all sessions.
+    belong. `owned`: each key has sessions of its own. It is false without keys and for a single key
+    that is not from a file: then all clients share all sessions.
     """
 
     values: tuple[str, ...] = field(default=(), repr=False)
@@ -34,7 +34,7 @@ class Keys:
 def read_keys(settings: Settings) -> Keys:
     """Collect the keys of `--api-key` and of the file of `--api-keys-file`.
 
-    Raises ConfigError if the file is not valid.
+    Raises ConfigError if the file cannot be read or is not valid.
     """
     named = [("", key) for key in settings.api_key]
     if settings.api_keys_file is not None:
@@ -48,7 +48,7 @@ def _file(path: Path) -> list[tuple[str, str]]:
     """Read a file of keys, and return pairs of name and key.
 
     The name is "" for a key without one. Logs a warning if other users can read the file. Raises
-    ConfigError, whose message never contains a key.
+    ConfigError if the file cannot be read or is not valid; the message never contains a key.
     """
     try:
         with path.open("rb") as file:

@@ -45,7 +45,10 @@ class PressureLevel(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class MemoryPressure:
-    """A level of memory pressure, and as text in `why` the observation that led to it."""
+    """A level of memory pressure, and in `why` the observation that led to it, as text.
+
+    `why` is empty for `NORMAL`.
+    """
 
     level: PressureLevel
     why: str = ""
@@ -63,7 +66,7 @@ def read_mac_pressure(ask: Callable[[str], int | None] | None = None) -> MemoryP
     """Read the memory pressure level of the macOS kernel.
 
     The kernel's numbers are 1 for normal, 2 for a warning and 4 for critical. `ask` returns a
-    kernel value by its name.
+    kernel value by its name, or None. Without one of these numbers, the level is normal.
     Source: https://developer.apple.com/documentation/dispatch/dispatchsource/memorypressureevent
     """
     number = (ask or _sysctl)(_MAC_LEVEL)
@@ -85,7 +88,7 @@ def read_linux_pressure(
     Returns the highest level found. Stalls are the times in which tasks wait for memory, as PSI
     (pressure stall information) reports them: `stalls` is its file for the machine, and each
     control group has one too. `root` and `own` are those of `memory_groups`. `free` returns the
-    available part of the machine's memory, from 0 to 1.
+    available part of the machine's memory, from 0 to 1; by default it is measured.
     """
     found = [NO_PRESSURE]
     files = [stalls, *(folder / "memory.pressure" for folder in memory_groups(root, own))]
@@ -174,7 +177,8 @@ def read_physical_footprint(
 ) -> int | None:
     """Return `ri_phys_footprint` of a macOS process, in bytes, or None if it is not available.
 
-    `ask` is called as `proc_pid_rusage`: with a pid, the flavour 0, and a buffer to fill.
+    `ask` is called as `proc_pid_rusage`, with a pid, the flavour 0, and a buffer to fill, and
+    returns 0 if it succeeded. By default it is that function of the system.
     """
     ask = ask or _proc_pid_rusage()
     buffer = ctypes.create_string_buffer(_INFO_BYTES)
@@ -198,7 +202,8 @@ def trim_heap() -> bool:
     """Return unused heap pages to the operating system. Blocks for about 2 ms.
 
     Threads that allocate in parallel leave holes in the heap, which amount to tens of megabytes in
-    a server that runs for hours. Returns False if the C library has no call for it.
+    a server that runs for hours. Returns False, and does nothing, if the C library has no call for
+    it.
     """
     call = heap_trimmer()
     if call is None:
@@ -209,9 +214,9 @@ def trim_heap() -> bool:
 
 @cache
 def heap_trimmer() -> Callable[[], object] | None:
-    """Find the C library's call that returns unused heap pages, or None.
+    """Return a function that returns unused heap pages to the system; None if there is none.
 
-    The call is `malloc_trim` of glibc or `malloc_zone_pressure_relief` of macOS.
+    It calls `malloc_trim` of glibc or `malloc_zone_pressure_relief` of macOS.
     Sources: https://man7.org/linux/man-pages/man3/malloc_trim.3.html,
     https://github.com/apple-oss-distributions/libmalloc/blob/main/include/malloc/malloc.h
     """

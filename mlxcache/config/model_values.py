@@ -44,7 +44,9 @@ def read_model_names(value: object) -> tuple[str, ...]:
 def read_models(value: object) -> tuple[ModelEntry, ...]:
     """Parse the section [models] of config.toml, which has a table for each model by its name.
 
-    Returns the entries in the order of the tables. A tuple of entries is returned unchanged.
+    Returns the entries in the order of the tables. A tuple of entries is returned unchanged. Raises
+    ValueError for anything else: also for an unknown key, a value that is not valid, and a table
+    without `path`.
     """
     if isinstance(value, tuple) and all(isinstance(one, ModelEntry) for one in value):
         return value
@@ -80,7 +82,8 @@ def read_keep(value: object) -> Keep:
     """Parse how long an unused model stays loaded: "always", "demand", or a duration.
 
     A text such as "idle 10m", or a number of seconds, becomes seconds. "always" and "demand"
-    (until another model needs the memory) are returned as they are.
+    (until another model needs the memory) are returned as they are. Raises ValueError for anything
+    else.
     """
     if value == "always":
         return "always"
@@ -100,7 +103,7 @@ def read_keep(value: object) -> Keep:
 def read_share(value: object) -> str | int:
     """Return a model's limit of memory, such as "8GB" or "50%", unchanged, after checking it.
 
-    Raises ValueError for "auto".
+    Raises ValueError for "auto", and ValueError or ConfigError for what is not a size.
     """
     found = check_size(value)
     if read_size(found) == "auto":
@@ -109,7 +112,10 @@ def read_share(value: object) -> str | int:
 
 
 def read_idle(value: object) -> float | None:
-    """Read the duration of `--idle-unload` in seconds; None for "off" or false."""
+    """Read the duration of `--idle-unload` in seconds; None for "off" or false.
+
+    Raises ValueError for anything else that `read_duration` does not accept.
+    """
     if value is False or (isinstance(value, str) and value.strip().lower() == "off"):
         return None
     try:
@@ -119,7 +125,10 @@ def read_idle(value: object) -> float | None:
 
 
 def read_names(value: object) -> tuple[str, ...]:
-    """Return a name or a list of names of a model as a tuple, without duplicates."""
+    """Return an alias of a model, or a list of aliases, as a tuple without duplicates.
+
+    Raises ValueError for anything else, and for an empty alias.
+    """
     given = value if isinstance(value, list | tuple) else [value]
     return tuple(dict.fromkeys(read_text(one) for one in given))
 
@@ -128,7 +137,7 @@ def read_routes(value: object) -> tuple[Route, ...]:
     """Parse routes: a text `PATTERN=NAME`, a list of such texts, or a table from pattern to name.
 
     A text that is not in a list may contain several, separated by commas. A tuple of routes is
-    returned unchanged.
+    returned unchanged. Raises ValueError for anything else.
     """
     if isinstance(value, tuple) and all(isinstance(one, Route) for one in value):
         return value

@@ -31,10 +31,12 @@ class ModelEntry:
 
     `model`: path or Hub id, None for the built-in demo. `name`: key of its table in config.toml,
     None without one. `aliases`: further names that requests may use. `keep`: how long it stays
-    loaded, None for the server's default. `ram`: the most that its weights and KV may take
-    together, as a size or a percentage of `--ram`. A field that is None or empty leaves the
-    server's setting in force. `id`, derived from `model`: the name that clients see if there is no
-    `name`. Raises ConfigError if the demo is combined with an adapter or a draft model.
+    loaded while unused, None for the server's default. `ram`: the most that its weights and KV may
+    take together, as a size or a percentage of `--ram`, None for no limit of its own. The other
+    fields are those of `Settings`; one that is None or empty leaves the server's setting in force.
+    `id`, derived from `model`: the name that clients see if there is no `name`.
+
+    Raises ConfigError if the demo is combined with an adapter or a draft model.
     """
 
     model: str | None
@@ -112,7 +114,8 @@ def match_model(
 def find_model(name: str, entries: Sequence[ModelEntry]) -> int | None:
     """Return the index of the entry with the name, id or alias `name`, or None.
 
-    If several have it, the one that `match_model` would choose counts.
+    If several have it, a name counts before an id, an id before an alias, and then the first entry.
+    Case is ignored if no entry has exactly `name`.
     """
     kinds: tuple[Callable[[ModelEntry], Iterable[str | None]], ...] = (
         lambda one: (one.name,),

@@ -43,11 +43,11 @@ class RemoteUrl:
 
 
 def read_remote_url(value: object) -> RemoteUrl:
-    """Parse the URL of a remote.
+    """Parse the URL of a remote. A RemoteUrl is returned unchanged.
 
-    Raises ValueError for schemes other than those of `RemoteUrl`, and for a URL with a user, a key
-    or options: error messages and figures show the URL, so it must hold no secret. The message does
-    not repeat such a URL.
+    Raises ValueError for anything else, and for a URL with a user, a key or options: error messages
+    and figures show the URL, so it must hold no secret. The message about a URL with these does not
+    repeat it.
     """
     example = "must be a URL such as s3://bucket/prefix, gs://..., az://... or file:///path"
     if isinstance(value, RemoteUrl):

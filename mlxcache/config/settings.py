@@ -453,10 +453,10 @@ class Settings:
 
     @property
     def feeds_images(self) -> bool:
-        """False if a setting rules out that mlx-vlm feeds images to the model.
+        """False if `kv_bits`, `hosts` or `hostfile` is set, with which models get no images.
 
-        These settings are `kv_bits`, `hosts` and `hostfile`. With one of them, mlx-lm runs each
-        model that it can run. Neither value tells whether the model takes images.
+        mlx-vlm is then used only for models that mlx-lm cannot run. True does not mean that the
+        model takes images.
         """
         return self.kv_bits is None and self.hosts is None and self.hostfile is None
 
@@ -521,10 +521,10 @@ class Settings:
         return self.for_model(self.entries[match_model(requested, self.entries, self.route)])
 
     def keep_for(self, entry: ModelEntry) -> Keep:
-        """Return how long `entry` stays loaded while unused: its `keep`, else by `idle_unload`.
+        """Return how long `entry` stays loaded while unused: its `keep`, else `idle_unload`.
 
-        The result is "always", "demand" or a number of seconds; see `read_keep`. It is "demand" if
-        both are None.
+        The result is "always", "demand" or a number of seconds; see `config.models.Keep`. It is
+        "demand" if both are None.
         """
         if entry.keep is not None:
             return entry.keep
@@ -532,7 +532,7 @@ class Settings:
 
     @property
     def rules(self) -> Mapping[str, bool]:
-        """Map from each canonicalisation rule to True if it is on."""
+        """Map from the name of each canonicalisation rule to True if it is on, else False."""
         if self.no_canonicalise:
             return dict.fromkeys(RULES, False)
         return {**RULES, **self.canonicalise}

@@ -33,9 +33,11 @@ def load_settings(
 ) -> Settings:
     """Read settings from flags, environment variables and a TOML file.
 
-    A flag that is None was not given, and an empty variable counts as not set. The file is
-    `config_path` or the one that `MLXCACHE_CONFIG` names, which must exist; otherwise it is the
-    default file, if that exists. Raises ConfigError with the name of the flag, variable or key.
+    `flags`: values by the names of the fields of `Settings`; None was not given. An empty variable
+    counts as not set. The file is `config_path` or the one that `MLXCACHE_CONFIG` names, which must
+    exist; otherwise it is the default file, if that exists. Raises ConfigError for a value that is
+    not valid, with the name of its flag, variable or key, and for values that contradict one
+    another.
     """
     given = {**_from_file(_config_file(config_path, environ)), **_over_file(flags, environ)}
     values = {name: one.value for name, one in given.items()}
@@ -64,7 +66,10 @@ class _Given:
 
 
 def _over_file(flags: Mapping[str, object], environ: Mapping[str, str]) -> dict[str, _Given]:
-    """Read the settings given as variables or flags, by name; flags override variables."""
+    """Read the settings given as variables or flags, by name; flags override variables.
+
+    `flags`: as in `load_settings`. Raises ConfigError for a value that is not valid.
+    """
     given: dict[str, _Given] = {}
     for name, setting in SETTINGS.items():
         if not setting.only_key and environ.get(setting.variable):
@@ -77,12 +82,12 @@ def _over_file(flags: Mapping[str, object], environ: Mapping[str, str]) -> dict[
 
 
 def _models(given: Mapping[str, _Given]) -> dict[str, Any]:
-    """Return the settings `model`, `models` and `route`, as a dict by name.
+    """Return the settings `models`, `route` and, unless the demo is served, `model`, by name.
 
     `given` has all settings that were given, by name. Names given as `model` choose tables of
-    `models`; a name without a table is a path or Hub id. Flags and variables override what a table
-    sets. `models` is empty if a single model is served that has no table. Raises ConfigError if
-    names or routes contradict each other.
+    `models`; a name without a table is a path or Hub id. The result's `models` has the chosen ones;
+    it is empty if a single model is served that has no table. Flags and variables override what a
+    table sets. Raises ConfigError if names or routes contradict each other.
     """
     names, tables = given.get("model"), given.get("models")
     known: Sequence[ModelEntry] = tables.value if tables is not None else ()
@@ -119,8 +124,9 @@ def _routes(
 ) -> tuple[Route, ...]:
     """Return the routes of the setting `given` that lead to one of the `chosen` models.
 
-    `known`: the models of config.toml. A route that comes from that file may lead to any of these;
-    it is left out if its model is not chosen. Raises ConfigError for any other route.
+    `chosen`: the models to serve. `known`: those of config.toml. A route that comes from that file
+    may lead to any of these; it is left out if its model is not chosen. Raises ConfigError for each
+    other route whose model is not chosen.
     """
     if given is None:
         return ()
@@ -139,8 +145,9 @@ def unknown_variables(
 ) -> list[tuple[str, str | None]]:
     """Return unknown variables that begin with MLXCACHE_, each with the most similar known one.
 
-    `environ`: the environment variables. The second item of a pair is None if no known variable is
-    similar. The variables of all settings, `MLXCACHE_CONFIG` and those in `more` are known.
+    `environ`: the environment variables; empty ones are ignored. The second item of a pair is None
+    if no known variable is similar. The variables of all settings, `MLXCACHE_CONFIG` and the names
+    in `more` are known.
     """
     own = (one for one in (*SETTINGS.values(), CONFIG) if not one.only_key)
     known = {*more, *(one.variable for one in own)}

@@ -28,16 +28,17 @@ _UNITS_S = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
 
 
 def read_text(value: object) -> str:
-    """Return a text unchanged, after checking that it is not empty."""
+    """Return a text unchanged. Raises ValueError if it is empty, and for any other type."""
     if not isinstance(value, str) or not value:
         raise ValueError(f"must be a text that is not empty, not {value!r}")
     return value
 
 
 def read_secrets(value: object) -> tuple[str, ...]:
-    """Read a key or a list of keys, and remove duplicates.
+    """Read an API key or a list of API keys, and remove duplicates.
 
-    Error messages do not repeat the value.
+    Raises ValueError for a key that is empty or not printable ASCII; the message does not repeat
+    the key.
     """
     given = value if isinstance(value, list | tuple) else [value]
     return tuple(dict.fromkeys(_secret(one) for one in given))
@@ -52,7 +53,8 @@ def _secret(value: object) -> str:
 def read_origins(value: object) -> tuple[str, ...]:
     """Read web origins from a list or from a text that separates them by commas.
 
-    Origins are normalised to the form in which browsers send them.
+    Origins are normalised to the form in which browsers send them. Raises ValueError for anything
+    that is not an origin, such as a wildcard.
     """
     given = value.split(",") if isinstance(value, str) else value
     if not isinstance(given, list | tuple):
@@ -71,7 +73,7 @@ def _origin(value: object) -> str:
 
 
 def read_path(value: object) -> Path:
-    """Read a path and expand `~`. The path need not exist."""
+    """Read a path and expand `~`. It need not exist. Raises ValueError for an empty text."""
     return Path(value if isinstance(value, Path) else read_text(value)).expanduser()
 
 
@@ -92,9 +94,9 @@ def read_files(value: object) -> tuple[Path, ...]:
 
 
 def read_number(least: int, most: int, *, example: int) -> Callable[[object], int]:
-    """Make a parser of whole numbers from `least` to `most`, both included.
+    """Return a parser of whole numbers from `least` to `most`, both included.
 
-    `example`: a valid number that error messages show.
+    It raises ValueError for anything else. `example`: a valid number that the message shows.
     """
 
     def read(value: object) -> int:
@@ -111,7 +113,7 @@ def read_number(least: int, most: int, *, example: int) -> Callable[[object], in
 
 
 def read_seconds(value: object) -> float:
-    """Read a period in seconds, above 0 and at most `LONGEST_S`."""
+    """Read a period in seconds. Raises ValueError unless it is above 0 and at most `LONGEST_S`."""
     try:
         seconds = float(value) if isinstance(value, str | int | float) else math.nan
     except ValueError:
@@ -124,7 +126,7 @@ def read_seconds(value: object) -> float:
 def read_duration(value: object) -> float:
     """Read a duration in seconds from a number or a text such as `90s`, `15m`, `1h` or `2d`.
 
-    It must be above 0 and at most `LONGEST_S`.
+    Raises ValueError for anything else, and unless it is above 0 and at most `LONGEST_S`.
     """
     example = "must be a duration above 0, such as 15m, 1h or 90s"
     match = re.fullmatch(r"([0-9.]+) *([smhd]?)", str(value).strip().lower())
@@ -140,14 +142,17 @@ def read_duration(value: object) -> float:
 
 
 def read_kv_bits(value: object) -> int:
-    """Read the number of bits of a quantised KV cache: 4 or 8."""
+    """Read the number of bits of a quantised KV cache. Raises ValueError unless it is 4 or 8."""
     if isinstance(value, bool) or str(value) not in ("4", "8"):
         raise ValueError(f"must be 4 or 8, not {value!r}")
     return int(str(value))
 
 
 def read_speculate(value: object) -> str:
-    """Parse the setting `speculate`: "off" or "auto" in any case, or false, which means "off"."""
+    """Parse the setting `speculate`: "off" or "auto" in any case, or false, which means "off".
+
+    Raises ValueError for anything else.
+    """
     if value is False:  # TOML and YAML writers know off as a boolean
         return "off"
     if str(value).lower() not in ("off", "auto"):
@@ -156,7 +161,10 @@ def read_speculate(value: object) -> str:
 
 
 def read_switch(value: object) -> bool:
-    """Read a boolean, or one of the texts true, yes, 1, false, no and 0 in any case."""
+    """Read a boolean, or one of the texts true, yes, 1, false, no and 0 in any case.
+
+    Raises ValueError for anything else.
+    """
     words = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
     known = value if isinstance(value, bool) else words.get(str(value).lower())
     if known is None:
@@ -165,7 +173,10 @@ def read_switch(value: object) -> bool:
 
 
 def read_on_off(value: object) -> bool:
-    """Read "on" or "off", or a boolean in the forms that `read_switch` accepts."""
+    """Read "on" or "off" in any case, or a boolean in the forms that `read_switch` accepts.
+
+    Raises ValueError for anything else.
+    """
     words = {"on": True, "off": False}
     known = words.get(value.strip().lower()) if isinstance(value, str) else None
     try:
@@ -175,7 +186,11 @@ def read_on_off(value: object) -> bool:
 
 
 def check_size(value: object) -> str | int:
-    """Return a size unchanged, after checking that `read_size` accepts it."""
+    """Return a size unchanged, after checking that `read_size` accepts it.
+
+    Raises ValueError for other types than text and whole numbers, and ConfigError for a text or a
+    number that is not a size.
+    """
     if not isinstance(value, str | int):
         raise ValueError(f"must be a size such as 8GB, 25% or auto, not {value!r}")
     read_size(value)
@@ -185,8 +200,8 @@ def check_size(value: object) -> str | int:
 def check_ram(value: object) -> str | int:
     """Return the size of `--ram` unchanged, after checking it as `check_size` does.
 
-    Its error message also says that `LEAST_RAM` is the least that any model needs. A size that is
-    too small for the model is not refused here, but when the model is loaded.
+    Raises ValueError; the message about a text that is no size also names `LEAST_RAM`, the least
+    that any model needs. A size that is too small for the model is only refused when it is loaded.
     """
     try:
         return check_size(value)
@@ -197,7 +212,7 @@ def check_ram(value: object) -> str | int:
 def check_size_or_off(value: object) -> str | int:
     """Return the size of `--disk` unchanged, or "off", after checking it as `check_size` does.
 
-    TOML's `false` means "off" too.
+    TOML's `false` means "off" too. Raises ValueError for anything else that is not a size.
     """
     if value is False or (isinstance(value, str) and value.strip().lower() == "off"):
         return "off"
@@ -208,7 +223,7 @@ def check_size_or_off(value: object) -> str | int:
 
 
 def read_level(value: object) -> str:
-    """Read the name of a log level, in any case, and return it in lower case."""
+    """Return the name of a log level in lower case. Raises ValueError for an unknown one."""
     levels = ("debug", "info", "warning", "error")
     if not isinstance(value, str) or value.lower() not in levels:
         raise ValueError(f"must be one of {', '.join(levels)}, not {value!r}")
@@ -216,7 +231,10 @@ def read_level(value: object) -> str:
 
 
 def read_table(value: object) -> Mapping[str, Any]:
-    """Return a TOML table, or parse a text that holds a JSON object."""
+    """Return a TOML table unchanged, or parse a text that holds a JSON object.
+
+    Raises ValueError for anything else.
+    """
     example = "'{\"enable_thinking\": false}'"
     if isinstance(value, str):
         try:
