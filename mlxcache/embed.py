@@ -143,12 +143,15 @@ class Model(_Embedded["Engine"]):
     def sessions(self) -> SessionBook:
         """Sessions, with methods to list, get, patch, fork and delete them.
 
-        `sessions.files` exports and imports snapshots.
+        `sessions.files` exports and imports snapshots. Raises NotReady outside of `async with`.
         """
         return self._engine.sessions
 
     def figures(self) -> dict[str, Any]:
-        """Return the figures of the cache and of requests: the body of `GET /v1/cache`."""
+        """Return the figures of the cache and of requests: the body of `GET /v1/cache`.
+
+        Empty before the model is loaded.
+        """
         return self._engine.figures()
 
     async def chat(
@@ -167,8 +170,8 @@ class Model(_Embedded["Engine"]):
         Closing the stream cancels the reply; the KV computed so far stays in the cache for
         reuse.
 
-        Raises BadRequest for an invalid or unsupported field, and Busy if the queue, or
-        this session's share of it, is full.
+        Raises BadRequest for an invalid or unsupported field, RuntimeError before `async with`,
+        and Busy after it or if the queue, or this session's share of it, is full.
         """
         _ = self.info
         return await _stream(self._engine, messages, session, fields)
@@ -195,23 +198,32 @@ class Models(_Embedded["Engines"]):
 
     @property
     def sessions(self) -> SessionBooks:
-        """Sessions of all models, with the methods of `Model.sessions`."""
+        """Sessions of all models, with the methods of `Model.sessions`; it raises as that does."""
         return self._engine.sessions
 
     def figures(self) -> dict[str, Any]:
-        """Return the figures of all models together: the body of `GET /v1/cache`."""
+        """Return the figures of all models together: the body of `GET /v1/cache`.
+
+        Empty before the default model is loaded.
+        """
         return self._engine.figures()
 
     async def load(self, model: str) -> None:
-        """Load a model before its first call. Raises NotFound, and ModelError if loading fails."""
+        """Load a model before its first call, or read the weights of an unloaded one again.
+
+        `model`: its name, id or alias. The first load is waited for, but reading weights again is
+        not. Raises NotFound for an unknown name, and if the load fails ModelError, or BadRequest or
+        Busy if there is no memory for it.
+        """
         engine = await self._engine.of(self._engine.named(model).label)
         await engine.load_weights()
 
     async def unload(self, model: str) -> None:
         """Drop a model's weights from memory; the next call for it reads them again.
 
-        Its KV on disk stays there and can be reused. Raises NotFound for an unknown name, and Busy
-        while replies of the model are computed.
+        Its KV on disk stays there and can be reused. Does nothing if the model was never loaded.
+        `model`: its name, id or alias. Raises NotFound for an unknown name, and Busy while replies
+        of the model are computed.
         """
         if (engine := self._engine.named(model)).state == "ready":
             await engine.unload_weights()
@@ -239,7 +251,8 @@ class Models(_Embedded["Engines"]):
 
         `model` is chosen as by a server: a name, id or alias of a model, or a name that a
         pattern of the setting `route` matches. With None or any other name, the default
-        model replies. Loads the model if needed. Raises ModelError if that fails.
+        model replies. Loads the model if needed. Raises ModelError, BadRequest or Busy if
+        that fails.
         """
         return await _stream(await self._engine.of(model), messages, session, fields)
 
@@ -258,9 +271,9 @@ def _make_engines(settings: Settings, remote: Objects | None) -> Engines:
 
 
 class _Folder:
-    """The cache folder of this process, marked as in use while the ExitStack `lock` is open.
+    """The cache folder, marked as used by this process from `enter` until `lock` is closed.
 
-    The mark keeps commands from changing the folder meanwhile.
+    The mark keeps commands from changing the folder meanwhile. `lock` is an ExitStack.
     """
 
     def __init__(self, settings: Settings):
@@ -280,7 +293,11 @@ class _Folder:
 
 
 def _read_settings(given: Mapping[str, Any]) -> Settings:
-    """Return the settings `given` by their keys in config.toml. Raises ConfigError."""
+    """Return the settings `given` by their keys in config.toml; prepare the cache folder.
+
+    See `prepare_cache_dir`. Raises ConfigError for an unknown key, for values that are not valid or
+    contradict one another, for `hosts` and `hostfile`, and for a cache folder on a network share.
+    """
     unknown = sorted(set(given) - set(SETTINGS))
     if unknown:
         raise ConfigError(f"unknown setting {unknown[0]!r}; expected {', '.join(SETTINGS)}")
@@ -293,7 +310,10 @@ def _read_settings(given: Mapping[str, Any]) -> Settings:
 
 
 def _open_remote(settings: Settings) -> Objects | None:
-    """Open the storage that is shared with other servers; None without the setting `remote`."""
+    """Open the storage that is shared with other servers, as `open_configured` does.
+
+    Returns None without the setting `remote`.
+    """
     if settings.remote is None:
         return None
     from mlxcache.remote.objects import open_configured  # noqa: PLC0415 - few programs use it
