@@ -27,10 +27,10 @@ class _Waiting:
 
 
 class Arrivals:
-    """Requests that wait, by the label of their model: at most `places` for each model.
+    """Requests that wait until their model is loaded, by its label.
 
-    `records` gets a record of each. `share(label)` returns the share of that model that is loaded,
-    from 0 to 1, or None if unknown.
+    `places`: the most requests that may wait for one model. `records` gets a record of each.
+    `share(label)` returns the part of that model that is loaded, from 0 to 1, or None if unknown.
     """
 
     def __init__(self, records: Records, places: int, share: Callable[[str], float | None]):
@@ -39,7 +39,7 @@ class Arrivals:
 
     @property
     def total(self) -> int:
-        """Number of requests that wait."""
+        """Number of requests that wait for any model."""
         return sum(len(one.arrivals) for one in self._waiting.values())
 
     def waits_for(self, label: str) -> bool:
@@ -50,9 +50,10 @@ class Arrivals:
     def waiting(self, label: str, arrival: Arrival | None) -> Iterator[None]:
         """Context manager: count a request as waiting for the model `label`, and record it.
 
-        `arrival`: the request; None if it is not recorded. Raises QueueFull if `places` requests
-        wait already, and TooMany if too many of the same session do. An exception in the body ends
-        the record.
+        `arrival`: the request; None if it is not recorded, and then not refused either. Raises
+        QueueFull if `places` requests wait for the model already, and TooMany if 1/`QUEUE_SHARE` of
+        `places` are taken by requests of the same session. After the body, the record is removed
+        for `Records.begin` to make another; an exception instead ends it as rejected or cancelled.
         """
         self._check(label, arrival)
         waiting = self._waiting.setdefault(label, _Waiting(time.monotonic(), []))
@@ -109,7 +110,7 @@ class Arrivals:
     def _left_s(self, label: str, began: float) -> float:
         """Estimate the seconds until the model `label` is loaded.
 
-        `began`: when the load began, by `time.monotonic`.
+        `began`: when the first request began to wait for it, by `time.monotonic`.
         """
         share, passed = self._share(label) or 0.0, time.monotonic() - began
         left = passed * (1 - share) / share if share > 0.05 else FIRST_LOAD_S

@@ -91,9 +91,9 @@ class Engine:
     written to disk. `on_progress(what, share)` is called on any thread while the model loads, with
     the name of the step; `share` is from 0 to 1, or None if unknown. `on_request(record)` is called
     on the event loop when a request is over. `label`, `aliases`: names of the model among those of
-    the server. `stall_s`: seconds without reading after which a reader's request is cancelled.
-    `awake`: prevents a Mac from sleeping while requests run; by default it is made from the
-    settings.
+    the server. `stall_s`: a client that takes none of its waiting events for so many seconds is
+    treated as one that has left. `awake`: prevents a Mac from sleeping while requests run; by
+    default it is made from the settings.
 
     Three arguments are shared by the engines of a process that serves several models. `rounds`: the
     loop of the MLX thread. `records`: the records of recent requests; if given, `on_request` is not
@@ -239,10 +239,10 @@ class Engine:
             self._runtime.close(died=True)
 
     def _on_loss(self, why: str) -> None:
-        """Fail all requests because another rank is lost, and end the process soon. Any thread.
+        """Fail all requests because another rank is lost; end the process after `LOST_S` seconds.
 
-        `why`: the cause, for the error message. The MLX thread is not waited for, because it may
-        wait for that rank for ever, in a pass.
+        `why`: the cause, for the error message. Any thread. The MLX thread is not waited for,
+        because it may wait for that rank for ever, in a pass.
         """
         self.failure = f"The group of ranks has ended: {why}."
         self._loop.call_soon_threadsafe(self._died, self.failure)
@@ -350,8 +350,8 @@ class Engine:
 
         If the reply must follow a grammar, the grammar is compiled first, in a worker thread.
         Raises NotReady before the model is loaded and after `stop`, QueueFull if the queue is full,
-        TooMany if the waiting requests of the session are its share of the queue, BadRequest or
-        ContextLengthExceeded if the job is not valid, and the errors of `_compile`.
+        TooMany if the session's waiting requests fill its share of the queue, BadRequest or
+        ContextLengthExceeded if the job is not valid, and for a grammar the errors of `_compile`.
         """
         runtime, owner = self._ready(), OWNER.get()
         builder = runtime.builders.of(owner)
@@ -378,8 +378,10 @@ class Engine:
     async def _compile(self, job: Job, runtime: ModelRuntime) -> Guide | None:
         """Compile the grammar that the reply to `job` must follow, in a worker thread.
 
-        Raises BadRequest if it cannot be compiled or takes more than `COMPILE_S` seconds, Busy if
-        it waits that long for other grammars, and GenerationFailed for an unexpected error.
+        Returns the guide that holds the reply to it; None if the reply is free. Raises BadRequest
+        if the grammar cannot be compiled or that takes more than `COMPILE_S` seconds, Busy if it
+        waits that long for other grammars, NotReady after `stop`, and GenerationFailed for an
+        unexpected error.
         """
         begun = threading.Event()
 
@@ -405,7 +407,11 @@ class Engine:
     def _begin(
         self, job: Job, record: RequestRecord, runtime: ModelRuntime, guide: Guide | None
     ) -> SharedReply:
-        """Submit `job` to the scheduler; return the reply that readers can join."""
+        """Submit `job` to the scheduler; return the reply that readers can join.
+
+        `record`: the record of the job's request. `guide`: restricts the reply's tokens; None if
+        they are free.
+        """
         runtime.note_begin(job)
         keep = not self.settings.no_anticipate and runtime.next_turns.note_begin(job)
         scheduler = runtime.scheduler
@@ -416,7 +422,7 @@ class Engine:
         return live.shared
 
     def _receive(self, live: LiveRequest, event: Event | BaseException) -> None:
-        """Pass one event of a request to its readers.
+        """Pass one event of a request, or the error that ended it, to its readers.
 
         If it is the last event, the request is removed and its record completed first.
         """
@@ -460,7 +466,7 @@ class Engine:
 
     @property
     def info(self) -> ModelInfo | None:
-        """Description of the served model; None until it is loaded."""
+        """Description of the served model; None until it was loaded for the first time."""
         return self._runtime.info if self._runtime is not None else None
 
     @property
@@ -475,10 +481,10 @@ class Engine:
 
     @property
     def load_share(self) -> float | None:
-        """Part of the current loading step that is done, from 0 to 1; None if there is none.
+        """Part of the current loading step that is done, from 0 to 1.
 
-        The steps are the download and reading the weights. None too while the model waits for
-        memory. Any thread.
+        The steps are the download and reading the weights. None if nothing is being loaded, and
+        while the model waits for memory. Any thread.
         """
         if (one := self._resident) is None:
             return self._first_load.share
@@ -494,8 +500,8 @@ class Engine:
     async def unload_weights(self) -> None:
         """Drop the model's weights from memory; the next request reads them again.
 
-        Raises NotReady before the model is loaded, Busy while requests run, and Unsupported for a
-        model that is divided among ranks.
+        Raises NotReady before the model was loaded for the first time, Busy while requests of this
+        model run, and Unsupported for a model that is divided among ranks.
         """
         unload = self._rounds.residency.unload
         if self._ranks is not None:
@@ -513,7 +519,7 @@ class Engine:
 
     @property
     def tally(self) -> Tally:
-        """Counts of the requests since the server started."""
+        """Counts of the requests since the server started, those of all its models together."""
         return self._records.tally
 
     @property
@@ -526,14 +532,15 @@ class Engine:
 
     @property
     def recordings(self) -> Recordings:
-        """The traces that are being recorded."""
+        """The traces that clients are recording, of the requests of all models of the server."""
         return self._records.recordings
 
     @property
     def silent_s(self) -> float:
-        """Seconds since the MLX thread last began a step.
+        """Seconds since the MLX thread began the step that it is running.
 
-        A step normally takes a few seconds at most. 0 until the model is loaded.
+        A step normally takes a few seconds at most. 0 while the thread is idle, and until the model
+        was loaded for the first time.
         """
         return self._thread.heartbeat.silent_s if self._runtime is not None else 0.0
 
@@ -562,21 +569,24 @@ class Engine:
         }
 
     def requests(self) -> list[RequestRecord]:
-        """Return the records of recent requests of the current API key, newest first."""
+        """Return the records of recent requests of the current API key, newest first.
+
+        The server keeps those of the latest `metrics.MAX_RECORDS` requests of all keys and models.
+        """
         return [self._with_session(record) for record in self._records.all(OWNER.get())]
 
     def running(self) -> list[RequestRecord]:
-        """Return the records of waiting and running requests of all owners, oldest first.
+        """Return the records of this model's waiting and running requests, oldest first.
 
-        A request that joined another one is not among them.
+        They are those of all owners. A request that joined another one is not among them.
         """
         return [one.record for one in self._requests.replies()]
 
     def prefill_left_s(self, record: RequestRecord) -> float | None:
         """Estimate the seconds until the prompt of `record` is computed.
 
-        Returns None if it is not being fed, and before its first chunk: a prefix may be restored,
-        and the speed is not known.
+        Returns None unless the prompt is being computed, and before the end of its first chunk: a
+        prefix may be restored, and the speed is not known.
         """
         fed = record.status == "prefill" and record.fed_tokens
         if self._runtime is None or not fed:
@@ -585,7 +595,7 @@ class Engine:
         return prefill_left_s(record, self.running(), cost.seconds)
 
     async def request(self, id: str) -> RequestRecord | None:
-        """Return the record of one recent request of the current API key, or None.
+        """Return the record of request `id` if it is one of those of `requests`, else None.
 
         Waits until the analysis of the request's prefix loss has ended and, for a bounded time,
         until the session of a request without a label is known.
@@ -602,7 +612,7 @@ class Engine:
         return record
 
     def _with_session(self, record: RequestRecord) -> RequestRecord:
-        """Return the record, with the session of a request without a label as soon as known.
+        """Return the record; if the request has no label, with the id of its session once known.
 
         Records of other engines that share `records` are returned unchanged.
         """

@@ -51,7 +51,7 @@ class FirstLoad:
 
         Starts the MLX thread if it does not run yet. Files are fetched in `pool`; `serve` runs on
         the MLX thread. Raises ModelError, ConfigError or BadRequest if the model cannot be served,
-        and what `serve` raises; the memory is released then.
+        and what `serve` raises; the memory of the weights is released then.
         """
         self.share = 0.0
         try:
@@ -61,7 +61,10 @@ class FirstLoad:
             self.share = None
 
     async def _fetch(self, pool: Executor) -> load.ModelSpec:
-        """Fetch the model's files, or make those of the demo model; start the MLX thread."""
+        """Fetch the model's files, or make those of the demo model; start the MLX thread.
+
+        Returns what `load.load` needs to load the model. `pool`: threads for work that blocks.
+        """
         loop = asyncio.get_running_loop()
         fetched = await loop.run_in_executor(pool, fetch_model, self._settings, self.report)
         self._rounds.start()

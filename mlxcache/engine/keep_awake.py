@@ -143,7 +143,7 @@ class KeepAwake:
     def _check(self) -> None:
         """Detect whether the command has ended by itself.
 
-        After an exit status it is not started again. After a signal it may be.
+        If it has exited, it is never started again. If a signal ended it, it may be.
         """
         status = self._process.poll() if self._process is not None else None
         if status is None:

@@ -98,11 +98,12 @@ def _by_kind() -> dict[Reuse, Times]:
 class Tally:
     """Counts of ended requests, including refused and joined ones. Event loop only.
 
-    `outcomes` counts by API and status. `joined`: requests that shared the computation of another.
-    `first_token` and `whole`: times from a client's request to its first token and to its end, by
-    whether it was cold, warm or restored. `stages`: total seconds by stage; see `STAGES`. `losses`
-    counts prefix losses by reason and cause (see docs/explain.md), `lost_tokens` their tokens by
-    reason. `repetitions`: replies ended because they repeated themselves.
+    `outcomes` counts by API and status, such as ("chat", "done"). `joined`: requests that shared
+    the computation of another; only these two fields count them. `first_token` and `whole`: times
+    from a client's request to its first token and to its end, by whether it was cold, warm or
+    restored. `stages`: total seconds by stage; see `STAGES`. `losses` counts prefix losses by
+    reason and cause (see docs/explain.md), `lost_tokens` their tokens by reason. `repetitions`:
+    replies ended because they repeated themselves.
     """
 
     outcomes: Counter[tuple[str, str]] = field(default_factory=Counter)
@@ -144,10 +145,10 @@ MAX_RECORDS = 1000
 
 
 class Records:
-    """Records of the latest requests by id, and the tally of all. Use on the event loop.
+    """Records of the latest `MAX_RECORDS` requests by id, and the tally of all.
 
-    `recordings`: traces that are being recorded.
-    `on_over(record)` is called for each request that is over.
+    Use on the event loop. `recordings`: traces that are being recorded. `on_over(record)` is called
+    for each request that is over.
     """
 
     def __init__(self, on_over: Callable[[RequestRecord], None]) -> None:
@@ -178,7 +179,10 @@ class Records:
         return record
 
     def expect(self, arrival: Arrival, model: str) -> RequestRecord:
-        """Make the record of a request that waits until its model, of label `model`, is loaded."""
+        """Make the record of a request that waits until its model, of label `model`, is loaded.
+
+        It is replaced by that of `begin`; see `forget`.
+        """
         record = RequestRecord(
             id=arrival.id,
             session=arrival.session,
@@ -193,21 +197,27 @@ class Records:
         return record
 
     def forget(self, id: str) -> None:
-        """Forget the record of a request that waits no more; `begin` makes another one."""
+        """Remove the record that `expect` made for request `id`; `begin` makes another one."""
         self._kept.pop(id)
 
     def end(self, record: RequestRecord) -> None:
-        """Count a request that is over and whose prefix loss is explained."""
+        """Count a request that is over, and call `on_over`.
+
+        `record` must be complete, with its prefix loss.
+        """
         self.tally.add(record)
         self._on_over(record)
 
     def reject(self, record: RequestRecord, error: BaseException) -> None:
-        """Count a request that was refused with `error`."""
+        """Complete the record of a request that was refused with `error`, and count it as `end`."""
         record.status, record.error = "rejected", str(error) or type(error).__name__
         self.end(record)
 
     def all(self, owner: str | None) -> list[RequestRecord]:
-        """Return an owner's records, newest first."""
+        """Return the records of an owner's requests, newest first.
+
+        `owner`: None if the server does not tell clients apart.
+        """
         return [record for record in reversed(self._kept.values()) if record.owner == owner]
 
     def get(self, id: str, owner: str | None) -> RequestRecord | None:
@@ -255,7 +265,7 @@ class Totals:
     saved: dict[str, float] = field(default_factory=lambda: {"tokens": 0, "seconds": 0.0})
 
     def add(self, record: RequestRecord, speed: PrefillSpeed) -> SessionFigures:
-        """Count a request that is over; return its figures, with what its reuse saved.
+        """Count a request that is over; return its figures, with what reuse of KV saved it.
 
         `speed`: measured cost of prefill, from which the saved seconds are computed.
         """
@@ -332,10 +342,11 @@ class Figures:
 
 
 def with_disk(figures: dict[str, Any], stats: dict[str, Any]) -> dict[str, Any]:
-    """Add the figures of the disk tier, `stats`, to `figures`, a body of `GET /v1/cache`.
+    """Add the figures of the disk tier to `figures`, a body of `GET /v1/cache`.
 
-    Returns a new dictionary. `written_per_cached_token` measures wear: bytes written to disk since
-    the start, divided by the prompt tokens that were reused. It is None if none were.
+    Returns a new dictionary, or `figures` if it is empty. `stats`: see `DiskTier.figures`.
+    `written_per_cached_token` measures wear: bytes written to disk since the start, divided by the
+    prompt tokens that were reused. It is None if none were.
     """
     if not figures:
         return figures

@@ -17,8 +17,9 @@ def fetch_model(
 ) -> load.ModelSpec | None:
     """Return the model to load, downloading it if needed; None for the built-in demo.
 
-    `on_progress(what, share)` is called during the download; `share` is from 0 to 1, or None if
-    unknown. Blocks.
+    `on_progress(what, share)` is called during the download; `what` has the name of the model, and
+    `share` is from 0 to 1, or None if unknown. Blocks. Raises ModelError if the model cannot be
+    found, downloaded or run.
     """
     if settings.model is None:
         return None
@@ -53,7 +54,7 @@ def demo_spec(settings: Settings) -> load.ModelSpec:
 
 
 def hash_files(spec: load.ModelSpec, settings: Settings) -> None:
-    """Compute the digests of the model's files, unless they are known, for `namespace_of` to use.
+    """Compute those digests of the model's files that are not stored yet, for `namespace_of`.
 
     Does nothing without a disk tier. Blocks while the files are read; may be called on any thread.
     Raises ModelError if a file cannot be read.

@@ -253,7 +253,7 @@ class Models:
         raise wrong_model(name, namespace, here)
 
     def requests(self) -> list[RequestRecord]:
-        """Return the records of recent requests of the current API key, newest first."""
+        """Return the records of recent requests of the current API key; see `Engine.requests`."""
         records = self.default.requests()
         for engine in self.engines[1:]:
             if engine.info is not None:
@@ -265,7 +265,8 @@ class Models:
 
         `models` is as in `describe`. `memory` is the budget of all models, in bytes: `used_bytes`,
         `limit_bytes`, `high_water_bytes`, and `kinds`, the bytes charged to that budget itself by
-        kind, such as weights and MLX's pool, without the KV of the models. Waits for the disk: call
+        kind, such as weights and MLX's pool, without the KV of the models. Neither is there if the
+        server has one model only. Empty until the default model is loaded. Waits for the disk: call
         in a worker thread.
         """
         figures, memory = self.default.figures(), self._memory

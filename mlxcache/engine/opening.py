@@ -31,9 +31,10 @@ log = logging.getLogger("mlxcache.engine")
 def open_store(
     loaded: Loaded, layout: Layout, settings: Settings, ranks: RankZero | None = None
 ) -> tuple[Store | None, str | None]:
-    """Open the store of this model's namespace; return it and None, or None and the reason.
+    """Open the store of this model's namespace; return it and None.
 
-    Logs a warning if the store cannot be opened, or only for reading. Blocks.
+    If that fails, returns None and the reason as text. `ranks`: the group that the model is divided
+    among, or None. Logs a warning if the store cannot be opened, or only for reading. Blocks.
     """
     folder = settings.cache_dir / "store"
     try:
@@ -79,7 +80,10 @@ def open_tier(
 
 
 def open_images(loaded: Loaded, plan: MemoryPlan, settings: Settings) -> images.Images | None:
-    """Reserve memory for images; return None if there is no memory or the model takes no images."""
+    """Reserve memory in the budget of `plan` for images; return the object that feeds them.
+
+    Returns None if there is too little memory or the model cannot be fed images.
+    """
     vision, label = loaded.vision, settings.entries[0].label
     if loaded.unseen is not None:
         log.info("model %s: images disabled: %s", label, loaded.unseen)

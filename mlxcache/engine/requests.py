@@ -78,8 +78,8 @@ class Forecast:
     def next_place(self, running: Iterable[Running], *, rate: float, round_s: float) -> float:
         """Return the estimated seconds until the first of the `running` requests ends.
 
-        The result lies between `MIN_RETRY_S` and `MAX_RETRY_S`. `rate`: prefill speed in tokens per
-        second. `round_s`: seconds per round of decoding.
+        The result lies between `MIN_RETRY_S`, also if none runs, and `MAX_RETRY_S`. `rate`: prefill
+        speed in tokens per second. `round_s`: seconds of a decoding step for all replies.
         """
         prefill, decode = [], []
         for one in running:
@@ -99,7 +99,8 @@ class SharedReply:
 
     Each reader gets the whole reply, whenever it joins. `cancel()` is called once, when the last
     reader has left. If that reader's time limit had passed, `expire(error)` is called instead.
-    `stall_s`: seconds without reading after which a reader is cancelled. Use on the event loop.
+    `stall_s`: a reader that takes none of its waiting events for so many seconds is treated as one
+    that has left. Use on the event loop.
     """
 
     def __init__(
@@ -136,6 +137,7 @@ class SharedReply:
         If the reply is sampled without a seed, only a request that its client marked as a retry may
         share it, because any other client expects a sample of its own. A sampled reply is shared
         only between equal values of `Job.choice`, the index of a reply among those of one request.
+        Once the reply is over or all readers have left, no job may share it.
         """
         if self.left or self.over:
             return False
@@ -175,9 +177,9 @@ class SharedReply:
     def _leave(self, stream: Stream, error: MlxcacheError | None = None) -> None:
         """Remove the reader of `stream`, which has left or whose time limit has passed.
 
-        `error`: the passed limit, for the record of its request; None if it has left. If it is the
-        only reader, `cancel()` or `expire(error)` is called instead, and the reader stays until the
-        computation has ended. Does nothing if it was removed before.
+        `error`: the error of the time limit, for the record of the reader's request; None if the
+        reader has left. If it is the only reader, `cancel()` or `expire(error)` ends the
+        computation, and the reader stays until then. Does nothing if it was removed before.
         """
         if self.left or stream not in self._streams:
             return
@@ -290,8 +292,8 @@ class RequestTable:
 
         One session may have 1/`QUEUE_SHARE` of the places. All choices of one request take one
         place, that of the first. Both errors carry an estimate of the seconds until a retry can
-        succeed. `rate`: prefill speed in tokens per second. `round_s`: seconds per round of
-        decoding.
+        succeed. `rate`: prefill speed in tokens per second. `round_s`: seconds of a decoding step
+        for all replies.
         """
         if job.choice:
             return
@@ -329,9 +331,9 @@ class RequestTable:
     ) -> LiveRequest:
         """Add a new request and return it; the caller submits its task.
 
-        `record`: where its figures are written. `stall_s`: seconds without reading after which a
-        reader is cancelled. `keep_pieces`: collect the pieces of the reply. `guide`: restricts the
-        reply's tokens.
+        `record`: where its figures are written. `scheduler`: the one that the task is submitted to.
+        `stall_s`: see `SharedReply`. `keep_pieces`: collect the pieces of the reply. `guide`:
+        restricts the reply's tokens; None if they are free.
         """
         post = scheduler.thread.post
         shared = SharedReply(
@@ -361,9 +363,10 @@ class RequestTable:
         return [one.shared for one in self._live.values()]
 
     def figures(self) -> dict[str, int]:
-        """Return the `queue` part of `GET /v1/cache`: number of requests by state, and the limit.
+        """Return the object `queue` of `GET /v1/cache`.
 
-        May be called on any thread.
+        `waiting`, `prefill` and `decode`: number of requests in that state. `limit`: the most that
+        may wait. Any thread.
         """
         statuses = Counter(one.shared.record.status for one in list(self._live.values()))
         return {
@@ -421,13 +424,13 @@ def _same_reply(one: Job, other: Job) -> bool:
 
 
 def _copy_progress(record: RequestRecord, of: RequestRecord) -> None:
-    """Copy the status and token counts of record `of` to the record of a joined request."""
+    """Copy the status and token counts of `of` to the record of a request that joined it."""
     for name in FOLLOWED_FIELDS:
         setattr(record, name, getattr(of, name))
 
 
 def _copy_result(record: RequestRecord, of: RequestRecord) -> None:
-    """Copy the results of record `of` to the record of a request that joined it.
+    """Copy the results of `of` to the record of a request that joined it.
 
     Fields that each request has for itself, such as its id and owner, are kept.
     """

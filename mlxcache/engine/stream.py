@@ -25,9 +25,10 @@ The whole process may have been suspended.
 class Stream:
     """Events of a reply in progress: Admitted, Progress and pieces, then Finished.
 
-    From `BACKLOG` unread events on, consecutive texts are merged and Progress is dropped. If a
-    reader takes no event for `stall_s` seconds, its request is cancelled. `cancel()` cancels the
-    request. `reply`: replaces names in the reply, such as stable UUIDs, by those of the client.
+    From `BACKLOG` unread events on, consecutive texts are merged and Progress is dropped. If the
+    reader takes none of the waiting events for `stall_s` seconds, `cancel()` is called: it cancels
+    the request, or removes only this reader if the request has other ones. `reply` replaces names
+    that the model was shown instead of the client's, such as stable UUIDs, by the client's.
     """
 
     def __init__(
@@ -52,12 +53,15 @@ class Stream:
         self._timer: asyncio.TimerHandle | None = None
 
     def push(self, event: Event | BaseException) -> None:
-        """Add an event from any thread."""
+        """Add an event, or an error that ends the stream, from any thread. Returns at once."""
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self.put, event)
 
     def put(self, event: Event | BaseException) -> None:
-        """Add an event; events after the last one are ignored. Call on the event loop."""
+        """Add an event, or an error that ends the stream. Call on the event loop.
+
+        Does nothing if Finished or an error was added before.
+        """
         if self._over:
             return
         if isinstance(event, Admitted):
@@ -77,7 +81,7 @@ class Stream:
             self._loop.call_later(min(GRACE_S, self._stall_s), self._give_up, self._taken)
 
     def _give_up(self, taken: int) -> None:
-        """Cancel the request if no event was read since this call was scheduled.
+        """Call `cancel()` of the class if no event was read since this call was scheduled.
 
         A timer calls it at most `GRACE_S` seconds after the reader seemed to have stalled, so that
         the reader can catch up if the process was suspended. `taken`: number of events read when
@@ -134,9 +138,9 @@ class Stream:
                 return
 
     async def aclose(self) -> None:
-        """Cancel the request unless it is over. Idempotent.
+        """Call `cancel()` of the class unless Finished or an error was added. Idempotent.
 
-        The KV that it has computed stays in the cache.
+        The KV that the request has computed stays in the cache.
         """
         if not self._over:
             self._cancel()
@@ -146,14 +150,14 @@ class Stream:
         self.put(error)
 
     def expires(self, timer: asyncio.TimerHandle) -> None:
-        """Set the timer of the request's time limit, which is cancelled when the reply ends."""
+        """Take over the timer of the request's time limit: cancel it when the reply ends."""
         self._timer = timer
         if self._over:
             timer.cancel()
 
     @property
     def over(self) -> bool:
-        """True once the last event was added."""
+        """True once Finished or an error was added, even if the reader has not taken it yet."""
         return self._over
 
     async def __aenter__(self) -> Stream:

@@ -47,7 +47,8 @@ class TracedRequest:
     """The data of an ended request that a recording needs.
 
     `ids`: token ids of prompt and reply, shape (n,). `arrived` and `ended`: seconds since 1970.
-    `key` and `head`: numbers of leading tokens; see `conversation_key` and `head` of `CacheHints`.
+    `session`: its label, or None. `key` and `head`: numbers of leading tokens, those that identify
+    the conversation (None if unknown), and those of tools and system prompt.
     """
 
     ids: Tokens
@@ -87,11 +88,17 @@ class TraceWriter:
         self._ends: LRU[bytes, dict[int, set[bytes]]] = LRU(MOST_ENDS)
 
     def header(self) -> dict[str, Any]:
-        """Return the first line of the file, as a JSON object."""
+        """Return the first line of a trace file, without `prefill_growth`, as a JSON object.
+
+        Its keys are "trace", "version" and "block_tokens"; see docs/plan.md.
+        """
         return {"trace": "mlxcache", "version": VERSION, "block_tokens": BLOCK}
 
     def line(self, one: TracedRequest) -> dict[str, Any]:
-        """Return the line of a request, to be written as JSON. 100,000 tokens take about 10 ms."""
+        """Return the line of a request, with the fields that docs/plan.md lists, as a JSON object.
+
+        100,000 tokens take about 10 ms.
+        """
         parts = self._parts(one.ids, one.prompt_tokens)
         session = None if one.session is None else self._name(b"session", one.session.encode())
         before = self._last.peek(session) or ()
@@ -165,8 +172,8 @@ class Recording:
     def put(self, one: TracedRequest) -> None:
         """Queue a request to be written.
 
-        If `MOST_WAITING` requests are queued already, this one is left out, and `lagging` is set:
-        the recording ends after those that are queued.
+        If `MOST_WAITING` requests are queued already, this one is left out, and `lagging` is set to
+        True: the caller of `take` ends the recording after those that are queued.
         """
         try:
             self._waiting.put_nowait(one)
@@ -174,7 +181,10 @@ class Recording:
             self.lagging = True
 
     async def take(self, seconds: float) -> dict[str, Any] | None:
-        """Return the line of the next request, or None if there is none within `seconds`."""
+        """Take the next request from the queue, and return its line; see `TraceWriter.line`.
+
+        Returns None if there is no request within `seconds`.
+        """
         try:
             one = await asyncio.wait_for(self._waiting.get(), seconds)
         except TimeoutError:

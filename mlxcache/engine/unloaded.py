@@ -19,9 +19,10 @@ log = logging.getLogger("mlxcache.engine")
 
 
 def weigh_files(label: str, model: str) -> int | None:
-    """Return the bytes of a model's weight files, and log what hinders its first load.
+    """Return the bytes of a model's weight files; None if they are damaged or not on this machine.
 
-    `model`: a path or Hub id. Returns None if its files are damaged or not on this machine. Blocks.
+    In both of these cases logs which it is. `label`: the model's name in the log. `model`: a path
+    or Hub id. Blocks.
     """
     path, problem = inspect_folder(model)
     if problem is not None:
