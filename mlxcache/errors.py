@@ -22,7 +22,7 @@
     │   ├── Gone                a file was evicted before it was read
     │   ├── Vanished            the store's folder is missing; it is reopened within seconds
     │   ├── PrefixNotStored     the prefix that a run builds on is not on disk
-    │   └── DiskFull            the disk, its limit or the reserve of free space is used up
+    │   └── DiskFull            the disk is full, or the limit of the disk tier is reached
 
 GroupLost stands apart, because it ends the process.
 
@@ -159,7 +159,11 @@ class PrefixNotStored(StoreError):
 
 
 class DiskFull(StoreError):
-    """Error raised if the disk, the disk tier's limit or the reserve of free space is used up."""
+    """Error raised if what is to be written does not fit on the disk.
+
+    Either the disk is full, or it must keep its free space for other programs, or the limit of the
+    disk tier would be exceeded.
+    """
 
 
 class RemoteUnavailable(MlxcacheError):
