@@ -177,9 +177,9 @@ class TokenLog:
 
 
 def _following(tokens: array[int], place: int, count: int) -> tuple[int, ...]:
-    """Return up to `count` tokens after position `place`, which end where their text ends.
+    """Return up to `count` tokens after position `place`, fewer if another text begins before.
 
-    If the last token of `tokens` is reached, those after `place` are repeated from the first.
+    If there are fewer than `count` after `place`, they are repeated in the same order.
     """
     said = tokens[place + 1 : place + 1 + count].tolist()
     at = 0

@@ -70,8 +70,9 @@ class DraftCosts:
     def excess(self, seconds: float, cached: int) -> float:
         """Return by how much a pass without drafts took longer than expected.
 
-        The result is in passes of the served model over one token. The expected costs are not
-        corrected. `seconds`: what the pass took. `cached`: positions before it.
+        The result is in passes of the served model over one token, from 0 to `OUTLIER`. The
+        expected costs are not corrected. `seconds`: what the pass took. `cached`: positions before
+        it.
         """
         return self.target.excess(1, seconds, cached)
 
@@ -79,7 +80,7 @@ class DraftCosts:
         return self.target.at(cached)(1 + drafts) + drafts * self._share(cached)
 
     def _share(self, cached: int) -> float:
-        """Return the cost of a draft model's pass over one token, in such passes of the served one.
+        """Return the time of the draft model's pass over one token, divided by the served model's.
 
         `cached`: positions before the token.
         """
@@ -132,9 +133,9 @@ class DraftRule:
         self._tries -= max(0.0, cost - 1.0)
 
     def best(self, most: int, cached: int) -> int:
-        """Return the number of drafts, up to `most`, that gives the most tokens for its time.
+        """Return how many tokens to draft, up to `most`, to expect the most tokens per second.
 
-        It is 0 if a pass without drafts gives more. `cached`: positions before the pass.
+        It is 0 if a pass without drafts gives more of them. `cached`: positions before the pass.
         """
         best, count = 1.0, 0
         tokens = chance = 1.0
@@ -153,8 +154,8 @@ class DraftRule:
 class ReplyDrafts:
     """The drafts of one reply, which cost it at most one pass and 2% of its time.
 
-    `rule`: of the draft model; this reply adds to it. `saved`: passes of one token that drafting
-    has saved so far, less what it cost.
+    `rule`: that of the draft model; passes of this reply are counted in it. `saved`: passes of the
+    served model over one token that drafting has saved so far, less what it cost.
     """
 
     def __init__(self, rule: DraftRule):
@@ -166,8 +167,10 @@ class ReplyDrafts:
     def choose(self, most: int, cached: int, unseen: int) -> int:
         """Return how many tokens to draft for the next pass, up to `most`.
 
-        Where drafting does not pay, that is `TRIED` now and then, otherwise 0. `cached`: positions
-        before the pass. `unseen`: tokens that the draft model must be fed first.
+        If drafting does not pay, the result is 0, or now and then `TRIED`, to see whether it pays
+        again. It is lower if the reply could not pay for a pass in which all are wrong. `cached`:
+        positions before the pass. `unseen`: tokens that the draft model must be fed first; unless
+        the result is 0, the time of feeding them is charged to the reply.
         """
         costs, rule = self._rule.costs, self._rule
         before = costs.catch_up(unseen, cached)
@@ -184,11 +187,12 @@ class ReplyDrafts:
     def note_round(
         self, drafted: int, right: int, seconds: float | None, cached: int, *, waited: bool = False
     ) -> None:
-        """Account for a pass with `drafted` tokens, 0 for a plain one, of which `right` were right.
+        """Account for a pass that checked `drafted` tokens and accepted the first `right` of them.
 
-        `seconds`: what it took, or None if that is not known. `cached`: tokens in the KV cache
-        before it. `waited`: a plain pass was launched only when the pass before it had ended, so
-        `seconds` includes the launch.
+        `drafted`: 0 for a pass without drafts. `seconds`: what the pass took, drafting included, or
+        None if that is not known. `cached`: tokens in the KV cache before it. `waited`: a pass
+        without drafts was launched only when the pass before it had ended, so `seconds` includes
+        the launch.
         """
         costs, rule = self._rule.costs, self._rule
         if seconds is None:
@@ -215,7 +219,10 @@ class ReplyDrafts:
         self._pay(self._rule.costs.catch_up(tokens, cached))
 
     def seconds_saved(self, cached: int) -> float:
-        """Return the seconds that drafting has saved, at the speed after `cached` positions."""
+        """Return the seconds that drafting has saved so far, less what it cost; below 0 for a loss.
+
+        They are `saved` passes at the speed of a pass over one token after `cached` positions.
+        """
         return self.saved * self._rule.costs.target.seconds(cached)
 
     def _pay(self, cost: float) -> None:

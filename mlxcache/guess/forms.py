@@ -28,16 +28,16 @@ _SPACED = (":", "|")
 
 
 def without_line_numbers(text: str) -> str:
-    """Return `text` with the line numbers of numbered lines removed.
+    """Return `text` without line numbers, and without the file names of `grep` before them.
 
-    Numbered are `_FEWEST` or more lines in a row whose numbers ascend, in one notation. The rest of
-    the text stays.
+    They are removed from `_FEWEST` or more lines in a row whose numbers ascend, in one notation,
+    such as that of `cat -n`. The rest of the text stays.
     """
     return "\n".join(line for run in _runs(text.split("\n")) for line in run)
 
 
 def _runs(lines: list[str]) -> Iterator[list[str]]:
-    """Yield the lines in runs of numbered lines, stripped of their numbers, and of other lines."""
+    """Yield all lines in groups, of numbered lines without their numbers or of other lines."""
     run: list[str] = []
     rests: list[str] = []
     last, notation = -1, ("", "")

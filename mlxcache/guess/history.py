@@ -24,7 +24,7 @@ If the prompt is shorter than the conversation, it is a share of the prompt's to
 class History:
     """Tokens of one conversation: prompts, replies, and tool results as a reply would write them.
 
-    `most`: maximum number of tokens. Not thread-safe.
+    `most`: maximum number of tokens that guesses are taken from. Not thread-safe.
     """
 
     def __init__(self, most: int = MOST_TOKENS):
@@ -99,7 +99,7 @@ class History:
 class Histories:
     """The most recently used histories of all owners. Not thread-safe.
 
-    `most`: maximum number of histories. `tokens`: maximum tokens of each.
+    `most`: maximum number of histories. `tokens`: the `most` of each `History`.
     """
 
     def __init__(self, most: int = MOST_HISTORIES, tokens: int = MOST_TOKENS):
@@ -113,8 +113,9 @@ class Histories:
     def take(self, owner: str | None, ids: Tokens) -> History:
         """Return the history of the conversation that the prompt `ids` continues; add `ids` to it.
 
-        Only histories of `owner` count; if none fits, a new one is returned. The history is removed
-        from those kept, so that no other reply uses it; `keep` adds it again.
+        It is the kept history of `owner` that begins with the most tokens in common with `ids`, at
+        least the share `SHARED` of the shorter of the two; if there is none, a new one. It is
+        removed from the kept ones, so that no other reply uses it; `keep` adds it again.
         """
         found, most = None, 0
         for number, (theirs, history) in self._kept.items():
@@ -126,12 +127,15 @@ class Histories:
         return history
 
     def keep(self, owner: str | None, history: History) -> None:
-        """Keep the history of a reply that has ended, for the next turn."""
+        """Keep the history of a conversation whose reply has ended, for its next turn.
+
+        If there are too many now, the one that was kept the longest ago is dropped.
+        """
         self._made += 1
         self._kept[self._made] = owner, history
         while len(self._kept) > self._most:
             self._kept.popitem(last=False)
 
     def clear(self) -> None:
-        """Forget everything."""
+        """Drop all kept histories, those of all owners."""
         self._kept.clear()

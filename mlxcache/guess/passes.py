@@ -28,9 +28,9 @@ Curves = Mapping[int, Sequence[tuple[int, float]]]
 class PassCosts:
     """Cost of a pass over some tokens, in passes over one token after as many cached positions.
 
-    `curves`: measured seconds by number of tokens, at one or two numbers of cached positions.
-    Between the two the cost is interpolated; outside, the cost at the nearer one holds. Passes of
-    running replies correct the cost of passes over about as many tokens.
+    `curves`: measured passes, as (tokens, seconds), by the number of cached positions before them.
+    Between two such numbers the cost is interpolated; below and above them, the cost at the nearest
+    one holds. Passes of running replies correct the cost of passes over about as many tokens.
     """
 
     def __init__(self, curves: Curves):

@@ -15,7 +15,7 @@ SHARE = 0.02
 
 
 class Purse:
-    """What one reply may still spend on guesses: `balance`, in passes of one token."""
+    """The time that one reply may still spend on guesses: `balance`, in passes of one token."""
 
     def __init__(self) -> None:
         self.balance = FIRST

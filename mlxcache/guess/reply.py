@@ -13,11 +13,11 @@ from mlxcache.guess.rule import LONGEST, PassCost, Survival, best_length
 
 @dataclass(slots=True)
 class Gains:
-    """What guesses have brought: tokens, passes, and time in passes of one token.
+    """Counts of the guesses of one reply, and the time that they saved.
 
     `drafted`: guessed tokens that were checked. `accepted`: those of them that were right.
-    `passes`: passes that checked a guess. `saved`: passes of one token that were saved, less what
-    checking cost.
+    `passes`: passes that checked a guess. `saved`: the time saved, less what checking cost, in
+    passes of one token.
     """
 
     drafted: int = 0
@@ -60,9 +60,10 @@ class ReplyGuesses:
     def propose(self, cost: PassCost, most: int, *, ahead: bool = False, fed: int = 0) -> list[int]:
         """Return the tokens to check in the next pass, behind the newest one; empty if none pays.
 
-        `cost`: the present cost of passes. `most`: most tokens. `ahead`: the newest token is not
-        known yet, so that the guess begins with it; it is left out of the result. `fed`: tokens
-        that the pass feeds again before the newest one.
+        `cost`: the present cost of passes. `most`: most tokens to return; the `most` of the class
+        holds too. `ahead`: the newest token is not known yet, so that the guess begins with it; it
+        is left out of the result. `fed`: number of tokens that the pass feeds again before the
+        newest one.
         """
         count = min(self._most, most)
         if count < 1:
