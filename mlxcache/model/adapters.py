@@ -56,9 +56,10 @@ class Sliced:
         return slot.keys is not None
 
     def first_write(self, slot: Any) -> int:
-        """Return how many tokens must be fed until the slot has its first rows.
+        """Return how many tokens the model must be fed until it writes the slot's first rows.
 
-        A slot to which the model never writes has this number too.
+        The number depends on the slot's class and settings alone. A slot that has no rows after
+        that many tokens is one that the model never writes to.
         """
         return 1
 
@@ -93,9 +94,10 @@ class Sliced:
         return {}
 
     def plain(self, slot: Any) -> Any:
-        """Return a cache of mlx-lm's own class with the same content and no spare capacity.
+        """Return a cache of mlx-lm's own class with the slot's content and no spare capacity.
 
-        Its arrays are views of those of the slot.
+        If the slot has a sliding window, only the positions of that window are in the result. The
+        arrays are views of those of the slot.
         """
         if not self.filled(slot):
             return slot
@@ -544,9 +546,10 @@ COMPOSITES: set[type] = {GroupedCache}
 
 
 def register(adapters: Mapping[type, Adapter], composites: Iterable[type] = ()) -> None:
-    """Add adapters of further classes, each by exact class, and classes that consist of slots.
+    """Add adapters of further cache classes, each by exact class, and further composite classes.
 
-    Those of mlx-vlm are added when it is imported, which not every server does.
+    `composites`: classes whose attribute `parts` has their slots. The classes of mlx-vlm are added
+    when it is imported, which not every server does.
     """
     ADAPTERS.update(adapters)
     COMPOSITES.update(composites)
@@ -585,11 +588,12 @@ def class_name(cache: Any) -> str:
 
 
 def prepared(cache: Any, layer: Any = None) -> Any:
-    """Replace an empty cache of the model by the class that is used here instead.
+    """Return an empty cache to use instead of `cache`, an empty cache that the model made.
 
     A sliding window becomes a `WindowCache`. A `ConcatenateKVCache` becomes a `KVCache`, which is
     equivalent and writes in place. A `LayerCache` becomes a `GroupedCache` if `layer`, the layer of
-    the model that it belongs to, is given. Other caches are returned unchanged.
+    the model that it belongs to, is given. The members of a `CacheList` are replaced in the same
+    way. Other caches are returned unchanged.
     """
     if type(cache) is CacheList:
         return composed([prepared(part) for part in cache.caches])

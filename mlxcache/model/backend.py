@@ -30,12 +30,13 @@ INSTALL = f"pip install 'mlxcache[vlm]' && pip install --no-deps mlx-vlm=={VLM_V
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """Form in which a family of mlx-vlm is called.
+    """The way in which models of one family are called if mlx-vlm runs them.
 
-    `positions`: the form of the positions that its language model takes: "caches" if it reads them
+    `positions`: the form of the positions that the language model takes: "caches" if it reads them
     from the caches' offsets and keeps nothing between calls, "rows" for an array of shape (rows,
-    n), "axes" for one of shape (3, rows, n). `compiled`: its compiled functions are right for every
-    length. If not, they run uncompiled. `images`: its images can be fed.
+    n), "axes" for one of shape (3, rows, n), where n is the number of tokens. `compiled`: the
+    functions that mlx-vlm compiles are right for every n; if not, they run uncompiled. `images`:
+    images can be fed to those models that have a vision tower.
     """
 
     positions: Literal["caches", "rows", "axes"]
@@ -104,7 +105,10 @@ def choose_backend(config: Mapping[str, Any], model: str, *, images: bool = Fals
 
 
 def may_see(config: Mapping[str, Any]) -> bool:
-    """Return whether mlx-vlm can feed images to a model with this configuration."""
+    """Return whether mlx-vlm, once installed, can feed images to a model with this configuration.
+
+    The model's folder must have the weights for that too; see `has_images`.
+    """
     family = FAMILIES.get(str(config.get("model_type")))
     return family is not None and family.images and bool(config.get("vision_config"))
 
@@ -137,7 +141,8 @@ def has_images(path: Path) -> bool:
 def _tensors(path: Path) -> Iterator[str]:
     """Yield the names of the tensors in a model's folder.
 
-    Raises OSError if a file cannot be read, and ValueError if the index of its files is damaged.
+    Raises OSError if a file cannot be read, and ValueError if the folder's index of tensors is
+    damaged.
     """
     if listed := tensor_index(path):
         yield from listed

@@ -29,10 +29,10 @@ def native_length(config: Mapping[str, Any], tokenizer_length: object = None) ->
     """Return the context length that a model's files state, in tokens, or None.
 
     `config`: the parsed config.json. The text model's own section takes precedence over the top
-    level. If RoPE is scaled and the length before scaling is given, their product counts if it is
-    larger: model cards tell users to add YaRN without raising `max_position_embeddings`
-    (https://arxiv.org/abs/2309.00071). `tokenizer_length`: the tokenizer's `model_max_length`, used
-    if `config` states no length.
+    level. If it states the length before RoPE is scaled and the factor of the scaling, the product
+    of the two counts if it is larger: model cards tell users to add YaRN without raising
+    `max_position_embeddings` (https://arxiv.org/abs/2309.00071). `tokenizer_length`: the
+    tokenizer's `model_max_length`, used if `config` states no length.
     """
     for section in _sections(config):
         stated = next((n for key in _KEYS if (n := _count(section.get(key)))), None)

@@ -125,9 +125,10 @@ def _undrafted(model: Any) -> str | None:
 
 
 def _outlined(spec: ModelSpec, path: Path, weights: int) -> tuple[nn.Module, ModelInfo]:
-    """Build a model from the config.json in `path`, with weights that are never computed.
+    """Build a model from the config.json in `path`; return it with its description.
 
-    `weights`: bytes of the model's own weights, for its description.
+    Its weights are random and never computed. `weights`: bytes of the model's own weights, for the
+    description.
     """
     config = load_config(path)
     images = spec.images and spec.adapter is None  # its weights are not here to be looked at

@@ -50,18 +50,19 @@ def fingerprint(
     """Return the namespace of the model in folder `path`, as 32 hexadecimal digits.
 
     The digest covers the content of the weights, of the configuration (parsed JSON), of Python code
-    that the model runs, of the adapter and of the draft model in folder `draft`; `layout_key`,
-    which stands for the shapes and dtypes of KV; the versions of mlx-lm and of stored KV; and, if
-    mlx-vlm runs the model, its version and the settings of the image processor. It covers no name,
-    so a model has the same namespace wherever its folder is. `backend`: the library that runs the
-    model, "mlx-lm" or "mlx-vlm"; None for the one that runs it without images.
+    that the model runs, of the adapter in folder `adapter` and of the draft model in folder
+    `draft`; `layout_key`, a text that stands for the shapes and dtypes of KV; the versions of
+    mlx-lm and of stored KV; and, if mlx-vlm runs the model, the version of mlx-vlm and the settings
+    of the image processor. It covers no name, so a model has the same namespace wherever its folder
+    is. `backend`: the library that runs the model, "mlx-lm" or "mlx-vlm"; None for the one that
+    runs it without images.
 
-    Files are identified by their SHA-256. In a Hub cache that is the name of the file's blob. Other
-    files are read once, and their digests are stored in the file `memo` and used while size, times
-    and inode are unchanged. `progress` is called with the bytes read so far and the total. Blocks
-    while it reads.
+    Weights and code are identified by their SHA-256. A large file in the Hub's cache has it as its
+    name. Other files are read once, and their digests are stored in the file `memo` and used while
+    size, times and inode are unchanged. `progress` is called with the bytes read so far and the
+    total. Blocks while it reads.
 
-    Raises ModelError with the name of a file that cannot be read.
+    Raises ModelError, which names the file, if a file cannot be read.
     """
     path = path.expanduser()
     vlm = (_plain_backend(path) if backend is None else backend) == "mlx-vlm"
@@ -100,7 +101,7 @@ def _read_json(file: Path) -> Any:
 
 
 def _runs_code(path: Path) -> bool:
-    """Return whether the model is built by Python code in its own folder.
+    """Return whether the model in folder `path` is built by Python code in that folder.
 
     mlx-lm runs such code only with the user's permission.
     """
@@ -135,8 +136,8 @@ class _Seen:
 class _Reader:
     """Reader of the SHA-256 of files, which reads each file at most once while it is unchanged.
 
-    `memo`: the file in which the digests are stored. `progress` is called with the bytes read so
-    far and the total, or None.
+    `memo`: the file in which the digests are stored. `progress`: called with the bytes read so far
+    and the total; None for no reports.
     """
 
     def __init__(self, memo: Path, progress: Progress | None):
@@ -196,9 +197,9 @@ class _Reader:
 
 
 def _blob_digest(real: Path) -> str | None:
-    """Return the SHA-256 of a file in the Hub's cache, or None for any other file.
+    """Return the SHA-256 of a large file in the Hub's cache, or None for any other file.
 
-    The Hub's cache names large files by their SHA-256.
+    The Hub's cache names large files by their SHA-256. `real`: the file's path without links.
     """
     if real.parent.name == "blobs" and _BLOB.fullmatch(real.name):
         return real.name
@@ -232,6 +233,9 @@ def _save_memo(
     memo: Path, known: Mapping[str, Any], fresh: Mapping[str, tuple[_Seen, str]]
 ) -> None:
     """Write the file `memo`: the entries `known` from before, and the `fresh` digests by path.
+
+    `known`: the result of `_load_memo`. `fresh`: maps the path of a file that was read to its
+    `_Seen` from before the reading, and its SHA-256.
 
     Files that no longer exist are left out, and so is a file that changed within the last two
     seconds, because another change within the same tick of the file system's clock would not show.

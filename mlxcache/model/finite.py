@@ -32,7 +32,7 @@ def ends_finite(lineage: Lineage) -> bool:
 def finite_upto(lineage: Lineage) -> int:
     """Return the first position whose KV is not finite, or the length of the lineage.
 
-    Reads all KV of the lineage.
+    Reads all KV of the linear slots, and nothing of the opaque ones.
     """
     end = lineage.length
     for slot in lineage.linear:

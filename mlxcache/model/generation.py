@@ -50,7 +50,10 @@ def sampling_defaults(path: Path) -> dict[str, float]:
 
 
 def is_object(path: Path) -> bool:
-    """Return whether the folder's generation_config.json is missing or a JSON object."""
+    """Return whether generation_config.json in the folder `path` is missing or a JSON object.
+
+    False also for a file that cannot be read.
+    """
     try:
         return isinstance(json.loads((path / FILE).read_text(encoding="utf-8")), dict)
     except FileNotFoundError:
@@ -69,7 +72,10 @@ def _read(path: Path) -> Mapping[str, Any]:
 
 
 def _checked(name: str, value: object) -> float | None:
-    """Check a value of the sampling field `name`; return it, or None if it is not valid."""
+    """Return `value` if it is a number in the range of the sampling field `name`, else None.
+
+    A `top_k` such as 20.0 is returned as an int.
+    """
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     if name == "top_k" and isinstance(value, float):
@@ -86,7 +92,8 @@ def _checked(name: str, value: object) -> float | None:
 def resolve(sampling: Sampling, defaults: Mapping[str, float]) -> Sampling:
     """Return `sampling` with the fields that the client left unset taken from `defaults`.
 
-    `defaults`: the model's, as `sampling_defaults` returns them.
+    `defaults`: the model's, as `sampling_defaults` returns them. A field without a default keeps
+    its value. In the result no field counts as unset.
     """
     if not sampling.unset:
         return sampling

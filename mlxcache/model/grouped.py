@@ -41,9 +41,10 @@ _HELD = {
 class GroupRows:
     """Vectors of the closed groups of `ratio` tokens, one of `size` numbers for each group.
 
-    `rows` has shape (1, 1, capacity, width), with `ratio * width` numbers, padding included, for a
-    vector. `offset`: number of positions. `newest`: the newest vector, shape (1, 1, size), or
-    (1, 0, size) before the first; None if `ratio` is 1, where `rows` are enough.
+    `rows` has shape (1, 1, capacity, width), or is None before the first vector. A vector takes
+    `ratio` rows of `width` numbers, padding included. `offset`: number of positions. `newest`: the
+    newest vector, shape (1, 1, size); None or of shape (1, 0, size) before the first; None also if
+    `ratio` is 1, where `rows` are enough.
     """
 
     step = 256
@@ -89,9 +90,9 @@ class GroupRows:
     def vectors(self) -> mx.array | None:
         """Return the vectors of all closed groups, shape (1, groups, size), or None.
 
-        None means that no group is closed. It is also returned in a pass that closes
-        groups, until `add` has written their vectors: mlx-lm passes what it read here, with
-        the new vectors appended, to `add`, which needs the new ones only.
+        None means that no group is closed. In a pass that closes groups, None is also returned
+        until `add` has written their vectors. mlx-lm appends the new vectors to what it gets here,
+        and passes the result to `add`; so it passes the new ones only.
         """
         if self._closing or not self.groups or self.rows is None:
             return None
@@ -144,9 +145,9 @@ class GroupRows:
     def _write_tail(self) -> None:
         """Write the rows of the newest vector again if the buffer may lack some of them.
 
-        It may after `put`, `end_at` or `restore`, or if it was too short before. Raises
-        ValueError if the newest vector is not that of `offset`, since no checkpoint was
-        restored.
+        The buffer may lack them after `put`, `end_at` or `restore`, or if it was too short
+        before. Raises ValueError if `newest` is missing or that of another group, because no
+        checkpoint of position `offset` was restored.
         """
         if self._tail or self._end <= self.offset or not self.groups:
             return
@@ -155,7 +156,7 @@ class GroupRows:
         self._write(self.newest, self.groups - 1)
 
     def _reserve(self, capacity: int) -> None:
-        """Enlarge the buffer, in steps, to at least `capacity` positions."""
+        """Enlarge the buffer, by a multiple of `step`, to at least `capacity` positions."""
         assert self.rows is not None
         missing = capacity - self.rows.shape[2]
         if missing > 0:
@@ -164,7 +165,7 @@ class GroupRows:
             self.rows = mx.concatenate([self.rows, pad], axis=2)
 
     def put(self, rows: mx.array) -> None:
-        """Replace the buffer `rows`."""
+        """Replace the buffer by `rows`; the number of positions stays as it is."""
         self.rows, self._tail = rows, False
 
     def end_at(self, offset: int) -> None:
@@ -172,9 +173,9 @@ class GroupRows:
         self.offset, self._closing, self._tail = offset, 0, False
 
     def restore(self, newest: mx.array | None, offset: int) -> None:
-        """Set the newest vector, and set the number of positions to `offset`.
+        """Set the newest vector: that of the last group closed within the first `offset` positions.
 
-        The rows stay as they are.
+        `newest`: as `newest_vector` returns it. The rows and `self.offset` stay as they are.
         """
         self.newest, self._newest_of, self._tail = newest, offset // self.ratio, False
 
@@ -192,9 +193,9 @@ class RecentRows:
     """The newest `window_size` rows of a layer, and its tokens of the group that is still open.
 
     `window` has shape (1, n, dim). `pending_kv` and `pending_gate`, the latents and gates of
-    those tokens, have shape (1, n, dim), or are None in layers that compress nothing. `groups`:
-    slots of the same layer, whose newest vectors belong to this one's state. `ratio`: tokens in
-    a group, or 0.
+    the tokens of the open group, have shape (1, n, dim), or are None in layers that compress
+    nothing. `groups`: slots of the same layer, whose newest vectors belong to this slot's state.
+    `ratio`: tokens in a group, or 0 without `groups`.
     """
 
     def __init__(self, window_size: int, groups: Sequence[GroupRows] = ()):
@@ -211,7 +212,8 @@ class RecentRows:
         """Tuple of the slot's state, for a checkpoint.
 
         Its items are `window`, `pending_kv`, `pending_gate`, a tuple of the newest vector
-        of each of `groups`, `offset`, `window_size` and `ratio`.
+        of each of `groups`, `offset` (the number of positions), `window_size` and `ratio`. The
+        inner tuple is empty before the first position.
         """
         newest: tuple[Any, ...] = ()
         if self.window is not None:
@@ -222,7 +224,7 @@ class RecentRows:
         )  # fmt: skip
 
     def append(self, kv: mx.array) -> mx.array:
-        """Append `kv`, shape (1, n, dim); return the previous window followed by it."""
+        """Append `kv`, shape (1, n, dim); return the window as it was before, followed by `kv`."""
         rows = kv if self.window is None else mx.concatenate([self.window, kv], axis=1)
         self.window = rows[:, -self.window_size :]
         self.offset += kv.shape[1]
@@ -242,8 +244,9 @@ class RecentRows:
 class GroupedCache:
     """Cache of one layer in the form in which mlx-lm's DeepSeek V4.1 reads and writes it.
 
-    It does what `LayerCache` of mlx-lm does. `window_size`: rows of the window. `groups`: the slots
-    of compressed KV. `parts`: all slots that it consists of.
+    It does what `LayerCache` of mlx-lm does. `window_size`: rows of the window. `groups`: none, or
+    the slot of compressed KV, or that and the slot of index keys. `parts`: all slots of this cache,
+    that of the window first.
     """
 
     def __init__(self, window_size: int, groups: Sequence[GroupRows] = ()):
@@ -289,7 +292,10 @@ class GroupedCache:
 
     @property
     def compress_kv(self) -> mx.array | None:
-        """Compressed KV of the closed groups, or None; see `GroupRows.vectors`."""
+        """Compressed KV of the closed groups, or None, as `GroupRows.vectors` returns it.
+
+        None also if the layer has no slot for compressed KV.
+        """
         return self._vectors(0)
 
     @compress_kv.setter
@@ -298,9 +304,10 @@ class GroupedCache:
 
     @property
     def index_k(self) -> mx.array | None:
-        """Index keys of the closed groups, or None; see `GroupRows.vectors`.
+        """Index keys of the closed groups, or None, as `GroupRows.vectors` returns them.
 
-        By these vectors the layer's indexer selects the groups that a token attends to.
+        By these vectors the layer's indexer selects the groups that a token attends to. None
+        also if the layer has no slot for index keys.
         """
         return self._vectors(1)
 
@@ -314,7 +321,7 @@ class GroupedCache:
 
 
 def grouped(cache: Any, layer: Any) -> GroupedCache | None:
-    """Return an empty `GroupedCache` in place of mlx-lm's empty `cache` of `layer`.
+    """Return an empty `GroupedCache` that replaces `cache`, mlx-lm's empty cache of `layer`.
 
     Returns None if `cache` is not mlx-lm's `LayerCache`, or has other attributes than those known.
     """

@@ -101,8 +101,9 @@ def resolve(model: str, revision: str | None = None, progress: Progress | None =
 def here(model: str, revision: str | None = None) -> Path | None:
     """Return the folder of `model` if all of its files are on this machine, else None.
 
-    `revision`: branch, tag or commit on the Hub. Downloads nothing. Raises ModelError for a path
-    that does not exist or a name that is no Hub id.
+    `model`: a path or a Hub id. `revision`: branch, tag or commit on the Hub, None for the default
+    branch. Downloads nothing. Raises ModelError for a path that is no existing folder, and for a
+    name that is no Hub id.
     """
     if Path(model).expanduser().exists() or _looks_local(model) or "/" not in model:
         return resolve(model, revision)
@@ -123,10 +124,11 @@ def here(model: str, revision: str | None = None) -> Path | None:
 
 
 def outline(model: str, revision: str | None = None) -> tuple[Path, int]:
-    """Download only the configuration of a model on the Hub.
+    """Download only the config.json of a model on the Hub; return its folder and the weights' size.
 
-    Returns its folder, and the bytes of the model's weights. `revision`: branch, tag or commit on
-    the Hub. Raises ModelError, within seconds if the Hub cannot be reached.
+    The size is that of the model's files `model*.safetensors` in bytes, 0 if there are none.
+    `revision`: branch, tag or commit on the Hub, None for the default branch. Raises ModelError if
+    that fails, within seconds if the Hub cannot be reached.
     """
     try:
         # before the download, which would be retried
@@ -144,8 +146,9 @@ def outline(model: str, revision: str | None = None) -> tuple[Path, int]:
 def fetch_config(model: str, revision: str | None = None) -> Path | None:
     """Download the config.json of a model on the Hub, and return its folder.
 
-    `revision`: branch, tag or commit on the Hub. Returns None if it cannot be downloaded, within
-    seconds if the Hub cannot be reached; `resolve` then raises the error, or uses what is here.
+    `revision`: branch, tag or commit on the Hub, None for the default branch. Returns None if the
+    file cannot be downloaded, within seconds if the Hub cannot be reached. A call of `resolve` then
+    raises the error, or returns the folder with the files that are on this machine.
     """
     try:
         # before the download, which would be retried
@@ -182,7 +185,7 @@ def _download(model: str, revision: str | None, progress: Progress | None) -> Pa
 
 
 def _find_large(model: str, revision: str | None) -> Sequence[LargeFile]:
-    """Return the large files to download; none if the Hub does not list them.
+    """Return the model's large files to download; empty if the Hub does not list the files.
 
     If it does not, snapshot_download uses the files on this machine, or raises the error.
     """
@@ -193,9 +196,10 @@ def _find_large(model: str, revision: str | None) -> Sequence[LargeFile]:
 
 
 def why(model: str, revision: str | None, error: Exception) -> str | None:
-    """Describe the cause and remedy of an error of the Hub's client; return None for other errors.
+    """Return a sentence on the cause and remedy of an error of the Hub's client.
 
-    `model` and `revision`: what was requested when the error was raised.
+    Returns None for an error of another kind than those in `_SENTENCES`. `model` and `revision`:
+    the Hub id and the revision that were requested when the error was raised.
     """
     for kind, sentence in _SENTENCES:
         if isinstance(error, kind):

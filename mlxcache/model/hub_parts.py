@@ -44,7 +44,11 @@ _READ_BYTES = 16 << 20
 
 @dataclass(frozen=True, slots=True)
 class LargeFile:
-    """A file to download: its address, the SHA-256 of its content, and its place in the cache."""
+    """A file to download.
+
+    `name`: its path in the model's repository. `digest`: the SHA-256 of its content in hexadecimal.
+    `size`: in bytes. `blob`: its place in the Hub's cache when it is complete.
+    """
 
     name: str
     url: str
@@ -63,8 +67,9 @@ def find_large_files(
 ) -> tuple[LargeFile, ...]:
     """Return the large files of a model on the Hub that the Hub's cache lacks.
 
-    Large are those of `LEAST_BYTES` (32 MiB) to 50 GB. `patterns`: names of the files that are
-    wanted, with wildcards. Makes one request. Raises the errors of the Hub's client.
+    Large are those of `LEAST_BYTES` (32 MiB) to 50 GB. `revision`: branch, tag or commit, None for
+    the default branch. `patterns`: names of the files that are wanted, with wildcards. Makes one
+    request. Raises the errors of the Hub's client.
     """
     info = HfApi().model_info(model, revision=revision, files_metadata=True, timeout=ANSWER_S)
     large = {
@@ -100,14 +105,20 @@ def fetch_large_files(files: Sequence[LargeFile], progress: Progress | None) -> 
 
 
 def _fetch(file: LargeFile, told: _Told) -> None:
-    """Download the missing rest of a file, check its digest, and move it to its place."""
+    """Download the missing rest of a file, check its digest, and move it to `file.blob`.
+
+    Raises as `fetch_large_files` does.
+    """
     file.blob.parent.mkdir(parents=True, exist_ok=True)
     while not _fetch_into_part(file, told):
         pass
 
 
 def _fetch_into_part(file: LargeFile, told: _Told) -> bool:
-    """Download as `_fetch` does. False if another process moved or deleted the opened part."""
+    """Do what `_fetch` does, and return True when the file is in its place.
+
+    Returns False, with nothing downloaded, if another process moved or deleted the opened part.
+    """
     with _Part(file, told) as part, _locked(part):
         if not part.is_in_place():
             return False
@@ -134,7 +145,7 @@ def _fetch_into_part(file: LargeFile, told: _Told) -> bool:
 
 
 def _is_whole(file: LargeFile) -> bool:
-    """Return whether the part has the size and the digest of the whole file."""
+    """Return whether the part of `file` on disk has the size and the digest of the whole file."""
     if file.part.stat().st_size != file.size:
         return False
     digest = hashlib.sha256()
@@ -189,7 +200,7 @@ class _Part(FileIO):
             return False
 
     def write(self, data: Any) -> int:
-        """Write `data` at the end of the file."""
+        """Write the bytes `data` at the end of the file; return the number of bytes written."""
         count = super().write(data)
         self._told.note(self._file, self.tell())
         return count

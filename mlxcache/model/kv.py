@@ -81,7 +81,7 @@ def arrays_of(slot: Any) -> list[mx.array]:
 
 
 def set_arrays(slot: Any, arrays: Sequence[mx.array], offset: int) -> None:
-    """Set the arrays of a linear slot, which hold positions [0, offset)."""
+    """Set the arrays of a linear slot, and its length to `offset` positions."""
     adapter = sliced(slot)
     for index, array in enumerate(arrays):
         adapter.put(slot, index, array)
@@ -145,7 +145,7 @@ def restore(slots: Sequence[Any], state: State | None) -> None:
 def hold(slots: Sequence[Any]) -> State:
     """Return references to the states of the opaque slots, without a copy.
 
-    They stay valid while the model is fed if `Layout.rewinds`.
+    While the model is fed, they stay valid only if `Layout.rewinds`.
     """
     return tuple(held_tree(state) for state in _needed(slots))
 
@@ -171,9 +171,10 @@ def are_sound(states: State) -> bool:
 
 
 def pretend(slots: Sequence[Any], likes: State, position: int) -> None:
-    """Set the opaque slots to states of any values at `position`, to measure a pass from there.
+    """Set the opaque slots to made-up states at `position`, to measure a pass from there.
 
-    `likes`: `Layout.states`. A slot whose state is the same size at every position stays as it is.
+    Their shapes are right, their values arbitrary. `likes`: `Layout.states`. A slot whose state has
+    the same size at every position stays as it is.
     """
     for (slot, adapter), like in zip(_checkpointed(slots), likes, strict=True):
         made = adapter.blank(like, position)
@@ -250,7 +251,7 @@ class Layout:
     def rewinds(self) -> bool:
         """True if the newest positions can be taken back, on this rank and without telling others.
 
-        Opaque slots are set to references to their state before, which `hold` returned.
+        To do so, opaque slots are set to what `hold` returned before these positions were fed.
         """
         if self.lockstep.divided:
             return False
@@ -268,7 +269,7 @@ class Layout:
 
     @property
     def widest(self) -> int:
-        """Bytes of one position in the largest array of KV."""
+        """Bytes of one position in the largest array of the linear slots; 0 if they have none."""
         return max((h * d * t.size for spec in self.specs for h, d, t in spec), default=0)
 
     def row_bytes(self, length: int) -> int:

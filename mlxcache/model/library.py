@@ -91,8 +91,8 @@ def pull(model: str, revision: str | None = None, progress: Progress | None = No
 def check(path: Path, model: str) -> None:
     """Raise ModelError unless the folder `path` of `model` has all files, and all are whole.
 
-    Also raises it if neither mlx-lm nor the installed mlx-vlm can load the model. `model`: Hub id
-    or path. Reads the headers of the weight files, not the weights.
+    Also raises it if neither mlx-lm nor the installed mlx-vlm can load the model. `model`: its Hub
+    id or path, for the error's message. Reads the headers of the weight files, not the weights.
     """
     again = f"Remove the model with `mlxcache models rm {model}`, and download it again."
     if Path(model).expanduser().exists():
@@ -115,10 +115,11 @@ def check(path: Path, model: str) -> None:
 
 
 def inspect_folder(model: str) -> tuple[Path | None, str | None]:
-    """Return the local folder of a path or Hub id, and what is wrong with its files.
+    """Return the local folder of a path or Hub id, and an error message about its files.
 
-    The folder is None if the model is not on this machine; the second value is None if all is well,
-    also for a Hub id that is not downloaded yet.
+    The folder is None if the model is not on this machine. The message is None if the files are all
+    there and whole, and for a Hub id that is not downloaded yet. For a path that is no existing
+    folder, or a name that is no Hub id, the folder is None and the message says so.
     """
     try:
         path = here(model)
@@ -134,19 +135,20 @@ def inspect_folder(model: str) -> tuple[Path | None, str | None]:
 
 
 def weights_bytes(path: Path) -> int:
-    """Return the size in bytes of the weight files in the folder `path`."""
+    """Return the size in bytes of the files `model*.safetensors` in the folder `path`."""
     return sum(file.stat().st_size for file in path.glob(_WEIGHTS))
 
 
 def folder_bytes(path: Path) -> int:
-    """Return the size in bytes of all files below the folder `path`."""
+    """Return the size in bytes of all files below the folder `path`, targets of links included."""
     return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
 
 
 def find_removal(model: str) -> Removal:
     """Find the files that removing `model`, a Hub id, would delete.
 
-    An interrupted download counts too. Raises NotFound if the Hub's cache has none.
+    Those of an interrupted download are included. Raises NotFound if the Hub's cache has no folder
+    for `model`.
     """
     missing = NotFound(f"{model} is not in the Hub's cache, {constants.HF_HUB_CACHE}.")
     try:

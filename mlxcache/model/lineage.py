@@ -33,8 +33,8 @@ class Lineage:
     may still be fed from positions that are at least one window later, because their windows
     contain none of those.
 
-    `passes` counts the writes to the buffers since `mark_confirmed`, whose results may be wrong on
-    a device that reports errors late.
+    `passes` counts the writes to the buffers since the last `mark_confirmed`. Until they are
+    confirmed, their results may be wrong on a device that reports errors late.
     """
 
     __slots__ = (
@@ -117,7 +117,8 @@ class Lineage:
     def _groups(self, positions: int) -> Iterator[list[tuple[int, int]]]:
         """Yield groups of (slot, array) indices whose arrays take at most `copy_bytes` bytes.
 
-        The size of an array is that of `positions` positions. A larger array is a group of its own.
+        The indices are those of `Layout.specs`. An array counts with the bytes of `positions`
+        positions; one that is larger than `copy_bytes` is a group of its own.
         """
         group: list[tuple[int, int]] = []
         size = 0
@@ -255,7 +256,8 @@ class Lineage:
         evaluated together: as many as take at most `copy_bytes` bytes, but at least one.
         `held`: the number of positions with which these bytes are counted, by default
         `count`; pass more if computing an array takes more memory than its result. With
-        `windows` False, the arrays of sliding windows hold no values.
+        `windows` False, what is appended to the arrays of sliding windows holds no values, and
+        `window_valid_from` becomes the new length. The capacity must suffice.
         """
         end, held = self.length + count, count if held is None else held
         self.note_pass()
@@ -279,7 +281,10 @@ class Lineage:
             self.window_valid_from = end
 
     def append_span(self, span: Span) -> None:
-        """Append a copy of a range of another lineage, which must begin at position `length`."""
+        """Append a copy of `span`, a range of another lineage that begins at position `length`.
+
+        The capacity must suffice.
+        """
         owner, start, end = span
         self.layout.lockstep.append_span(self, span)
         valid_from = max(self.window_valid_from, _window_valid_from(span))
@@ -321,7 +326,11 @@ class Lineage:
         kv.settle(self.slots)
 
     def rest(self) -> None:
-        """Drop the states of the opaque slots, because the prefix tree has checkpoints of them."""
+        """Drop the states of the opaque slots, to free their memory while the lineage is idle.
+
+        The checkpoints in the prefix tree stay. Until a state is set again, by `restore` or
+        `set_state`, the model must not be fed from the end. Does nothing without opaque slots.
+        """
         if not self.layout.opaque:
             return
         kept = [kv.arrays_of(slot) for slot in self.linear]
@@ -374,7 +383,7 @@ class Lineage:
 def _window_valid_from(span: Span) -> int:
     """Return the first position from which sliding windows hold values in the range `span`.
 
-    Returns 0 if they hold values at all of its positions.
+    Returns the end of the range if they hold none in it, and 0 if they hold values in all of it.
     """
     owner, start, end = span
     return min(owner.window_valid_from, end) if owner.window_valid_from > start else 0

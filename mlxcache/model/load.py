@@ -64,10 +64,11 @@ class ModelSpec:
 
     `model`: a folder or a Hub id. `revision`: the Hub's branch, tag or commit. `adapter`: a folder
     with adapter_config.json and adapters.safetensors. `draft`: folder or Hub id of a draft model.
-    `images`: mlx-vlm, if installed, may run a model that mlx-lm has too, to feed it images.
-    `trust_remote_code`: allow Python code in the model's folder to run. `context`: context length
-    in tokens, at most the model's own. `chat_template`: a file or the template itself, instead of
-    the model's. `id`: the name that clients see. `is_demo`: the model is the built-in demo.
+    `images`: let mlx-vlm, if it is installed, run a model that it can feed images to, although
+    mlx-lm could run it. `trust_remote_code`: allow Python code in the model's folder to
+    run. `context`: context length in tokens, at most the model's own. `chat_template`: path of a
+    file or the template itself, used instead of the model's. `id`: the name that clients see, by
+    default one made from `model`. `is_demo`: the model is the built-in demo.
     """
 
     model: str
@@ -93,11 +94,12 @@ It takes the model and its configuration, and changes the model in place.
 class Loaded:
     """A model that is ready to run.
 
-    `tokenizer`: mlx-lm's TokenizerWrapper. `config`: config.json as mlx-lm reads it. `path`: the
-    model's folder. `vision`: its image processor, or None if the model takes no images. `unseen`:
-    the reason why the model takes no images although its folder has a vision tower, else None.
-    `draft`: the folder of the draft model, or None. With a draft model, `model` is a `Pair`, one
-    module that runs both models, and `info` describes both.
+    `tokenizer`: mlx-lm's TokenizerWrapper. `config`: config.json as read by the library that runs
+    the model, mlx-lm or mlx-vlm. `path`: the model's folder. `vision`: the processor of its images,
+    or None if the model takes no images. `unseen`: a text for the user, the reason why the model
+    takes no images although its folder has the weights of a vision tower, else None. `draft`: the
+    folder of the draft model, or None. With a draft model, `model` is a `Pair`, one module that
+    runs both models, and `info` describes both.
     """
 
     model: nn.Module
@@ -120,12 +122,13 @@ def load(
 ) -> Loaded:
     """Load the model that `spec` names. Blocks; MLX thread only.
 
-    With `lazy`, each weight is read when it is first used. With `use`, weights that other
-    models have in memory are not read; if an error is raised, the caller must call
-    `use.release()`. `divide(model, config)` may drop parts of the model before any weight is
-    read. A model on the Hub is downloaded first, and `progress` is called with the bytes on
-    disk and the bytes needed; to keep the MLX thread free, call `fetch` in another thread
-    before. Raises ModelError, which names the file at fault or says what to do.
+    With `lazy`, each weight is read when it is first used, else all are read before the return.
+    `use`: the arrays that this model uses in common with other loaded models; those in memory are
+    not read again. If an error is raised, the caller must call `use.release()`. `divide(model,
+    config)` may drop parts of the model before any weight is read. A model on the Hub is downloaded
+    first, and `progress` is called with the bytes on disk and the bytes needed; to keep the MLX
+    thread free, call `fetch` in another thread before. Raises ModelError, which names the file at
+    fault or says what to do.
     """
     path = resolve(spec.model, spec.revision, progress)
     config = own = checked_config(path)
@@ -178,9 +181,10 @@ def _with_draft(loaded: Loaded, spec: ModelSpec, name: str, use: BaseUse | None)
 
 
 def base_folders(spec: ModelSpec) -> list[Path]:
-    """Return the folders of the model and the draft model, which must be on this machine.
+    """Return the folder of the model and, if `spec` names a draft model, the folder of that.
 
-    May be called on any thread. Raises ModelError if a folder cannot be found.
+    Both models must be on this machine. May be called on any thread. Raises ModelError if a folder
+    cannot be found.
     """
     folders = [resolve(spec.model, spec.revision)]
     if spec.draft is not None:
@@ -204,7 +208,8 @@ def load_again(loaded: Loaded, spec: ModelSpec, use: BaseUse) -> nn.Module:
     """Return a new model like `loaded.model`, with weights that are read at their first use.
 
     `spec` must be the one from which `loaded` was made. Weights that other models have in memory
-    are taken from `use`. Raises ModelError if the files cannot be read any more. MLX thread only.
+    are taken from `use`. Raises ModelError if the model cannot be built from its files any more.
+    MLX thread only.
     """
     model, _ = _load_weights(spec, loaded.path, lazy=True, use=use)
     if loaded.draft is None:
@@ -293,8 +298,8 @@ def _build(spec: ModelSpec, path: Path) -> tuple[nn.Module, dict[str, Any]]:
 def _choose(spec: ModelSpec, path: Path) -> tuple[Backend, bool]:
     """Return the library that runs the model in folder `path`, and whether images are allowed.
 
-    The second is True if the folder has the weights of a vision tower and the settings of an image
-    processor, and `spec` allows images and has no adapter. Raises ModelError as `backend_of`.
+    Images are allowed if the folder has the weights of a vision tower and the settings of an image
+    processor, `spec.images` is True, and `spec` has no adapter. Raises ModelError as `backend_of`.
     """
     images = spec.images and spec.adapter is None and has_images(path)
     config = checked_config(path)
@@ -304,8 +309,9 @@ def _choose(spec: ModelSpec, path: Path) -> tuple[Backend, bool]:
 def backend_of(spec: ModelSpec, path: Path) -> Backend:
     """Return the library that runs the model in folder `path`.
 
-    The result depends on the adapter and `images` of `spec`. Raises ModelError if no library can
-    run the model, or the folder has no valid config.json.
+    If both libraries could run it, mlx-vlm is chosen only for feeding images, so not if
+    `spec.images` is False or `spec` has an adapter. Raises ModelError if neither can run the model,
+    or the folder has no valid config.json.
     """
     return _choose(spec, path)[0]
 
@@ -313,8 +319,8 @@ def backend_of(spec: ModelSpec, path: Path) -> Backend:
 def abilities(spec: ModelSpec, path: Path) -> tuple[Backend, bool]:
     """Return the library that runs the model in folder `path`, and whether the model takes images.
 
-    Both depend on the adapter and `images` of `spec`. The weights are not loaded. Raises ModelError
-    as `backend_of`.
+    An adapter in `spec`, or `spec.images` False, excludes images that only mlx-vlm can feed. The
+    weights are not loaded. Raises ModelError as `backend_of`.
     """
     backend, images = _choose(spec, path)
     return backend, takes_images(checked_config(path), backend, images=images)
@@ -329,10 +335,10 @@ def _vlm_vision(
 
 
 def why_unseen(spec: ModelSpec, config: Mapping[str, Any]) -> str | None:
-    """Return the reason, for the user, why mlx-vlm does not feed images to a model.
+    """Return a text for the user: why a model that mlx-lm runs takes no images by mlx-vlm.
 
-    mlx-lm runs the model. `config`: the content of its config.json. Returns None if mlx-vlm cannot
-    feed images to models with this configuration at all.
+    `config`: the content of the model's config.json. Returns None if mlx-vlm cannot feed images to
+    models with this configuration at all.
     """
     if not may_see(config):
         return None
@@ -342,9 +348,10 @@ def why_unseen(spec: ModelSpec, config: Mapping[str, Any]) -> str | None:
 
 
 def _add_adapter(model: nn.Module, path: Path, adapter: Path) -> None:
-    """Add an adapter to `model`, by wrapping its layers with those in the folder `adapter`.
+    """Add the adapter (LoRA) in the folder `adapter` to layers of `model`, in place.
 
-    `path`: the folder of `model`.
+    `path`: the folder of `model`, for the error message. Raises ModelError if the adapter lacks a
+    file, or does not fit the model.
     """
     for name in ("adapter_config.json", "adapters.safetensors"):
         if not (adapter / name).exists():
@@ -392,8 +399,9 @@ def _load_tokenizer(
 def _eos(config: Mapping[str, Any]) -> list[int] | None:
     """Return the ids of tokens that end a turn, as a model's configuration states them.
 
-    `config` is config.json, possibly merged with generation_config.json by mlx-lm. Vision models
-    have these ids in text_config. Returns None if there are none. The tokenizer adds its own ids.
+    `config`: the content of config.json, possibly merged with that of generation_config.json. The
+    ids are those in its `eos_token_id` or, if that is missing, in that of its `text_config`.
+    Returns None if there are none.
     """
     found = config.get("eos_token_id")
     if found is None:
@@ -450,9 +458,9 @@ _TOKENIZER_FILES = (
 
 
 def checked_config(path: Path) -> dict[str, Any]:
-    """Parse the config.json in the folder `path`.
+    """Return the content of the config.json in the folder `path`.
 
-    Raises ModelError if the file is missing or not that of a model.
+    Raises ModelError if the file is missing, is no JSON object, or has no `model_type`.
     """
     file = path / "config.json"
     if not file.exists():
@@ -476,7 +484,10 @@ def _read_json(file: Path) -> dict[str, Any]:
 
 
 def check_files(path: Path) -> None:
-    """Raise ModelError unless a folder has all of its weights and a tokenizer."""
+    """Raise ModelError unless the folder of a model has all weight files and a tokenizer.
+
+    The weight files are those that model.safetensors.index.json names, if there is one.
+    """
     if not any(path.glob("model*.safetensors")):
         raise ModelError(
             f"{path} has no weights (model*.safetensors). Other formats have to be converted "

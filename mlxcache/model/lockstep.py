@@ -23,8 +23,9 @@ class Lockstep:
     This class is for a model without other ranks: its methods announce nothing. A subclass sends
     the announcements. Each method announces one operation, which the caller makes itself. A
     method that announces a pass must be called before the pass, any other method before or after
-    its operation. `caches` are those of a lineage or of a batch. The methods of the subclass raise
-    GroupLost if another rank cannot be reached. `divided`: True if there are other ranks.
+    its operation. An argument `caches` is the list of caches of a lineage or of a batch. The
+    methods of the subclass raise GroupLost if another rank cannot be reached. `divided`: True if
+    there are other ranks.
     """
 
     divided = False
@@ -32,7 +33,8 @@ class Lockstep:
     def check(self, error: Exception) -> None:
         """Raise GroupLost if `error`, raised by an operation, leaves the ranks in different states.
 
-        To be called wherever such an error would otherwise end only one request.
+        The caller is to call it before it handles `error` as that of one request. Without other
+        ranks it never raises.
         """
 
     def prepare(self, pool_bytes: int) -> None:
@@ -44,28 +46,28 @@ class Lockstep:
     # -- passes ------------------------------------------------------------------------------------
 
     def feed(self, lineage: Lineage, tokens: Sequence[int]) -> None:
-        """Announce that `tokens` are fed at the end of a lineage.
+        """Announce that the token ids `tokens` are fed to the model, at the end of a lineage.
 
-        The lineage's caches are evaluated after the pass, the logits are not.
+        The caller evaluates the lineage's caches after the pass, but not the logits.
         """
 
     def start(self, caches: Caches, tokens: Sequence[int]) -> None:
-        """Announce the start of decoding.
+        """Announce the first pass of decoding over `caches`.
 
-        `tokens`, one per row of `caches`, are fed, and the next ones are drawn.
+        The pass feeds `tokens`, one token id per row, and draws the next token of each row.
         """
 
     def step(self, caches: Caches) -> None:
-        """Announce a step of decoding.
+        """Announce a step of decoding over `caches`.
 
-        The pending tokens of the rows of `caches` are fed, and the next ones are drawn.
+        It feeds the pending token of each row, and draws the next one.
         """
 
     def share(self, drawn: mx.array) -> mx.array:
-        """Return a lazy array with the tokens `drawn` on rank 0, shape (rows,), for all ranks.
+        """Send the tokens `drawn` on rank 0, shape (rows,), to all ranks, which feed them next.
 
-        Called on rank 0. All ranks feed these tokens next. The caller must evaluate the result
-        together with the log-probabilities of the pass.
+        Called on rank 0. Returns the same tokens as a lazy array, whose evaluation sends them. The
+        caller must evaluate it together with the log-probabilities of the pass.
         """
         return drawn
 
@@ -77,8 +79,8 @@ class Lockstep:
     def rebuild(self, lineage: Lineage, sources: Sequence[Span], capacity: int) -> None:
         """Announce that copies of `sources` replace the buffers of a lineage; see `Lineage.fill`.
 
-        `sources`: contiguous ranges of lineages, possibly of the same one. `capacity`: the number
-        of positions of the new buffers.
+        `sources`: ranges of positions of lineages, possibly of `lineage` itself; each begins at the
+        position where the one before ends. `capacity`: the number of positions of the new buffers.
         """
 
     def truncate(self, lineage: Lineage, length: int) -> None:
@@ -92,23 +94,27 @@ class Lockstep:
         """
 
     def append_span(self, lineage: Lineage, span: Span) -> None:
-        """Announce that `span`, a range of another lineage, is appended to a lineage."""
+        """Announce that the KV of `span`, a range of another lineage, is appended to `lineage`."""
 
     def capture(self, lineage: Lineage, state: State) -> State:
-        """Announce a new checkpoint of a lineage, `state`; return the object to be stored.
+        """Announce that `state` was copied from a lineage as a checkpoint; return what to store.
 
-        Only that object may be given to `restore` and `write_state`.
+        Only the returned object may be given to `restore` and `write_state`: it has the number by
+        which the other ranks know this checkpoint. Without other ranks it is `state` itself.
         """
         return state
 
     def restore(self, lineage: Lineage, state: State | None) -> None:
         """Announce that the states of a lineage are set to those of the checkpoint `state`.
 
-        None leaves them as they are.
+        With None, the operation leaves the lineage's states as they are.
         """
 
     def settle(self, lineage: Lineage) -> None:
-        """Announce that the states of a lineage are copied into buffers of their own."""
+        """Announce that the states of a lineage are copied, so as to free larger buffers.
+
+        States may be views of such buffers; see `Lineage.settle`.
+        """
 
     def rest(self, lineage: Lineage) -> None:
         """Announce that the states of a lineage were dropped.
@@ -131,15 +137,16 @@ class Lockstep:
         """Announce that all rows of a batch but those with the indices `rows` were dropped."""
 
     def take_row(self, batch: Caches, row: int, lineage: Lineage) -> None:
-        """Announce that a row of a batch is decoded over the caches of a lineage from now on.
+        """Announce that row number `row` of a batch is decoded alone from now on.
 
-        The lineage takes over the row's pending token.
+        Its KV is in the caches of `lineage`, where the row's pending token is fed next.
         """
 
     def append_row(self, batch: Caches, row: int, lineage: Lineage, count: int) -> None:
-        """Announce that the newest `count` positions of a batch's row were appended to a lineage.
+        """Announce that the newest `count` positions of a batch's row were copied to a lineage.
 
-        The lineage also gets the states of the row.
+        They were appended at its end, and its states were set to those of the row. `row`: the
+        row's index in the batch.
         """
 
     def drop_batch(self, batch: Caches) -> None:
@@ -163,13 +170,13 @@ class Lockstep:
     def load(self, lineage: Lineage, ids: Any, start: int, end: int) -> None:
         """Announce that positions [start, end) of a lineage were read from disk.
 
-        `ids`: the token ids for which the files on disk hold that KV.
+        `ids`: the token ids of the prompt from its beginning, up to position `end` at least.
         """
 
     def load_state(self, lineage: Lineage, ids: Any) -> None:
-        """Announce that a lineage's states were read from the checkpoint on disk after `ids`.
+        """Announce that a lineage's states were read from a checkpoint on disk.
 
-        `ids`: token ids from the beginning of a prompt.
+        `ids`: the token ids from the beginning of the prompt up to that checkpoint.
         """
 
 

@@ -38,12 +38,13 @@ class Grammar:
     """Markers of a model family, as a state machine over its output.
 
     The states are NORMAL (visible text), REASONING, TOOL (a tool block) and HEADER (of a message).
-    `edges`: for each state, the markers that end it and the next state of each. `tokens`: the
-    markers that are one token of the vocabulary. `initial`: the state in which every reply begins,
-    or None if that depends on the prompt. `syntax`: the reader of tool calls in the text of a tool
-    block. `opening`: the marker that begins a tool block. `open_ended`: a tool block lasts to the
-    end of the reply. `harmony`: the format is that of gpt-oss. `whole`: `syntax` also reads the
-    opening of a tool block.
+    `edges`: for each state, the markers that end it, each with the state that follows it. `tokens`:
+    the ids of those markers that are a single token of the vocabulary. `initial`: the state in
+    which every reply begins, or None if that depends on the prompt. `syntax`: the reader of tool
+    calls in the text of a tool block, or None if none are recognised. `opening`: the marker that
+    begins a tool block, or "". `open_ended`: a tool block has no closing marker, and lasts to the
+    end of the reply. `harmony`: the format is that of gpt-oss. `whole`: `syntax` reads the text of
+    a tool block together with the text that opened it.
     """
 
     edges: Mapping[str, Mapping[str, str]]
@@ -66,10 +67,10 @@ PLAIN = Grammar(edges={NORMAL: {}, TOOL: {}})
 def grammar(tokenizer: Any, *, tools: bool, generic: bool) -> Grammar:
     """Return the markers of the model family of `tokenizer`, mlx-lm's TokenizerWrapper.
 
-    The edges of the result are those of `mlx_lm.generate.make_text_state_machine`, as strings so
-    that a malformed tool block can be returned as text, or those of gpt-oss. With `tools` False, no
-    tool calls are recognised. With `generic`, tool blocks are `<tool_call>{json}</tool_call>`
-    instead of the family's own.
+    The edges of the result are those of gpt-oss's format, or of another family's in
+    `mlx_lm.generate.make_text_state_machine`, with markers as strings. With `tools` False, no tool
+    calls are recognised. With `generic`, tool blocks are written as
+    `<tool_call>{json}</tool_call>` instead of the family's own form.
     """
     if is_harmony(tokenizer):
         return _harmony(tokenizer, tools, generic)
@@ -101,7 +102,7 @@ def is_harmony(tokenizer: Any) -> bool:
 
 
 def thinks(tokenizer: Any) -> bool:
-    """Return whether the model's output format has a place for reasoning.
+    """Return whether the model's output format has markers or messages for thinking.
 
     `tokenizer`: mlx-lm's TokenizerWrapper.
     """
@@ -178,7 +179,7 @@ def _speaks_harmony(tokenizer: Any) -> bool:
 def _harmony_edges(to: str) -> dict[str, dict[str, str]]:
     """Return the edges of a `Grammar` for gpt-oss's format.
 
-    `to`: the state after a message header, or ROUTED if the header decides.
+    `to`: the state after a message header, or ROUTED if `harmony_route` chooses it.
     """
     return {
         HEADER: {MESSAGE: to},
@@ -189,9 +190,10 @@ def _harmony_edges(to: str) -> dict[str, dict[str, str]]:
 
 
 def harmony_route(header: str) -> str:
-    """Return the state of the parser for the text after this message header of gpt-oss.
+    """Return the state of the parser for the text after a message header of gpt-oss.
 
-    This is "tool" if the header names a recipient, "reasoning" for the analysis channel, and
+    `header`: the text before `<|message|>`, with its control tokens written out. The state is
+    "tool" if the header names a recipient (`to=NAME`), "reasoning" if its channel is analysis, and
     "normal" otherwise.
     """
     if _RECIPIENT.search(header):
@@ -200,6 +202,6 @@ def harmony_route(header: str) -> str:
 
 
 def may_be_header(text: str) -> bool:
-    """Return whether `text` can be the beginning of a message header of gpt-oss."""
+    """Return whether a message header of gpt-oss can begin with `text`; True for empty text."""
     text = text.lstrip()
     return any(text.startswith(b) or b.startswith(text) for b in _HEADER_BEGINNINGS)

@@ -40,7 +40,7 @@ CHUNK_BYTES = 4 << 20
 
 
 def check_portable(layout: Layout) -> None:
-    """Raise Unsupported for a `layout` whose prompt cache files mlx-lm itself cannot read."""
+    """Raise Unsupported if mlx-lm cannot load prompt cache files of a model with this layout."""
     if layout.foreign:
         raise Unsupported(
             f"mlx-lm cannot load prompt cache files with a {', '.join(layout.foreign)}, which "
@@ -94,7 +94,7 @@ class PromptCacheFile:
 
 
 def _as_mlx_lm(cache: Any) -> Any:
-    """Convert a cache to mlx-lm's own classes, with views that leave out unused capacity."""
+    """Return a layer's cache in mlx-lm's own classes, with views that leave out spare capacity."""
     parts = parts_of(cache)
     if parts is not None:
         return composed([_as_mlx_lm(part) for part in parts])
@@ -267,7 +267,11 @@ class _Reader:
             )
 
     def _slots(self, cache: Any, key: str) -> list[tuple[Any, str]]:
-        """Return the slots of one layer, each with the key of its state in the file."""
+        """Return the slots of one layer, each with the key of its state in the file.
+
+        `cache`: the layer's empty cache in this model. `key`: the key of its state. Raises
+        SnapshotRefused if the file names other classes for the parts of the cache.
+        """
         parts = parts_of(cache)
         if parts is None:
             return [(cache, key)]
@@ -303,10 +307,11 @@ class _Reader:
         return found
 
     def _state(self, adapter: Checkpointed, key: str, like: Any) -> Any:
-        """Return the state of an opaque slot in the form of the result of `kv.capture`.
+        """Return the state of an opaque slot, in the form in which `kv.capture` returns it.
 
-        `key`: the key of the state in the file. `like`: the state's structure in `Layout.states`.
-        Raises SnapshotRefused if the file's state is not of this structure.
+        `adapter`: that of the slot. `key`: the key of the state in the file. `like`: the state's
+        structure, from `Layout.states`. Raises SnapshotRefused if the file's state is not of this
+        structure.
         """
         try:
             return adapter.adopted(self._tree(key, like), like)
@@ -372,10 +377,10 @@ def agrees(model: Any, layout: Layout, found: PromptCache, ids: Tokens) -> bool:
     """Return whether `found` holds what `model` computes for `ids`.
 
     A file does not name the weights that made it; one that mlx-lm wrote has no tokens either. So
-    the KV of the first tokens is computed again in every layer. If the file has no token ids, the
-    KV of all tokens is computed again in the first layer, which is cheap. Returns False also if
-    this check is not possible: without KV of the first tokens, or if the first layer is not
-    attention. Blocks while it computes.
+    the KV of the first 64 tokens is computed again in every layer, and compared. If the file has no
+    token ids, the KV of all tokens is compared in the first layer. Returns False also if `ids` has
+    another length than the file, if the file lacks KV of the first tokens, or if all tokens have to
+    be compared but the first layer is not attention. Blocks while it computes.
     """
     if found.arrays is None or not layout.linear or not 0 < len(ids) == found.length:
         return False
@@ -394,9 +399,10 @@ def _first_layer_agrees(
 ) -> bool:
     """Return whether the KV of the first layer in `arrays` belongs to the tokens `ids`.
 
-    It is computed again in parts that are each fed from position 0. An array that depends on the
-    tokens alone (the values, or the latents of multi-head latent attention) must agree at every
-    token. The other array depends on the position too, and may differ.
+    `arrays`: those of each linear slot, shape (1, heads, len(ids), dim). The KV is computed again
+    in parts that are each fed from position 0. An array that depends on the tokens alone (the
+    values, or the latents of multi-head latent attention) must agree at every token. The other
+    array of the layer depends on the position too, and may differ.
     """
     same: list[bool] = []
     for at in range(0, len(ids), _CHUNK):
@@ -423,9 +429,10 @@ def _computed(model: Any, layout: Layout, ids: Tokens) -> list[list[mx.array]]:
 def _comparable(
     layout: Layout, arrays: Sequence[Sequence[mx.array]], rows: slice
 ) -> list[list[mx.array]]:
-    """Convert positions `rows` of each linear slot's arrays to be compared number by number.
+    """Return the positions `rows` of each linear slot's arrays, with quantised KV as plain KV.
 
-    `arrays`: those of each slot, shape (1, heads, n, dim). Quantised KV becomes plain KV.
+    So they can be compared number by number. `arrays`: those of each slot, shape (1, heads, n,
+    dim).
     """
     slots = kv.flatten(layout.make())
     return [
@@ -439,9 +446,10 @@ def _alike(ours: Sequence[mx.array], theirs: Sequence[mx.array]) -> bool:
 
 
 def _rows_alike(ours: mx.array, theirs: mx.array) -> bool:
-    """Return whether the vectors of every position nearly agree.
+    """Return whether two arrays nearly agree at every position.
 
-    Both arrays have shape (1, heads, n, dim).
+    Both have shape (1, heads, n, dim). At each position the numbers of all heads may differ by 5%
+    of `ours`, as root mean squares.
     """
     a, b = ours.astype(mx.float32), theirs.astype(mx.float32)
     error, size = (mx.sum(x * x, axis=(0, 1, 3)) for x in (a - b, a))

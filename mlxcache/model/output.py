@@ -33,15 +33,16 @@ _REREAD = -2
 class OutputParser:
     """Parser of one reply: turns tokens into pieces, and decides when the reply ends.
 
-    A piece is a `Text`, a `Thinking` or a `ToolCall` of `mlxcache.types`.
+    A piece is a `Text`, a `Thinking` or a `ToolCall` of `mlxcache.types`. `done` is the reason why
+    the reply has ended, or None while it has not.
 
     `tokenizer`: mlx-lm's TokenizerWrapper. `tools`: definitions of the tools; if None or empty,
     tool calls are returned as text. `parallel_tools` False: the first call ends the reply. `stop`:
-    strings that end the visible text. `thinking_open`: the prompt ends inside a think block.
-    `continued`: the prompt ends inside the visible text of a message. `generic_tools`: calls are
-    written as `<tool_call>{json}</tool_call>` instead of the model family's own syntax.
+    strings in visible text that end the reply. `thinking_open`: the prompt ends inside a think
+    block. `continued`: the prompt ends inside the visible text of a message. `generic_tools`: calls
+    are written as `<tool_call>{json}</tool_call>` instead of the model family's own syntax.
     `stop_at_eos` False: ignore tokens that end the turn. `plain`: all output is text. `prime`: the
-    last tokens of the prompt, for a reply that continues its text: without them, a detokenizer
+    last tokens of the prompt, if the reply continues the prompt's text: without them, a detokenizer
     removes the space before the reply's first word. `id`: that of the request, for the log.
 
     A marker (a string that opens or closes thinking or a tool call) is recognised in one token or
@@ -97,19 +98,22 @@ class OutputParser:
 
     @property
     def in_text(self) -> bool:
-        """True if the next tokens are visible text."""
+        """True if the next token is visible text, unless it begins a marker.
+
+        False once the reply has a tool call.
+        """
         return self._state == NORMAL and not self._calls
 
     @property
     def thinking(self) -> bool:
-        """True if a think block is open."""
+        """True if the next token is inside a think block, or closes it."""
         return self._state == REASONING
 
     def feed(self, token: int) -> list[Piece]:
         """Parse the next token, and return the pieces that it completes, in order.
 
-        The list is often empty. A token that ends the turn also returns all text held back, as
-        `finish("stop")` does.
+        The list is often empty, and always once `done` is set. For a token that ends the turn, the
+        result is that of `finish("stop")`, or an empty list if `stop_at_eos` is False.
         """
         if self.done is not None:
             return []
@@ -193,7 +197,7 @@ class OutputParser:
         return self._state in (NORMAL, REASONING) and target not in (NORMAL, TOOL)
 
     def _is_token(self, marker: str) -> bool:
-        """Return whether `marker` was written as its own token, or has no such token."""
+        """Return whether the newest token is all of `marker`; True if `marker` is no token."""
         return self._grammar.tokens.get(marker, self._token) == self._token
 
     def _carry(self, text: str) -> None:
@@ -306,9 +310,9 @@ class OutputParser:
     def _end_in_block(self, block: ToolBlock, reason: FinishReason, *, again: bool) -> None:
         """End the reply inside a tool block: add its calls to the reply, or emit it as text.
 
-        It is emitted as text if `ToolBlock.finished` finds no calls; with `again`, its text after
-        the first closing marker is then left to be parsed again. `reason`: the reason why the reply
-        ends.
+        The block is emitted as text if `ToolBlock.finished` finds no calls in it; with `again`,
+        only up to its first closing marker, and the rest is left to be parsed again. `reason`: the
+        reason why the reply ends.
         """
         complete = reason == "stop" or self._grammar.open_ended
         if found := block.finished(self._reader.read, NORMAL, complete=complete):
@@ -340,9 +344,10 @@ class OutputParser:
             self.done = "tool_calls"
 
     def _read_again(self, block: ToolBlock, after: int | None) -> str:
-        """Have a tool block's text from position `after` on parsed again; return the text before.
+        """Leave a tool block's text from position `after` on to be parsed again.
 
-        With None, returns all text of the block, and nothing is parsed again.
+        Returns the text before it, with the text that opened the block. With None, returns all text
+        of the block, and nothing is parsed again.
         """
         text, rest = block.split(after)
         if rest:
@@ -397,10 +402,10 @@ class OutputParser:
 
 
 def reader(tokenizer: Any) -> Callable[..., list[Piece]]:
-    """Make a function `read(ids, **options)` that parses the tokens of whole replies to pieces.
+    """Make a function `read(ids, **options)` that returns the pieces of a whole reply.
 
-    `tokenizer`: mlx-lm's TokenizerWrapper. The options are the keyword arguments of OutputParser.
-    The function may be called on any thread.
+    `ids`: the reply's tokens. The options are the keyword arguments of OutputParser. The function
+    may be called on any thread, for any number of replies. `tokenizer`: mlx-lm's TokenizerWrapper.
     """
 
     def read(ids: Sequence[int], **how: Any) -> list[Piece]:
@@ -428,9 +433,9 @@ class Finder:
     def feed(self, text: str) -> tuple[str, str | None, str]:
         """Add text; return the text before the string found, the string, and the rest.
 
-        If no string is found, returns the text that cannot be part of one, None and "".
-        Once a string is found nothing is held back, and the rest has not been searched: to
-        search it, the caller feeds it again.
+        If no string is found, returns the text that cannot be part of one, None and "", and
+        holds back the end of the text that may begin a string. If one is found, nothing is held
+        back, and the rest has not been searched: to search it, the caller feeds it again.
         """
         text = self._held + text
         found = min(
@@ -456,7 +461,7 @@ class Finder:
         return any(p.startswith(tail) for p in self.patterns)
 
     def flush(self) -> str:
-        """Return the text held back, when no more text follows."""
+        """Return the text held back, which is not searched any more."""
         held, self._held = self._held, ""
         return held
 
@@ -467,7 +472,8 @@ class Visible:
     Chat templates put newlines between thinking, text and tool calls, and add them again when they
     render the message. So all newlines directly after a think block and one newline directly before
     a tool call are left out. So is white space before a think block or a tool call if the message
-    has no other visible text yet. `begun`: the message has visible text before this one.
+    has no other visible text yet. The argument `stop`: the stop strings. The argument `begun`: the
+    reply continues a message that has visible text already.
     """
 
     def __init__(self, stop: Iterable[str], *, begun: bool = False):
@@ -481,10 +487,10 @@ class Visible:
         """Stop string that ended the text, or None."""
 
     def add(self, text: str) -> str:
-        """Add visible text, and return the text that can be emitted now.
+        """Add visible text; return what can be emitted now, text held back before included.
 
-        If it completes a stop string, sets the attribute `stop` to that string; no text may be
-        added afterwards.
+        If the added text completes a stop string, sets the attribute `stop` to that string; no
+        text may be added afterwards.
         """
         if self._after_thinking:
             text = text.lstrip("\n")
@@ -509,7 +515,7 @@ class Visible:
         return text if self._said else ""
 
     def after_thinking(self) -> None:
-        """Record the end of a think block, after which newlines belong to the template."""
+        """Record the end of a think block: the newlines that follow it are left out."""
         self._after_thinking = True
 
     def before_call(self) -> str:
@@ -542,7 +548,10 @@ class Thought:
         self._begun = False
 
     def add(self, text: str) -> str:
-        """Add text of the think block, and return the text that can be emitted now."""
+        """Add text of the think block; return what can be emitted now.
+
+        A newline at the end is held back, and so is all white space before the first other text.
+        """
         text, self._held = self._held + text, ""
         if not self._begun:
             if not text.strip():
@@ -555,6 +564,6 @@ class Thought:
         return text
 
     def flush(self) -> str:
-        """Return the newline held back, if the think block ends without its closing marker."""
+        """Return the newline held back, or "". For a block that ends without its closing marker."""
         text, self._held = self._held if self._begun else "", ""
         return text

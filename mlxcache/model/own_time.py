@@ -3,7 +3,8 @@
 `mlxcache bench` compares the server with these times. It starts `python -m mlxcache.model.own_time
 MODEL`, which prints `{"ready": true}` once the model is loaded, or `{"error": TEXT}` if it cannot
 be measured. Each line of standard input then describes one measurement, and the program prints one
-line with its result. Both are JSON objects:
+line with its result. Both lines are JSON objects. The keys of the input line, the keys of the
+result, and what is measured:
 
     {"prefix", "fed"}     {"seconds", "kv_bytes_per_token"}: a warm turn
     {"prefix", "reply"}   {"tokens_s", "peak_bytes"}: mlx_lm.generate after a prefix
@@ -122,7 +123,8 @@ class OwnTime:
     def kv_bytes_per_token(self) -> float:
         """Return the KV bytes per token over all layers, from the shapes of the arrays.
 
-        Keys and values have shape (1, heads, positions, width); positions include padding.
+        An array's bytes are divided by its number of positions, so spare capacity does not count.
+        Call after a measurement, when the cache is not empty.
         """
         arrays = [
             value
@@ -144,8 +146,8 @@ class OwnTime:
     def _reach(self, prefix: int) -> None:
         """Bring the cache to `prefix` tokens, by truncating it or adding the missing ones.
 
-        Plain KV is filled with noise, because its values do not affect the time. For other caches
-        random tokens are fed.
+        Random KV is appended to plain caches (`KVCache`) that are not empty, because the values do
+        not affect the time. To all other caches random tokens are fed.
         """
         if self._length() and all(type(layer) is KVCache for layer in self.cache):
             self._fill(prefix - self._length())
@@ -171,9 +173,9 @@ def rounding(model: Any, tokens: Tokens, split: int) -> float:
     """Measure how much log-probabilities change if a prompt is fed in other passes.
 
     Returns the largest difference between the last position's log-probabilities after two ways of
-    feeding `tokens`: in passes of 2,048 tokens, and in such passes up to position `split`, then the
-    rest. Uses mlx-lm's own cache, so the difference is only the rounding of the model's dtype. MLX
-    thread only.
+    feeding `tokens`: in passes of 2,048 tokens, and in such passes up to position `split`, then all
+    of the rest in one. Uses mlx-lm's own cache, so only the rounding of the model's dtype makes a
+    difference. MLX thread only.
     """
     ends = [list(range(2048, len(tokens), 2048)), [*range(2048, split, 2048), split]]
     rows = []
@@ -190,8 +192,9 @@ def rounding(model: Any, tokens: Tokens, split: int) -> float:
 def answer(own: OwnTime, line: str) -> dict[str, float]:
     """Make the measurement that a line of input describes, and return its result.
 
-    `own`: the model to measure. `line`: a JSON object as the module describes it. Raises ValueError
-    or KeyError for any other text.
+    `own`: the model to measure. `line`: a JSON object as text. Its keys and those of the result are
+    in the docstring of this module. Raises KeyError if a key is missing, and ValueError if the text
+    is no JSON object.
     """
     question = json.loads(line)
     if not isinstance(question, dict):
@@ -209,8 +212,8 @@ def main() -> None:
     """Run the program: load the model in the folder of the first argument, and measure it.
 
     Each line of standard input is a JSON object that describes one measurement; its result is
-    printed as a line of JSON. Ends with the input, or with an error as JSON if the model cannot be
-    measured.
+    printed as a line of JSON. Returns when the input ends. If the model cannot be measured, prints
+    `{"error": TEXT}` and returns at once.
     """
     try:
         own = OwnTime(Path(sys.argv[1]))

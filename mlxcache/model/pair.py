@@ -20,7 +20,7 @@ from mlxcache.model.kv import Caches
 class Pair(nn.Module):  # type: ignore[misc]
     """A model and its draft model. Calling it feeds both and returns the logits of the model.
 
-    `vocab_size` and `draft_vocab_size` are the numbers of logits of the two.
+    `vocab_size` and `draft_vocab_size`: numbers of logits of the model and of the draft model.
     """
 
     def __init__(self, model: nn.Module, draft: nn.Module, vocab_size: int, draft_vocab_size: int):
@@ -39,8 +39,9 @@ class Pair(nn.Module):  # type: ignore[misc]
     def __call__(self, tokens: mx.array, cache: Caches, **inputs: mx.array) -> mx.array:
         """Feed `tokens`, shape (1, n), to both models.
 
-        Returns the logits of the model, shape (1, n, V). `inputs` go to the model only: the draft
-        model gets placeholders instead of images.
+        Returns the logits of the model, shape (1, n, V). `cache`: the caches of both, as from
+        `make_cache`. `inputs`: further inputs, such as images, for the model only: of images, the
+        draft model is fed the placeholder tokens.
         """
         self._draft(tokens, cache)
         return self.verify(tokens, cache, **inputs)
@@ -57,8 +58,8 @@ class Pair(nn.Module):  # type: ignore[misc]
     def propose(self, tokens: mx.array, cache: Caches) -> mx.array:
         """Feed `tokens`, shape (1, n), to the draft model only, and return its logits.
 
-        They are cut or padded with minus infinity to the number of logits of the model, shape (1,
-        n, V).
+        Their shape is (1, n, V), with the V of the served model: they are cut, or padded with minus
+        infinity. `cache`: the caches of both models.
         """
         logits = self._draft(tokens, cache)
         lacking = self._vocab_size - self._draft_vocab_size
@@ -81,7 +82,10 @@ class Pair(nn.Module):  # type: ignore[misc]
         return self.verify(tokens, cache, **inputs)
 
     def set_draft_length(self, cache: Caches, length: int) -> None:
-        """Set the draft model's caches, and only these, to their first `length` positions."""
+        """Truncate the draft model's caches, and only these, to their first `length` positions.
+
+        `cache`: the caches of both models.
+        """
         for slot in kv.flatten(cache[self._own :]):
             if kv.sliced(slot).filled(slot):
                 kv.set_offset(slot, length)
@@ -105,10 +109,11 @@ def make_pair(model: nn.Module, draft: nn.Module) -> Pair:
 
 
 def unfit(model: nn.Module) -> list[str]:
-    """Return the cache classes of a model that cannot be truncated at every token.
+    """Return the names of a model's cache classes that cannot be truncated at every token.
 
-    Such a model cannot be used with a draft model. Sliding windows can be truncated, because their
-    KV is kept in full. Each name is followed by the reason in parentheses, if it is known.
+    A model with any of these cannot be used with a draft model, nor be one. Sliding windows can be
+    truncated, because their KV is kept in full. A name is followed by the reason in parentheses, if
+    it is known. Sorted.
     """
     found = set()
     for slot in kv.flatten(kv.make_caches(model)):
@@ -120,7 +125,7 @@ def unfit(model: nn.Module) -> list[str]:
 
 
 def check_tokenizers(tokenizer: TokenizerWrapper, draft: TokenizerWrapper) -> None:
-    """Raise ModelError unless both tokenizers have the same token for each id."""
+    """Raise ModelError unless both vocabularies have the same tokens with the same ids."""
     mine, theirs = tokenizer.get_vocab(), draft.get_vocab()
     if mine == theirs:
         return

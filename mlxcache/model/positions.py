@@ -27,8 +27,8 @@ def shift_of(spans: Sequence[ImageSpan]) -> int:
     """Return how far the images `spans` shift the position of a token of text behind them.
 
     The shift is the token's position, which is the same on all three axes, minus the number of
-    tokens before it; it is negative if images take fewer positions than tokens. An image without a
-    grid takes as many positions as tokens.
+    tokens before it. It is negative if the images take fewer positions than they have tokens. An
+    image without a grid takes as many positions as it has tokens.
     """
     return sum(max(span.grid) - (span.end - span.start) for span in spans if span.grid is not None)
 

@@ -44,15 +44,15 @@ def quantised(
 ) -> Callable[[], list[Any]]:
     """Make a function that returns empty caches with quantised KV of `bits` bits.
 
-    `make` returns plain caches. Caches of recurrent layers stay as they are. To check the result,
-    `model` is fed a few tokens, plain and quantised, and the logits are compared; then MLX's
-    products with long KV are checked. Without `compare` no logits or products are computed; only
-    an error that mlx-lm raises when it is given such caches is found.
+    `make` returns the model's plain caches, one per layer. Caches of recurrent layers stay as they
+    are. To check the result, `model` is fed two tokens with plain and with quantised KV, and the
+    logits are compared; then MLX's products with long quantised KV are checked. Without `compare`
+    nothing is evaluated, and only errors that mlx-lm raises for such caches are found.
 
     Raises ModelError if a cache class (which it names) or the size of a head cannot be quantised,
-    if mlx-lm cannot run this model on such caches, if MLX multiplies them wrongly on this device,
-    or if `model` has an attribute `unquantised`: a text with the reason why its KV cannot be
-    quantised.
+    if mlx-lm cannot run this model on such caches, if MLX multiplies quantised KV wrongly on this
+    device, or if `model` has an attribute `unquantised`: a text with the reason why its KV cannot
+    be quantised.
     """
     if (reason := getattr(model, "unquantised", None)) is not None:
         raise ModelError(f"--kv-bits {bits}: {reason}")
@@ -72,9 +72,10 @@ def quantised(
 
 
 def _replaced(cache: Any, group: int | None, bits: int) -> Any:
-    """Replace the KV in a layer's cache by KV that is quantised to `bits` bits.
+    """Return an empty cache for a layer whose KV is quantised to `bits` bits.
 
-    `group`: how many consecutive numbers share a scale, or None to return the cache unchanged.
+    `cache`: the layer's plain cache, which is empty. `group`: how many consecutive numbers share a
+    scale, or None to return `cache` itself.
     """
     if group is None:
         return cache
@@ -86,8 +87,8 @@ def _replaced(cache: Any, group: int | None, bits: int) -> Any:
 def check_classes(caches: Sequence[Any], bits: int) -> None:
     """Raise ModelError with the names of the cache classes that cannot be quantised, if any.
 
-    Also raises ModelError if none of `caches` holds KV. `bits`: the value of --kv-bits, for the
-    error message.
+    Also raises ModelError if none of `caches`, those of a model's layers, is for KV. `bits`: the
+    value of --kv-bits, for the error message.
     """
     refused = sorted({name for cache in caches for name in _refused(cache)})
     if refused:
@@ -100,7 +101,10 @@ def check_classes(caches: Sequence[Any], bits: int) -> None:
 
 
 def _refused(cache: Any) -> set[str]:
-    """Return the classes of a layer's caches that can neither be quantised nor stay as they are."""
+    """Return the names of cache classes in a layer's cache that --kv-bits cannot be used with.
+
+    These can neither be quantised nor, as those of recurrent layers, stay as they are.
+    """
     parts = parts_of(cache)
     if parts is None:
         fine = type(cache) is KVCache or isinstance(adapter_of(cache), Recurrent)
@@ -111,16 +115,16 @@ def _refused(cache: Any) -> set[str]:
 
 
 def _kv(cache: Any) -> KVCache | None:
-    """Return the part of a layer's cache that holds keys and values, or None."""
+    """Return the `KVCache` in a layer's cache, or that cache if it is one; else None."""
     return next((part for part in parts_of(cache) or [cache] if type(part) is KVCache), None)
 
 
 def _group(cache: Any, bits: int) -> int | None:
-    """Return how many consecutive numbers of a layer's KV share a scale.
+    """Return how many consecutive numbers of a layer's KV are to share a scale.
 
-    Returns None if the layer's KV is not quantised. The layer must have been fed. Raises ModelError
-    if no supported group size divides its head size. `bits`: the value of --kv-bits, for the error
-    message.
+    `cache`: the layer's plain cache, after some tokens. Returns None if it has no KV to quantise.
+    Raises ModelError if no supported group size divides the size of a head. `bits`: the value of
+    --kv-bits, for the error message.
     """
     found = _kv(cache)
     if found is None or found.empty():
@@ -141,8 +145,9 @@ def _try(
 ) -> None:
     """Raise ModelError unless the model works with quantised KV.
 
-    It is fed `tokens` with `caches`, which are always quantised to 8 bits, and its logits must be
-    about `expected`, unless that is None. `bits`: the value of --kv-bits, for the error message.
+    The model is fed `tokens` with `caches`, which are empty and quantised to 8 bits. Its logits
+    must be about `expected`, those with plain KV; with None they are not compared. `bits`: the
+    value of --kv-bits, for the error message.
     """
     try:
         made = model(tokens, cache=caches)
@@ -161,9 +166,9 @@ def _check_products(plain: Sequence[Any], groups: Sequence[int | None], bits: in
     """Raise ModelError unless MLX multiplies long quantised KV correctly on this device.
 
     `plain`: the plain cache of each layer; its head sizes are checked. `groups`: how many numbers
-    share a scale in each layer, None if it is not quantised. `bits`: bits of a quantised number. A
-    few tokens do not show the error: beyond 1,024 tokens, a GPU may leave part of each head
-    unwritten if the head's size is no multiple of 64. Source:
+    share a scale in each layer, None if the layer's KV is not quantised. `bits`: bits of a
+    quantised number. Long KV is needed to show a known error: beyond 1,024 tokens, a GPU may leave
+    part of each head unwritten if the head's size is no multiple of 64. Source:
     https://github.com/ml-explore/mlx/issues/4250
     """
     sizes = {
@@ -196,7 +201,7 @@ def _alike(made: mx.array, expected: mx.array) -> bool:
 
 
 def _latent(model: Any) -> set[str]:
-    """Return the class names of layers that compute keys and values from a latent."""
+    """Return the class names of a model's layers with multi-head latent attention (MLA)."""
     if not isinstance(model, nn.Module):
         return set()
     return {type(m).__name__ for _, m in model.named_modules() if hasattr(m, "kv_lora_rank")}

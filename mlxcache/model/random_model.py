@@ -44,8 +44,10 @@ LETTERS = [c for c in punctuation + ascii_letters + digits if c not in "<'"]
 class Shape:
     """Sizes of a Qwen3 model without experts.
 
-    `hidden`, `intermediate`, `head_dim`: widths. `layers`, `heads`, `kv_heads`: counts.
-    `vocabulary`: number of logits. `tied`: the output head has the same weights as the embeddings.
+    `hidden`: width of the embeddings. `intermediate`: width inside an MLP. `head_dim`: width of an
+    attention head. `layers`, `heads`, `kv_heads`: numbers of layers, and of query heads and KV
+    heads in each. `vocabulary`: number of logits. `tied`: the output head has the same weights as
+    the embeddings.
     """
 
     hidden: int
@@ -73,10 +75,10 @@ published.
 def make_random(folder: Path, size: str, weights: Weights = "bfloat16", seed: int = 0) -> Path:
     """Write the folder of a random model for `mlx_lm.load`, and return the folder.
 
-    `size`: a key of SIZES; raises KeyError for any other. `weights`: their dtype, or "4bit" for
-    quantised ones. `seed`: the same one draws the same weights. One layer at a time is held in
-    memory. Replies consist of characters that encode to exactly the generated tokens, as those of a
-    trained model mostly do, and never end by themselves. Blocks; MLX thread only.
+    `size`: a key of SIZES, such as "0.6b"; raises KeyError for any other. `weights`: their dtype,
+    or "4bit" for quantised ones. `seed`: the same seed draws the same weights. One layer at a time
+    is held in memory. The text of a reply encodes to exactly the tokens that were generated, as
+    that of a trained model mostly does. Replies never end by themselves. Blocks; MLX thread only.
     """
     shape = SIZES[size]
     folder.mkdir(parents=True, exist_ok=True)
@@ -108,8 +110,8 @@ def make_random(folder: Path, size: str, weights: Weights = "bfloat16", seed: in
 def lonely_letters(vocabulary: Mapping[str, int]) -> list[str]:
     """Choose characters that a tokenizer never merges with each other into one token.
 
-    `vocabulary`: token ids by token. It has no token that consists of two of these characters, the
-    same or different ones.
+    `vocabulary`: the tokenizer's token ids by token. Each character chosen is a token of it, and no
+    two of them, the same or different ones, form one.
     """
     chosen: list[str] = []
     for letter in LETTERS:
@@ -145,7 +147,11 @@ def _config(shape: Shape, eos: int, weights: Weights) -> dict[str, Any]:
 
 
 def _parts(shape: Shape) -> Iterator[dict[str, tuple[int, ...]]]:
-    """Yield the shapes of the parameters by name, one dict for each file."""
+    """Yield the shapes of the parameters, one dict for each file of weights.
+
+    The keys are names without the final `.weight`. The first file has the embeddings, the last norm
+    and the output head, if it has weights of its own; each other file has one layer.
+    """
     hidden, inner = shape.hidden, shape.intermediate
     queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     ends: dict[str, tuple[int, ...]] = {
@@ -182,10 +188,11 @@ def _drawn(
 ) -> dict[str, mx.array]:
     """Draw the random bfloat16 parameters of one file.
 
-    Returns them by name. `part`: their shapes, by the same names without the final `.weight`. In
-    the embeddings and the output head, only the rows of ids below `tokens` are drawn, which are
-    those of the tokenizer. The others are zeros: no prompt contains them and no reply should.
-    `spoken`: ids that a reply may contain. `tied`: the embeddings are the output head too.
+    Returns them by name. `part`: their shapes, by the same names without the final `.weight`.
+    `key`: MLX's random key. `tokens`: number of ids of the tokenizer. In the embeddings and the
+    output head, only the rows of these ids are drawn. The other rows are zeros: no prompt contains
+    their ids, and no reply should. `spoken`: ids that a reply may contain. `tied`: the embeddings
+    are the output head too.
     """
     found = {}
     for (name, size), one in zip(part.items(), mx.random.split(key, len(part)), strict=True):
@@ -208,8 +215,8 @@ def _drawn(
 def _head_scales(size: tuple[int, ...], spoken: list[int], *, quiet: float) -> mx.array:
     """Return factors for the rows of an output head of shape `size`, as an array (rows, 1).
 
-    With them only the tokens in `spoken` are ever the likeliest. `quiet`: the factor of the other
-    rows, relative to those.
+    With these factors, only token ids in `spoken` are ever the likeliest. `quiet`: the factor of
+    all other rows, relative to that of the rows in `spoken`.
     """
     factors = mx.full((size[0], 1), quiet)
     factors[mx.array(spoken)] = 1.0

@@ -26,10 +26,10 @@ MIN_SLICE, MAX_SLICE = 16 << 20, 512 << 20
 class Weights:
     """Weights of one loaded model, in memory or only on disk. MLX thread only.
 
-    `spec` and `use` must be those with which `loaded` was made. `use`: the model's part in the
-    arrays that several models use; without it, no other model shares arrays with this one.
-    `nbytes`: the size of all weights. `resident`: True if they are in memory, so that the model can
-    run; the argument must be False if `loaded` is lazy.
+    `spec` and `use` must be those with which `loaded` was made. `use`: the arrays that this model
+    uses in common with other models; without it, no arrays are shared. `nbytes`: bytes of all
+    weights. `resident`: True if they are in memory, so that the model can run; as an argument, it
+    must be False if `loaded` was made with `lazy`.
     """
 
     def __init__(
@@ -57,12 +57,13 @@ class Weights:
         mx.clear_cache()
 
     def read(self, pace: Pace | None = None) -> Iterator[int]:
-        """Read the weights from disk into the model; yield the total bytes read after each part.
+        """Read the weights from disk into the model, in parts.
 
-        Arrays that other models have in memory are used as they are. `pace`: decides the size of
-        each part. The model has its weights after the last item. Raises ModelError if the files
-        cannot be read, or have changed since the model was loaded: KV in the cache would not belong
-        to them. The model has no weights then.
+        Yields after each part the total bytes of weights so far. Arrays that other models have in
+        memory are not read again, but count. `pace` decides the size of each part. The model can
+        run once the iteration has ended. Raises ModelError, and the model cannot run, if the files
+        cannot be read, or have changed since the model was loaded: KV that was computed before
+        would not belong to the new weights.
         """
         pace, done = pace or Pace(), 0
         try:
@@ -84,7 +85,7 @@ class Weights:
     def _open(self) -> dict[str, Any]:
         """Return the model's parameters by name, each of which is read when it is evaluated.
 
-        Raises ModelError if the files cannot be read, or have changed.
+        Raises ModelError if the files cannot be read, or have changed since the model was loaded.
         """
         if not Path(self._loaded.path).is_dir():
             raise ModelError(
@@ -116,7 +117,7 @@ class Weights:
             ) from error
 
     def _read_stamps(self) -> list[Stamp]:
-        """Return a stamp of each file that the content of the weights depends on.
+        """Return a stamp of each file that decides the weights, to notice if one has changed.
 
         A stamp is the path, the size in bytes, and the time of the last change in ns.
         """
@@ -139,9 +140,10 @@ def is_resident(model: nn.Module) -> bool:
 
 
 class Pace:
-    """Size of the parts in which weights are read, so that each takes about `SLICE_S` seconds.
+    """Size of the parts in which weights are read, so that each takes about 0.25 s (`SLICE_S`).
 
-    `nbytes`: bytes of the next part. `least`, `most`: the bounds of `nbytes`.
+    `nbytes`: bytes of the next part. `least`, `most`: the bounds of `nbytes`, which begins at
+    `least`.
     """
 
     def __init__(self, least: int = MIN_SLICE, most: int = MAX_SLICE):
@@ -156,7 +158,7 @@ class Pace:
 def split(arrays: list[mx.array], pace: Pace) -> Iterator[list[mx.array]]:
     """Divide arrays into consecutive parts of at least `pace.nbytes` bytes each.
 
-    The last part may be smaller. `pace.nbytes` is read anew for each part. Yields nothing if
+    `pace.nbytes` may change from part to part. The last part may be smaller. Yields nothing if
     `arrays` is empty.
     """
     part: list[mx.array] = []

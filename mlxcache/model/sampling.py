@@ -48,7 +48,7 @@ _SEED_MASK = (1 << 64) - 1
 
 
 def validate(sampling: Sampling, vocab_size: int | None = None) -> None:
-    """Check the ranges of all sampling fields.
+    """Raise BadRequest if a sampling field is out of its range.
 
     `temperature` 0 to 5 (OpenAI allows 2, but with min_p local models are run at higher values),
     `top_p` (0, 1], `min_p` [0, 1], `top_k` from -1 (-1 and 0: off), presence and frequency
@@ -56,8 +56,8 @@ def validate(sampling: Sampling, vocab_size: int | None = None) -> None:
     `xtc_probability` [0, 1], `xtc_threshold` [0, 0.5], biases -100 to 100 on token ids below
     `vocab_size`, `seed` of 64 bits, signed or not.
 
-    Without `vocab_size`, token ids only have to be below 2^31. Raises BadRequest, whose `param` is
-    the name of the field in a request. NaN and infinities are in no range.
+    Without `vocab_size`, token ids only have to be below 2^31. NaN and infinities are in no range.
+    The error's `param` is the name of the field in a request.
     """
     _within("temperature", sampling.temperature, 0.0, 5.0)
     _within("top_p", sampling.top_p, 0.0, 1.0)
@@ -103,10 +103,10 @@ def _refused(field: str, value: object, allowed: str) -> BadRequest:
 def make_sampler(sampling: Sampling, vocab_size: int, kept: Sequence[int] = ()) -> Sampler:
     """Make a function from log-probabilities, shape (B, V), to token ids, shape (B,).
 
-    All greedy requests share one function, so that a batch of them is drawn in one call. Any other
-    request has an object of its own with its own random key: the same seed draws the same tokens
-    alone or in a batch. `vocab_size` is V; a top_k of V or more is off. `kept`: tokens that XTC
-    never removes.
+    For greedy sampling the result is always the same function, so that a batch of such requests can
+    be drawn in one call. Otherwise it is a new object with a random key of its own, which changes
+    with each call: the same seed draws the same tokens alone or in a batch. `vocab_size` is V; a
+    top_k of V or more is off. `kept`: ids of tokens that XTC never removes.
     """
     if sampling.temperature < COLDEST:
         return greedy_sampler  # type: ignore[no-any-return]
@@ -116,7 +116,8 @@ def make_sampler(sampling: Sampling, vocab_size: int, kept: Sequence[int] = ()) 
 class _Draw:
     """Sampler that filters in mlx-lm's order (top_p, min_p, XTC, top_k), then draws a token.
 
-    `kept`: tokens that XTC never removes. It has its own random key, which changes with each draw.
+    `kept`: ids of tokens that XTC never removes. Each sampler has a random key of its own, which
+    changes with each draw.
     """
 
     def __init__(self, sampling: Sampling, vocab_size: int, kept: Sequence[int]):
@@ -150,9 +151,10 @@ class _Draw:
     def _exclude(self, logprobs: mx.array, key: mx.array) -> mx.array:
         """Apply XTC: in some draws, remove the likeliest tokens.
 
-        `logprobs` and result: shape (..., V); removed tokens get minus infinity. All tokens above
-        the threshold are removed except the least likely of them. mlx-lm decides by MLX's global
-        generator whether to remove them; here `key`, a random key of the request, decides.
+        `logprobs` and result: shape (..., V); removed tokens get minus infinity. With the
+        probability `xtc_probability`, all tokens above `xtc_threshold` are removed except the least
+        likely of them and those in `kept`. `key`: MLX's random key for that decision, where mlx-lm
+        uses MLX's global generator.
         """
         chosen = self._sampling
         fewer = apply_xtc(logprobs, 1.0, chosen.xtc_threshold, self._kept)
@@ -177,7 +179,7 @@ def text_ends(tokenizer: Any) -> tuple[int, ...]:
 
 
 def skip_draws(sampler: Sampler, count: int) -> None:
-    """Advance a sampler of `make_sampler` to its state after `count` draws."""
+    """Advance a sampler of `make_sampler` as if it had drawn `count` more tokens."""
     if isinstance(sampler, _Draw):
         sampler.skip(count)
 
@@ -185,12 +187,12 @@ def skip_draws(sampler: Sampler, count: int) -> None:
 def make_processors(sampling: Sampling, prompt_len: int) -> list[Processor]:
     """Make functions that apply penalties and biases to logits.
 
-    Each takes all token ids so far, shape (n,), and logits, shape (1, V), and returns new logits.
-    The list is empty if all penalties and biases are off. The repetition penalty
-    (https://arxiv.org/abs/1909.05858) applies to the newest `repetition_context` tokens, prompt
-    included. Presence and frequency penalties are OpenAI's
-    (https://platform.openai.com/docs/api-reference/chat/create): they count the tokens after the
-    first `prompt_len`, over the whole reply.
+    Each takes the token ids of the prompt and of the reply so far, shape (n,), and logits, shape
+    (1, V), and returns new logits. The list is empty if all penalties and biases are off. The
+    repetition penalty (https://arxiv.org/abs/1909.05858) applies to the newest `repetition_context`
+    tokens, prompt included. Presence and frequency penalties are OpenAI's
+    (https://platform.openai.com/docs/api-reference/chat/create): they count all tokens of the
+    reply. `prompt_len`: length of the prompt in tokens.
     """
     processors: list[Processor] = []
     if sampling.repetition_penalty != 1:
@@ -226,7 +228,7 @@ def _bias(sampling: Sampling) -> Processor:
 
 
 def masked(logits: mx.array, masks: Sequence[Bitmask | None]) -> mx.array:
-    """Set the logits of forbidden tokens to minus infinity.
+    """Return `logits` with minus infinity for forbidden tokens.
 
     `logits` have shape (rows, V), with one mask per row. A mask has one bit per token, 1 if it is
     allowed: bit i % 32 of its int32 number i // 32 is that of token i. A row whose mask is None
@@ -251,9 +253,9 @@ def masked(logits: mx.array, masks: Sequence[Bitmask | None]) -> mx.array:
 def top_logprobs(logprobs: mx.array, token: int, n: int, tokenizer: Any) -> TokenLogprob:
     """Return the log-probabilities of a sampled token and of the `n` likeliest, for the API.
 
-    `logprobs`: natural logarithms, shape (V,), after penalties, bias and mask. `n` may be 0. The
-    alternatives are sorted, the likeliest first, without tokens that cannot be drawn. Evaluates the
-    array.
+    `logprobs`: natural logarithms, shape (V,), after penalties, bias and mask; they are evaluated.
+    `n` may be 0. The `n` likeliest tokens, `token` possibly among them, are sorted, the likeliest
+    first, and those that cannot be drawn are left out. `tokenizer`: mlx-lm's TokenizerWrapper.
     """
     values = logprobs.astype(mx.float32)
     n = min(n, values.shape[0])
@@ -271,10 +273,10 @@ def top_logprobs(logprobs: mx.array, token: int, n: int, tokenizer: Any) -> Toke
 
 
 def token_text(tokenizer: Any, token: int) -> str:
-    """Return the text of one token, with its leading space.
+    """Return the text of one token, with the space before it if it has one.
 
-    Bytes that are no whole character become surrogate escapes, or U+FFFD if the bytes are not
-    known. `tokenizer`: mlx-lm's TokenizerWrapper.
+    Bytes that are no whole character become surrogate escapes, or U+FFFD if the vocabulary does not
+    tell the bytes. Returns "" for an unknown id. `tokenizer`: mlx-lm's TokenizerWrapper.
     """
     piece = tokenizer.convert_ids_to_tokens(token)
     if piece is None:
@@ -289,7 +291,8 @@ def token_text(tokenizer: Any, token: int) -> str:
 def _token_bytes(piece: str) -> bytes | None:
     """Return the bytes of a token from `piece`, its notation in a vocabulary.
 
-    Returns None for an unknown notation.
+    The notations known are `<0x0A>` for one byte, and that of byte-level vocabularies, with one
+    character for each byte. Returns None for any other.
     """
     if _BYTE.fullmatch(piece):
         return bytes([int(piece[3:5], 16)])

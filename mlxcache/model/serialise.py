@@ -93,15 +93,16 @@ def _bytes_of(array: mx.array) -> memoryview:
 
 
 def run_bytes(layout: Layout, tokens: int) -> int:
-    """Return the bytes of the tensors of a run of `tokens` tokens."""
+    """Return the total size in bytes of the tensors of a run of `tokens` tokens."""
     return tokens * layout.bytes_per_token
 
 
 def copied_run(layout: Layout, spans: Sequence[Span], out: memoryview) -> list[Tensor]:
-    """Copy the KV of `spans` into `out`, a buffer of `run_bytes` bytes, and return its tensors.
+    """Copy the KV of `spans` into `out`, and return the tensors of a run, whose data is in `out`.
 
-    `spans`: contiguous ranges of lineages. `out` should be memory that was used before: the first
-    access to a new page costs more than the copy. Blocks until the device has computed the KV.
+    `spans`: ranges of positions of lineages, each of which begins where the one before ends. `out`:
+    at least `run_bytes` bytes, preferably memory that was used before: the first access to a new
+    page costs more than the copy. Blocks until the device has computed the KV.
     """
     readable = _all_readable(spans)
     tensors: list[Tensor] = []
@@ -120,8 +121,9 @@ def copied_run(layout: Layout, spans: Sequence[Span], out: memoryview) -> list[T
 def _all_readable(spans: Sequence[Span]) -> dict[int, list[list[mx.array]]]:
     """Return the arrays of all lineages in `spans`, as views that NumPy can read.
 
-    The keys are Python's `id(lineage)`; each value lists the arrays of each linear slot. Waits once
-    for all arrays. The caller must drop the views before the next write to a lineage.
+    The keys are Python's `id(lineage)`; each value lists the arrays of each linear slot. Blocks
+    until all have been computed. The caller must drop the views before the next write to one of the
+    lineages.
     """
     owners = {id(owner): owner for owner, _, _ in spans}
     views = {
@@ -166,16 +168,16 @@ def run_spec(layout: Layout) -> dict[str, tuple[str, tuple[int, int]]]:
 def late_names(layout: Layout) -> frozenset[str]:
     """Return the names of a run's tensors that belong to sliding-window layers.
 
-    Of these tensors, a prompt uses only the rows of its last positions.
+    Of these tensors, a prompt that is restored needs only the rows of its last positions.
     """
     sliding = [i for i, window in enumerate(layout.windows) if window is not None]
     return frozenset(run_name(i, j) for i in sliding for j in range(len(layout.specs[i])))
 
 
 def layout_key(layout: Layout) -> str:
-    """Return a text that identifies the tensors of a layout.
+    """Return a text that identifies the tensors of files for a layout.
 
-    KV in files can be read by every layout with the same text.
+    Files that were written for one layout can be read for every layout with the same text.
     """
     return json.dumps(
         {
@@ -189,10 +191,11 @@ def layout_key(layout: Layout) -> str:
 
 
 def load_run(path: Path, layout: Layout, stream: Any) -> list[list[mx.array]]:
-    """Load the file of a run as lazy arrays of shape (tokens, heads, dim), by slot.
+    """Load the file of a run as lazy arrays of shape (tokens, heads, dim), a list for each slot.
 
-    The arrays are read on the MLX stream `stream`. Raises Corrupt unless they are exactly those of
-    `layout`, all with the same number of tokens.
+    The slots are in the order of `Layout.specs`. The arrays are read on the MLX stream `stream`.
+    Raises Corrupt if the file cannot be read, or if its tensors are not exactly those of `layout`,
+    all with the same number of tokens.
     """
     found = _load(path, stream)
     out: list[list[mx.array]] = []
@@ -233,9 +236,10 @@ def state_tensors(state: State) -> list[Tensor]:
 
 
 def _fold(value: Any, arrays: list[mx.array]) -> Any:
-    """Convert `value` to JSON, with {"array": index} in place of each array.
+    """Convert a state, or a part of one, to values of JSON; {"array": N} stands for an array.
 
-    The array is appended to `arrays`, at that index.
+    Each array is appended to `arrays`, where N is its index. Raises ValueError if `value` holds
+    anything but arrays, lists, tuples, numbers and None.
     """
     if isinstance(value, mx.array):
         arrays.append(value)
@@ -250,8 +254,8 @@ def _fold(value: Any, arrays: list[mx.array]) -> Any:
 def load_state(path: Path, layout: Layout, stream: Any) -> State:
     """Load the file of a checkpoint, as a state of lazy arrays.
 
-    The arrays are read on the MLX stream `stream`. Raises Corrupt unless the state has the
-    structure and shapes of `layout`.
+    The arrays are read on the MLX stream `stream`. Raises Corrupt if the file cannot be read, or if
+    the state does not have the structure and shapes of `layout`.
     """
     found = _load(path, stream)
     tree = _skeleton(path, found.pop(SKELETON, None))
@@ -274,11 +278,11 @@ def _skeleton(path: Path, array: mx.array | None) -> Any:
 
 
 def _unfold(value: Any, like: Any, found: dict[str, mx.array], path: Path) -> Any:
-    """Replace each {"array": N} in the JSON `value` by the array `found["state.N"]`.
+    """Return the JSON `value` with the array `found["state.N"]` in place of each {"array": N}.
 
-    `like`: the structure that the result must have, with an ArraySpec for each array. The
-    arrays taken are removed from `found`. Raises Corrupt, with the name `path`, if structure,
-    shapes or dtypes differ.
+    `like`: the structure that the result must have, with an ArraySpec for each array. The arrays
+    in the result are removed from `found`. Raises Corrupt, which names the file `path`, if
+    structure, shapes or dtypes differ.
     """
     wrong = Corrupt(f"{path} holds a state that is not of this model's shape.")
     if isinstance(like, tuple):

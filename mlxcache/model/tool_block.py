@@ -42,8 +42,9 @@ class Follow(Enum):
 class End:
     """A closing marker in a tool block, after which the block may be complete.
 
-    It is at characters [body, after) of the block. `target`: the parser's state after it. `clean`
-    is False if an opening marker before it has no closing marker of its own.
+    It is at characters [body, after) of the block's text. `target`: the parser's state after it.
+    `clean` is False if it may close an opening marker inside the block instead of the block: an
+    opening marker before it has no other closing marker.
     """
 
     body: int
@@ -59,11 +60,11 @@ Read = Callable[[str], list[ToolCall]]
 class ToolBlock:
     """A tool block that began while the parser was in the state `source`.
 
-    `scanner`: finds the end of the block. `opening`: the marker that opened the block, as the model
-    wrote it, with the message header before it if the format has one. `marker`: the text that opens
-    tool blocks in general, by which an opening inside the block is found. `confirming`: markers
-    that confirm an end if they follow it. `head`: equal to `opening` if the syntax reads it as part
-    of the block, otherwise empty.
+    `scanner`: tells which closing markers may end the block. `opening`: the marker that opened the
+    block, as the model wrote it, with the message header before it if the format has one. `marker`:
+    the marker that opens tool blocks in general, which is looked for inside the block; "" if there
+    is none. `confirming`: markers that confirm a possible end if they follow it. `head`: `opening`
+    if the syntax reads it as part of the block, otherwise empty.
     """
 
     def __init__(
@@ -113,8 +114,9 @@ class ToolBlock:
     def close(self, marker: str, target: str, verdict: Closing) -> None:
         """Append a closing marker to the tool block, as one of its possible ends.
 
-        `verdict`: the role of the marker, as `closing` returns it. If it is INSIDE, the marker
-        belongs to a value, and is no end. `target`: the parser's state after the marker.
+        `verdict`: the role of the marker, as `closing` returns it. With INSIDE, the marker is
+        appended as a part of a value, and not as an end. `target`: the parser's state after the
+        marker.
         """
         clean = self._count_markers()
         body = self._size
@@ -128,8 +130,8 @@ class ToolBlock:
     def _count_markers(self) -> bool:
         """Pair the closing marker that comes next with an unclosed opening marker inside the block.
 
-        Returns True if there is none, so that the closing marker closes the block itself. Text
-        about tool calls, for example, has both markers.
+        Returns True if no opening marker inside the block is unclosed, so that the closing marker
+        closes the block itself. Arguments can have both markers, such as text about tool calls.
         """
         self._depth += "".join(self._run).count(self._marker) if self._marker else 0
         if not self._depth:
@@ -150,9 +152,9 @@ class ToolBlock:
 
         A marker of another call or of thinking confirms the last possible end, if nothing but white
         space is between them. If more than `LOOK_ON` (8,000) characters of other text follow the
-        last possible end, the result is that of `best`; if `best` finds none, all ends are
+        last possible end, the result is that of `best`; if `best` finds none, all ends so far are
         discarded. Returns None if no end is confirmed, or if no calls can be read before it. `read`
-        returns the calls in a text, and is called with the text before an end.
+        returns the calls in a text, and is called with the block's text before an end.
         """
         if not self._ends or self._judged:
             return None
@@ -173,11 +175,12 @@ class ToolBlock:
     ) -> tuple[End, list[ToolCall]] | None:
         """Choose the end of the tool block that is open when the reply ends.
 
-        Returns it with the calls before it, or None if the block is no call. `read` returns the
-        calls in a text, and is called with the text before an end. `target`: the parser's state if
-        the end of the reply ends the block. `complete`: the model ended its reply, so the block may
-        end with it. Otherwise the reply was cut off, and calls are read only if nothing, white
-        space or a marker follows the last possible end: other text may belong to an argument.
+        Returns the end with the calls before it, or None if no calls can be read. `read` returns
+        the calls in a text, and is called with the block's text before an end. `complete`: the
+        block may also end where the reply does, without a closing marker; `target` is the parser's
+        state then. Otherwise calls are read only if nothing, white space or a confirming marker
+        (see `ToolBlock`) follows the last possible end: other text may belong to an argument that
+        was cut off.
         """
         ended = bool(self._ends) and self.follow() is not Follow.TEXT
         if not complete:
@@ -231,7 +234,7 @@ class ToolBlock:
     def first(self) -> int | None:
         """Length of the tool block's text up to the end of the first closing marker in it.
 
-        In characters. None if it has no closing marker. A closing marker inside an argument counts
-        too, so the block may be longer.
+        In characters. None if the block has no closing marker so far. A closing marker inside an
+        argument counts too, so the block may be longer.
         """
         return self._first

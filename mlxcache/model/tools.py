@@ -33,8 +33,8 @@ class CallReader:
     """Reader of the tool blocks of one reply. It gives each call an index and an id.
 
     `syntax`: the syntax of the calls. `tools`: definitions of the request's tools. `calls`: number
-    of calls that became part of the reply. `problem`: the reason why the last block that was read
-    has no calls.
+    of calls that became part of the reply. `problem`: if the last block that was read gave no
+    calls, the reason.
     """
 
     def __init__(self, syntax: Syntax, tools: Sequence[Mapping[str, Any]]):
@@ -53,8 +53,9 @@ class CallReader:
     def read(self, text: str) -> list[ToolCall]:
         """Read the calls in one tool block; return an empty list if any part is malformed.
 
-        A name that is not one of the tools is accepted, because the client reports it to the model.
-        Sets `problem` if there are no calls.
+        A call of a tool that the request does not have is accepted, because the client reports it
+        to the model. If there are no calls, sets `problem` to the reason. The calls are not counted
+        before they are passed to `take`.
         """
         self.problem = "it holds no call"
         ids = set(self._ids)
@@ -109,7 +110,7 @@ class _Unscanned:
         """Ignore the text, because nothing is known of its syntax."""
 
     def closing(self) -> Closing:
-        """Return UNKNOWN, so that the parser decides where the tool block ends."""
+        """Return UNKNOWN, so that `read` of the syntax decides where the tool block ends."""
         return Closing.UNKNOWN
 
 

@@ -158,7 +158,8 @@ class Vision:
     def embed(self, ids: Tokens) -> Rows:
         """Return the model's inputs at tokens of text beside images, lazily. MLX thread only.
 
-        They have the form that `rows` returns: arrays by the name of the model's argument.
+        `ids`: shape (tokens,). The result has the form that `rows` returns: arrays by the name of
+        the model's argument, with the tokens as first axis.
         """
         return self._model.embed(ids)
 
@@ -172,7 +173,11 @@ class Vision:
         return not bool(mx.array_equal(rows, blind))
 
     def _process(self, image: Image) -> Pixels:
-        """Decode an image; keep and return its pixels. The caller must hold the lock."""
+        """Decode and process an image; keep the result and return its pixels.
+
+        Raises BadRequest if the image cannot be decoded or is refused. The caller must hold the
+        lock.
+        """
         rgb = decode(image.data)
         try:
             self._check(self._model.count(*rgb.shape[:2]))
@@ -218,21 +223,31 @@ class MlxLmImages:
         self._model, self._processor = model, processor
 
     def count(self, height: int, width: int) -> int | None:
-        """See `ImageModel`."""
+        """Return None: the number of positions is known only after processing the image."""
         return None
 
     def process(self, rgb: npt.NDArray[np.uint8]) -> Processed:
-        """See `ImageModel`."""
+        """Return the pixels for the vision tower, and the text for the prompt, of an RGB image.
+
+        `rgb`: shape (height, width, 3). Errors of the processor are raised unchanged.
+        """
         text, (values,) = self._processor(self.image_token, images=[rgb])
         return Processed(text, np.array(values))  # a NumPy array, which any thread may read
 
     def rows(self, ids: Tokens, pixels: Pixels, grid: Grid | None) -> Rows:
-        """See `ImageModel`. The rows of an image have the shape (tokens, hidden)."""
+        """Return the embeddings of an image, shape (tokens, hidden), lazily. MLX thread only.
+
+        They are under the key `input_embeddings`. `ids`: the image's token ids, shape (tokens,).
+        `pixels`: those that `process` returned. `grid` is ignored.
+        """
         found = self._model.embed_inputs(mx.array(ids), pixel_values=[mx.array(pixels)])
         return {"input_embeddings": found}
 
     def embed(self, ids: Tokens) -> Rows:
-        """See `ImageModel`."""
+        """Return the embeddings of tokens of text, shape (tokens, hidden), lazily.
+
+        They are under the key `input_embeddings`. `ids`: shape (tokens,). MLX thread only.
+        """
         return {"input_embeddings": self._model.embed_inputs(mx.array(ids))}
 
 
@@ -322,7 +337,8 @@ def load_vision(
     """Make the image processor of a model that mlx-lm has loaded, from its `config`.
 
     `tokenizer`: mlx-lm's TokenizerWrapper. `label`: name of the model, for the log. Returns None if
-    the model takes no images, or, with a warning, if a required part is missing.
+    the model takes no images. Also returns None, with a warning in the log, if the processor cannot
+    be made, Pillow is missing, the model takes no embeddings, or no token stands for an image.
     """
     kind = config.get("model_type")
     try:

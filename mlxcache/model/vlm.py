@@ -70,12 +70,12 @@ class VlmModel(nn.Module):  # type: ignore[misc]
 
     @property
     def layers(self) -> Sequence[nn.Module]:
-        """The layers, in their order."""
+        """The layers of the language model, in the order in which they are computed."""
         found: Sequence[nn.Module] = self.language_model.layers
         return found
 
     def make_cache(self) -> list[Any]:
-        """Create empty caches for one sequence."""
+        """Create empty caches for one sequence: one for each layer, in the order of `layers`."""
         return replace_caches(make_prompt_cache(self.language_model), self.layers)
 
     def embed(self, ids: mx.array) -> mx.array:
@@ -175,8 +175,9 @@ def load_model(path: Path, *, images: bool = False) -> tuple[VlmModel, dict[str,
 def make_model(config: Mapping[str, Any], *, images: bool = False) -> VlmModel:
     """Make the model of a configuration, with weights that are placeholders, never computed.
 
-    `images`: include its vision tower, if the server can feed images to its family; else the model
-    takes text only.
+    `config`: content of the model's `config.json`. `images`: include its vision tower, if the
+    server can feed images to its family; else the model takes text only. Errors of mlx-vlm are
+    raised unchanged.
     """
     with _processors_unchanged():
         owner, _ = vlm_utils.get_model_and_args(dict(config))
@@ -198,6 +199,8 @@ def _wrapped(whole: nn.Module, config: Mapping[str, Any], *, images: bool) -> Vl
 
 def _check(config: Mapping[str, Any], path: Path) -> None:
     """Raise ModelError unless mlx-vlm would load exactly the family that `config` names.
+
+    `path`: the model's folder. A model with weights outside its weight files is refused too.
 
     Without this check, mlx-vlm would run a `model_file` without asking, take other code by the
     names of architectures, and read files outside the model's folder if its configuration names

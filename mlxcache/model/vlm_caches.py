@@ -66,7 +66,10 @@ class QsaCache(QSAKVCache):  # type: ignore[misc]
         self.position_rows: mx.array | None = None
 
     def update_indexer(self, keys: mx.array, position_ids: mx.array) -> tuple[mx.array, mx.array]:
-        """Append keys, shape (1, n, dim), and positions, shape (3, 1, n); return all so far."""
+        """Append keys, shape (1, n, dim), and positions, shape (3, 1, n); return all so far.
+
+        n is the number of new tokens. In the returned arrays, it is the number of all tokens.
+        """
         end = self.offset + keys.shape[1]
         new = keys[:, None], position_ids.swapaxes(0, 1)[..., None].astype(mx.int32)
         self.index_rows = self._appended(self.index_rows, new[0], end)
@@ -83,7 +86,7 @@ class QsaCache(QSAKVCache):  # type: ignore[misc]
 
     @property
     def state(self) -> tuple[mx.array | None, ...]:
-        """All arrays, for them to be evaluated."""
+        """All arrays of the cache, for them to be evaluated; None for one that is not made yet."""
         return self.keys, self.values, self.index_rows, self.position_rows, self.index_block_keys
 
 
@@ -146,9 +149,9 @@ class Pools:
         return keys[:, :closed], gates[:, :closed], offset
 
     def update_and_fetch(self, pooled: mx.array) -> mx.array:
-        """Append the keys of the newly closed groups; return the keys of all closed groups.
+        """Append `pooled`, the keys of the newly closed groups; return those of all closed groups.
 
-        Both have the shape (1, groups, dim).
+        Both arrays have the shape (1, groups, dim).
         """
         if pooled.shape[1]:
             self._rows.add(pooled)
@@ -223,8 +226,8 @@ def replace_caches(caches: Sequence[Any], layers: Sequence[Any]) -> list[Any]:
     """Return empty caches of classes that the server can reuse, in place of mlx-vlm's.
 
     `caches`: the empty caches that mlx-vlm made for a model, one per layer. `layers`: the model's
-    layers. A cache that need not or cannot be replaced is returned unchanged. If the class of one
-    has no adapter, nothing of the model's KV is reused.
+    layers. A cache that need not or cannot be replaced is returned unchanged. If the server has no
+    adapter for the class of a returned cache, nothing of the model's KV is reused.
     """
     return [_replaced(*pair) for pair in zip(caches, layers, strict=True)]
 

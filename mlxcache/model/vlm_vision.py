@@ -44,13 +44,19 @@ class QwenImages:
         self.most_tokens = int(processor.max_pixels) // side**2
 
     def count(self, height: int, width: int) -> int:
-        """See `ImageModel`. Raises ValueError if one side is over 200 times the other."""
+        """Return the number of positions that an image of this size in pixels takes in a prompt.
+
+        Raises ValueError if one side is over 200 times the other.
+        """
         sides = self._processor._resolved_size(height, width)
         side = self._processor.patch_size * self._merge
         return int(sides[0] // side * (sides[1] // side))
 
     def process(self, rgb: npt.NDArray[np.uint8]) -> Processed:
-        """See `ImageModel`. Raises ValueError if one side is over 200 times the other."""
+        """Return the pixels for the vision tower, the text for the prompt, and the grid.
+
+        `rgb`: shape (height, width, 3). Raises ValueError if one side is over 200 times the other.
+        """
         made = self._processor([rgb.transpose(2, 0, 1)])
         _, rows, columns = (int(n) for n in made["image_grid_thw"][0])
         grid = rows // self._merge, columns // self._merge
@@ -58,11 +64,12 @@ class QwenImages:
         return Processed(text, np.asarray(made["pixel_values"], np.float32), grid)
 
     def rows(self, ids: Tokens, pixels: Pixels, grid: Grid | None) -> Rows:
-        """See `ImageModel`.
+        """Return the model's inputs at the tokens of an image, lazily. MLX thread only.
 
-        The result has `input_embeddings`, shape (tokens, hidden). If the vision tower also makes
-        vectors that are added to the outputs of the first layers, it has `deepstack`, shape
-        (tokens, layers, hidden).
+        `ids`: the image's token ids, shape (tokens,). `pixels`, `grid`: those that `process`
+        returned. The result has `input_embeddings`, shape (tokens, hidden). If the vision tower
+        also makes vectors that are added to the outputs of the first layers, it has `deepstack`,
+        shape (tokens, layers, hidden).
         """
         assert grid is not None
         tower: Any = self._model.vision_tower
@@ -76,7 +83,10 @@ class QwenImages:
         return rows
 
     def embed(self, ids: Tokens) -> Rows:
-        """See `ImageModel`."""
+        """Return the model's inputs at tokens of text, in the form of `rows`, lazily.
+
+        `ids`: shape (tokens,). `deepstack`, if the result has it, is 0. MLX thread only.
+        """
         rows = {"input_embeddings": self._model.embed(mx.array(ids))}
         if self._levels:
             count, hidden = rows["input_embeddings"].shape
@@ -101,8 +111,10 @@ def load_vision(
 ) -> Vision | None:
     """Make the image processor of a model that mlx-vlm has loaded from the folder `path`.
 
-    `tokenizer`: mlx-lm's TokenizerWrapper. `config`: the model's. `label`: its name, for the log.
-    Returns None if the model has no vision tower, or, with a warning, if its settings do not fit.
+    `tokenizer`: mlx-lm's TokenizerWrapper. `config`: content of the model's `config.json`. `label`:
+    its name, for the log. Returns None if the model has no vision tower. Also returns None, with a
+    warning in the log, if settings of its image processor are missing, cannot be read, or do not
+    fit the vision tower.
     """
     if model.vision_tower is None:
         return None
@@ -119,11 +131,11 @@ def load_vision(
 
 
 def _settings(path: Path) -> dict[str, Any]:
-    """Read the settings of the image processor in the form that mlx-vlm's class takes.
+    """Return the settings of a model's image processor, as arguments of mlx-vlm's class for it.
 
-    `path`: the model's folder, with the files `PROCESSOR_FILES`. Raises OSError if a file cannot be
-    read, LookupError if a required setting is in neither, and ValueError, TypeError or
-    AttributeError if a file or a setting has another form than expected.
+    `path`: the model's folder, with one or both of the files `PROCESSOR_FILES`. Raises OSError if a
+    file cannot be read, LookupError if a required setting is in neither file, and ValueError,
+    TypeError or AttributeError if a file or a setting has another form than expected.
     """
     raw: dict[str, Any] = {}
     for name in PROCESSOR_FILES:
@@ -140,7 +152,11 @@ def _settings(path: Path) -> dict[str, Any]:
 
 
 def _check(processor: Any, tower: Mapping[str, Any]) -> None:
-    """Raise ValueError unless the processor makes patches of the vision tower's size."""
+    """Raise ValueError unless the processor makes patches of the vision tower's size.
+
+    `processor`: mlx-vlm's image processor. `tower`: the model's `vision_config`; sizes that it does
+    not state are not checked.
+    """
     for mine, its in (
         ("patch_size", "patch_size"),
         ("temporal_patch_size", "temporal_patch_size"),

@@ -19,10 +19,11 @@ INDEX = "model.safetensors.index.json"
 
 
 def tensor_index(folder: Path) -> dict[str, str]:
-    """Return the name of the weight file of each tensor, as the index of a model's folder lists it.
+    """Return names of weight files by names of tensors, as the index of a model's folder has them.
 
-    Empty if the folder has no index, or the index no list. Raises OSError if the index cannot be
-    read, and ValueError, which names it, if it is not JSON of the expected form.
+    The index is the file `INDEX`. Returns {} if the folder has no index, or the index has no
+    `weight_map`. Raises OSError if the index cannot be read, and ValueError with the path of the
+    index if it is not JSON of the expected form.
     """
     file = folder / INDEX
     if not file.exists():
@@ -40,7 +41,7 @@ def tensor_index(folder: Path) -> dict[str, str]:
 def tensor_names(file: Path) -> set[str] | None:
     """Return the names of a safetensors file's tensors, or None if the file is not whole.
 
-    Reads the header only. Raises OSError.
+    Reads the header only. Raises OSError if the file cannot be read.
     """
     with file.open("rb") as opened:
         length = int.from_bytes(opened.read(_LENGTH), "little")

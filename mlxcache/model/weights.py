@@ -16,9 +16,9 @@ def shared_bytes(model: nn.Module) -> int:
     """Estimate the bytes of weights that a step of a batch reads once for all of its rows.
 
     Without a batch, they would be read for each row. Experts count in part: if each token uses k of
-    a layer's n experts and the router spreads tokens evenly, two tokens share k * k / n experts.
-    They do not count if k is unknown. An embedding does not count either, because only single rows
-    of it are read, unless it also computes the logits.
+    a layer's n experts and the router spreads tokens evenly, two tokens share k * k / n experts, so
+    the bytes of that many count. They do not count if k is unknown. An embedding does not count
+    either, because only single rows of it are read, unless it also computes the logits.
     """
     modules = dict(model.named_modules())
     tied = not any(name.endswith("lm_head") for name in modules)

@@ -76,7 +76,10 @@ def _is_strict(tool: Mapping[str, Any]) -> bool:
 class _Calls:
     """Writer of grammar expressions for the tool calls that the reply to a job may make.
 
-    `tokenizer`: mlx-lm's TokenizerWrapper. `frame`: the writer of the message headers around calls.
+    `lark`: the grammar to which rules are added. `tokenizer`: mlx-lm's TokenizerWrapper. `frame`:
+    the writer of the message headers around calls. Creating one raises BadRequest if no tool has a
+    name that the job's tool choice lists, or if a schema cannot be enforced, and Unsupported if the
+    syntax of the model's calls is unknown.
     """
 
     def __init__(self, lark: Lark, tokenizer: Any, job: Job, frame: Frame):
@@ -124,7 +127,7 @@ def _param(form: OutputFormat) -> str:
 def _lark(form: OutputFormat) -> str:
     """Return the user's grammar in Lark syntax, converting it from llama.cpp's GBNF if needed.
 
-    Raises BadRequest if it cannot be compiled.
+    `form`: an output format of kind "grammar". Raises BadRequest if the grammar cannot be compiled.
     """
     try:
         text = any_to_lark(form.value)
@@ -178,9 +181,10 @@ class _Format:
 
 
 def _try(grammar: str, what: str, param: str) -> None:
-    """Raise BadRequest if llguidance cannot compile a grammar.
+    """Raise BadRequest if llguidance cannot compile `grammar`.
 
-    The error names the grammar `what`, and `param` as the field of the request it comes from.
+    `what`: the noun for the grammar in the error's message. `param`: the field of the request that
+    the grammar comes from.
     """
     if (reason := compile_error(grammar)) is not None:
         raise BadRequest(f"invalid {what}: {reason}", param=param)

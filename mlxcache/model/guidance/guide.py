@@ -99,13 +99,14 @@ class GrammarGuide:
 
 
 class Grammars:
-    """Compiler and cache of the grammars for one model; the most recently used ones are kept.
+    """Compiler and cache of one model's grammars; keeps the `MOST_GRAMMARS` last used ones.
 
     `tokenizer`: mlx-lm's TokenizerWrapper. `vocab_size`: the width of the logits, which may exceed
     the number of tokens. `label`: that of the model, for the log. Control tokens are not text: no
-    string or regular expression of a grammar allows them. These are the special tokens, those that
-    end a turn, and the markers of thinking and tool calls that are one token of the vocabulary; a
-    Lark grammar names them by `<[id]>`. Methods may be called on any thread, and block.
+    string or regular expression of a grammar allows them. Control tokens are the special tokens,
+    those that end a turn, and the markers of thinking and tool calls that are one token of the
+    vocabulary; a Lark grammar names one by `<[id]>`. Methods may be called on any thread; they
+    block.
     """
 
     def __init__(self, tokenizer: Any, vocab_size: int, label: str = "unnamed"):

@@ -34,8 +34,9 @@ class Guides:
     def make(self, job: Job) -> Guide | None:
         """Return a guide at the beginning of the reply to `job`, or None if the reply is free.
 
-        Blocks, for seconds at most. Raises BadRequest if the grammar cannot be compiled, and
-        Unsupported if the model's tokenizer cannot be used.
+        Blocks, for seconds at most. Raises BadRequest if the format, or the schema of a tool, is
+        wrong or cannot be enforced, and Unsupported if the model's tokenizer cannot be used or the
+        syntax of its tool calls is unknown.
         """
         text = grammar_text(job, self._tokenizer)
         if text is None:

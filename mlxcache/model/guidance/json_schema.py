@@ -84,10 +84,11 @@ LARGEST_DIVISOR = 100_000
 
 
 def check(schema: Any, *, param: str, at: str = "schema") -> Schema:
-    """Check a JSON Schema, and rewrite it for llguidance.
+    """Check a JSON Schema, and return it rewritten for llguidance.
 
-    `at`: the name of the schema in error messages. Raises BadRequest, for the field `param`, if it
-    is no JSON Schema, if no value satisfies it, or if it cannot be enforced.
+    `param`: the field of the request that has the schema, and `at`: the name of the schema; errors
+    name both. Raises BadRequest if `schema` is no JSON Schema, if no value satisfies it, or if it
+    cannot be enforced.
     """
     if not isinstance(schema, dict | bool):
         reason = f"{at} must be a JSON object, got {_short(schema)}"
@@ -99,7 +100,10 @@ def check(schema: Any, *, param: str, at: str = "schema") -> Schema:
 
 
 def is_satisfiable(schema: Schema, node: Node) -> bool:
-    """Return False if llguidance finds that no value satisfies `node` of a checked schema."""
+    """Return False if llguidance finds that no value satisfies `node`, otherwise True.
+
+    `schema`: a result of `check`, for the definitions to which `node` refers.
+    """
     reason = _problem(schema.of(node))
     return reason is None or "nsatisfiable" not in reason
 
@@ -256,10 +260,11 @@ class _Check:
         return [self._const(one, f"{pointer}/{i}") for i, one in enumerate(value)]
 
     def _ref(self, value: Any, pointer: str) -> str:
-        """Return a new local reference, `#/$defs/NAME`, for the reference `value`.
+        """Return the reference `#/$defs/NAME` that replaces the reference `value`.
 
-        The schema to which it leads is queued to be checked. `pointer`: the JSON Pointer of the
-        reference, for errors. Raises BadRequest for a reference that is not local or leads nowhere.
+        The part of the schema to which `value` leads is queued to be checked. `pointer`: the
+        JSON Pointer of the reference, for errors. Raises BadRequest for a reference that is not
+        local or leads nowhere.
         """
         if not isinstance(value, str):
             raise self._refuse(pointer, f"expected a string, got {_short(value)}")
@@ -368,7 +373,7 @@ class _Check:
             node["anyOf"] = options
 
     def _compile(self, schema: Schema) -> None:
-        """Compile the schema with llguidance.
+        """Check that llguidance can compile the schema.
 
         Raises BadRequest with the place and the reason if llguidance refuses a part of it.
         """
@@ -410,9 +415,9 @@ _READ: dict[str, Callable[[_Check, Any, str], Any]] = {
 
 
 def _is_void(keyword: str, value: Any, node: Mapping[str, Any]) -> bool:
-    """Return whether a keyword has no effect with this value in this node.
+    """Return whether `keyword` is one that cannot be enforced, but has no effect in `node`.
 
-    Such a keyword is dropped; with another value it could not be enforced.
+    `value`: the keyword's value, such as false for `uniqueItems`. `node`: the node that has it.
     """
     if keyword in _VOID:
         return value in _VOID[keyword]
@@ -424,7 +429,7 @@ def _is_void(keyword: str, value: Any, node: Mapping[str, Any]) -> bool:
 
 
 def _anchored(node: Any, name: str, pointer: str) -> tuple[Any, str] | None:
-    """Find the schema in `node` whose `$anchor` is `name`; return it and its pointer.
+    """Find the schema in `node` whose `$anchor` is `name`; return it and its JSON Pointer.
 
     `pointer`: the JSON Pointer of `node`. Returns None if there is no such schema.
     """

@@ -18,8 +18,8 @@ from mlxcache.model.guidance.schema_facts import Schema
 class Lark:
     """A grammar under construction, in which equal rules are defined once.
 
-    `tokenizer` is mlx-lm's TokenizerWrapper. Markers that are one token of its vocabulary are
-    written as that token, and cannot occur in text.
+    `tokenizer` is mlx-lm's TokenizerWrapper. Markers that are one token of its added vocabulary
+    are written as that token, and cannot occur in text.
     """
 
     def __init__(self, tokenizer: Any):
@@ -53,7 +53,7 @@ class Lark:
     def reserve(self, kind: str = "r") -> str:
         """Return a new name to `define` later, for rules that contain themselves.
 
-        `kind`: the first letter of the name, "r" for a rule.
+        `kind`: the first letter of the name, "r" for a rule, "T" for a terminal.
         """
         name = f"{kind}{len(self._rules)}"
         self._rules[name] = ""
@@ -77,10 +77,11 @@ class Lark:
         return self.rule(f"%json {schema.text()}")
 
     def marker(self, text: str) -> str:
-        """Return a grammar expression for exactly `text`, with the added tokens in it as tokens.
+        """Return a grammar expression for exactly `text`, with its added tokens as tokens.
 
-        Unlike `literal`, it matches a text that the model writes with control tokens, such as a
-        marker.
+        Added tokens are the texts that the tokenizer has as one token each beside its trained
+        vocabulary, such as markers. Unlike the result of `literal`, the expression matches a text
+        that the model writes with control tokens.
         """
         return " ".join(
             f"<[{self.added[part]}]>" if part in self.added else literal(part)
@@ -88,7 +89,7 @@ class Lark:
         )
 
     def parts(self, text: str) -> list[str]:
-        """Split `text` into the added tokens of the vocabulary and the text between them."""
+        """Split `text` into the added tokens of the tokenizer and the text between them."""
         pieces = self._split.split(text) if self.added else [text]
         return [piece for piece in pieces if piece]
 

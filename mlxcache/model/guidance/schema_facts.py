@@ -1,7 +1,7 @@
 """Checked JSON Schemas, and what follows from them about the values that they allow.
 
-Functions here find the types of these values, whether one of them is finite, and whether two
-schemas exclude each other.
+Functions here find the types of these values, whether one of them has a finite size, and whether
+two schemas exclude each other.
 """
 
 from __future__ import annotations
@@ -57,7 +57,11 @@ class Schema:
         return self.defs[ref.removeprefix(_DEFS)]
 
     def resolve(self, node: Node) -> Node:
-        """Follow a chain of nodes that have nothing but a reference, and return its last node."""
+        """Return the node to which `node` leads, by one reference after another.
+
+        This is `node` itself if it is more than a reference, or none. If the references lead in a
+        circle, a node of the circle is returned.
+        """
         seen = 0
         while isinstance(node, dict) and set(node) == {"$ref"} and seen <= len(self.defs):
             node, seen = self.target(node["$ref"]), seen + 1
@@ -71,8 +75,8 @@ class Schema:
     ) -> frozenset[str]:
         """Return the types of values that `node` allows, and possibly some that it does not.
 
-        The types are those of ALL_TYPES. `within`: references that are being followed. `known`:
-        types of references that were followed before; it is filled here.
+        The types are those of ALL_TYPES. `within` and `known` are for the recursion: references
+        that are being followed, and the types by reference, which are added here.
         """
         if isinstance(node, bool):
             return ALL_TYPES if node else frozenset()
@@ -93,7 +97,7 @@ class Schema:
         return found
 
     def text(self) -> str:
-        """Return the schema as JSON text, with options for llguidance."""
+        """Return the schema as JSON text, with llguidance's options for white space and escapes."""
         root = self.root if isinstance(self.root, dict) else {"allOf": [self.root]}
         options = {
             "whitespace_pattern": WHITESPACE,
@@ -130,7 +134,10 @@ def kind(value: Any) -> str:
 
 
 def has_finite_value(schema: Schema, node: Node) -> bool:
-    """Return whether a value of finite size can satisfy `node`."""
+    """Return whether a value of finite size can satisfy `node`, a node of `schema`.
+
+    Not so for an object that requires a member that requires such an object again, without end.
+    """
     ending: set[str] = set()
     before = -1
     while before < len(ending):  # a reference ends if what it leads to does
@@ -165,9 +172,10 @@ def _ends(schema: Schema, node: Node, ending: Collection[str]) -> bool:
 
 
 def _least_parts(schema: Schema, node: dict[str, Any]) -> Sequence[Node]:
-    """Return the schemas of the parts that every value of a node has.
+    """Return the schemas of the parts that every value of `node` has.
 
-    These are required properties, or the items that `minItems` demands.
+    These are the required properties of objects, or the items that `minItems` demands of arrays.
+    Empty if `node` allows values of several types.
     """
     types = schema.types(node)
     if types == {"object"}:
@@ -195,7 +203,7 @@ class Comparison:
         self._known: dict[tuple[int, int], bool] = {}
 
     def are_disjoint(self, first: Node, second: Node, depth: int = 0) -> bool:
-        """Return True if it is certain that no value satisfies both nodes.
+        """Return True if it is certain that no value satisfies both nodes, otherwise False.
 
         `depth`: number of comparisons around this one, which bounds the recursion.
         """
@@ -242,7 +250,7 @@ class Comparison:
 
 
 def _listed(node: Mapping[str, Any]) -> set[str] | None:
-    """Return the values that a node's `const` or `enum` lists, as JSON texts, or None."""
+    """Return the values of a node's `const` or `enum` as JSON texts, or None if it has neither."""
     listed = listed_values(node)
     if listed is None:
         return None

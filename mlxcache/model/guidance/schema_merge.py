@@ -22,10 +22,11 @@ Plain = dict[str, Any]
 
 
 def alternatives(schema: Schema, node: Node) -> list[Plain]:
-    """Return nodes without combinators that together allow the values of `node`.
+    """Return nodes without combinators; `node` allows the values that any of them allows.
 
-    A value satisfies `node` if it satisfies any of them. Raises Unwritable if keywords cannot be
-    merged, or if there are too many alternatives.
+    Combinators are `$ref`, `anyOf` and `allOf`; nodes below the top level keep theirs. Empty if
+    it is found that `node` allows no value. Raises Unwritable if keywords cannot be merged, if
+    there are too many alternatives, or if combinators lead from `node` back to itself.
     """
     return _expand(schema, node, frozenset(), iter(range(_MOST_READ)))
 
@@ -34,8 +35,7 @@ def _expand(schema: Schema, node: Node, within: frozenset[str], left: Iterator[i
     """Return the result of `alternatives` for `node`, by recursion over its parts.
 
     `within`: references that are being followed. `left`: an iterator with one item for each node
-    that may still be visited. Raises Unwritable as `alternatives` does, also for a schema that
-    refers to itself.
+    that may still be visited. Raises Unwritable as `alternatives` does.
     """
     if next(left, None) is None:
         raise Unwritable("anyOf")
@@ -62,7 +62,8 @@ def _expand(schema: Schema, node: Node, within: frozenset[str], left: Iterator[i
 def merge(first: Plain, second: Plain) -> Plain | None:
     """Merge two nodes without combinators into one for the values that satisfy both.
 
-    Returns None if there are no such values. Raises Unwritable if the keywords cannot be merged.
+    Combinators are `$ref`, `anyOf` and `allOf`. Returns None if the nodes have no type of values in
+    common. Raises Unwritable if the keywords cannot be merged.
     """
     out = {**first, **{key: value for key, value in second.items() if key not in first}}
     for key in first.keys() & second.keys() - set(_OBJECT):

@@ -13,7 +13,10 @@ from mlxcache.model.guidance.schema_facts import Node, Schema, listed_values
 
 
 class Unwritable(ValueError):
-    """Error for a schema that a tool-call syntax cannot express; `keyword` is the reason."""
+    """Error for a schema that a tool-call syntax cannot express.
+
+    `keyword`: the keyword that is the reason, or `properties/NAME` for the name of a property.
+    """
 
     def __init__(self, keyword: str):
         super().__init__(f"the keyword `{keyword}` cannot be enforced in this model's call syntax")
@@ -62,9 +65,10 @@ def text_terminal(
 ) -> str | None:
     """Return the body of a grammar terminal for the strings that `node` allows.
 
-    `without`: the texts that no string may contain. Returns None if there are no such strings.
-    `mixed`: other types of values are written as JSON in the same place, so text that can be read
-    as JSON is excluded. Raises Unwritable if a keyword cannot be expressed.
+    `schema`: the definitions to which `node` refers. `without`: the texts that no string may
+    contain. `mixed`: True if values of other types may be written as JSON in the same place, so
+    that strings which could be read as JSON are excluded. Returns None if `node` allows no strings.
+    Raises Unwritable if a keyword cannot be expressed.
     """
     parts = _parts(schema, node, without, frozenset(), iter(range(_MOST_READ)))
     if parts is None:
@@ -115,10 +119,11 @@ def _parts(
 
 
 def _own_parts(node: dict[str, object], without: Sequence[str]) -> Iterator[str]:
-    """Yield a grammar expression for each restriction of strings in a node's own keywords.
+    """Yield a grammar expression for each restriction of strings by keywords of `node`.
 
-    A string must satisfy all of them. `without`: texts that the tool-call syntax forbids in a
-    string. Raises Unwritable if a keyword cannot be expressed.
+    The keywords `$ref`, `anyOf` and `allOf` are ignored. A string must satisfy all expressions.
+    `without`: texts that the tool-call syntax forbids in a string. Raises Unwritable if a
+    keyword cannot be expressed.
     """
     if (listed := listed_values(node)) is not None:
         texts = [text for text in listed if isinstance(text, str)]

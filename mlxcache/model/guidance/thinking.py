@@ -28,11 +28,11 @@ class ThinkFormat:
     `opening`: ids that open a think block; empty if only the prompt opens one. `closing`: ids of
     the marker that ends the block, and `marker` its text. `spelled`: the marker also counts when
     other tokens spell it. `after`: ids that come between the block and the text after it. `again`:
-    further blocks may follow. `free`: mask of the tokens that thinking may consist of, and the
-    closing marker. `blanks`: tokens of white space, one of which may come between the block and the
-    answer. `beyond`: maps the missing rest of a partly spelled marker to the tokens that would
-    complete the marker together with the beginning of the answer. `vocabulary`: the model's
-    vocabulary in llguidance's form.
+    further blocks may follow. `free`: mask of the tokens that a think block may consist of, those
+    of the closing marker included. `blanks`: tokens of white space, one of which may come between
+    the block and the answer. `beyond`: maps the missing rest of a partly spelled marker to the
+    tokens that would complete the marker together with the beginning of the answer. `vocabulary`:
+    the model's vocabulary in llguidance's form.
     """
 
     opening: tuple[int, ...]
@@ -49,7 +49,8 @@ class ThinkFormat:
     def is_closed_by(self, prompt: Sequence[int]) -> bool:
         """Return whether a prompt ends with a closed think block, so that the reply has none.
 
-        `prompt`: its last token ids. Always False if not `spelled`.
+        `prompt`: its token ids, or only the last ones, at least two more than `closing` has. The
+        block may be followed by up to two tokens of white space. Always False if not `spelled`.
         """
         end = list(prompt[-len(self.closing) - 2 :])
         while end and end[-1] in self.blanks:
@@ -240,7 +241,8 @@ class AfterThinking:
     def _begin(self, token: int) -> None:
         """Advance the guide by a token before the answer.
 
-        The token opens a think block, is white space, or begins the answer.
+        Raises ValueError for a token that neither belongs to the marker that opens a think block,
+        nor is allowed white space, nor may begin the answer.
         """
         trial = self._trial
         own = trial.mask() if trial is not None else None

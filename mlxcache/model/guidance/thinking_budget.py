@@ -99,7 +99,8 @@ def read_closing(
 def _blanks(tokenizer: Any, label: str) -> tuple[str, str]:
     """Return the white space that the template writes before and after the closing marker.
 
-    `tokenizer`: mlx-lm's TokenizerWrapper. `label`: that of the model, for the log.
+    It is one line break before and two after if the template does not show it. `tokenizer`:
+    mlx-lm's TokenizerWrapper. `label`: that of the model, for the log.
     """
     thought, text = _PROBE
     messages = [
@@ -185,8 +186,8 @@ class ThinkingBudget:
     def end(self) -> Steering | None:
         """Request the end of the open think block, and of any later one.
 
-        Returns a function that changes the reply's guide (see `note`), or None if the end
-        was requested before.
+        Returns a function that changes the reply's guide (see `note`), or None if the end is
+        requested anyway: by an earlier call, or because of `limit`.
         """
         if self._limit == 0 or self._since >= 0:
             return None

@@ -63,9 +63,10 @@ class Syntax:
     names: re.Pattern[str] = _NAME
 
     def calls(self, lark: Lark, tools: Sequence[Tool], *, several: bool) -> str:
-        """Return a grammar expression for one call of `tools`, or with `several` for one or more.
+        """Return a grammar expression for a call of one of `tools`, in its tool block.
 
-        Raises BadRequest if a tool's name or schema cannot be written in this syntax.
+        With `several`, more than one call may be made. Raises BadRequest if a tool's name or schema
+        cannot be written in this syntax.
         """
         return f"{self.opened(lark)} {self.rest(lark, tools, several=several)}"
 
@@ -73,7 +74,7 @@ class Syntax:
         return lark.marker(self.opening)
 
     def rest(self, lark: Lark, tools: Sequence[Tool], *, several: bool) -> str:
-        """Return a grammar expression for the text after the opening of the first tool block.
+        """Return the expression that `calls` returns, without the opening of the first tool block.
 
         With `several`, more than one call may be made. Raises BadRequest if a tool's name or schema
         cannot be written in this syntax.
@@ -104,8 +105,10 @@ class Syntax:
 def read_tool(tool: Mapping[str, Any], *, checked: bool) -> Tool:
     """Read a tool from its definition in a request.
 
-    With `checked`, its schema is checked and enforced in calls; without, any object is allowed.
-    Raises BadRequest if the schema cannot be enforced or does not allow an object.
+    `tool`: a mapping whose item "function" has a "name" and, optionally, the schema "parameters".
+    With `checked`, the schema is checked, and calls must follow it. Without, it is not read, and
+    calls may have any object as arguments. Raises BadRequest if the schema cannot be enforced or
+    does not allow an object.
     """
     function = tool["function"]
     name = str(function["name"])
@@ -266,10 +269,10 @@ class Tags:
         return f"{key} {value}"
 
     def _in_cdata(self, lark: Lark, schema: Schema, node: Node, value: str) -> str:
-        """Return a grammar expression for a string value, also as `<![CDATA[...]]>`.
+        """Return a grammar expression for a string, plain or as `<![CDATA[...]]>`.
 
-        Text with markup can be written in that form only. `value`: the expression without this
-        form, which is returned unchanged if `node` allows other types than strings.
+        Strings with markup or line breaks can be written as CDATA only. `value`: the expression for
+        the value without CDATA, returned unchanged if `node` allows other types than strings.
         """
         text = text_terminal(schema, node, ("]]>", *self.ends))
         if text is None or schema.types(node) != {"string"}:
@@ -378,7 +381,8 @@ def _typed_arguments(lark: Lark, tool: Tool) -> str:
 def _typed_argument(lark: Lark, schema: Schema, key: str, node: Node) -> str:
     """Return a grammar expression for one argument of Kimi K3.
 
-    It is `key`, an expression too, then the argument's type and its value.
+    `key`: an expression for the argument's opening tag up to its name. The argument's type and its
+    value follow. Raises Unwritable if a keyword cannot be expressed.
     """
     options = []
     for name in names_of(schema.types(node)):

@@ -45,9 +45,10 @@ def is_free(schema: Schema) -> bool:
 
 
 def object_shapes(schema: Schema) -> list[Plain]:
-    """Return schemas without combinators for the objects that arguments may be.
+    """Return schemas without combinators for the objects that a tool's arguments may be.
 
-    Raises Unwritable if a keyword cannot be expressed in a tool-call syntax.
+    Combinators are `$ref`, `anyOf` and `allOf`. `schema`: that of the arguments. Raises Unwritable
+    if a keyword cannot be expressed in a tool-call syntax, or if no object is allowed.
     """
     found = []
     for shape in alternatives(schema, schema.root):

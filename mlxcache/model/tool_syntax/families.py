@@ -97,6 +97,9 @@ SYNTAXES: dict[str, Syntax] = {
 
 
 def syntax_of(parser: Callable[..., Any]) -> Syntax | None:
-    """Return the syntax that one of mlx-lm's parsers reads, or None for an unknown parser."""
+    """Return the syntax that a parser of mlx-lm reads, or None for an unknown parser.
+
+    `parser`: the function `parse_tool_call` of a module in `mlx_lm.tool_parsers`.
+    """
     found = re.fullmatch(r"mlx_lm\.tool_parsers\.(\w+)", str(getattr(parser, "__module__", "")))
     return SYNTAXES.get(found[1]) if found else None

@@ -39,7 +39,11 @@ class GemmaSyntax:
         return BlockScanner(self._begins, lambda tail: self._ending.search(tail) is not None)
 
     def read(self, text: str, tools: Tools) -> list[Call]:
-        """Read the calls in a tool block. Raises Malformed or ValueError if there are none."""
+        """Read the calls in a tool block. Raises Malformed or ValueError if it cannot be read.
+
+        `tools`: the tools of the request, whose schemas decide the types of values, and which of
+        several possible readings is right.
+        """
         head = self._opened(text, 0, 0, ())
         if head is None:
             raise Malformed("the block does not begin with a call")
@@ -66,11 +70,13 @@ class GemmaSyntax:
         return head is not None and head.name is not None
 
     def _opened(self, text: str, end: int, at: int, calls: tuple[str, ...]) -> Cut | None:
-        """Return the cut at the beginning of one or more calls, or None if none begins at `at`.
+        """Return the cut from the last value before `at` to the first value of the calls at `at`.
 
-        A cut is a place where one value may end and the next may begin. `end`: the position where
-        the last value before `at` ends, which becomes the end in the cut. `calls`: names of calls
-        without parameters between that value and `at`.
+        A cut is a place where one value may end and the next may begin. Calls without parameters
+        have no values: the cut goes over them, to the next call with parameters or to the end of
+        the block. Returns None if no call begins at `at`, or if other text follows such a call.
+        `end`: the end position of the last value. `calls`: names of tools called without parameters
+        between `end` and `at`.
         """
         while found := self._call.match(text, at):
             calls = (*calls, found["call"])
@@ -89,8 +95,8 @@ class GemmaSyntax:
 
         A cut is a place where one value may end and the next may begin. Returns None if neither
         another call nor the end of the block follows. `end`: position of the bracket that ends the
-        call, where its last value ends. `calls`: names of calls without parameters that came after
-        that value.
+        call, which is also the end of its last value. `calls`: names of tools to put first in the
+        cut's `calls`.
         """
         at = end + 1
         if not text[at : at + 400].strip() and not text[at:].strip():
@@ -100,8 +106,8 @@ class GemmaSyntax:
     def _end_of_container(self, text: str, start: int) -> int:
         """Return the end position of the object or list that begins at `start`.
 
-        White space may come before it. Returns -1 if no object or list begins there, and 0 if one
-        does but is malformed or incomplete.
+        White space may be between `start` and its bracket. Returns -1 if no object or list begins
+        there, and 0 if one does but is malformed or incomplete.
         """
         if not text[start : start + 400].lstrip().startswith(("{", "[")):
             return -1
@@ -111,7 +117,7 @@ class GemmaSyntax:
             return 0
 
     def _whole(self, text: str, start: int, end: int, container: int) -> bool:
-        """Return whether the text in [start, end) can be a value.
+        """Return whether characters [start, end) of `text` can be one whole value.
 
         `container`: the result of `_end_of_container` for `start`.
         """
@@ -140,8 +146,9 @@ class GemmaSyntax:
 class _Reader:
     """Reader of an object or a list in Gemma's notation, from left to right.
 
-    A string may contain its own delimiter. It ends at the first delimiter that valid text follows:
-    brackets that close open objects and lists, then a comma and another item, or the end.
+    `delimiter`: the text before and after each string. A string may contain it, and ends at the
+    first delimiter that valid text follows: brackets that close open objects and lists, then a
+    comma and another item, or the end.
     """
 
     def __init__(self, text: str, delimiter: str):
@@ -224,9 +231,10 @@ class _Reader:
         return container, at + 1
 
     def _string_end(self, at: int) -> int:
-        """Return the position of the delimiter that ends the string which begins at `at`.
+        """Return the position of the delimiter that ends a string.
 
-        Raises Malformed if there is none.
+        `at`: the position of the string's first character. Raises Malformed if no delimiter from
+        there on can end it.
         """
         while (at := self._text.find(self._mark, at)) >= 0:
             if self._can_follow(at + len(self._mark)):
@@ -235,7 +243,7 @@ class _Reader:
         raise Malformed("a string has no end")
 
     def _can_follow(self, at: int) -> bool:
-        """Return whether the text at `at` can follow a string inside the open containers."""
+        """Return whether the text at `at` can follow a string in the objects and lists now open."""
         depth = len(self._stack)
         at = self._skip(at)
         while depth and self._text.startswith(("]", "}"), at):

@@ -58,9 +58,10 @@ class JsonCalls:
         return JsonScanner()
 
     def read(self, text: str, _tools: Tools) -> list[Call]:
-        """Read the calls in a tool block.
+        """Return the JSON objects in a tool block, one for each call, as the model wrote them.
 
-        Raises ValueError if the text is no JSON object or list of objects.
+        Their keys are not checked. Raises ValueError if the text is neither a JSON object nor a
+        list of objects.
         """
         parsed: Any = loads(text.strip())
         calls = parsed if isinstance(parsed, list) else [parsed]
@@ -74,7 +75,7 @@ class HeadedCalls:
 
     `header`: a regular expression with the group `call` for the tool's name, and optionally the
     group `call_id` for an id that the model gave. `footer`: a regular expression for the text after
-    the arguments. `listed`: the tool block may also be a JSON list of calls.
+    the arguments. `listed`: the tool block may also be a JSON list of calls, as `JsonCalls` reads.
     """
 
     def __init__(self, header: str, footer: str = "", *, listed: bool = False):
@@ -86,7 +87,10 @@ class HeadedCalls:
         return JsonScanner()
 
     def read(self, text: str, tools: Tools) -> list[Call]:
-        """Read the calls in a tool block. Raises ValueError if a header or a value is missing."""
+        """Read the calls in a tool block.
+
+        Raises ValueError if a header or a footer is missing, or arguments are not JSON.
+        """
         at = _skip(text, 0)
         if self._listed and text.startswith("[", at):
             return JsonCalls().read(text, tools)
@@ -99,8 +103,8 @@ class HeadedCalls:
     def _one(self, text: str, at: int) -> tuple[Call, int]:
         """Read the call that begins at `at`; return it and the position of the text after it.
 
-        White space after the call is skipped. Raises ValueError if the header or the footer is
-        missing, or the arguments are not JSON.
+        White space after the call is skipped. A call without JSON has the arguments {}. Raises
+        ValueError if the header or the footer is missing, or the arguments are not JSON.
         """
         header = self._header.match(text, at)
         if header is None:

@@ -42,7 +42,10 @@ class KimiK3Calls(TagSyntax):
         return BlockScanner(self.begins, self.ends, _is_json)
 
     def read(self, text: str, tools: Tools) -> list[Call]:
-        """Read the calls in a tool block. Raises Malformed or ValueError if there are none."""
+        """Read the calls in a tool block. Raises Malformed or ValueError if it cannot be read.
+
+        `tools`: the tools of the request, whose schemas give the types of arguments in tags.
+        """
         if not _is_json(text):
             return super().read(text, tools)
         calls = self._as_json.read(text, tools)

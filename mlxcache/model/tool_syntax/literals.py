@@ -35,7 +35,7 @@ class LiteralReader:
         """Position of the next character."""
 
     def has(self, symbol: str) -> bool:
-        """Read `symbol` if it comes next, after white space; return whether it did."""
+        """Skip white space, then read `symbol` if it comes next; return whether it did."""
         self._blank()
         if not self._text.startswith(symbol, self.at):
             return False
@@ -43,14 +43,15 @@ class LiteralReader:
         return True
 
     def take(self, symbol: str) -> None:
-        """Read `symbol`, which must come next, after white space."""
+        """Skip white space, then read `symbol`. Raises ValueError if it does not come next."""
         if not self.has(symbol):
             raise ValueError(f"{symbol!r} expected at {self._text[self.at : self.at + 40]!r}")
 
     def value(self, depth: int = 0) -> Any:
-        """Read a string, number, constant, list or object, and return its value.
+        """Skip white space, then read a literal and return its value.
 
-        `depth`: the number of containers around it.
+        A literal is a string, a number, a constant such as `True` or `null`, a list, a tuple (its
+        value is a list) or an object. `depth`: the number of containers around it, at most 200.
         """
         self._blank()
         first = self._text[self.at : self.at + 1]
@@ -104,7 +105,7 @@ class LiteralReader:
         return _ESCAPE.sub(_unescape, self._text[start : self.at - (3 if triple else 1)])
 
     def name(self, pattern: re.Pattern[str]) -> str:
-        """Read what `pattern` matches, and return its first group."""
+        """Read what `pattern` matches from the position `at` on; return the match's first group."""
         found = pattern.match(self._text, self.at)
         if found is None:
             raise ValueError(f"no name at {self._text[self.at : self.at + 40]!r}")
@@ -117,7 +118,10 @@ class LiteralReader:
 
 
 def _unescape(found: re.Match[str]) -> str:
-    """Return the character that an escape sequence stands for."""
+    """Return the character that an escape sequence stands for; "" for an escaped line end.
+
+    `found`: a match of `_ESCAPE`. Raises ValueError for a number above that of any character.
+    """
     body = found[0][1:]
     if body in _SIMPLE:
         return _SIMPLE[body]

@@ -27,7 +27,11 @@ class PythonicCalls:
         return JsonScanner("'\"")
 
     def read(self, text: str, tools: Tools) -> list[Call]:
-        """Read the calls in a tool block. Raises ValueError if there are none."""
+        """Read the calls in a tool block. Raises ValueError if it is not a list of calls.
+
+        `tools`: the tools of the request. A number or constant of a type that the tool's schema
+        does not allow is converted to one that it allows, such as text, if possible.
+        """
         reader = LiteralReader(text)
         reader.take("[")
         calls: list[Call] = []

@@ -116,10 +116,10 @@ class Block:
 
         A reading is a choice of the cuts at which values end. If there are several, the one whose
         calls fit the tools' schemas is used; if several fit, one in which tags inside values come
-        in pairs may be used. The calls of an only reading are returned even if they do not fit,
-        because the client reports this to the model. `convert(tool, cut, text)` converts the text
-        of the value that begins at `cut`. Raises Malformed if there is no reading, or if it cannot
-        be decided which of several is meant.
+        in pairs may be used. If there is only one, its calls are returned even if they do not fit,
+        because the client reports this to the model. `convert(tool, cut, text)` converts `text`,
+        the value that begins at `cut`, for a call of `tool`. Raises Malformed if there is no
+        reading, or if it cannot be decided which of several is meant.
         """
         plain = self._walk(tools)
         if plain.reading is None:
@@ -151,8 +151,8 @@ class Block:
         A reading is a choice of the cuts at which values end. `found`: the readings to choose from,
         the likeliest first. `preferred`: the one to choose if several of `found` fit, or None.
         `wide`: the reading in which unknown names begin parameters, or None. It is chosen if it
-        fits, or if `found` is one reading that does not fit. Raises Malformed if several readings
-        remain.
+        fits, or if `found` has only one reading and that one does not fit. `convert`: as in `read`.
+        Raises Malformed if none of several readings can be chosen.
         """
         if wide is not None:
             calls, fits = self._calls(wide, tools, convert)
@@ -170,7 +170,8 @@ class Block:
     def _calls(self, reading: Reading, tools: Tools, convert: Convert) -> tuple[list[Call], bool]:
         """Return the calls that a reading gives, and whether they all fit the tools' schemas.
 
-        A reading is a choice of cuts. `convert(tool, cut, text)` converts the text of a value.
+        A reading is a choice of the cuts at which values end. `convert(tool, cut, text)` converts
+        `text`, the value that begins at `cut`, for a call of `tool`.
         """
         calls: list[Call] = []
         fits = True
@@ -273,15 +274,15 @@ class Block:
         return depth == 0
 
     def _values(self, reading: Reading) -> Iterator[tuple[int, int]]:
-        """Yield the half-open range [start, end) of each value by the cuts of `reading`."""
+        """Yield the positions [start, end) of each value in the tool block, by `reading`'s cuts."""
         for opening, closing in zip((self._head, *reading), reading, strict=False):
             yield opening.start, closing.end
 
     def _moved(self, plain: Reading) -> list[Reading]:
         """Return all other readings with the same parameters as `plain`, but with other cuts.
 
-        A cut is the place where a parameter begins. Raises Malformed for a tool block with several
-        calls, or with more than `MOST_READINGS` readings.
+        A cut is a place where one value ends and the next may begin. Raises Malformed if `plain`
+        has several calls, or if there are more than `MOST_READINGS` choices of cuts.
         """
         if any(cut.calls for cut in plain):
             raise Malformed("a parameter of one of several calls begins at several places")

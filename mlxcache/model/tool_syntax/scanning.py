@@ -20,8 +20,9 @@ class BlockScanner:
     """Scanner of one tool block that judges closing markers by the block's beginning and end.
 
     `begins(text)` returns whether a block begins with a call that has parameters, and `ends(tail)`
-    whether a block with this end may be complete. A block for which `as_json(text)` is true is
-    scanned as JSON. The beginning is examined once, at the first closing marker.
+    whether a block that ends with `tail` may be complete. A block for which `as_json(text)` is true
+    is scanned as JSON. The beginning is examined at closing markers, until it is a call with
+    parameters or JSON.
     """
 
     def __init__(

@@ -64,8 +64,8 @@ class Tool:
     def parse(self, name: str, raw: str, hint: str = "") -> Parsed:
         """Convert `raw`, the text of the parameter `name`, to the type that its schema has.
 
-        `hint`: the type that the model wrote, if the syntax has one. Text that fits no type stays a
-        string.
+        `hint`: the type that the model wrote with the value, such as "string", or "". Text that
+        fits no type of the schema stays a string. For a parameter without a schema, any type fits.
         """
         schema = self._properties.get(name, {})
         kinds = kinds_of(schema, self._root)
@@ -82,11 +82,15 @@ class Tool:
         return Parsed(raw, "string" in kinds and self._fits(raw, schema))
 
     def check(self, name: str, value: Any) -> Parsed:
-        """Check an already parsed value against the schema of the parameter `name`."""
+        """Return `value`, unchanged, and whether it fits the schema of the parameter `name`."""
         return Parsed(value, self._fits(value, self._properties.get(name, {})))
 
     def valid(self, arguments: Mapping[str, Any]) -> bool:
-        """Return whether `arguments` has all required names and no forbidden ones."""
+        """Return whether `arguments` has all required names and no forbidden ones.
+
+        Unknown names are forbidden if the schema has `additionalProperties: false`. Values are not
+        checked.
+        """
         required = self._schema.get("required")
         if isinstance(required, Sequence) and not set(map(str, required)) <= set(arguments):
             return False
@@ -150,8 +154,9 @@ class _Walk:
 def kinds_of(schema: Any, root: Mapping[str, Any]) -> Kinds:
     """Return the JSON types that a schema allows.
 
-    "number" stands for all numbers, also whole ones; "integer" without "number" for whole ones
-    only. `root`: the schema in which references are resolved.
+    They are names of JSON Schema, such as "string"; all of them if the schema does not limit the
+    type. "number" stands for all numbers, also whole ones; "integer" without "number" for whole
+    ones only. `root`: the schema in which references are resolved.
     """
     return _kinds(schema, _Walk(root), 0)
 
@@ -283,8 +288,8 @@ def _equal(value: Any, item: Any) -> bool:
 def _literal(raw: str, kinds: Kinds) -> tuple[Any, bool]:
     """Parse `raw` as JSON or, if `kinds` has no "string", as a Python literal.
 
-    Returns the value and True. If `raw` is neither, the second member is False and the first one is
-    not to be used.
+    `kinds`: the types that the schema allows. Returns the value and True. If `raw` is neither, the
+    second member is False and the first one is not to be used.
     """
     text = raw.strip()
     try:

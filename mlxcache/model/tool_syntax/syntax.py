@@ -57,5 +57,6 @@ class Syntax(Protocol):
     def read(self, text: str, tools: Tools) -> list[Call]:
         """Read the calls in a tool block.
 
-        Raises Malformed if the text is no call, and ValueError or a similar error for wrong JSON.
+        Raises Malformed, which is a ValueError, if the text is no call. The errors of a parser for
+        JSON or of mlx-lm, such as ValueError, TypeError or RecursionError, are raised unchanged.
         """

@@ -57,7 +57,8 @@ class TagSyntax:
     def read(self, text: str, tools: Tools) -> list[Call]:
         """Read the calls in a tool block, which may also be written as JSON.
 
-        Raises Malformed or ValueError if there are none.
+        Raises Malformed if there are none or if it cannot be decided which are meant, and
+        ValueError for wrong JSON.
         """
         if begins_as_json(text):
             return JsonCalls().read(text, tools)
@@ -89,7 +90,7 @@ class TagSyntax:
         """Return the cut at the beginning of a tool block, or None if no call begins there.
 
         A cut is a place where one value may end and the next may begin; no value ends at this one.
-        It has the names of the first calls and the first parameter.
+        It has the name of the first parameter, and those of the calls that begin before it.
         """
         return self._opened(text, 0, self._skip(text, 0), ())
 
@@ -100,9 +101,10 @@ class TagSyntax:
         return found is not None and found.name is None
 
     def _follow(self, text: str, end: int, at: int) -> Cut | None:
-        """Return the cut at a closing tag, or None if the text after the tag does not fit.
+        """Return the cut at the closing tag of a parameter, or None if the text goes on otherwise.
 
-        The tag is at [end, at). A cut is a place where one value may end and the next may begin.
+        After the tag must come a parameter, or the end of the call. The tag is at positions
+        [end, at) of `text`. A cut is a place where one value may end and the next may begin.
         """
         at = self._skip(text, at)
         if found := self._parameter.match(text, at):

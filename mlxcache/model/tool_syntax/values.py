@@ -45,8 +45,8 @@ def raw_decode(text: str, at: int) -> tuple[Any, int]:
 def dumps(value: Any) -> str:
     """Write JSON, with characters outside ASCII unescaped.
 
-    They are escaped only if half of a surrogate pair is among them. Raises ValueError for NaN and
-    Infinity.
+    If half of a surrogate pair is among them, all of them are escaped. A `Number` is written as its
+    text. Raises ValueError for NaN and Infinity.
     """
     text = _write(value, ascii_only=False)
     if any("\ud800" <= c <= "\udfff" for c in text):
