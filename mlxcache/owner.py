@@ -26,7 +26,7 @@ Ids of images are 31 random bits, and so almost always larger."""
 
 
 def owner_of(key: str) -> str:
-    """Return the owner of an API key: a digest that is the same in every process."""
+    """Return the owner of an API key: a digest as hexadecimal text, the same in every process."""
     return blake2b(key.encode(), digest_size=16, person=b"mlxcache owner").hexdigest()
 
 
