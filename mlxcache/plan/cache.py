@@ -39,8 +39,9 @@ class Memory:
     def set_aside(self, layout: Layout) -> Mapping[str, int]:
         """Return the bytes of `ram` that conversations cannot have, by kind.
 
-        The kinds of an estimate: "pool", what MLX keeps for new arrays; "transient", temporary
-        arrays of a pass; "pending", copies that wait to be written to disk.
+        These are the bytes of `reserved` or, if that is None, an estimate. Its kinds: "pool", what
+        MLX keeps for new arrays; "transient", temporary arrays of a pass; "pending", copies that
+        wait to be written to disk.
         """
         if self.reserved is not None:
             return self.reserved
@@ -73,7 +74,7 @@ class Reuse:
 
     @property
     def fed(self) -> int:
-        """Tokens that the model is fed."""
+        """Prompt tokens that the model computes: all except the reused ones."""
         return self.prompt - self.cached
 
 
@@ -91,8 +92,9 @@ class PlannedCache:
     """The simulated cache of one server: a `KVCache` without arrays, and a disk without files.
 
     `now()` returns the simulated time in seconds. `growth`: a token after k cached ones takes 1 +
-    `growth` * k times as long as the first; eviction weighs that. `fits`: the memory has room for
-    what a server sets aside. `disk`, `remote`: the simulated tiers, or None.
+    `growth` * k times as long as the first; eviction weighs that. `fits`: true if `memory.ram` is
+    enough for the bytes that a server sets aside of it. `disk`, `remote`: the simulated tiers, or
+    None for a tier that `memory` does not have.
     """
 
     def __init__(
@@ -115,9 +117,10 @@ class PlannedCache:
                 tier.close()
 
     def start(self, request: Request) -> Running | None:
-        """Begin a request: restore what disk and remote have, and reserve memory for its prompt.
+        """Begin a request: reserve memory, restore what disk and remote have, commit the prompt.
 
-        Returns None if other requests hold that memory, or if the prompt can never fit.
+        Returns None, with no memory reserved, if the prompt does not fit beside the requests in
+        progress. If there are none, it can never fit.
         """
         ids = request.tokens()
         prompt = ids[: request.prompt_tokens]
@@ -139,8 +142,10 @@ class PlannedCache:
     def _look_up(self, prompt: Tokens) -> tuple[int, int, int]:
         """Look a prompt up on disk and in the remote.
 
-        Returns three numbers of leading tokens: those that disk and remote can restore, those that
-        the disk alone can restore, and those whose KV is on disk.
+        Returns three numbers of leading tokens: those that a server would restore from disk and
+        remote together, those that it would restore from disk alone, and those whose KV is on disk.
+        The third is larger if a checkpoint is missing, or if too few tokens would be gained. All
+        are 0 if the prompt has too few tokens that are not in RAM.
         """
         known = self.kv.reusable(prompt)
         target = on_disk = shared = 0
@@ -179,9 +184,10 @@ class PlannedCache:
             self.kv.commit(lease, prompt, checkpoint=end != len(prompt))
 
     def end(self, running: Running) -> None:
-        """End a request: commit its reply, write it to the simulated disk, and release its memory.
+        """End a request: commit its reply, write its KV to disk and remote, release its memory.
 
-        The last token of a reply is never fed to the model, so it has no KV.
+        All tiers are simulated. The last token of a reply is never fed to the model, so it has no
+        KV.
         """
         lease = running.lease
         length = max(lease.length, len(running.ids) - 1)

@@ -35,8 +35,8 @@ def draw(plan: Plan) -> str:
     """Return the chart of a plan as the text of an SVG file.
 
     The axis of bytes is logarithmic. Lines mark the ceiling (the hit rate of a cache without
-    limits), the bytes that this machine has, and the bytes with which the hit rate is 95 % of the
-    ceiling.
+    limits), the bytes that the plan's machine has for conversations, and the bytes with which the
+    hit rate is 95 % of the ceiling.
     """
     sizes = [max(1, one.nbytes) for one in plan.curve] + [max(1, plan.room), plan.enough]
     least, most = min(sizes), max(*sizes, min(sizes) + 1)

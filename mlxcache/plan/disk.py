@@ -43,15 +43,15 @@ class CountedFolder(Folder):
         self._other_bytes = other_bytes
 
     def overhead(self) -> int:
-        """Return the bytes of everything except runs and checkpoints."""
+        """Return the bytes of everything in the folder except files of runs and checkpoints."""
         return self._other_bytes() + self.log_bytes()
 
     def log_bytes(self) -> int:
-        """Return the assumed bytes of the index's write-ahead log after some use."""
+        """Return the bytes assumed for the index's write-ahead log, a constant."""
         return WAL_PAGES * _PAGE_BYTES
 
     def quarantined(self) -> list[tuple[Path, int]]:
-        """Return an empty list: nothing is damaged."""
+        """Return an empty list: no file of a simulated folder is damaged and quarantined."""
         return []
 
     def free(self) -> int:
@@ -102,7 +102,8 @@ class CountedDisk:
         """Return how many leading tokens of `ids` a server would restore, and how many are on disk.
 
         `known`: leading tokens that are in RAM. The first result is 0 if restoring would gain too
-        few tokens beyond `known`. Counts a use of the files found.
+        few tokens beyond `known`. Both leave out the last token, which is always computed. Sets the
+        time of last use of the files found.
         """
         match = self._find(ids)
         self._touch(match)
@@ -127,8 +128,9 @@ class CountedDisk:
     def write(self, ids: Tokens, reused: int, checkpoints: Sequence[int]) -> None:
         """Record files for the tokens of the path `ids` that are not on disk yet.
 
-        `checkpoints`: positions of the path's checkpoints. `reused`: prompt tokens that the request
-        reused, which counts as a use of their files.
+        `checkpoints`: positions of the path's checkpoints. `reused`: leading tokens that the
+        request reused; each file that has some of them gets one more reuse. If the disk is full,
+        the rest is not recorded, and no error is raised.
         """
         match = self._find(ids)
         counted = [row.id for row, start, _ in match.cover if start < reused]
@@ -149,7 +151,7 @@ class CountedDisk:
         """Record the runs of `ids` that are missing on disk.
 
         `match`: the part of `ids` on disk before. Returns the part on disk afterwards, or, for a
-        layout without opaque slots, `match` itself.
+        layout without opaque slots, `match` itself. Raises DiskFull if a run does not fit.
         """
         start, gone = match.length // BLOCK * BLOCK, self.evicted
         before = match.run_before(start)
@@ -216,7 +218,8 @@ class CountedDisk:
     def _save(self, row: Row, nbytes: int) -> int:
         """Insert the row of a file of `nbytes` bytes, evicting others if needed; return its id.
 
-        Raises DiskFull.
+        An older row of the same kind and digest is removed. Raises DiskFull, without a new row, if
+        the file does not fit.
         """
         self._index.execute(
             "DELETE FROM file WHERE kind = ? AND digest = ?", (row.kind, row.digest)

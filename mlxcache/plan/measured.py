@@ -16,8 +16,9 @@ LEAST_FED = 128
 def speed_of(records: Iterable[Mapping[str, Any]], bytes_per_token: int) -> Speed:
     """Compute speeds from records of requests, as `GET /v1/requests` returns them.
 
-    A speed that no record shows is None. `bytes_per_token`: bytes of KV per token. Prefill is
-    fitted by least squares: the seconds per token rise linearly with the position.
+    Only requests with the status "done" or "cancelled" count. A speed that no record shows is None;
+    that of the remote always is. `bytes_per_token`: bytes of KV per token. Prefill is fitted by
+    least squares: the seconds per token rise linearly with the position.
     """
     ended = [one for one in records if one.get("status") in ("done", "cancelled")]
     prefill, growth = _prefill(ended)

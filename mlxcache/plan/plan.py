@@ -39,10 +39,11 @@ class Point:
 class Plan:
     """Result of `make_plan`.
 
-    `outcome`: the simulation of the machine as it is. `ceiling`: the hit rate of a cache without
+    `outcome`: result of simulating the machine as it is. `ceiling`: the hit rate of a cache without
     limits. `curve`: hit rates by bytes of RAM, ascending. `enough`: bytes of RAM with which the hit
-    rate is 95 % (`NEAR`) of the ceiling. `room`: bytes of the machine's RAM for conversations. The
-    other fields are arguments of `make_plan`.
+    rate is at least 95 % (`NEAR`) of the ceiling. `room`: bytes of the machine's RAM for
+    conversations. The other fields are arguments of `make_plan`; `speed` has the trace's growth, if
+    that is known.
     """
 
     trace: Trace
@@ -72,9 +73,9 @@ class Plan:
     def users_per_machine(self) -> float | None:
         """Return the number of users that keep the MLX thread busy for 80 % of its time.
 
-        Each user sends the next request after the pause that the trace has there. The hit rate is
-        assumed to stay the same. Returns None if the speed of prefill or decoding is unknown, and
-        for traces without pauses.
+        Each user sends the next request after the pause that the trace has before it. The hit rate
+        is assumed to stay the same for any number of users. Returns None if the speed of prefill or
+        decoding is unknown, if the trace has no pauses, or if no request was served.
         """
         if not self.speed.times or not self.trace.closed:
             return None
@@ -93,7 +94,11 @@ class Plan:
         return self.outcome.written * DAY_S / self.outcome.span_s
 
     def as_object(self) -> dict[str, Any]:
-        """Return the plan for JSON. Sizes are in bytes, times in seconds."""
+        """Return the plan as the JSON object that `mlxcache plan --json` prints.
+
+        Some of its keys: `machine`, `tokens`, `hit_rate`, `capacity`. Sizes are in bytes, times in
+        seconds; a value that is not known is None.
+        """
         outcome, first = self.outcome, self.first_token_s()
         served = outcome.served
         return {
@@ -149,7 +154,10 @@ class Plan:
         }
 
     def recorded(self) -> float | None:
-        """Return the hit rate of the server that the trace was recorded from, None if unknown."""
+        """Return the hit rate that the recorded server had with the requests of the trace.
+
+        Returns None if the trace does not have the cached tokens of every request.
+        """
         requests = self.trace.requests
         if not requests or any(one.cached is None for one in requests):
             return None
@@ -172,12 +180,12 @@ def make_plan(
 ) -> Plan:
     """Simulate the requests of `trace` on a machine, and on others with more and less RAM.
 
-    `users`: number of sessions that are open at once, for traces whose later turns follow earlier
-    ones; None lets each session begin at its own time. `at_once`: requests that a server computes
-    at once. `progress(played, total)` is called with the number of requests played so far in all
-    simulations, and with the most that may be played. Blocks for seconds to minutes. Raises
-    ConfigError if the longest prompt does not fit the memory, if the trace is empty, or if KV of
-    this layout cannot be cached.
+    `users`: number of strands (see `Trace.strands`) that are in progress at once, for traces whose
+    later turns follow earlier ones; None lets each begin at its own time. `at_once`: requests that
+    a server computes at once. `progress(played, total)` is called with the number of requests
+    simulated so far, those of all simulations added up, and with the most that there may be. Blocks
+    for seconds to minutes. Raises ConfigError if the longest prompt does not fit the memory, if the
+    trace is empty, or if KV of this layout cannot be cached.
     """
     runs = STEPS + 4
     _check(trace, layout, memory)
@@ -214,10 +222,10 @@ def make_plan(
 
 
 def _enough(measured: Callable[[int], float], least: int, most: int, wanted: float) -> int:
-    """Search for the smallest number of bytes whose hit rate is at least `wanted`.
+    """Search for the smallest number of bytes of RAM with which the hit rate is at least `wanted`.
 
-    `measured(nbytes)` simulates a server and returns its hit rate. Searches between `least` and
-    `most` bytes, approximately.
+    `measured(nbytes)` simulates a server with `nbytes` bytes of RAM and returns its hit rate. The
+    result is approximate, between `least` and `most` bytes; `most` must be enough.
     """
     if measured(least) >= wanted:
         return least

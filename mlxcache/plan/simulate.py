@@ -58,7 +58,7 @@ class Speed:
         return tokens / self.decode if self.decode else 0.0
 
     def with_given(self, **given: float | None) -> Speed:
-        """Return a copy in which the values of `given`, except None, replace fields."""
+        """Return a copy with the values of `given`, except None, in the fields of these names."""
         return replace(self, **{name: value for name, value in given.items() if value is not None})
 
     @property
@@ -101,24 +101,24 @@ class Outcome:
 
     @property
     def prompt_tokens(self) -> int:
-        """Tokens of all prompts."""
+        """Tokens of the prompts of all served requests."""
         return sum(one.reuse.prompt for one in self.served)
 
     def share(self, tokens: Callable[[Reuse], int]) -> float:
-        """Return the sum of `tokens(reuse)` over all requests, divided by that of prompt tokens.
+        """Return the sum of `tokens(reuse)` over the served requests, divided by `prompt_tokens`.
 
-        Returns 0 without requests.
+        `reuse`: that of each request. Returns 0 if no request was served.
         """
         return sum(tokens(one.reuse) for one in self.served) / max(1, self.prompt_tokens)
 
     @property
     def hit_rate(self) -> float:
-        """Share of all prompt tokens that were reused."""
+        """Share of the served requests' prompt tokens that were reused."""
         return self.share(lambda reuse: reuse.cached)
 
     @property
     def busy(self) -> float:
-        """Share of the time in which the MLX thread was busy."""
+        """Share of the time `span_s` in which the MLX thread was busy; 0 if that time is 0."""
         return sum(one.busy_s for one in self.served) / self.span_s if self.span_s else 0.0
 
 
@@ -126,8 +126,8 @@ class _Arrivals:
     """Queue of requests by their time of arrival.
 
     In traces whose later turns follow earlier ones, the end of a request sets the time of the next.
-    `users`: number of sessions that are open at once in such a trace; None lets each session begin
-    at the time of its first request.
+    `users`: number of strands (see `Trace.strands`) that are in progress at once in such a trace;
+    None lets each strand begin at the time of its first request.
     """
 
     def __init__(self, trace: Trace, users: int | None):
@@ -158,15 +158,18 @@ class _Arrivals:
         return self._heap[0][0] if self._heap else float("inf")
 
     def take(self) -> tuple[float, Iterator[Request], Request]:
-        """Remove the next request; return its time, the later turns of its session, and itself."""
+        """Remove the next request; return its time, the later turns of its strand, and itself.
+
+        Fails if no request is queued: `next_at` is infinite then.
+        """
         at, _, rest, one = heapq.heappop(self._heap)
         return at, rest, one
 
     def ended(self, at: float, rest: Iterator[Request]) -> None:
         """Queue the request that follows one that ended, if there is any.
 
-        That is the next turn of its session or, after the last turn, the first one of a new
-        session. `at`: time of the end. `rest`: the later turns of the session.
+        That is the next turn of its strand or, after the last turn, the first one of a strand that
+        has not begun. `at`: time of the end. `rest`: the later turns of the strand.
         """
         following = next(rest, None)
         if following is not None:
@@ -177,7 +180,10 @@ class _Arrivals:
 
 @dataclass(slots=True, eq=False)
 class _Reply:
-    """A reply in progress. `left_s`: seconds that it still needs if it is decoded alone."""
+    """A reply in progress, with its request `running`.
+
+    `left_s`: seconds that it still needs if it is decoded alone. `rest`: later turns of its strand.
+    """
 
     left_s: float
     running: Running
@@ -193,7 +199,8 @@ class Simulation:
 
     `at_once`: most requests in progress at the same time. `on_request(n)` is called after each
     prompt, computed or refused, with the number of requests so far. Unless the speeds of prefill
-    and decoding are known, a reply takes as long as its request took on the recorded server.
+    and decoding are known, a reply takes as long as its request took on the recorded server, or no
+    time if the trace does not tell.
     """
 
     def __init__(
@@ -224,8 +231,9 @@ class Simulation:
     def run(self, trace: Trace, users: int | None = None) -> Outcome:
         """Play `trace` and return the outcome; call once. Blocks.
 
-        `users`: number of sessions that are open at once, in a trace whose later turns follow
-        earlier ones; None lets each session begin at the time of its first request.
+        `users`: number of strands (see `Trace.strands`) that are in progress at once, in a trace
+        whose later turns follow earlier ones; None lets each strand begin at the time of its first
+        request.
         """
         arrivals = _Arrivals(trace, users)
         began = self._now = arrivals.next_at
@@ -250,8 +258,9 @@ class Simulation:
     ) -> None:
         """Compute one prompt, and begin its reply.
 
-        `at`: when the request arrived. `rest`: the later turns of its session. `arrivals`: the
-        queue that gets the next turn of each reply that ends in the meantime.
+        If the prompt can never fit in memory, counts the request as refused instead. `at`: when the
+        request arrived. `rest`: the later turns of its strand. `arrivals`: the queue that gets the
+        next turn after each reply that ends in the meantime.
         """
         running = self._cache.start(request)
         while running is None and self._replies:
@@ -273,10 +282,10 @@ class Simulation:
         self._order.append(request)
 
     def _feed(self, seconds: float, arrivals: _Arrivals) -> None:
-        """Advance the time by that of a prompt that needs `seconds` of the thread.
+        """Advance the time until the MLX thread has spent `seconds` on one prompt.
 
         While replies are decoded, the prompt gets half of the thread's time. `arrivals`: the queue
-        that gets the next turn of each reply that ends in the meantime.
+        that gets the next turn after each reply that ends in the meantime.
         """
         while self._replies and seconds > 0:
             step = min(2 * seconds, self._until_end(share=0.5))
@@ -287,23 +296,24 @@ class Simulation:
         self._now += max(0.0, seconds)
 
     def _each(self, share: float) -> float:
-        """Return the speed of each reply as a share of the speed that it has alone.
+        """Return the speed of each reply in progress, as a share of the speed that it has alone.
 
-        `share`: share of the thread's time for all replies.
+        `share`: share of the MLX thread's time that all replies together get. Returns 1 if the
+        speeds of prefill and decoding are not known.
         """
         return share / len(self._replies) if self._speed.times else 1.0
 
     def _until_end(self, share: float = 1.0) -> float:
-        """Return the seconds until the next end of a reply in progress.
+        """Return the seconds until the next end of a reply. At least one must be in progress.
 
-        `share`: share of the thread's time for all replies.
+        `share`: share of the MLX thread's time that all replies together get.
         """
         return min(one.left_s for one in self._replies) / self._each(share)
 
     def _pass(self, seconds: float, share: float = 1.0) -> None:
-        """Advance the time by `seconds`, in which replies are decoded.
+        """Advance the time by `seconds`, in which the replies in progress are decoded.
 
-        `share`: share of the thread's time for all replies.
+        `share`: share of the MLX thread's time that all replies together get.
         """
         self._now += seconds
         if self._replies:
@@ -314,7 +324,7 @@ class Simulation:
     def _end_one(self, arrivals: _Arrivals) -> None:
         """Advance the time to the end of the reply that ends next, and end its request.
 
-        Its session's next turn is added to `arrivals`.
+        The request that follows it, if there is any, is added to `arrivals`.
         """
         first = min(self._replies, key=lambda one: one.left_s)
         self._pass(self._until_end())

@@ -22,9 +22,10 @@ class Agents:
     """Shape of the conversations, in tokens and seconds.
 
     `head`: tools and system prompt, the same in all. `project`: what all conversations of one user
-    share after that. `of_tools`: share of the turns that have the result of a tool. The others are
-    medians. `asked`: new tokens of a turn. `replied`: tokens of a reply. `tool_s`, `person_s`: the
-    pause before a turn with the result of a tool, and before one that a person writes.
+    share after that. `of_tools`: share of the turns that have the result of a tool. The other
+    fields are medians. `asked`: new prompt tokens of a turn. `replied`: tokens of a reply.
+    `tool_s`, `person_s`: the pause before a turn with the result of a tool, and before one that a
+    person writes.
     """
 
     head: int = 16_000
@@ -41,7 +42,7 @@ def synthetic_trace(
 ) -> Trace:
     """Make a trace of `users` users, each with `sessions` conversations one after another.
 
-    Each conversation ends at a random length between half of `context` tokens and all of them. The
+    Each conversation grows to a random length between half of `context` tokens and all of them. The
     same seed gives the same trace. `agents`: the shape of the conversations; None for that of
     `Agents()`.
     """
@@ -72,7 +73,8 @@ class _Writer:
     ) -> list[Request]:
         """Return the turns of one conversation of at most `length` tokens.
 
-        `parts`: what it begins with, as pairs of an id and a number of tokens.
+        The first turn is returned even if it is longer. `session`: name of the session. `parts`:
+        what the first prompt begins with, as pairs of an id and a number of tokens.
         """
         made: list[Request] = []
         shape, rng, head = self.shape, self.rng, parts[0][1]
@@ -95,7 +97,7 @@ class _Writer:
 
 
 def _drawn(rng: random.Random, median: float, spread: float, *, least: float = 8) -> int:
-    """Draw a log-normal number around `median`, rounded, of at least `least`.
+    """Draw a log-normal number around `median`, raised to `least` if it is less, and round it.
 
     `spread`: standard deviation of its logarithm.
     """

@@ -225,7 +225,7 @@ def _object(path: Path, number: int, text: str) -> Mapping[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class _Line:
-    """One line of a file: its number from 1 on, and its fields."""
+    """One line of the file `path`: its number from 1 on, and the fields of its JSON object."""
 
     path: Path
     number: int
@@ -236,9 +236,10 @@ class _Line:
         return TraceError(f"{self.path}, line {self.number}: {what}.")
 
     def count(self, name: str, *, least: int = 0, default: int | None = None) -> int:
-        """Return the field `name`, a whole number of at least `least`. Raises TraceError.
+        """Return the field `name`, a whole number from `least` to `MAX_TOKENS`.
 
-        `default`: the result if the field is missing; None makes it required.
+        `default`: the result if the field is missing; None makes it required. Raises TraceError for
+        any other value.
         """
         value = self.fields.get(name, default)
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
@@ -248,28 +249,37 @@ class _Line:
         return value
 
     def seconds(self, name: str, scale: float = 1.0) -> float:
-        """Return the field `name`, a time of 0 or more, divided by `scale`. Raises TraceError."""
+        """Return the field `name`, a time of 0 or more, divided by `scale` to give seconds.
+
+        Raises TraceError if the field is missing or has another value.
+        """
         value = self.fields.get(name)
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1e15:
             raise self.error(f"{name} is {value!r}: expected a time of 0 or more")
         return value / scale
 
     def label(self, name: str) -> str | None:
-        """Return the text of the field `name`, or None if it is missing. Raises TraceError."""
+        """Return the text of the field `name`, or None if the field is missing or null.
+
+        Raises TraceError if it is not a text.
+        """
         value = self.fields.get(name)
         if value is not None and not isinstance(value, str):
             raise self.error(f"{name} is {value!r}: expected a text")
         return value
 
     def list(self, name: str) -> Sequence[Any]:
-        """Return the list in the field `name`. Raises TraceError."""
+        """Return the list in the field `name`. Raises TraceError if it is missing or no list."""
         value = self.fields.get(name)
         if not isinstance(value, list):
             raise self.error(f"{name} must be a list")
         return value
 
     def hashes(self) -> Sequence[int | str]:
-        """Return the block hashes of a line of AIPerf's or Mooncake's format. Raises TraceError."""
+        """Return the block hashes of a line of AIPerf's or Mooncake's format.
+
+        Raises TraceError if they are missing, or not a list of whole numbers and texts.
+        """
         found = self.list("hash_ids")
         for one in found:
             if isinstance(one, bool) or not isinstance(one, int | str):
@@ -316,9 +326,9 @@ def _mooncake(rows: Iterable[_Line], size: int) -> Iterator[Request]:
 
 
 def _agentic(rows: Iterable[_Line], size: int) -> Iterator[Request]:
-    """Yield the requests of AIPerf's format, whose lines have only what a turn adds.
+    """Yield the requests of AIPerf's format, whose lines have only the blocks that a turn adds.
 
-    `size`: tokens per block.
+    `size`: tokens per block. Raises TraceError for a wrong line.
     """
     ids = Ids()
     paths: dict[str, list[tuple[int, int]]] = {}
@@ -364,7 +374,10 @@ class _Recorded:
         self._ends: dict[str | None, list[float]] = {}
 
     def read(self, rows: Iterable[_Line]) -> Trace:
-        """Return the trace of the lines after the first, in the order of their times."""
+        """Return the trace, with its requests in the order of their times.
+
+        `rows`: the lines after the first. Raises TraceError for a wrong line.
+        """
         made = sorted((self._request(row) for row in rows), key=lambda one: one.time)
         cut = (replace_path(one, self._cut(one.ids, one.lengths)) for one in made)
         return Trace(tuple(map(self._placed, cut)), "mlxcache", self._size, self._growth)
@@ -424,9 +437,9 @@ class _Recorded:
             within = [*within, (at, id)] if at else []
 
     def _cut(self, ids: Tokens, lengths: Tokens) -> Iterator[tuple[int, int]]:
-        """Yield the parts of a path as (id, tokens), divided wherever any line has a division.
+        """Yield the parts of a path as (id, tokens), divided wherever any line of the file does so.
 
-        `ids`, `lengths`: id and number of tokens of each part in one line, shape (n,).
+        `ids`, `lengths`: id and number of tokens of each part in the path's own line, shape (n,).
         """
         at = 0
         for id, tokens in zip(ids.tolist(), lengths.tolist(), strict=True):
@@ -441,9 +454,10 @@ class _Recorded:
     def _placed(self, one: Request) -> Request:
         """Return a copy of a request with its strand, and the pause since the request before it.
 
-        The request before it is the one of its session that ended last before this one began. If
-        there is none, this one begins a new strand without a pause (`delay` is None). Without a
-        session, strand and pause are None. Call in the order of the requests' times.
+        The request before it is, among the newest requests of the strands of its session, the one
+        that ended last before this one began. If there is none, this one begins a new strand
+        without a pause (`delay` is None). Without a session, strand and pause are None. Call in the
+        order of the requests' times.
         """
         ends = self._ends.setdefault(one.session, [])
         before = max((end for end in ends if end <= one.time), default=None)
