@@ -8,7 +8,10 @@ from typing import BinaryIO
 
 
 def make_folder(path: Path) -> None:
-    """Create a folder and its missing parents, each with mode 0700. Raises OSError."""
+    """Create a folder and its missing parents, each with mode 0700.
+
+    Folders that exist keep their mode. Raises OSError if one cannot be created.
+    """
     missing = [path]
     while not missing[-1].parent.exists():
         missing.append(missing[-1].parent)
@@ -17,7 +20,10 @@ def make_folder(path: Path) -> None:
 
 
 def create(path: Path) -> BinaryIO:
-    """Create or empty a file with mode 0600, and open it for writing. Raises OSError."""
+    """Create or empty a file, set its mode to 0600, and open it for writing bytes.
+
+    An existing file of another user keeps its mode. Raises OSError if it cannot be opened.
+    """
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     if os.name == "posix" and os.fstat(fd).st_uid == os.getuid() and path.is_file():
         os.fchmod(fd, 0o600)  # it may have existed
