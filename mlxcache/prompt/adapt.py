@@ -47,7 +47,8 @@ def adapt(
 
     If the template does not support tools, `tools` are described in the system text. No user text
     is dropped: a message that the template refuses in its place is joined to the one before it, or
-    becomes a user message. Raises BadRequest for an unknown role.
+    becomes a user message. Raises BadRequest for an unknown role, and for a content that is neither
+    text nor images.
     """
     placed = _Adapter(traits)
     if tools and not traits.tools:
@@ -65,7 +66,7 @@ def adapt(
 def leading_systems(messages: Sequence[Mapping[str, Any]]) -> int:
     """Return the number of system and developer messages at the start of a conversation.
 
-    A message with the key `SEPARATE`, which is rendered on its own, ends them.
+    Counting stops before a message with the key `SEPARATE`, which is rendered on its own.
     """
     for i, message in enumerate(messages):
         if message.get("role") not in ("system", "developer") or message.get(SEPARATE):
@@ -104,7 +105,7 @@ class _Adapter:
         return self.messages[-1]["role"] if self.messages else None
 
     def _append(self, text: Content) -> None:
-        """Append a text to the content of the last adapted message."""
+        """Append a content to that of the last adapted message, after a blank line."""
         last = self.messages[-1]
         self.messages[-1] = {**last, "content": _joined(last.get("content"), text)}
 
@@ -148,7 +149,7 @@ class _Adapter:
             self._reply({**part, "tool_calls": group} if group else part)
 
     def _callable(self, calls: list[Message]) -> bool:
-        """Return whether the template can render all these calls as tool calls."""
+        """Return whether the template can render all `calls` of one message as tool calls."""
         traits = self._traits
         single = traits.calls_at_once or not traits.alternates or len(calls) == 1
         return traits.tool_calls and single
@@ -225,7 +226,8 @@ def _listed(content: Content) -> list[str | Image]:
 def _object(arguments: Any) -> Any:
     """Parse the JSON arguments of a call into an object.
 
-    None and empty text become {}. Text that is not a JSON object is returned unchanged.
+    None and empty text become {}. Text that is not a JSON object, and any other value, is returned
+    unchanged.
     """
     if isinstance(arguments, str):
         try:

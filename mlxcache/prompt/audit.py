@@ -25,11 +25,11 @@ class Finding:
     """A text in a request that is likely to change in the next one.
 
     `cause`: kind of the text, such as `date`. `where`: the part of the conversation that contains
-    it, such as `tools[2] Read`. `line`: line in that part's text, from 1. `text`: the text itself.
-    `excerpt`: the text around it. `at_token`: its token position in the prompt, or None if it is
-    not rendered or is removed. `tokens_behind`: number of tokens that must be computed again when
-    it changes. `rule`: canonicalisation rule that removes it, so that no tokens are computed again,
-    or None.
+    it, such as `tools[2] Read`. `line`: line in that part's text, from 1. `text`: the text itself,
+    at most 200 characters. `excerpt`: the text around it. `at_token`: its token position in the
+    prompt, or None if it is not rendered or is removed. `tokens_behind`: number of tokens that must
+    be computed again when it changes. `rule`: canonicalisation rule that removes it, so that no
+    tokens are computed again, or None.
     """
 
     cause: str
@@ -54,13 +54,14 @@ def audit(
     *,
     order_kept: bool = False,
 ) -> list[Finding]:
-    """Return the texts that are likely to change in the next request, sorted by position.
+    """Return the texts of a request that are likely to change in the next one, sorted by position.
 
     Texts that the template does not render follow, and then those that canonicalisation removed.
-    `tokens`: length of the prompt. Examines tools, system messages, and text between tags such as
-    `<system-reminder>` in user messages; other text of users and models does not change.
-    `position(source, char)` returns the number of tokens before a character of the rendered text.
-    `order_kept`: the rule `tool_order` is on.
+    Examines tools, their order, system messages, and text between tags such as `<system-reminder>`
+    in user messages. `source`: the request's conversation, as sent and as rendered. `tokens`:
+    length of the prompt. `position(source, char)` returns the number of tokens before a character
+    of the rendered text. `order_kept`: the canonicalisation rule `tool_order` is on, so a change of
+    the tools' order costs no tokens.
     """
     found = [
         one

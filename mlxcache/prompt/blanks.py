@@ -29,9 +29,10 @@ def join_blocks(blocks: Iterable[str]) -> str:
 
 
 def equal_blocks(a: Sequence[str], b: Sequence[str]) -> bool:
-    """Return whether two texts, given as blocks, differ only in white space at the edges of blocks.
+    """Return whether two texts are equal except for white space at the edges of their blocks.
 
-    White space inside a block must be equal, unless the other text has an edge at that place.
+    `a`, `b`: the blocks of each text. White space inside a block must be equal, unless the other
+    text has the edge of a block at that place.
     """
     mine, theirs = _stripped(a), _stripped(b)
     if mine == theirs:
@@ -50,7 +51,7 @@ def equal_blocks(a: Sequence[str], b: Sequence[str]) -> bool:
 def message_blocks(message: Mapping[str, Any]) -> tuple[str, ...] | None:
     """Return the text blocks of an assistant message as the client sent them.
 
-    Returns None if the content is not text.
+    A content that is one text, or missing, is one block. Returns None if the content is not text.
     """
     content = message.get("content") or ""
     if not isinstance(content, str):

@@ -57,14 +57,16 @@ class PromptBuilder:
 
     `template_args`: arguments of the chat template for every conversation; a conversation's own
     arguments take precedence. `context`: the model's context length in tokens; far longer texts are
-    refused before they are tokenised. `processor`: the model's image processor, or None. `rules`:
-    overrides of the defaults of canonicalisation rules. `read` parses the token ids of a reply;
-    without it no reply is replayed. `replies`: known replies; `remember` adds to them, and other
-    code may too. `label`: that of the model, for the log.
+    refused before they are tokenised. None sets no limit. `processor`: the model's image processor,
+    or None. `rules`: canonicalisation rules by name, True for on; other rules keep their defaults.
+    `read` parses the token ids of a reply; without it no reply is replayed. `replies`: known
+    replies; `remember` adds to them, and other code may too. `label`: that of the model, for the
+    log.
 
-    Attributes: `takes_images`: model and template support images. `incremental`: only what changed
-    since a session's last turn is tokenised. `openers`: ids of the tokens that open a message.
-    `forms`: token ids of tool results as a later reply would repeat them, to guess its tokens.
+    Attributes: `takes_images`: True if model and template support images. `incremental`: True if
+    only what changed since a session's last turn is tokenised. `openers`: ids of the tokens that
+    open a message. `forms`: token ids of tool results in the form in which a reply would repeat
+    them, from which the next tokens of a reply are guessed.
 
     Raises ConfigError for `template_args` that the template does not support.
     """
@@ -126,7 +128,7 @@ class PromptBuilder:
         """Return the prompt of a plain text.
 
         The text of a control token in it becomes that token. Raises BadRequest if the text is not
-        valid Unicode, and ContextLengthExceeded if it is far too long.
+        valid Unicode, and ContextLengthExceeded if it is far longer than the model's context.
         """
         self._refuse_too_long(text, "prompt")
         return Prompt(self._codec.encode_raw(text))
@@ -143,8 +145,8 @@ class PromptBuilder:
         `session`: label under which the text is remembered, so that the next turn is tokenised only
         from the first difference. `stop`: strings that will end the reply. `new`: messages to
         append after canonicalisation. Raises BadRequest for a conversation that cannot be rendered,
-        ContextLengthExceeded for one that is far too long, and GenerationFailed if the template
-        fails.
+        ContextLengthExceeded for one that is far longer than the model's context, and
+        GenerationFailed if the template fails.
         """
         try:
             canonical = self._canonicalise(chat, session, stop, new)
@@ -192,10 +194,10 @@ class PromptBuilder:
     def _prompt_if_short(
         self, sent: Chat, canonical: Canonical, session: str | None
     ) -> Prompt | None:
-        """Return the prompt of a conversation if it takes at most three quarters of the context.
+        """Return the prompt if it takes at most three quarters of the context length, else None.
 
-        Returns None otherwise. Used for a conversation that canonicalisation has lengthened.
-        `sent`: the conversation as the client sent it.
+        Used for a conversation that canonicalisation has lengthened. `sent`: the conversation as
+        the client sent it. `session`: label under which the text is remembered.
         """
         try:
             prompt = self._prompt(sent, canonical, session)
@@ -238,7 +240,10 @@ class PromptBuilder:
         return self._replay.splice_replies(text, chat.tools, enabled=enabled)
 
     def remember(self, reply: GeneratedReply | None) -> None:
-        """Remember a reply, to replay it when a client sends it back. Returns at once."""
+        """Remember a reply, to replay it when a client sends it back. Returns at once.
+
+        Does nothing for None, or if the builder replays no replies.
+        """
         if self._replay is not None and reply is not None:
             self._replay.replies.add(reply)
 
@@ -246,7 +251,8 @@ class PromptBuilder:
         """Return a digest of the messages before each reply in `chat` that is not a known reply.
 
         These are the digests `Found.unknown` of `canonical.replies`, by which the replies can be
-        looked up in the remote. `session`: label of the conversation's session.
+        looked up in the remote. `session`: label of the conversation's session. Raises BadRequest
+        for a conversation that is nested too deeply.
         """
         if self._replay is None or not any(m.get("role") == "assistant" for m in chat.messages):
             return ()
@@ -271,8 +277,9 @@ class PromptBuilder:
     def message_position(self, source: Source, leading: int) -> int:
         """Return the token position at which the message with index `leading` begins in a prompt.
 
-        `leading` counts from 0. If it is the number of messages, the result is the position of the
-        reply. Returns 0 if the messages cannot be rendered.
+        `source`: origin of the prompt. `leading` counts from 0 and includes system messages. If it
+        is the number of messages, the result is the position of the generation prompt. Returns 0 if
+        the messages up to this one cannot be rendered.
         """
         chat, made = source.chat, source.tokenised
         if leading >= len(chat.messages):
@@ -289,7 +296,10 @@ class PromptBuilder:
         return made.position_before(spliced_position(shared, made.splices))
 
     def text_position(self, source: Source, char: int) -> int:
-        """Return the number of tokens of a prompt before character `char` of its text."""
+        """Return the number of tokens of a prompt before character `char` of its rendered text.
+
+        `source`: origin of the prompt.
+        """
         return self._tokeniser.position(source.tokenised, char)
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -306,7 +316,8 @@ class PromptBuilder:
     def _breakpoint(self, chat: Chat, prompt: Tokenised, generation: int) -> int | None:
         """Return the token position at which a conversation's cache breakpoint ends, or None.
 
-        None is returned if the client marked no message. `generation`: token position of the reply.
+        None is returned if the client marked no message. `generation`: token position at which the
+        generation prompt starts.
         """
         leading = chat.breakpoint
         if leading is None:
@@ -332,9 +343,9 @@ class PromptBuilder:
         return tail.rfind(start) > tail.rfind(end)
 
     def _shown_call(self, value: str) -> str:
-        """Return a rendered conversation whose last message is a tool call with argument `value`.
+        """Return the text of a conversation that ends with a tool call with the argument `value`.
 
-        Empty if the template cannot render it.
+        Returns "" if the template cannot render it.
         """
         function = {"name": NAME, "arguments": {KEY: value}}
         call = {"id": LONG_ID, "type": "function", "function": function}
@@ -352,9 +363,9 @@ class PromptBuilder:
 
 
 def _with_replay(rules: tuple[str, ...], replayed: object) -> tuple[str, ...]:
-    """Return the names of the rules that changed a prompt.
+    """Return the names of the canonicalisation rules that changed a prompt.
 
-    `replay` is added to `rules` if `replayed` is true.
+    These are `rules`, with "replay" added if `replayed` is true.
     """
     return (*rules, "replay") if replayed and "replay" not in rules else rules
 

@@ -70,7 +70,7 @@ class Codec:
         Returns False, without encoding the text, if it has at most 8 * `most` or at most 65536
         characters. A longer one is encoded in pieces, because encoding all of it at once could take
         gigabytes of memory. Each cut between pieces adds a few tokens, so the result is True only
-        if the pieces have more than 1.1 * `most` tokens together.
+        if the pieces have more than 1.1 * `most` tokens together. Raises BadRequest as `encode`.
         """
         piece = max(_CHARS_PER_TOKEN * most, _LEAST_PIECE)
         if len(text) <= piece:
@@ -163,9 +163,9 @@ class _Plain:
     """A second Rust tokenizer with the same vocabulary, in which control tokens have private names.
 
     A text gets the same ids as from the first tokenizer if its real control tokens are renamed. The
-    original name of a control token is then ordinary text. Both share one `tokenizers` model, such
-    as BPE; it is copied only if its vocabulary itself converts the text of a control token to its
-    id.
+    original name of a control token is then ordinary text. Both tokenizers share one model of the
+    library `tokenizers`, such as BPE; it is copied only if its vocabulary itself converts the text
+    of a control token to its id.
     """
 
     def __init__(self, tokenizer: Any, table: Tokens, names: dict[str, str]):

@@ -128,9 +128,9 @@ def _moved(
 
 
 def _begins_again(was: Sequence[Message], now: Sequence[Message], i: int) -> bool:
-    """Return whether `now` has only message `i` after its system text, and it begins as in `was`.
+    """Return whether message `i` alone follows the system text of `now`, and begins as in `was`.
 
-    It shares at least `ALIKE` leading characters with message `i` of `was`. If so, it is the
+    It must share at least `ALIKE` leading characters with message `i` of `was`. It is then the
     first message of a new session, not a summary: clients begin all first messages with
     the same reminders. `was`, `now`: messages of the earlier and the later conversation.
     """
@@ -195,10 +195,10 @@ def _reminder_moved(was: Message, now: Sequence[Message]) -> bool:
 def _shifted(now: Sequence[Message], seen: tuple[list[str], list[str]], i: int) -> str | None:
     """Return the cause, such as `message_dropped`, if a message was inserted or dropped at `i`.
 
-    It was inserted if the earlier message `i` follows unchanged in the later conversation, and
-    dropped if the later message `i` follows unchanged in the earlier one. Returns None otherwise.
-    `now`: messages of the later conversation. `seen`: messages of the earlier and of the later
-    conversation, each as JSON.
+    It was inserted if message `i` of the earlier conversation is among the 16 messages after `i`
+    of the later one, unchanged, and dropped if the same holds with the conversations exchanged.
+    Returns None otherwise. `now`: messages of the later conversation. `seen`: messages of the
+    earlier and of the later conversation, each as JSON.
     """
     old, new = seen
     for shift in range(1, _SHIFTS + 1):
@@ -212,10 +212,10 @@ def _shifted(now: Sequence[Message], seen: tuple[list[str], list[str]], i: int) 
 def _shifted_and_edited(was: Sequence[Message], now: Sequence[Message], i: int) -> str | None:
     """Return the cause, such as `message_dropped`, if a message was inserted or dropped at `i`.
 
-    It was inserted if the earlier message `i` follows, edited, in the later conversation, and
-    dropped if the later message `i` follows, edited, in the earlier one. Edited: with the same
-    role and almost the same text. Returns None otherwise. `was`, `now`: messages of the earlier and
-    the later conversation.
+    It was inserted if message `i` of the earlier conversation is among the 16 messages after `i`
+    of the later one, with the same role and almost the same text, and dropped if the same holds
+    with the conversations exchanged. Returns None otherwise, and if both messages `i` have the same
+    role. `was`, `now`: messages of the earlier and the later conversation.
     """
     if was[i].get("role") == now[i].get("role"):
         return None
@@ -238,7 +238,7 @@ def _nearly(was: Message, now: Message) -> bool:
 
 
 def _edited(was: Message, now: Message, where: str) -> Iterator[Difference]:
-    """Yield the differences between two versions of a message; none for parts not rendered.
+    """Yield the differences in thinking, text and tool calls between two versions of a message.
 
     `where`: the message's place in the conversation, such as `messages[5] user`.
     """
@@ -262,8 +262,9 @@ def _edited(was: Message, now: Message, where: str) -> Iterator[Difference]:
 def _argument(was: Sequence[Mapping[str, Any]], now: Sequence[Mapping[str, Any]]) -> Shows | None:
     """Return the old and new text around the first difference between the arguments of calls.
 
-    `was`, `now`: function objects of the calls of a message. Returns None if their names differ, or
-    no argument that both have differs.
+    `was`, `now`: function objects of the calls of the earlier and of the later message, compared in
+    pairs. Only arguments that both calls of a pair have are compared. Returns None if there is no
+    difference, or a pair with different tool names comes first.
     """
     for old, new in zip(was, now, strict=False):
         before, after = _texts(old.get("arguments")), _texts(new.get("arguments"))
@@ -395,9 +396,9 @@ _SAME_HEAD = 0.75
 def related(old: Chat, new: Chat) -> bool:
     """Return whether `new` continues `old`, or has almost the same tools and system text.
 
-    If these differ, an equal message does not make two conversations related: a client sends the
-    same words to the model to get a title, and a sub-agent reads the history of another. Tools and
-    system text may change while a conversation goes on, but not both into something else.
+    `new` continues `old` if it has a message of `old` or a similar first message, and also a
+    similar system text or tools of the same names. An equal message alone is not enough: a client
+    sends the same words to the model to get a title, and a sub-agent reads the history of another.
     """
     was, now = _head(old), _head(new)
     names = {*_names(old.tools)}, {*_names(new.tools)}
@@ -424,7 +425,8 @@ def _has_messages_of(old: Chat, new: Chat) -> bool:
 def _similarity(was: str, now: str) -> float:
     """Return the equal part of two texts, from 0 to 1.
 
-    It is the larger of two figures: the common beginning and end, and the lines that both have.
+    It is the larger of two shares of the longer text: of the characters of the common beginning and
+    end, and of the characters of the lines that both have.
     """
     lines = [Counter(text.split("\n")) for text in (was, now)]
     equal = sum(len(line) * count for line, count in (lines[0] & lines[1]).items())

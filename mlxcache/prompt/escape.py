@@ -26,11 +26,12 @@ class Escape:
     A sentinel consists of decimal digits between two private-use characters: a nonce of this
     object, so that no text contains one by accident or intent, then the code points of the replaced
     text. It contains no letters, quotes or white space, which a template could change. If a
-    template writes JSON in ASCII, both the sentinel and its text come out escaped.
+    template writes JSON in ASCII, the sentinel gets JSON escapes, and so does the text that `split`
+    returns for it.
 
     `controls`: the texts to escape; those in `passing` are not escaped in an assistant's content.
-    `normalized`: those that the tokenizer matches after its normaliser `normalize`; a text that
-    contains one after normalisation is replaced as a whole.
+    `normalized`: those of `controls` that the tokenizer matches after its normaliser `normalize`; a
+    text that contains one after normalisation is replaced as a whole.
     """
 
     def __init__(

@@ -89,8 +89,8 @@ class Explanation:
     prompt had too: they are computed a second time.
     `first`: the difference, or None if nothing, or only a few tokens of the last reply, differ
     before `new_from`, or if the prompts are not `related`. `later`: further differences. `removed`:
-    differences between the requests as sent that canonicalisation removed, each with its rule.
-    `related`: see `differences.related`.
+    differences between the requests as sent that canonicalisation removed, each as (name of the
+    rule, difference). `related`: see `differences.related`.
     """
 
     at_token: int
@@ -108,7 +108,10 @@ class Explanation:
 
     @property
     def advice(self) -> str:
-        """Advice on the first difference; for moved text also on all later moves."""
+        """Advice for users on `first`, and if its reason is `moved`, on all moves in `later`.
+
+        If `first` is None, it is the advice for a new conversation.
+        """
         if self.first is None:
             return advice_for("new_conversation")
         reason, causes = self.first.reason, [self.first.cause]
@@ -170,7 +173,9 @@ class Explainer:
     ) -> Difference | None:
         """Return the one of `found` that is visible where the two rendered texts first differ.
 
-        Returns None if none of these differences is visible there.
+        If none is visible there, returns a difference of template arguments in `found`, else None.
+        Also returns None if `now` has all text of `was` up to the generation prompt of `was`.
+        `was`, `now`: the earlier and the later prompt.
         """
         old, new = was.tokenised.text, now.tokenised.text
         at = common_characters(old, new)
@@ -185,7 +190,7 @@ class Explainer:
         return next((one for one in found if one.cause == "template_args"), None)
 
     def _drift(self, old: Side, new: Side, shared: int) -> Difference:
-        """Return the difference between prompts whose messages are equal where the tokens differ.
+        """Return the difference of two prompts whose tokens differ where their messages are equal.
 
         The template rendered the messages in another way, or a reply was not replayed. `shared`:
         number of shared leading tokens.
@@ -206,7 +211,7 @@ class Explainer:
 
 
 def _removed(old: Source, new: Source) -> tuple[tuple[str, Difference], ...]:
-    """Return the differences that canonicalisation removed, each with the name of its rule."""
+    """Return the differences that canonicalisation removed, as (name of the rule, difference)."""
     rules = {*old.canonical.rules, *new.canonical.rules}
     if not rules:
         return ()
@@ -235,9 +240,9 @@ def _squeezed(text: str) -> str:
 class EarlierPrompt:
     """A prompt that was served.
 
-    `session`: label of its session. `side`: the prompt with its reply. `computed`: number of their
-    tokens that were cached when the request ended. `owner`: owner of the request, or None if the
-    server has at most one key.
+    `session`: label of its session, or None. `side`: the prompt with its reply. `computed`: number
+    of the leading tokens of `side.ids` whose KV existed when the request ended. `owner`: owner of
+    the request, or None if the server has at most one key.
     """
 
     session: str | None
@@ -254,7 +259,8 @@ class EarlierPrompt:
 class EarlierPrompts:
     """The latest prompts of each session, for comparison with the next one.
 
-    At most `each` per session, `count` in all, and `limit` bytes are kept; the oldest are dropped.
+    At most `each` per session and owner, `count` in all, and `limit` bytes are kept; the oldest are
+    dropped.
     """
 
     def __init__(self, *, count: int = 64, each: int = 4, limit: int = 64 << 20):
@@ -263,7 +269,7 @@ class EarlierPrompts:
         )
 
     def add(self, new: EarlierPrompt) -> None:
-        """Add a prompt, and drop the prompts of its session that it continues.
+        """Add a prompt, and drop the prompts of its session and owner that it continues.
 
         It continues a prompt if it begins with at least three quarters of that prompt's tokens.
         """

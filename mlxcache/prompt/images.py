@@ -34,8 +34,9 @@ class ImageProcessor(Protocol):
     """Interface of a model's image processor, such as `model.vision.Vision`.
 
     `image_token`: text that a template writes for an image. `token_id`: id that stands for one
-    embedding row of an image. `text(image)` returns the text of all its rows, `grid(image)` the
-    numbers of rows and columns in which they lie, or None if their positions are those of text.
+    embedding row of an image. `text(image)` returns the text of all its embedding rows,
+    `grid(image)` the numbers (rows, columns) of the grid in which they lie, or None if their
+    positions are consecutive, as those of text.
     """
 
     image_token: str
@@ -132,7 +133,8 @@ class ImageTemplate:
     def expand(self, text: str, images: Sequence[Image]) -> str:
         """Replace each image's token in a rendered text by the text of all its embedding rows.
 
-        Raises BadRequest if the template left an image out or an image cannot be decoded.
+        Raises BadRequest if the text does not have one token for each of `images`, or an image
+        cannot be decoded.
         """
         if not images:
             return text
@@ -164,7 +166,8 @@ class ImageTemplate:
     def locate(self, ids: Tokens, images: Sequence[Image]) -> tuple[Tokens, tuple[ImageSpan, ...]]:
         """Return the ids that identify a prompt in the cache, and the spans of its images.
 
-        Raises GenerationFailed if the image tokens in `ids` do not match the images.
+        `ids`: token ids of the prompt, as the model reads them. Raises GenerationFailed if the
+        image tokens among them do not match `images`.
         """
         assert self._processor is not None
         at = np.flatnonzero(ids == self._processor.token_id)
@@ -217,7 +220,11 @@ def ids_with_digests(ids: Tokens, spans: Sequence[ImageSpan]) -> Tokens:
 
 
 def add_images(prompt: Prompt, template: ImageTemplate, images: Sequence[Image]) -> Prompt:
-    """Return a copy of `prompt` with its images, and with ids that depend on their content."""
+    """Return a copy of `prompt` with its images, and with ids that depend on their content.
+
+    `images`: the images in order. The ids of `prompt` become the `tokens` of the copy. Raises
+    GenerationFailed if the image tokens of the prompt do not match `images`.
+    """
     known, spans = template.locate(prompt.ids, images)
     return replace(prompt, ids=known, tokens=prompt.ids, images=spans)
 

@@ -47,7 +47,7 @@ class Splice:
         return self.start < char < self.end
 
     def same(self, other: Splice) -> bool:
-        """Return whether both splices put the same ids in the same place."""
+        """Return whether both splices have the same array of ids and the same start and end."""
         return self.ids is other.ids and (self.start, self.end) == (other.start, other.end)
 
 
@@ -99,7 +99,7 @@ class Tokenised:
 
     Those are control tokens written by the template or inside a splice. `starts` and `ends` are
     their character offsets in `text`, ascending; `at` are their positions in `ids`. All three have
-    shape (control tokens,).
+    shape (control tokens,), and are empty if `ids` do not have the control tokens of `text`.
     """
 
     text: str
@@ -125,7 +125,7 @@ class Tokenised:
     def position_before(self, char: int) -> int:
         """Return the token position of the last control token that starts at or before a character.
 
-        Returns 0 if there is none.
+        `char`: offset in `text`. Returns 0 if there is none.
         """
         i = int(np.searchsorted(self.starts, char, side="right")) - 1
         return int(self.at[i]) if i >= 0 else 0
@@ -143,9 +143,9 @@ class ControlTokenFinder:
     """Finds the control tokens at which a text can be cut.
 
     These are the control tokens among `controls` that the tokenizer matches on the raw text, before
-    its normaliser and regardless of neighbouring characters. Other tokens of `added` that it
-    matches in this way may take the same characters first, so they are searched too, but not
-    returned. `normalizer`: the tokenizer has one.
+    its normaliser and regardless of neighbouring characters. `added`: all added tokens of the
+    tokenizer. Those that are not in `controls` may take the same characters first, so they are
+    searched too, but not returned. `normalizer`: the tokenizer has a normaliser.
     """
 
     def __init__(self, added: Sequence[Added], controls: Sequence[Added], *, normalizer: bool):
@@ -207,12 +207,12 @@ class Tokeniser:
     def encode(
         self, text: str, session: str | None = None, splices: tuple[Splice, ...] = ()
     ) -> Tokenised:
-        """Tokenise a rendered text, which may contain sentinels, and remember it.
+        """Tokenise a rendered text, which may contain sentinels, and remember it for later calls.
 
         `session`: label of the session under which it is remembered, or None. `splices`: ranges of
-        the text with known token ids. Without `incremental`, or if the ids made with the splices do
-        not have the control tokens of the text, the text is tokenised as the template rendered it,
-        without splices. Raises BadRequest if the text is not valid Unicode.
+        the text with known token ids. If the tokeniser is not `incremental`, or the ids made with
+        the splices do not have the control tokens of the text, the text is tokenised as the
+        template rendered it, without splices. Raises BadRequest if `text` is not valid Unicode.
         """
         if not self._incremental:
             return self.encode_whole(remove_splices(text, splices))
@@ -226,9 +226,10 @@ class Tokeniser:
         return new
 
     def encode_whole(self, text: str, splices: tuple[Splice, ...] = ()) -> Tokenised:
-        """Tokenise a text without reusing any ids and without remembering it.
+        """Tokenise a text without reusing the ids of recent texts and without remembering it.
 
-        `splices`: ranges of the text with known token ids.
+        `splices`: ranges of the text with known token ids; they are undone if the ids made with
+        them do not have the control tokens of the text.
         """
         ids = self._ids(text, 0, splices)
         matches = self._finder.find_all(text)
@@ -303,7 +304,10 @@ class Tokeniser:
         return self._codec.encode(closing + text)[1 if closing else 0 :]
 
     def position(self, prompt: Tokenised, char: int) -> int:
-        """Return the number of leading ids that encode the first `char` characters of a prompt."""
+        """Return the number of leading ids that encode the first `char` characters of a prompt.
+
+        An id whose text goes on after these characters is not counted.
+        """
         if char >= len(prompt.text):
             return len(prompt.ids)
         i = int(np.searchsorted(prompt.starts, char, side="right")) - 1
@@ -323,9 +327,9 @@ Such a turn replaces the recent text.
 
 
 def _count_outside(chars: Sequence[int], splices: Sequence[Splice]) -> int:
-    """Return how many of `chars` there are up to the last one that is inside no splice.
+    """Return how many of `chars` are left without those at the end that are inside a splice.
 
-    `chars`: character offsets in a spliced text, ascending.
+    `chars`: character offsets in a spliced text, ascending. Inside: see `Splice.covers`.
     """
     n = len(chars)
     while n and any(splice.covers(chars[n - 1]) for splice in splices):
@@ -374,7 +378,10 @@ class RecentTexts:
         return best, shared
 
     def add(self, new: Tokenised, session: str | None, continues: Tokenised | None = None) -> None:
-        """Remember a text; it replaces the text `continues` of its session, if given."""
+        """Remember a text under the label `session`, or None.
+
+        It replaces the remembered text `continues`, if given, which must be of the same session.
+        """
         replaced = () if continues is None else (continues,)
         each = self._latest if session is None else None
         self._held.add(session, new, replaced=replaced, each=each)

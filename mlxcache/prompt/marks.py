@@ -23,9 +23,9 @@ MARK_DISTANCE = 8
 def learn_openers(renderer: Renderer, finder: ControlTokenFinder) -> frozenset[int]:
     """Return the ids of the control tokens with which the template opens a message.
 
-    Several control tokens can be between the texts of two messages. If the first token of the
-    generation prompt is among them, it is the opening one, else the last of them is. The result is
-    empty if there are none.
+    Several control tokens can be between the texts of two messages. The one that opens the second
+    message is the first control token of the generation prompt, if it is among them, else the last
+    of them. The result is empty if there are no control tokens between messages.
     """
     prompt = renderer.generation_prompt()
     first = next((finder.id_of(match) for match in finder.find_all(prompt)), None)

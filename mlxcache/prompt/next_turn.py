@@ -42,9 +42,10 @@ def append_reply(
 def next_turns(chat: Chat) -> list[tuple[Chat, list[Mapping[str, Any]]]]:
     """Return possible next turns of a conversation that ends with a reply.
 
-    Each is a pair of a chat and the new messages: results after calls, otherwise a user message.
-    The first two turns differ only in the text of the new messages, from its first character on. If
-    the reply has white space at its ends, a third turn has the reply without it.
+    Each is a pair of the conversation, ending with the reply, and the new messages: tool results
+    if the reply has calls, otherwise a user message. The first two turns differ only in the text of
+    the new messages, from its first character on. If the text of the reply has white space at its
+    ends, a third turn has the reply without it.
     """
     reply = chat.messages[-1]
     calls = reply.get("tool_calls") or ()

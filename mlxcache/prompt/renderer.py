@@ -68,8 +68,10 @@ class Renderer:
     def render(self, chat: Chat) -> Rendered:
         """Render a conversation.
 
-        Raises BadRequest if the template refuses it, or fails only with the conversation's template
-        arguments, and GenerationFailed if the template fails otherwise.
+        Raises BadRequest if it has no messages, nests values too deeply, or has template arguments
+        that the server sets; if the template refuses or does not support it; and if the template
+        fails only with the conversation's template arguments. Raises GenerationFailed if the
+        template fails otherwise.
         """
         try:
             return self._render(chat)
@@ -101,10 +103,11 @@ class Renderer:
         return Rendered(text, self._shared(text, messages, tools, args), images)
 
     def shared_characters(self, chat: Chat, leading: int, text: str) -> int:
-        """Return how many leading characters `text` shares with a rendering of fewer messages.
+        """Return how many leading characters `text` shares with a rendering of the first messages.
 
-        `text`: the whole rendered conversation. `leading`: number of leading messages that are
-        rendered; 0 means only tools and system text.
+        `text`: the whole conversation `chat` as it was rendered. `leading`: number of its leading
+        messages that are rendered; 0 means only tools and system text. Returns 0 if the template
+        refuses them.
         """
         args, tools = self._arguments(chat), self._tools(chat)
         if leading == 0:

@@ -56,8 +56,9 @@ class ReplayedText:
     """A rendered text in which known replies were replaced by the text of their generated ids.
 
     `splices`: the ranges of the replies and their ids. `digest` and `tail`: digest and last
-    characters of the text as rendered. `changed`: the ids of at least one reply differ from the
-    encoding of its text. `replies`: keys of the replies, in order.
+    characters of the text as rendered, before replies were replaced, for a `PromptKey`. `changed`:
+    the ids of at least one reply differ from the encoding of its text. `replies`: keys of the
+    replaced replies, in order.
     """
 
     text: str

@@ -57,7 +57,10 @@ class ReplyContent:
 
     @classmethod
     def of_pieces(cls, pieces: Iterable[Piece]) -> ReplyContent:
-        """Return the content of parsed pieces. Raises ValueError if arguments are not JSON."""
+        """Return the content of parsed pieces.
+
+        Raises ValueError if the arguments of a call are not JSON.
+        """
         texts: list[str] = []
         thoughts: list[str] = []
         calls: list[tuple[str, Any]] = []
@@ -242,11 +245,17 @@ class GeneratedReply:
         self._rendered = rendered
 
     def is_rejected(self, text: int) -> bool:
-        """Return whether the rendered text with this hash was passed to `reject` recently."""
+        """Return whether a rendered text is among the last 32 that were passed to `reject`.
+
+        `text`: its hash.
+        """
         return text in self._rejected
 
     def reject(self, text: int) -> None:
-        """Remember, by its hash, a rendered text that was compared and differs from the reply."""
+        """Remember a rendered text that was compared and differs from the reply.
+
+        `text`: its hash.
+        """
         self._rejected.append(text)
 
 
@@ -283,7 +292,9 @@ class ReplyReader:
     ) -> ReplyContent | None:
         """Parse `ids` with the options with which `reply` was parsed.
 
-        Returns None if the arguments of a call are not JSON.
+        `ids`: token ids of `reply`, or of a rendered text that may be a copy of it. `tools`: tools
+        of the conversation. Returns None if the arguments of a call are not JSON, or are nested too
+        deeply.
         """
         try:
             return ReplyContent.of_pieces(
@@ -394,14 +405,14 @@ class Replies:
             self._by_history.pop(history, None)
 
     def find(self, digest: bytes) -> tuple[GeneratedReply, ...]:
-        """Return the replies to a prompt by its digest, newest last.
+        """Return the replies to the prompt whose `PromptKey.digest` is `digest`, newest last.
 
-        This counts as a use of the replies, which are evicted by their last use.
+        This counts as a use of the replies; those used least recently are dropped first.
         """
         return self._held.get(digest) or ()
 
     def find_by_history(self, history: bytes) -> tuple[GeneratedReply, ...]:
-        """Return the replies to a conversation by the digest of its messages, newest last."""
+        """Return the replies to prompts whose `PromptKey.history` is `history`, newest last."""
         return self._by_history.get(history, ())
 
     def prompt_lengths(self, text: str) -> Iterator[int]:

@@ -24,9 +24,10 @@ _NONE = np.zeros(0, np.int32)
 class ResultForms:
     """Tool results of one owner as a reply would repeat them, as token ids. Thread-safe.
 
-    This form of a result has no line numbers. It is made once per result and kept, up to
-    `MOST_BYTES` bytes. `encode(text)` returns token ids. `escaped`: the model's tool calls write
-    strings as JSON, so the form has its escapes.
+    This form of a result has no line numbers; see `guess.forms.reply_form`. It is made once per
+    result and kept; results and forms take at most `MOST_BYTES` bytes. `encode(text)` returns the
+    token ids of a text. `escaped`: the model's tool calls write strings as JSON, so the form has
+    the escapes of JSON.
     """
 
     def __init__(self, encode: Callable[[str], Tokens], *, escaped: bool):
@@ -48,7 +49,8 @@ class ResultForms:
     def of(self, messages: Sequence[Mapping[str, Any]]) -> Mapping[str, Tokens]:
         """Return the token ids that `learn` made of tool results in `messages`, by result text.
 
-        Results that a reply would repeat unchanged, and short ones, are left out.
+        Left out are results that a reply would repeat unchanged, those of fewer than 24 characters,
+        and those whose form is not kept any more.
         """
         found = ((text, self._made.get(text)) for text in _results(messages))
         return {text: made[1] for text, made in found if made is not None and len(made[1])}

@@ -81,8 +81,8 @@ def _longest(
     """Return the longest sequence around a token of `new` that `old` has too.
 
     The result is (start in `new`, start in `old`, number of tokens); the number is 0 if there is
-    none. `at`: position of the token in `new`, and the first position of `new` at which
-    the sequence may begin. `used`: True for tokens of `old` in sequences found before, shape (n,).
+    none. `at`: (position of the token in `new`, least position in `new` at which the sequence may
+    begin). `used`: True for tokens of `old` in sequences found before, shape (n,).
     `places`: positions in `old` with which the token is compared.
     """
     best = at[0], 0, 0

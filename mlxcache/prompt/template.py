@@ -41,7 +41,7 @@ RENDER_SECONDS = 30.0
 
 
 class Template:
-    """The chat template of a tokenizer; without one, role names and text are rendered.
+    """The chat template of a tokenizer; if it has none, `render` uses `render_plain`.
 
     `exists`: whether the tokenizer has a template. `source`: its Jinja source if known, else None.
     """
@@ -59,10 +59,12 @@ class Template:
         generation: bool,
         args: Mapping[str, Any],
     ) -> str:
-        """Render a conversation, with or without the generation prompt.
+        """Render a conversation.
 
-        Raises BadRequest with the template's message if it refuses the conversation, and
-        GenerationFailed if it fails or takes longer than `RENDER_SECONDS`.
+        `generation`: append the generation prompt. `args`: further arguments of the template.
+        Raises BadRequest with the template's message if it refuses the conversation, or if a value
+        is nested too deeply, and GenerationFailed if it fails or takes longer than
+        `RENDER_SECONDS`.
         """
         if not self.exists:
             return render_plain(messages, self._start(), generation=generation)

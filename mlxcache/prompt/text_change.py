@@ -32,7 +32,7 @@ class Change:
     `at`: number of shared leading characters. `cause`: kind of the change, such as `date`, or else
     `text`. `before`, `after`: excerpts of the old and new text, beginning with up to 60 shared
     characters of the same line.
-    `shows`: the old and new text from a few characters before `at` on.
+    `shows`: the old and the new text from up to 8 characters before `at` to 140 after it.
     """
 
     at: int
@@ -45,7 +45,7 @@ class Change:
 def change_of(old: str, new: str, *, machine: bool = False) -> Change:
     """Return the change of `old` into a different text `new`.
 
-    `machine`: a program wrote the text, so a changed number is a counter.
+    `machine`: a program wrote the texts, so a changed number of no other kind is a `counter`.
     """
     at = common_characters(old, new)
     shown = slice(max(0, at - _CLOSE), at + _RIGHT)
@@ -60,7 +60,10 @@ def excerpt(text: str, at: int) -> str:
 
 
 def _cause(old: str, new: str, at: int, machine: bool) -> str:
-    """Return the kind of the change at character `at`, such as `date`, or else `text`."""
+    """Return the kind of the change at character `at`, such as `date`, or else `text`.
+
+    `machine`: a program wrote the texts, so a changed number of no other kind is a `counter`.
+    """
     was, begun = _line(old, at)
     now, _ = _line(new, at)
     (first, was_end), now_end = _span(was, now, at - begun), 0

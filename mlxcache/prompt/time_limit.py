@@ -83,9 +83,9 @@ _watch = _Watch()
 
 
 def run_limited(work: Callable[[], T], seconds: float) -> T:
-    """Run `work` and return its result. Raises TimeoutError after `seconds`.
+    """Run `work` and return its result. Raises TimeoutError if it takes longer than `seconds`.
 
-    Only Python code is interrupted, not a single long call into C.
+    Only Python code is interrupted: a call into C, such as a long regular expression, ends first.
     """
     try:
         handle = _watch.begin(seconds)

@@ -35,7 +35,8 @@ class ChatTokenizer(Protocol):
 class Added:
     """An added token: its text is matched before the rest of a text is tokenised.
 
-    The fields are those of `tokenizers.AddedToken`, and its id.
+    The fields are those of `tokenizers.AddedToken` (with `text` for its `content`), and the token
+    id.
     """
 
     id: int
@@ -88,10 +89,10 @@ def control_tokens(
 ) -> tuple[Added, ...]:
     """Return the added tokens that control the model, which message text must never become.
 
-    These are special tokens, tokens in the chat template `source`, the `markers` (of thinking and
-    tool calls), and tokens of a form like `<|name|>` or `<unused7>`. Without a template (None), all
-    tokens in angle or square brackets are included. The others, such as runs of white space or HTML
-    tags that some vocabularies contain as one token, are ordinary text.
+    These are special tokens, tokens whose text is in `source`, the text of the chat template, the
+    `markers` (of thinking and tool calls), and tokens of a form like `<|name|>` or `<unused7>`. If
+    `source` is None, all tokens in angle or square brackets are included. Other added tokens, such
+    as runs of white space or HTML tags, are ordinary text.
     """
 
     def steers(token: Added) -> bool:
@@ -120,9 +121,10 @@ def tool_markers(tokenizer: ChatTokenizer) -> list[str]:
 
 
 def any_of(texts: Iterable[str]) -> re.Pattern[str]:
-    """Return a pattern that matches the leftmost of `texts`, the longest of those that start there.
+    """Return a pattern that finds the leftmost of `texts`, the longest of those that start there.
 
-    Built as a trie, so that thousands of texts cost no more per character than a few.
+    It never matches if `texts` is empty. Built as a trie, so that thousands of texts cost no more
+    per character than a few.
     """
     root: dict[str, Any] = {}
     for text in texts:

@@ -34,17 +34,20 @@ TOOL = {
 
 @dataclass(frozen=True, slots=True)
 class Traits:
-    """Features that a chat template renders completely and in place.
+    """Features of a chat template, and its requirements.
 
-    `adapt` rewrites the messages of a request so that they need only these.
+    `adapt` rewrites the messages of a request so that they use only these features, and meet the
+    requirements.
 
-    `system`: a system message at the start. `system_anywhere`: also between and after turns.
-    `developer`: messages of the role `developer`. `alternates`: two user or two assistant messages
-    in a row are refused. `tools`, `tool_calls`, `tool_role`: descriptions, calls and results of
-    tools. `user_after_tool`: a user message may follow a result. `string_arguments`: a call's
-    arguments are JSON text. `calls_at_once`: several calls in a message. `text_with_calls`: text
-    beside calls. `absent_content`: a message with only calls must have no content. `short_ids`:
-    call ids have nine letters or digits.
+    Features that it renders completely and in place: `system`: a system message at the start.
+    `system_anywhere`: also between and after turns. `developer`: messages of the role `developer`.
+    `tools`, `tool_calls`, `tool_role`: descriptions, calls and results of tools. `user_after_tool`:
+    a user message after a tool's result. `calls_at_once`: several calls in a message.
+    `text_with_calls`: text and calls in one message.
+
+    Requirements: `alternates`: no two user or two assistant messages in a row. `string_arguments`:
+    a call's arguments are JSON text, not an object. `absent_content`: a message with only calls has
+    no `content`. `short_ids`: call ids have nine letters or digits.
     """
 
     system: bool = True
@@ -63,9 +66,9 @@ class Traits:
 
 
 def probe(template: Template, args: Mapping[str, Any]) -> Traits:
-    """Detect the traits of a template. Never raises.
+    """Detect the traits of a template; the default ones if the model has no template. Never raises.
 
-    `args`: template arguments to render with.
+    `args`: further arguments of the template, such as `enable_thinking`, to render with.
     """
     if not template.exists:
         return Traits()
@@ -98,7 +101,8 @@ def probe(template: Template, args: Mapping[str, Any]) -> Traits:
 class _Calls:
     """One way to write an assistant's tool calls in a message.
 
-    `string`: arguments as JSON text. `absent`: no content. `short`: ids of nine characters.
+    `string`: arguments as JSON text, else as an object. `absent`: the message has no `content`.
+    `short`: call ids of nine characters.
     """
 
     string: bool = False
@@ -127,7 +131,7 @@ class _Calls:
 
 
 class _Probe:
-    """Renders test conversations; the text is empty if the template refuses one."""
+    """Renderer of test conversations; the text of one that the template refuses is empty."""
 
     def __init__(self, template: Template, args: Mapping[str, Any]):
         self._template, self._args = template, args
@@ -141,7 +145,7 @@ class _Probe:
             return ""
 
     def shows(self, messages: Sequence[Message], *words: str) -> bool:
-        """Return whether the template renders the given words, in this order."""
+        """Return whether the rendered `messages` contain the given words, in this order."""
         text, at = self.text(messages), 0
         for word in words:
             at = text.find(word, at) + len(word)

@@ -33,7 +33,7 @@ _OWNERS = r"(?:session|request|conversation|thread|trace|span|run|turn|message|c
 class Shape:
     """A pattern of changing text, and the cause of a prefix loss when such a text changes.
 
-    The pattern's group `value` is the part that changes.
+    `cause`: such as "date" or "uuid". The pattern's group `value` is the part that changes.
     """
 
     cause: str
@@ -42,7 +42,10 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A match of a `Shape` in a text: characters [start, end) of its `value`, and its cause."""
+    """A match of a `Shape` in a text: its cause, and the range [start, end) of its `value`.
+
+    The range is in characters of the text.
+    """
 
     cause: str
     start: int
@@ -155,7 +158,10 @@ VALUES: tuple[Shape, ...] = (
 
 
 def find_announced(text: str) -> Iterator[Found]:
-    """Yield the matches of `ANNOUNCED` in a text, in order, without values that overlap."""
+    """Yield the matches of the patterns `ANNOUNCED` in a text, in the order of their values.
+
+    Of values that overlap, only the one that starts first is included, or the longest of these.
+    """
     found = sorted(_all(ANNOUNCED, text), key=lambda one: (one.start, -one.end))
     end = 0
     for one in found:
@@ -167,7 +173,8 @@ def find_announced(text: str) -> Iterator[Found]:
 def causes_touching(shapes: tuple[Shape, ...], text: str, start: int, end: int) -> list[str]:
     """Return the causes of the matches of `shapes` whose `value` overlaps a range of `text`.
 
-    The range is characters [start, end). If it is empty, a value next to it counts too.
+    The range is characters [start, end). If it is empty, a value next to it counts too. There is
+    one cause for each such match, so causes can repeat; they are in the order of `shapes`.
     """
     return [
         one.cause

@@ -21,7 +21,7 @@ Calls = LRU[Hashable, tuple[Mapping[str, Any], int]]
 def remember_call(call: ToolCall, calls: Calls) -> None:
     """Add the arguments of a call to `calls`, as the model wrote them, if they are a JSON object.
 
-    The key in `calls` is the call's id and the tool's name.
+    The key in `calls` is (id of the call, name of the tool).
     """
     try:
         arguments = json.loads(call.arguments)
@@ -32,10 +32,10 @@ def remember_call(call: ToolCall, calls: Calls) -> None:
 
 
 def apply(draft: Draft, calls: Calls) -> bool:
-    """Replace the arguments of calls by those remembered in `calls`, if their values are equal.
+    """Replace the arguments of calls in `draft` by those remembered, if their values are equal.
 
-    `calls` maps the call's id and the tool's name to the arguments. A call that is not in it is
-    added. Returns whether any call in `draft` was changed.
+    `calls`: remembered arguments, by (id of the call, name of the tool). The arguments of a call
+    in `draft` without an entry are added to `calls`. Returns whether any call was changed.
     """
     found = False
     for at, message in enumerate(draft.messages):

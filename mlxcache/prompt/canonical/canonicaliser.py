@@ -40,8 +40,8 @@ class Canonical:
     """A canonicalised conversation.
 
     `rules`: names of the rules that changed something, in the order of `RULES`. `names` maps texts
-    that the model may write to the texts that the client gets instead. `found`: what is known of
-    the replies in it; empty if no replies are looked up.
+    that the model may write to the texts that the client gets instead. `found`: which replies in
+    the conversation are known; all its fields are empty if no replies are looked up.
     """
 
     chat: Chat
@@ -55,7 +55,8 @@ class Canonicaliser:
 
     `rules` maps names of rules to whether they are enabled; for others the default in `RULES`
     applies. `known_reply(history, message, tools)` returns the reply that the model wrote and that
-    `message` is a copy of, or None. Without `known_reply`, no replies are looked up.
+    `message` is a copy of, or None; `history` is the 16-byte digest of the messages before it.
+    Without `known_reply`, no replies are looked up.
     """
 
     def __init__(
@@ -79,9 +80,9 @@ class Canonicaliser:
     ) -> Canonical:
         """Return the conversation to render. `chat` itself is not changed.
 
-        `session`: label of the session for which rules remember texts between requests, or None.
-        `stop`: strings that will end the reply. `without`: names of rules to leave out in this
-        call. Raises nothing but RecursionError, for messages or tools that are nested too deeply.
+        `session`: label of the request's session, or None; the rule `git_status` remembers by it
+        where statuses were. `stop`: stop strings of the request. `without`: names of rules to leave
+        out in this call. Raises RecursionError if messages or tools are nested too deeply.
         """
         draft = Draft(chat)
         on = {name: state and name not in without for name, state in self._on.items()}
@@ -115,7 +116,7 @@ class Canonicaliser:
         return Canonical(draft.chat(), rules, draft.names, found)
 
     def _apply_with_memory(self, draft: Draft, on: Mapping[str, bool]) -> None:
-        """Apply the enabled rules that use texts remembered from earlier requests.
+        """Apply the rules `tool_order`, `argument_order` and `cleared_results`, if enabled.
 
         `on` maps the name of each rule to whether it is enabled.
         """

@@ -26,7 +26,8 @@ def apply(draft: Draft, results: Results) -> bool:
 
     The place is the same if the messages before the result and the id of its tool call are equal.
     `results` maps a digest of these messages and the id to the result. Results in `draft` that are
-    not cleared are added to it, unless they are short. Returns whether any result was restored.
+    not cleared and have at least 200 characters are added to `results`. Returns whether any result
+    was restored.
     """
     if not any(message.get("role") == "tool" for message in draft.messages):
         return False

@@ -34,7 +34,7 @@ def reminder(date: str) -> str:
 
 
 def apply(draft: Draft) -> bool:
-    """Remove Qwen Code's reminders of the date that the first user message has.
+    """Remove Qwen Code's reminders of a date if the first user message states the same date.
 
     A reminder is removed only among the reminders at the start of a user message, and only if other
     text follows it. Reminders of another date are kept. Returns whether any reminder was removed.

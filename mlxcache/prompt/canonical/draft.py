@@ -16,11 +16,11 @@ SYSTEM = ("system", "developer")
 
 
 class Draft:
-    """Copies of a conversation's messages and tools that rules replace, remove and insert.
+    """Copies of a conversation's lists of messages and tools, which the rules change.
 
     The conversation itself and its messages are never changed. `hits`: names of the rules that
     changed something. `names` maps texts that the model may write to the texts that the client gets
-    instead.
+    instead. `continues`: the reply continues the last message.
     """
 
     def __init__(self, chat: Chat):
@@ -81,8 +81,8 @@ class Draft:
     def chat(self) -> Chat:
         """Return the rewritten chat.
 
-        Its cache breakpoint follows the last of the messages that it followed in the given chat,
-        and a message that a rule inserted directly after that one.
+        Its cache breakpoint is after the last of those messages that were before it in the given
+        chat. A message that a rule inserted directly after that one is before the breakpoint too.
         """
         marked = self._chat.breakpoint
         if marked:
@@ -137,7 +137,7 @@ class History:
     def add(self, message: Message) -> bytes:
         """Add a message, including its role, texts, calls and images, to the digest.
 
-        Returns the bytes that were added.
+        Returns the bytes that were added, which `add_bytes` of another history accepts.
         """
         encoded = _ENCODER.encode(message).encode()
         self._hash.update(encoded)

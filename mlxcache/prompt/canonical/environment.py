@@ -52,8 +52,8 @@ _REMINDER = re.compile(r"<system-reminder>\n.*</system-reminder>\s*", re.S)
 def apply(draft: Draft) -> bool:
     """Move Claude Code's environment description before the first user message.
 
-    It is moved only if it is in a system message directly after the first message. Returns whether
-    it was moved.
+    It is moved only if it is in the system message directly after the user's first message; see
+    `_find_message`. Returns whether it was moved.
     """
     first = draft.leading()
     at = _find_message(draft, first)
@@ -72,8 +72,8 @@ def apply(draft: Draft) -> bool:
 def _find_message(draft: Draft, at: int) -> int | None:
     """Return the index of the system message directly after the user's first message, or None.
 
-    `at`: index of the first user message. User messages that consist only of a reminder from the
-    client are skipped.
+    `at`: index of the first message with the role `user`. Several such messages may come before the
+    system message if all but the last of them consist only of a reminder from the client.
     """
     end = len(draft.messages) - 1
     while at < end and draft.role(at) == "user":
@@ -88,9 +88,8 @@ def _find_message(draft: Draft, at: int) -> int | None:
 def _split(text: str) -> tuple[str, str]:
     """Split a system message into Claude Code's environment description and all other text.
 
-    The other text belongs to the user's first message. The description is empty unless it is
-    recognised for certain. It may contain any paragraph, so it must end with the text or before a
-    known pattern, and its last paragraph must have a known pattern.
+    Returns (description, other text). If the description is not recognised for certain, it is
+    empty, and the other text is all of `text`.
     """
     paragraphs = text.split("\n\n")
     end = next((i for i, p in enumerate(paragraphs) if _ASKED.match(p)), len(paragraphs))

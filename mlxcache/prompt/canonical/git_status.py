@@ -54,10 +54,10 @@ def place(draft: Draft, status: str, places: Places, session: str | None) -> Non
     """Insert a git status as a system message where the first request that had it ended.
 
     For a new status that is the end of this request. Older statuses of the session are inserted
-    where the first requests that had them ended. `places` maps the digest of the messages before
-    such a place to the status, and is updated. If `session`, the label, is None, only `status`
-    itself is looked up, because another one may belong to another conversation with the same
-    beginning.
+    where the first requests that had them ended. `places` maps a digest of the messages before
+    such a place to the status, and a new status is added to it. `session`: label of the session. If
+    it is None, only `status` itself is inserted, because an older one may belong to another
+    conversation with the same beginning.
     """
     history = History(f"git {session}" if session else f"git\n{status}")
     known: list[tuple[int, str]] = []

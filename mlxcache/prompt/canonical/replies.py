@@ -58,9 +58,9 @@ thinking may also be the beginning of the text.
 class Found:
     """Known and unknown replies in a conversation.
 
-    `history`: digest of all messages. `keys`: keys of the known replies, in order. `asked`: digest
-    of the messages in which each reply counts only as a reply, whatever its content. `unknown`: for
-    each reply that is not known, in order, the digest `asked` of the messages before it.
+    `history`: digest of all messages. `keys`: keys of the known replies, in order. `asked`: another
+    digest of all messages, which does not depend on the content of replies. `unknown`: for each
+    reply that is not known, in order, such a digest of the messages before it.
     """
 
     history: bytes = b""
@@ -80,9 +80,9 @@ def apply(draft: Draft, known_reply: KnownReply, *, thinking: bool, blanks: bool
 
     `thinking`: restore missing thinking. `blanks`: restore white space and the form of calls.
     `known_reply(history, message, tools)` returns the reply that the model wrote, or None;
-    `history` is the digest of the messages before it. If the request continues the last reply, the
-    end of that reply is not changed, because the client appends the rest to it. Returns which
-    replies are known.
+    `history` is the digest of the messages before it. If the request continues the last reply, only
+    missing thinking is restored in it, because the client appends the rest to the text it sent.
+    Returns which replies are known.
     """
     history, asked = History("replies"), History("asked")
     keys: list[bytes] = []

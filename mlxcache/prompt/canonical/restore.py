@@ -85,7 +85,7 @@ class ReplyRestorer:
         yield event
 
     def flush(self) -> Iterator[Event]:
-        """Yield an event with the text held back because it may be the start of a name."""
+        """Yield an event with the text held back because it may be the start of a name, if any."""
         held = self._restored.flush() if self._restored is not None else ""
         if held:
             yield self._kind(held)

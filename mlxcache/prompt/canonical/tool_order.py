@@ -15,8 +15,8 @@ Orders = LRU[bytes, tuple[bytes, ...]]
 def apply(draft: Draft, orders: Orders) -> bool:
     """Put the tools into the order that the first request with the same tools had.
 
-    Orders are remembered in `orders`. Returns whether the tools of `draft` were put into another
-    order.
+    `orders`: the remembered order of each set of tools; that of a new set is added. Returns whether
+    the tools of `draft` were put into another order.
     """
     if len(draft.tools) < 2:
         return False

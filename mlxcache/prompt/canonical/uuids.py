@@ -43,11 +43,11 @@ _SHORTEST = 4
 def apply(draft: Draft, stop: Sequence[str] = ()) -> bool:
     """Replace the UUIDs of a session's folders by stable ones, which are the same in all sessions.
 
-    The UUIDs are those in temporary paths, and in paths of Copilot CLI's sessions, of the system
-    messages. They are replaced in the tools and in all messages except those of users. The client's
-    UUIDs are added to `draft.names`, each under its replacement. Nothing is replaced if a stop
-    string could match part of a UUID, or if a reply to be continued ends inside one. Returns
-    whether anything was replaced.
+    The UUIDs are those in temporary paths, and in paths of Copilot CLI's sessions, in the system
+    messages before the first reply. They are replaced in the tools and in all messages except those
+    of users. The client's UUIDs are added to `draft.names`, each under its replacement. Nothing is
+    replaced if one of the stop strings `stop` could match part of a UUID, or if a reply to be
+    continued ends inside one. Returns whether anything was replaced.
     """
     own = _session_uuids(draft)
     if not own:
@@ -103,7 +103,7 @@ def _stable(draft: Draft, count: int) -> list[str]:
 def _candidate(number: int) -> str:
     """Return the UUID with index `number` of a fixed sequence of stable UUIDs.
 
-    Its only `d` is at its start, so that no two UUIDs can overlap in a text.
+    Its only `d` is at its start, so that no two UUIDs of the sequence can overlap in a text.
     """
     digits = hashlib.blake2b(f"stable {number}".encode(), digest_size=16).hexdigest()
     digits = digits.replace("d", "e")
@@ -111,7 +111,7 @@ def _candidate(number: int) -> str:
 
 
 def _meets(stop: Sequence[str], uuids: Sequence[str]) -> bool:
-    """Return whether any stop string contains, is part of, or overlaps one of `uuids`."""
+    """Return whether a stop string could match characters of one of `uuids` within any text."""
     return any(
         text in uuid
         or uuid in text
@@ -122,7 +122,10 @@ def _meets(stop: Sequence[str], uuids: Sequence[str]) -> bool:
 
 
 def _cut_short(draft: Draft, own: Sequence[str]) -> bool:
-    """Return whether the reply to be continued ends inside one of the UUIDs `own`."""
+    """Return whether the request continues a reply that ends inside one of the UUIDs `own`.
+
+    False if fewer than 4 characters of the UUID are at the end of the reply.
+    """
     if not draft.continues:
         return False
     text = draft.text(len(draft.messages) - 1)
