@@ -1,12 +1,12 @@
-"""How the KV of a whole model is divided among ranks, to join their parts and to cut it into parts.
+"""Division of a whole model's KV among ranks: joining their parts, and cutting the KV into parts.
 
 A snapshot holds the KV of the whole model, so that any number of ranks can read it. The rule for
 each tensor follows from the class of its cache, and is checked against the shapes that the whole
 model and each rank cache. Works on bytes and shapes; computes nothing with MLX.
 
 - Parts of layers ("tensor"): KV is divided by heads; what has the same shape on all ranks, such as
-  the latent KV of DeepSeek (MLA), is the same on all of them. Recurrent states are divided by heads
-  too, and the state of a convolution by the channels of queries, keys and values, each for itself.
+the latent KV of DeepSeek (MLA), is the same on all of them. Recurrent states are divided by heads
+too, and the state of a convolution by the channels of queries, keys and values, each for itself.
 - Layers ("pipeline"): each rank has the whole KV of some layers; rank 0 has the last layers.
 """
 
@@ -50,9 +50,10 @@ ArrayShape = tuple[str, tuple[int | None, ...]]
 class Part(msgspec.Struct, frozen=True):
     """Tensors of KV that a whole model or one rank caches.
 
-    `rows`: for each tensor of a run its name, dtype, number of heads and dimension. `states`: for
-    each slot that needs checkpoints, the arrays of its state. `classes`: mlx-lm's names of the
-    classes of these slots. `first_layer`: index of the first layer that the rank has.
+    `rows`: for each tensor of a run its name, dtype, number of heads, and values of a head per
+    token. `states`: for each slot that needs checkpoints, dtype and shape of each array of its
+    state. `classes`: mlx-lm's names of the classes of these slots. `first_layer`: index of the
+    first layer that the rank has, 0 for the whole model.
     """
 
     rows: list[tuple[str, str, int, int]] = []
@@ -62,7 +63,10 @@ class Part(msgspec.Struct, frozen=True):
 
 
 def part_of(layout: Layout, first_layer: int = 0) -> Part:
-    """Return the tensors that a model or part of `layout` caches; see `Part`."""
+    """Return the tensors that a model, or a rank's part of one, with this `layout` caches.
+
+    `first_layer`: as in `Part`.
+    """
     rows = [(name, dtype, *shape) for name, (dtype, shape) in run_spec(layout).items()]
     states = [_shapes(state) for state in layout.states]
     classes = [adapter.name for adapter in layout.checkpointed]
@@ -80,7 +84,7 @@ def _shapes(state: Any) -> list[ArrayShape]:
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Heads [first, end) of a tensor of a run, which `rank` has as its tensor `name`."""
+    """Heads [first, end) of a tensor of the whole model, which `rank` has as its tensor `name`."""
 
     rank: int
     name: str
@@ -90,9 +94,9 @@ class Rows:
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """How an array of a state is divided: its `axis` into `segments`, and each evenly among ranks.
+    """Division of an array of a state: its `axis` into `segments`, and each evenly among ranks.
 
-    `segments`: their lengths in the array of the whole model.
+    `segments`: their lengths along that axis, in the array of the whole model.
     """
 
     axis: int
@@ -119,15 +123,16 @@ class Division:
 
     @property
     def pipelined(self) -> list[int]:
-        """The ranks in the order of their layers."""
+        """The numbers of the ranks in the order of the layers that they have in a pipeline."""
         return sorted(range(self.size), key=lambda rank: self.parts[rank].first_layer)
 
     # -- rows of a run -----------------------------------------------------------------------------
 
     def join_rows(self, name: str, parts: Sequence[bytes]) -> bytes:
-        """Join the bytes of some rows of the tensor `name`.
+        """Join the parts that the ranks have of some rows of the whole model's tensor `name`.
 
-        `parts`: the same rows of each of `rows[name]`, in that order.
+        `parts`: for each member of `rows[name]`, in that order, the bytes of the same rows, one row
+        for each position. Returns the bytes of these rows with all heads.
         """
         held = self.rows[name]
         if len(held) == 1:
@@ -154,7 +159,10 @@ class Division:
         return made
 
     def _place(self, rank: int, name: str) -> tuple[str, int]:
-        """Return the tensor of the whole model that a rank's tensor is of, and its first head."""
+        """Return the name of the whole model's tensor of which a rank's tensor `name` is a part.
+
+        The second member is the index of the first head that the rank has.
+        """
         for whole, held in self.rows.items():
             for one in held:
                 if (one.rank, one.name) == (rank, name):
@@ -164,9 +172,10 @@ class Division:
     # -- states ------------------------------------------------------------------------------------
 
     def join_states(self, parts: Sequence[Sequence[Tensor]]) -> list[Tensor]:
-        """Join the tensors of a checkpoint of all ranks, in their order, to those of the whole.
+        """Join the parts that all ranks have of a checkpoint; return the tensors of the whole one.
 
-        Raises StoreError if they do not fit together.
+        `parts`: the tensors of each rank, from rank 0. Raises StoreError if they do not fit
+        together.
         """
         slots = [split_state(tensors) for tensors in parts]
         if self.mode == "pipeline":
@@ -184,7 +193,8 @@ class Division:
     def cut_states(self, tensors: Sequence[Tensor], rank: int) -> list[Tensor]:
         """Return the tensors of a checkpoint that `rank` has, cut out of those of the whole model.
 
-        Raises StoreError if these do not have the form of the model.
+        `tensors`: those of the whole model. Raises StoreError if they do not have the form of the
+        model's checkpoints.
         """
         slots = split_state(tensors)
         whole = sum(len(part.states) for part in self.parts)
@@ -207,9 +217,9 @@ class Division:
 def find_division(whole: Part, parts: Sequence[Part], mode: Mode, model_type: str) -> Division:
     """Return how the KV of a model is divided among ranks.
 
-    `whole`: tensors of the undivided model. `parts`: those of each rank. `model_type`: that of its
-    config.json. Raises Unsupported, with the class of cache or the tensor, if the parts do not
-    follow the rule for their class; see the module.
+    `whole`: tensors of the undivided model. `parts`: those of each rank, from rank 0. `model_type`:
+    that of the model's config.json. Raises Unsupported if the parts do not follow the rule for
+    their class of cache; see the module.
     """
     spec = {name: (dtype, (heads, dim)) for name, dtype, heads, dim in whole.rows}
     held = tuple(parts)
@@ -229,8 +239,8 @@ def find_division(whole: Part, parts: Sequence[Part], mode: Mode, model_type: st
 def _layers(whole: Part, parts: Sequence[Part]) -> dict[str, tuple[Rows, ...]]:
     """Return the rank that has each tensor of the whole model, divided by layers.
 
-    By the tensor's name there, a tuple with one member. Raises Unsupported if the ranks together do
-    not have the tensors and states of the whole model.
+    The key is the tensor's name in the whole model, the value a tuple with one member. Raises
+    Unsupported if the ranks together do not have the tensors and states of the whole model.
     """
     order = sorted(range(len(parts)), key=lambda rank: parts[rank].first_layer)
     rows: dict[str, tuple[Rows, ...]] = {}
@@ -252,8 +262,9 @@ def _layers(whole: Part, parts: Sequence[Part]) -> dict[str, tuple[Rows, ...]]:
 def _heads(whole: Part, parts: Sequence[Part]) -> dict[str, tuple[Rows, ...]]:
     """Return the ranks that have each tensor of the whole model, divided by heads.
 
-    By the tensor's name: a member for each rank, or that of rank 0 alone if all have the same.
-    Raises Unsupported if a tensor is not divided evenly, or if a rank has other tensors.
+    The key is the tensor's name, the value a tuple with a member for each rank, or with that of
+    rank 0 alone if all have the same. Raises Unsupported if a tensor is not divided evenly, or if a
+    rank has other tensors.
     """
     rows: dict[str, tuple[Rows, ...]] = {}
     for index, (name, dtype, heads, dim) in enumerate(whole.rows):
@@ -326,7 +337,11 @@ def _segments(
 
 @dataclass(frozen=True, slots=True)
 class SlotState:
-    """State of one slot: nested lists with {"array": index} for each of its `arrays`, in order."""
+    """State of one slot.
+
+    `tree`: its nested structure as lists, numbers and None, with {"array": index} in place of each
+    array. `arrays`: the arrays, by that index.
+    """
 
     tree: Any
     arrays: list[Tensor]
@@ -368,7 +383,7 @@ def _numbered(tree: Any, found: dict[str, Tensor], arrays: list[Tensor]) -> Any:
 
 
 def packed_state(slots: Sequence[SlotState]) -> list[Tensor]:
-    """Return the tensors of a checkpoint with these slots, in the form of `split_state`.
+    """Return the tensors of a checkpoint with these slots, in the form that `split_state` takes.
 
     First the skeleton, then the arrays.
     """

@@ -36,9 +36,9 @@ class Follower:
     """The lineages, checkpoints, batches and pending tokens of one rank, by number.
 
     Rank 0 chooses the numbers. `model`, `layout`: this rank's part of the model, and the layout of
-    its KV. `group`: MLX's group of all ranks. `open_store(it)` returns the rank's own store for the
-    operation `Open`; without it, this rank has no disk tier. `rank`: the rank's number. `vitals()`
-    returns the latest state of this machine. MLX thread only, except `answer`.
+    its KV. `group`: MLX's group of all ranks. `open_store(operation)` returns the rank's own store
+    for an operation `Open`; if it is None, this rank has no disk tier. `rank`: the rank's number.
+    `vitals()` returns the latest state of this machine. MLX thread only, except `answer`.
     """
 
     def __init__(
@@ -116,7 +116,8 @@ class Follower:
     def _remove(self, ids: Tokens, keep: int, mode: Mode, size: int) -> None:
         """Have files removed that this rank wrote in a group of `size` ranks, divided by `mode`.
 
-        They are those of the tokens `ids` that hold none of the first `keep`. Does not block.
+        These are the files for the token ids `ids`, except those that hold any of the first `keep`
+        tokens. Does not block.
         """
         if self._rank < size:
             part = PartName(self._namespace, mode, self._rank, size).namespace
@@ -149,9 +150,10 @@ class Follower:
         return found.length, saved
 
     def _verify(self, question: op.Verify | op.VerifyState) -> op.Answer:
-        """Verify files that are to be loaded next, and return the answer.
+        """Verify the files that rank 0 will load next, and return the answer to `question`.
 
-        Its `failure` is set if a file cannot be used. Blocks while they are read. Any thread.
+        The answer's `failure` is set if one of them cannot be used. Blocks while they are read. Any
+        thread.
         """
         try:
             store, ids = self._opened, _ids(question.ids)
@@ -207,7 +209,7 @@ class Follower:
     # -- the objects that numbers name -------------------------------------------------------------
 
     def lineage(self, number: int) -> Lineage:
-        """Return the lineage with this number."""
+        """Return the lineage with this number. Raises KeyError if there is none."""
         return self._lineages[number]
 
     def _lineage(self, number: int, length: int) -> Lineage:
@@ -412,8 +414,8 @@ class Follower:
     def _write(self, key: bytes, write: Callable[[Store], None]) -> None:
         """Have the writer's thread call `write`, which writes the file `key`. Does not block.
 
-        `key`: a result of `key_of`. The outcome is stored until rank 0 asks for it with the
-        question `Outcome`.
+        `key`: a result of `key_of`. The outcome is kept in memory until rank 0 asks for it with the
+        question `Outcome`. Raises StoreError if this rank has no store.
         """
         store = self._opened
 

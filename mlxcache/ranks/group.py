@@ -63,8 +63,9 @@ class Setup(msgspec.Struct, frozen=True):
 
     `model`: the path of its folder, or its name on the Hub. `mode`: how it is divided. `adapter`:
     its LoRA adapter, or None. `kv_bits`: bits of a quantised KV value, or None. `config`: digest of
-    its config.json. `versions`: of `PACKAGES`, as on rank 0. `ram`: the setting, from which each
-    rank computes the budget of its machine.
+    the model's config.json. `versions`: the versions of the `PACKAGES` on rank 0.
+    `trust_remote_code`, `ram`: the settings; from `ram` each rank computes the budget of its
+    machine.
     """
 
     model: str
@@ -80,10 +81,11 @@ class Setup(msgspec.Struct, frozen=True):
 class Share(msgspec.Struct, frozen=True):
     """Message of a rank to rank 0 about the part of the model that it has loaded.
 
-    `failure`: why the part cannot be loaded, or None. `ram_limit`: bytes of the budget on its
-    machine. The other bytes, `batchable` and `unknown` are those of `Layout`. `runs`: the part has
-    layers with KV of every position. `states`: it has layers that need checkpoints. `tensors`: the
-    tensors of its KV. `buffer_limit`: how many buffers its device can hold, None without a limit.
+    `failure`: why the part cannot be loaded, or None. `ram_limit`: bytes of the budget on the
+    rank's machine. `bytes_per_token`, `checkpoint_bytes`, `running_bytes`, `batchable`, `unknown`:
+    as in `Layout`. `runs`: the part has layers with KV of every position. `states`: it has layers
+    that need checkpoints. `tensors`: the tensors of its KV. `buffer_limit`: number of buffers that
+    the rank's device can hold, None without a limit.
     """
 
     failure: str | None = None
@@ -116,7 +118,7 @@ class Place:
 class Meeting:
     """Address at which the other ranks connect to rank 0.
 
-    `port`: a TCP port of its host. `key`: the secret with which each rank authenticates.
+    `port`: a TCP port of rank 0's host. `key`: the secret with which each rank authenticates.
     """
 
     port: int
@@ -132,7 +134,10 @@ def versions() -> dict[str, str]:
 
 
 def check_divisible(model: nn.Module, config: Mapping[str, Any], size: int, mode: Mode) -> None:
-    """Raise ModelError if `model` cannot be divided among `size` ranks. Reads no weights."""
+    """Raise ModelError if `model` cannot be divided among `size` ranks. Reads no weights.
+
+    `config`: the content of its config.json.
+    """
     kind = config.get("model_type", "this model")
     if mode == "pipeline":
         inner: Any = getattr(model, "model", None)
@@ -169,8 +174,8 @@ def check_divisible(model: nn.Module, config: Mapping[str, Any], size: int, mode
 def divide(model: nn.Module, config: Mapping[str, Any], group: Any, mode: Mode) -> None:
     """Reduce `model`, whose weights were not read yet, to this rank's part.
 
-    `config`: its config.json. `group`: MLX's group of all ranks. Raises ModelError if it cannot be
-    divided.
+    `config`: the content of its config.json. `group`: MLX's group of all ranks. Raises ModelError
+    if the model cannot be divided.
     """
     check_divisible(model, config, group.size(), mode)
     try:
@@ -202,17 +207,17 @@ def agree_on_meeting(group: Any, mine: Meeting | None) -> Meeting:
 
 
 def first_layer(model: nn.Module, mode: Mode) -> int:
-    """Return the index of the first layer that this rank's part of `model` has."""
+    """Return the index of the first layer that this rank has of `model`; 0 if not a pipeline."""
     return int(model.model.start_idx) if mode == "pipeline" else 0
 
 
 def share_of(
     layout: Layout, ram_limit: int, first: int = 0, buffer_limit: int | None = None
 ) -> Share:
-    """Return the message to rank 0 about a rank's part, of which this is the `layout`.
+    """Return the message to rank 0 about a rank's part of the model, which has this `layout`.
 
-    `ram_limit`: bytes of the budget on its machine. `first`: index of its first layer.
-    `buffer_limit`: as in `Share`.
+    `ram_limit`: bytes of the budget on the rank's machine. `first`: index of the part's first
+    layer. `buffer_limit`: as in `Share`.
     """
     return Share(
         None,
@@ -282,8 +287,9 @@ KINDS = ("operations", "questions", "heartbeat")
 def accept_all(host: str, group: Any) -> list[Links]:
     """Wait on rank 0 for the connections of all other ranks; return them in the order of ranks.
 
-    `host`: that of rank 0. Blocks without a limit until all other ranks have called `connect`.
-    Raises GroupLost if one has not connected `CONNECT_S` seconds later.
+    `host`: that of rank 0. `group`: MLX's group of all ranks. Blocks without a limit until all
+    other ranks have called `connect`. Raises GroupLost if one has not connected `CONNECT_S` seconds
+    later.
     """
     key, wanted = secrets.token_bytes(KEY_BYTES), len(KINDS) * (group.size() - 1)
     ranks = range(1, group.size())
@@ -313,7 +319,10 @@ def accept_all(host: str, group: Any) -> list[Links]:
 
 
 def _accept(listener: Listener, key: bytes, greeted: SimpleQueue[Any], ended: Event) -> None:
-    """Accept connections until one comes after `ended` was set; each gets a thread for `_greet`."""
+    """Accept connections until one comes after `ended` was set; each gets a thread for `_greet`.
+
+    `key`, `greeted`: as in `_greet`.
+    """
     while not ended.is_set():
         try:
             connection = listener.accept()
@@ -326,10 +335,10 @@ def _accept(listener: Listener, key: bytes, greeted: SimpleQueue[Any], ended: Ev
 
 
 def _greet(connection: Any, key: bytes, greeted: SimpleQueue[Any]) -> None:
-    """Check that a connection is from a rank; if so, add its rank, kind and itself to `greeted`.
+    """Check that a connection is from a rank; if so, add (rank, kind, connection) to `greeted`.
 
-    `key`: the secret that all ranks know. A program that sends nothing blocks this for ever. Other
-    connections are closed.
+    Otherwise close it. `kind`: one of `KINDS`, which the rank sends. `key`: the secret that all
+    ranks know. Blocks for ever if the program at the other end sends nothing.
     """
     try:
         deliver_challenge(connection, key)
@@ -350,8 +359,9 @@ def _poke(address: Any) -> None:
 def connect(host: str, group: Any) -> Links:
     """Connect to rank 0 on `host` from another rank.
 
-    Blocks without a limit until all ranks have called this, or `accept_all` on rank 0. Raises
-    GroupLost if it is not connected `CONNECT_S` seconds later.
+    `group`: MLX's group of all ranks. Blocks without a limit until all the other ranks have called
+    this, or `accept_all` on rank 0. Raises GroupLost if rank 0 does not accept the connections
+    within `CONNECT_S` seconds after that.
     """
     meeting = agree_on_meeting(group, None)
     made: list[Any] = []
@@ -399,11 +409,12 @@ class Watch:
         self._ended.set()
 
     def figures(self) -> list[dict[str, Any]]:
-        """Return the last answer of each of the other ranks, as a dictionary.
+        """Return the last answer of each of the other ranks, as a dictionary; [] before any answer.
 
         `rank`: its number. `silent_s`: seconds since that answer. `operation_s`: seconds that its
         operation had run then. `pressure`: memory pressure of its machine, "normal", "warning" or
-        "critical". The other figures are those of `Vitals`. Any thread.
+        "critical". `footprint_bytes`, `disk_used_bytes`, `disk_limit_bytes`: as in `Vitals`. Any
+        thread.
         """
         silent = round(time.monotonic() - self._answered_at, 1)
         return [
@@ -420,7 +431,10 @@ class Watch:
         ]
 
     def worst_pressure(self) -> MemoryPressure:
-        """Return the greatest memory pressure that another rank's machine told. Any thread."""
+        """Return the greatest memory pressure in the last answers of the other ranks. Any thread.
+
+        It is `NO_PRESSURE` before the first answers.
+        """
         worst = NO_PRESSURE
         for rank, answer in enumerate(self._answers, 1):
             if answer.vitals.pressure > worst.level:
@@ -446,9 +460,10 @@ class Watch:
 def place_from(environ: Mapping[str, str], *, pipeline: bool = False) -> Place | None:
     """Return the place that `mlx.launch` gave this process; None for a process that runs alone.
 
-    `pipeline`: the model is divided by layers, which becomes the `mode` of the place.
-    Reads what mlx.launch sets: MLX_RANK, and for the host of rank 0 MLX_HOSTFILE (ring),
-    MLX_JACCL_COORDINATOR (JACCL) or NCCL_HOST_IP (NCCL). Raises ModelError if the host is missing.
+    `pipeline`: the model is divided by layers, which becomes the `mode` of the place. Reads what
+    mlx.launch sets: MLX_RANK, and for the host of rank 0 MLX_HOSTFILE (ring), MLX_JACCL_COORDINATOR
+    (JACCL) or NCCL_HOST_IP (NCCL). Raises ModelError if the host is missing or the file cannot be
+    read.
     Source: https://ml-explore.github.io/mlx/build/html/usage/distributed.html
     """
     if "MLX_RANK" not in environ:

@@ -71,10 +71,11 @@ class GroupSnapshotKV(SnapshotKV):
     def _rows_of_ranks(
         self, ids: Tokens, pieces: Sequence[Piece], held: Sequence[Rows], start: int, end: int
     ) -> list[bytes]:
-        """Return the bytes of the rows [start, end) of each tensor in `held`, in that order.
+        """Return the bytes of positions [start, end) of each tensor in `held`, in that order.
 
         `held`: parts of one tensor of the whole model, each on another rank. `pieces`: the runs of
-        rank 0 that hold these rows, as found for `ids`. Raises StoreError.
+        rank 0 that hold these positions, as found for `ids`. Raises StoreError if a rank cannot
+        read its part, or cannot be reached.
         """
         key = op.key_of(_bytes(ids), None)
         questions: list[op.AnyQuestion | None] = [None] * (self._division.size - 1)
@@ -92,8 +93,9 @@ class GroupSnapshotKV(SnapshotKV):
     def state_places(self, ids: Tokens, saved: Saved) -> Sequence[Place]:
         """Return name, dtype, shape and size of the tensors of a whole checkpoint.
 
-        Their offsets must not be used. Reads and joins all parts of it. `ids`, `saved`: the token
-        ids, and what was found on rank 0 for them. Raises StoreError.
+        The offsets in the result are 0 and must not be used. Reads and joins the parts of all
+        ranks. `saved`: rank 0's part of the checkpoint, as found for the token ids `ids`. Raises
+        StoreError.
         """
         return [
             Place(one.name, one.dtype, one.shape, 0, one.nbytes) for one in self._state(ids, saved)
@@ -107,7 +109,10 @@ class GroupSnapshotKV(SnapshotKV):
             yield bytes(whole[at : at + CHUNK_BYTES])
 
     def _state(self, ids: Tokens, saved: Saved) -> list[Tensor]:
-        """Read the parts of a checkpoint of all ranks; return the tensors of the whole."""
+        """Read the parts that all ranks have of a checkpoint; return the tensors of the whole one.
+
+        `ids`, `saved`: as in `state_places`. Raises StoreError.
+        """
         key, position = op.key_of(_bytes(ids), None), saved.position
         having = [bool(part.states) for part in self._division.parts[1:]]
         asked = [op.StateArrays(key, position) if has else None for has in having]
@@ -132,8 +137,9 @@ class GroupSnapshotKV(SnapshotKV):
     def _ask(self, ids: Tokens, questions: Sequence[op.AnyQuestion | None]) -> list[op.Answer]:
         """Ask each other rank its question about `ids`; return the answers, from rank 1.
 
-        If a rank does not hold the files of `ids`, all are told to look them up (`Hold`), and asked
-        again. A rank whose question is None is not asked; its answer is empty. Raises StoreError.
+        `questions`: one for each rank, from rank 1. A rank whose question is None is not asked; its
+        answer is empty. If a rank does not hold the files of `ids`, all are told to look them up
+        (`Hold`), and asked again. Raises StoreError if a rank fails to answer.
         """
         answers = self._told(questions)
         if any(answer.missing for answer in answers):

@@ -32,10 +32,11 @@ FIRST_PAUSE_S, PAUSE_S = 0.001, 0.05
 
 @dataclass(frozen=True, slots=True)
 class Whole:
-    """The model that a group of ranks serves, for its files and snapshots.
+    """The model that a group of ranks serves, and its division.
 
-    `namespace`: that of the whole model, as one process has it. `mode`, `size`: its division.
-    `division`: how its KV is divided, or the reason why that is not known.
+    `namespace`: that of the model if one process serves it. `mode`: division by parts of layers
+    ("tensor") or by layers ("pipeline"). `size`: number of ranks. `division`: how its KV is
+    divided, or the reason why that is not known.
     """
 
     namespace: str
@@ -63,8 +64,8 @@ class GroupStore(Store):
     def for_namespace(self, namespace: str) -> Store:
         """Return a store of another namespace in the same open folder.
 
-        For the namespace of a part of the same model, divided in another way than now, that is a
-        `FormerGroupStore`.
+        If the namespace is that of a part of the same model from a time when it was divided in
+        another way, the result is a `FormerGroupStore`.
         """
         own = super().for_namespace(namespace)
         part = read_part_name(namespace)
@@ -157,8 +158,9 @@ class GroupStore(Store):
 class FormerGroupStore(Store):
     """Rank 0's part of KV that the same model had while it was divided in another way.
 
-    `own`: the store of that part. `mode`, `size`: that division. What is removed here is removed on
-    the ranks that there are now, too. Thread-safe. Raises StoreError as `GroupStore`.
+    `own`: the store of that part. `mode`, `size`: how the model was divided then, and among how
+    many ranks. `remove_unshared` also removes the parts that the other ranks of the present group
+    have of these files. Thread-safe. Raises StoreError as `GroupStore` does.
     """
 
     def __init__(self, own: Store, leader: Leader, mode: Mode, size: int):
@@ -173,7 +175,7 @@ class FormerGroupStore(Store):
 
 
 def ask_ranks(leader: Leader, question: op.AnyQuestion) -> list[op.Answer]:
-    """Ask every other rank; see `Leader.ask`. Raises StoreError if one cannot be reached."""
+    """Ask every other rank as `Leader.ask` does. Raises StoreError if one does not answer."""
     try:
         return leader.ask(question)
     except GroupLost as error:
@@ -195,7 +197,10 @@ def _as_far(found: Found, length: int, checkpoints: Sequence[int] | None) -> Fou
 
 
 def _check_verified(answers: Sequence[op.Answer]) -> None:
-    """Raise StoreError if a rank's answer says that a file of it cannot be used."""
+    """Raise StoreError if an answer says that a file of its rank cannot be used.
+
+    `answers`: in the order of ranks, from rank 1.
+    """
     for rank, answer in enumerate(answers, 1):
         if answer.failure is not None:
             raise StoreError(f"Rank {rank}: {answer.failure}")

@@ -66,8 +66,9 @@ class Questions:
     def ask(self, questions: Sequence[op.AnyQuestion | None]) -> list[op.Answer]:
         """Ask each rank its question, and return the answers; an empty one for the question None.
 
-        Raises GroupLost if a rank does not answer. Every later call then raises it too, because a
-        late answer could be taken for that to another question.
+        `questions`: one for each connection, in their order, as are the answers. Raises GroupLost
+        if a rank does not answer. Every later call then raises it too, because a late answer could
+        be taken for that to another question.
         """
         asked = list(zip(self._connections, questions, strict=True))
         with self._asking:
@@ -97,7 +98,7 @@ class Leader(Lockstep):
 
     `group`: MLX's group of all ranks. `operations`, `questions`, `heartbeats`: the connections to
     the other ranks for messages of each kind, in the order of ranks from rank 1. The heartbeat has
-    its own, so that no question that takes long delays it.
+    connections of its own, so that no question that takes long delays it.
     """
 
     divided = True

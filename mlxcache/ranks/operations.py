@@ -200,9 +200,9 @@ class KeepRows(Operation, frozen=True):
 
 
 class TakeRow(Operation, frozen=True):
-    """Operation: continue to decode the row `row` of a batch over a lineage instead.
+    """Operation: from now on, decode row `row` of a batch over a lineage, not in the batch.
 
-    The row's pending token becomes that of the lineage.
+    The row's pending token becomes that of the lineage. The batch still has the row afterwards.
     """
 
     batch: int
@@ -213,7 +213,8 @@ class TakeRow(Operation, frozen=True):
 class AppendRow(Operation, frozen=True):
     """Operation: append the newest `count` positions of the row `row` of a batch to a lineage.
 
-    `length`: number of positions of the lineage before. Its states become those of the row.
+    `length`: number of positions of the lineage before. The states of the lineage become those of
+    the row.
     """
 
     batch: int
@@ -253,9 +254,10 @@ class WriteState(Operation, frozen=True):
 
 
 class Load(Operation, frozen=True):
-    """Operation: read the KV of positions `length` to `end` of `ids` from disk into a lineage.
+    """Operation: read the KV of positions [length, end) of `ids` from disk, and append it.
 
-    `ids`: int32, as bytes.
+    It is appended to `lineage`. `length`: number of positions of the lineage before. `ids`: int32,
+    as bytes.
     """
 
     lineage: int
@@ -306,13 +308,17 @@ class Question(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Ping(Question, frozen=True):
-    """Question: for how many seconds has the current operation run?"""
+    """Question: for how many seconds has the current operation run, and how is the rank's machine?
+
+    The answer has `age_s` and `vitals`.
+    """
 
 
 class Find(Question, frozen=True):
-    """Question: how much of the prefix `ids` is on this rank's disk?
+    """Question: how many of the leading tokens of `ids` are on this rank's disk?
 
-    `touch`: count this as a use of the files found, which delays their eviction.
+    The answer has `length` and `checkpoints`. `touch`: count this as a use of the files found,
+    which delays their eviction.
     """
 
     ids: bytes
@@ -320,18 +326,20 @@ class Find(Question, frozen=True):
 
 
 class FindAll(Question, frozen=True):
-    """Question: how much of each prefix in `each` is on this rank's disk?
+    """Question: how many leading tokens of each member of `each` are on this rank's disk?
 
-    Does not count as a use of the files, which would delay their eviction.
+    The answer has `found`. `each`: token ids, int32 as bytes. Does not count as a use of the files,
+    which would delay their eviction.
     """
 
     each: list[bytes]
 
 
 class Verify(Question, frozen=True):
-    """Question: are the files of the positions [start, end) of `ids` intact?
+    """Question: are this rank's files with the positions [start, end) of `ids` intact?
 
-    `late`: verify the tensors of sliding windows too.
+    If one of them is not, the answer has `failure`. `late`: verify the tensors of sliding windows
+    too.
     """
 
     ids: bytes
@@ -341,16 +349,17 @@ class Verify(Question, frozen=True):
 
 
 class VerifyState(Question, frozen=True):
-    """Question: is the checkpoint at the end of `ids` intact?"""
+    """Question: is the checkpoint at the end of `ids` intact? If not, the answer has `failure`."""
 
     ids: bytes
 
 
 class Outcome(Question, frozen=True):
-    """Ask another rank whether it has written the file `key`, or failed to.
+    """Question: has the write of the file `key` ended, and did it fail?
 
-    The rank tells the outcome of each write once, and forgets it. `key`: a result of `key_of`, or
-    `STORE` to ask whether the rank has opened its store; see `Open`.
+    The answer has `ended`, `failure` and `missing`. The rank tells the outcome of each write once,
+    and forgets it. `key`: a result of `key_of`, or `STORE` to ask whether the rank has opened its
+    store; see `Open`.
     """
 
     key: bytes
@@ -380,14 +389,17 @@ class Remove(Question, frozen=True):
 
 
 class Forget(Question, frozen=True):
-    """Request: remove the KV of `ids` beyond `keep` tokens from disk, because it is not finite."""
+    """Request: remove the KV of `ids` beyond `keep` tokens from disk, because it is not finite.
+
+    See `Store.forget_beyond`.
+    """
 
     ids: bytes
     keep: int
 
 
 class Clear(Question, frozen=True):
-    """Request: remove all files from disk, pinned ones only if `pinned`."""
+    """Request: remove all files from disk, except pinned files unless `pinned` is True."""
 
     pinned: bool
 
@@ -395,7 +407,7 @@ class Clear(Question, frozen=True):
 class Prune(Question, frozen=True):
     """Request: remove damaged files from disk, then evict files down to `limit` bytes in total.
 
-    With None, none are evicted. See `Store.prune`.
+    If `limit` is None, no file is evicted. See `Store.prune`.
     """
 
     limit: int | None
@@ -414,7 +426,7 @@ class Hold(Question, frozen=True):
 class ReadRows(Question, frozen=True):
     """Question: the bytes of a tensor of KV for positions [start, end) of the `ids` held as `key`.
 
-    `name`: that of the tensor in this rank's files.
+    The answer has `data`. `key`: see `Hold`. `name`: that of the tensor in this rank's files.
     """
 
     key: bytes
@@ -424,7 +436,10 @@ class ReadRows(Question, frozen=True):
 
 
 class StateArrays(Question, frozen=True):
-    """Question: the tensors of the checkpoint at `position` of the `ids` held as `key`."""
+    """Question: name, dtype and shape of each tensor of a checkpoint; the answer has `arrays`.
+
+    It is this rank's part of the checkpoint at `position` of the `ids` held as `key`; see `Hold`.
+    """
 
     key: bytes
     position: int
@@ -433,7 +448,7 @@ class StateArrays(Question, frozen=True):
 class ReadState(Question, frozen=True):
     """Question: bytes [first, last) of all tensors of a checkpoint, one after another.
 
-    `key`, `position`: as in `StateArrays`.
+    The answer has `data`. `key`, `position`, order of the tensors: as in `StateArrays`.
     """
 
     key: bytes
@@ -455,8 +470,9 @@ class Upload(Question, frozen=True):
 class Import(Question, frozen=True):
     """Request: write the uploaded bytes as the KV of positions `start` to the end of `ids`.
 
-    `start` is None for the checkpoint at the end of `ids`. `arrays`: the tensors that the bytes
-    are, in order. The outcome is told under `key_of(ids, start)`; see `Outcome`.
+    `start` is None for the checkpoint at the end of `ids`. `arrays`: name, dtype and shape of the
+    tensors whose bytes these are, in order; if empty, no file is written. The outcome is told under
+    `key_of(ids, start)`; see `Outcome`.
     """
 
     ids: bytes

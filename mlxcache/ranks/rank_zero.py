@@ -46,13 +46,13 @@ _SHARE = msgspec.msgpack.Decoder(Share)
 class RankZero:
     """The group as rank 0 sees it: connections, division of the model, and stores.
 
-    Call the methods in the order of their definition, on the MLX thread. `place`: that of rank 0.
-    `own_age()`: seconds that the current operation of the MLX thread has run. `on_loss(why)` is
-    called on another thread if a rank is lost. `whole`: the layout of the undivided model, known
-    after `divide`. Known after `survey` are `ram_limit`, the least budget of the other ranks in
-    bytes, and `buffer_limit`, the fewest buffers that the device of a rank can hold, None without a
-    limit. `namespace`: that of the undivided model, known after `open_store`; None before, and
-    without a disk tier.
+    Call the methods in the order of their definition, on the MLX thread, unless they say that any
+    thread may call them. `place`: that of rank 0. `own_age()`: seconds that the current operation
+    of the MLX thread has run. `on_loss(why)` is called on another thread if a rank is lost.
+    `whole`: the layout of the undivided model, known after `divide`. Known after `survey` are
+    `ram_limit`, the least budget of the other ranks in bytes, and `buffer_limit`, the smallest
+    number of buffers that the device of any rank can hold, None without a limit. `namespace`: that
+    of the undivided model, known after `open_store`; None before, and without a disk tier.
     """
 
     def __init__(self, place: Place, own_age: Callable[[], float], on_loss: Callable[[str], None]):
@@ -147,7 +147,10 @@ class RankZero:
         return united(layout, shares, leader)
 
     def _hear_shares(self) -> list[Share]:
-        """Wait for a message of each rank about its part. Raises GroupLost and ModelError."""
+        """Wait for the message of each other rank about its part; return them from rank 1.
+
+        Raises GroupLost if a rank has ended, and ModelError if one cannot load its part.
+        """
         shares = []
         for rank, links in enumerate(self._links, 1):
             try:
@@ -190,7 +193,7 @@ class RankZero:
         return {"mode": self.place.mode, "size": self._group.size(), "others": others}
 
     def read_pressure(self) -> MemoryPressure:
-        """Return the memory pressure of the machine that has most of it. Any thread."""
+        """Return the greatest memory pressure of all machines of the group. Any thread."""
         own = read_pressure()
         other = self._watch.worst_pressure() if self._watch is not None else own
         return other if other.level > own.level else own

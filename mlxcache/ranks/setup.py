@@ -69,8 +69,9 @@ class Rank:
     def run(self) -> None:
         """Load this rank's part, and repeat the operations of rank 0 until the group ends.
 
-        Blocks until then; the process exits at the end. Ctrl-C is ignored, because it ends rank 0.
-        MLX runs on a thread of its own, so that other signals work while a pass hangs.
+        Blocks until then; the process exits at the end. Ctrl-C is ignored, because it ends rank 0,
+        and that ends the group. MLX runs on a thread of its own, so that other signals work while a
+        pass hangs.
         """
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends rank 0, and that the others
         thread = MlxThread(lambda error: end_process(f"rank {self.place.rank}: {error!r}"))
@@ -129,7 +130,11 @@ class Rank:
         os._exit(0)  # MLX ends the process with an error while a group exists
 
     def _load(self, setup: Setup) -> load.Loaded:
-        """Load this rank's part of the model. Raises ModelError."""
+        """Load this rank's part of the model.
+
+        Raises ModelError if it cannot be loaded, or if the config.json or the packages' versions
+        are not those of rank 0.
+        """
         path = load.resolve(setup.model, None)
         if config_digest(path) != setup.config:
             raise ModelError(f"the config.json of {path} differs from that of rank 0")

@@ -25,7 +25,7 @@ SnapshotQuestion = op.Hold | op.ReadRows | op.StateArrays | op.ReadState | op.Up
 
 
 class SnapshotParts:
-    """One rank's part of snapshots: of its `store`. Used by one thread.
+    """Reader and writer of one rank's part of snapshots, in its `store`. Used by one thread.
 
     `write(key, action)` calls `action(store)` on the writer's thread, and notes the outcome of the
     file `key`.
@@ -40,8 +40,8 @@ class SnapshotParts:
     def answer(self, question: SnapshotQuestion) -> op.Answer:
         """Answer a question about snapshots. Blocks while files are read.
 
-        The answer has `failure` if a file cannot be read, and `missing` if the ids of the question
-        are not held.
+        The answer has `failure` if a file cannot be read, and `missing` if no `ids` are held under
+        the `key` of the question; see `Hold`.
         """
         try:
             match question:
@@ -66,7 +66,7 @@ class SnapshotParts:
         return op.Answer()
 
     def _import(self, data: bytes, start: int | None, arrays: list[op.Array]) -> op.Answer:
-        """Have the uploaded bytes written as a file, and return an empty answer before that.
+        """Have the uploaded bytes written as a file later, and return an empty answer at once.
 
         `data`: the token ids, int32 as bytes. `start`, `arrays`: as in `Import`. The outcome of the
         write is noted by `write`.
@@ -93,7 +93,10 @@ def _read(
     found: Found,
     files: SnapshotKV,
 ) -> op.Answer:
-    """Read what was asked for from the files `found` for `ids`. Raises StoreError."""
+    """Return the answer to a question, read from this rank's files. Raises StoreError.
+
+    `found`: what this rank has on disk for the token ids `ids`. `files`: reader of these files.
+    """
     match question:
         case op.ReadRows(_, name, start, end):
             if end > found.length:

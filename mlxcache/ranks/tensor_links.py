@@ -33,8 +33,8 @@ def with_probes(connect: Callable[[], T]) -> T:
     """Call `connect`, switch on TCP keepalive for the connections that it made, return its result.
 
     The options are those of `probe`. While `connect` runs, no other thread may open a TCP
-    connection, because that would get them too. A connection that refuses them stays as it is.
-    Errors of `connect` are raised.
+    connection, because that one would get the options too. A connection for which the system
+    refuses them stays as it is. Errors of `connect` are raised.
     """
     before = _descriptors()
     made = connect()
@@ -57,7 +57,7 @@ def probe(connection: socket.socket) -> None:
 
 
 def _options() -> dict[int, int]:
-    """Return the TCP options for keepalive that this system has: their numbers, and the values."""
+    """Return the TCP options for keepalive that this system has, from number to value."""
     idle = "TCP_KEEPALIVE" if sys.platform == "darwin" else "TCP_KEEPIDLE"
     wanted = {idle: IDLE_S, "TCP_KEEPINTVL": EVERY_S, "TCP_KEEPCNT": PROBES}
     wanted["TCP_USER_TIMEOUT"] = 1000 * LOST_S

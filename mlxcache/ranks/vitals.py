@@ -21,8 +21,8 @@ class VitalsReader:
     """Thread that reads the state of this machine every `READ_S` seconds; see `Vitals`.
 
     `store()` returns the rank's store, or None while it has none. `look()` returns the machine's
-    memory pressure, `measure()` the memory of this process in bytes. `latest`: the last reading.
-    Any thread.
+    memory pressure, `measure()` the memory of this process in bytes. `latest`: the last reading,
+    `Vitals()` before the first. Any thread.
     """
 
     def __init__(
