@@ -22,10 +22,10 @@ class Breaker:
 
     While operations are skipped, a probe is made from time to time: an operation in the background
     that shows if the remote works again. `is_open`: operations are skipped. `reason`: why; None if
-    they are not. `errors`: failures of operations since the start. `probe_s`: seconds before the
-    first probe, if no operations were skipped shortly before. `wait_s`: seconds before the next
-    one. They double with each probe that fails, up to `MOST_PROBE_S`. Methods are called on one
-    thread; any thread may read attributes.
+    they are not. `errors`: number of failed operations since the start. `wait_s`: seconds to wait
+    before the next probe; doubled by each probe that fails, up to `MOST_PROBE_S`. `probe_s`: the
+    first `wait_s` of a skipped period, unless another one ended less than `STEADY_S` before.
+    Methods are called on one thread; any thread may read attributes.
     """
 
     def __init__(self, probe_s: float):
@@ -47,8 +47,8 @@ class Breaker:
     def fail(self, reason: str, *, grave: bool) -> None:
         """Record a failure, with a short `reason` for the log.
 
-        Operations are skipped from then on if it is `grave`, that is, if the next ones would fail
-        too, or if `FAILURES` operations in a row have failed.
+        Operations are skipped from then on if the failure is `grave`, that is, if the next
+        operations would fail too, or if `FAILURES` operations in a row have failed.
         """
         self.errors += 1
         self._in_a_row += 1

@@ -27,18 +27,18 @@ limit. `slower`: fetches that were not begun, or ended early, because prefill ta
 
 
 class Counts:
-    """Counters by name, one for each of `NAMES`. Any thread."""
+    """Counters by name, such as `fetched_bytes`, one for each of `NAMES`. Any thread."""
 
     def __init__(self) -> None:
         self._held = dict.fromkeys(NAMES, 0)
         self._lock = threading.Lock()
 
     def add(self, name: str, by: int = 1) -> None:
-        """Add `by` to the counter `name`."""
+        """Add `by` to the counter `name`, one of `NAMES`."""
         with self._lock:
             self._held[name] += by
 
     def figures(self) -> dict[str, int]:
-        """Return all counters by name."""
+        """Return all counters by name, such as `fetched_bytes`; see `NAMES`."""
         with self._lock:
             return dict(self._held)

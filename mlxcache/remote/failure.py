@@ -28,7 +28,7 @@ _LOCAL = ("permission denied", "it is read-only", "the share is full")
 
 
 class Failure(Exception):
-    """Error of one operation; its text is a short reason without secrets.
+    """Error of one operation on the remote; its text is a short reason without secrets.
 
     `grave`: the next operations of this kind (reading or writing) would fail too, so they are
     skipped until a probe succeeds. `gone`: the next operations of both kinds would fail too.
@@ -41,7 +41,10 @@ class Failure(Exception):
 
 
 class WrongKey(Failure):
-    """Failure: the remote was set up with another key, or without one."""
+    """Failure: the remote's marker is of another key than this server's, or of another format.
+
+    To have no key counts as a key of its own.
+    """
 
     def __init__(self, reason: str):
         super().__init__(reason, grave=True, gone=True)
@@ -50,11 +53,11 @@ class WrongKey(Failure):
 def describe_failure(error: Exception) -> Failure:
     """Return the failure that stands for an error of obstore.
 
-    The error's own text is not used: it holds URLs, which may be signed. After a failure that is
-    `grave` the remote is skipped at once; after others, such as status 503, only if three come in a
-    row, because they may be the provider's way to slow a client down. Grave are: the statuses 4xx
-    except 408, 425 and 429, and every error without a status. One that shows that the remote cannot
-    be reached, such as a refused connection, is `gone` as well.
+    The error's own text is not passed on: it holds URLs, which may be signed. After a failure that
+    is `grave` the remote is skipped at once; after others, such as status 503, only if three come
+    in a row, because they may be the provider's way to slow a client down. Grave are: the statuses
+    4xx except 408, 425 and 429, and every error without a status. One that shows that the remote
+    cannot be reached, such as a refused connection, is `gone` as well.
     """
     text = str(error)
     if status := _STATUS.search(text):

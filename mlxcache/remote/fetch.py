@@ -84,17 +84,18 @@ class Shape:
 
 
 class _Expired(Exception):
-    """Raised inside a lookup when its time limit has passed."""
+    """Raised inside a lookup after its time limit, or when nobody waits for its result any more."""
 
 
 @dataclass(slots=True, eq=False)
 class _Lookup:
     """One lookup of a prompt in the remote.
 
-    `chain`: the prompt's token ids with the digests of its blocks. `local`: leading tokens whose
-    runs are on disk. `have`: leading tokens that the request can reuse without the remote. `most`:
-    most tokens that it could reuse with it, all but the last. `allowance`: time limit of the
-    lookup; it tells the seconds left. `dropped()` returns True once nobody waits for the result.
+    `chain`: the prompt's token ids with the digests of its blocks. `local`: number of leading
+    tokens whose runs are on disk. `have`: number of leading tokens that the request can reuse
+    without the remote. `most`: the largest number that it could reuse with the remote: all tokens
+    but the last. `allowance`: time limit of the lookup; it tells the seconds left. `dropped()`
+    returns True once nobody waits for the result.
     """
 
     chain: Chain
@@ -108,8 +109,9 @@ class _Lookup:
 class Fetcher:
     """Fetches runs and checkpoints of prompts into the store. Any thread.
 
-    `seconds(start, stop)` estimates the time for computing the prompt tokens in between. `pool`:
-    threads that make the calls to the remote. `label`: that of the model, for the log.
+    `seconds(start, stop)` estimates the seconds for computing the prompt tokens [start, stop).
+    `pool`: threads that make the calls to the remote. `pace`: measured speed of the remote; a new
+    one if None. `label`: that of the model, for the log.
     """
 
     def __init__(
@@ -136,8 +138,8 @@ class Fetcher:
     def wanted(self, ids: Tokens, known: int, found: Found) -> bool:
         """Return whether looking a prompt up in the remote is worthwhile. Does not block.
 
-        `ids`: its token ids. `known`: leading tokens that can be reused from RAM. `found`: the part
-        on disk.
+        `ids`: the prompt's token ids. `known`: number of leading tokens that can be reused from
+        RAM. `found`: the part of the prompt on disk.
         """
         most = len(ids) - 1
         have = max(known, self._usable(found, most))
@@ -163,10 +165,12 @@ class Fetcher:
     ) -> int:
         """Fetch a prompt's runs and checkpoint and save them; return the number of tokens saved.
 
-        `known`: leading tokens that can be reused from RAM. `began`: time by `time.monotonic` from
-        which the time limit counts. `dropped()` returns True once nobody waits for the result.
-        Blocks until about that limit, which each run that is saved extends. Raises StoreError if
-        the store cannot be read, or if the checkpoint cannot be saved.
+        The number is 0 if nothing is worth fetching, and smaller than expected if the remote fails.
+        `ids`: the prompt's token ids. `known`: number of leading tokens that can be reused from
+        RAM. `began`: time by `time.monotonic` from which the time limit counts. `dropped()` returns
+        True once nobody waits for the result. Blocks until about that limit, which each run that is
+        saved extends. Raises StoreError if the store cannot be read, or if the checkpoint cannot be
+        saved.
         """
         found = self._store.find(ids, touch=False)
         most = len(ids) - 1
@@ -218,7 +222,8 @@ class Fetcher:
     def _find_runs(self, lookup: _Lookup) -> list[int]:
         """Return the ends of the run objects to read: those of whole cells, then that of the tail.
 
-        There may be no tail. For ends, cells and tails see `remote.grid`.
+        There may be no tail. For ends, cells and tails see `remote.grid`. Raises _Expired and
+        RemoteUnavailable, as `_call` does.
         """
         chain, cell = lookup.chain, self._shape.cell
         length = len(chain.ids)
@@ -244,7 +249,8 @@ class Fetcher:
         """Return the position of the last useful checkpoint in the remote, at most `reach`.
 
         None if there is none at least `MIN_GAIN` tokens after those that the request can reuse
-        without the remote. Searches the cell of `reach` and at most `BACK` cells before it.
+        without the remote. Searches the cell of `reach` and at most `BACK` cells before it. Raises
+        _Expired and RemoteUnavailable, as `_call` does.
         """
         cell = self._shape.cell
         cells = range(reach // cell, max(-1, reach // cell - 1 - BACK), -1)
@@ -266,8 +272,9 @@ class Fetcher:
     ) -> bool:
         """Return whether fetching runs is expected to take less time than computing their tokens.
 
-        `ends`: ends of the run objects still to fetch, for a prefix of `target` tokens. `at`:
-        position up to which runs were saved by this lookup; None before the first.
+        True also while the speed of the remote is not known. `ends`: ends of the run objects still
+        to fetch, for a prefix of `target` tokens. `at`: position up to which this lookup has saved
+        runs; None before the first.
         """
         nbytes = sum(self._run_bytes(end) for end in ends)
         if at is None and self._shape.opaque:
@@ -289,7 +296,7 @@ class Fetcher:
     def _get_checkpoint(self, lookup: _Lookup, position: int) -> list[Tensor] | None:
         """Read and verify the checkpoint at `position`; None if it is missing or damaged.
 
-        Raises _Expired after the lookup's time limit.
+        Raises _Expired after the lookup's time limit, and RemoteUnavailable.
         """
         name = grid.checkpoint_name(lookup.chain, position, self._shape.cell)
         began, nbytes = self._clock(), self._shape.checkpoint_bytes
@@ -308,9 +315,10 @@ class Fetcher:
     def _save_runs(self, lookup: _Lookup, ends: Sequence[int], target: int) -> int:
         """Read the runs with the given `ends` and save them in order; return the tokens saved.
 
-        `target`: tokens of the prefix that is fetched. Stops at a run that is missing, damaged, or
-        not read within the time limit, that cannot be saved, or from which on reading is expected
-        to take longer than computing the tokens, and when nobody waits for the result any more.
+        `target`: number of tokens of the prefix that is fetched. Stops early at a run that is
+        missing, damaged, not read within the time limit or not saved; if the remote fails; if
+        reading the other runs is expected to take longer than computing their tokens; and if nobody
+        waits for the result any more.
         """
         at, saved = lookup.local, 0
         try:
@@ -362,7 +370,8 @@ class Fetcher:
     def _read(self, lookup: _Lookup, ends: Sequence[int]) -> Iterator[tuple[int, bytes]]:
         """Yield the end and the content of each run object in order, reading several at once.
 
-        Stops at one that is missing. Raises _Expired after the lookup's time limit.
+        Stops at one that is missing or damaged. Raises _Expired after the lookup's time limit, and
+        RemoteUnavailable.
         """
         waiting = deque(ends)
         reading: deque[tuple[int, str, Future[bytes | None]]] = deque()
@@ -389,9 +398,9 @@ class Fetcher:
     def _begin(self, lookup: _Lookup, name: str, nbytes: int) -> Future[bytes | None]:
         """Start reading the object `name`; return a future of its content.
 
-        The future raises RemoteUnavailable after the time in which any fetch of the prompt can be
-        worthwhile. `nbytes`: expected bytes of its tensors. An object that is much larger is not
-        read.
+        The content is None if the object is missing or damaged. The future raises RemoteUnavailable
+        after the time in which any fetch of the prompt can be worthwhile. `nbytes`: expected bytes
+        of the object's tensors. An object that is much larger is not read.
         """
         within = max(0.0, lookup.allowance.left) + self._seconds(lookup.have, lookup.most)
         return self._pool.submit(self._objects.get, name, within, most=2 * nbytes + SPARE_BYTES)
@@ -406,9 +415,9 @@ class Fetcher:
     ) -> bytes | None:
         """Wait for the content of an object; None if it is missing or damaged.
 
-        `future`: result of `_begin`. `nbytes`: bytes, those of this object included, that are
-        expected to be read from the time `began` on. Raises _Expired after the lookup's time limit
-        or a far longer wait than expected, and RemoteUnavailable.
+        `future`: result of `_begin` for the object `name`. `nbytes`: bytes, those of this object
+        included, that are expected to be read from the time `began` on. Raises _Expired after the
+        lookup's time limit or a far longer wait than expected, and RemoteUnavailable.
         """
         expected, wait = self.pace.seconds(nbytes), lookup.allowance.left
         if expected is not None:

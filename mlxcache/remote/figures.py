@@ -26,7 +26,7 @@ _PERIOD_S = 1.0
 
 
 class Traffic:
-    """Objects and bytes moved in one direction. Used on one thread."""
+    """Number of objects and bytes moved in one direction, and their speed. Used on one thread."""
 
     def __init__(self) -> None:
         self.objects = 0
@@ -73,7 +73,8 @@ class Traffic:
     def _measure(self, least_s: float) -> None:
         """Update `rate` if enough bytes were moved, or more than `least_s` seconds have passed.
 
-        Nothing is updated while other transfers run, until `_PERIOD_S` seconds have passed.
+        Enough are `LEAST_MEASURED` bytes. While other transfers run, nothing is updated before
+        `_PERIOD_S` seconds have passed.
         """
         now = time.monotonic()
         seconds = max(now - self._began, 1e-6)
@@ -89,8 +90,8 @@ class Traffic:
 class Figures:
     """Counts of transfers since the start.
 
-    `up`, `down`: what was written and what was read. `damaged`: objects that were read but are
-    damaged.
+    `up`, `down`: what was written and what was read. `damaged`: number of objects that were read
+    and found damaged.
     """
 
     def __init__(self) -> None:
@@ -115,7 +116,10 @@ class Figures:
             self._in_a_row = 0
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the counts for `GET /v1/cache`."""
+        """Return the counts for `GET /v1/cache`, such as `uploaded_bytes`, and the bandwidths.
+
+        `upload_bytes_per_s`, `download_bytes_per_s`: as `Traffic.rate`, rounded.
+        """
         return {
             "damaged_objects": self.damaged,
             "uploaded_objects": self.up.objects,

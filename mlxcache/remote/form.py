@@ -30,7 +30,7 @@ class Form(Protocol):
         """Return the name under which an object is stored."""
 
     def plain_name(self, stored: str) -> str | None:
-        """Return the name of a stored object, or None if it is not of this form and key."""
+        """Return the name of the object stored as `stored`; None if it has another form or key."""
 
     def wrap(self, name: str, content: bytes | memoryview) -> bytes:
         """Return the bytes to store for an object with this name and content."""

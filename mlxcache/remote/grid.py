@@ -74,10 +74,10 @@ def checkpoint_name(chain: Chain, position: int, cell: int) -> str:
 
 
 def checkpoint_positions(chain: Chain, names: Sequence[str], most: int) -> list[int]:
-    """Return the positions, up to `most`, of those of `names` that are checkpoints of the chain.
+    """Return the positions of those of `names` that are checkpoints of the chain, ascending.
 
-    `names`: names of objects, or the parts of them after the last slash. Other names are ignored.
-    The positions are ascending.
+    `names`: names of objects, or the parts of them after the last slash. Names of other objects,
+    and positions after `most`, are left out.
     """
     found = set()
     for name in names:

@@ -33,8 +33,9 @@ OLDEST = "30 days and more"
 class Holdings:
     """Counts of the objects in a remote.
 
-    `kinds`: bytes by kind of object. `counts`: number of objects by kind. `ages`: bytes by age,
-    such as "under 7 days". `oldest`: time at which the oldest object was written.
+    `kinds`: bytes by kind of object, such as "run" (`KINDS` or `FOREIGN`). `counts`: number of
+    objects by kind. `ages`: bytes by age, such as "under 7 days". `oldest`: time at which the
+    oldest object was written, None if there are no objects.
     """
 
     kinds: Counter[str] = field(default_factory=Counter)
@@ -43,7 +44,7 @@ class Holdings:
     oldest: datetime | None = None
 
     def add(self, kind: str, one: Stored, now: datetime) -> None:
-        """Count the object `one` of this kind, whose age is that at the time `now`."""
+        """Count the object `one` as one of this kind; `now`: the time at which its age is taken."""
         self.kinds[kind] += one.size
         self.counts[kind] += 1
         days = (now - one.modified) / timedelta(days=1)
@@ -52,11 +53,11 @@ class Holdings:
 
 
 def measure(url: RemoteUrl, form: Form, step: Callable[[int], None]) -> Holdings:
-    """List all objects of the remote at `url`, and count them.
+    """List all objects of the remote at `url` except the marker, and count them.
 
-    `form`: how its names are stored. An object's kind is the third part of its name, such as "run";
-    it is `FOREIGN` for names under another key or of no known kind. `step(n)` is called with the
-    number of objects counted so far. Blocks for about a second per 5,000 objects. Raises
+    `form`: how their names are stored. An object's kind is the third part of its name, such as
+    "run"; it is `FOREIGN` for names under another key or of no known kind. `step(n)` is called with
+    the number of objects counted so far. Blocks for about a second per 5,000 objects. Raises
     RemoteUnavailable.
     """
     holdings, now = Holdings(), datetime.now(UTC)
@@ -75,9 +76,10 @@ def measure(url: RemoteUrl, form: Form, step: Callable[[int], None]) -> Holdings
 def prune(url: RemoteUrl, older_than: timedelta, step: Callable[[int], None]) -> tuple[int, int]:
     """Remove all objects that were written more than `older_than` ago, under any key.
 
-    Objects behind a symbolic link in a shared folder stay. Servers may run in the meantime. Returns
-    the number of objects removed and their bytes. `step(n)` is called with the number of objects
-    removed so far. Raises RemoteUnavailable; what was removed until then stays removed.
+    The marker stays, and so do objects behind a symbolic link in a shared folder. Servers may run
+    in the meantime. Returns the number of objects removed, and their bytes. `step(n)` is called
+    with the number of objects removed so far. Raises RemoteUnavailable; what was removed until then
+    stays removed.
     """
     count = freed = 0
     limit = datetime.now(UTC) - older_than
@@ -108,7 +110,10 @@ def _run(url: RemoteUrl, work: Coroutine[Any, Any, None]) -> None:
 
 
 async def _pages(storage: Storage) -> AsyncIterator[list[Stored]]:
-    """Yield all objects except the marker, in pages of a listing."""
+    """Yield all objects except the marker and those behind a symbolic link, in pages of a listing.
+
+    Raises Failure, and TimeoutError if a page takes longer than `PAGE_S`.
+    """
     pages = storage.pages("v1")
     while True:
         try:

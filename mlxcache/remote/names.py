@@ -39,9 +39,10 @@ class KnownNames:
         self._wrong.put(name, True)
 
     def is_present(self, name: str, stop: int) -> bool:
-        """Return whether object `name` is known to hold tokens up to `stop` or later.
+        """Return whether the remote is known to have the object `name` with tokens up to `stop`.
 
-        What was seen more than `RECENT_S` seconds ago does not count.
+        True also if the object has more tokens. What was noted more than `RECENT_S` seconds ago
+        does not count.
         """
         known = self._present.get(name)
         return known is not None and known[1] >= stop and self._clock() - known[0] < RECENT_S
@@ -49,6 +50,6 @@ class KnownNames:
     def is_wrong(self, name: str) -> bool:
         """Return whether the object `name` must be written even if the remote has one of this name.
 
-        True after `note_wrong`, until `note_present`.
+        True from `note_wrong` with this name until `note_present` with it.
         """
         return self._wrong.peek(name) is not None

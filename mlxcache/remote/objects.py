@@ -55,7 +55,8 @@ class Limits:
     An operation may take `operation_s` seconds, and in addition the time for its bytes at
     `least_down` (reading) or `least_up` (writing) bytes per second. `start_s`: seconds for the
     check of the marker at the start. `probe_s`: seconds before the first probe of a remote that is
-    skipped. `small`, `large`: most operations at once without and with content.
+    skipped. Most operations that run at once: `small` of those that move no content of an object,
+    `large` of those that do.
     """
 
     operation_s: float = 2.0
@@ -76,8 +77,8 @@ class Objects:
     It has a thread, which `close` ends, with the connections, the breakers and the figures. Methods
     may be called on any thread, block up to their deadline (`Limits`) and raise RemoteUnavailable,
     or ValueError for a name that is not made of parts such as `run` or `0f3a` with slashes between
-    them. `within`: seconds to wait at most, if less than the deadline. The operation then goes on,
-    and counts for the breakers by its own deadline.
+    them. `within`: seconds to wait at most, if less than the deadline. When that ends the wait, the
+    operation goes on, and counts for the breakers by its own deadline.
 
     `marks`: write the marker if it is absent, which decides the key of a new remote.
 
@@ -111,31 +112,32 @@ class Objects:
 
     @property
     def available(self) -> bool:
-        """True if reads are tried. While False, they raise at once."""
+        """True if reads are tried. While it is False, they raise RemoteUnavailable at once."""
         return not (self._reading.is_open or self._closed)
 
     @property
     def writable(self) -> bool:
-        """True if writes are tried. While False, they raise at once."""
+        """True if writes are tried. While it is False, they raise RemoteUnavailable at once."""
         return not (self._writing.is_open or self._reading.is_open or self._closed)
 
     @property
     def bandwidth_down(self) -> float | None:
-        """Measured bytes per second of recent reads; None if there were none."""
+        """Average bytes per second of reads; None if none was measured in the last 300 s."""
         return self._figures.down.rate
 
     def head(self, name: str, within: float | None = None) -> int | None:
-        """Return the size of an object's content in bytes, or None if it is absent.
+        """Return the size of the content of the object `name` in bytes, or None if it is absent.
 
-        `within`: seconds to wait at most, if less than the deadline.
+        `within`: seconds to wait at most, if less than the deadline of `Limits`. Raises
+        RemoteUnavailable.
         """
         return self._wait(partial(self._head, self._stored(name)), self._reading, within)
 
     def head_many(self, names: Sequence[str], within: float | None = None) -> list[int | None]:
         """Return the size of each of the objects `names`, or None if it is absent.
 
-        They are asked for at the same time. `within`: seconds to wait at most, if less than the
-        deadline.
+        The sizes are those of the contents, in bytes, and are asked for at the same time. `within`:
+        seconds to wait at most, if less than the deadline of `Limits`. Raises RemoteUnavailable.
         """
         stored = [self._stored(name) for name in names]
         return self._wait(lambda: _all([self._head(one) for one in stored]), self._reading, within)
@@ -146,7 +148,8 @@ class Objects:
         """Return the content of the object `name`, or None if it is absent or damaged.
 
         `most`: maximum bytes of the content; a larger object counts as damaged, and is not read.
-        `within`: seconds to wait at most, if less than the deadline.
+        `within`: seconds to wait at most, if less than the deadline of `Limits`. Raises
+        RemoteUnavailable.
         """
         work = partial(self._get, self._stored(name), most)
         found: bytearray | Corrupt | None
@@ -161,9 +164,10 @@ class Objects:
     ) -> list[bytes | None]:
         """Return the content of each of the objects `names`, or None if it is absent or damaged.
 
-        They are read at the same time. None also stands for objects that could not be read, unless
-        all failed. `within`: seconds to wait at most, if less than the deadline.
-        `most`: maximum bytes of each content; larger objects count as damaged.
+        They are read at the same time. None also stands for an object that could not be read; if
+        that is so for all of them, raises RemoteUnavailable. `within`: seconds to wait for all, if
+        less than the deadline of `Limits`; after that, raises RemoteUnavailable. `most`: maximum
+        bytes of each content; larger objects count as damaged.
         """
         stored = [self._stored(name) for name in names]
         found = self._wait(
@@ -175,7 +179,10 @@ class Objects:
         ]
 
     def put(self, name: str, data: bytes | memoryview) -> None:
-        """Write the object `name`, or replace it. Others see it whole or not at all."""
+        """Write the object `name` with the content `data`, or replace it. Raises RemoteUnavailable.
+
+        Other servers see the new content whole or not at all.
+        """
         stored = self._stored(name)
         if not self.writable:
             raise self._unavailable()
@@ -185,8 +192,9 @@ class Objects:
     def list(self, prefix: str, limit: int, within: float | None = None) -> Names:
         """Return the names of at most `limit` objects below `prefix`, sorted.
 
-        Which ones is undefined if there are more. `prefix`: a name's first parts, with or without a
-        slash at its end. `within`: seconds to wait at most, if less than the deadline.
+        Which ones is undefined if there are more. Names under another key are left out. `prefix`: a
+        name's first parts, with or without a slash at its end. `within`: seconds to wait at most,
+        if less than the deadline of `Limits`. Raises RemoteUnavailable.
         """
         stored = self._stored(prefix.rstrip("/"))
         found = self._wait(partial(self._list, stored, limit), self._reading, within)
@@ -194,11 +202,14 @@ class Objects:
         return sorted(name for name in names if name is not None)
 
     def delete(self, name: str) -> None:
-        """Remove the object `name`. An absent one is no error."""
+        """Remove the object `name`. An absent one is no error. Raises RemoteUnavailable."""
         self._wait(partial(self._delete, self._stored(name)), self._writing, None)
 
     def figures(self) -> dict[str, Any]:
-        """Return the state and the counts of the remote: the field `remote` of `GET /v1/cache`."""
+        """Return the state and the counts of the remote, as in `GET /v1/cache`.
+
+        They are its field `remote` without `exchange`.
+        """
         state, reason = self._state()
         return {
             "url": str(self.url),
@@ -242,7 +253,8 @@ class Objects:
     def _wait(self, work: Work[T], breaker: Breaker, within: float | None) -> T:
         """Run `work()` on the remote's thread; wait for its result, at most `within` seconds.
 
-        `breaker`: that of reading or writing. Raises RemoteUnavailable, and Corrupt if `work` does.
+        `breaker`: that of reading or writing. If `within` is None, only the deadline of `work` ends
+        the wait. Raises RemoteUnavailable, and Corrupt if `work` does.
         """
         with self._submitting:
             if breaker.is_open or self._reading.is_open or self._closed:
@@ -377,8 +389,9 @@ class Objects:
 
         An error Corrupt of `work` is raised too, and not recorded. `breaker`: that of reading or of
         writing, in which the outcome is recorded. `seconds`: the deadline, `Limits.operation_s` if
-        None. `own_deadline`: `work` has a deadline itself, and gets no other. A `probe` is tried
-        while the breaker is open, and its failure is recorded by `_probe`.
+        None. `own_deadline`: `work` has a deadline itself, and gets no other. `probe`: `work` is
+        awaited even while the breaker is open, and `_probe` records its failure. Without `probe`,
+        Failure is raised at once while the breaker is open.
         """
         if breaker.is_open and not probe:
             work.close()
@@ -445,7 +458,8 @@ class Objects:
     async def _read_marker(self, *, probe: bool) -> bytearray | None:
         """Return the content of the marker as stored, or None if it is absent.
 
-        `probe`: try even while operations are skipped. Raises Failure, WrongKey and TimeoutError.
+        `probe`: raise Failure if it is absent from a folder, which is then no longer mounted.
+        Raises Failure, WrongKey and TimeoutError.
         """
         try:
             found = await self._read(MARKER, MARKER_BYTES)
@@ -478,7 +492,7 @@ class Objects:
             log.warning("remote is not used: %s: %s", self.url, reason)
 
     def _state(self) -> tuple[str, str | None]:
-        """Return the state, `ok`, `read-only` or `unavailable`, and its reason or None."""
+        """Return the state, `ok`, `read-only` or `unavailable`, and the reason; None if `ok`."""
         if self._reading.is_open:
             return "unavailable", self._reading.reason
         return ("read-only" if self._writing.is_open else "ok"), self._writing.reason
@@ -573,7 +587,10 @@ def form_of(key: bytes | None) -> Form:
 
 
 def open_configured(settings: Settings, *, marks: bool = True) -> Objects:
-    """Open the remote of `settings`, which must have one, as `open_remote` does."""
+    """Open the remote of `settings` as `open_remote` does, with its key file if there is one.
+
+    Raises ConfigError also if `settings` have no remote, or if the key file cannot be used.
+    """
     if settings.remote is None:
         raise ConfigError("there is no remote: set --remote URL")
     file = settings.remote_key_file

@@ -19,8 +19,8 @@ class Allowance:
 
     A request may wait for the remote until `began` plus `seconds`, and in addition as long as
     computing the fetched tokens would have taken. So the request never takes longer than without
-    the remote by more than `seconds`. `least`: that number of seconds, unchanged by `gain`.
-    `clock()` returns seconds, and `began` is a time of it.
+    the remote by more than `seconds`. `began`: the start of the lookup, by `clock`, which returns
+    seconds. `least`: the argument `seconds`, which `gain` does not change.
     """
 
     def __init__(self, began: float, seconds: float, clock: Clock = time.monotonic):
@@ -29,7 +29,7 @@ class Allowance:
         self._clock = clock
 
     def gain(self, seconds: float) -> None:
-        """Extend the limit by `seconds` of prefill that fetched tokens make unnecessary."""
+        """Extend the limit by `seconds`: the prefill time of tokens that were fetched."""
         self._end += seconds
 
     @property
@@ -41,7 +41,8 @@ class Allowance:
 class Pace:
     """Measured speed of reading from the remote: seconds of a small call, and bytes per second.
 
-    Both are moving averages, or None if nothing was measured for `FORGET_S` seconds. Any thread.
+    A small call moves almost no data. Both values are moving averages, or None if they were not
+    measured for `FORGET_S` (60) seconds. Methods may be called on any thread.
     """
 
     def __init__(self, clock: Clock = time.monotonic):
@@ -50,7 +51,7 @@ class Pace:
         self._rate: tuple[float, float] | None = None
 
     def note_call(self, seconds: float) -> None:
-        """Include the seconds of a call that moved almost no data in the average of small calls."""
+        """Include a small call, which took `seconds`, in the average of small calls."""
         self._call = self._averaged(self._call, seconds)
 
     def note_bytes(self, nbytes: int, seconds: float) -> None:
@@ -58,9 +59,9 @@ class Pace:
         self._rate = self._averaged(self._rate, seconds / max(1, nbytes))
 
     def note_unfinished(self, nbytes: int, seconds: float) -> None:
-        """Record that a read of `nbytes` bytes was not done after `seconds`, when waiting ended.
+        """Record that a read of `nbytes` bytes had not ended after `seconds`, and was given up.
 
-        The measured speed becomes `nbytes` in `seconds`, unless it is lower already.
+        The average speed becomes `nbytes` in `seconds`, unless it is lower already.
         """
         slow = seconds / max(1, nbytes)
         rate = self._recent(self._rate)
@@ -68,9 +69,9 @@ class Pace:
             self._rate = (slow, self._clock())
 
     def note_silence(self, seconds: float) -> None:
-        """Record that a small call had no answer after `seconds`, when waiting ended.
+        """Record that a small call had no answer after `seconds`, and was given up.
 
-        The measured time of a call becomes twice that, unless it is longer already.
+        The average time of a small call becomes twice `seconds`, unless it is longer already.
         """
         call = self._recent(self._call)
         if call is None or call < 2 * seconds:
@@ -78,17 +79,20 @@ class Pace:
 
     @property
     def call_s(self) -> float | None:
-        """Average seconds of a call that moves almost no data; None if it is not known."""
+        """Average seconds of a small call; None if none was measured for `FORGET_S` seconds."""
         return self._recent(self._call)
 
     @property
     def bytes_per_s(self) -> float | None:
-        """Average bytes per second of reading; None if it is not known."""
+        """Average bytes read per second; None if no read was measured for `FORGET_S` seconds."""
         rate = self._recent(self._rate)
         return None if rate is None else 1 / max(rate, 1e-12)
 
     def seconds(self, nbytes: int) -> float | None:
-        """Return the expected seconds for reading `nbytes` bytes; None if it is not known."""
+        """Return the expected seconds for reading `nbytes` bytes, including one small call.
+
+        Returns None if `bytes_per_s` is None.
+        """
         rate = self._recent(self._rate)
         return None if rate is None else (self.call_s or 0.0) + nbytes * rate
 

@@ -1,9 +1,9 @@
 """Exchange of generated replies through the remote, so that other servers can replay them.
 
 An object holds the replies to one prompt. Its name is made from a digest of the messages before the
-reply, in their canonical form and without replies. So all replies of a conversation can be looked
-up at once, from the messages as a client sends them. Whether a reply belongs to a prompt is checked
-when it is replayed.
+reply, in their canonical form and without the content of earlier replies. So all replies of a
+conversation can be looked up at once, from the messages as a client sends them. Whether a reply
+belongs to a prompt is checked when it is replayed.
 """
 
 from __future__ import annotations
@@ -72,14 +72,14 @@ _DECODER = msgspec.msgpack.Decoder(_Object)
 
 
 class Damaged(ValueError):
-    """Error raised if the object of a reply has wrong content."""
+    """Error raised if an object of replies has wrong content. The text says what is wrong."""
 
 
 def encode(rows: Sequence[ReplyRow]) -> bytes:
-    """Return the content of the object with the replies `rows` to one prompt, oldest first.
+    """Return the content of an object that holds the replies `rows` to one prompt.
 
-    Of more than `MOST_REPLIES`, the newest are included. The content is a checksum, then a version
-    and the rows as msgpack.
+    `rows` are in order, the oldest first; of more than `MOST_REPLIES` (16), the newest are
+    included. The content is a checksum, then a version and the rows as msgpack.
     """
     replies = [
         _Reply(
@@ -100,10 +100,10 @@ def encode(rows: Sequence[ReplyRow]) -> bytes:
 
 
 def decode(data: bytes, vocab_size: int) -> list[ReplyRow]:
-    """Return the replies in the object `data`, oldest first.
+    """Return the replies in an object with the content `data`, oldest first.
 
     `vocab_size`: number of token ids of the model. Returns an empty list if another version of
-    mlxcache wrote the object in another form. Raises Damaged.
+    mlxcache wrote the object in another format. Raises Damaged if the content is wrong.
     """
     body = data[_CHECK_BYTES:]
     if xxh3_64_digest(body) != data[:_CHECK_BYTES]:
@@ -129,9 +129,10 @@ def decode(data: bytes, vocab_size: int) -> list[ReplyRow]:
 
 
 class SharedReplies:
-    """Exchange of the replies of one namespace. Any thread.
+    """Uploads the replies of one namespace, and fetches those that other servers uploaded.
 
-    `vocab_size`: number of token ids of the model. `label`: that of the model, for the log.
+    Methods may be called on any thread. `vocab_size`: number of token ids of the model. `label`:
+    that of the model, for the log.
     """
 
     def __init__(
@@ -155,9 +156,10 @@ class SharedReplies:
         return f"{grid.VERSION}/{self._namespace}/reply/{digest.hexdigest()}"
 
     def offer(self, owner: str | None, asked: bytes, row: ReplyRow) -> None:
-        """Queue a reply to be uploaded. Does not block.
+        """Queue the reply `row` to be uploaded. Does not block.
 
-        `owner`: the owner of the request. `asked`: digest of the messages before the reply.
+        `owner`: the owner of the request; None if the server has at most one API key. `asked`:
+        digest of the messages before the reply; see `Found.asked` in `prompt.canonical.replies`.
         """
         name = self._name(owner, asked)
         self._tried.put(name, TRIES)
@@ -180,11 +182,13 @@ class SharedReplies:
             self._counts.add("uploaded_bytes", len(data))
 
     def fetch(self, owner: str | None, asked: Sequence[bytes], seconds: float) -> list[ReplyRow]:
-        """Return new replies of an owner that the remote has; none if they do not come in time.
+        """Return the replies of a conversation that the remote has, for replay.
 
-        `asked`: for each reply, the digest of the messages before it, oldest first. A digest is not
-        looked up again once a reply with it was fetched or offered, or after `TRIES` (3) lookups.
-        Blocks for at most `seconds`.
+        `owner`: as in `offer`. `asked`: for each reply to look up, oldest first, the digest of the
+        messages before it. A digest is not looked up again once a reply with it was fetched or
+        offered, or after `TRIES` (3) lookups. Of more than `MOST_WANTED` (128) others, the newest
+        are looked up. Blocks for at most `seconds`; returns an empty list if the remote has not
+        answered by then or cannot be read.
         """
         names = [self._name(owner, digest) for digest in asked]
         names = [name for name in names if (self._tried.get(name) or 0) < TRIES][-MOST_WANTED:]

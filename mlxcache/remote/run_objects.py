@@ -1,8 +1,8 @@
 """Content of the objects of runs and checkpoints: made from the store's files, and verified.
 
-The object of a run is a run file as the store writes it, but for the tokens of a cell or tail; it
-is cut from the files that cover them. The object of a checkpoint is the checkpoint's file. See
-docs/disk-format.md.
+The object of a run has the format of a run file of the store, and holds the KV of one cell or tail.
+It is made from the run files that cover these tokens. The object of a checkpoint is the
+checkpoint's file. See docs/disk-format.md.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ _NO_HEADER = Header({}, (), 0)
 
 @dataclass(frozen=True, slots=True)
 class FetchedRun:
-    """The verified KV of a prompt's tokens [start, stop), ready to be saved.
+    """The verified KV of a prompt's tokens [start, stop) from the remote, to be saved on disk.
 
-    `late`: names of the tensors of sliding-window layers. A prompt that continues far beyond `stop`
-    does not read them.
+    `tensors` have one row for each token. `late`: names of the tensors of sliding-window layers. A
+    prompt that continues far beyond `stop` does not read them.
     """
 
     start: int
@@ -48,8 +48,9 @@ class FetchedRun:
 
 
 def pack_run(store: Store, found: Found, chain: Chain, start: int, stop: int) -> bytes:
-    """Return the object of the run of tokens [start, stop), from the files in `found`.
+    """Return the content of the object of a run, made from the files in `found`.
 
+    The object holds the tokens [start, stop) of `chain`; `start` is a multiple of the block size.
     `found`: result of a search for the chain's token ids; the caller makes sure that its files
     cover [start, stop). The files are verified first. Blocks for reading. Raises StoreError if a
     file is damaged or was evicted meanwhile, and OSError or Malformed if reading fails.
@@ -153,9 +154,11 @@ def pack_checkpoint(store: Store, saved: Saved, ids: Tokens) -> bytes:
 
 
 def unpack_checkpoint(data: bytes, chain: Chain, position: int) -> list[Tensor]:
-    """Verify the object of a checkpoint, and return its tensors. Raises Malformed.
+    """Verify the object of a checkpoint, and return its tensors.
 
-    `data`: the object. `position`: number of tokens of the chain before the checkpoint.
+    `data`: the content of the object. `chain`: that of the prompt. `position`: number of tokens of
+    the chain before the checkpoint. Raises Malformed if the content is damaged, or belongs to other
+    tokens or another position.
     """
     head = checkpoint_of(header_of(data))
     if head.namespace != chain.namespace or head.digest != chain.at(position):

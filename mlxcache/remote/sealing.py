@@ -1,7 +1,7 @@
 """Sealed form of objects: names and contents encrypted with the key of `--remote-key-file`.
 
-- Three kinds of keys are derived from the file's key by HKDF-SHA256 (RFC 5869), told apart by
-  `info`: one for names, one per object for its content, and a public id to compare keys by.
+- From the file's key are derived, by HKDF-SHA256 (RFC 5869) with different values of its parameter
+  `info`: one key for names, one key per object for its content, and a public id to compare keys by.
 - Contents: AES-256-GCM (NIST SP 800-38D). The object's name and the header are associated data, so
   decryption fails if an object was renamed or its header changed. A nonce must never repeat with
   one key. It is 96 random bits, of which section 8.3 of SP 800-38D allows 2**32 with one key; here
@@ -33,8 +33,8 @@ _NONCE_BYTES, _TAG_BYTES = 12, 16
 class Sealed:
     """Encrypts the names and contents of objects in a remote, and decrypts them. Thread-safe.
 
-    `key`: `KEY_BYTES` random bytes. The first part of a name, up to its first slash, is the version
-    of the format and is not encrypted.
+    `key`: `KEY_BYTES` (32) random bytes; raises ValueError for another length. The first part of a
+    name, up to its first slash, is the version of the format and is not encrypted.
     """
 
     overhead = HEAD_BYTES + _NONCE_BYTES + _TAG_BYTES
@@ -47,7 +47,10 @@ class Sealed:
         self.key_id: str | None = _derive(key, b"id", 16).hex()
 
     def stored_name(self, name: str) -> str:
-        """Return `name` with each part between slashes but the first encrypted, in base 32."""
+        """Return the name under which the object `name` is stored.
+
+        Each part between slashes, except the first, is encrypted and written in base 32.
+        """
         parts = name.encode().split(b"/")
         return "/".join(
             _encode(self._names.encrypt(part, parts[:place])) if place else part.decode()
@@ -55,7 +58,7 @@ class Sealed:
         )
 
     def plain_name(self, stored: str) -> str | None:
-        """Return the name that `stored_name` made `stored` from, or None if it did not."""
+        """Return the name that `stored_name` encrypts as `stored`; None if there is none."""
         first, *rest = stored.split("/")
         parts = [first.encode()]
         try:

@@ -1,8 +1,8 @@
 """Small records of sessions, so that a conversation is the same session on every server.
 
-A record is found by the beginning of the conversation, which identifies it in the table of sessions
-too; see `store.leaves.conversation_key_tokens`. It is read while the conversation's first request
-on a server runs, and no request waits for it.
+A record is named after a digest of the conversation key, which identifies the conversation in the
+table of sessions too; see `store.leaves.conversation_key_tokens`. A record is read while the
+conversation's first request on a server runs, and no request waits for it.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _Text = Annotated[str, msgspec.Meta(max_length=4096)]
 
 
 class SessionRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """The data of a session that servers exchange; the fields are those of `Session`."""
+    """The fields of `Session` that servers exchange. `version`: that of the record's format."""
 
     version: int = VERSION
     id: str
@@ -52,10 +52,10 @@ class SessionRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SharedSessions:
-    """Exchange of session records through the remote. Any thread; methods do not block.
+    """Exchange of session records through the remote.
 
-    `submit(action)` runs an action on a thread that may block. `label`: that of the model, for the
-    log.
+    Methods may be called on any thread and do not block. `submit(action)` runs an action on a
+    thread that may block. `label`: that of the model, for the log.
     """
 
     def __init__(
@@ -76,10 +76,10 @@ class SharedSessions:
         self._found: LRU[str, tuple[SessionRecord | None]] = LRU(MOST_KNOWN)
 
     def look_up(self, owner: str | None, key: bytes) -> None:
-        """Begin to read the record of a conversation, unless it was read before.
+        """Begin to read the record of a conversation, for `find`, unless that was done before.
 
         `owner`: the owner of the request. `key`: digest of the conversation key; if the server has
-        several keys, of the owner's own token ids, under which prompts are cached.
+        several API keys, of its ids as changed by `mlxcache.owner.own_ids`.
         """
         name = self._name(owner, key)
         if self._found.get(name) is not None or not self._objects.available:
@@ -115,16 +115,16 @@ class SharedSessions:
     def find(self, owner: str | None, key: bytes) -> Origin | None:
         """Return the session to which a conversation belongs, by its record in the remote.
 
-        None if there is no record, or `look_up` has not read it by now. Does not wait. `owner`: the
-        owner of the request. `key`: digest of the conversation key.
+        Returns None if there is no record, or `look_up` has not read it by now. `owner`, `key`: as
+        in `look_up`.
         """
         record = (self._found.get(self._name(owner, key)) or (None,))[0]
         return None if record is None else Origin(record.id, record.name, record.created_at)
 
     def share(self, session: Session, key: bytes) -> None:
-        """Upload the record of a session after a turn, if it changed.
+        """Queue the record of a session to be uploaded, if it changed since it was last queued.
 
-        `key`: digest of the conversation key.
+        Call after each turn. `key`: as in `look_up`, for the conversation of the turn.
         """
         record = SessionRecord(
             id=session.id,

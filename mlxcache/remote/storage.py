@@ -44,7 +44,11 @@ _ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """An object in a listing. `size`: in bytes, as stored."""
+    """An object in a listing.
+
+    `path`: that in the storage, relative to its URL. `size`: in bytes, as stored. `modified`: the
+    time when it was last written.
+    """
 
     path: str
     size: int
@@ -70,7 +74,7 @@ class Storage:
 
     @property
     def is_folder(self) -> bool:
-        """True if this is a folder, which may be a share that is unmounted at any time."""
+        """True if the storage is a folder, which may be a share that is unmounted at any time."""
         return self.url.scheme == "file"
 
     def is_within(self, path: str) -> bool:
@@ -93,7 +97,11 @@ class Storage:
             return None
 
     async def open(self, path: str) -> tuple[int, AsyncIterator[memoryview]] | None:
-        """Begin to read an object: return its size and its parts, or None if it is absent."""
+        """Begin to read an object; return its size and an iterator over its content.
+
+        The size is in bytes. The iterator reads the content in parts, in order. Returns None if the
+        object is absent.
+        """
         try:
             with _failures():
                 result = await obstore.get_async(self._store, path)
@@ -119,7 +127,7 @@ class Storage:
                 yield [Stored(one["path"], one["size"], one["last_modified"]) for one in page]
 
     async def delete(self, *paths: str) -> None:
-        """Remove objects, in one request if the storage allows it. An absent one is no error."""
+        """Remove the objects `paths`, in one request if possible. An absent one is no error."""
         with suppress(FileNotFoundError), _failures():
             await obstore.delete_async(self._store, list(paths))
 
@@ -169,8 +177,9 @@ def _connect(url: RemoteUrl) -> ObjectStore:
 def _s3_config() -> S3Config:
     """Return the options of S3 that obstore does not read from the environment itself.
 
-    These are the endpoint, for which plain HTTP must be allowed explicitly, and keys and region
-    from ~/.aws (profile AWS_PROFILE) if the environment has none. Raises ConfigError.
+    These are the endpoint, for which plain HTTP must be allowed explicitly, and the access keys and
+    the region from ~/.aws (profile AWS_PROFILE), each if the environment has none. Raises
+    ConfigError if a file there is malformed.
     """
     found: S3Config = {}
     profile = os.environ.get("AWS_PROFILE") or "default"

@@ -40,10 +40,11 @@ CLOSE_S = 1.0
 class RemoteTier:
     """Exchange of one model's KV, replies and session records with other servers.
 
-    `objects`: the remote. `store`: that of the model's namespace; the caller closes both.
-    `sessions`: records of sessions. `seconds(start, stop)` estimates the time for computing the
-    prompt tokens in between. `vocab_size`: number of token ids. `label`: that of the model, for the
-    log. Any thread; only `replies_to` and `close` block.
+    `objects`: the remote. `store`: that of the model's namespace; the caller closes both. `shape`:
+    sizes of the model's KV. `seconds(start, stop)` estimates the time for computing the prompt
+    tokens [start, stop). `vocab_size`: number of token ids. `label`: that of the model, for the
+    log. The attribute `sessions` exchanges session records. Methods may be called on any thread;
+    only `replies_to` and `close` block.
     """
 
     def __init__(
@@ -87,12 +88,12 @@ class RemoteTier:
         then: Callable[[], None],
         dropped: Callable[[], bool],
     ) -> bool:
-        """Begin to fetch the KV of a prompt that other servers computed.
+        """Begin to fetch the KV of a prompt that other servers computed, into the store.
 
-        `known`: leading tokens that can be reused from RAM. `found`: the part on disk. Returns
-        False, and does nothing, if a lookup is not worthwhile or too many are in progress.
-        Otherwise `then()` is called on another thread at the end, whether something was fetched or
-        not. `dropped()` returns True once nobody waits for the result.
+        `ids`: the prompt. `known`: number of leading tokens that can be reused from RAM. `found`:
+        the part on disk. Returns False, and does nothing, if a lookup is not worthwhile or too many
+        are in progress. Otherwise `then()` is called on another thread at the end, whether
+        something was fetched or not. `dropped()` returns True once nobody waits for the result.
         """
         if not self.fetcher.wanted(ids, known, found) or not self._places.acquire(blocking=False):
             return False
@@ -122,25 +123,26 @@ class RemoteTier:
         return True
 
     def share(self, ids: Tokens) -> None:
-        """Queue the KV of a path that is on disk to be uploaded. Does not block."""
+        """Queue the KV of the path `ids`, as far as it is on disk, to be uploaded."""
         self.uploader.add_path(ids)
 
     # -- replies -----------------------------------------------------------------------------------
 
     def share_reply(self, owner: str | None, asked: bytes, row: ReplyRow) -> None:
-        """Queue a reply to be uploaded.
+        """Queue the reply `row` to be uploaded.
 
-        `owner`: the owner of the request. `asked`: digest of the messages before the reply.
+        `owner`: the owner of the request. `asked`: digest of the messages before the reply; see
+        `Found.asked` in `prompt.canonical.replies`.
         """
         self._replies.offer(owner, asked, row)
 
     def replies_to(self, owner: str | None, asked: Sequence[bytes], tokens: int) -> list[ReplyRow]:
-        """Return new replies of an owner that the remote has; none if they do not come in time.
+        """Return the replies of a conversation that the remote has, for replay.
 
-        `asked`: for each reply, the digest of the messages before it, oldest first. Replies that
-        were fetched or shared before are left out. `tokens`: length of the conversation. Blocks
-        for at most 3 % (`REPLIES_SHARE`) of the estimated seconds for computing the conversation,
-        and for at most 1 s (`MOST_REPLIES_S`).
+        `owner`, `asked`: as in `SharedReplies.fetch`. Replies that were fetched or shared before
+        are left out. `tokens`: length of the conversation. Blocks for at most 3 %
+        (`REPLIES_SHARE`) of the estimated seconds for computing the conversation, and for at most
+        1 s (`MOST_REPLIES_S`); returns an empty list if the remote has not answered by then.
         """
         if not asked or not self._objects.available:
             return []
@@ -152,14 +154,16 @@ class RemoteTier:
     def figures(self) -> dict[str, Any]:
         """Return counts of what this model has exchanged with the remote since the server started.
 
-        The keys are `counts.NAMES`, and `waiting`: number of uploads queued or in progress.
+        The keys are `remote.counts.NAMES`, such as `fetched_bytes` and `uploaded_objects`, and
+        `waiting`: number of uploads queued or in progress.
         """
         return {**self._counts.figures(), "waiting": self.uploader.waiting}
 
     def close(self, seconds: float = CLOSE_S) -> None:
-        """Upload what is queued, for at most `seconds`, then end all threads.
+        """Upload what is queued, for at most `seconds`, then end the threads of this object.
 
         Blocks for at most `seconds`, and as long again for the upload that is in progress then.
+        Uploads that are still queued are dropped.
         """
         self._lookups.shutdown(wait=False, cancel_futures=True)
         self._behind.shutdown(wait=False, cancel_futures=True)

@@ -75,9 +75,10 @@ class Uploader:
         self._thread.start()
 
     def add_path(self, ids: Tokens) -> None:
-        """Queue the runs and checkpoints of a path that is on disk.
+        """Queue the runs and checkpoints on disk of the path `ids` to be uploaded.
 
-        It replaces queued paths that it continues.
+        The path replaces queued paths that it continues. If the queue is full, the path that was
+        queued first is dropped.
         """
         with self._state:
             kept = [path for path in self._paths if not _continues(ids, path)]
@@ -110,9 +111,9 @@ class Uploader:
             return len(self._paths) + len(self._records) + self._busy
 
     def wait(self, seconds: float) -> bool:
-        """Block until nothing waits to be uploaded, for at most `seconds`.
+        """Block until no upload is queued or in progress, for at most `seconds`.
 
-        Returns True if nothing waits, False if the time was over or the thread ended before.
+        Returns True if none is, False if the time was over or the thread ended before.
         """
         deadline = time.monotonic() + seconds
         with self._state:
@@ -206,9 +207,10 @@ class Uploader:
             self._put_run(chain, found, end, stop)
 
     def _note_held(self, chain: Chain, ends: Sequence[int]) -> None:
-        """Ask the remote which run objects with these `ends` it has, and remember those.
+        """Ask the remote which of the run objects of `chain` with these `ends` it has.
 
-        Objects that are known to be present are not asked for.
+        Those that it has are remembered as present. Objects already known to be present are not
+        asked for.
         """
         names = [(grid.run_name(chain, end), end) for end in ends]
         names = [one for one in names if not self._names.is_present(*one)]
@@ -230,9 +232,10 @@ class Uploader:
         return [(end, length if end == whole else end) for end in ends]
 
     def _put_run(self, chain: Chain, found: Found, end: int, stop: int) -> None:
-        """Write the run object with this `end` and tokens up to `stop`.
+        """Write the run object of `chain` with this `end`, with tokens up to `stop`.
 
-        Writes nothing if the remote has one that is as long. `found`: the files to make it from.
+        Writes nothing if the object in the remote is as long, and not known to be damaged. `found`:
+        the files to make the object from.
         """
         name = grid.run_name(chain, end)
         if self._names.is_present(name, stop):
