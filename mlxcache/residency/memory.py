@@ -104,8 +104,9 @@ class MemoryPlan:
     `cost`: measured costs of the model. `machine`: memory available to weights and cache together.
     `transient` is set aside for forward passes, `pending` for copies waiting to be written to disk.
     Both are already reserved in `budget`. `setting`: the setting that limits the budget, such as
-    `--ram 8GB`. `refuse(what)` raises an error whose message consists of `setting`, the predicate
-    `what`, such as "is too small", and the least value that would do.
+    `--ram 8GB`. `refuse(what)` raises ModelError, or BadRequest for a model with a shared budget;
+    the message consists of `setting`, the predicate `what`, such as "is too small", and the least
+    value that would do.
     """
 
     budget: Budget
@@ -124,12 +125,14 @@ def plan_memory(
     shared: Shared | None = None,
     others: int | None = None,
 ) -> MemoryPlan:
-    """Set aside memory for MLX's pool of freed buffers, passes, and copies to write to disk.
+    """Measure the costs of a model, and return its budget with bytes reserved in it.
 
-    Measures the memory that forward passes need. `shared`: the budget of several models; None for a
-    single one. `others`: the smallest of the other ranks' budgets in bytes, for a divided model;
-    else None. Raises ModelError, or BadRequest with `shared`, if the limit is too small, and Busy
-    if other models use the memory at present. MLX thread only.
+    They are reserved for forward passes, for copies to write to disk and, without `shared`, for
+    MLX's pool of freed buffers; with `shared`, the pool is charged there already. `shared`: the
+    budget of several models; None for a single one. `others`: the smallest of the other ranks'
+    budgets in bytes, for a divided model; else None. Raises ModelError, or BadRequest with
+    `shared`, if the limit of the budget is too small for those bytes, and Busy if other models use
+    the memory at present. MLX thread only.
     """
     whole = memory_for(machine_bytes(), device.working_set_bytes())
     bound = _bound(settings, loaded.info.weights_bytes, shared, others)

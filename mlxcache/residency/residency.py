@@ -93,7 +93,10 @@ class Residency:
         self.residents = [one for one in self.residents if one.scheduler is not scheduler]
 
     def admits(self, scheduler: Scheduler) -> bool:
-        """Return whether waiting requests of `scheduler` may start now."""
+        """Return whether waiting requests of `scheduler` may start now.
+
+        They may if the weights of its model are in memory, and the model is not being drained.
+        """
         return all(one.admitting for one in self.residents if one.scheduler is scheduler)
 
     @property
@@ -118,7 +121,10 @@ class Residency:
         self._stepped = True
 
     def wait_s(self) -> float | None:
-        """Return the seconds after which `step` may unload a model; None if none will by itself."""
+        """Return the seconds after which `step` must be called even if nothing happens before.
+
+        The time `idle_s` or `stay_s` of a model is over then. Returns None if neither will be.
+        """
         now = self._clock()
         waits = [
             max(0.0, one.used_at + (one.idle_s or 0.0) - now)
@@ -136,7 +142,7 @@ class Residency:
         """Unload models that have been idle for too long, and load those that requests wait for.
 
         With `read`, reads at most one part of a model's weights, so that requests for other models
-        are computed in between. Raises device errors.
+        are computed in between. Raises device errors (see `device.is_device_error`).
         """
         now = self._clock()
         self._stepped = False
@@ -212,8 +218,8 @@ class Residency:
     def _find_first(self) -> Resident | Newcomer | None:
         """Return the model that has waited longest for its weights or for memory of other models.
 
-        Left out are those whose prompt would not fit, or did not, though others gave up memory.
-        None if no model waits.
+        Left out are loaded models whose prompt would not fit even if others gave up memory, or did
+        not fit after they did. Returns None if no model remains.
         """
         waiting: list[Resident | Newcomer] = [
             *(one for one in self._waiting if one.wanted or self._could_start(one)),
@@ -304,8 +310,9 @@ class Residency:
         """Free memory for the weights that `wanted` lacks; return whether there is enough now.
 
         Evicts idle KV and unloads idle models. If that does not suffice, busy models that have had
-        their memory for `stay_s` seconds start no more requests. `memory`: what all models share.
-        `now`: seconds of a monotonic clock.
+        their memory for `stay_s` seconds start no more requests. If `wanted` can never fit, ends
+        the waiting for it with an error. `memory`: the RAM that all models share. `now`: seconds of
+        a monotonic clock.
         """
         others = [one for one in self.residents if one is not wanted]
         if not self._can_fit(wanted, [one for one in self._kept() if one in others], memory):
@@ -445,9 +452,9 @@ class Residency:
         return [one for one in self.residents if one.idle and not one.keep]
 
     def ceiling(self, tier: RamTier) -> int:
-        """Return the most bytes that a model's budget can have beside models always kept.
+        """Return the most bytes that a model's budget can have beside models never unloaded.
 
-        `tier`: the RAM tier of the model. Always kept are models with `keep = "always"`.
+        `tier`: the RAM tier of the model. Models with `keep = "always"` are never unloaded.
         """
         assert self.memory is not None
         for one in self.residents:
@@ -459,7 +466,8 @@ class Residency:
     def size_beside_kept(self, weights: Weights) -> int:
         """Return the bytes that `weights` and all models that are never unloaded take together.
 
-        `weights`: those of a model that is being loaded. Arrays that several models use count once.
+        KV does not count. `weights`: those of a model that is being loaded. Arrays that several
+        models use count once.
         """
         kept = self._kept()
         besides = sum(one.reserved for one in kept)

@@ -39,10 +39,11 @@ class Newcomer:
     """A model that is loaded for the first time. MLX thread only, except `room` and `read`.
 
     `use`: the arrays that it shares with other models. `folders`: the folders of its base models.
-    `nbytes`: estimated bytes of its weights, including shared arrays. `reserved`: estimated bytes
-    that are set aside for it in addition. The future `room` is done once the bytes of the weights
-    are charged to the budget, and `read` once they are read; either has an exception if that is not
-    possible. `on_read(share)` is called with the share of the weights that is read, from 0 to 1.
+    `nbytes`: estimated bytes of its weights, including shared arrays. `reserved`: least bytes that
+    it needs besides, for forward passes and writes to disk. The future `room` is done once the
+    bytes of the weights are charged to the budget, and `read` once they are read; either has an
+    exception if that is not possible. `on_read(share)` is called after each part that is read, with
+    the share of the weights read so far, from 0 to 1.
     """
 
     def __init__(
@@ -68,7 +69,7 @@ class Newcomer:
         return self.room.cancelled() or self.read.cancelled()
 
     def note_queued(self, now: float) -> None:
-        """Set `wanted_at`, the time since when requests wait for it, to `now`, in seconds."""
+        """Record that requests wait for the model since `now`, in seconds of a monotonic clock."""
         self.wanted_at = now
 
     def begin(self, weights: Weights) -> None:
@@ -78,7 +79,7 @@ class Newcomer:
     def read_on(self) -> bool:
         """Read one more part of the weights; return whether all are read.
 
-        Raises ModelError if that fails.
+        Raises ModelError if the part cannot be read.
         """
         done = next(self._reading, None)
         if done is not None:
@@ -104,9 +105,11 @@ class Newcomer:
 class Resident:
     """A model that was loaded at least once, and the memory that it takes besides KV.
 
-    `reserved`: bytes by kind that are set aside in the model's budget while it is loaded. `keep`:
-    it is never unloaded. `idle_s`: seconds without requests after which it is unloaded, or None.
-    MLX thread only, except `figures`.
+    `reserved`: bytes by kind that are set aside in the model's budget while its weights are in
+    memory or being read: "pool" (freed buffers that MLX keeps), "transient" (forward passes),
+    "pending" (copies to write to disk) and "images". `keep`: the model is never unloaded to free
+    memory or for being idle. `idle_s`: seconds without requests after which it is unloaded, or None
+    for no limit. MLX thread only, except `figures`.
     """
 
     def __init__(
@@ -149,7 +152,7 @@ class Resident:
 
     @property
     def progress(self) -> float | None:
-        """Share of the weights that is read, from 0 to 1, while the state is `loading`."""
+        """Share of the weights read so far, from 0 to 1, if the state is `loading`; else None."""
         if self._reading is None:
             return None
         return round(self._read_bytes / max(1, self.weights.nbytes), 3)
@@ -171,7 +174,7 @@ class Resident:
 
     @property
     def wanted(self) -> bool:
-        """True if the weights are not in memory, and a request or a client waits for them."""
+        """True if the model is unloaded, and a request waits for it or a client asked for it."""
         return self.state == "unloaded" and (self.asked or bool(self.scheduler.waiting))
 
     @property
@@ -207,7 +210,7 @@ class Resident:
 
     @property
     def reserved(self) -> int:
-        """Bytes that are set aside for the model while it is loaded."""
+        """Bytes of all kinds together that are set aside for the model while it is in memory."""
         return sum(self._reserved.values())
 
     @property
@@ -221,28 +224,30 @@ class Resident:
 
     @property
     def size(self) -> int:
-        """Bytes that the model takes while it is loaded, without KV: weights and `reserved`."""
+        """Bytes that the model takes while it is in memory, without KV: weights and `reserved`."""
         return self.nbytes + self.reserved
 
     @property
     def shared_bytes(self) -> int:
-        """Bytes of `size` in arrays that other loaded models use too, which unloading keeps."""
+        """Bytes of `size` in arrays that other loaded models use too; unloading keeps them."""
         return self.use.shared_bytes
 
     @property
     def stay_s(self) -> float:
-        """Seconds after loading for which a busy model keeps its memory while other models wait."""
+        """Seconds for which a busy model, once loaded, keeps its memory while other models wait."""
         return max(MIN_STAY_S, STAY_LOADS * self.load_s)
 
     def figures(self) -> dict[str, Any]:
         """Return the state of the weights, as `GET /v1/models` shows it. Any thread.
 
-        The keys: `state` ("loaded", "loading" or "unloaded"), `progress` (share of the weights that
-        is read while they are loading, else None), `size_bytes` (memory that the model takes
+        The keys: `state` ("loaded", "loading" or "unloaded"), `progress` (share of the weights read
+        so far if the state is "loading", else None), `size_bytes` (memory that the model takes
         without KV), `shared_bytes` (the part of it that other loaded models use too),
-        `weights_bytes`, `kv_bytes` (KV in RAM), `bytes_per_token` (of KV), `loads` and `unloads`
-        (how often since the start), `load_s` (seconds of the last load) and `unloaded_for`, the
-        reason: "idle", "memory" (another model needed it), "asked" (a client unloaded it) or None.
+        `weights_bytes`, `kv_bytes` (KV and checkpoints in RAM), `bytes_per_token` (of KV), `loads`
+        (how often the weights were read again after an unload), `unloads` (how often they were
+        dropped), `load_s` (seconds of the last of `loads`, 0 before) and `unloaded_for`, why the
+        model is unloaded: "idle", "memory" (another model needed the memory) or "asked" (a client
+        unloaded it); None if it is not unloaded.
         """
         return {
             "state": self.state,
@@ -259,10 +264,11 @@ class Resident:
         }
 
     def note_time(self, now: float) -> None:
-        """Update `used_at`, the last time of use, and `wanted_at`, since when requests wait for it.
+        """Update `used_at`, the last time of use, and `wanted_at`, the start of the present wait.
 
-        Waiting for the weights and then for memory of other models counts as one wait. `now`:
-        seconds of a monotonic clock.
+        `wanted_at` is None if no request or client waits for the model's weights, and no request
+        for memory of other models. Waiting for the weights and then for memory counts as one wait.
+        `now`: seconds of a monotonic clock.
         """
         scheduler = self.scheduler
         if not scheduler.idle:
@@ -278,7 +284,7 @@ class Resident:
         self.use.claim()
 
     def begin(self, now: float) -> None:
-        """Prepare to read the weights again, and charge `reserved` to the budget.
+        """Prepare to read the weights again, with `read_on`; charge `reserved` to the budget.
 
         The bytes of the weights are charged already. `now`: seconds of a monotonic clock.
         """

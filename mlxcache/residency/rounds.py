@@ -50,7 +50,7 @@ class Rounds:
     def end(self) -> None:
         """End the loop and the thread after all actions posted so far. Does not block.
 
-        If a scheduler has not been removed by then, neither ends: call `end` again afterwards.
+        If a scheduler has not been removed by then, neither ends: call `end` again once it is.
         """
 
         def stop() -> None:
@@ -80,12 +80,12 @@ class Rounds:
         self._used[scheduler] = 0.0
 
     def remove(self, scheduler: Scheduler) -> None:
-        """Do not step `scheduler` any more."""
+        """Do not step `scheduler` any more, and remove its model from `residency`."""
         self._used.pop(scheduler, None)
         self.residency.remove(scheduler)
 
     def run(self) -> None:
-        """Run rounds until `end`."""
+        """Run rounds until `end` has been called."""
         while not self._stopping:
             self.tick()
 

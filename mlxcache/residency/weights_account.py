@@ -9,7 +9,7 @@ from mlxcache.model.base_weights import Bases, BaseUse
 
 
 class WeightsAccount:
-    """Charges for the weights of several models, in which a shared array counts once.
+    """Charges for the weights of several models; an array that several models use counts once.
 
     `charge(kind, n)` charges `n` bytes to a kind of the shared budget, or releases them if `n` is
     negative. The kind `weights:NAME` is for arrays that only the model NAME uses, `weights:BASE
