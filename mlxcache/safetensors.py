@@ -100,7 +100,7 @@ class Malformed(ValueError):
 class Place:
     """Name, dtype, shape and position of a tensor in a file.
 
-    `offset` is in bytes from the start of the file.
+    `dtype` is a key of `ITEM_BYTES`. `offset` is in bytes from the start of the file.
     """
 
     name: str
@@ -114,7 +114,8 @@ class Place:
 class Header:
     """Header of a safetensors file.
 
-    `places` covers the payload without gap or overlap. `nbytes` is the size of the whole file.
+    `metadata`: the strings under `__metadata__`. `places`: the tensors in the order of their data,
+    which fill the file after the header without gap or overlap. `nbytes`: size of the whole file.
     """
 
     metadata: Mapping[str, str]
@@ -125,10 +126,10 @@ class Header:
 def compose(
     metadata: Mapping[str, str], tensors: Sequence[Tensor] | Sequence[Place], *, own: bool = True
 ) -> bytes:
-    """Return the bytes of a file up to its payload, which is the tensors' data in order.
+    """Return the bytes of a file before its payload, which is the data of `tensors` in order.
 
     With `own`, a checksum of the header is added to the metadata. Raises ValueError if two tensors
-    have the same name, or the header is too long.
+    have the same name, or the header is longer than `MAX_HEADER` (100 MB).
     """
     check = {"check": _NO_CHECK.decode()} if own else {}
     table: dict[str, Any] = {"__metadata__": {**check, **metadata}}
@@ -159,7 +160,8 @@ def _with_check(raw: bytes) -> bytes:
 def read_header(fd: int, *, own: bool = True) -> Header:
     """Read the header of the open file `fd`, and check it against the file's size.
 
-    With `own`, the header must have a correct checksum. Raises Malformed, OSError.
+    With `own`, the header must have a correct checksum. Raises Malformed if a check fails, and
+    OSError if the file cannot be read.
     """
     size = os.fstat(fd).st_size
     length = _header_length(fd, MAX_HEADER)
@@ -170,9 +172,10 @@ def read_header(fd: int, *, own: bool = True) -> Header:
 
 
 def header_of(data: bytes) -> Header:
-    """Read the header of a file of mlxcache that is in memory, and check it against its size.
+    """Read the header of a file that mlxcache wrote, from its whole content `data`.
 
-    The file may come from another machine. Raises Malformed.
+    Checks its checksum, and the length of `data`. The file may come from another machine, so the
+    header is limited as in `read_foreign_header`. Raises Malformed if a check fails.
     """
     length = int.from_bytes(data[:_LENGTH], "little")
     if not 2 <= length <= min(MOST_FOREIGN, len(data) - _LENGTH):
@@ -199,8 +202,8 @@ def _verify_check(raw: bytes) -> None:
 def read_foreign_header(fd: int, *, own: bool) -> Header:
     """Read and check the header of a file from another machine, in at most 64 MB of memory.
 
-    With `own`, the header must have a correct checksum. Raises Malformed if it is too large, and
-    the errors of `read_header`.
+    With `own`, the header must have a correct checksum. Raises Malformed if the header is too large
+    (see `is_foreign_size`), and the errors of `read_header`.
     """
     length = _header_length(fd, MOST_FOREIGN)
     if not is_foreign_size(_pread(fd, length, _LENGTH)):
@@ -209,9 +212,10 @@ def read_foreign_header(fd: int, *, own: bool) -> Header:
 
 
 def _header_length(fd: int, most: int) -> int:
-    """Return the length in bytes of the header of `fd`, without the field that states it.
+    """Return the length in bytes of the header of the open file `fd`, as its first field states.
 
-    Raises Malformed if that is more than `most` or the file's size, and OSError.
+    The field itself does not count. Raises Malformed if the length is more than `most` bytes or
+    does not fit into the file, and OSError.
     """
     size = os.fstat(fd).st_size
     head = os.pread(fd, _LENGTH + len(OPENING), 0)
@@ -229,13 +233,16 @@ def _header_length(fd: int, most: int) -> int:
 def is_foreign_size(text: bytes) -> bool:
     """Return whether the header `text` is small enough for `read_foreign_header`.
 
-    Both its bytes and the number of its entries are limited.
+    Both its bytes (8 MiB) and the number of its JSON values are limited.
     """
     return len(text) <= MOST_FOREIGN and text.count(b",") + text.count(b":") <= _MOST_VALUES
 
 
 def parse(text: bytes, size: int) -> Header:
-    """Parse and check the header `text` of a file of `size` bytes. Raises Malformed."""
+    """Parse and check the header `text` of a file of `size` bytes.
+
+    Raises Malformed if it is not a valid header, or its tensors do not end with the file.
+    """
     try:
         table = json.loads(decode_utf8(text, _LENGTH), object_pairs_hook=_unique)
     except NotUtf8 as error:
