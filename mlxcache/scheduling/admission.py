@@ -105,8 +105,8 @@ class FairQueue:
 class Admission:
     """Admits tasks: acquires a lease for each task and plans its checkpoints.
 
-    `prepare` makes the parser and sampler of an admitted task. `on_admitted(task)` is called just
-    before the client is told of the admission.
+    `prepare(task)` returns the parser and sampler for the reply of an admitted task.
+    `on_admitted(task)` is called just before the client is told of the admission.
     """
 
     def __init__(
@@ -126,8 +126,9 @@ class Admission:
     def should_wait(self, task: Task, prefilling: list[Task]) -> bool:
         """Return whether `task` should start later, so that it can reuse more of its prefix.
 
-        That is the case while another request computes the prefix, or while it is looked up on
-        disk. Starts the lookup on disk if much of the prompt is not in RAM.
+        That is the case while another request computes the prefix, or while the prefix is looked up
+        on disk. Starts the lookup on disk if much of the prompt is not in RAM. `prefilling`: the
+        tasks of this model whose prompts are being computed.
         """
         if task.lookup is not None and not task.lookup.found:
             return True

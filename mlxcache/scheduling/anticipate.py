@@ -168,9 +168,9 @@ class IdlePrefill:
     def _start(self, turn: NextTurn) -> bool:
         """Acquire a lease for a turn; return False if that is not worthwhile or memory is full.
 
-        It is not worthwhile if RAM lacks few tokens of the turn, or no longer holds the
-        conversation before it. If memory is full, tries once more after dropping the KV of the
-        reply as the model generated it, unless another conversation shares that KV.
+        It is not worthwhile if RAM lacks at most `MIN_GAIN` (32) tokens of the turn, or no longer
+        holds the conversation before it. If memory is full, tries once more after dropping the KV
+        of the reply as the model generated it, unless another conversation shares that KV.
         """
         task, kv = turn.task, self._kv
         was_blocked = turn.unblock()
@@ -257,9 +257,9 @@ class IdlePrefill:
 
 
 def _end_at_mark(task: Task) -> None:
-    """Cut the prompt of `task` after its last mark, if that is near the end.
+    """Shorten the prompt of `task` so that it is computed only up to its last mark.
 
-    Near means within `NEAR_MARK` (16) tokens.
+    Does nothing if that would leave out more than `NEAR_MARK` (16) tokens.
     """
     last = max((mark for mark in task.job.prompt.marks if mark < task.target), default=0)
     if 0 < task.target - last <= NEAR_MARK:
@@ -289,7 +289,7 @@ class NextTurnRenderer:
 
         The pieces are needed to render the next turn. If the request continues one of the latest
         conversations, this also resets the count of replies in a row that no client has continued.
-        After `MAX_UNUSED` of them, no next turns are rendered.
+        After more than `MAX_UNUSED` (8) of them, no next turns are rendered.
         """
         source = job.prompt.source
         if source is None or job.api == WARMING:
@@ -305,8 +305,9 @@ class NextTurnRenderer:
         """Plan to render the next turn of an ended request, unless it failed or has no reply.
 
         `pieces`: those of its reply. `idle`: no other request is in progress. Only then are turns
-        queued for rendering: this one, and those of requests that ended while others ran. None is
-        added after more than `MAX_UNUSED` replies in a row that no client continued.
+        queued for rendering: this one, and those of requests that ended while others ran. The next
+        turn is not planned after more than `MAX_UNUSED` (8) replies in a row, this one included,
+        that no client continued.
         """
         if task.record.status == "done" and pieces:
             self._ended.append(task.job.prompt.source)
@@ -347,7 +348,10 @@ class NextTurnRenderer:
 
 
 def _continues(now: Source, then: Source) -> bool:
-    """Return whether conversation `now` consists of `then`, a reply, and more messages."""
+    """Return whether conversation `now` consists of `then`, a reply, and more messages.
+
+    Of the messages of `then`, only the last is compared.
+    """
     messages, count = now.sent.messages, len(then.sent.messages) - then.sent.continue_final
     if len(messages) <= count + 1 or messages[count].get("role") != "assistant":
         return False

@@ -199,7 +199,7 @@ class Cost:
         return total
 
     def observe(self, tokens: int, seconds: float, cached: int) -> None:
-        """Add a measured chunk of `tokens` tokens, fed after `cached` ones, to the moving averages.
+        """Update `rate` and `paces` by a chunk: `tokens` tokens, fed after `cached` in `seconds`.
 
         Seconds are averaged, not rates, so that one slow chunk has an effect at once. Chunks of
         fewer than `FEWEST` (16) tokens are ignored.
@@ -227,8 +227,9 @@ def _middle(where: int) -> float:
 def average_pace(paces: dict[int, float], tokens: int, seconds: float, cached: int) -> float:
     """Add a measured chunk to the moving average of its range; return its seconds per token.
 
-    `paces` maps ranges (see `range_of`) to seconds per token and is changed in place. `cached`:
-    tokens before the chunk.
+    The chunk had `tokens` tokens after `cached` ones and took `seconds`; the result is that of the
+    chunk alone. `paces` maps ranges (see `range_of`) to average seconds per token and is changed in
+    place.
     """
     pace, where = seconds / tokens, range_of(cached)
     before = paces.get(where, pace)
@@ -276,9 +277,9 @@ class _Probe:
         return self.feed(tokens, at)[1]
 
     def growth(self, far: int) -> float:
-        """Return the share by which each cached token slows down the next token.
+        """Return the growth of prefill, measured with no tokens and with `far` tokens cached.
 
-        It is measured with no tokens and with `far` tokens cached.
+        After k cached tokens, a token takes 1 + growth * k times as long as the first one.
         """
         seconds = [min(self.feed(PROBE, at)[0] for _ in range(2)) for at in (0, far)]
         return max(0.0, seconds[1] / seconds[0] - 1.0) / max(1, far)
@@ -338,9 +339,10 @@ class _Probe:
     def fastest_pass(self, cost: Cost, most: int, room: int) -> tuple[float, int]:
         """Return the best speed in tokens per second, and the length above which passes are slower.
 
-        Compares the lengths `PASSES`, as far as they have at most `most` tokens, need at most
-        `room` bytes, and time allows. The length is 0 if no longer pass was slower, or if fewer
-        than two were measured.
+        Compares passes of the lengths `PASSES`, as far as they have at most `most` tokens, need at
+        most `room` bytes by the estimate of `cost`, and `COMPARE_S` (4) seconds suffice. The
+        returned length is in tokens; it is 0 if no measured pass was too long, or if fewer than two
+        lengths were measured.
         """
         began, paces, pace = time.perf_counter(), dict[int, float](), 1 / cost.rate
         for tokens in PASSES:
@@ -364,7 +366,7 @@ def measure(
 
     `room`: bytes that cached positions may take, and as many again for a pass. `kind`: the device
     that the model runs on. `most`: tokens of the longest chunk. On a GPU, passes up to that length
-    are compared, which takes about `COMPARE_S` seconds at most. Blocks; MLX thread only.
+    are compared, which takes about `COMPARE_S` (4) seconds at most. Blocks; MLX thread only.
     """
     far = min(FAR, room // max(1, layout.bytes_per_token))
     probe = _Probe(model, layout, far + 4 * PROBE)
@@ -396,10 +398,11 @@ def measure(
 
 
 def _fitted(near: int, long: int, wide: float, narrow: float) -> Cost:
-    """Fit the coefficients of the memory model to measured peaks.
+    """Fit the coefficients of the memory model to measured peaks; see `Cost`.
 
-    `near`, `long`: peak bytes of PROBE and of 3 * PROBE tokens with nothing cached. `wide`,
-    `narrow`: additional peak bytes per cached token, for chunks of PROBE and of FEWEST tokens.
+    `near`, `long`: peak bytes of PROBE (128) and of 3 * PROBE tokens with nothing cached. `wide`,
+    `narrow`: additional peak bytes per cached token, for chunks of PROBE and of FEWEST (16) tokens.
+    `fixed` and `rate` of the result are 0.
     """
     per_pair = max(0.0, (wide - narrow) / (PROBE - FEWEST))
     per_key = max(0.0, narrow - FEWEST * per_pair)
@@ -418,10 +421,9 @@ LEAST = 128
 class PrefillSpeed:
     """Measured cost of prefill, by range of positions. MLX thread only.
 
-    Unlike `Cost`, which plans the next chunk, it counts only chunks of requests, and all of them
-    alike: the seconds of a range are divided by its tokens. So reuse of what was computed never
-    counts for more than computing it took. Ranges are those of `range_of`. `Measured` is a pair:
-    the tokens fed in a range, and the seconds that they took.
+    `Cost` has moving averages, for planning the next chunk. Here only chunks of requests count, and
+    all of them alike: the seconds of a range are divided by its tokens. Ranges are those of
+    `range_of`. `Measured` is a pair: the tokens fed in a range, and the seconds that they took.
     """
 
     def __init__(self) -> None:
@@ -429,7 +431,7 @@ class PrefillSpeed:
         self._unsaved: dict[int, Measured] = {}
 
     def resume(self, measured: Mapping[int, Measured]) -> None:
-        """Add what the server measured before its restart, by range of positions."""
+        """Add the measurements from before the server's restart, by range of positions."""
         for where, (tokens, seconds) in measured.items():
             _add(self._measured, where, tokens, seconds)
 
@@ -446,7 +448,7 @@ class PrefillSpeed:
                 _add(held, where, part, seconds * part / tokens)
 
     def take_unsaved(self) -> dict[int, Measured]:
-        """Return the measurements since the last call, by range of positions.
+        """Return the measurements that `observe` added since the last call, by range of positions.
 
         The caller adds them to the totals in the index of the store, which `resume` gets after a
         restart.
@@ -457,8 +459,8 @@ class PrefillSpeed:
     def seconds(self, tokens: int) -> float | None:
         """Return the seconds for computing a prompt's first `tokens` tokens.
 
-        Returns None if nothing was measured. A range that was not measured counts like the nearest
-        measured range before it, which is faster, or as 0.
+        Returns None if nothing was measured for them. A range of positions that was not measured
+        counts like the nearest measured range before it, which is faster, or as 0 if there is none.
         """
         priced = self._priced(tokens)
         if tokens and not priced:
@@ -505,7 +507,10 @@ def _add(held: dict[int, Measured], where: int, tokens: int, seconds: float) -> 
 
 
 def figures_of(record: RequestRecord, speed: PrefillSpeed) -> SessionFigures:
-    """Return the figures of an ended request, with the tokens and seconds that reuse saved."""
+    """Return the figures of an ended request to add to those of its session.
+
+    `speed` estimates the seconds that the reuse of its cached tokens saved.
+    """
     first = record.timing.get("first_token_s")
     return SessionFigures(
         requests=1,

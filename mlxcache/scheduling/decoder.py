@@ -49,13 +49,13 @@ class Row:
 
     `owner`: the task that it belongs to. `context`: all of its token ids so far, shape (n,), kept
     only if there are processors. `error`: the exception raised by its sampler, a processor or its
-    guide; no further token is drawn. `drafted` and `accepted`: numbers of tokens that a draft model
-    proposed, and that the model drew too. `draft_passes`: passes that checked drafted tokens. `id`:
-    the request's id, for the log. `guide`: restricts the tokens that may be drawn. It has accepted
-    every token that was handed out. `guided`: the guide has accepted the pending token too.
-    `steering`: a change of the guide that the decoder has not applied yet. `shift`: position of the
-    row's next token, less the number of tokens before it; not 0 behind images, see
-    `positions.shift_of`.
+    guide, or NonFiniteOutput; the reply ends with it. `drafted`: number of its drafted or guessed
+    tokens. `accepted`: number of those that the model drew too. `draft_passes`: number of passes
+    that checked such tokens. `id`: the request's id, for the log. `guide`: restricts the tokens
+    that may be drawn. It has accepted every token that was handed out. `guided`: the guide has
+    accepted the pending token too. `steering`: a change of the guide that the decoder has not
+    applied yet. `shift`: position of the row's next token, less the number of tokens before it; not
+    0 behind images, see `positions.shift_of`.
     """
 
     owner: Any
@@ -81,9 +81,10 @@ class Row:
         self.steering = steering
 
     def steered(self, guide: Guide | None, newer: Sequence[int] = ()) -> Guide | None:
-        """Return `guide` after the scheduled change, if there is one, and clear the change.
+        """Return the guide to continue with: that of the scheduled change, if any, else `guide`.
 
-        `newer`: drawn tokens that the guide has seen but that were not handed out yet.
+        The change is then no longer scheduled, and is called with `guide` and `newer`. `newer`:
+        drawn tokens that the guide has seen but that were not handed out yet.
         """
         change, self.steering = self.steering, None
         return guide if change is None else change(guide, newer)
@@ -93,9 +94,10 @@ class Row:
         self.guide = self.steered(self.guide)
 
     def fail(self, error: Exception, failed: str | None = None) -> None:
-        """Record `error`: this row gets no further token.
+        """Record `error` in the row, whose reply then ends.
 
-        `failed`: name of the part that raised `error`, which is then logged; None logs nothing.
+        `failed`: the part that raised `error`, for the log, such as "its sampler"; None logs
+        nothing.
         """
         if failed is not None:
             log.error("request %s: reply ended by an error in %s", self.id, failed, exc_info=error)
@@ -110,9 +112,9 @@ class Row:
         self.context = context
 
     def set_draws(self, sampler: Sampler, context: mx.array | None) -> None:
-        """Set the sampler and context back to those before a failed pass.
+        """Set the sampler and context back to their states before a failed pass.
 
-        A second try then draws the same tokens.
+        A second try then draws the same tokens. `context`: see `Row`; None without processors.
         """
         self.sampler, self.context = sampler, context
 
@@ -160,7 +162,7 @@ class Row:
         """Set the sampler, context and guide, so that the next draw continues from them.
 
         All three are in their state after the newest draw that is kept, whose token is pending;
-        `guide` has not accepted that token yet.
+        `context` and `guide` do not have that token yet. `context` is None without processors.
         """
         self.sampler, self.context, self.guide = sampler, context, guide
         self.guided = False
@@ -170,7 +172,7 @@ class Row:
         self.guided = False
 
     def count_drafts(self, drafted: int, accepted: int) -> None:
-        """Add to the row's counts of drafted and accepted tokens."""
+        """Add the drafted (or guessed) and accepted tokens of one pass to the row's counts."""
         self.draft_passes += drafted > 0
         self.drafted += drafted
         self.accepted += accepted
@@ -226,17 +228,18 @@ class Decoder:
         self.finite: mx.array | None = None
 
     def start(self, inputs: Sequence[int]) -> None:
-        """Feed the newest token of each row and start drawing the next.
+        """Feed the newest token of each row, and start drawing its next one.
 
-        `inputs`: one token id per row, not in the KV yet.
+        `inputs`: the ids of those newest tokens, one per row, whose KV is not computed yet.
         """
         self.lockstep.start(self.caches, inputs)
         self._advance(mx.array(list(inputs), mx.int32))
 
     def step(self) -> list[list[Drawn]]:
-        """Return the pending tokens by row, and start the pass that feeds them.
+        """Return a list for each row, with its pending token; start the pass that feeds these.
 
-        The list of a row is empty if its logits are not finite; its `error` is set then.
+        The list is empty if the token was drawn from logits that are not finite; the row's `error`
+        is set then. Raises the error of a failed pass; a repeated step draws the same tokens.
         """
         tokens, logprobs, finite = self.pending, self.logprobs, self.finite
         assert tokens is not None
@@ -286,17 +289,20 @@ class Decoder:
         self.rows = [self.rows[i] for i in rows]
 
     def _take(self, other: Decoder, rows: slice | mx.array) -> None:
-        """Set this decoder's pending tokens to those of the given `rows` of `other`."""
+        """Set this decoder's pending tokens to those of the given `rows` of `other`.
+
+        `rows`: indices. Does nothing if `other` has no pending tokens.
+        """
         if other.pending is not None and other.logprobs is not None and other.finite is not None:
             self._set_pending(other.pending[rows], other.logprobs[rows], other.finite[rows])
 
     def _set_pending(self, pending: mx.array, logprobs: mx.array, finite: mx.array) -> None:
         """Set the pending tokens, shape (rows,); on a GPU, start to evaluate them at once.
 
-        A GPU reports errors late. Without this start they would be evaluated with the next pass,
-        and fail with it. `logprobs`: the log-probabilities that they were drawn from, shape (rows,
-        vocabulary). `finite`: True for rows with finite logits, shape (rows,). Raises without
-        changing anything if MLX fails.
+        A GPU reports errors late. Without this start the tokens would be evaluated with the next
+        pass, and fail with it. `logprobs`: the log-probabilities that they were drawn from, shape
+        (rows, vocabulary). `finite`: True for rows with finite logits, shape (rows,). Raises
+        without changing anything if MLX fails.
         """
         if device.defers_errors():
             mx.async_eval(pending, logprobs, finite)  # type: ignore[no-untyped-call]
@@ -355,9 +361,10 @@ class Decoder:
             row.note_drawn()
 
     def _restrict(self, logits: mx.array) -> mx.array:
-        """Apply the masks of the rows' guides to `logits`.
+        """Return `logits`, shape (rows, vocabulary), with the masks of the rows' guides applied.
 
-        The masks are computed on the CPU while the device computes `logits`.
+        Advances the guides by the pending tokens first. The masks are computed on the CPU while the
+        device computes `logits`.
         """
         mx.async_eval(logits)  # type: ignore[no-untyped-call]
         after: list[int | None] = [None] * len(self.rows)

@@ -45,9 +45,9 @@ class Draws:
     """State of sampler, context and guide before the next draw.
 
     Each state has its own copy of the sampler, which every draw changes, and of the guide, which
-    every token changes. `row`: records exceptions of these. `context`: all token ids so far,
-    shape (n,); None without processors. `mask`: tokens that `guide` allows next; None if it allows
-    all or was not asked yet.
+    every token changes. `row`: its `error` is set to an exception of these or of a processor.
+    `context`: all token ids so far, shape (n,); None without processors. `mask`: tokens that
+    `guide` allows next; None if it allows all or was not asked yet.
     """
 
     row: Row
@@ -80,8 +80,8 @@ class Draws:
     def seen(self, token: mx.array, *, drawn: bool = True) -> Draws:
         """Return the state with `token`, shape (1,), appended to the context.
 
-        `drawn`: the token is part of the reply, so a guide advances by it. With a guide, this waits
-        until the token is evaluated.
+        `drawn`: the guide, if there is one, has not accepted the token yet. A copy of the guide
+        then advances by it, which waits until the token is evaluated.
         """
         context, guide = self.context, self.guide
         if context is not None:
@@ -113,9 +113,10 @@ class DraftingDecoder(Decoder):
     """Decoder of one row that runs a model and its draft model over a lineage's caches.
 
     Without drafts a step is that of `Decoder`, and feeds the served model only; the draft model is
-    fed the same tokens later, many in one pass. `clock` returns seconds. `last`: tokens drafted for
-    the newest pass that has ended, and its seconds; None if those are not known because other work
-    came between. `waited`: that pass was launched only when the tokens before it were known.
+    fed the same tokens later, many in one pass. `clock` returns seconds. `last`: number of tokens
+    drafted for the newest pass that has ended, and its seconds, as a pair; None if the seconds are
+    not known because the model did other work. `waited`: that pass was launched only when the
+    tokens before it were known, not while the pass before was running.
     """
 
     def __init__(
@@ -144,7 +145,7 @@ class DraftingDecoder(Decoder):
     def start(self, inputs: Sequence[int]) -> None:
         """Feed the newest token, which is not in the KV yet, and start drawing the next one.
 
-        `inputs`: the id of that token.
+        `inputs`: a list of one id, that of the newest token.
         """
         super().start(inputs)
         self._pair.propose(mx.array([list(inputs)], mx.uint32), self.caches)
@@ -227,7 +228,7 @@ class DraftingDecoder(Decoder):
         eval_states(self.caches, wait=False)
 
     def rewind(self, length: int) -> None:
-        """Set the lineage to its first `length` positions, those of the tokens handed out.
+        """Cut the lineage to `length` positions: the prompt and the tokens handed out.
 
         Drops the pass in progress and all tokens that were not handed out.
         """
@@ -249,7 +250,7 @@ class DraftingDecoder(Decoder):
         self._known_at = None
 
     def _note_time(self, drafted: int) -> None:
-        """Record that the tokens of a pass with `drafted` drafts are known now."""
+        """Set `last` and `waited` for a pass with `drafted` drafts, whose tokens are known now."""
         now = self._clock()
         self.last = None if self._known_at is None else (drafted, now - self._known_at)
         self.waited, self._known_at = self._waits_running, now
@@ -257,10 +258,11 @@ class DraftingDecoder(Decoder):
     # -- a step ------------------------------------------------------------------------------------
 
     def step(self) -> list[list[Drawn]]:
-        """Return the tokens that are ready; start a pass over the last of them and new drafts.
+        """Return the tokens that `ready` counts; start a pass over the last of them and drafts.
 
-        The result has one list, because the decoder has one row. That list is empty if the pending
-        token was drawn from logits that are not finite.
+        The pass has as many drafts as `propose` has set, at first none. The result has one list,
+        because the decoder has one row. That list is empty if the pending token was drawn from
+        logits that are not finite.
         """
         if self.pending is not None and not (self._drafts and self._take_pending()):
             (drawn,) = super().step()
@@ -277,9 +279,9 @@ class DraftingDecoder(Decoder):
         return [ready]
 
     def _take_pending(self) -> bool:
-        """Make the pending token the one that is ready, to draft after it.
+        """Wait for the pending token and make it the only ready one, to draft after it.
 
-        Blocks until it is drawn. Returns False, with nothing changed, if its logits are not finite.
+        No token is pending then. Returns False, with nothing changed, if its logits are not finite.
         """
         assert self.pending is not None
         assert self.logprobs is not None

@@ -64,10 +64,10 @@ class _Flight:
 class GuessingDecoder(Decoder):
     """Decoder of one row over the caches of `lineage`, which checks the guesses it is given.
 
-    `clock` returns seconds. `plain`: number of tokens, and seconds, of the last pass without a
-    guess whose end is known; None if other work came between, or the last pass that ended checked a
-    guess. `waited`: that pass was launched only when the tokens before it were known, after a
-    guess, so its time includes that of the launch.
+    `clock` returns seconds. `plain`: number of tokens, and seconds, of the newest pass that has
+    ended, as a pair; None if that pass checked a guess, or if the seconds are not known because the
+    model did other work. `waited`: that pass was launched only when the tokens before it were
+    known, after a guess, so its time includes that of the launch.
     """
 
     def __init__(
@@ -111,14 +111,17 @@ class GuessingDecoder(Decoder):
 
     @property
     def ready(self) -> list[int]:
-        """Tokens that are known and that the next step hands out; empty before `settle`."""
+        """Ids of the tokens that the next step hands out, if the newest pass checked a guess.
+
+        Empty before `settle`, and after a pass without a guess.
+        """
         if not self._settled or self.pending is None:
             return []
         return [*(drawn.token for drawn in self._accepted), *np.asarray(self.pending).tolist()]
 
     @property
     def feeds(self) -> int:
-        """Number of tokens that the next step adds to the KV for good, without those it guesses."""
+        """Number of tokens that the next step adds to the KV for good, without guessed ones."""
         return 1 + len(self._again)
 
     @property
@@ -191,12 +194,12 @@ class GuessingDecoder(Decoder):
         self._guess = guess
 
     def undo(self) -> bool:
-        """Take back the newest pass after an error in it, if it checks a guess; return whether so.
+        """Take back the newest pass, if it checks a guess; return whether to go on without it.
 
-        Call after an exception in `settle` or `step`. Drops the guess, so that the same tokens can
-        be fed without it: by `refeed` if the pass was running, otherwise by another `step`. Returns
-        False, with the pass or its guess dropped all the same, if a recurrent state from before the
-        pass is lost. The caller must check that the KV is intact.
+        Call after an exception in `settle` or `step`. After True, the same tokens can be fed
+        without the guess: by `refeed` if the pass was running, otherwise by another `step`; the
+        caller must check first that the KV is intact. Returns False if the pass checks no guess, or
+        if a recurrent state from before the pass is lost. The guess is dropped in any case.
         """
         flight, self._flight = self._flight, None
         guess, self._guess = self._guess if flight is None else flight.guess, ()
@@ -267,8 +270,9 @@ class GuessingDecoder(Decoder):
     def step(self) -> list[list[Drawn]]:
         """Return the tokens that are known and the pending one; start a pass that feeds the latter.
 
-        The pass also checks the guess, if there is one. The list ends before the pending token if
-        its logits are not finite.
+        The pass also checks the tokens set by `propose`, if any. The result has one list, because
+        the decoder has one row. That list ends before the pending token if its logits are not
+        finite.
         """
         accepted, guess, again = self._accepted, self._guess, self._again
         ended = self._running
@@ -287,7 +291,7 @@ class GuessingDecoder(Decoder):
         return [[*accepted, *drawn]]
 
     def _step_over(self, again: Sequence[int], guess: Sequence[int]) -> list[Drawn]:
-        """Start a pass over `again`, the pending token and `guess`; return the pending token.
+        """Start a pass over `again`, the pending token and `guess`; return the token in a list.
 
         `again`: tokens before the pending one that were taken back with a wrong guess. The list is
         empty if the logits of the pending token are not finite.

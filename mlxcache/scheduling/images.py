@@ -32,8 +32,9 @@ class ImageCost:
     """Memory that images need, measured on the model, in bytes.
 
     The vision tower needs `peak` bytes for an image of `tokens` tokens, and n ** `growth` times
-    that for n times as many tokens. `row_bytes`: bytes of all that is fed at one token of an image
-    in place of its embedding. `pixel_bytes`: bytes of the pixels behind one token.
+    that for n times as many tokens. `row_bytes`: bytes of the inputs that the model is fed for one
+    token of an image, such as its embedding. `pixel_bytes`: bytes of an image's pixels for each of
+    its tokens.
     """
 
     tokens: int
@@ -63,7 +64,7 @@ class ImageCost:
         return low
 
     def kept(self, tokens: int, chunk: int) -> int:
-        """Return the bytes to set aside for embedding rows and pixels.
+        """Return the bytes to set aside for the embedding rows and pixels of one task's images.
 
         `tokens`: tokens of the largest image. `chunk`: tokens of a prefill chunk, which may have an
         unfinished image at each end.
@@ -102,7 +103,7 @@ def measure(vision: Vision, room: int) -> ImageCost | None:
 class Images:
     """Embedding rows of the images of one task; memory is set aside for one task at a time.
 
-    `largest`: tokens of the largest image that fits into the memory.
+    `largest`: tokens of the largest image for which that memory suffices.
     """
 
     def __init__(self, vision: Vision, cost: ImageCost, largest: int):
@@ -124,8 +125,10 @@ class Images:
         """Return the model's extra keyword arguments for positions [start, end) of a task.
 
         The second axis of each array is the tokens. `positions` (see `model.positions`) is
-        present if an image with a grid begins before `end`. `input_embeddings`, and other inputs
-        that the model takes for images, are present if tokens of an image are in the range.
+        present if an image with a grid (see `ImageSpan`) begins before `end`. `input_embeddings`,
+        and other inputs that the model takes for images, are present if tokens of an image are in
+        the range. The result is empty if neither is present. Embedding rows that are not kept from
+        an earlier call are computed.
         """
         found: dict[str, mx.array] = {}
         if any(span.grid is not None and span.start < end for span in task.images):

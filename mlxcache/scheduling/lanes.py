@@ -181,9 +181,9 @@ class Lanes:
                 new = new[: len(new) // 2]
 
     def _company(self, lane: Lane) -> list[Lane]:
-        """Return the lanes of single rows that can share a batch with `lane`.
+        """Return the lanes of single rows that should join `lane` in a batch; empty if none.
 
-        The lane nearest in length comes first.
+        The lane nearest in length to `lane` comes first.
         """
         if not lane.batched and lane.tasks[0].behind:
             return []
@@ -257,7 +257,8 @@ class Lanes:
         """Run one decoding step; return the tokens that it hands out, in a list for each row.
 
         A row's list ends before a token that was drawn from logits that are not finite. Call
-        `make_ready` before.
+        `make_ready` before each step. A pass with guessed tokens that fails is tried again without
+        them, if the KV is intact; the error of any other failed pass is raised.
         """
         if not lane.batched:
             lane.tasks[0].held.lineage.note_pass(lane.decoder.writes)
@@ -276,8 +277,9 @@ class Lanes:
     def make_ready(self, lane: Lane) -> bool:
         """Reserve memory for one more step; return False if a lane of one row gets none.
 
+        Waits for a pass that checks drafted or guessed tokens, and chooses those of the next pass.
         A batch that gets no memory is removed and split into lanes of one row; the result is then
-        True.
+        True, and `make_ready` must be called for the new lanes.
         """
         if lane.batched:
             if not self._has_room(lane):
@@ -377,8 +379,8 @@ class Lanes:
     def _settle_guess(self, task: Task, decoder: GuessingDecoder) -> Settled | None:
         """Return the result of the last guess; None if none was checked, or its pass failed.
 
-        After a failure the same tokens are fed again without the guess, if that is possible.
-        Otherwise raises its error.
+        After a failed pass the same tokens are fed again without the guess. If that is not possible
+        (see `_undo_guess`), the error of the pass is raised.
         """
         try:
             return decoder.settle()
@@ -491,7 +493,7 @@ class Lanes:
         mx.clear_cache()
 
     def _end_drafts(self, lane: Lane, decoder: DraftingDecoder) -> None:
-        """Take back drafted tokens that were not handed out; note the seconds saved by drafts."""
+        """Take back drafts not handed out; add the seconds that drafts saved to the record."""
         (task,) = lane.tasks
         if lane.drafts is not None:
             task.note_guesses(lane.drafts.seconds_saved(task.length))

@@ -30,7 +30,8 @@ equal rows (32 x 32 zeros: 3,100 tokens in 32 rows), test output (the names diff
 def _required() -> npt.NDArray[np.int32]:
     """Return, for each period from 1, how many tokens must repeat to count as a loop.
 
-    A token repeats if it equals the token one period earlier. Shape (`LONGEST`,).
+    A period is the number of tokens that a loop repeats. A token repeats if it equals the token one
+    period earlier. Shape (`LONGEST`,).
     """
     period = np.arange(1, LONGEST + 1, dtype=np.int32)
     often = np.maximum(OFTEN * period, OFTEN_TOKENS)
@@ -42,11 +43,11 @@ _REQUIRED = _required()
 
 
 class LoopGuard:
-    """Detects loops of any period up to `LONGEST` tokens in one reply.
+    """Detects that a reply repeats the same 1 to `LONGEST` tokens many times; see `OFTEN`.
 
-    The reply is checked in blocks of `BLOCK` tokens. Constant memory, and some microseconds per
-    token. `period`: number of tokens in the detected loop, or 0. `near`: a loop may be detected
-    within the next `NEAR` tokens.
+    The reply is checked each time that `BLOCK` tokens were added. Constant memory, and some
+    microseconds per token. `period`: number of tokens that the detected loop repeats, or 0 if the
+    last check found none. `near`: a loop may be detected within the next `NEAR` tokens.
     """
 
     def __init__(self) -> None:
@@ -60,9 +61,9 @@ class LoopGuard:
         self._runs = np.zeros(LONGEST + 1, np.int32)  # by period: newest tokens that repeat
 
     def add(self, token: int) -> bool:
-        """Add the reply's next token; return True if the reply is a loop.
+        """Add the reply's next token; return True if the reply was checked and is a loop.
 
-        A loop is detected at most `BLOCK` tokens late.
+        It is checked once in `BLOCK` tokens, so a loop is detected at most `BLOCK` tokens late.
         """
         self._new.append(token)
         if len(self._new) < BLOCK:

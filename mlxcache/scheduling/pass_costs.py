@@ -40,11 +40,11 @@ LONGEST_S = 4.0
 
 
 def measure_passes(model: Any, layout: Layout, room: int) -> Curves:
-    """Measure passes over `LENGTHS` tokens, with the draw of a token at each position.
+    """Measure passes over the numbers of tokens in `LENGTHS`, with a draw at each position.
 
-    Returns pairs (tokens, seconds) by the number of cached positions before the pass. `model`: is
-    called as `model(tokens, cache=caches)`, tokens of shape (1, n), and returns logits of shape
-    (1, n, V). `layout`: of those caches. `room`: bytes that their KV may take. After `LONGEST_S`
+    Returns lists of (tokens, seconds) by the number of cached positions before the pass.
+    `model(tokens, cache=caches)`, with tokens of shape (1, n), returns logits of shape (1, n,
+    vocabulary). `layout`: of those caches. `room`: bytes that their KV may take. After `LONGEST_S`
     seconds at one number of cached positions, the lengths not measured yet are left out, except
     those in `FIRST`. Blocks; MLX thread only.
     """
@@ -70,7 +70,7 @@ def _curve(model: Any, line: Lineage, at: int) -> list[tuple[int, float]]:
 
 
 def _feed(model: Any, line: Lineage, at: int, tokens: int) -> float:
-    """Return the seconds of a pass over `tokens` tokens after `at` positions."""
+    """Return the seconds of a pass over `tokens` tokens after `at` positions of `line`."""
     line.pretend(at)
     line.settle()
     fed = mx.zeros((1, tokens), mx.int32)
@@ -84,9 +84,9 @@ def _feed(model: Any, line: Lineage, at: int, tokens: int) -> float:
 
 
 def stored_passes(file: Path, key: str | None, measure: Callable[[], Curves]) -> Curves:
-    """Return what `file` has for `key`; otherwise the result of `measure`, which is then stored.
+    """Return the measurements that `file` has for `key`; if none, store those of `measure`.
 
-    With `key` None nothing is read or stored.
+    `key`: result of `passes_key`; with None nothing is read or stored, and `measure` is called.
     """
     if key is None:
         return measure()
@@ -107,7 +107,10 @@ def load_passes(file: Path, key: str) -> Curves | None:
 
 
 def save_passes(file: Path, key: str, curves: Curves) -> None:
-    """Store `curves` for `key` in `file`, replaced atomically; log a warning if that fails."""
+    """Store `curves` for `key` in `file`, replaced atomically; log a warning if that fails.
+
+    Measurements for other keys stay in the file, at most `MOST_KEPT` of them.
+    """
     try:
         known = json.loads(file.read_bytes())
     except (OSError, ValueError):
@@ -130,9 +133,10 @@ MOST_KEPT = 31
 
 
 def passes_key(namespace: str, layout: Layout) -> str:
-    """Return the key of measurements of a model on this device, with these MLX and mlx-lm versions.
+    """Return the key under which `stored_passes` stores measurements of a model on this machine.
 
-    `namespace`: that of the model, which covers its weights and their quantisation.
+    It depends on the device and on the versions of MLX and mlx-lm too. `namespace`: that of the
+    model, which covers its weights and their quantisation. `layout`: that of its cache.
     """
     info = mx.device_info() if mx.default_device() == mx.gpu else {}
     machine = (str(info.get("device_name", "cpu")), str(os.cpu_count()))

@@ -55,11 +55,11 @@ DECODING_S = 0.4
 class PrefillDecodeBalance:
     """Divides the MLX thread's time between prefill and decoding.
 
-    Decoding gets a little more time than prefill, except during a burst: prefill that will end soon
-    goes first, so that its replies can be decoded together. `owed`: seconds of decoding due to
-    replies, limited to about the longest burst plus one chunk. `round_s`: seconds of one round of
-    decoding, that is one step of every lane; a moving average. `clock()` returns the time in
-    seconds.
+    Decoding gets a little more time than prefill, except during a burst: prefill that is expected
+    to end within `BURST_S` or `ARRIVAL_S` seconds goes first, so that its replies can be decoded
+    together. `owed`: seconds of decoding that are due to replies, because prefill delays them.
+    `round_s`: seconds of one round of decoding, that is one step of every lane; a moving average.
+    `clock()` returns the time in seconds.
     """
 
     def __init__(self, clock: Callable[[], float]):
@@ -72,14 +72,16 @@ class PrefillDecodeBalance:
     def begin(self, *, decoding: bool) -> None:
         """Begin a burst of prefill. Call when a prompt enters prefill while no other one is in it.
 
-        `decoding`: replies are being decoded, so only a short burst of prefill may delay them.
+        `decoding`: replies are being decoded, so the burst lasts at most `BURST_S` seconds;
+        otherwise `ARRIVAL_S`.
         """
         self._bound = BURST_S if decoding else ARRIVAL_S
 
     def prefill(self, chunk: Callable[[], None], *, owing: bool = True) -> None:
-        """Run one chunk of prefill.
+        """Call `chunk()`, which runs one chunk of prefill.
 
-        `owing`: replies wait for the chunk, so time for decoding is added to `owed`.
+        `owing`: replies wait for the chunk, so time for decoding is added to `owed`; otherwise
+        `owed` is set to 0.
         """
         if not owing:
             self.owed = 0.0
@@ -98,7 +100,7 @@ class PrefillDecodeBalance:
     def due(self, left_s: float) -> float:
         """Return the seconds of decoding that are due now, 0 or negative if none are.
 
-        `left_s`: expected seconds of the remaining prefill. If that is 0, `owed` is reset.
+        `left_s`: expected seconds of the remaining prefill. If they are 0, `owed` is set to 0.
         """
         if not left_s:
             self.owed = 0.0
@@ -114,10 +116,8 @@ class PrefillDecodeBalance:
     def decode(self, run_round: Callable[[], None], due: float, more: Callable[[], bool]) -> None:
         """Run rounds of decoding for `due` seconds, as `due` returns them.
 
-        The time that they take is subtracted from `owed`, the seconds of decoding that prefill has
-        delayed so far.
-
-        `run_round()` runs one round. Runs at least one, and stops once `more()` is false.
+        The time that they take is subtracted from `owed`. `run_round()` runs one round. At least
+        one is run, and no further one once `more()` returns False.
         """
         began = self._clock()
         run_round()
@@ -133,10 +133,11 @@ class PrefillDecodeBalance:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Limits of the engine.
+    """Upper limits of the engine.
 
     `concurrency`: requests in progress at once. `prefill_chunk`: tokens of a chunk. `context`:
-    tokens of prompt and reply. `transient`: bytes of temporary memory of a forward pass.
+    tokens of a prompt and its reply together. `transient`: bytes of temporary memory of a forward
+    pass.
     """
 
     concurrency: int
@@ -187,10 +188,12 @@ class Prefill:
         return sum(task.remaining for task in tasks) / self.cost.rate
 
     def feed_chunk(self, task: Task, seconds: float) -> None:
-        """Feed one chunk of about `seconds` seconds, and commit it.
+        """Feed the next chunk of a task's prompt, of about `seconds` seconds, and commit it.
 
-        Raises GenerationFailed if the model's cache does not grow by the number of tokens fed, and
-        NonFiniteOutput if the new KV is not finite. Nothing of the chunk is committed then.
+        A chunk at whose end a checkpoint is taken is always committed. Any other one is not if the
+        model has opaque slots, nor on a GPU if it is the prompt's last one. Raises GenerationFailed
+        if the model's cache does not grow by the number of tokens fed, and NonFiniteOutput, before
+        the commit, if the new KV is found not to be finite.
         """
         if task.remaining > 0:
             self._feed(task, self._size(task, seconds))
@@ -247,10 +250,10 @@ class Prefill:
     def note_device_error(self) -> None:
         """Feed shorter chunks from now on if the device failed while a chunk was fed.
 
-        The limit applies from the position of that chunk on, as long as the model is loaded. The
-        operating system ends passes that block the display for too long, and a shorter pass also
-        takes less memory. Embedding rows of images are dropped in any case, because they may be
-        wrong.
+        The limit applies to all prompts, from the position of that chunk on, as long as the
+        server runs. The operating system ends passes that block the display for too long, and a
+        shorter pass also takes less memory. Embedding rows of images are dropped in any case,
+        because they may be wrong.
         """
         if self._feeding is not None:
             at, size = self._feeding

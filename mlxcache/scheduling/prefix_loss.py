@@ -50,9 +50,9 @@ class Found:
 class Loss:
     """A prefix loss, before its tokens are counted.
 
-    `described`: the value of `RequestRecord.lost`, with its tokens and cost still 0. `runs`:
-    half-open ranges of tokens that an earlier prompt had computed and that this one has to compute
-    again.
+    `described`: the value of `RequestRecord.lost`, as in `GET /v1/requests/{id}`, but with
+    `lost_tokens` and `lost_s` 0. `runs`: half-open ranges of tokens that an earlier prompt had
+    computed and that this one has to compute again.
     """
 
     described: dict[str, Any]
@@ -62,8 +62,9 @@ class Loss:
 class PrefixLossReporter:
     """Fills in `RequestRecord.lost`: the reason why a prefix was not reused. Use on the event loop.
 
-    The cost of a loss is an estimate until the prompt is computed, and then its share of the
-    measured time. At the end of a request, lost tokens that it was not fed no longer count.
+    The cost of a loss, in seconds, is an estimate until the prompt is computed, and then its share
+    of the measured time of the prefill. When a request has ended, only those lost tokens count that
+    it was fed.
 
     `rate()` returns the prefill tokens per second last measured. `shared_with_sessions` is
     `SessionBook.shared_with_sessions`, called on this reporter's thread.
@@ -148,7 +149,7 @@ class PrefixLossReporter:
             answer.add_done_callback(explained)
 
     async def wait_for(self, id: str) -> None:
-        """Wait until the loss of request `id` is explained, if the analysis is in progress."""
+        """Wait until the analysis of request `id` has ended; return at once if none is running."""
         if (answer := self._open.get(id)) is not None:
             await asyncio.wait({answer})
 
@@ -266,7 +267,7 @@ def _set_cost(record: RequestRecord, spent: float | None) -> None:
 
 
 def _count_fed(record: RequestRecord, loss: Loss) -> None:
-    """Limit the lost tokens of an ended request to those that it was fed.
+    """Set `lost_tokens` of an ended request to the number of lost tokens that it was fed.
 
     The loss is removed from the record if at most `LEAST_LOSS` tokens are left.
     """

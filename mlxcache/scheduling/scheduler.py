@@ -104,7 +104,7 @@ class Scheduler:
         self._interrupted: dict[Task, Outcome | None] = {}
 
     def end_all(self) -> None:
-        """Commit and end all remaining requests."""
+        """End all remaining requests as cancelled, and commit what they have computed."""
         self._attempt(self._cancel_all)
         while not self.idle:  # the device failed
             self._attempt(self._cancel_all)
@@ -115,7 +115,10 @@ class Scheduler:
             self.cancel(task)
 
     def _attempt(self, action: Callable[[], None]) -> None:
-        """Run `action`; after a device error in it, let all active tasks begin again."""
+        """Run `action`; after a device error in it, let all active tasks begin again.
+
+        Other errors are raised.
+        """
         try:
             action()
         except RuntimeError as error:
@@ -127,8 +130,8 @@ class Scheduler:
         """Admit waiting tasks, then feed one chunk of prefill and run some steps of decoding.
 
         `sharing`: other models wait for the thread, so the step is short. `admitting`: waiting
-        tasks may start, because the model's weights are loaded and stay so for now. Raises the
-        device's error if a command failed; `recover` must be called then.
+        tasks may start, because the model's weights are in memory and stay there for now. Raises
+        the device's error if the device failed; `recover` must be called with it then.
         """
         self.idle_prefill.step() if self.idle and admitting else self.idle_prefill.pause()
         self.kv.pump(decoding=len(self.lanes) > 0)
@@ -185,9 +188,10 @@ class Scheduler:
         self.waiting.append(task)
 
     def cancel(self, task: Task, why: MlxcacheError | None = None) -> None:
-        """End a task early, with the error `why` if given; commit what it has computed.
+        """End a task early and commit what it has computed; nothing is done if it is over.
 
-        Call through `MlxThread.post`.
+        It ends with the error `why`, or as cancelled if that is None. Call through
+        `MlxThread.post`.
         """
         if why is not None and not task.over:
             self._fail(task, why, pass_failed=False)
@@ -249,7 +253,9 @@ class Scheduler:
     def _prefill_one(self, *, sharing: bool) -> None:
         """Feed one chunk of one prompt; after its last chunk, start decoding its reply.
 
-        `sharing`: other models wait for the thread.
+        While a prompt's prefix is being read from disk, read a part of it instead. An error fails
+        the task, unless it is the device's, which is raised, or the chunk can be tried again
+        because memory was freed. `sharing`: other models wait for the thread.
         """
         task = self.prefill.choose(self._computable())
         self.lanes.interrupt()
@@ -429,8 +435,9 @@ class Scheduler:
     def _begin_again(self, task: Task, outcome: Outcome | None) -> None:
         """Release the lease of a task and put the task at the front of the queue.
 
-        The task fails after `MOST_RESTARTS` restarts. A task that was about to end with `outcome`
-        ends instead, unless tokens of its reply were lost.
+        The task fails after `MOST_RESTARTS` restarts. `outcome`: how the task was about to end, or
+        None if it was not. It ends so instead of beginning again if that is an error or
+        `cancelled`, or if no token of its reply was lost.
         """
         if task.over and not isinstance(outcome, MlxcacheError):
             return
@@ -515,8 +522,9 @@ class Scheduler:
     def _fail(self, task: Task, error: MlxcacheError, *, pass_failed: bool = True) -> None:
         """End a task with an error; KV that it has committed stays in the cache.
 
-        Unless `pass_failed`, all of its KV is committed first. If the model's output is not finite,
-        the KV that the task has computed is removed from RAM and disk instead.
+        `pass_failed`: a pass of the model failed, so the rest of the task's KV is dropped;
+        otherwise the rest is committed too. If `error` is NonFiniteOutput, all KV that the task has
+        computed is removed from RAM and disk instead.
         """
         self._interrupted[task] = error
         self._take_out(task)
@@ -545,7 +553,7 @@ class Scheduler:
             self.lanes.leave(lane, [task])
 
     def persist_all(self) -> None:
-        """Pass the committed KV of running requests to the disk tier.
+        """Queue the committed KV of running requests for writing to disk.
 
         Called after the MLX thread failed.
         """
@@ -572,8 +580,9 @@ def is_out_of_memory(error: Exception) -> bool:
 def retry_after_oom(kv: KVCache, task: Task, error: Exception) -> bool:
     """Free memory and undo the pass that raised `error`; return whether it may be tried again.
 
-    Returns False if `error` is not a failed allocation, if it is the second one at this position,
-    or if the model has a recurrent state, which the pass has already changed.
+    Returns False if `error` is not a failed allocation, if it is the task's second one in a row at
+    the same position, if the task's prefix is being read from disk, if the pass has damaged the
+    task's KV, or if the model has opaque slots, whose state the pass has changed.
     """
     if kv.layout.opaque or task.lease is None or not is_out_of_memory(error):
         return False

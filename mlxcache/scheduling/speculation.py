@@ -84,8 +84,9 @@ class Speculation:
     def propose(self, task: Task, decoder: GuessingDecoder, most: int) -> list[int]:
         """Return the tokens to check in the task's next pass; empty if nothing is guessed.
 
-        `most`: most tokens. Nothing is guessed where that is not expected to save time, nor before
-        the reply's first token, which would wait until the conversation's tokens are indexed.
+        `most`: maximum length of the result. Nothing is guessed where that is not expected to save
+        time, nor before the reply's first token, which would wait until the conversation's tokens
+        are indexed.
         """
         if not task.out:
             return []
@@ -119,7 +120,7 @@ class Speculation:
         return made
 
     def note(self, task: Task, settled: Settled, *, alone: bool) -> None:
-        """Account for a pass that checked a guess.
+        """Use the result of a pass that checked a guess to choose later guesses.
 
         `alone`: the model did no other work meanwhile, so its time corrects the costs of passes.
         """
@@ -133,7 +134,7 @@ class Speculation:
         running.guesses.note_pass(cost, settled.checked, settled.right)
 
     def note_plain(self, task: Task, decoder: GuessingDecoder, *, alone: bool) -> None:
-        """Account for the newest pass of `decoder`, which checks no guess.
+        """Use the time of the newest pass of `decoder`, without a guess, to choose later guesses.
 
         `alone`: the model did no other work meanwhile, so its time corrects the costs of passes.
         """
@@ -148,7 +149,7 @@ class Speculation:
             running.guesses.note_pass(cost + late, 0, 0)
 
     def end(self, task: Task) -> float:
-        """End the guesses of a task; return the seconds that they saved.
+        """End the guesses of a task; return the seconds that they saved, below 0 if they cost more.
 
         Keeps the tokens of the conversation for the guesses of its next turn.
         """

@@ -93,7 +93,8 @@ class Output:
     def may_steer(self, within: int) -> bool:
         """Return whether the reply's guide may change within the next `within` tokens.
 
-        A change of the guide makes a thinking block end, or takes effect after its end.
+        A guide changes to end a thinking block that repeats itself or has reached the limit of
+        `budget`, and once more when that block has ended. Returns False without a `budget`.
         """
         if self.budget is None:
             return False
@@ -101,9 +102,10 @@ class Output:
         return near or self.budget.may_steer(self.parser.reasoning_tokens, within)
 
     def is_loop(self, token: int) -> bool:
-        """Return whether the reply, including its newest token, is a loop and must end.
+        """Add the reply's newest token; return whether the reply is a loop and must end.
 
-        A loop inside a thinking block ends only the block, the first time.
+        Call once for each token. The first loop inside a thinking block with a `budget` ends only
+        the block, and the result is then False.
         """
         loop = self.loop
         if loop is None or not loop.add(token):
@@ -209,7 +211,7 @@ class Task:
 
     @property
     def remaining(self) -> int:
-        """Number of prompt tokens still to prefill."""
+        """Number of prompt tokens still to prefill; the last token of the prompt does not count."""
         return self.target - self.held.length
 
     @property
@@ -224,9 +226,9 @@ class Task:
 
     @property
     def spaced(self) -> bool:
-        """True if a checkpoint is due at the reply's present length.
+        """True if a checkpoint is due at the reply's present length: each `SPACING` tokens.
 
-        It limits what is lost if the request fails later.
+        The checkpoint limits what is lost if the request fails later.
         """
         return len(self.out) % SPACING == 0
 
@@ -276,7 +278,7 @@ class Task:
         self.record.timing["restore_s"] = 0.0
 
     def lend(self, lease: Lease) -> None:
-        """Attach `lease` to the task, whose prompt is computed before any client sends it."""
+        """Attach `lease` to a task of anticipation, whose prompt no client has sent yet."""
         self.lease = lease
         self.record.cached_tokens = lease.cached
 
@@ -327,7 +329,8 @@ class Task:
     def begin_again(self, kept: int) -> None:
         """Drop the tokens that were not delivered; append the delivered ones to the prompt.
 
-        `kept`: number of tokens that the cache still has. The task must have no lease.
+        `kept`: number of leading tokens of `ids` that the cache still has. The task must have no
+        lease.
         """
         self.out = self.out[: self._delivered]
         self.ids, self.fed = self.tokens(), self.fed_ids()
@@ -349,7 +352,7 @@ class Task:
         self.skipped = 0 if self is chosen else self.skipped + 1
 
     def note_oom(self) -> bool:
-        """Record a failed allocation; return False if it is the second one at this position."""
+        """Record a failed allocation; return False if the last one was at the same position too."""
         repeated = self._oom_at == self.held.length
         self._oom_at = self.held.length
         return not repeated
@@ -378,7 +381,10 @@ class Task:
         self.record.guess_saved_s = round(self.record.guess_saved_s + saved_s, 6)
 
     def show_progress(self) -> None:
-        """Send the client the number of prompt tokens processed so far."""
+        """Send the client the number of prompt tokens in the cache so far, reused ones included.
+
+        Nothing is sent once the reply has begun.
+        """
         done = min(self.held.length, self.prompt_tokens)
         self.record.fed_tokens = max(0, done - self.record.cached_tokens)
         if not self.out:
@@ -390,9 +396,10 @@ class Task:
         return self.output.row.error if self.output is not None else None
 
     def take(self, drawn: Sequence[Drawn]) -> Outcome | None:
-        """Add drawn tokens to the reply until it is over; return how it ended, or None.
+        """Add drawn tokens to the reply until it is over; return how it ended, None if it goes on.
 
-        The pieces are not sent before `deliver`. Exceptions are returned as errors for the client.
+        The pieces are not sent before `deliver`. An exception is not raised but returned, as an
+        error for the client.
         """
         if not drawn and self.row_error is not None:
             return as_failure(self.row_error, self.record.id)
@@ -442,7 +449,10 @@ class Task:
     # -- its end -----------------------------------------------------------------------------------
 
     def flush(self, reason: FinishReason) -> None:
-        """Send all staged pieces and any text the parser still holds, and complete the record."""
+        """Send all staged pieces and any text the parser still holds, and complete the record.
+
+        `reason`: the finish reason, unless the parser has one of its own.
+        """
         self.deliver()
         if self.output is not None:
             parser = self.output.parser
@@ -452,7 +462,7 @@ class Task:
         self._close_record(reason)
 
     def end(self) -> None:
-        """Send the last event; the request must be counted and its record complete by then."""
+        """Send the last event, `Finished`. Before, call `flush` and the scheduler's `on_end`."""
         self.over = True
         parser, record = self.output.parser if self.output else None, self.record
         self.push(
@@ -516,7 +526,7 @@ def as_failure(error: Exception, id: str) -> MlxcacheError:
 
 
 def for_owner(job: Job, owner: str | None) -> Job:
-    """Return a copy of `job` for an owner, under whose own token ids its prompt is cached.
+    """Return a copy of `job` whose prompt is cached under token ids that only `owner` has.
 
     The model is still fed the original ids; see `own_ids`. Returns `job` itself if `owner` is None.
     """
