@@ -40,14 +40,16 @@ SETTLE_S = 10.0
 
 
 class SessionBook:
-    """The sessions of one engine.
+    """The sessions of one model and the stored responses, with the operations on them.
 
     Use on the event loop; `add_turn`, `session_of`, `shared_with_sessions` and `close` may be
     called on any thread. `files`: import and export of sessions. `decode`: converts token ids to
     text. `submit` queues a request. `prompt_caches` reads mlx-lm's prompt cache files.
     `before_removal` is called on the MLX thread before KV is removed. `incoming`: folder for files
     that are being received. `learn`: see `ReplyFeed`. Results include the turns added before,
-    unless writing those to disk takes long.
+    unless writing those to disk takes more than a second. Changes of sessions or responses raise
+    Busy if the table cannot be written for 5 seconds, and NotReady once the book is closed; reading
+    them then raises NotReady too.
     """
 
     def __init__(
@@ -101,14 +103,14 @@ class SessionBook:
     async def refresh_replies(self) -> None:
         """Load the replies that other servers have written since the last call, for replay.
 
-        Waits a few milliseconds at most.
+        Waits 50 milliseconds at most; a slower read continues in its thread.
         """
         if self._replies is not None and not self._closed:
             await self._replies.refresh()
 
     @property
     def count(self) -> int:
-        """Number of sessions after the last write of this server."""
+        """Number of sessions of all models and API keys, as of this book's last write."""
         return self._writer.count
 
     def add_turn(self, job: Job, ids: Tokens, reply: ReplyRow | None, gain: Gain) -> None:
@@ -120,14 +122,15 @@ class SessionBook:
         self._writer.add_turn(job, ids, time.time(), reply, gain)
 
     def session_of(self, request: str) -> str | None:
-        """Return the id of the session to which a recent request was written; None until then.
+        """Return the id of the session to which a request was written; None if it is not known.
 
+        It is known once the request's turn is written, and only for the newest 2,000 requests.
         `request`: id of the request. Any thread; does not block.
         """
         return self._writer.session_of(request)
 
     async def written(self) -> None:
-        """Wait, for a limited time, until the turns added before are written.
+        """Wait, for at most one second, until the turns added before are written.
 
         Raises NotReady once the book is closed.
         """
@@ -136,8 +139,8 @@ class SessionBook:
     def shared_with_sessions(self, label: str, ids: Tokens) -> list[tuple[bool, int]]:
         """Compare `ids` with each leaf of the sessions that have the label `label`.
 
-        Returns for each leaf whether it belongs to this model, and the number of leading tokens
-        shared. Any thread; blocks. Raises StoreError.
+        Returns a pair for each leaf: whether it belongs to this model, and the number of leading
+        tokens that it shares with `ids`. Any thread; blocks. Raises StoreError.
         """
         table = self._writer.table
         return [
@@ -178,12 +181,13 @@ class SessionBook:
     async def related(self, session: Session) -> Sequence[Session]:
         """Return the other sessions with the label of `session`, most recently used first.
 
-        Those are the sessions of one client's conversation that belong to other models.
+        Those are the sessions of one client's conversation that belong to other models. Empty if
+        `session` has no label.
         """
         return await self._writer.read(lambda: self._writer.table.related(session))
 
     async def with_ram(self, listed: Sequence[Listed]) -> Sequence[Listed]:
-        """Return the sessions `listed` with what this model's RAM holds of them added."""
+        """Return `listed` with the KV that this model's RAM holds added to each one's `ram`."""
         held = await self._thread.ask(
             lambda: [self._kv.measure([leaf.ids for leaf in one.leaves]) for one in listed]
         )
@@ -268,7 +272,10 @@ class SessionBook:
         return await self.get(made)
 
     async def _change(self, id: str, action: Callable[[], T]) -> T:
-        """Run a change of session `id`; see `SessionWriter.change`."""
+        """Run `action`, which changes session `id`, on the writer's thread; return its result.
+
+        Raises what `action` raises; see `SessionWriter.change`.
+        """
         return await self._writer.run(lambda: self._writer.change(id, action))
 
     async def delete(self, id: str) -> Sequence[Leaf]:
@@ -285,7 +292,10 @@ class SessionBook:
         return leaves
 
     async def forget(self, namespace: str, leaf: Leaf) -> None:
-        """Remove the KV of a removed `leaf` that no other leaf needs, from both tiers."""
+        """Remove the KV of a removed `leaf` that no other leaf needs, from both tiers.
+
+        `namespace`: that of the leaf's session. Nothing is removed from the RAM of other models.
+        """
         ids = leaf.ids
         others = await self._writer.read(lambda: self._writer.table.sharing(namespace, ids))
         needed = max(others.values(), default=0)
@@ -299,8 +309,9 @@ class SessionBook:
         """Clear both tiers and remove all sessions, pinned ones only if `pinned`.
 
         KV in use by requests stays until it is evicted. If the server has API keys, only the
-        sessions of the current key are removed. Returns the number of `sessions` removed, and the
-        `freed_bytes` on disk. Raises StoreError.
+        sessions of the current key and their KV are removed. Returns a dictionary with `sessions`,
+        the number of removed sessions, and `freed_bytes`, the bytes freed on disk. Raises
+        StoreError.
         """
         if OWNER.get() is not None:
             return await self._clear_own(pinned)
@@ -328,7 +339,8 @@ class SessionBook:
     async def prune(self, limit: int | None = None) -> int:
         """Remove damaged files, evict files down to `limit` bytes, and return the bytes freed.
 
-        If `limit` is None, nothing is evicted. Reads every file. Raises StoreError.
+        If `limit` is None, nothing is evicted. Reads every file. Returns 0 without a disk tier.
+        Raises StoreError.
         """
         if (store := self.store) is None:
             return 0
@@ -338,7 +350,7 @@ class SessionBook:
     async def check(self) -> Sequence[Problem]:
         """Return the problems of the files on disk. Reads every file completely.
 
-        Concurrent calls run one after another. Raises StoreError.
+        Concurrent calls run one after another. Empty without a disk tier. Raises StoreError.
         """
         if (store := self.store) is None:
             return ()
@@ -371,20 +383,21 @@ class SessionBook:
         await writer.run(lambda: writer.with_room(size // ROW_BYTES, save))
 
     async def response(self, id: str) -> StoredResponse:
-        """Return one of the owner's stored responses. Raises NotFound and StoreError."""
+        """Return one stored response of the current API key. Raises NotFound and StoreError."""
         owner = OWNER.get()
         return await self._writer.read(lambda: self._writer.table.response(id, owner))
 
     async def response_chain(self, id: str) -> Sequence[StoredResponse]:
         """Return a stored response and those that it continues, oldest first.
 
-        Raises NotFound if one of them is missing, and StoreError.
+        `id`: that of the newest. Raises NotFound if one of them is missing or belongs to another
+        API key, or if they are too many or too large; and StoreError.
         """
         owner = OWNER.get()
         return await self._writer.read(lambda: self._writer.table.response_chain(id, owner))
 
     async def delete_response(self, id: str) -> None:
-        """Delete one of the owner's stored responses. Raises NotFound and StoreError."""
+        """Delete one stored response of the current API key. Raises NotFound and StoreError."""
         owner = OWNER.get()
         await self._writer.run(lambda: self._sessions.delete_response(id, owner))
 
@@ -403,7 +416,10 @@ class SessionBook:
         return True
 
     def close(self) -> None:
-        """Write the turns added before, for a limited time, and stop. Any thread; blocks."""
+        """Write the turns added before, and stop. Any thread; blocks for about a second at most.
+
+        The number of turns that could not be written in that time is logged.
+        """
         self._closed = True
         if self._replies is not None:
             self._replies.close()

@@ -51,7 +51,7 @@ class SessionBooks:
         return next(iter(self._opened().values()))
 
     def by_namespace(self) -> Mapping[str, Mapping[str, SessionBook]]:
-        """Return the session books by namespace and label, that of the default model first.
+        """Return the session books by namespace, then by label; the default model's is first.
 
         A namespace has several books if a model is served under several names.
         """
@@ -125,7 +125,10 @@ class SessionBooks:
         return [self._labelled(one) for one in await self.default.related(session)]
 
     def tree_parts(self, listed: Sequence[Listed]) -> Sequence[TreePart]:
-        """Return for each loaded model those of `listed` that belong to it, for the tree view."""
+        """Return a part for each namespace of loaded models, with those of `listed` in it.
+
+        Sessions of models that were not loaded are left out. The result is for `tree_view`.
+        """
         parts = []
         for namespace, books in self.by_namespace().items():
             label, book = next(iter(books.items()))
@@ -148,7 +151,10 @@ class SessionBooks:
         return await self.get(made.session.id)
 
     async def delete(self, id: str) -> None:
-        """Remove a session, and its KV from both tiers except what other sessions need."""
+        """Remove a session, and its KV from both tiers except what other sessions need.
+
+        Raises NotFound and StoreError.
+        """
         book = await self.of(id)
         namespace = (await book.row(id)).namespace
         leaves = await book.delete(id)
@@ -193,24 +199,25 @@ class SeveralFiles:
         return await (await self._books.of(id)).files.snapshot(id)
 
     async def prompt_cache(self, id: str) -> PromptCacheExport:
-        """Export the main leaf of a session for mlx-lm's tools; see `SessionFiles`."""
+        """Export a session's main leaf for mlx-lm's tools; see `SessionFiles.prompt_cache`."""
         return await (await self._books.of(id)).files.prompt_cache(id)
 
     def incoming(self, nbytes: int) -> Path:
         """Return the folder in which to write a file of `nbytes` bytes that `restore` then reads.
 
-        It is the same for all models. Raises DiskFull if its disk has no room for the file.
+        It is the same for all models. See `SessionFiles.incoming`, also for the errors raised.
         """
         return self._books.default.files.incoming(nbytes)
 
     async def restore(
         self, path: Path, name: str | None = None, prompt: str | None = None
     ) -> Listed:
-        """Import a snapshot into its model, or a prompt cache of mlx-lm; see `SessionFiles`.
+        """Import a snapshot or a prompt cache of mlx-lm; see `SessionFiles.restore`.
 
         The model of a snapshot is found by its weights: it may have any name here, and need not be
         loaded. A prompt cache goes to the model whose path or id it states, else to the default
-        one. Raises SnapshotRefused, with the names of the models, for a snapshot of none of them.
+        one. Raises SnapshotRefused, with the names of the server's models, for a snapshot of none
+        of them, and the other errors of `SessionFiles.restore`.
         """
         namespace, model = await asyncio.to_thread(read_origin, path)
         if namespace is None:
@@ -221,7 +228,10 @@ class SeveralFiles:
         return await self._books.get(made.session.id)
 
     def _files_named(self, model: str) -> SessionFiles:
-        """Return the files of the loaded model with this path or id, else of the default one."""
+        """Return the `files` of the session book of a loaded model, else of the default model's.
+
+        `model`: the path or id of the model.
+        """
         books = [book for own in self._books.by_namespace().values() for book in own.values()]
         named = (book.files for book in books if model in (book.model.path, book.model.name))
         return next(named, self._books.default.files)

@@ -37,7 +37,10 @@ INCOMING = re.compile(r"restore-(\d+)-.*")
 
 
 def remove_stale(folder: Path) -> None:
-    """Remove files that servers were still receiving when they were killed."""
+    """Remove the files in `folder` that servers were still receiving when they were killed.
+
+    Other files, such as those that a running server is receiving, stay.
+    """
     for path in folder.glob("restore-*"):
         match = INCOMING.fullmatch(path.name)
         if match and not is_running(int(match[1])):
@@ -79,8 +82,8 @@ class SessionFiles:
     async def snapshot(self, id: str) -> SnapshotExport:
         """Return a snapshot of a session; iterate it on another thread, because it reads files.
 
-        Raises NotFound, StoreError, and Unsupported without a disk tier, and for a model on several
-        ranks whose KV cannot be joined.
+        Raises NotFound and StoreError; and Unsupported without a disk tier, or for a model on
+        several ranks whose KV cannot be joined.
         """
         store = self._stored()
         info = await self._info(id)
@@ -93,7 +96,8 @@ class SessionFiles:
 
         Computes the KV that is not in RAM. Raises NotFound; Busy if there is no memory, or if the
         KV was evicted meanwhile; Unsupported for a session of another model or with images, for a
-        model that has no such files, and for one on several ranks; and what `Engine.submit` raises.
+        model whose cache mlx-lm cannot read from such a file, and for one on several ranks; and
+        what `Engine.submit` raises.
         """
         self._check_whole()
         info = await self._info(id)
@@ -132,8 +136,8 @@ class SessionFiles:
         """Import the file at `path`: a snapshot, or a prompt cache of mlx-lm.
 
         `name`: name of the new session; None for the name in the snapshot. `prompt`: text, or JSON
-        list of token ids, of which the prompt cache was made, if the file has no tokens. KV of a
-        prompt cache that cannot be used is computed.
+        list of token ids, of which the prompt cache was made, if the file has no tokens. KV that a
+        prompt cache lacks, or that cannot be used, is computed.
         `served`: another model to which the snapshot must belong, and which need not be loaded.
         Raises SnapshotRefused, BadRequest and StoreError; for a snapshot Unsupported without a disk
         tier, and on several ranks among which its KV cannot be divided; for a prompt cache

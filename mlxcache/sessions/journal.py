@@ -87,10 +87,11 @@ class Served:
 
 
 class SessionWriter:
-    """The one thread that writes the table of sessions; its actions run in order.
+    """The thread that writes a model's sessions to the table of sessions, one action after another.
 
-    `count`: number of sessions after this process's last write. `shared`: records of sessions that
-    servers exchange, or None. `label`: that of the model, for the log. `close` ends the thread.
+    `count`: number of sessions in the table after this process's last write. `shared`: exchanges
+    ids and names of sessions with other servers; None without a remote. `label`: that of the model,
+    for the log. `close` ends the thread.
     """
 
     def __init__(
@@ -129,10 +130,10 @@ class SessionWriter:
     ) -> None:
         """Write a finished request as a turn of its session. Any thread; returns at once.
 
-        `ids`: token ids of its prompt and reply, shape (n,). `at`: seconds since 1970. `reply`: the
-        reply, to be stored for replay, or None. `gain`: figures to add to those of the session, or
-        None. If the table cannot be written, the turn is tried again later, as long as the server
-        runs.
+        `ids`: token ids of the prompt and the reply, shape (n,). `at`: when the request finished,
+        in seconds since 1970. `reply`: the reply, to be stored for replay, or None. `gain`: the
+        request's numbers of tokens and seconds, to be added to those of the session, or None. If
+        the table cannot be written, the turn is written later, as long as the server runs.
         """
         prompt = job.prompt
         marks, length = prompt.marks, len(prompt.ids)
@@ -206,7 +207,7 @@ class SessionWriter:
             self._refresh_count()
 
     def _write(self, late: LateTurn) -> None:
-        """Write one turn to the table. Raises StoreError."""
+        """Write one turn to the table on disk. Raises StoreError."""
         turn, shared = late.turn, self._shared
         key = digest_of(turn.ids[: turn.key_tokens])
         origin = shared.find(turn.owner, key) if shared is not None else None
@@ -242,10 +243,11 @@ class SessionWriter:
             self.pin(id, pinned=True)
 
     def pin(self, id: str, *, pinned: bool) -> None:
-        """Pin the files of a session, so that they are evicted last, or unpin them.
+        """Pin the files of a session, so that they are evicted last; unpin them unless `pinned`.
 
-        `id`: id of the session. Does nothing without a disk tier. Call on the writer's thread.
-        Raises NotFound and StoreError.
+        `id`: id of the session, whose row is not changed. Does nothing without a disk tier. Call on
+        the writer's thread. Raises StoreError, and NotFound if a session to be pinned is not in the
+        table on disk.
         """
         if self._store is not None:
             self._store.pin_session(self._sessions, id, pinned=pinned)
@@ -260,9 +262,10 @@ class SessionWriter:
         return self._late.table
 
     def delete(self, id: str) -> None:
-        """Remove the rows of a session, and its turns that could not be written yet.
+        """Remove the rows of session `id`, and its turns that could not be written yet.
 
-        Call on the writer's thread. Raises NotFound and StoreError.
+        Its files stay, without its pin. Call on the writer's thread. Raises NotFound if there is no
+        such session, and StoreError.
         """
         late = self._late.sessions()
         with self._freeing():
@@ -277,7 +280,7 @@ class SessionWriter:
         self._late.forget({id})
 
     def clear(self, *, pinned: bool) -> dict[str, int]:
-        """Remove all sessions and files, pinned ones only if `pinned`.
+        """Remove all sessions and KV files, of all models; pinned ones only if `pinned`.
 
         Returns a dictionary with `sessions`, the number of removed sessions, and `freed_bytes`, the
         bytes freed on disk. Call on the writer's thread. Raises StoreError.
@@ -314,8 +317,9 @@ class SessionWriter:
     def with_room(self, tokens: int, action: Callable[[], T]) -> T:
         """Make room on disk for `tokens` token ids in the table, then run `action`.
 
-        Both are one transaction. Returns the result of `action`. Call on the writer's thread.
-        Raises DiskFull if no room can be made.
+        Both are one transaction. Without a disk tier, no room is made. Returns the result of
+        `action`. Call on the writer's thread. Raises what `action` raises, and StoreError, which is
+        DiskFull if no room can be made.
         """
         if self._store is None:
             return action()
@@ -382,7 +386,8 @@ class SessionWriter:
     def close(self, seconds: float = CLOSE_S) -> int:
         """Write the turns added so far, for at most `seconds`, and end the thread.
 
-        Returns the number of turns and actions not done. Blocks.
+        Returns the number of turns and other actions that were not written or done in that time; 0
+        if all were. Blocks.
         """
         self._closed = True
         for timer in (self._pin_timer, self._retry_timer):

@@ -39,8 +39,9 @@ class LateTurns:
     """Turns that are not in the table of sessions on disk yet, in order; `write` writes them.
 
     Used on one thread, except `table`. While some turns could not be written, `table` is a copy of
-    the table `sessions` in memory that has them too, so that their conversations are listed. If the
-    session of a turn is new, its id in the copy is also used when the turn is written to disk.
+    the table `sessions` in memory that has them too, so that their conversations are listed. If a
+    turn begins a new session, the id that the session gets in the copy is also used when the turn
+    is written to disk.
     """
 
     def __init__(self, sessions: Sessions):
@@ -79,9 +80,10 @@ class LateTurns:
         return 0
 
     def write(self, record: Callable[[LateTurn], None]) -> None:
-        """Call `record` with each turn, in order, until it raises StoreError, which is raised.
+        """Call `record` with each waiting turn, in order, to write it to the table on disk.
 
-        Turns for which it did not raise no longer wait; the others are added to the copy `table`.
+        Turns that `record` has written no longer wait. If it raises StoreError, that is raised, and
+        the other turns go on waiting and are shown in the copy `table`.
         """
         try:
             while self._turns:
@@ -115,7 +117,7 @@ class LateTurns:
             self._show()
 
     def close(self) -> None:
-        """Close the copies; `table` must not be read any more."""
+        """Close the copies of the table in memory; `table` must not be read any more."""
         self._set_copy(None)
         self._set_copy(None)
 

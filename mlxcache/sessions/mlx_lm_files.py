@@ -34,7 +34,7 @@ The result is an async context manager and an async iterator of events.
 
 
 class PromptCacheExport:
-    """A prompt cache file of `nbytes` bytes; iterating over it yields its bytes in order.
+    """A prompt cache file of `nbytes` bytes; iterating over the export yields them in order.
 
     Iterate only once, on any thread except the MLX thread. A lineage stays leased until the
     iteration ends or the export is garbage collected.
@@ -47,8 +47,8 @@ class PromptCacheExport:
 
         `ids`: token ids as the model is fed them, shape (n,); their KV is found in the prefix tree
         under `own_ids(ids, owner)`. `owner`: owner of the session. `model`: path or name of the
-        model, to be written into the file. Raises Busy if there is no memory, or if RAM does not
-        hold all of the tokens, and RuntimeError if the device reports an error.
+        model, to be written into the file. Raises Busy if there is no memory for a lease, or if RAM
+        does not hold the KV of all `ids`, and RuntimeError if the device reports an error.
         """
         lease = kv.acquire(own_ids(np.append(ids, ids[-1:]), owner), 1)
         if lease is None:
@@ -87,8 +87,9 @@ class PromptCacheExport:
 class PromptCacheReader:
     """Reads mlx-lm's prompt cache files into the prefix tree.
 
-    `agrees(found, ids)` computes part of a file's KV again on the MLX thread and returns whether it
-    is the same. `tokenise(text)` tokenises a prompt as mlx-lm does.
+    `agrees(found, ids)` computes part of the KV of `ids` again on the MLX thread and returns
+    whether the content `found` of a file is the same. `tokenise(text)` tokenises a prompt as mlx-lm
+    does.
     """
 
     def __init__(

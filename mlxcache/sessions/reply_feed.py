@@ -29,9 +29,9 @@ WAIT_S = 0.05
 class ReplyFeed:
     """Passes the stored replies of one namespace to the callable `learn`.
 
-    Its argument maps owners (None: no owner) to their replies, oldest first. `start` passes all
-    stored replies, and each `refresh` those stored since the last call. `refresh` calls `learn` on
-    a worker thread. `label`: that of the model, for the log.
+    `learn` gets a mapping from owners (None: no owner) to their replies, oldest first. `start`
+    passes all stored replies, and each `refresh` those stored since the last read of the table.
+    `refresh` calls `learn` on a worker thread. `label`: that of the model, for the log.
     """
 
     def __init__(self, sessions: Sessions, store: Store, learn: Learn, *, label: str = "unnamed"):
@@ -46,9 +46,10 @@ class ReplyFeed:
         self._read()
 
     async def refresh(self) -> None:
-        """Pass new replies to `learn`, waiting at most `WAIT_S` seconds.
+        """Pass replies stored since the last read to `learn`, waiting at most `WAIT_S` seconds.
 
-        A slower read continues in its thread. Use from one event loop, and not after `close`.
+        A read that takes longer continues in its thread. Errors of the table are only logged. Use
+        from one event loop, and not after `close`.
         """
         if self._reading is None or self._reading.done():
             self._reading = asyncio.wrap_future(self._pool.submit(self._read))

@@ -23,11 +23,11 @@ MOST_TEXT = 160
 class Branch:
     """One node of the tree view: the tokens [start, end), and the sessions that share them.
 
-    `text`: beginning of their text. `ram` and `disk`: number of tokens, from the first of the node,
-    that a turn would reuse from that tier. `sessions`: ids of the sessions, as keys in order.
-    `ends`: leaves that end here, each with its session's id. `below`: child nodes. `merged`: number
-    of nodes below that are not shown, and the sum of their tokens. `model`: label of its model if
-    there are several, else None.
+    `parent`: None for the root. `text`: beginning of the tokens' text. `ram` and `disk`: number of
+    the node's tokens, counted from its first, that a turn would reuse from that tier. `sessions`:
+    ids of the sessions, as keys. `ends`: leaves of sessions that end here, each with its session's
+    id. `below`: child nodes. `merged`: number of nodes below that are not shown, and the sum of
+    their tokens. `model`: label of the node's model if there are several, else None.
     """
 
     parent: Branch | None
@@ -47,7 +47,8 @@ class Branch:
 class TreePart:
     """The sessions of one model in the tree view.
 
-    `decode` converts its token ids to text. `model`: its label, None if it is the only one.
+    `listed`: the sessions. `decode` converts token ids of the model to text. `model`: label of the
+    model, None if it is the only one.
     """
 
     listed: Sequence[Listed]
@@ -60,10 +61,11 @@ def tree_view(
 ) -> dict[str, Any]:
     """Return the body of `GET /v1/cache/tree` for sessions of one owner.
 
-    `owner`: that owner, for converting their token ids to those of the model (see `plain_ids`);
-    None for sessions without an owner. The body has at most `most` nodes, including the empty root,
-    below which each model has branches of its own. If there are more, the shortest leaf nodes are
-    merged into their parents. Takes O(tokens), that is milliseconds per session.
+    `parts`: one for each model. `owner`: owner of all sessions in `parts`, for converting their
+    token ids to those of the model (see `plain_ids`); None if they have none. The body has at most
+    `most` nodes, including the empty root, below which each model has branches of its own. If there
+    are more, the shortest nodes without children are merged into their parents. Takes O(tokens),
+    that is milliseconds per session.
     """
     root = Branch(None, 0, 0)
     for part in parts:
@@ -81,7 +83,7 @@ def tree_view(
 
 
 def _grow(root: Branch, part: TreePart, owner: str | None) -> None:
-    """Add the tree with all leaves of a model's sessions below `root`.
+    """Add the conversations of all sessions of `part` as nodes below `root`.
 
     `owner`: owner of all these sessions, or None if they have none.
     """
@@ -117,7 +119,10 @@ def _branch(parent: Branch, node: Node, ids: Tokens, part: TreePart, owner: str 
 
 
 def _merge(root: Branch, most: int) -> None:
-    """Merge the shortest leaf nodes, in tokens, into their parents until `most` nodes are left."""
+    """Merge the nodes with the fewest tokens into their parents until at most `most` are left.
+
+    Only nodes without children are merged. `root` is left in any case.
+    """
     nodes = _numbered(root)
     left = len(nodes)
     ends = [(b.end - b.start, number) for number, b in enumerate(nodes) if not b.below and b.parent]
@@ -140,7 +145,7 @@ def _merge(root: Branch, most: int) -> None:
 
 
 def _numbered(root: Branch) -> list[Branch]:
-    """Return all nodes, parents before their children.
+    """Return `root` and all nodes below it, parents before their children.
 
     Of siblings, those with more sessions come first, then those with more tokens.
     """
