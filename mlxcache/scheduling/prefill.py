@@ -191,9 +191,9 @@ class Prefill:
         """Feed the next chunk of a task's prompt, of about `seconds` seconds, and commit it.
 
         A chunk at whose end a checkpoint is taken is always committed. Any other one is not if the
-        model has opaque slots, nor on a GPU if it is the prompt's last one. Raises GenerationFailed
-        if the model's cache does not grow by the number of tokens fed, and NonFiniteOutput, before
-        the commit, if the new KV is found not to be finite.
+        model has opaque slots, nor on a GPU if it is the prompt's last one. Raises, before the
+        commit, GenerationFailed if the model's cache does not grow by the number of tokens fed, and
+        NonFiniteOutput if the new KV is found not to be finite.
         """
         if task.remaining > 0:
             self._feed(task, self._size(task, seconds))
