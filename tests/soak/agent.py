@@ -135,6 +135,11 @@ class Agent:
             doing: Callable[[Agent, SoakServer, Step], None] = getattr(steps, step.kind)
             doing(self, server, step)
 
+    def forget_computed(self) -> None:
+        """Note that the computed tokens of every conversation are unknown."""
+        for conversation in self.conversations:
+            conversation.forget_computed()
+
     # -- conversations -----------------------------------------------------------------------
 
     def pick_conversation(self, step: Step, *, fresh: bool = False) -> Conversation:

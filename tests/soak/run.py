@@ -156,6 +156,10 @@ class Soak:
         out = wire.call(steady.port, "DELETE", "/v1/cache?pinned=true")
         self.shared_sessions.clear()
         self.ledger.reset_computed()
+        for (place, _), agents in self._agents.items():
+            if place == "shared":  # servers of other families have lost their files too
+                for agent in agents:
+                    agent.forget_computed()
         left = checks.get_json(steady, "/v1/sessions", self.ledger)
         if out.status != 200 or (left and left["data"]):
             self.ledger.add_violation("clear", f"{steady.name}: {out.status} {out.error}, {left}")
