@@ -48,7 +48,7 @@ class Budget:
         return left if self.shared is None else min(left, self.shared.limit - self.shared.used)
 
     def by_kind(self) -> dict[str, int]:
-        """Return a new dict of the bytes in use, by kind."""
+        """Return a new dict from each kind, such as "kv", to its bytes in use."""
         return dict(self._kinds)
 
     def reserve(self, kind: str, n: int) -> bool:
@@ -65,10 +65,10 @@ class Budget:
         return True
 
     def charge(self, kind: str, n: int) -> None:
-        """Record `n` bytes that are already allocated, even above the limit.
+        """Count `n` bytes more as in use by `kind`, even above the limit; fewer if `n` is negative.
 
-        `n` may be negative. Raises ValueError, with nothing changed, if the kind would fall below
-        zero.
+        For bytes that are already allocated or cannot be refused. Raises ValueError, with nothing
+        changed, if the bytes of `kind` would fall below zero.
         """
         self._add(kind, n)
 

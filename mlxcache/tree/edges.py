@@ -18,7 +18,8 @@ from mlxcache.types import Tokens
 class Holdings:
     """Map from each value to the nodes that hold it. Values are compared by identity.
 
-    All nodes of a value lie on one path, because a value holds at most one token per position.
+    A value is any object that holds KV by position, such as a lineage. All nodes of a value lie on
+    one path, because a value holds at most one token per position.
     """
 
     def __init__(self) -> None:
@@ -86,7 +87,8 @@ class Edges:
     def touch(self, nodes: Iterable[Node]) -> None:
         """Mark `nodes` as used now.
 
-        All of them get the same tick, so none counts as more recently used than another.
+        All of them get the same tick of the eviction clock, so none counts as more recently used
+        than another.
         """
         self.leaves.clock.tick()
         for node in nodes:
@@ -174,7 +176,10 @@ class Edges:
         self.leaves.renew(leaf)
 
     def remove(self, leaf: Node) -> None:
-        """Remove `leaf` from the tree. It must have no checkpoint."""
+        """Remove `leaf`, a node without children and checkpoint, from the tree.
+
+        Its parent may then become a leaf, or be merged into its one remaining child.
+        """
         parent = leaf.parent
         assert parent is not None
         del parent.children[int(leaf.tokens[0])]

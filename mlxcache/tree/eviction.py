@@ -183,8 +183,9 @@ class EvictionOrder:
     def key(self, node: Node) -> Key:
         """Compute the current sort key of `node`; the node with the lowest key is evicted first.
 
-        The key has the score, then the last use. A leaf that was never reused, and whose
-        conversation has continued on another branch, has a lower key than all other leaves.
+        The key compares first the score, then the last use, then the end; see `Key`. But a leaf
+        that was never reused, and whose conversation has continued on another branch, has a lower
+        key than all other leaves.
         """
         return (not node.usage.replaced, self.value(node), node.used_at, node.end)
 

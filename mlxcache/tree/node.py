@@ -63,7 +63,7 @@ class Usage:
     def until(self, position: int) -> float:
         """Return the time until which clients want the tokens before `position` kept.
 
-        This is in seconds of the same clock as `seen`, or 0 without a keep hint.
+        It is in seconds of the same clock as `seen`; 0 if no keep hint reaches to `position`.
         """
         longest = max((long for at, long in self.keeps if at >= position), default=None)
         return 0.0 if longest is None else self.seen + longest

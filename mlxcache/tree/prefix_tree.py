@@ -112,10 +112,11 @@ class PrefixTree:
 
         Tokens already in the tree keep their value. The missing tail becomes a new segment of
         `value`, which starts with the uses of its conversation; the first `key` tokens identify the
-        conversation (see `Uses.found`). But the tail extends the leaf that it follows if the leaf
-        has the same value, no checkpoint, and no more uses than a new segment would start with. The
-        whole path counts as used. Without tokens, the root is returned. The caller must lock the
-        node before anything else may evict it.
+        conversation; if it is None, a tail that follows a leaf belongs to the leaf's conversation.
+        But the tail extends the leaf that it follows if the leaf has the same value, no checkpoint,
+        and no more uses than a new segment would start with. The whole path counts as used. Without
+        tokens, the root is returned. The caller must lock the node before anything else may evict
+        it.
 
         Raises TypeError if `tokens` is an array that is not int32 of shape (n,). Raises ValueError,
         with nothing changed, if there is a tail and `value` already holds tokens outside of the
@@ -254,7 +255,7 @@ class PrefixTree:
         return self._edges.leaves.first()
 
     def rank(self, leaf: Node) -> Key:
-        """Return the sort key of `leaf` for eviction. Changes nothing.
+        """Return the sort key of `leaf` for eviction, see `eviction.Key`. Changes nothing.
 
         Of the leaves of several trees that share an eviction clock, the one with the lowest key is
         evicted first.
@@ -297,7 +298,7 @@ class PrefixTree:
             raise ValueError(f"{node} left the tree")
 
     def _require_room(self, value: Any, found: Match) -> None:
-        """Raise ValueError if `value` holds tokens outside of the prefix `found`."""
+        """Raise ValueError if `value` holds tokens outside of the prefix that `found` matched."""
         held = self._edges.holdings.of(value)
         if held and (held[-1] not in found.nodes or held[-1].end > found.length):
             raise ValueError(

@@ -1,10 +1,11 @@
 """Selection of the checkpoints of a path to drop. RAM, disk and prefill use the same rule.
 
-An edit far back in a prompt makes the model compute everything after it again, so starting a little
-earlier costs relatively little more; near the end every message matters. The worth of a checkpoint
-here is the gap that its removal would leave, divided by the distance from the end of that gap to
-the end of the path: tokens that have to be computed anyway. Removing the checkpoint with the lowest
-worth repeatedly leaves gaps that grow with the distance from the end.
+After an edit of a prompt, the model computes all tokens from the last checkpoint before the edit
+on. Far from the end, a checkpoint that is a little earlier adds relatively few tokens; near the end
+it adds relatively many. The worth of a checkpoint is here the number of tokens between its two
+neighbours, divided by the number of tokens from the later neighbour to the end of the path.
+Removing the checkpoint with the lowest worth repeatedly leaves gaps that grow with the distance
+from the end.
 """
 
 from __future__ import annotations

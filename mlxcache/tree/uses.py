@@ -54,8 +54,9 @@ class Uses:
     def renew(self, nodes: Sequence[Node], least: int = 0) -> None:
         """Mark the path to the last of `nodes` that is still in the tree as used now.
 
-        The number of uses of each node on it is raised to at least `least`. Called for a
-        conversation that no request uses at the moment, but that is expected to continue.
+        `nodes` follow one another on a path, from the root down. The number of uses of each node on
+        the path is raised to at least `least`. May merge edges. Called for a conversation that no
+        request uses at the moment, but that is expected to continue.
         """
         last = next((node for node in reversed(nodes) if not node.detached), None)
         path = last.path()[1:] if last is not None else []
@@ -68,8 +69,8 @@ class Uses:
     def keep(self, node: Node, wishes: tuple[tuple[int, float], ...]) -> None:
         """Add the clients' keep hints `wishes` to the nodes on the path to `node`.
 
-        Each hint is a position up to which to keep tokens, and the seconds to keep them after each
-        use.
+        Each hint is a pair: the position in the prompt up to which to keep its tokens, and the
+        seconds to keep them after each use.
         """
         for each in node.path():
             each.usage.keep(tuple(wish for wish in wishes if wish[0] > each.start))
