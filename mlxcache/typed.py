@@ -28,7 +28,9 @@ def _decoder(type: Hashable) -> msgspec.json.Decoder[Any]:
 def decode(type: type[T], text: str | bytes) -> T:
     """Decode the JSON `text` into a value of `type`.
 
-    Raises msgspec.DecodeError or its subclass ValidationError, UnicodeError, RecursionError.
+    Raises msgspec.ValidationError if the JSON does not match `type`, its base class
+    msgspec.DecodeError if `text` is not JSON, UnicodeError if it is not valid Unicode, and
+    RecursionError if the JSON is nested too deeply.
     """
     found: T = _decoder(cast(Hashable, type)).decode(text)
     return found
