@@ -76,7 +76,7 @@ class Chat:
       `cache_control` field. It is 0 if only tools or system have one, None if nothing has.
     - `continue_final`: the last message is the assistant's, and the reply continues it.
     - `keeps` are requests of the client to keep the prompt cached. Each is a number of leading
-      messages (0: tools and system) and the seconds after each use.
+      messages (0: tools and system) and the seconds to keep them after each use.
     """
 
     messages: Sequence[Mapping[str, Any]]
@@ -104,8 +104,9 @@ class Prompt:
       text and calls have the form `<tool_call>{json}</tool_call>`.
     - `rules` are the rules of canonicalisation that changed the conversation.
     - `names` maps text that the model writes to the text that the client receives instead.
-    - `source` is the input of the rendering, for `prompt.explain`.
-    - `keeps` are requests of the client to keep a prefix, as (position, seconds after each use).
+    - `source` is the input of the rendering, which the module `prompt.explain` compares.
+    - `keeps` are keep hints: pairs of the position up to which to keep the prompt, and the seconds
+      to keep it after each use.
     """
 
     ids: Tokens
@@ -136,8 +137,9 @@ class Sampling:
     """Sampling parameters, as in mlx-lm.
 
     A `temperature` of 0 is greedy. These values are off: `top_p` 1, `top_k` 0, `min_p` 0,
-    `xtc_probability` 0, and `repetition_penalty` 1. The repetition penalty applies to the newest
-    `repetition_context` tokens, including the prompt. `logit_bias` pairs token ids with values to
+    `xtc_probability` 0, `repetition_penalty` 1, and 0 for the other penalties, which count the
+    tokens of the reply. The repetition penalty applies to the newest `repetition_context` tokens,
+    including the prompt. `logit_bias` pairs token ids with values to
     be added. If `seed` is None, a random one is used. `unset` are the fields that the client
     omitted, for which the model may have defaults.
     Source of XTC: https://github.com/oobabooga/text-generation-webui/pull/6335
@@ -266,7 +268,7 @@ class TokenLogprob:
 
 @dataclass(frozen=True, slots=True)
 class Admitted:
-    """Event: memory is reserved and the cached prefix is known.
+    """Event: memory is reserved for a request, and the cached part of its prompt is known.
 
     Counts are exact: cached and fed tokens add up to the prompt.
     """
@@ -278,7 +280,7 @@ class Admitted:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """Event: `done` of `total` prompt tokens are in the model's cache."""
+    """Event: `done` of the `total` tokens of a prompt are computed or were cached."""
 
     done: int
     total: int
