@@ -16,7 +16,7 @@ _THINKING_TYPES = ("adaptive", "between_tools", "disabled", "enabled")
 
 
 def describe_model(info: ModelInfo, name: str | None = None) -> dict[str, Any]:
-    """Return the model object of Anthropic's API, with `name` as its id if given.
+    """Return the model object of Anthropic's API. Its id is `name`, or `info.id` if that is None.
 
     Lengths are in tokens. `max_tokens`, the longest reply, is the whole context length; the length
     of the prompt is not subtracted. `context_length`, `max_context_length` and
@@ -41,22 +41,26 @@ def describe_model(info: ModelInfo, name: str | None = None) -> dict[str, Any]:
 
 
 def describe_unknown(name: str) -> dict[str, Any]:
-    """Return the model object of a model that was never loaded: what is not known is None."""
+    """Return the model object of a model that was never loaded.
+
+    `name` is its id. `max_input_tokens`, `max_tokens` and `capabilities` are not known, so they are
+    None; `created_at` is the start of 1970.
+    """
     known = {"id": name, "type": "model", "display_name": name, "created_at": _time(0)}
     unknown = ("max_input_tokens", "max_tokens", "capabilities")
     return known | {"lifecycle": "active"} | dict.fromkeys(unknown)
 
 
 def _time(seconds: int) -> str:
-    """Return a Unix time in the format of the API, in UTC."""
+    """Return a time, in seconds since 1970, in the form `2026-01-31T23:59:59Z`."""
     return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
 def list_models(infos: Sequence[ModelInfo], *, empty: bool) -> dict[str, Any]:
     """Return the list of models in Anthropic's API.
 
-    All models are on one page. With `empty`, returns a page without models: the answer to a request
-    for those before or after that one page.
+    All `infos` are on one page. With `empty`, returns a page without models: the answer to a
+    request for models before the first one or after the last one.
     """
     data = [] if empty else [describe_model(info) for info in infos]
     ids = [one["id"] for one in data] or [None]

@@ -84,7 +84,10 @@ def read_tool_choice(body: Conversation, tools: Sequence[Function]) -> ToolChoic
 
 
 def template_args(body: Conversation) -> Mapping[str, Any]:
-    """Return the chat template's arguments for thinking and effort, by name."""
+    """Return the chat template's arguments for thinking and effort, by name.
+
+    They are `enable_thinking` and `reasoning_effort`, each only if the request sets it.
+    """
     args = effort_args(read_effort(body))
     if body.thinking is not None:
         args["enable_thinking"] = _may_think(body.thinking)
@@ -98,8 +101,9 @@ def _may_think(config: ThinkingConfig | None) -> bool:
 def read_thinking_budget(body: Request, *, takes_effort: bool) -> int | None:
     """Return the maximum tokens of thinking, or None if there is no limit.
 
-    `takes_effort` tells whether the chat template uses the effort itself. Otherwise an effort below
-    `high`, which is this API's default, becomes a number of tokens.
+    It is `thinking.budget_tokens` if the request has it and `thinking.type` is `enabled`. Otherwise
+    an effort of `low` or `medium` becomes a number of tokens (`EFFORT_BUDGETS`), unless thinking is
+    off or `takes_effort`: the chat template uses the effort itself.
     """
     config = body.thinking
     if config is not None and config.type == "enabled" and config.budget_tokens is not None:
@@ -113,9 +117,9 @@ def read_thinking_budget(body: Request, *, takes_effort: bool) -> int | None:
 def read_effort(body: Conversation) -> Effort | None:
     """Return the effort of the reply, or None if the request has none.
 
-    It is the last one of those in system messages that apply already, else that of the request's
-    `output_config`. An effort in a system message applies at once if the message follows new input
-    of the user (more than tool results), otherwise from the next such input on.
+    It is the effort of the newest system message whose effort applies already, else that of the
+    request's `output_config`. An effort in a system message applies at once if the message follows
+    new input of the user (more than tool results), otherwise from the next such input on.
     Source: https://platform.claude.com/docs/en/build-with-claude/effort-per-message.
     """
     effort = body.output_config.effort if body.output_config else None

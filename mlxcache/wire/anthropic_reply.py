@@ -50,8 +50,9 @@ class ContentBlocks:
         self._started = False
 
     def feed(self, piece: Piece) -> list[StreamEvent]:
-        """Add a piece of the reply and return the stream events that result.
+        """Add a piece of the reply and return the stream events that result, maybe none.
 
+        They are of the types `content_block_start`, `content_block_delta` and `content_block_stop`.
         Raises GenerationFailed if a tool call's arguments are not a JSON object.
         """
         if isinstance(piece, ToolCall):
@@ -169,7 +170,10 @@ def edit_fields(body: Request) -> dict[str, Any]:
 
 
 def begin_message(id: str, model: str, usage: Mapping[str, int]) -> dict[str, Any]:
-    """Return a message object for a reply that begins, without content and stop reason."""
+    """Return a message object for a reply that begins, without content and stop reason.
+
+    `usage` is the object that `count_usage` returns.
+    """
     return {
         "id": id,
         "type": "message",
@@ -192,10 +196,10 @@ REPETITION = {
 def end_fields(finished: Finished, *, whole: bool = False) -> dict[str, Any]:
     """Return the fields `stop_reason` and `stop_sequence` of a reply that was not cancelled.
 
-    A reply stopped for repeating itself also has `stop_details`. Its `stop_reason` is `end_turn`,
-    because agents would request more after `max_tokens`. But if `whole` (a format or a tool call
-    was required, so that a part of the reply is useless), it is `max_tokens`, because clients parse
-    a reply that has `end_turn`.
+    A reply that was ended because it repeated itself also has `stop_details`. Its `stop_reason` is
+    `end_turn`, because agents request the rest of a reply that has `max_tokens`. But it is
+    `max_tokens` if `whole` (a format or a tool call was required, so that a part of the reply is
+    useless), because clients parse a reply that has `end_turn`.
     """
     cut = whole and finished.reason == "repetition"
     fields: dict[str, Any] = {

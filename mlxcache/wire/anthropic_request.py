@@ -35,9 +35,9 @@ def to_chat(
 ) -> tuple[Chat, tuple[Function, ...]]:
     """Convert `body` to a chat and to all tools that may be called, including deferred ones.
 
-    A final assistant message is continued. If it ends in a tool call, in reasoning or in white
-    space, it cannot be: `strict` then raises BadRequest, otherwise the message is taken as
-    complete. `images` tells whether the model accepts images.
+    The reply continues a final assistant message, unless that ends in a tool call, in reasoning or
+    in white space: then BadRequest is raised if `strict`, else the message is taken as complete.
+    `images` tells whether the model accepts images.
 
     Raises:
         Unsupported: the body has an unsupported field or block that would change the answer, or an
@@ -119,7 +119,7 @@ def _check_supported(body: types.Conversation) -> None:
 
 
 class _ChatWriter:
-    """Builder of a chat's messages from those of a request body.
+    """Builder of `messages`, those of a chat, from those of a request body.
 
     `breakpoint` is the number of leading messages up to and including the last one with a field
     `cache_control`: 0 if only tools or the system prompt have one, None if there is none.
@@ -148,7 +148,7 @@ class _ChatWriter:
         A system message without text is not added. Nor is a `cleared` one: the client limited it
         with `clear_at` to the time before the next user message. Tools defined in such messages can
         be called nevertheless. `where` is the message's place in the body, for errors. Raises
-        BadRequest if a message of another role has no content.
+        BadRequest if a message of another role has no content, and the errors of `BlockReader`.
         """
         if message.role == "system":
             self._write_system(message.content or "", where, cleared=cleared)
@@ -174,9 +174,9 @@ class _ChatWriter:
     def continue_last(self, *, strict: bool) -> bool:
         """Return True if the reply is to continue the final message, an assistant message.
 
-        Returns False for an empty message, which is removed, and for one that cannot be continued:
-        it ends in a tool call, in reasoning or in white space. With `strict`, raises BadRequest for
-        the latter instead.
+        Returns False if the message is empty, and removes it. If the message cannot be continued,
+        because it ends in a tool call, in reasoning or in white space, raises BadRequest if
+        `strict`, else returns False.
         """
         last = self.messages[-1]
         content = last["content"]
@@ -205,9 +205,10 @@ class _ChatWriter:
             self.mark()
 
     def _write_user(self, content: types.Content, where: str) -> None:
-        """Add texts, images and tool results in order.
+        """Add the texts, images and tool results of a user message, in order.
 
-        `where` is the place of the content in the body, for errors.
+        Each tool result becomes a message of its own; the texts and images between two of them
+        become one user message. `where` is the user message's place in the body, for errors.
         """
         before = len(self.messages)
         items: list[Item] = []
@@ -232,7 +233,7 @@ class _ChatWriter:
             self.mark()
 
     def _write_tool_result(self, block: types.ToolResult, where: str) -> None:
-        """Add a message with a tool result. `where` is its place in the body, for errors."""
+        """Add a message with a tool result. `where` is the place of `block` in the body."""
         items, marked = self._blocks.read_items(block.content or "", where)
         content = join_items(items, "\n\n")
         if block.is_error:
@@ -282,9 +283,10 @@ class _ChatWriter:
 class BlockReader:
     """Converter of content blocks to text, or to images if the message may hold them.
 
-    Results of tools that run on Anthropic's servers, such as a web search in the history, become
-    their name and JSON. A reference to a tool becomes the tool's description. Methods take `where`,
-    the place in the body of a block or of a list of blocks, for errors.
+    Results of tools that run on Anthropic's servers, such as a web search in the history, become a
+    text: the block's type, and its content as JSON. A reference to a tool becomes the tool's
+    description. Methods take `where`, the place in the body of a block, or of the object that has
+    the blocks as its content, for errors.
     """
 
     def __init__(self, tools: Toolbox, images: ImageReader):
@@ -304,19 +306,20 @@ class BlockReader:
         return [self.read_text(block, where)]
 
     def read_items(self, content: types.Content, where: str) -> tuple[list[Item], bool]:
-        """Return the texts and images of a message's blocks, and whether any has `cache_control`.
+        """Return the texts and images of all blocks, and whether a block has `cache_control`.
 
-        `where` is the place of `content` in the body, for errors.
+        `where` is the place in the body of the object that has this content, for errors. Raises
+        Unsupported and BadRequest, as `read_block` does.
         """
         found = list(_read_blocks(content, where))
         items = [item for at, block in found for item in self.read_block(block, at)]
         return items, any(_has_mark(block) for _, block in found)
 
     def read_texts(self, content: types.Content, where: str) -> tuple[list[str], bool]:
-        """Return the text of each block, and whether any has `cache_control`.
+        """Return the text of each block, and whether a block has `cache_control`.
 
-        `where` is the place of `content` in the body, for errors. Raises Unsupported for citations,
-        and BadRequest or Unsupported for a block that is not text.
+        `where` is the place in the body of the object that has this content, for errors. Raises
+        Unsupported and BadRequest, as `read_text` does.
         """
         found = list(_read_blocks(content, where))
         texts = [self.read_text(block, at) for at, block in found]
@@ -400,9 +403,11 @@ def _only_texts(items: list[Item], where: str) -> list[str]:
 
 
 def _read_blocks(content: types.Content, where: str) -> Iterator[tuple[str, types.Block]]:
-    """Yield each block of a message's content with its place in the body.
+    """Yield the place in the body and the block, for each block of `content`.
 
-    `where` is the place of `content`. A string is yielded as one text block.
+    The place is, for example, `messages[0].content[0]`. `where` is the place of the object that has
+    this content, such as `messages[0]`. A string is yielded as one text block with the place
+    `where`. Raises the errors of `types.read_block`.
     """
     if isinstance(content, str):
         yield where, types.Text(content)

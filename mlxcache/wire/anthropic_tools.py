@@ -19,13 +19,13 @@ Function = Mapping[str, Any]
 class Toolbox:
     """Tools of one request, in the client's order, as functions for the chat template.
 
-    `head` holds those that are described at the start of the prompt, `all` those and all others. In
-    `all`, a function may also have `strict`, which is not rendered. A tool with `defer_loading` is
-    not in `head`: it is described where a `tool_reference` in a tool result or a `tool_addition` in
-    a system message loads it, so that the start of the prompt stays the same.
+    `head` holds the tools that are described at the start of the prompt, `all` holds every tool.
+    In `all`, a function may also have `strict`, which is not rendered. A tool with `defer_loading`
+    is not in `head`: it is described where a `tool_reference` in a tool result or a `tool_addition`
+    in a system message loads it, so that the start of the prompt stays the same.
 
-    Raises Unsupported for a tool that runs on Anthropic's servers, and BadRequest for one without a
-    name or a schema.
+    Raises Unsupported for a tool that runs on Anthropic's servers, or that only code there may
+    call, and BadRequest for a tool without a name or a schema.
     """
 
     def __init__(self, tools: Iterable[types.Tool]):
@@ -41,8 +41,8 @@ class Toolbox:
     def describe_loaded(self, name: str) -> str:
         """Return the text that replaces a reference to the tool `name` in the prompt.
 
-        The tool can be called from there on, if the request has one of this name; otherwise the
-        text says that there is none. Each reference to a tool gets the same text.
+        From there on the tool can be called. If the request has no tool of this name, the text says
+        so. Each reference to a tool gets the same text.
         """
         self._removed.discard(name)
         if name in self._deferred:
@@ -54,7 +54,7 @@ class Toolbox:
     def remove(self, name: str) -> str:
         """Remove the tool `name` until a message adds it again.
 
-        Returns the text that says so in the prompt.
+        Returns the text for the prompt that says that the tool can no longer be called.
         """
         self._removed.add(name)
         return f"The tool {name} can no longer be called."

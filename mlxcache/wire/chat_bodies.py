@@ -59,9 +59,9 @@ def is_responses(request: dict[str, Any]) -> bool:
 
 
 def is_anthropic(request: dict[str, Any]) -> bool:
-    """Return whether a request must be of Anthropic's API.
+    """Return whether a request with `messages` must be of Anthropic's API.
 
-    A request that is also valid in OpenAI's API counts as OpenAI's.
+    A request that is also valid in OpenAI's Chat Completions API counts as OpenAI's.
     """
     tools = request.get("tools") or []
     if "system" in request or any(isinstance(t, dict) and "function" not in t for t in tools):
@@ -77,8 +77,9 @@ def is_anthropic(request: dict[str, Any]) -> bool:
 def request_to_chat(request: dict[str, Any]) -> Chat:
     """Convert a request of any API to a chat. Images are replaced by text with their digest.
 
-    A field that OpenAI's endpoints would refuse is ignored. Raises Unsupported for one that
-    Anthropic's would refuse, and BadRequest for a malformed message.
+    A field of the request that OpenAI's endpoints would refuse is ignored. Raises Unsupported for
+    a field that Anthropic's would refuse and for messages or tools that no endpoint accepts, and
+    BadRequest if the request is malformed.
     """
     return _to_chat({"model": "any", **_without_images(request)}, check=False)
 
@@ -176,8 +177,8 @@ def count_images(request: Any) -> int:
 def differences_without_effect(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
     """Return the names of differences between two requests that do not change their prompts.
 
-    These are the names of fields that are not rendered, such as `temperature`, then
-    `cache_control` if messages, system prompts or tools are equal except for this field, and
+    These are the names of differing fields that are not rendered, such as `temperature`. Then
+    follow `cache_control` if messages, system prompts or tools are equal except for this field, and
     `the form of messages` if they differ only in the way they are written, such as a text and a
     list with one text.
     """
@@ -189,8 +190,8 @@ def differences_without_effect(one: dict[str, Any], other: dict[str, Any]) -> li
 def _differences_in_form(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
     """Return the names of differences between equal messages that are written in two ways.
 
-    They are `cache_control`, and `the form of messages`: one request has, for example, a string and
-    the other a list with one text.
+    They are `cache_control` if only one request has this field, or another value of it, and
+    `the form of messages` if, for example, one has a string and the other a list with one text.
     """
     pairs = [(_head(one), _head(other))]
     pairs += list(zip(_messages(one), _messages(other), strict=False))
@@ -224,8 +225,8 @@ def _has_mark(value: Any) -> bool:
 def _plain(value: Any, *, marks_only: bool = False) -> Any:
     """Return a part of a request without `cache_control`, spelled in one way for comparison.
 
-    A list with one text becomes a string, and tool arguments in JSON text become objects, unless
-    `marks_only`: then only `cache_control` is removed.
+    A list with one text becomes a string, and tool arguments in JSON text become objects. With
+    `marks_only`, `cache_control` is removed and nothing else changes.
     """
     if isinstance(value, list):
         items = [_plain(item, marks_only=marks_only) for item in value]

@@ -24,8 +24,8 @@ def decode(type: type[T], body: bytes) -> T:
 
     Half of a surrogate pair, which JavaScript clients send if they cut a string inside an emoji,
     becomes U+FFFD. Raises BadRequest if the body is not JSON, does not match `type`, or is nested
-    too deeply. The error's `param` is the wrong field, such as `messages[0].role`, or None if the
-    whole body is wrong.
+    more than `MAX_DEPTH` (100) levels deep. The error's `param` is the wrong field, such as
+    `messages[0].role`, or None if the whole body is wrong.
     """
     try:
         try:

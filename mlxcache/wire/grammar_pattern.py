@@ -83,8 +83,8 @@ def pattern_of_lark(definition: str, where: str) -> str:
     Raises:
         Unsupported: a rule refers to itself elsewhere than at the beginning or end of an
             alternative, or through another rule; or the grammar uses templates, `%ignore` or
-            another directive, look-around, the flag `x`, or imports from libraries other than
-            `common`.
+            another directive, look-around, the flag `x`, or imports other than those terminals of
+            Lark's library `common` that this module knows (`_COMMON`).
         BadRequest: the text is not a Lark grammar, a rule is missing, an expression is invalid, or
             the grammar or the result is too long (`MAX_PATTERN`) or nested too deeply.
     """
@@ -121,8 +121,8 @@ _NUL = r"\\x00"
 class _Parser:
     """Parser of a Lark grammar, which turns each alternative of a rule into a regular expression.
 
-    In the result a reference to a rule is its name between two NUL characters. A NUL of the
-    grammar's own is written as an escape.
+    In the expression a reference to a rule is the rule's name between two NUL characters. A NUL
+    character in the grammar is written as an escape.
     """
 
     def __init__(self, text: str, where: str):
@@ -218,8 +218,9 @@ class _Parser:
     def _next_alternative(self, *, top: bool) -> bool:
         """Advance past the `|` of a rule's next alternative, which may be on a later line.
 
-        Returns False if there is no further alternative. `top`: outside of parentheses, where a
-        line end without a `|` after it ends the rule. All other line ends are skipped.
+        Returns False if there is no further alternative. `top`: the position is outside of
+        parentheses, where a line end ends the rule unless the next line with text begins with `|`.
+        All other line ends are skipped.
         """
         begin = self._at
         while self._peek().kind == "line":
@@ -308,11 +309,11 @@ def _one_of(choices: Sequence[str]) -> str:
 
 
 def _repetition(name: str, choices: Sequence[str]) -> str:
-    """Return an expression for the rule `name`, as repetitions where it refers to itself.
+    """Return an expression for the rule `name`, with repetitions in place of references to itself.
 
-    `choices`: expressions of its alternatives. `x: b x | x a | x m x | c` matches `y (m y)*`, where
-    `y` is `b* c a*`. References of the rule to itself inside an alternative are kept. If every
-    alternative begins or ends with one that is not optional, all are kept.
+    `choices`: expressions of its alternatives. `x: b x | x a | x m x | c` becomes `y (m y)*`, where
+    `y` is `b* c a*`. A reference to itself in the middle of an alternative is kept. If every
+    alternative begins or ends with such a reference that is not optional, all of them are kept.
     """
     itself = f"\0{name}\0"
     optional = f"(?:{itself})?"
@@ -339,7 +340,8 @@ def _repetition(name: str, choices: Sequence[str]) -> str:
 def _presences(always: bool, sometimes: bool) -> tuple[bool, ...]:
     """Return the cases for one side of an alternative: with a reference (True), without (False).
 
-    `always`: the side is a reference. `sometimes`: it is an optional one, which gives both cases.
+    A side is the beginning or the end, and a reference is one of the rule to itself. `always`: the
+    side has a reference. `sometimes`: it has an optional one, which gives both cases.
     """
     return (True,) if always else (True, False) if sometimes else (False,)
 
@@ -360,8 +362,8 @@ class _Expander:
     def expand(self, name: str) -> str:
         """Return the expression of the rule `name` without references.
 
-        Raises Unsupported if the rule refers to itself in a way that is no repetition, and
-        BadRequest if a rule is missing or the expression is too long.
+        Raises Unsupported if a rule refers to itself in a way that is no repetition, and
+        BadRequest if a rule is missing or the expression has more than `MAX_PATTERN` characters.
         """
         if name in self._done:
             return self._done[name]

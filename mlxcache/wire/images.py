@@ -73,7 +73,7 @@ class ImageReader:
         return self.read_base64(source.get("data"), where)
 
     def read_base64(self, data: Any, where: str) -> Image:
-        """Return the image in the base64 text `data`. Its file format is checked later.
+        """Return the image whose file is in the base64 text `data`, without checking its format.
 
         `where` is the image's place in the body, for errors.
         """

@@ -105,8 +105,9 @@ def _constraints(
 ) -> Iterator[OutputFormat]:
     """Yield the output format for each field in `given` that the request sets.
 
-    A field is given as the kind of format, the field's name, and its value. An empty expression or
-    grammar counts as not set, because some clients always send the field.
+    A field is given as the kind of format, the field's name, and its value. An empty string counts
+    as not set, because some clients always send the field. Raises BadRequest for a schema that is
+    not a JSON object and for an empty list of choices.
     """
     for kind, name, value in given:
         if value is None or value == "":
@@ -154,10 +155,10 @@ class ToolUse:
 
 
 def read_tool_use(body: types.ChatRequest, rendered: Sequence[Mapping[str, Any]]) -> ToolUse:
-    """Return which tools may be called, and how: what `tool_choice` in the body asks for.
+    """Return which tools may be called, and how, as the body's `tool_choice` asks for.
 
-    `rendered` are the tools in the prompt, in order. They are always rendered, and without
-    `strict`, so that the prefix stays the same whatever the choice.
+    `rendered` are the body's tools in the form of `Chat.tools`, in order. All are in the prompt,
+    without `strict`, whatever `tool_choice` is, so that the beginning of the prompt stays the same.
 
     Raises:
         Unsupported: the type of `tool_choice` is not supported.

@@ -26,7 +26,8 @@ Payload = dict[str, Any]
 class Envelope:
     """Fields that a reply object and all chunks of a reply have.
 
-    `created` is in seconds since 1970.
+    `object` is the type of the object, such as `chat.completion`; `created` is in seconds since
+    1970.
     """
 
     id: str
@@ -94,11 +95,10 @@ def count_usage(lasts: Sequence[Finished], n: int = 1) -> Payload:
 
 
 def _end_fields(last: Finished, wish: Wish, *, called: bool) -> dict[str, str | None]:
-    """Return `finish_reason` and vLLM's `stop_reason`, the stop string that ended the reply.
+    """Return the fields `finish_reason` and `stop_reason` (vLLM's) of a choice.
 
-    `called` tells whether the reply has tool calls. A reply stopped for repeating itself has the
-    `stop_reason` `repetition`. Its `finish_reason` is not `length`, after which agents would
-    request more, unless `wish.whole`, because clients parse a reply that has `stop`.
+    `called` tells whether the reply has tool calls. `stop_reason` is the stop string that ended the
+    reply, `repetition` if it was ended because it repeated itself, else None.
     """
     looped = "repetition" if last.reason == "repetition" else None
     return {
@@ -108,14 +108,18 @@ def _end_fields(last: Finished, wish: Wish, *, called: bool) -> dict[str, str | 
 
 
 def _finish_reason(last: Finished, wish: Wish, *, called: bool) -> str:
-    """Return `length` if the reply was cut off, `Wish.called` if it calls tools, else `stop`."""
+    """Return `length` if the reply was cut off, `wish.called` if it calls tools, else `stop`.
+
+    A reply that was ended because it repeated itself counts as cut off only if `wish.whole`: agents
+    request the rest of a reply that has `length`, but clients parse a reply that has `stop`.
+    """
     if last.reason == "length" or (wish.whole and last.reason == "repetition"):
         return "length"
     return wish.called if called or last.reason == "tool_calls" else "stop"
 
 
 def chat_completion(replies: Sequence[WholeReply], envelope: Envelope, wish: Wish) -> Payload:
-    """Return the `chat.completion` object of finished replies."""
+    """Return the `chat.completion` object with each of the finished replies as one choice."""
     choices = [_chat_choice(reply, i, wish) for i, reply in enumerate(replies)]
     usage = count_usage([reply.last for reply in replies], wish.n)
     return envelope.wrap(choices=choices, usage=usage)
@@ -139,7 +143,10 @@ def _chat_choice(reply: WholeReply, index: int, wish: Wish) -> Payload:
 
 
 def text_completion(replies: Sequence[WholeReply], envelope: Envelope, wish: Wish) -> Payload:
-    """Return the `text_completion` object of finished replies. Their text includes reasoning."""
+    """Return the `text_completion` object with each of the finished replies as one choice.
+
+    The text of a choice includes the reasoning, and first the prompt if the request has `echo`.
+    """
     choices = [
         {
             "index": i,
@@ -175,7 +182,7 @@ class Chunks:
         return []
 
     def feed(self, event: Event) -> list[Payload]:
-        """Return the chunks for an engine event.
+        """Return the chunks to send for an engine event, maybe none.
 
         Raises GenerationFailed if the model failed, and NotReady if the reply was cancelled.
         """
@@ -282,9 +289,10 @@ def _chat_logprobs(tokens: Sequence[TokenLogprob]) -> dict[str, Any]:
 
 
 def write_logprobs(tokens: Sequence[TokenLogprob]) -> list[dict[str, Any]]:
-    """Return the objects of tokens with their log-probabilities and alternatives.
+    """Return an object for each token: `token`, `logprob`, `bytes` and `top_logprobs`.
 
-    Chat Completions and Responses use the same form.
+    `top_logprobs` lists such objects of the alternatives. Chat Completions and Responses use the
+    same form.
     """
     return [
         _logprob(t.token, t.logprob)
@@ -306,8 +314,9 @@ def _raw(token: str) -> bytes:
 class TextLogprobs:
     """Builder of the object `logprobs` of a text completion, piece by piece.
 
-    It has four lists with an element for each token: `tokens`, `token_logprobs`, `top_logprobs` and
-    `text_offset`, the character in which the token begins.
+    The object has four lists with an element for each token: `tokens`, `token_logprobs`,
+    `top_logprobs` and `text_offset`, the index of the character in which the token begins, counted
+    from the start of the choice's text.
     """
 
     def __init__(self) -> None:
@@ -317,7 +326,8 @@ class TextLogprobs:
     def write(self, tokens: Sequence[TokenLogprob]) -> dict[str, Any]:
         """Return the object `logprobs` for the next tokens.
 
-        `top_logprobs` always includes the sampled token.
+        An element of `top_logprobs` maps texts of tokens to log-probabilities: those of the
+        alternatives and of the sampled token.
         """
         return {
             "tokens": [_legacy_token(t.token) for t in tokens],

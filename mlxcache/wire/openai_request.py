@@ -60,7 +60,8 @@ def check_supported(body: Generation) -> None:
     """Raise Unsupported for the first unsupported field of a completion request.
 
     Only fields that would change the answer are checked: those of `UnsupportedFields`, then those
-    of chat or text completions. Raises BadRequest if fields contradict each other.
+    of chat or text completions. Raises BadRequest if fields contradict each other, or
+    `chat_template_kwargs` has an argument that the server itself passes.
     """
     check_generation(body)
     if isinstance(body, ChatRequest):
@@ -223,10 +224,13 @@ def limit_tokens(limit: int, param: str) -> int | None:
 def to_chat(body: ChatRequest, *, images: bool = False) -> Chat:
     """Convert `body` to a chat. `images` tells whether the model accepts images.
 
-    A final assistant message is continued if it has text and no tool calls, unless the request has
-    `continue_final_message` false or `add_generation_prompt` true. An empty one is removed.
+    The reply continues the final message if `continue_final_message` is true. If that is not set,
+    and `add_generation_prompt` is not true, a final assistant message without tool calls is
+    continued if it has text, and removed if it has neither text nor reasoning, unless it is the
+    only message.
 
-    Raises Unsupported for media other than images, and for images if the model accepts none;
+    Raises Unsupported for media other than images, for images if the model accepts none, for tools
+    other than functions, and for `add_generation_prompt` false if no message is continued;
     BadRequest for a malformed message or tool.
     """
     reader = ImageReader(images)
@@ -252,8 +256,9 @@ def to_chat(body: ChatRequest, *, images: bool = False) -> Chat:
 def read_thinking_budget(body: ChatRequest, *, takes_effort: bool) -> int | None:
     """Return the maximum tokens of thinking, or None for no limit.
 
-    `takes_effort` tells whether the chat template uses the effort itself; otherwise
-    `EFFORT_BUDGETS` turns it into tokens. -1 in the request means no limit.
+    It is the number that the request states; -1 means no limit. If it states none, the effort of
+    reasoning becomes a number by `EFFORT_BUDGETS`, unless `takes_effort`: the chat template uses
+    the effort itself.
     """
     stated = (
         body.thinking_budget,
@@ -281,7 +286,11 @@ def _template_args(body: ChatRequest) -> dict[str, Any]:
 
 
 def effort_args(effort: str | None) -> dict[str, Any]:
-    """Return the arguments of the chat template for an effort of reasoning; empty for None."""
+    """Return the arguments of the chat template for an effort of reasoning; empty for None.
+
+    They are `enable_thinking` false for the effort `none`, else `reasoning_effort` with `low`,
+    `medium` or `high`.
+    """
     if effort == "none":
         return {"enable_thinking": False}
     return {"reasoning_effort": _EFFORT.get(effort, effort)} if effort else {}
@@ -336,7 +345,7 @@ def _content(message: Message, index: int, images: ImageReader) -> str | list[It
 
 
 def _texts(message: Message) -> tuple[str, ...]:
-    """Return the non-empty text parts of a message; none if its content is one string."""
+    """Return the text parts of a message that are not empty; none if its content is a string."""
     parts = message.content if isinstance(message.content, list) else []
     return tuple(text for part in parts if (text := part.text or part.refusal))
 

@@ -31,7 +31,10 @@ LEFT_OUT_KEY = "mlxcache_left_out_tools"
 def make_response(
     id: str, model: str, body: types.ResponsesRequest, sampling: Sampling, tools: Toolbox
 ) -> Payload:
-    """Return the `response` object of a request before its reply begins."""
+    """Return the `response` object of a request before its reply begins: `status` `in_progress`.
+
+    `id` and `model` are the response's. Types of tools that `tools` left out are in `metadata`.
+    """
     metadata = dict(body.metadata or {})
     if tools.left_out:
         metadata[LEFT_OUT_KEY] = ", ".join(dict.fromkeys(tools.left_out))
@@ -104,7 +107,10 @@ def count_usage(last: Finished) -> Payload:
 
 @dataclass(slots=True)
 class _Open:
-    """The output item that is being generated: its kind, its index, and its text so far."""
+    """The output item that is being generated, with its text and log-probabilities so far.
+
+    `index` is its index in the response's `output`.
+    """
 
     kind: Literal["reasoning", "message"]
     id: str
@@ -122,9 +128,10 @@ class ResponseWriter:
     """Builder of a `response` object and of the stream events from which clients build the same.
 
     Call `begin`, then `feed` for each engine event, and finally `finish`, or `fail` after an error.
-    `response` is the object so far, with the output items that are complete. `whole` is True if a
-    format or a tool call was required, so that a part of the reply is useless. Events are numbered
-    by `sequence_number`.
+    `response` is the object so far, with the output items that are complete; `last` is the final
+    engine event, None until it was fed. `whole` is True if a format or a tool call was required: a
+    reply that was ended because it repeated itself is then incomplete. Events are numbered by
+    `sequence_number`.
     """
 
     def __init__(
@@ -158,7 +165,7 @@ class ResponseWriter:
         return self._lifecycle("response.in_progress")
 
     def feed(self, event: Event) -> list[Payload]:
-        """Return the stream events for an engine event.
+        """Return the stream events to send for an engine event, maybe none.
 
         Raises GenerationFailed if the model failed, and NotReady if the reply was cancelled.
         """
@@ -170,9 +177,9 @@ class ResponseWriter:
         return []
 
     def fail(self, code: str, message: str) -> Payload:
-        """Mark the response as failed and return its last event.
+        """Mark the response as failed and return its last stream event, `response.failed`.
 
-        `code` and `message` describe the error. An output item that was not completed is left out.
+        `code` and `message` become its `error`. An output item that was not completed is left out.
         """
         self.response |= {"status": "failed", "error": {"code": code, "message": message}}
         return self._lifecycle("response.failed")
@@ -209,7 +216,10 @@ class ResponseWriter:
         return events
 
     def finish(self) -> Payload:
-        """Return the last event of the stream, after all engine events have been fed."""
+        """Return the last event of the stream, after all engine events have been fed.
+
+        Its type has the response's status: `response.completed` or `response.incomplete`.
+        """
         return self._lifecycle(f"response.{self.response['status']}")
 
     # -- items -------------------------------------------------------------------------------

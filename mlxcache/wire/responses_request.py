@@ -37,7 +37,8 @@ _IMAGE_PARTS = frozenset({"input_image", "image_url"})
 def check_supported(body: types.ResponsesRequest) -> None:
     """Raise Unsupported for the first unsupported field that would change the answer.
 
-    Raises BadRequest if fields contradict each other.
+    Raises BadRequest if fields contradict each other, or `chat_template_kwargs` has an argument
+    that the server itself passes.
     """
     check_generation(body)
     if body.n not in (None, 1) or body.best_of not in (None, 1):
@@ -79,8 +80,8 @@ def read_max_tokens(body: types.ResponsesRequest, default: int | None) -> int | 
 def read_thinking_budget(body: types.ResponsesRequest, *, takes_effort: bool) -> int | None:
     """Return the maximum tokens of thinking, or None for no limit.
 
-    `takes_effort` tells whether the chat template uses the effort itself; otherwise
-    `EFFORT_BUDGETS` turns it into tokens.
+    It is `reasoning.max_tokens` of the request. If there is none, `reasoning.effort` becomes a
+    number by `EFFORT_BUDGETS`, unless `takes_effort`: the chat template uses the effort itself.
     """
     reasoning = body.reasoning
     if reasoning is None:
@@ -141,7 +142,7 @@ class Conversation:
 
 
 def read_input(body: types.ResponsesRequest) -> list[types.RawItem]:
-    """Return the items of `input`. A text becomes one user message."""
+    """Return the items of `input`. A text becomes one user message, an empty text no item."""
     if isinstance(body.input, str):
         return [{"type": "message", "role": "user", "content": body.input}] if body.input else []
     return body.input
@@ -183,7 +184,8 @@ def shorten(chat: Chat) -> list[Chat]:
     """Return versions of `chat` without its oldest turns, each shorter than the one before.
 
     Used for `truncation` `auto`. A turn begins with a user message. System and developer messages
-    at the start and the newest turn are kept; other turns are dropped `TURNS_AT_ONCE` at a time.
+    at the start and the newest turn are kept; other turns are dropped `TURNS_AT_ONCE` (8) at a
+    time. The versions have no keep hints. Returns an empty list if there is only one turn.
     """
     roles = [message["role"] for message in chat.messages]
     head = next((i for i, role in enumerate(roles) if role not in ("system", "developer")), 0)
@@ -255,12 +257,12 @@ class MessageWriter:
         return items
 
     def _reply(self, *, begins: str) -> dict[str, Any]:
-        """Return the assistant message to which an item belongs; it is added if necessary.
+        """Return the assistant message to which an input item belongs; it is added if necessary.
 
         A reply has reasoning, then text, then calls. `begins` is the part that the item adds, as a
-        key of the message: `reasoning_content`, `content` or `tool_calls`. A new message is started
-        if the last one is not the assistant's, or already has this part or a later one; calls are
-        added to those it has.
+        key of the message: `reasoning_content`, `content` or `tool_calls`. A new message is added
+        if the last one is not the assistant's, or already has this part or a later one. Calls are
+        the exception: a message may have several.
         """
         order = ("reasoning_content", "content", "tool_calls")
         last = self.messages[-1] if self.messages else {}

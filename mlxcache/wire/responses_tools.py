@@ -55,9 +55,10 @@ class Entry:
 class Toolbox:
     """Tools of one request, in the client's order.
 
-    `functions` holds the tools in the form of `Chat.tools`. `left_out` holds the types of tools
-    that run only on OpenAI's servers but that Codex sends by default (`LEFT_OUT`). Raises
-    Unsupported for other tools that run only there, and BadRequest for a malformed one.
+    `functions` holds the tools in the form of `Chat.tools`, except for those of the types in
+    `LEFT_OUT`, which run only on OpenAI's servers but which Codex sends by default: their types are
+    in `left_out`. Raises Unsupported for other tools that run only there and for grammars that are
+    not supported, and BadRequest for malformed tools and for two with the same name.
     """
 
     def __init__(self, tools: Sequence[types.Tool]):
@@ -113,12 +114,12 @@ class Toolbox:
         return self._entries.get(rendered) or Entry(rendered, rendered)
 
     def read_use(self, body: types.ResponsesRequest) -> ToolUse:
-        """Return which tools may be called, and how.
+        """Return which tools may be called, and how, as the body's `tool_choice` asks for.
 
         Raises:
-            Unsupported: the choice names a tool that runs only on OpenAI's servers.
-            BadRequest: the choice is malformed, names an unknown tool, or requires a call although
-                the request has no tools.
+            Unsupported: `tool_choice` names a tool that runs only on OpenAI's servers.
+            BadRequest: `tool_choice` is malformed, names an unknown tool, or asks for a call
+                although the request has no tools.
         """
         choice = body.tool_choice or "auto"
         asked = types.ToolChoice(choice) if isinstance(choice, str) else choice
@@ -173,7 +174,7 @@ class Toolbox:
     def _callable(self) -> Iterator[Mapping[str, Any]]:
         """Yield the functions with the restrictions on their arguments: `strict` and patterns.
 
-        They restrict the calls that the model can generate, and are not rendered into the prompt.
+        The restrictions limit the calls that the model can generate; they are not in the prompt.
         """
         for entry, function in zip(self._entries.values(), self.functions, strict=True):
             inner = function["function"]
@@ -189,10 +190,10 @@ class Toolbox:
 
 
 def _flatten(tools: Sequence[types.Tool]) -> Iterator[tuple[str, types.Tool, str | None]]:
-    """Yield each tool with its place in the body, such as `tools[0]`, and the name of its group.
+    """Yield each tool's place in the body, such as `tools[0]`, the tool, and its group's name.
 
-    The third value is None for a tool outside of groups (tools of the type `namespace`). Raises
-    BadRequest for a group without a name.
+    A group is a tool of the type `namespace`; it is not yielded itself. The name is None for a tool
+    outside of groups. Raises BadRequest for a group without a name and for a malformed tool in it.
     """
     for i, tool in enumerate(tools):
         if tool.type != "namespace":
@@ -243,8 +244,8 @@ def _custom(
 def write_call(call: ToolCall, tools: Toolbox, id: str, status: str) -> dict[str, Any]:
     """Return the output item of a tool call.
 
-    A call of a custom tool is a `custom_tool_call`, any other a `function_call`. `id` and `status`
-    are those of the item.
+    The type of the item is `custom_tool_call` for a call of a custom tool, else `function_call`.
+    `id` and `status` (such as `completed`) are those of the item.
     """
     entry = tools.find(call.name)
     head: dict[str, Any] = {"id": id, "call_id": call.id, "name": entry.name, "status": status}
@@ -258,8 +259,8 @@ def write_call(call: ToolCall, tools: Toolbox, id: str, status: str) -> dict[str
 def _read_input(arguments: str) -> str:
     """Return the input text of a custom tool's call.
 
-    `arguments` is JSON text. It is returned as it is unless it is an object with only the key
-    `input` and a string as its value.
+    `arguments` is the call's arguments as JSON text, normally an object with only a string
+    `input`. Otherwise the JSON text is returned as it is.
     """
     value = json.loads(arguments)
     text = value.get(INPUT) if isinstance(value, dict) and len(value) == 1 else None

@@ -1,4 +1,4 @@
-"""Signatures of thinking blocks. Clients cannot read them; they contain the reasoning itself.
+"""Signatures of thinking blocks: strings that are opaque to clients and contain the reasoning.
 
 A client may ask not to be shown the reasoning (`display: "omitted"`), and then sends the block back
 with an empty text. The signature restores the text, so that the next turn renders to the same
@@ -27,10 +27,10 @@ def sign_thinking(text: str) -> str:
 
 
 def recover_thinking(shown: str, signature: str | None) -> str:
-    """Return the reasoning of a block that a client sent back: its text, else the signature's.
+    """Return the reasoning of a thinking block that a client sent back.
 
-    A signature of another server, a damaged one, and one of more than 8 MiB unpacked give an empty
-    text.
+    It is `shown`, the block's text, if that is not empty, else the text in `signature`. It is empty
+    if the signature is missing, damaged, not made by mlxcache, or of more than 8 MiB unpacked.
     """
     if shown or not signature:
         return shown
@@ -38,7 +38,10 @@ def recover_thinking(shown: str, signature: str | None) -> str:
 
 
 def _read(signature: str) -> str | None:
-    """Return the reasoning in a signature, or None if it is unknown, damaged or too long."""
+    """Return the reasoning in a signature.
+
+    Returns None if it is damaged, not made by mlxcache, or of more than 8 MiB unpacked.
+    """
     prefix, _, rest = signature.partition(".")
     digest, _, packed = rest.partition(".")
     if prefix != _PREFIX:

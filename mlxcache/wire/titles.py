@@ -77,8 +77,9 @@ _EMOJI_JOINERS = "\u200d\ufe0f"
 def title_from_messages(messages: Iterable[Mapping[str, Any]]) -> str | None:
     """Return the title of a conversation, or None if no user message has typed text.
 
-    It has at most `MAX_TITLE` characters and no control characters. Messages that a client writes
-    itself are skipped, and so are machine-made elements at the start of a message, such as
+    `messages` are those of a `Chat`. The title is the beginning of the first text that the user
+    typed, at most `MAX_TITLE` (80) characters on one line. Messages that a client writes itself are
+    skipped, and so are machine-made elements at the start of a message, such as
     `<system-reminder>...</system-reminder>`.
     """
     texts = [_text(m.get("content")) for m in messages if m.get("role") == "user"]
@@ -96,7 +97,8 @@ def _text(content: Any) -> str:
 def title_from_text(text: str) -> str | None:
     """Return the beginning of what the user typed in `text`, on one line, as a title.
 
-    It has at most `MAX_TITLE` characters. Returns None if a client wrote the whole text.
+    It has at most `MAX_TITLE` (80) characters. Returns None if a client wrote the whole text, or
+    the text is blank.
     """
     title = to_one_line(_typed(text[:_MAX_READ]).lstrip()[: 100 * MAX_TITLE])
     quoted = _QUOTED.fullmatch(title)
@@ -124,9 +126,9 @@ def clean_name(text: str) -> str:
 
 
 def _typed(text: str) -> str:
-    """Return the part of `text` that the user typed.
+    """Return the part of `text` that the user typed; empty if a client wrote all of it.
 
-    Text that a client added around it is left out.
+    `text` is a whole user message, in which a client may have added text around the typed part.
     """
     at = 0
     while (match := _ELEMENT.match(text, at)) is not None:
@@ -149,8 +151,9 @@ def _typed(text: str) -> str:
 def _typed_in_task(text: str) -> str:
     """Return what the user typed in a message that Open WebUI made; empty if it is not there.
 
-    Its requests for titles, tags and further questions contain the end of a chat as one text. A
-    question about files comes after their contents.
+    The requests of Open WebUI for titles, tags and further questions contain the end of a chat as
+    one text, of which this returns the first user message. In a question about files, the question
+    comes after the contents of the files.
     """
     if text.startswith(_ANSWER):
         _, found, typed = text.rpartition("</context>")
