@@ -32,10 +32,10 @@ class StoreContext:
     """One open store folder: its database, process lock, disk space, counters and unwritten uses.
 
     The time of a file's last use and the number of its reuses by requests decide when it is
-    evicted. Both are collected in memory and written to the index with the next write, so that
-    looking up a prefix writes nothing.
-    `lock` shows other processes that the folder is open; see `ProcessLock`. `space` evicts files.
-    `reserve`: the file that is removed while the disk is full. Thread-safe.
+    evicted. Uses and reuses are collected in memory and written to the index with the next write,
+    so that looking up a prefix writes nothing. `lock` shows other processes that the folder is
+    open; see `ProcessLock`. `space` evicts files. `reserve`: the file that is removed while the
+    disk is full. Thread-safe.
     """
 
     def __init__(
@@ -146,7 +146,7 @@ class StoreContext:
         """Remove a file and all files that continue it; return False if the index lacks it.
 
         `id`: id of the file's index row. `corrupt`: the file itself is damaged; it is moved to
-        quarantine instead, and counted. Raises StoreError.
+        quarantine instead, and counted in `StoreStats.corrupt`. Raises StoreError.
         """
         with self.database.write() as connection:
             self.check_present()

@@ -68,7 +68,8 @@ def connect(path: Path) -> sqlite3.Connection:
 def connect_read_only(path: Path, wait_s: float = BUSY_S) -> sqlite3.Connection:
     """Connect to a database file that cannot be written, and read its write-ahead log too.
 
-    Writes nothing. Waits `wait_s` seconds for other processes. Raises sqlite3.Error and OSError.
+    Writes nothing. If another process has locked the file, waits for it up to `wait_s` seconds, now
+    and in each statement. Raises sqlite3.Error and OSError.
     """
     if path.with_name(f"{path.name}-shm").exists():
         with suppress(sqlite3.OperationalError):
@@ -290,7 +291,8 @@ class Database:
     def read(self) -> Iterator[sqlite3.Connection]:
         """Yield a connection that sees one state of the database until the block ends.
 
-        Inside a `write` block of the same thread, the connection of that block is yielded.
+        Inside a `write` or `steady` block of the same thread, the connection of that block is
+        yielded. Raises StoreError.
         """
         current = self._current()
         if current is not None:
@@ -312,8 +314,8 @@ class Database:
 
         If the block raises, the transaction is rolled back. Changes are durable once the block has
         ended. A nested `write` block of the same thread joins the outer transaction. Blocks while
-        others write; raises Locked after `BUSY_S` seconds, or the seconds set with `patience`, and
-        Unwritable if the disk cannot be written.
+        other threads or processes write; raises Locked after `BUSY_S` seconds, or the seconds set
+        with `patience`, Unwritable if the disk cannot be written, and other StoreErrors.
         """
         with self._transaction(changes=True) as connection:
             yield connection
@@ -331,8 +333,8 @@ class Database:
     def _transaction(self, *, changes: bool = False) -> Iterator[sqlite3.Connection]:
         """Yield a connection in a transaction that keeps other writers out; see `write`.
 
-        `changes`: raise Unwritable if the file cannot be written. If `changes` is False, the block
-        then runs on the copy of the database in memory.
+        If the file cannot be written: raises Unwritable if `changes`, otherwise the block runs on
+        the copy of the database in memory.
         """
         current = self._current()
         if current is not None:
@@ -415,7 +417,7 @@ class Database:
         yield
 
     def _busy_s(self) -> float:
-        """Return the seconds that this thread waits for other writers."""
+        """Return the most seconds that this thread waits for other writers; see `patience`."""
         seconds: float = getattr(self._mine, "busy_s", BUSY_S)
         return seconds
 
@@ -493,7 +495,7 @@ def _is_full(folder: Path) -> bool:
 
 
 class TemporaryDatabase(Database):
-    """A database in memory, for a server without a disk tier, and for copies.
+    """A database in memory, for a server without a disk tier, and for copies of a database.
 
     It has a single connection, which threads use in turn.
     """

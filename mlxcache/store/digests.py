@@ -75,7 +75,8 @@ class Chains:
     def of(self, ids: Tokens) -> Chain:
         """Return the digest chain of `ids`.
 
-        200,000 new tokens take about 5 ms, and unchanged tokens 0.1 ms.
+        For 200,000 tokens it takes about 5 ms if they are new, and 0.1 ms if they are a prefix of
+        the remembered chain.
         """
         with self._lock:
             last = self._last

@@ -46,7 +46,7 @@ the checkpoint's own number.
 
 
 class Space:
-    """Disk space of a store folder.
+    """Disk space of a store folder: evicts files from it to make room.
 
     The folder takes at most `limit` bytes (None: no limit) and leaves `floor` bytes of the disk
     free.
@@ -77,10 +77,11 @@ class Space:
     def make_room(self, connection: sqlite3.Connection, coming: int, *, has_row: bool) -> list[Row]:
         """Evict files in this transaction until `coming` more bytes fit; return the removed rows.
 
-        They fit if `limit` and `floor` are kept. `has_row`: the index already counts them. Files
-        are removed before the transaction removes their rows, so that their space is never counted
-        as free too early. After a kill in between, some rows have no file; reading and opening the
-        store repair that. Raises DiskFull, with nothing removed, if the bytes cannot fit.
+        They fit if the folder then takes at most `limit` bytes and leaves `floor` bytes of the disk
+        free. `has_row`: the index already counts the `coming` bytes. Files are removed before the
+        transaction removes their rows, so that their space is never counted as free too early.
+        After a kill in between, some rows have no file; reading and opening the store repair that.
+        Raises DiskFull, with nothing removed, if the bytes cannot fit.
         """
         need = self._missing(self.used(connection), coming, 0 if has_row else coming)
         if need <= 0:
@@ -112,9 +113,10 @@ class Space:
         return chosen
 
     def obstacle(self, connection: sqlite3.Connection, used: int) -> str | None:
-        """Return why no file can be written, even if all others were evicted; None if one can.
+        """Return why no file could be written even if all others were evicted; None if one could.
 
-        `used`: bytes of the folder, as the method `used` returns them. Changes nothing.
+        The text is for users: a sentence about the disk or the limit. `used`: bytes of the folder,
+        as the method `used` returns them. Changes nothing.
         """
         need = self._missing(used, ROW_BYTES, ROW_BYTES)
         need -= read_total(connection).durable_disk + sum(
@@ -157,9 +159,10 @@ def files_to_evict(
 
     The oldest come first. The age of a file is the number of seconds since its last use, divided by
     a weight that grows by the same amount with each doubling of the file's reuses. A checkpoint is
-    never older than a later one on its path. Of equally old files, the one that ends last is
-    evicted first, and the first checkpoint of a path, which new conversations share, last. Times
-    are those of the wall clock, because servers that share a folder have no other clock in common.
+    never older than a later one on its path. Of equally old files, the one that ends at the highest
+    position comes first, and the first checkpoint of a path, which new conversations share, last.
+    Times are those of the wall clock, because servers that share a folder have no other clock in
+    common.
 
     Only files that no other file continues and that are not being written can be chosen. Evicting
     one may make the file before it eligible. Pinned files are chosen only when nothing else is
@@ -172,10 +175,10 @@ def files_to_evict(
 
 
 def ranked_files(connection: sqlite3.Connection, need: int) -> list[Row] | None:
-    """Choose files as `files_to_evict` does, without updating the ranks. Writes nothing.
+    """Choose files as `files_to_evict` does, by the ranks as they are. Writes nothing.
 
-    Files whose ranks are out of date are not chosen. Returns None if the others free less than
-    `need` bytes.
+    Files whose ranks are out of date (see `store.ranks`) are not chosen. Returns None if the others
+    together free less than `need` bytes.
     """
     return _choose(connection, need, partly=False)
 
@@ -250,10 +253,10 @@ class _Order:
     def _key_of_path(self, key: _Key) -> _Key:
         """Return the sort key with which a file takes its place in the order of eviction.
 
-        `key`: the key of the file without regard to its path. It is returned as it is, except that
-        a checkpoint gets the lowest age of itself and of the later checkpoints on its path. The
-        time of use of a checkpoint is never before those of the later ones, so a later one can have
-        a lower age only by more reuses: only such ones are read.
+        `key`: the sort key of the file by its own age. It is returned unchanged, except that a
+        checkpoint gets the lowest age of itself and of the later checkpoints on its path. The time
+        of use of a checkpoint is never before those of the later ones, so a later one can have a
+        lower age only by more reuses: only the rows of such ones are read.
         """
         pinned, age, head, end, id = key
         query = "SELECT uses FROM rank WHERE file = ? AND checkpoint AND most > uses"

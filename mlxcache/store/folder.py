@@ -49,7 +49,7 @@ class Folder:
         self.device = 0
 
     def make(self) -> None:
-        """Create all missing folders. Raises OSError."""
+        """Create the store folder and its subfolders if they are missing. Raises OSError."""
         make_folder(self.path)
         for path in (*self.kinds.values(), self.quarantine, self.locks):
             path.mkdir(mode=0o700, exist_ok=True)
@@ -60,7 +60,7 @@ class Folder:
         self.device = os.stat(self.path).st_dev
 
     def may_be_made_again(self) -> bool:
-        """Return whether creating the folder again would put it on the same disk as before.
+        """Return whether the folder, created again, would be on the disk of `note_device`.
 
         False while that disk is not mounted. Raises OSError.
         """
@@ -70,7 +70,7 @@ class Folder:
         return os.stat(place).st_dev == self.device
 
     def file(self, kind: str, digest: bytes) -> Path:
-        """Return the path of the file of a kind (run or checkpoint) and digest."""
+        """Return the path of the file of `kind` (run or checkpoint) with the digest `digest`."""
         name = digest.hex()
         return self.kinds[kind] / name[:2] / (name + SUFFIX)
 
@@ -139,9 +139,9 @@ class Folder:
             total -= size
 
     def free_quarantine(self, need: int) -> int:
-        """Remove the oldest quarantined files until `need` bytes are freed.
+        """Remove the oldest quarantined files until `need` bytes are freed or none is left.
 
-        Returns the number of bytes freed.
+        Returns the number of bytes freed, which may be less or more than `need`.
         """
         freed = 0
         for path, size in self.quarantined():
@@ -160,11 +160,11 @@ class Folder:
         return [(path, blocks(path)) for path in found]
 
     def log_bytes(self) -> int:
-        """Return the bytes on disk of the index's write-ahead log."""
+        """Return the bytes on disk of the index's write-ahead log; 0 if it is missing."""
         return blocks(self.path / f"{NAME}-wal")
 
     def free(self) -> int:
-        """Return the bytes of the file system that this user can still write."""
+        """Return the free bytes of the folder's file system that this user can still write."""
         stat = os.statvfs(self.path)
         return stat.f_bavail * stat.f_frsize
 

@@ -40,8 +40,9 @@ class Saved:
 class Found:
     """The longest prefix of given token ids that is on disk.
 
-    `pieces` are in order and cover [0, length) without a gap. `checkpoints` are in order too. They
-    may lie beyond `length`, because a model whose layers all need checkpoints has no runs.
+    `pieces` are in order and cover [0, length) without a gap. `checkpoints` are those after a
+    prefix of the ids, in order of position. Their positions may be above `length`, because a model
+    whose layers all need checkpoints has no runs.
     """
 
     length: int

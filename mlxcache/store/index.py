@@ -76,9 +76,9 @@ class Row:
     blocks before `start`. `key`: digest by which a lookup finds the row; for a run, the digest
     after its first block, for a checkpoint, its base. `nbytes`: size of the file. `disk`: bytes
     that it takes, or that are reserved for it, on disk. `used`: last use in seconds since 1970.
-    `parent`: id of the run that holds the token before `start`. `previous`: id of the checkpoint
-    before this one on its path. `owner`: name of the process lock of the store that is writing the
-    file; None if it is durable.
+    `parent`: id of the run that holds the token before `start`, or None. `previous`: id of the
+    checkpoint before this one on its path, or None. `owner`: name of the process lock of the store
+    that is writing the file; None if the file is durable.
     """
 
     id: int
@@ -100,8 +100,9 @@ class Row:
 class Match:
     """Result of a lookup: the durable prefix of some token ids, and its checkpoints.
 
-    `length`: tokens of the prefix. `cover`: runs that cover it, each as (row, start, end).
-    `checkpoints`: rows of checkpoints. Both are in order of position.
+    `length`: tokens of the prefix. `cover`: runs that cover it, each as (row, start, end), of which
+    the tokens [start, end) are used. `checkpoints`: rows of checkpoints. Both are in order of
+    position.
     """
 
     length: int
@@ -109,7 +110,7 @@ class Match:
     checkpoints: tuple[Row, ...]
 
     def run_before(self, position: int) -> Row | None:
-        """Return the run that covers the token before `position`, or None."""
+        """Return the run of `cover` with the token before `position`, or None if none has it."""
         for row, start, end in self.cover:
             if start < position <= end:
                 return row
@@ -119,7 +120,8 @@ class Match:
 def shapes() -> set[tuple[str, str, str | None]]:
     """Return the tables, indexes and triggers of an undamaged index, as rows of `SHAPES`.
 
-    A row is the name, the name of the table, and the SQL statement that creates it.
+    A row is the name, the name of the table, and the SQL statement that creates it, or None for an
+    index that SQLite makes by itself.
     """
     connection = sqlite3.connect(":memory:")
     connection.executescript(SCHEMA)
@@ -131,7 +133,8 @@ def shapes() -> set[tuple[str, str, str | None]]:
 def complete(connection: sqlite3.Connection) -> None:
     """Fill the tables `totals` and `changed` if they are new, in an index of an earlier version.
 
-    Counts its files, and lists all of them in `changed`, because none has a rank.
+    Counts the files of the index in `totals`, and lists all of them in `changed`, because none has
+    a rank. Does nothing if the files are counted already.
     """
     if not totals.are_counted(connection):
         totals.count_files(connection)
@@ -141,7 +144,8 @@ def complete(connection: sqlite3.Connection) -> None:
 def lookup(connection: sqlite3.Connection, chain: Chain) -> Match:
     """Find the longest durable prefix of the chain's token ids, and its checkpoints.
 
-    The prefix may end inside a block.
+    The prefix may end inside a block. The checkpoints are those after a prefix of the token ids,
+    also beyond the prefix that was found.
     """
     raw = np.ascontiguousarray(chain.ids, "<i4").tobytes()
     checkpoints: list[Row] = []
@@ -166,7 +170,8 @@ def lookup(connection: sqlite3.Connection, chain: Chain) -> Match:
 def version(connection: sqlite3.Connection) -> tuple[int, int, int]:
     """Return figures of the index that change when a file is added, removed or made durable.
 
-    The result is only compared with an earlier one.
+    They are the number of files, the newest id, and the number of durable files. The result is only
+    compared with an earlier one.
     """
     (newest,) = connection.execute("SELECT ifnull(max(id), 0) FROM file").fetchone()
     total = totals.read_total(connection)
@@ -174,7 +179,7 @@ def version(connection: sqlite3.Connection) -> tuple[int, int, int]:
 
 
 def has_checkpoints(connection: sqlite3.Connection, root: bytes) -> bool:
-    """Return whether one of the 50 newest runs that begin at token 0 contains a checkpoint.
+    """Return whether a checkpoint lies within one of the 50 newest runs that begin at token 0.
 
     The newest are those written last. `root`: digest of the empty prefix of the namespace.
     """
@@ -200,13 +205,13 @@ def put_tokens(connection: sqlite3.Connection, id: int, tokens: Tokens) -> None:
 
 
 def get_tokens(connection: sqlite3.Connection, id: int) -> Tokens:
-    """Return the token ids of run `id`; empty if it has no row."""
+    """Return the token ids of run `id`; empty if the index has none for it."""
     found = connection.execute("SELECT ids FROM tokens WHERE file = ?", (id,)).fetchone()
     return _tokens(found[0] if found else b"")
 
 
 def rows(connection: sqlite3.Connection, where: str = "1", *values: object) -> list[Row]:
-    """Return all rows for which the SQL condition `where` holds.
+    """Return all rows of the table `file` for which the SQL condition `where` holds.
 
     `values`: parameters of the condition.
     """
@@ -215,16 +220,19 @@ def rows(connection: sqlite3.Connection, where: str = "1", *values: object) -> l
 
 
 def one(connection: sqlite3.Connection, where: str, *values: object) -> Row | None:
-    """Return the first row for which the SQL condition `where` holds, or None.
+    """Return a row of the table `file` for which the SQL condition `where` holds, or None.
 
-    `values`: parameters of the condition.
+    Of several, any one is returned. `values`: parameters of the condition.
     """
     found = rows(connection, where, *values)
     return found[0] if found else None
 
 
 def subtree(connection: sqlite3.Connection, id: int) -> list[Row]:
-    """Return file `id` and all files that continue it, the last positions first."""
+    """Return the rows of file `id` and of all files that continue it, the last positions first.
+
+    Empty if the index lacks the file.
+    """
     query = (
         "WITH RECURSIVE tree (id) AS (SELECT ? UNION SELECT file.id FROM file, tree "
         f"WHERE file.parent = tree.id) SELECT {_QUALIFIED} FROM file, tree "
@@ -243,7 +251,10 @@ def delete(connection: sqlite3.Connection, row: Row) -> None:
 
 
 def touch(connection: sqlite3.Connection, uses: Iterable[tuple[float, int]]) -> None:
-    """Update the last uses of files, given as (seconds since 1970, file id)."""
+    """Update the last uses of files, given as (seconds since 1970, file id).
+
+    A time before that in the file's row is ignored, and so is an id without a row.
+    """
     connection.executemany("UPDATE file SET used = max(used, ?) WHERE id = ?", uses)
 
 

@@ -61,9 +61,10 @@ class RunHeader:
     """Metadata of a run file.
 
     The run holds the token ids `tokens` from position `start` on, after the prefix with digest
-    `base`. `checksums`: one per block, 8 bytes each; the last block may be partial. They exclude
-    the tensors named in `late`, those of sliding windows, which have `late_checksums` instead:
-    a prompt that continues far beyond the run does not read them.
+    `base`. `header`: the whole header of the file. `checksums`: one per block, 8 bytes each; the
+    last block may be partial. They exclude the tensors named in `late`, those of sliding windows,
+    which have `late_checksums` instead: for a prompt that continues far beyond the run, these
+    tensors are not read.
     """
 
     header: Header
@@ -91,8 +92,9 @@ class RunHeader:
 class CheckpointHeader:
     """Metadata of a checkpoint file: the state after `position` tokens with digest `digest`.
 
-    `base`: digest of their whole blocks. `previous`: digest of the checkpoint before it on its path
-    when it was written, or empty. `checksum`: checksum of all tensors, 8 bytes.
+    `header`: the whole header of the file. `base`: digest of the whole blocks of these tokens.
+    `previous`: digest of the checkpoint that came before this one on its path when this one was
+    written, or empty. `checksum`: checksum of all tensors, 8 bytes.
     """
 
     header: Header
@@ -226,9 +228,10 @@ def _expect(header: Header, kind: str) -> None:
 def block_checksums(buffers: Sequence[memoryview], tokens: int) -> list[bytes]:
     """Compute the xxh3-64 checksum of each block of 64 tokens; the last block may be partial.
 
-    `tokens`: number of tokens, the first axis of each buffer. xxhash does not release the
-    interpreter's lock for inputs as small as a block, so this function pauses after every MiB.
-    Without pauses the MLX thread would wait 5 ms each time it needs the lock.
+    `buffers`: the bytes of one tensor each, whose first axis is the tokens. `tokens`: length of
+    that axis. xxhash does not release the interpreter's lock for inputs as small as a block, so
+    this function pauses after every MiB. Without pauses the MLX thread would wait 5 ms each time it
+    needs the lock.
     """
     found, hashed = [], 0
     for first in range(0, tokens, BLOCK):
@@ -319,8 +322,8 @@ def _with_ends(places: Sequence[Place]) -> list[tuple[Place, int]]:
 def _chunks(fd: int, start: int, stop: int, ahead: int) -> Iterator[tuple[int, memoryview]]:
     """Yield the file's bytes [start, stop) in chunks, each with its offset.
 
-    The bytes of a chunk are valid until the next step. `ahead`: end of the range that the caller
-    will read next, for read-ahead. Raises Malformed if the file ends early.
+    The bytes of a chunk are valid until the next step. `ahead`: offset up to which the caller will
+    read without a gap, for the system's read-ahead. Raises Malformed if the file ends early.
     """
     if not hasattr(_per_thread, "buffer"):
         _per_thread.buffer = memoryview(bytearray(READ_BYTES))
@@ -359,8 +362,9 @@ def check_run(
     """Check that an open run file contains the KV of `ids` that `piece` describes.
 
     `ids`: the prompt's token ids, from token 0. `base`: digest of the prefix before the run.
-    Compares the namespace, positions, every token id and the checksums of the blocks. Unless
-    `late`, the tensors of sliding windows are not read. Raises Malformed and OSError.
+    Compares the namespace, the positions of the run, the token ids of `piece`, and the checksums of
+    its blocks. Unless `late`, the tensors of sliding windows are not read. Raises Malformed if
+    something differs, and OSError.
     """
     content = read_run(fd)
     if content.namespace != namespace or content.base != base:
@@ -375,9 +379,10 @@ def check_run(
 
 
 def check_checkpoint(fd: int, namespace: str, digest: bytes, position: int) -> None:
-    """Check that an open file holds the state after `position` tokens with the given digest.
+    """Check that an open checkpoint file holds the state after `position` tokens.
 
-    `digest`: digest of those tokens. Raises Malformed and OSError.
+    `digest`: digest of these tokens. Raises Malformed if it holds another one or is damaged, and
+    OSError.
     """
     content = read_checkpoint(fd)
     if content.namespace != namespace or content.digest != digest:
@@ -389,9 +394,9 @@ def check_checkpoint(fd: int, namespace: str, digest: bytes, position: int) -> N
 
 
 def check_whole(path: Path, row: Row) -> None:
-    """Check a whole file of any namespace against its index row.
+    """Check a whole file of any namespace against its index row and its checksums.
 
-    Raises Malformed and OSError.
+    Raises Malformed if something differs, and OSError.
     """
     with open_file(path) as fd:
         if os.fstat(fd).st_size != row.nbytes:
@@ -411,9 +416,10 @@ def check_whole(path: Path, row: Row) -> None:
 
 
 def _check_blocks(fd: int, content: RunHeader, blocks: range, late: bool) -> None:
-    """Raise Malformed unless each of `blocks` has the checksum in the run's header.
+    """Raise Malformed unless each block has the checksum that the run's header says.
 
-    `late`: check the tensors of sliding windows too.
+    `fd`: the open file. `blocks`: indices of the blocks to check. `late`: check the tensors of
+    sliding windows too.
     """
     places = content.header.places
     for names_late, sums in ((False, content.checksums), (True, content.late_checksums)):
@@ -449,7 +455,8 @@ def open_file(path: Path, *, links: bool = False) -> Iterator[int]:
 def is_finite(path: Path, row: int) -> bool:
     """Return whether all tensors of a run file are finite from row `row` on.
 
-    A row is a token. Returns False also if the file cannot be read.
+    Each row belongs to one token of the run. Tensors of integers count as finite. Returns False
+    also if the file cannot be read.
     """
     try:
         with open_file(path) as fd:
@@ -473,7 +480,7 @@ def _finite(fd: int, place: Place, row: int) -> bool:
 
 
 def holds_nan(tensor: Tensor) -> bool:
-    """Return whether a tensor holds NaN. Blocks for about a millisecond per 4 MB."""
+    """Return whether a tensor holds NaN; infinity is none. Takes about a millisecond per 4 MB."""
     if tensor.dtype not in _EXPONENTS:
         return False
     kind, bits = _EXPONENTS[tensor.dtype]

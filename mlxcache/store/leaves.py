@@ -56,7 +56,7 @@ def conversation_key_tokens(marks: Sequence[int], prompt_tokens: int) -> int:
     The key is the leading part of a prompt that distinguishes its conversation from all others. The
     head (tools and system prompt, up to the first mark) can be the same in many conversations, but
     not the first message, which ends at the second mark. A prompt with a single mark has no head.
-    `marks`: positions of the ends of messages. Without marks, all `prompt_tokens` are the key.
+    `marks`: see `Prompt`. Without marks, all `prompt_tokens` tokens of the prompt are the key.
     """
     return next(iter(marks[1:2] or marks[:1]), prompt_tokens)
 
@@ -67,7 +67,10 @@ def digest_of(ids: Tokens) -> bytes:
 
 
 def digests_at(ids: Tokens, lengths: Iterable[int]) -> dict[int, bytes]:
-    """Return the digests of prefixes of `ids` by length; lengths beyond `ids` are left out."""
+    """Return the digest (see `digest_of`) of the prefix of `ids` for each of `lengths`, by length.
+
+    Lengths beyond that of `ids` are left out.
+    """
     hasher, at, found = hashlib.blake2b(digest_size=16), 0, {}
     for length in sorted(set(lengths)):
         if length <= len(ids):
@@ -83,11 +86,11 @@ def _raw(ids: Tokens) -> bytes:
 def find_continued(ids: Tokens, leaves: Iterable[Leaf]) -> Leaf | None:
     """Find the leaf that a request with token ids `ids` continues, or None.
 
-    A leaf is considered if `ids` begins with its conversation key, the first `key_tokens` tokens.
-    Among those, the leaf with the longest common prefix with `ids` is chosen. If several share as
-    much, a leaf of which `ids` contains all tokens is preferred: after a fork, a request without
-    the later turns of the original continues the fork. After that, the leaf with the lowest id is
-    chosen.
+    A leaf is considered if `ids` begins with the leaf's conversation key, its first `key_tokens`
+    tokens. Among those, the leaf with the longest common prefix with `ids` is chosen. If several
+    share as much, a leaf of which `ids` contains all tokens is preferred: after a fork, a request
+    without the later turns of the original continues the fork. After that, the leaf with the lowest
+    id is chosen.
     """
     best, rank = None, (0, False, 0)
     for leaf in leaves:
@@ -124,10 +127,10 @@ def becomes_main(
     """Return whether a conversation of `tokens` tokens becomes its session's main one.
 
     The present main conversation has `main_turns` turns and `main_tokens` tokens. If it has one
-    turn and far fewer tokens than the other, it was a side request, such as one for a title, and is
-    replaced. Otherwise it is replaced only by a conversation with the same tools and system prompt
-    (`same_head`) and enough turns (`settled`), as after an agent has compacted its history. Both
-    the table of sessions and eviction in RAM use this rule.
+    turn at most and less than a quarter of `tokens`, it was a side request, such as one for a
+    title, and is replaced. Otherwise it is replaced only if the new one has the same tools and
+    system prompt (`same_head`), and is older or has enough turns (`settled`), as after an agent has
+    compacted its history. Both the table of sessions and eviction in RAM use this rule.
     """
     if main_turns <= 1 and main_tokens * TINY_SHARE < tokens:
         return True
@@ -137,10 +140,10 @@ def becomes_main(
 def replaces_main(leaf: Leaf, main: Leaf, head: int, *, first: bool = False) -> bool:
     """Return whether `leaf`, just used, replaces `main` as its session's main conversation.
 
-    It does if `first`: the leaf is the session's first and now has a longer prompt, so it was no
-    side request. It does if `main` was a side request; see `becomes_main`. Otherwise it does only
-    if both begin with the same `head` tokens (tools and system prompt; 0 if there are none), and
-    either `leaf` is the older one, so that `main` was only a sub-agent, or `leaf` has at least
+    It does if `first`: the leaf is the oldest of the session, and its prompt became longer, so it
+    was no side request. It does if `main` was a side request; see `becomes_main`. Otherwise it does
+    only if both begin with the same `head` tokens (tools and system prompt; not if `head` is 0),
+    and either `leaf` is the older one, so that `main` was only a sub-agent, or `leaf` has at least
     `SETTLED_TURNS` turns and more than `main`, as after an agent has compacted its history.
     """
     if first:

@@ -55,8 +55,8 @@ class Listed:
     def tier(self) -> Tier | None:
         """The tier that holds tokens of the session; None if neither RAM nor disk does.
 
-        `both` if each tier holds all of the session, and `mixed` if both hold tokens but at least
-        one of them lacks some.
+        `ram` or `disk` if only that tier does, `both` if each tier holds all of the session, and
+        `mixed` if both hold tokens but at least one of them lacks some.
         """
         lengths = tuple(len(leaf.ids) for leaf in self.leaves)
         ram, disk = any(self.ram.tokens), any(self.disk.tokens)
@@ -65,9 +65,10 @@ class Listed:
         return "ram" if ram else "disk" if disk else None
 
     def as_object(self, *, leaves: bool = False) -> dict[str, Any]:
-        """Return the session's JSON object in `GET /v1/sessions`; `leaves` adds one per leaf.
+        """Return the session's JSON object in `GET /v1/sessions`.
 
-        `tokens` and `durable_tokens` count only the main leaf, but the bytes are those of all
+        `leaves`: add the field `leaves`, a list with an object for each leaf. The fields `tokens`
+        and `durable_tokens` count only the main leaf; `ram_bytes` and `disk_bytes` are those of all
         leaves.
         """
         session, main = self.session, slice(0, 1)
@@ -103,10 +104,10 @@ class Listed:
 
 
 def related_objects(sessions: Sequence[Session]) -> list[dict[str, Any]]:
-    """Return a JSON object for each of `sessions`, those related to a listed session.
+    """Return a JSON object for each of `sessions`, which are related to one listed session.
 
-    Related sessions have the same label and different models; see `Sessions.related`. The fields
-    are `id`, `model`, `turns` and `last_used_at`.
+    Related sessions have the same label and different models; see `Sessions.related`. The fields of
+    an object are `id`, `model`, `turns` and `last_used_at`.
     """
     return [
         {"id": one.id, "model": one.model, "turns": one.turns, "last_used_at": one.last_used_at}

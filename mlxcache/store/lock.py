@@ -109,7 +109,7 @@ def exclusive_lock(cache_dir: Path) -> Iterator[None]:
 
 
 def servers(cache_dir: Path) -> list[Serving]:
-    """Return the servers that are running on this cache folder, according to their note files."""
+    """Return the servers that use this cache folder, by their note files, and still run."""
     found = []
     for note in sorted((cache_dir / NOTES).glob("*.json")):
         with suppress(OSError, ValueError, TypeError, AttributeError):
@@ -183,8 +183,8 @@ A process that has ended may hold its lock for a moment longer.
 class ProcessLock:
     """Lock file of one open store: while it is locked, the store is open.
 
-    Its `name` marks the files that the store is writing. It is released when the process ends for
-    any reason.
+    Its `name` marks the files that the store is writing. The operating system releases the lock
+    when the process ends for any reason.
     """
 
     def __init__(self, folder: Folder):
@@ -216,7 +216,8 @@ class NoLock(ProcessLock):
 def is_alive(folder: Folder, name: str) -> bool:
     """Return whether the store that holds the lock file `name` is still open.
 
-    Blocks for up to 0.2 s if the process of the store has just ended.
+    Blocks for up to 0.2 s if the process of the store seems to have ended, because its lock may be
+    released a moment later. Raises OSError.
     """
     try:
         fd = _open_lock(folder.locks / name)
@@ -256,7 +257,7 @@ def _free(fd: int) -> bool:
 def _exists(name: str) -> bool:
     """Return whether the process whose id is in a lock's name exists.
 
-    Processes of other containers may be invisible.
+    It returns False for a process that is invisible here, such as one of another container.
     """
     try:
         return is_running(int(name.partition("-")[0]))

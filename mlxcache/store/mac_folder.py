@@ -48,9 +48,9 @@ def locate_cache_dir(cache_dir: Path) -> Path:
 def prepare_cache_dir(cache_dir: Path) -> Path:
     """Move the folder of earlier versions to `cache_dir`; return the folder that a server uses.
 
-    The former folder is returned if it cannot be moved because a server uses it, or because it is
-    on another disk. A new folder is made private to the user and excluded from Time Machine. Moves
-    and failures are logged. Blocks for at most `WAIT_S` seconds.
+    The former folder is returned if it cannot be moved, for example because a server uses it or
+    because it is on another disk. A new folder is made private to the user and excluded from Time
+    Machine. Moves and failures are logged. Blocks for at most `WAIT_S` seconds.
     """
     former = _former(cache_dir)
     if former is None:
@@ -98,9 +98,9 @@ def exclude_from_backups(folder: Path) -> None:
 
 
 def _former(cache_dir: Path) -> Path | None:
-    """Return the cache folder of earlier versions, or None.
+    """Return the path of the cache folder of earlier versions, which may be missing.
 
-    None is returned unless `cache_dir` is the default folder that replaced it.
+    None is returned unless `cache_dir` is the default folder on a Mac, which replaced it.
     """
     former = former_cache_dir()
     return former if former != cache_dir == default_cache_dir() else None
@@ -111,7 +111,7 @@ def _has_store(folder: Path) -> bool:
 
 
 def _take_over(former: Path, cache_dir: Path) -> bool:
-    """Move the former folder to `cache_dir`; return False if that is impossible.
+    """Move the folder `former` to `cache_dir`; return False if that is impossible.
 
     Waits up to `WAIT_S` seconds for another process that is moving it. Failures are logged, and the
     former folder then stays in use.
@@ -164,7 +164,7 @@ def _move(former: Path, cache_dir: Path) -> None:
 
 
 def _move_rest(source: Path, target: Path) -> None:
-    """Rename the entries that `target` lacks, also inside folders that both have.
+    """Move the entries of `source` that `target` lacks to it, also inside folders that both have.
 
     Errors are logged.
     """
@@ -183,7 +183,7 @@ def _move_rest(source: Path, target: Path) -> None:
 
 
 def _remove_empty(former: Path) -> None:
-    """Remove the former folder if only its lock file is left in it.
+    """Remove the folder `former` if only its lock file is left in it.
 
     If it cannot be removed, for example because it is a symbolic link, that is logged.
     """

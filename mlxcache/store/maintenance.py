@@ -92,7 +92,10 @@ def _has_row(context: StoreContext, connection: sqlite3.Connection, path: Path) 
 
 
 def _stray_problem(context: StoreContext, path: Path) -> str | None:
-    """Return the problem of a file without an index row, or None if it is being written."""
+    """Return the problem of a file without an index row, or None if it is being written.
+
+    The problem is a predicate, as in `Problem.what`.
+    """
     if not path.name.endswith(TEMP_SUFFIX):
         return "is not in the index"
     if is_alive(context.folder, path.name[1:].rpartition("-")[0]):
@@ -103,7 +106,8 @@ def _stray_problem(context: StoreContext, path: Path) -> str | None:
 def _row_problem(context: StoreContext, path: Path, row: Row, ids: Collection[int]) -> str | None:
     """Read the file of an index row; return the problem of the file or the row, or None.
 
-    `ids`: ids of all rows.
+    The problem is a predicate, as in `Problem.what`. `path`: the file. `ids`: ids of all rows of
+    the index.
     """
     if row.owner is not None:
         if is_alive(context.folder, row.owner):
@@ -125,7 +129,8 @@ def _row_problem(context: StoreContext, path: Path, row: Row, ids: Collection[in
 def prune(context: StoreContext, limit: int | None, progress: Progress) -> int:
     """Remove damaged files and the quarantine, then evict files down to `limit` bytes.
 
-    If `limit` is None, nothing is evicted. Returns the number of bytes freed. See `Store.prune`.
+    If `limit` is None, nothing is evicted. Returns the number of bytes freed, without those of the
+    files that were removed because they continue a damaged one. See `Store.prune`.
     """
     _remove_problems(context, progress)
     with store_errors(context.folder.path):
@@ -140,8 +145,9 @@ def prune(context: StoreContext, limit: int | None, progress: Progress) -> int:
 
 
 def clear(context: StoreContext, pinned: bool) -> int:
-    """Remove every file, pinned files only if `pinned`; see `Store.clear`.
+    """Remove every run and checkpoint, pinned ones only if `pinned`, and the quarantine.
 
+    Files that are being written stay, and without `pinned` also those that a pinned file continues.
     Returns the number of bytes freed.
     """
     with store_errors(context.folder.path):

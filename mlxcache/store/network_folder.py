@@ -13,7 +13,7 @@ NETWORK = frozenset({"afpfs", "cifs", "nfs", "nfs4", "smb2", "smb3", "smbfs"})
 
 
 def network_type(folder: Path) -> str | None:
-    """Return the type of the network file system that `folder` is on; None for a local one.
+    """Return the type (such as "nfs") of the network file system of `folder`; None for a local one.
 
     The folder need not exist. Mount points are read from the system's table, without a request to a
     file server: Linux has it in /proc/self/mounts, macOS returns it from getfsstat(2).

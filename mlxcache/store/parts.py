@@ -31,7 +31,7 @@ class PartName(NamedTuple):
 
 
 def read_part_name(namespace: str) -> PartName | None:
-    """Return what a namespace says about a part of a model; None for that of a whole model."""
+    """Return the fields of the namespace of a part of a model; None for that of a whole model."""
     match = _PART.fullmatch(namespace)
     if match is None:
         return None

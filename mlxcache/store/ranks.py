@@ -1,9 +1,10 @@
 """Ranks of files in the order of eviction, kept in the index and updated after each change.
 
-The rank of a file depends on related files: its checkpoints, the runs that continue it, and the
-reuses of those before it. Triggers note in the table `changed` which files were used, added or
-removed, also by a server of an earlier version. `refresh` computes the ranks of those files anew,
-and of the files whose rank depends on a rank that changed.
+A rank is a row of the table `rank`: the values by which the file is ordered. It depends on related
+files: its checkpoints, the runs that continue it, and the reuses of those before it. Triggers note
+in the table `changed` which files were used, added or removed, also by a server of an earlier
+version. `refresh` computes the ranks of those files anew, and of the files whose rank depends on a
+rank that changed.
 """
 
 from __future__ import annotations
@@ -160,8 +161,9 @@ def _no_step(done: int, total: int) -> None:
 def refresh(connection: sqlite3.Connection, step: Step = _no_step) -> None:
     """Update the ranks of the files in `changed`, and of those that depend on them.
 
-    `changed` is empty afterwards. Part of the transaction of `connection`. `step(done, total)` is
-    called after each file with the number of files ranked so far, and of all.
+    The table `changed` is empty afterwards. Part of the transaction of `connection`.
+    `step(done, total)` is called after each file with the number of files ranked so far, and the
+    number of all files to rank, as far as it is known by then.
     """
     query = "SELECT kind, start, id FROM changed JOIN file ON file.id = changed.file"
     changed = connection.execute(query).fetchall()
@@ -205,7 +207,7 @@ class _Refresh:
         self._waiting: set[int] = set()
 
     def add(self, kind: str, start: int, id: int) -> None:
-        """Queue a file by its kind, the position of its first token, and its id.
+        """Queue a file by its kind, the column `start` of its index row, and its id.
 
         Does nothing if it is queued already.
         """
@@ -220,7 +222,7 @@ class _Refresh:
         """Compute the ranks of all queued files, and of the files that depend on a changed rank.
 
         `step(done, total)` is called after each file with the number of files ranked so far, and
-        of all that were queued until then.
+        the number of all files queued until then, those included.
         """
         done = 0
         for files, compute in ((self._runs, self._rank_run), (self._checkpoints, self._rank_state)):

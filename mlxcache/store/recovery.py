@@ -140,7 +140,7 @@ def open_copy(folder: Folder, why: str) -> Database:
 
 
 def find_obstacle(folder: Folder) -> str | None:
-    """Return why the folder cannot be written; None if it can, or if it is missing.
+    """Return why the folder cannot be written, as a sentence; None if it can, or is missing.
 
     Raises OSError if the file system cannot be asked.
     """
@@ -154,8 +154,8 @@ def free_least(folder: Folder) -> None:
     """Remove files until the index can be opened for writing, if the disk is full.
 
     Quarantined files come first, then runs and checkpoints in the order of eviction, which is read
-    from the index; `recover` removes their rows. Without an index, or if it is damaged, only
-    quarantined files are removed. Raises OSError if a file cannot be removed.
+    from the index; their rows stay until `recover` removes them. Without an index, or if it is
+    damaged, only quarantined files are removed. Raises OSError if a file cannot be removed.
     """
     free = folder.free()
     if free >= LEAST_BYTES:
@@ -168,10 +168,11 @@ def free_least(folder: Folder) -> None:
 
 
 def _least_used(folder: Folder, need: int) -> list[Row]:
-    """Return the files to evict to free `need` bytes, or all that can be evicted if they are less.
+    """Return the rows of the files to evict to free `need` bytes, in order.
 
-    The index cannot be written. If its ranks do not suffice, all of it is copied to memory, where
-    they can be updated. Raises StoreError.
+    If evicting all files frees less, all that can be evicted are returned. The index is not
+    written: if its ranks are missing or out of date, it is copied to memory, where they are
+    updated. Raises StoreError.
     """
     with (
         store_errors(folder.index),
@@ -292,7 +293,7 @@ def _drop_unfinished(context: StoreContext, connection: sqlite3.Connection) -> N
 class _Survey:
     """Differences between the index and the files of the folder.
 
-    `lost`: ids of rows whose file is missing (False) or has another size than noted (True).
+    `lost`: id of each row whose file is missing (with False) or has another size (with True).
     `strays`: kind and path of each file without a row.
     """
 
@@ -415,8 +416,8 @@ def _adopt(connection: sqlite3.Connection, holders: dict[bytes, int], stray: _St
 class StoreReopener:
     """Reopens a store folder that was removed or replaced while the store was open.
 
-    It also reopens a folder that was opened for reading only, once it can be written. Called before
-    each transaction; returns at once if there is nothing to do.
+    It also reopens a folder that was opened for reading only, once it can be written. Call it
+    before each transaction; it returns at once if there is nothing to do.
     """
 
     def __init__(self, context: StoreContext):
@@ -428,8 +429,9 @@ class StoreReopener:
     def __call__(self) -> None:
         """Reopen the folder if it was removed or replaced, or can be written again.
 
-        Raises Vanished until the folder has been missing for `MISSING_S` seconds, and StoreError if
-        it cannot be created again.
+        A folder that is missing is created again. Raises Vanished until it has been missing for
+        `MISSING_S` seconds, or while its disk is not mounted, and StoreError if it cannot be
+        created or its index cannot be used.
         """
         if self._context.database.is_there() and not self._reopening and not self._is_writable():
             self._missed_at = None

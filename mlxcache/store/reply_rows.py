@@ -75,7 +75,7 @@ def _raw(ids: Tokens) -> bytes:
 def pack_keys(keys: Iterable[bytes]) -> bytes:
     """Join the keys of a leaf's newest replies into one value for its row.
 
-    Each key is included once; of more than `MOST_KEYS`, the newest are kept.
+    `keys`: oldest first. Each is included once; of more than `MOST_KEYS`, the newest are kept.
     """
     return b"".join(list(dict.fromkeys(keys))[-MOST_KEYS:])
 
@@ -88,9 +88,9 @@ def unpack_keys(raw: bytes | None) -> tuple[bytes, ...] | None:
 
 
 def insert_reply(db: sqlite3.Connection, session: str, namespace: str, reply: ReplyRow) -> None:
-    """Insert a reply of a session.
+    """Insert a reply that was generated in session `session`.
 
-    Of more than `MOST_REPLIES` replies of all sessions together, the oldest are removed.
+    Of all sessions together, only the `MOST_REPLIES` replies inserted last are kept.
     """
     row = (reply.digest, reply.length, reply.tail, reply.history, _raw(reply.ids))
     how = (reply.calls, reply.thinking_open, reply.generic_tools, reply.stopped)
@@ -107,9 +107,9 @@ def read_replies(
 ) -> tuple[dict[str | None, list[ReplyRow]], int]:
     """Return the replies of a namespace with a row id above `after`, and the highest row id.
 
-    The replies are in a dictionary by the owner of their session, oldest first. The highest row id
-    is that of all replies in the table; as the next `after`, it leaves out what was returned
-    already.
+    The replies are in a dictionary by the owner of their session (None: no owner), oldest first.
+    The highest row id is that of all replies in the table, of any namespace; pass it as the next
+    `after` to get only newer replies.
     """
     last = int(db.execute("SELECT coalesce(max(id), 0) FROM replies").fetchone()[0])
     found: dict[str | None, list[ReplyRow]] = {}
@@ -134,9 +134,10 @@ def _row(fields: Sequence[object]) -> ReplyRow:
 def find_replies(
     db: sqlite3.Connection, namespace: str, owner: str | None, keys: Collection[bytes]
 ) -> dict[bytes, ReplyRow]:
-    """Return the replies of an owner that have one of `keys`, by key, oldest first.
+    """Return the replies of an owner whose `ReplyRow.key` is one of `keys`, by key, oldest first.
 
-    Of equal replies the newest is returned.
+    Only those of `namespace` are searched. `owner`: None for sessions without an owner. Of replies
+    with the same key the newest is returned.
     """
     query = (
         "SELECT replies.id, key FROM replies JOIN sessions ON sessions.id = session"
@@ -161,10 +162,10 @@ def read_own(db: sqlite3.Connection, session: str) -> Iterator[ReplyRow]:
 
 
 def holds(ids: Tokens, reply: ReplyRow) -> bool:
-    """Return whether `ids` contain the token ids of a reply, one after another.
+    """Return whether `ids` contain the token ids of a reply, in order and without a gap.
 
-    The last one may be missing, unless the reply has only one: it may be the end of the turn, which
-    a template may write differently, or a token that was drawn but never fed to the model.
+    The reply's last token may be missing, unless it is the only one: it may be the end of the turn,
+    which a template may write differently, or a token that was drawn but never fed to the model.
     """
     sought, within = _raw(reply.ids[: max(1, len(reply.ids) - 1)]), _raw(ids)
     at = within.find(sought)
@@ -174,10 +175,10 @@ def holds(ids: Tokens, reply: ReplyRow) -> bool:
 
 
 def hand_over(db: sqlite3.Connection, leaving: Collection[str]) -> None:
-    """Assign replies of sessions about to be removed to other sessions that contain them.
+    """Assign replies of sessions about to be removed to other sessions whose leaves list them.
 
-    Only sessions of the same owner and namespace are considered. `leaving`: ids of the sessions to
-    be removed.
+    Only other sessions of the reply's owner and namespace are considered. `leaving`: ids of the
+    sessions to be removed.
     """
     query = (
         "SELECT owner, leaves.namespace, session, replies FROM leaves"

@@ -27,16 +27,15 @@ LEAST_BYTES = 96 << 10
 
 
 def reserve_bytes(limit: int) -> int:
-    """Return the size of the reserve in a folder that may take `limit` bytes."""
+    """Return the size of the reserve in bytes, for a folder that may take `limit` bytes."""
     return max(SMALL_BYTES, min(RESERVE_BYTES, limit // PART))
 
 
 class Reserve:
     """The reserve of one folder. Thread-safe.
 
-    `limit`: bytes that the folder may take, which decide the size of the reserve. With None, as in
-    commands without a server, a reserve is written only after the disk was full, from the bytes
-    freed.
+    `limit`: bytes that the folder may take, which decide the size of the reserve. If it is None, as
+    in commands without a server, a reserve is written only after `freeing` found the disk full.
     """
 
     def __init__(self, folder: Folder, limit: int | None):
@@ -48,10 +47,11 @@ class Reserve:
 
     @contextmanager
     def freeing(self) -> Iterator[bool]:
-        """Remove the reserve while the block frees space, if the disk is full.
+        """Remove the reserve for the body of a `with` statement that frees space on a full disk.
 
-        Yields True if the disk is full. The reserve is written again after the last of several
-        blocks that run at once.
+        Yields True if the disk is full, that is, has less than `RESERVE_BYTES` free; otherwise
+        yields False and leaves the reserve. After the body, or the last of several bodies that run
+        at once, the reserve is written again as far as there is space.
         """
         with self._lock:
             self._freeing += 1
@@ -65,7 +65,7 @@ class Reserve:
                     self._make()
 
     def _give_up(self) -> bool:
-        """Remove the reserve if the disk is full; return whether the disk is full."""
+        """Remove the reserve and return True if the disk is full; else, or on errors, False."""
         with suppress(OSError):  # the block says what is wrong with the disk
             if self._folder.free() < RESERVE_BYTES:
                 if not self._limited:

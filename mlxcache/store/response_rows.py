@@ -53,8 +53,8 @@ class StoredResponse:
 def insert_response(db: sqlite3.Connection, response: StoredResponse) -> None:
     """Insert a response, or replace the one with its id.
 
-    Of more than `MOST_RESPONSES` responses of all owners, or `MOST_BYTES` compressed bytes, the
-    oldest are removed.
+    The oldest responses are removed if there are more than `MOST_RESPONSES` of all owners together,
+    or if they have more than `MOST_BYTES` bytes compressed.
     """
     body, items = zlib.compress(response.body, 6), zlib.compress(response.items, 6)
     db.execute(
@@ -76,7 +76,7 @@ def insert_response(db: sqlite3.Connection, response: StoredResponse) -> None:
 
 
 def link_response(db: sqlite3.Connection, id: str, session: str, at: float) -> None:
-    """Write to the table that the response `id` is a turn of `session`, an id of a session.
+    """Record that the response `id` is the reply of a turn of the session with the id `session`.
 
     The response itself may be inserted before or later. `at`: time of the turn in seconds since
     1970.
@@ -89,7 +89,10 @@ def link_response(db: sqlite3.Connection, id: str, session: str, at: float) -> N
 
 
 def read_response(db: sqlite3.Connection, id: str, owner: str | None) -> StoredResponse:
-    """Read an owner's response. Raises NotFound."""
+    """Return the stored response `id` of `owner`; an `owner` of None has those stored without one.
+
+    Raises NotFound if there is none, or if it belongs to another owner.
+    """
     row = db.execute(
         "SELECT id, owner, previous, created_at, body, items FROM responses"
         " WHERE id = ? AND owner IS ? AND body IS NOT NULL",
@@ -103,10 +106,10 @@ def read_response(db: sqlite3.Connection, id: str, owner: str | None) -> StoredR
 
 
 def read_chain(db: sqlite3.Connection, id: str, owner: str | None) -> list[StoredResponse]:
-    """Read a response and those that it continues, oldest first.
+    """Return the stored response `id` and those that it continues, oldest first.
 
-    Raises NotFound if one of them is missing, or if there are more than `MAX_CHAIN` responses or
-    `MAX_CHAIN_BYTES` bytes.
+    Raises NotFound if one of them is missing or does not belong to `owner`, or if they are more
+    than `MAX_CHAIN` responses or have more than `MAX_CHAIN_BYTES` bytes of JSON.
     """
     found: list[StoredResponse] = []
     size = 0
@@ -126,6 +129,6 @@ def read_chain(db: sqlite3.Connection, id: str, owner: str | None) -> list[Store
 
 
 def delete_response(db: sqlite3.Connection, id: str, owner: str | None) -> None:
-    """Delete an owner's response. Raises NotFound."""
+    """Delete the stored response `id`. Raises NotFound if `owner` has no such response."""
     read_response(db, id, owner)
     db.execute("DELETE FROM responses WHERE id = ?", (id,))

@@ -68,7 +68,10 @@ def save_run(
     tensors: Sequence[Tensor],
     late: frozenset[str],
 ) -> None:
-    """Save the KV of the chain's tokens from position `start` on; see `Store.write_run`."""
+    """Save the KV of the chain's tokens from position `start` on; durable on return.
+
+    `tensors`, `late` and the errors raised are those of `Store.write_run`.
+    """
     start = int(start)  # NumPy's integers are not JSON's
     length = len(chain.ids)
     count = length - start
@@ -99,7 +102,10 @@ def save_run(
 
 
 def save_checkpoint(context: StoreContext, chain: Chain, tensors: Sequence[Tensor]) -> None:
-    """Save `tensors`, the state after the chain's tokens; see `Store.write_checkpoint`."""
+    """Save `tensors`, the state after the chain's tokens; durable on return.
+
+    The errors raised are those of `Store.write_checkpoint`.
+    """
     if not len(chain.ids):
         raise ValueError("a checkpoint needs at least one token before it")
 
@@ -210,10 +216,11 @@ def _row(context: StoreContext, kind: str, digest: bytes, base: bytes, parent: R
 
 
 def _save(context: StoreContext, chain: Chain, compose: Callable[[Match], _NewFile | None]) -> None:
-    """Write the file that `compose` makes.
+    """Write the file that `compose` makes; durable on return.
 
     `compose(match)` gets the part of the chain that is on disk; it returns None if nothing needs to
-    be written. It is called again if the index changes in the meantime.
+    be written. It is called again if the index changes in the meantime. Raises StoreError, also if
+    another process has been writing the same file for `WAIT_S` seconds, and what `compose` raises.
     """
     deadline = time.monotonic() + WAIT_S
     with context.saving:
@@ -246,9 +253,9 @@ def _reserve(
 ) -> int:
     """Insert the row of a file to be written, make room for the file, and return the row's id.
 
-    `version`: `index.version` when `match` was found. Raises _Changed if `match` is out of date, or
-    if a damaged file with the same digest had to be removed first, _Taken if another process is
-    writing the file, and DiskFull if no room can be made.
+    `match`: the part of `chain` on disk, found when `index.version` was `version`. Raises _Changed
+    if `match` is out of date, or if a damaged file with the same digest had to be removed first,
+    _Taken if another process is writing the file, and DiskFull if no room can be made.
     """
     row = new.row
     with context.database.write() as connection:
@@ -276,9 +283,10 @@ def _reserve(
 
 
 def _put(context: StoreContext, chain: Chain, match: Match, new: _NewFile, id: int) -> None:
-    """Write the file `new` and mark its row as durable; remove both after an error.
+    """Write the file `new` and mark its row as durable; on an error remove both and raise it.
 
-    `id`: id of the row.
+    `id`: id of the row. `match`: the part of `chain` that was on disk before. After a checkpoint is
+    written, surplus checkpoints along the path are removed.
     """
     row = new.row
     final = context.folder.file(row.kind, row.digest)

@@ -1,4 +1,4 @@
-"""Session ids for a shell's completion, read without numpy and without any lock."""
+"""Session ids for a shell's completion, read without numpy and the store's lock files."""
 
 from __future__ import annotations
 

@@ -77,7 +77,7 @@ class Session:
     `label` is given by clients, `name` by the user. `title` is taken from the first user message.
     `client`: name of the client program. `model`: name of the model, for display. `turns`: number
     of finished requests. Times are in seconds since 1970. `owner`: see `mlxcache.owner`; None for a
-    session made by a server without API keys.
+    session made by a server without API keys, or with only one, given by `--api-key`.
     """
 
     id: str
@@ -157,9 +157,9 @@ def session_from(row: tuple[Any, ...]) -> Session:
 
 
 def read_leaves(db: sqlite3.Connection, where: str, values: tuple[Any, ...]) -> list[Leaf]:
-    """Return the leaves for which the SQL condition `where` holds.
+    """Return the leaves whose rows in the table `leaves` satisfy the SQL condition `where`.
 
-    Main leaves come first, then the most recently used. `values`: parameters of the condition.
+    Main leaves come first, then the most recently used. `values`: values for the `?` in `where`.
     """
     found = db.execute(
         f"SELECT {_LEAF_FIELDS} FROM leaves WHERE {where}"
@@ -176,7 +176,7 @@ def _leaf(db: sqlite3.Connection, row: tuple[Any, ...]) -> Leaf:
 
 
 def read_ids(db: sqlite3.Connection, leaf: int) -> Tokens:
-    """Return the token ids of a leaf; empty if it has no row."""
+    """Return the token ids of the leaf with the id `leaf`; empty if there is no such leaf."""
     rows = db.execute("SELECT ids FROM leaf_tokens WHERE leaf = ? ORDER BY start", (leaf,))
     return np.frombuffer(b"".join(part for (part,) in rows), "<i4").astype(np.int32)
 
@@ -193,7 +193,10 @@ _LATER_COLUMNS = (
 
 
 def add_later_columns(db: sqlite3.Connection) -> None:
-    """Add the columns that tables created by earlier versions lack."""
+    """Add the columns that are missing if an earlier version of mlxcache created the tables.
+
+    These are the tables `sessions`, `leaves`, `replies` and `session_figures`; all must exist.
+    """
     for table, column, kind in _LATER_COLUMNS:
         columns = {name for _, name, *_ in db.execute(f"PRAGMA table_info({table})")}
         if column not in columns:
@@ -201,7 +204,7 @@ def add_later_columns(db: sqlite3.Connection) -> None:
 
 
 def read_session(db: sqlite3.Connection, id: str, owner: str | None = ANY_OWNER) -> Session:
-    """Return one session of an owner.
+    """Return the session `id` of `owner`, or of any owner if that is `ANY_OWNER`.
 
     Raises NotFound if it does not exist or belongs to another owner.
     """
@@ -232,9 +235,10 @@ def new_session(id: str, turn: Turn, origin: Origin | None = None) -> Session:
 
 
 def find_labelled(db: sqlite3.Connection, turn: Turn) -> str | None:
-    """Return the id of the session with a turn's label, or None.
+    """Return the id of the session with a turn's label, namespace and owner, or None.
 
-    A session whose id is the turn's label is preferred.
+    A session whose id is the turn's label is found too, and preferred. None if the turn has no
+    label.
     """
     if turn.label is None:
         return None
@@ -265,11 +269,12 @@ def read_candidates(db: sqlite3.Connection, turn: Turn, session: str | None) -> 
 def find_leaf(db: sqlite3.Connection, turn: Turn, session: str | None) -> Leaf | None:
     """Find the leaf that a turn continues, or None if it begins a conversation.
 
-    `session`: id of the session to search. If it is None, all sessions are searched, and their
-    titles, the first words that the user typed, count too. A main leaf of a session with another
-    title does not match: if the client wrote the first message itself, two conversations can begin
-    alike. If no leaf matches, those with the turn's title are tried, because a client may change
-    what it puts before the typed text; see `find_reworded`.
+    `session`: id of the session to search, or None for all sessions of the turn's namespace. With
+    None, titles (the first words that the user typed) count too. The main leaf of a session whose
+    title differs from the turn's does not match: if the client wrote the first message itself, two
+    conversations can begin alike. If no leaf matches, main leaves of sessions with the turn's title
+    are tried, because a client may change what it puts before the typed text; see
+    `leaves.find_reworded`.
     """
     candidates = read_candidates(db, turn, session)
     if session is not None:
@@ -287,8 +292,9 @@ def _may_continue(
 ) -> bool:
     """Return False if `leaf` is the main one of a session whose title differs from the turn's.
 
-    `titles`: titles by session that were read already; it is extended. Without tools and system
-    prompt, the turn's title may also be the other title with more text after it.
+    Otherwise, and if one of the two has no title, return True. If the turn has no tools and no
+    system prompt, a title that only continues the session's does not count as different. `titles`:
+    titles read already, by session id; that of the leaf's session is added.
     """
     if leaf.session not in titles:
         query = "SELECT title FROM sessions WHERE id = ?"
@@ -302,8 +308,8 @@ def _may_continue(
 def _read_titled(db: sqlite3.Connection, turn: Turn) -> Iterator[Leaf]:
     """Yield the main leaves of the sessions that have the title of `turn` and no label.
 
-    Only sessions of the turn's namespace and owner are read; of more than `MOST_TITLED`, those used
-    last.
+    Only sessions of the turn's namespace and owner are read, and of these only the `MOST_TITLED`
+    used last.
     """
     newest = (
         "kind = 'main' AND session IN (SELECT id FROM sessions WHERE namespace = ? AND title = ?"
@@ -316,7 +322,8 @@ def _read_titled(db: sqlite3.Connection, turn: Turn) -> Iterator[Leaf]:
 def write_leaf(db: sqlite3.Connection, turn: Turn, session: str, leaf: Leaf | None) -> None:
     """Store the tokens of `turn` in `leaf`, or in a new leaf of `session` if `leaf` is None.
 
-    Also decides which leaf of the session is the main one.
+    Also decides which leaf of the session is the main one, and removes the least recently used of
+    more than `MOST_LEAVES` leaves. `session`: id of the session.
     """
     main = next(iter(read_leaves(db, "session = ? AND kind = 'main'", (session,))), None)
     if leaf is None:
@@ -375,8 +382,8 @@ def insert_leaf(db: sqlite3.Connection, namespace: str, leaf: Leaf) -> Leaf:
 def _write_ids(db: sqlite3.Connection, leaf: int, ids: Tokens, same: int, held: int) -> None:
     """Replace the token ids of a leaf by `ids`.
 
-    `leaf`: id of its row. `held`: number of its ids before. `same`: number of leading ids that stay
-    the same; the rows that hold only such ids are not written again.
+    `leaf`: id of its row. `held`: number of token ids that it had before. `same`: number of leading
+    ones that stay the same; the rows that hold only such ids are not written again.
     """
     if same == len(ids) == held:
         return
@@ -390,9 +397,9 @@ def _write_ids(db: sqlite3.Connection, leaf: int, ids: Tokens, same: int, held: 
 
 
 def count_shared(db: sqlite3.Connection, leaf: int, ids: Tokens) -> int:
-    """Return the number of leading tokens that a leaf and `ids` share.
+    """Return the number of leading tokens that the leaf with the id `leaf` and `ids` share.
 
-    Stops reading at the first difference.
+    Stops reading at the first difference. Returns 0 if there is no such leaf.
     """
     most = 0
     rows = db.execute("SELECT ids FROM leaf_tokens WHERE leaf = ? ORDER BY start", (leaf,))
@@ -408,8 +415,8 @@ def count_shared(db: sqlite3.Connection, leaf: int, ids: Tokens) -> int:
 def shared_lengths(db: sqlite3.Connection, namespace: str, ids: Tokens) -> list[int]:
     """Return, for each leaf of a namespace, how many leading tokens it shares with `ids`.
 
-    Only leaves whose conversation key `ids` begin with are included. Empty if there are no tables
-    of sessions.
+    The order is arbitrary. Only leaves are included whose conversation key is at the beginning of
+    `ids`. Empty if the database has no tables of sessions.
     """
     if not db.execute("SELECT 1 FROM sqlite_master WHERE name = 'leaves'").fetchone():
         return []
@@ -432,7 +439,7 @@ def _trim_leaves(db: sqlite3.Connection, session: str) -> None:
 
 
 def trim_sessions(db: sqlite3.Connection) -> None:
-    """Remove the least recently used of more than `MOST_SESSIONS` unpinned sessions.
+    """Keep the `MOST_SESSIONS` last used of the sessions that are not pinned; remove the others.
 
     The sessions of all owners are counted together.
     """
@@ -463,9 +470,9 @@ class SessionFigures:
     """Sums over the requests of a session, in seconds and tokens.
 
     `first_tokens`: number of requests that gave a first token, after `first_token_s` seconds in
-    total. `saved_tokens`: cached tokens for which the speed of prefill was known. `saved_s`:
-    estimated seconds that computing those would have taken. `drafted_tokens`, `accepted_tokens`,
-    `guess_passes`, `guess_saved_s`: see `types.RequestRecord`.
+    total. `saved_tokens`: cached tokens at positions for which the speed of prefill was known.
+    `saved_s`: estimated seconds that computing `saved_tokens` would have taken. `drafted_tokens`,
+    `accepted_tokens`, `guess_passes`, `guess_saved_s`: see `types.RequestRecord`.
     """
 
     requests: int = 0
@@ -484,10 +491,10 @@ class SessionFigures:
     guess_saved_s: float = 0.0
 
     def as_object(self) -> dict[str, Any]:
-        """Return the figures as a JSON object of the API.
+        """Return the figures as the JSON object `figures` of a session in the API.
 
-        It has the average seconds to the first token instead of their sum. Unknown figures are
-        None.
+        Its keys are the names of the fields, without `first_tokens`. `first_token_s` is the average
+        instead of the sum, None if no request gave a token. `saved_s` is None if it is not known.
         """
         average = self.first_token_s / self.first_tokens if self.first_tokens else None
         known = bool(self.saved_tokens) or not self.cached_tokens
@@ -555,7 +562,7 @@ def read_figures(db: sqlite3.Connection, session: str) -> SessionFigures:
 def read_prefill_times(db: sqlite3.Connection, namespace: str) -> dict[int, Measured]:
     """Return the tokens fed in a namespace and the seconds that they took, by range of positions.
 
-    The keys are the numbers of the ranges; see `Gain.measured`.
+    Each value is a pair (tokens, seconds). The keys are numbers of ranges; see `Gain.measured`.
     """
     query = "SELECT range, tokens, seconds FROM prefill_times WHERE namespace = ?"
     rows = db.execute(query, (namespace,)).fetchall()

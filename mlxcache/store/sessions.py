@@ -32,7 +32,7 @@ ID = re.compile(r"ses_[0-9A-Za-z]{1,64}")
 
 
 def id_of(namespace: str, label: str, owner: str | None = None) -> str:
-    """Return the id of the session with a label.
+    """Return the id that a new session with a label gets, unless another session has that id.
 
     The id is derived from the arguments, so it is the same on every machine, and after the index
     was lost.
@@ -52,7 +52,7 @@ class Sessions:
 
     Every method is one transaction, may be called on any thread, and may raise StoreError. Several
     servers may share the file. An `owner` of None stands for sessions made by servers without API
-    keys, and `ANY_OWNER` for those of all owners.
+    keys, or with only one, given by `--api-key`, and `ANY_OWNER` for those of all owners.
     """
 
     def __init__(self, database: Database):
@@ -63,14 +63,14 @@ class Sessions:
         database.create(response_rows.SCHEMA)
 
     def copy(self) -> Sessions:
-        """Copy the table to a database in memory, which the caller must close.
+        """Return a copy of the table in a database in memory; the caller must call its `close`.
 
         Blocks. Raises StoreError.
         """
         return Sessions(self._database.copy())
 
     def close(self) -> None:
-        """Close the database of a copy."""
+        """Close the database, if this table is one that `copy` returned."""
         self._database.close()
 
     def patience(self, seconds: float) -> AbstractContextManager[None]:
@@ -98,7 +98,7 @@ class Sessions:
     def related(self, session: Session) -> list[Session]:
         """Return the other sessions with the label and owner of `session`, last used first.
 
-        Each of them belongs to another model.
+        Each of them belongs to another model. Empty if `session` has no label.
         """
         if session.label is None:
             return []
@@ -119,7 +119,10 @@ class Sessions:
             return rows.read_session(db, id, owner)
 
     def leaves(self, id: str) -> list[Leaf]:
-        """Return the leaves of a session, the main one first, then the most recently used."""
+        """Return the leaves of a session, the main one first, then the most recently used.
+
+        Empty if there is no session `id`.
+        """
         with self._database.read() as db:
             return rows.read_leaves(db, "session = ?", (id,))
 
@@ -131,7 +134,8 @@ class Sessions:
     def prefill_times(self, namespace: str) -> dict[int, rows.Measured]:
         """Return the tokens fed in a namespace and the seconds that they took, by range.
 
-        The keys are the numbers of ranges of positions; see `session_rows.Gain`.
+        Each value is a pair (tokens, seconds). The keys are numbers of ranges of positions; see
+        `session_rows.Gain`.
         """
         with self._database.read() as db:
             return rows.read_prefill_times(db, namespace)
@@ -153,7 +157,7 @@ class Sessions:
         return {leaf: shared for leaf, shared in found.items() if shared}
 
     def ids(self, leaf: int) -> Tokens:
-        """Return the token ids of a leaf; empty if it was removed."""
+        """Return the token ids of the leaf with the id `leaf`; empty if it was removed."""
         with self._database.read() as db:
             return rows.read_ids(db, leaf)
 
@@ -169,24 +173,28 @@ class Sessions:
             return reply_rows.read_replies(db, namespace, after)
 
     def response(self, id: str, owner: str | None) -> StoredResponse:
-        """Return a stored response of an owner. Raises NotFound."""
+        """Return the stored response `id`. Raises NotFound if `owner` has no such response."""
         with self._database.read() as db:
             return response_rows.read_response(db, id, owner)
 
     def response_chain(self, id: str, owner: str | None) -> list[StoredResponse]:
-        """Return a stored response and those that it continues, oldest first. Raises NotFound."""
+        """Return the stored response `id` and those that it continues, oldest first.
+
+        Raises NotFound if one of them is missing or does not belong to `owner`, or if they are too
+        many; see `response_rows.read_chain`.
+        """
         with self._database.read() as db:
             return response_rows.read_chain(db, id, owner)
 
     # -- changing ----------------------------------------------------------------------------
 
     def save_response(self, response: StoredResponse) -> None:
-        """Insert a stored response, or replace the one with its id."""
+        """Insert a response, or replace the one with its id; may remove the oldest responses."""
         with self._database.write() as db:
             response_rows.insert_response(db, response)
 
     def delete_response(self, id: str, owner: str | None) -> None:
-        """Delete a stored response of an owner. Raises NotFound."""
+        """Delete the stored response `id`. Raises NotFound if `owner` has no such response."""
         with self._database.write() as db:
             response_rows.delete_response(db, id, owner)
 
@@ -249,9 +257,10 @@ class Sessions:
         pinned: bool | None = None,
         owner: str | None = ANY_OWNER,
     ) -> None:
-        """Rename, pin or unpin a session; None leaves a field unchanged.
+        """Rename a session, or mark it as pinned or not; None leaves a field unchanged.
 
-        A `name` of "" removes the session's name. Raises NotFound.
+        A `name` of "" removes the session's name. `Store.pin_session` pins the session's files.
+        Raises NotFound if `owner` has no session `id`.
         """
         with self._database.write() as db:
             rows.read_session(db, id, owner)
@@ -261,14 +270,20 @@ class Sessions:
                 db.execute("UPDATE sessions SET pinned = ? WHERE id = ?", (pinned, id))
 
     def delete(self, id: str) -> None:
-        """Remove a session from the table, but keep its KV. Raises NotFound."""
+        """Remove the session `id` from the table, but keep its KV.
+
+        Raises NotFound if there is no session `id`.
+        """
         with self._database.write() as db:
             rows.read_session(db, id)
             reply_rows.hand_over(db, {id})
             db.execute("DELETE FROM sessions WHERE id = ?", (id,))
 
     def clear(self, *, pinned: bool = False) -> int:
-        """Remove all sessions, pinned ones only if `pinned`; return the number removed."""
+        """Remove all sessions, but pinned ones only if `pinned` is True.
+
+        Returns the number of sessions removed. Their KV stays.
+        """
         gone = "FROM sessions WHERE ? OR NOT pinned"
         with self._database.write() as db:
             leaving = {id for (id,) in db.execute(f"SELECT id {gone}", (pinned,))}
@@ -280,7 +295,8 @@ class Sessions:
 
         Only the first `tokens` tokens of the leaf are copied, or all if None. `at`: present time in
         seconds since 1970. `name`: name of the new session, which has no label; None or "" for
-        none. Raises NotFound, and BadRequest if the leaf has fewer tokens.
+        none. Raises NotFound if there is no session `id` or it has no main leaf, and BadRequest if
+        `tokens` is below 1 or above the number of the leaf's tokens.
         """
         with self._database.write() as db:
             source = rows.read_session(db, id)
@@ -318,7 +334,7 @@ class Sessions:
     def info(self, id: str, owner: str | None = ANY_OWNER) -> SessionInfo:
         """Return a session with its leaves and replies, as a snapshot stores it.
 
-        Raises NotFound.
+        Raises NotFound if `owner` has no session `id`.
         """
         with self._database.read() as db:
             session = rows.read_session(db, id, owner)
@@ -336,8 +352,8 @@ class Sessions:
         or "" for the name in the snapshot. `owner`: the owner to whom it will belong. The session
         gets a new id if its own is malformed or in use, or if it is imported for an `owner`,
         because the id could be that of another owner's session. It loses its label if another
-        session of that namespace and owner has the same one. Replies that the owner already has
-        are not inserted again.
+        session of its namespace and owner has the same one. Replies that the owner already has are
+        not inserted again.
         """
         with self._database.write() as db:
             own = {field: getattr(info, field) for field in CARRIED}
@@ -364,11 +380,11 @@ class Sessions:
 def _with_replies(
     db: sqlite3.Connection, session: Session, leaves: list[Leaf]
 ) -> tuple[list[Leaf], tuple[ReplyRow, ...]]:
-    """Return a session's leaves with the keys of the replies in them, and those replies.
+    """Return a session's leaves with `replies` set to the keys of their replies, and these replies.
 
-    A reply is in a leaf if its key is in `Leaf.replies` and it is still in the table, or if it was
-    generated in the session, no leaf has its key, and the leaf's token ids contain its token ids in
-    one piece (see `reply_rows.holds`).
+    A reply is in a leaf if it is still in the table and `Leaf.replies` has its key. It is also in a
+    leaf if it was generated in the session, `Leaf.replies` has its key in none of `leaves`, and the
+    leaf's token ids contain its token ids in one piece (see `reply_rows.holds`).
     """
     own = {reply.key: reply for reply in reply_rows.read_own(db, session.id)}
     listed = {key for leaf in leaves for key in leaf.replies or ()}
@@ -385,8 +401,8 @@ def _with_replies(
 def _held(db: sqlite3.Connection, session: Session, leaf: Leaf) -> tuple[bytes, ...]:
     """Return those keys of `leaf.replies` whose replies are still inside the leaf's token ids.
 
-    For a leaf whose last token ids were removed, while `replies` still has all keys. Replies that
-    are no longer in the table are left out.
+    `leaf`: a leaf of `session`, shortened by its last token ids, with the `replies` from before.
+    Replies that are no longer in the table are left out.
     """
     listed = leaf.replies or ()
     found = reply_rows.find_replies(db, session.namespace, session.owner, set(listed))

@@ -99,7 +99,7 @@ CARRIED = tuple(one.name for one in fields(SessionInfo) if one.name not in ("lea
 def block_seed(leaf: int, block: int) -> int:
     """Return the checksum seed of a block, different for each, so that blocks cannot be swapped.
 
-    `leaf`, `block`: index of the leaf, and of the block in it.
+    `leaf`: index of the leaf. `block`: index of the block among those of the leaf's exported KV.
     """
     return leaf << 32 | block
 
@@ -212,7 +212,7 @@ def _checked_length(index: int, leaf: Leaf, lengths: list[int]) -> int:
 
 
 def with_tokens(session: SessionInfo, ids: list[Tokens]) -> SessionInfo:
-    """Return a copy of `session` with the token ids of its leaves set to `ids`."""
+    """Return a copy of `session` with the token ids of its leaves set to `ids`, one per leaf."""
     leaves = tuple(replace(a, ids=b) for a, b in zip(session.leaves, ids, strict=True))
     return replace(session, leaves=leaves)
 
@@ -222,7 +222,10 @@ _KV = re.compile(r"kv\.(0|[1-9][0-9]{0,4})\.[0-9]")
 
 
 def detect_format(path: Path) -> Literal["mlxcache", "mlx-lm"]:
-    """Detect the format of a file by its header. Raises SnapshotRefused for any other format."""
+    """Detect the format of a file by its header.
+
+    Raises SnapshotRefused for any other format, and if the file cannot be read or is damaged.
+    """
     try:
         with open_file(path, links=True) as fd:
             metadata = read_foreign_header(fd, own=False).metadata
@@ -241,7 +244,7 @@ def detect_format(path: Path) -> Literal["mlxcache", "mlx-lm"]:
 def read_snapshot_header(fd: int) -> Header:
     """Read the header of an open file and check its checksum.
 
-    Raises SnapshotRefused and OSError.
+    Raises SnapshotRefused if the header is damaged or incomplete, and OSError.
     """
     try:
         return read_foreign_header(fd, own=True)
@@ -250,7 +253,11 @@ def read_snapshot_header(fd: int) -> Header:
 
 
 def read_description(header: Header) -> Description:
-    """Return the description of a snapshot from its header. Raises SnapshotRefused."""
+    """Return the description of a snapshot from its header.
+
+    Raises SnapshotRefused for a file of another format, for another version of the format, and for
+    a damaged description.
+    """
     if header.metadata.get("format") != FORMAT:
         raise SnapshotRefused("This is not a snapshot of mlxcache.")
     version = header.metadata.get("version")
@@ -293,7 +300,7 @@ def check_tensors(
 ) -> tuple[tuple[Place, ...], tuple[tuple[Place, ...], ...]]:
     """Check the tensors of a snapshot; return those of the KV, and those of each checkpoint.
 
-    The file must have these, one tensor of token ids and one of checksums. Raises SnapshotRefused
+    The file must also have one tensor of token ids and one of checksums. Raises SnapshotRefused
     for a missing or an unknown tensor, for a shape that contradicts the description, and for more
     bytes of a checkpoint, or of one token's KV, than the format allows.
     """
@@ -327,9 +334,9 @@ def _check(place: Place | None, dtype: str, length: int) -> None:
 
 
 def _state_index(name: str, count: int) -> int | None:
-    """Return the index of the checkpoint to which the tensor `name` belongs, or None.
+    """Return the index of the checkpoint to which the tensor `name` belongs.
 
-    `count`: number of checkpoints.
+    `count`: number of checkpoints. None if the tensor belongs to none of them.
     """
     _, _, rest = name.partition(".")
     digits, _, _ = rest.partition(".")
@@ -342,7 +349,8 @@ def _state_index(name: str, count: int) -> int | None:
 def check_spec(kv: tuple[Place, ...], spec: Spec | None) -> None:
     """Raise SnapshotRefused unless the KV has the names, dtypes and shapes that the model caches.
 
-    Nothing is checked if `spec` is None.
+    `spec`: dtype and shape of one token's KV, by name of a tensor. Nothing is checked if `spec` is
+    None or `kv` is empty.
     """
     if spec is None or not kv:
         return

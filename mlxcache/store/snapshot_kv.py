@@ -27,7 +27,7 @@ RowKind = tuple[str, str, tuple[int, ...]]
 class SnapshotKV:
     """Reads KV from `store` to export a snapshot, or writes the KV of a snapshot into `store`.
 
-    In this class, KV has the same form in both. A subclass converts it for the store of a rank,
+    This class does not convert the KV. A subclass converts it from and for the store of a rank,
     which has only a part of each layer or only some layers. `namespace`: that of the model, as the
     snapshot states it; by default that of `store`. Use one object for one export or import. All
     methods block.
@@ -44,7 +44,8 @@ class SnapshotKV:
         """Return name, dtype and shape of each tensor that the runs `pieces` hold.
 
         The shape is without the first axis, which is tokens. The order is that of the tensors in
-        the snapshot. Raises Corrupt if two runs hold different tensors, and StoreError.
+        the snapshot. Raises Corrupt if two runs hold different tensors, and StoreError if a file
+        cannot be read.
         """
         first: list[RowKind] | None = None
         for piece in pieces:
@@ -60,7 +61,8 @@ class SnapshotKV:
     ) -> Iterator[bytes]:
         """Yield the bytes of the tensor `name` for the positions [start, end) of `ids`.
 
-        `pieces`: the runs that hold them, as found for `ids`. Raises StoreError.
+        `pieces`: the runs on disk with these positions, as `Store.find` returns them for `ids`.
+        Raises StoreError if a file is missing, damaged or cannot be read.
         """
         for piece in pieces:
             first, last = max(piece.start, start), min(piece.end, end)
@@ -73,7 +75,8 @@ class SnapshotKV:
     def state_places(self, ids: Tokens, saved: Saved) -> Sequence[Place]:
         """Return the tensors of the checkpoint `saved`; their offsets must not be used.
 
-        `ids`: the token ids for which it was found. Raises StoreError.
+        `ids`: the token ids for which `saved` was found. Raises StoreError if its file is missing,
+        damaged or cannot be read.
         """
         return self._header(saved.path).places
 
@@ -82,8 +85,9 @@ class SnapshotKV:
     ) -> Iterator[bytes]:
         """Yield the bytes of all tensors of the checkpoint `saved`, one after another.
 
-        `ids`: the token ids for which it was found. Only the range [first, last) of these bytes is
-        yielded, up to their end if `last` is None. Raises StoreError.
+        `ids`: the token ids for which `saved` was found. Only the range [first, last) of these
+        bytes is yielded, up to their end if `last` is None. Raises StoreError if the file is
+        missing, damaged or cannot be read.
         """
         at = 0
         for place in self._header(saved.path).places:
@@ -102,16 +106,22 @@ class SnapshotKV:
     # -- for an import -----------------------------------------------------------------------------
 
     def write_run(self, ids: Tokens, start: int, tensors: Sequence[Tensor]) -> None:
-        """Save the KV of the tokens [start, len(ids)). Raises as `Store.write_run`."""
+        """Save the KV of the tokens [start, len(ids)).
+
+        The arguments and the errors raised are those of `Store.write_run`.
+        """
         self.store.write_run(ids, start, tensors)
 
     def write_checkpoint(self, ids: Tokens, tensors: Sequence[Tensor]) -> None:
-        """Save the checkpoint after `ids`. Raises as `Store.write_checkpoint`."""
+        """Save `tensors`, the state after `ids`. Raises as `Store.write_checkpoint`."""
         self.store.write_checkpoint(ids, tensors)
 
 
 def read_bytes(path: Path, begin: int, end: int) -> Iterator[bytes]:
-    """Yield the bytes [begin, end) of a file in chunks. Raises StoreError."""
+    """Yield the bytes [begin, end) of a file of the store, at most `CHUNK_BYTES` at a time.
+
+    Raises StoreError if the file is missing, ends before `end`, or cannot be read.
+    """
     with _opened(path) as fd:
         while begin < end:
             part = os.pread(fd, min(CHUNK_BYTES, end - begin), begin)
@@ -125,8 +135,8 @@ def read_bytes(path: Path, begin: int, end: int) -> Iterator[bytes]:
 def _opened(path: Path) -> Iterator[int]:
     """Open a file of the store for a `with` statement; yield its descriptor.
 
-    Errors in the body are converted: a missing file raises Gone, a malformed one Corrupt, and any
-    other OSError StoreError.
+    Errors of opening it and of the body are converted: a missing file raises Gone, a malformed one
+    Corrupt, and any other OSError StoreError.
     """
     try:
         with open_file(path) as fd:

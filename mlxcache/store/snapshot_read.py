@@ -85,8 +85,9 @@ def read_snapshot(
     """Read the snapshot at `path` and check that it was made with the model of `namespace`.
 
     The model is not checked if `namespace` is None. `model`: name of that model, for messages.
-    `spec`: the tensors that it caches. `vocab_size`: number of its token ids. Raises
-    SnapshotRefused for another model or a damaged file, and StoreError if it cannot be read.
+    `spec`: the tensors that it caches, and `vocab_size`: number of its token ids; None skips the
+    check. Raises SnapshotRefused for another model, or for a file that is no snapshot or damaged,
+    and StoreError if the file cannot be read.
     """
     with _opened(path) as fd:
         header = read_snapshot_header(fd)
@@ -111,11 +112,11 @@ def read_snapshot(
 
 
 def read_origin(path: Path) -> tuple[str | None, str]:
-    """Return the namespace and the model's name that a session's file states.
+    """Return the namespace and the model's name that a snapshot states.
 
     For a prompt cache of mlx-lm, the namespace is None, and the name is the path or id that was
-    given to mlx-lm's tool. For any other file, returns (None, ""). Raises StoreError if the file
-    cannot be read.
+    given to mlx-lm's tool, "" if none. For any other file, returns (None, ""). Raises StoreError if
+    the file cannot be read.
     """
     with _opened(path) as fd:
         try:
@@ -141,11 +142,12 @@ def with_owner(snapshot: Snapshot, owner: str | None) -> Snapshot:
 def import_snapshot(
     store: Store, snapshot: Snapshot, progress: Progress | None = None
 ) -> SessionInfo:
-    """Write the KV of a snapshot into `store`; return the session to insert into the table.
+    """Write the KV of a snapshot into `store`; return its session, for `Sessions.adopt`.
 
     `progress(done, total)` is called with numbers of bytes. Blocks. After a failure, KV that was
-    already written stays on disk; it is valid and will be evicted when it is the least recently
-    used. Raises SnapshotRefused for a wrong checksum, and StoreError.
+    already written stays on disk; it is valid, and evicted like any other. Raises SnapshotRefused
+    for a wrong checksum, Unsupported if `store` has only one rank's part of the KV (see
+    `Store.snapshot_kv`), and StoreError.
     """
     if store.limit is not None and snapshot.nbytes > store.limit:
         raise DiskFull(
@@ -167,8 +169,8 @@ def import_snapshot(
 def _pieces(fd: int, snapshot: Snapshot) -> Iterator[_Piece]:
     """Yield the KV of a snapshot in parts to write as runs, then its checkpoints, each checked.
 
-    A part is (token ids from 0, position of its first token, tensors); the position of a checkpoint
-    is None. Raises SnapshotRefused.
+    A part is (token ids from 0 to its end, position of its first token, tensors); the position of a
+    checkpoint is None. `fd`: descriptor of the file. Raises SnapshotRefused for a wrong checksum.
     """
     per_token = sum(p.nbytes // p.shape[0] for p in snapshot.kv)
     step = max(BLOCK, PIECE_BYTES // max(1, per_token) // BLOCK * BLOCK)
@@ -245,9 +247,9 @@ def _opened(path: Path) -> Iterator[int]:
 
 
 def _read(fd: int, place: Place) -> memoryview:
-    """Read a tensor whose place was checked against the file's size.
+    """Return the bytes of a tensor whose place was checked against the file's size.
 
-    Raises SnapshotRefused if the file ends early.
+    Raises SnapshotRefused if the file ends before the tensor does, and OSError.
     """
     view, at = memoryview(bytearray(place.nbytes)), 0
     while at < len(view):

@@ -58,7 +58,8 @@ class _Reply(msgspec.Struct, frozen=True, kw_only=True):
 class _Replies(msgspec.Struct, frozen=True, kw_only=True):
     """All replies of a snapshot, oldest first.
 
-    `leaves`: for each leaf of the snapshot, the indices of the replies that it contains.
+    `leaves`: for each leaf of the snapshot, the indices of the replies that it contains. `version`:
+    version of the format of these entries, `VERSION` when they are written.
     """
 
     version: int
@@ -71,9 +72,10 @@ class _Version(msgspec.Struct, frozen=True):
 
 
 def describe_replies(replies: Sequence[ReplyRow], leaves: Sequence[LeafInfo]) -> dict[str, str]:
-    """Return the metadata entries for the newest replies that fit into a snapshot's header.
+    """Return the metadata entries for the newest of `replies`, as many as the format allows.
 
-    They include, for each of `leaves`, which of these replies it contains. Empty without replies.
+    They have the keys `REPLIES` and `REPLY_IDS`, and tell for each of `leaves` which of these
+    replies it contains. Empty without replies. `replies`: oldest first.
     """
     kept = _newest(replies)
     if not kept:
@@ -119,11 +121,12 @@ def _describe(reply: ReplyRow) -> _Reply:
 def with_replies(
     session: SessionInfo, metadata: Mapping[str, str], vocab_size: int | None
 ) -> SessionInfo:
-    """Return a copy of `session` with the replies in a snapshot's metadata.
+    """Return a copy of `session` with the replies in `metadata`, that of a snapshot's header.
 
-    `session` is returned unchanged if there are none, or if a later version wrote them.
-    `vocab_size`: number of token ids of the model; None if it is not known. Raises SnapshotRefused
-    if the replies are damaged or have token ids that the model does not have.
+    `session` is returned unchanged if `metadata` has no replies, or those of a later version of the
+    format. `vocab_size`: number of token ids of the model; None if it is not known. Raises
+    SnapshotRefused if the replies are damaged, contradict the leaves of `session`, or have token
+    ids that the model does not have.
     """
     if REPLIES not in metadata:
         return session
@@ -155,8 +158,8 @@ def with_replies(
 def _read_ids(packed: str, tokens: int) -> Tokens:
     """Unpack the token ids of all replies, shape (tokens,).
 
-    Decompresses at most the bytes of `tokens` ids. Raises ValueError if the data has another
-    length.
+    `packed`: the entry `reply_ids`. Decompresses at most one byte more than `tokens` ids take.
+    Raises ValueError for another number of ids or more than `MOST_TOKENS`, and zlib.error.
     """
     if tokens > MOST_TOKENS:
         raise ValueError(f"they have more than {MOST_TOKENS} tokens")

@@ -57,8 +57,8 @@ class LeafPart:
     """The part of one leaf that the leaves before it in the snapshot do not contain.
 
     `info`: the whole leaf. `parent`: index of the leaf that shares its first `start` tokens, or
-    None. `rows`: number of own tokens whose KV is exported. `pieces`, `states`: KV and checkpoints
-    on disk.
+    None. `rows`: number of tokens from `start` on whose KV is exported. `pieces`, `states`: the
+    runs with that KV, and the checkpoints to export.
     """
 
     parent: int | None
@@ -69,7 +69,7 @@ class LeafPart:
     states: tuple[Saved, ...]
 
     def tokens(self, owner: str | None) -> Tokens:
-        """Return the token ids of the part, little-endian, as the model is fed them.
+        """Return the token ids of the part, little-endian int32, as the model is fed them.
 
         `owner`: owner of the session. The cache stores an owner's tokens under other ids, which are
         converted back; see `own_ids`.
@@ -78,7 +78,7 @@ class LeafPart:
 
     @property
     def end(self) -> int:
-        """Position after the part's exported KV."""
+        """Position in the leaf after the part's exported KV."""
         return self.start + self.rows
 
     def describe(self) -> Leaf:
@@ -98,9 +98,11 @@ class LeafPart:
 
 
 def within_limits(leaves: tuple[LeafInfo, ...]) -> list[LeafInfo]:
-    """Return the leaves that fit into a snapshot, in their order; those without tokens do not.
+    """Return the leaves that a snapshot can contain, in their order.
 
-    The limits are `MOST_LEAVES` and `MOST_TOKENS`. Raises StoreError if no leaf is left.
+    A leaf is left out if it has no tokens, if `MOST_LEAVES` leaves before it are included, or if it
+    and all leaves before it together have more than `MOST_TOKENS` tokens. Raises StoreError if none
+    is left.
     """
     kept: list[LeafInfo] = []
     tokens = 0
@@ -116,7 +118,8 @@ def within_limits(leaves: tuple[LeafInfo, ...]) -> list[LeafInfo]:
 def find_parts(store: Store, leaves: list[LeafInfo]) -> list[LeafPart]:
     """Find the files of the tokens that each leaf adds to the leaves before it, and verify them.
 
-    Returns a part for each leaf. Raises StoreError.
+    Returns a part for each leaf, in order. Raises StoreError if a file cannot be read, or if files
+    are evicted again and again in the meantime.
     """
     found = _all_verified(store, leaves)
     parts: list[LeafPart] = []
@@ -181,7 +184,10 @@ def _newest(states: list[Saved]) -> tuple[Saved, ...]:
 
 
 def _bounded(text: str | None) -> str | None:
-    """Cut a text to the length that a snapshot may contain, and replace invalid characters."""
+    """Cut `text` to the length that a snapshot may contain, and replace invalid characters.
+
+    None stays None.
+    """
     if text is None:
         return None
     return text[:MOST_TEXT].encode(errors="replace").decode()
@@ -207,12 +213,14 @@ def describe_session(
 class SnapshotExport:
     """A snapshot of `session` with its KV on disk; iterate once for its `nbytes` bytes.
 
-    Its replies are included as far as the header has room. Construction reads and verifies the
-    files, and iteration reads them again; both block. Damaged or evicted KV is left out, and the
-    importing server computes it again; the token ids are always complete. `owner`: owner of the
-    session. The cache stores an owner's tokens under other ids, which are converted back; see
-    `own_ids`. Raises StoreError, also during iteration if a file is evicted before it was read. An
-    incomplete snapshot is recognised by its length and cannot be imported.
+    The session's replies are included as far as the header has room. Construction reads and
+    verifies the files, and iteration reads them again; both block. KV that construction finds
+    damaged or evicted is left out, and the importing server computes it again; the token ids are
+    always complete. `owner`: owner of the session. The cache stores an owner's tokens under other
+    ids, which are converted back; see `own_ids`. Construction raises StoreError, and Unsupported
+    (see `Store.snapshot_kv`). Iteration raises StoreError, for example if a file is evicted before
+    it was read; the snapshot is then incomplete, is recognised by its length and cannot be
+    imported.
     """
 
     def __init__(self, store: Store, session: SessionInfo, owner: str | None = None):
@@ -247,7 +255,7 @@ class SnapshotExport:
         self.nbytes = len(self._head) + sum(place.nbytes for place in places)
 
     def _places(self) -> list[Place]:
-        """Return the tensors of the file, in order."""
+        """Return the tensors of the file, in order; their offsets are 0."""
         count = sum(self._blocks) + len(self._states) + 1
         return [
             _place(
@@ -265,9 +273,9 @@ class SnapshotExport:
         ]
 
     def _kv_places(self) -> list[Place]:
-        """Return one tensor for each array of the KV, over the rows of all leaves.
+        """Return one tensor for each array of the KV, over the rows of all leaves, with offset 0.
 
-        Raises Corrupt if the files on disk hold different arrays.
+        Raises Corrupt if the files on disk hold different arrays, and StoreError.
         """
         rows = sum(own.rows for own in self._parts)
         kinds = self._from.row_kinds([piece for own in self._parts for piece in own.pieces])
@@ -295,9 +303,9 @@ class SnapshotExport:
         yield b"".join(one.digest()[::-1] for one in [*sums, *states, self._words])
 
     def _kv_bytes(self, index: int, own: LeafPart, sums: list[xxh3_64]) -> Iterator[bytes]:
-        """Yield the bytes of KV tensor `index` for the rows of a leaf.
+        """Yield the bytes of the KV tensor with the index `index` for the rows of the part `own`.
 
-        The bytes are also hashed into `sums`, one state per block.
+        They are also added to `sums`, one hash for each block of these rows. Raises StoreError.
         """
         row, at = self._kv[index].nbytes // max(1, self._kv[index].shape[0]), 0
         if not own.rows:
@@ -318,9 +326,10 @@ State = tuple[int, Saved, Sequence[Place]]
 
 
 def _exportable(states: list[State]) -> list[State]:
-    """Return those checkpoints that a snapshot may contain.
+    """Return those of `states` that a snapshot may contain.
 
-    Its format limits their bytes and the number of their tensors.
+    Its format limits the bytes of each to `MOST_STATE_BYTES`, and the number of tensors of all of
+    them to `MOST_STATE_TENSORS`.
     """
     kept, tensors = [], 0
     for state in states:

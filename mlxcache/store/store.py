@@ -57,9 +57,9 @@ _UNREADABLE = (errno.EIO, errno.ENXIO, errno.EISDIR, errno.ELOOP)
 class Store:
     """Runs and checkpoints of one namespace in a folder that several processes may share.
 
-    `database` also holds the tables of other modules. `context`: the state of the open folder.
-    `limit`: limit in bytes for the whole folder, or None. `needs_checkpoints`: see `open`.
-    Thread-safe.
+    `database` also holds tables of other modules, such as that of sessions. `context`: the state of
+    the open folder. `limit`: limit in bytes for the whole folder, or None. `needs_checkpoints`: see
+    `open`. Thread-safe.
     """
 
     def __init__(
@@ -196,7 +196,7 @@ class Store:
         `ids`: token ids for which `piece` was found, or others with the same beginning. Unless
         `late`, the tensors of sliding windows are not read. Raises Corrupt after moving a damaged
         file to quarantine and removing the files that continue it, Gone if the file was evicted, or
-        StoreError.
+        StoreError if it cannot be read.
         """
         base = self._chains.of(ids[: piece.first]).whole[-1]
         self._verify(piece, lambda fd: check_run(fd, self.namespace, base, piece, ids, late=late))
@@ -234,7 +234,10 @@ class Store:
         return self._measure([self.find(leaf.ids, touch=False) for leaf in leaves])
 
     def _measure(self, found: Sequence[Found]) -> Held:
-        """Return how many tokens of each lookup are durable, and the bytes of all their files."""
+        """Return how many tokens of each of `found` are durable, and the bytes of all their files.
+
+        `found`: results of `find`. For the number of tokens see `durable_tokens`.
+        """
         files = {piece.path: piece.nbytes for each in found for piece in each.pieces}
         files |= {saved.path: saved.nbytes for each in found for saved in each.checkpoints}
         return Held(tuple(self.durable_tokens(each) for each in found), sum(files.values()))
@@ -254,15 +257,16 @@ class Store:
         already on disk are left out, and nothing is written if all are. `late`: names of the
         tensors of sliding windows; `verify` can skip them, because a prompt that continues far
         beyond these tokens does not read them. Raises PrefixNotStored if [0, start) is not on disk,
-        DiskFull if no room can be made, StoreError, and ValueError for shapes that do not fit.
+        DiskFull if no room can be made, StoreError, and ValueError for a wrong `start` or shape.
         """
         save_run(self.context, self._chains.of(ids), start, tensors, late)
 
     def write_checkpoint(self, ids: Tokens, tensors: Sequence[Tensor]) -> None:
-        """Save the state after `ids`. Blocks for an fsync; durable on return.
+        """Save `tensors`, the state after `ids`. Blocks for an fsync; durable on return.
 
-        Then removes surplus checkpoints along the path; see `thinning`. Raises DiskFull and
-        StoreError.
+        Nothing is written if it is on disk already. Afterwards surplus checkpoints along the path
+        are removed; see `thinning`. Raises DiskFull if no room can be made, StoreError, and
+        ValueError if `ids` is empty.
         """
         save_checkpoint(self.context, self._chains.of(ids), tensors)
 
@@ -309,9 +313,10 @@ class Store:
                 )
 
     def pin_session(self, sessions: Sessions, id: str, *, pinned: bool) -> None:
-        """Pin or unpin the files of a session of any namespace.
+        """Pin or unpin the files of the session `id`, of any namespace.
 
-        Raises NotFound and StoreError.
+        `sessions`: the table with the session; its rows are not changed. Raises StoreError, and
+        NotFound if `pinned` is True and there is no session `id`.
         """
         if not pinned:
             self.pin(id, [])
@@ -335,8 +340,9 @@ class Store:
     def remove_unshared(self, sessions: Sessions, ids: Tokens) -> int:
         """Remove the files of `ids` that no session needs; return the number removed.
 
-        A file that also contains tokens of a session stays as a whole. The files of other parts of
-        a divided model that are in this folder are removed too. Raises StoreError.
+        A file that also contains tokens of a session stays as a whole. If the model is divided, the
+        files of other ranks' parts in this folder are removed too, but not counted. Raises
+        StoreError.
         """
         others, files = sessions.sharing(self.namespace, ids), self._files(ids)
         if len(others) > MOST_LEAVES_READ:
@@ -349,9 +355,11 @@ class Store:
         return self._remove(files, needed)
 
     def remove_beyond(self, ids: Tokens, keep: int) -> int:
-        """Remove the files of `ids` that hold none of its first `keep` tokens.
+        """Remove the files of `ids` that are not needed to reuse its first `keep` tokens.
 
-        Files that continue them are removed too. Returns the number removed. Raises StoreError.
+        These are the runs without any of those tokens, and the checkpoints at positions above
+        `keep`. Files that continue a removed one are removed too. Returns the number of all files
+        removed. Raises StoreError.
         """
         files = self._files(ids)
         return self._remove(files, {file.id for file in files if _needed_beyond(file) < keep})
@@ -436,17 +444,19 @@ class Store:
     def prune(self, limit: int | None = None, progress: Progress = lambda _, __: None) -> int:
         """Remove damaged files and the quarantine, then evict files down to `limit` bytes.
 
-        If `limit` is None, nothing is evicted. Returns the bytes freed. Reads every file, and
-        removes all that `check` reports except a damaged index, which the next start rebuilds.
-        `progress(done, total)` is called with numbers of files. Raises StoreError.
+        If `limit` is None, nothing is evicted. Returns the bytes freed, without those of files
+        removed because they continue a damaged one. Reads every file, and removes all that `check`
+        reports except a damaged index, which the next start rebuilds. `progress(done, total)` is
+        called with numbers of files. Raises StoreError.
         """
         with self.freeing():
             return maintenance.prune(self.context, limit, progress)
 
     def clear(self, *, pinned: bool = False) -> int:
-        """Remove every file, pinned files only if `pinned`; return the bytes freed.
+        """Remove the runs and checkpoints of every namespace, and the quarantine.
 
-        Raises StoreError.
+        Unless `pinned`, pinned files stay, and those that they continue. Files that are being
+        written always stay. Returns the bytes freed. Raises StoreError.
         """
         with self.freeing():
             return maintenance.clear(self.context, pinned)
@@ -464,7 +474,10 @@ class Store:
         return [*found.pieces, *found.checkpoints]
 
     def _verify(self, file: Piece | Saved, check: Callable[[int], None]) -> None:
-        """Open a file and check it; a damaged file goes to quarantine. Raises as `verify`."""
+        """Open a file and check it; a damaged file goes to quarantine. Raises as `verify`.
+
+        `check(descriptor)` raises Malformed if the open file is damaged.
+        """
         gone = Gone(f"{file.path.name} was evicted meanwhile.")
         with self.database.read() as connection:
             if index.one(connection, "id = ? AND owner IS NULL", file.id) is None:
@@ -493,9 +506,10 @@ class Store:
             return index.has_checkpoints(connection, root_digest(self.namespace))
 
     def _is_sound_for_others(self, file: Piece | Saved, own: set[int], keep: int) -> bool:
-        """Return whether `file` is a run, finite beyond `keep` tokens, that other paths use too.
+        """Return whether `file` is a run that other paths use too, with finite values after `keep`.
 
-        `own`: ids of the files of the path that is examined.
+        `keep`: position in the path that is examined. `own`: ids of the files of that path that
+        reach beyond `keep`.
         """
         if isinstance(file, Saved):
             return False

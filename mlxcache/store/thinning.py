@@ -39,8 +39,8 @@ def surplus_checkpoints(
     `tree.thinning.allowed` gives the bytes that they may take. `limit`: limit of the folder in
     bytes. `match`: the part of `ids` on disk. First in the result come checkpoints beside the path:
     those at the ends of replies that later prompts do not contain as they were generated, for
-    example because a template leaves out thinking. Then come those on the path, in the order of
-    `checkpoints_to_drop`.
+    example because a template leaves out thinking. Then come those on the path that
+    `checkpoints_to_drop` chooses, in order of position.
 
     Two kinds of checkpoints on the path are never chosen. One kind is the `NEWEST` last ones of any
     path that contains them: the session of that path may not be recorded yet, because the files of

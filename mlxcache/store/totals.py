@@ -71,9 +71,9 @@ LEFT JOIN file ON file.kind = kinds.kind GROUP BY kinds.kind
 class Totals:
     """Totals of the files of one kind.
 
-    `files`: how many, of which `durable` are not being written. `disk`: bytes on disk, of which
-    `durable_disk` are those of durable files, and `pinned_disk` those of pinned ones. `tokens`:
-    tokens of runs.
+    `files`: how many, of which `durable` are durable and the rest is being written. `disk`: bytes
+    on disk, of which `durable_disk` are those of durable files, and `pinned_disk` those of pinned
+    ones. `tokens`: tokens of runs; 0 for checkpoints.
     """
 
     files: int = 0
@@ -105,7 +105,7 @@ def are_counted(connection: sqlite3.Connection) -> bool:
 
 
 def read_totals(connection: sqlite3.Connection) -> dict[str, Totals]:
-    """Return the totals by kind of file."""
+    """Return the totals by kind of file: of "run" and of "checkpoint"."""
     query = "SELECT kind, files, durable, disk, durable_disk, pinned_disk, tokens FROM totals"
     return {kind: Totals(*sums) for kind, *sums in connection.execute(query)}
 

@@ -50,8 +50,9 @@ class Writer:
 
     `limit_bytes`: most bytes of jobs that wait or are being written. `done(job, error)` is called
     on that thread after each job; if `error` is None, the job is durable. An error ends the job,
-    not the thread. `idle` is called on the thread once nothing was offered for `IDLE_S` seconds.
-    `label`: that of the model, for the log. Thread-safe.
+    not the thread. If nothing was offered for `IDLE_S` seconds, the thread writes the uses of files
+    (see `Store.note_uses`) and calls `idle`, each once until more is offered. `label`: that of the
+    model, for the log. Thread-safe.
     """
 
     def __init__(
@@ -90,9 +91,10 @@ class Writer:
             return True
 
     def call(self, action: Callable[[], None], what: str = "a queued action") -> None:
-        """Run `action` on the thread after the jobs offered before; log any exception.
+        """Run `action` on the writer's thread after the jobs offered before; log any exception.
 
-        `what` describes it in the log. Does not block. Ignored after `close`.
+        `what` describes `action` in the log. Does not block. `close` drops actions that still wait,
+        and later ones are ignored.
         """
         with self._state:
             if not self._closing:
@@ -101,8 +103,8 @@ class Writer:
     def close(self, seconds: float | None = None) -> None:
         """End the thread after the current job; drop queued jobs without calling `done`.
 
-        Blocks until that job has ended, but at most `seconds`, because the disk may hang or the
-        index be locked.
+        Blocks until that job has ended, but at most `seconds` if given, because the disk may hang
+        or the index be locked. Does not block on the writer's own thread.
         """
         with self._state:
             self._closing = True
