@@ -406,14 +406,16 @@ def _read_blocks(content: types.Content, where: str) -> Iterator[tuple[str, type
     """Yield the place in the body and the block, for each block of `content`.
 
     The place is, for example, `messages[0].content[0]`. `where` is the place of the object that has
-    this content, such as `messages[0]`. A string is yielded as one text block with the place
-    `where`. Raises the errors of `types.read_block`.
+    this content, such as `messages[0]`, or `system` for that list of blocks, of which the first has
+    the place `system[0]`. A string is yielded as one text block with the place `where`. Raises the
+    errors of `types.read_block`.
     """
     if isinstance(content, str):
         yield where, types.Text(content)
         return
+    field = where if where == "system" else f"{where}.content"
     for i, raw in enumerate(content):
-        at = f"{where}.content[{i}]"
+        at = f"{field}[{i}]"
         yield at, types.read_block(raw, at)
 
 
