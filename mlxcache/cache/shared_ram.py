@@ -211,10 +211,9 @@ class SharedRam:
     def waits_for_others(self, tier: RamTier) -> bool:
         """Return whether other models hold memory that `tier` may get later.
 
-        That is so if some of their KV is not on disk yet. Also if the bytes that `tier` can have at
-        most, less those that it uses, exceed the free bytes and those of idle KV of other models:
-        then running requests or loaded models hold the rest. Models that are never unloaded do not
-        count.
+        That is so if some of their KV is not on disk yet. Also if they use memory, and `tier` can
+        get more than the free bytes and the idle KV of others once all models are unloaded that may
+        be unloaded: then running requests or loaded models hold the rest.
         """
         others = [one for one in self._tiers if one is not tier]
         if any(one.writing for one in others):

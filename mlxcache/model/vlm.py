@@ -120,7 +120,8 @@ class VlmModel(nn.Module):  # type: ignore[misc]
 def _uncompiled() -> Iterator[None]:
     """Context manager in which functions that `mx.compile` has wrapped run as they are.
 
-    The indexer of Hy4 is compiled for any shape, but keeps the number of keys of its first call.
+    So they are right for every length: the indexer of the family `hy_v4` is compiled for any
+    shape, but keeps the number of keys of its first call.
     """
     if os.environ.get("MLX_DISABLE_COMPILE"):
         yield

@@ -428,10 +428,11 @@ class Residency:
     # -- unloading ---------------------------------------------------------------------------------
 
     def free_idle(self, size: int) -> bool:
-        """Unload idle models until `size` more bytes are free; unload none if that cannot suffice.
+        """Unload idle models that free `size` bytes; unload none if all of them free less.
 
-        Models used least recently are unloaded first; a model is spared if the others free enough.
-        Returns whether the bytes are free.
+        The bytes come in addition to those that are free now. Models used least recently are
+        unloaded first; a model is spared if the others free enough. Returns whether models were
+        unloaded.
         """
         chosen: list[Resident] = []
         for one in sorted(self._unloadable(), key=lambda one: one.used_at):

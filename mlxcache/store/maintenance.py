@@ -106,8 +106,8 @@ def _stray_problem(context: StoreContext, path: Path) -> str | None:
 def _row_problem(context: StoreContext, path: Path, row: Row, ids: Collection[int]) -> str | None:
     """Read the file of an index row; return the problem of the file or the row, or None.
 
-    The problem is a predicate, as in `Problem.what`. `path`: the file. `ids`: ids of all rows of
-    the index.
+    The problem is a clause without its subject, such as "builds on a run that is missing". `path`:
+    the file. `ids`: ids of all rows of the index.
     """
     if row.owner is not None:
         if is_alive(context.folder, row.owner):

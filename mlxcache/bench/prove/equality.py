@@ -78,8 +78,9 @@ async def matrix(inside: Inside, scale: Scale, found: Findings) -> None:
 async def rounding_of(inside: Inside, ids: Tokens) -> float:
     """Return the largest difference of mlx-lm's log-probabilities between two ways to feed `ids`.
 
-    The second way has one more cut between two passes, before the last `TAIL` tokens, so the
-    difference is due to rounding alone.
+    They are those of the token after `ids`, of the whole vocabulary. The second way has one more
+    cut between two passes, before the last `TAIL` tokens, so the difference is due to rounding
+    alone.
     """
     return await inside.engine.call(partial(_noise, ids))
 
