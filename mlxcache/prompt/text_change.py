@@ -45,7 +45,8 @@ class Change:
 def change_of(old: str, new: str, *, machine: bool = False) -> Change:
     """Return the change of `old` into a different text `new`.
 
-    `machine`: a program wrote the texts, so a changed number of no other kind is a `counter`.
+    `machine`: a program wrote the texts. A changed number that is no date, path or other value of
+    a known kind then has the cause `counter`; else its cause is `text`.
     """
     at = common_characters(old, new)
     shown = slice(max(0, at - _CLOSE), at + _RIGHT)
@@ -62,7 +63,8 @@ def excerpt(text: str, at: int) -> str:
 def _cause(old: str, new: str, at: int, machine: bool) -> str:
     """Return the kind of the change at character `at`, such as `date`, or else `text`.
 
-    `machine`: a program wrote the texts, so a changed number of no other kind is a `counter`.
+    `machine`: a program wrote the texts. A changed number that is no date, path or other value of
+    a known kind then has the cause `counter`; else its cause is `text`.
     """
     was, begun = _line(old, at)
     now, _ = _line(new, at)

@@ -24,6 +24,9 @@ import msgspec
 
 from mlxcache.store.parts import Mode
 
+Ids = bytes
+"""Token ids, 4 bytes each: int32 in the byte order of the machines."""
+
 Array = tuple[str, str, list[int]]
 """Name, dtype and shape of a tensor in a file."""
 
@@ -237,7 +240,7 @@ class WriteRun(Operation, frozen=True):
     span the number of positions that its lineage has in all.
     """
 
-    ids: bytes
+    ids: Ids
     start: int
     spans: list[Span]
     lengths: list[int]
@@ -249,7 +252,7 @@ class WriteState(Operation, frozen=True):
     `ids`: int32, as bytes.
     """
 
-    ids: bytes
+    ids: Ids
     state: int
 
 
@@ -262,7 +265,7 @@ class Load(Operation, frozen=True):
 
     lineage: int
     length: int
-    ids: bytes
+    ids: Ids
     end: int
 
 
@@ -274,7 +277,7 @@ class LoadState(Operation, frozen=True):
 
     lineage: int
     length: int
-    ids: bytes
+    ids: Ids
 
 
 class End(Operation, frozen=True):
@@ -301,10 +304,7 @@ class Message(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Question(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Base of all questions, which a rank answers without waiting for its current operation.
-
-    `ids`: token ids, int32 as bytes.
-    """
+    """Base of all questions and requests, which a rank answers beside its current operation."""
 
 
 class Ping(Question, frozen=True):
@@ -321,7 +321,7 @@ class Find(Question, frozen=True):
     which delays their eviction.
     """
 
-    ids: bytes
+    ids: Ids
     touch: bool
 
 
@@ -332,7 +332,7 @@ class FindAll(Question, frozen=True):
     which would delay their eviction.
     """
 
-    each: list[bytes]
+    each: list[Ids]
 
 
 class Verify(Question, frozen=True):
@@ -342,7 +342,7 @@ class Verify(Question, frozen=True):
     too.
     """
 
-    ids: bytes
+    ids: Ids
     start: int
     end: int
     late: bool
@@ -351,7 +351,7 @@ class Verify(Question, frozen=True):
 class VerifyState(Question, frozen=True):
     """Question: is the checkpoint at the end of `ids` intact? If not, the answer has `failure`."""
 
-    ids: bytes
+    ids: Ids
 
 
 class Outcome(Question, frozen=True):
@@ -382,7 +382,7 @@ class Remove(Question, frozen=True):
     the files were written, which may be another one than now; see `PartName`.
     """
 
-    ids: bytes
+    ids: Ids
     keep: int
     mode: Mode
     size: int
@@ -394,7 +394,7 @@ class Forget(Question, frozen=True):
     See `Store.forget_beyond`.
     """
 
-    ids: bytes
+    ids: Ids
     keep: int
 
 
@@ -420,7 +420,7 @@ class Hold(Question, frozen=True):
     the files of a few `ids`, those used last.
     """
 
-    ids: bytes
+    ids: Ids
 
 
 class ReadRows(Question, frozen=True):
@@ -475,7 +475,7 @@ class Import(Question, frozen=True):
     `key_of(ids, start)`; see `Outcome`.
     """
 
-    ids: bytes
+    ids: Ids
     start: int | None
     arrays: list[Array]
 

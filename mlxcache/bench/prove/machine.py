@@ -47,7 +47,11 @@ def describe_machine() -> dict[str, Any]:
 
 
 def device_info() -> dict[str, Any]:
-    """Return MLX's description of its default device, without serial numbers, names and paths."""
+    """Return MLX's description of its default device, such as its `device_name` and `memory_size`.
+
+    Left out or cut: fields that identify this one device (`UNIQUE`), names of the user and of
+    hosts, and paths.
+    """
     info: Mapping[str, Any] = mx.device_info()
     return _scrubbed({name: info[name] for name in sorted(info) if name not in UNIQUE})
 
