@@ -243,9 +243,9 @@ class Feed:
         Nothing is read if the sessions in the database, the result of `_held_bytes`, and whether a
         reader asks for `tree` are the same as at the last reading.
         """
-        book = (self._models or self._engine).sessions
         loop = asyncio.get_running_loop()
         try:
+            book = (self._models or self._engine).sessions
             held = await asyncio.to_thread(self._held_bytes)
             seen = (await book.rows(RECENT_SESSIONS), held, bool(self._wanted["tree"]))
             if seen == self._sessions_seen:

@@ -39,6 +39,8 @@ _MOST_BYTES = 50_000_000_000
 """Largest file that the Hub sends over plain HTTP."""
 
 _THREADS = 4
+_TRIES = 100
+"""Times that a part is opened which another process moves or deletes before it is locked."""
 _READ_BYTES = 16 << 20
 
 
@@ -110,8 +112,10 @@ def _fetch(file: LargeFile, told: _Told) -> None:
     Raises as `fetch_large_files` does.
     """
     file.blob.parent.mkdir(parents=True, exist_ok=True)
-    while not _fetch_into_part(file, told):
-        pass
+    for _ in range(_TRIES):
+        if _fetch_into_part(file, told):
+            return
+    raise OSError(f"{file.part} is moved or deleted by another program again and again")
 
 
 def _fetch_into_part(file: LargeFile, told: _Told) -> bool:

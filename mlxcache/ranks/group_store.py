@@ -193,7 +193,11 @@ def _as_far(found: Found, length: int, checkpoints: Sequence[int] | None) -> Fou
     if checkpoints is not None:
         known = set(checkpoints)
         saved = tuple(one for one in saved if one.position in known)
-    return replace(found, length=min(found.length, length), checkpoints=saved)
+    length = min(found.length, length)
+    pieces = tuple(
+        replace(one, end=min(one.end, length)) for one in found.pieces if one.start < length
+    )
+    return replace(found, length=length, pieces=pieces, checkpoints=saved)
 
 
 def _check_verified(answers: Sequence[op.Answer]) -> None:

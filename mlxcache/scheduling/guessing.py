@@ -247,7 +247,8 @@ class GuessingDecoder(Decoder):
         lineage, flight = self._lineage, self._flight
         points, self._points, self._flight, self.pending = self._points, [], None, None
         exact = flight is None and lineage.length == len(ids)
-        if exact or not (lineage.layout.opaque and points):  # without points, nothing was guessed
+        shorter = not points and lineage.length < len(ids)  # nothing was fed since `resumed`
+        if exact or shorter or not lineage.layout.opaque:
             lineage.truncate(min(lineage.length, len(ids)))
             return
         start, state = [point for point in points if point[0] <= len(ids)][-1]

@@ -114,8 +114,6 @@ class _Token:
 
 
 _END = _Token("end", "")
-_NUL = r"\\x00"
-"""Replacement by `re.sub` of a NUL character by its escape."""
 
 
 class _Parser:
@@ -127,7 +125,7 @@ class _Parser:
 
     def __init__(self, text: str, where: str):
         self._where = where
-        self._tokens = list(self._scan(re.sub(r"\\?\0", _NUL, text)))
+        self._tokens = list(self._scan(_without_nul(text)))
         self._at = 0
 
     def _scan(self, text: str) -> Iterator[_Token]:
@@ -297,6 +295,11 @@ class _Parser:
             self._at += 1
             return f"(?:{atom}){token.text}"
         return atom
+
+
+def _without_nul(grammar: str) -> str:
+    """Return `grammar` with each NUL character, escaped or not, replaced by an escape of it."""
+    return re.sub(r"(\\[^\0])|\\?\0", lambda found: found[1] or "\\x00", grammar)
 
 
 def _escape(text: str) -> str:

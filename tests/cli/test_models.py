@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import shutil
@@ -274,6 +275,30 @@ def test_a_large_file_is_continued_inside(
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     path = Path(json.loads(call("pull", MODEL, "--json").output)["path"])
     assert (path / "model.safetensors").read_bytes() == weights
+
+
+def test_a_part_that_another_process_completed_before_the_lock_leaves_nothing(
+    hub: FakeHub, impatient: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The part was opened before it was moved, and its lock is of a file that has no name."""
+    monkeypatch.setattr(hub_parts, "LEAST_BYTES", LARGE)
+    completed: list[Path] = []
+
+    def flock(part: Any, operation: int) -> None:
+        if operation == fcntl.LOCK_EX and not completed:
+            path = Path(part.name)
+            path.write_bytes(hub.files["model.safetensors"])
+            completed.append(path.replace(path.with_name(path.name.removesuffix(".mlxcache-part"))))
+        fcntl.flock(part, operation)
+
+    own = SimpleNamespace(flock=flock, LOCK_EX=fcntl.LOCK_EX, LOCK_UN=fcntl.LOCK_UN)
+    monkeypatch.setattr(hub_parts, "fcntl", own)
+    call("pull", MODEL)
+    assert completed
+    assert "model.safetensors" not in hub.fetched
+    assert not list((tmp_path / "hub").rglob("*-part"))
+    path = Path(json.loads(call("pull", MODEL, "--json").output)["path"])
+    assert (path / "model.safetensors").read_bytes() == hub.files["model.safetensors"]
 
 
 @pytest.mark.parametrize(

@@ -101,6 +101,21 @@ def test_files_that_a_rank_has_evicted_meanwhile_are_not_loaded(two: TwoStores):
         two.store.verify(piece, ids)
 
 
+def test_a_piece_is_used_as_far_as_every_rank_has_it(two: TwoStores):
+    """Rank 1 has a file of another reply, whose first tokens are those of the evicted one."""
+    ids = some_ids(256)
+    other = np.concatenate([ids[:110], some_ids(146, seed=5)])
+    lineage = two.fed(ids)
+    two.write(lineage, ids[:100])
+    two.write(two.fed(other), other, 64)
+    two.write(lineage, ids, 64, tell=False)
+    found = two.store.find(ids)
+    assert found.length == 110
+    assert [(piece.start, piece.end) for piece in found.pieces] == [(0, 100), (100, 110)]
+    for piece in found.pieces:
+        two.store.verify(piece, ids)
+
+
 def test_what_was_written_can_be_loaded_on_every_rank(two: TwoStores):
     """A follower reads its own files to the same values."""
     ids = some_ids(128)

@@ -53,6 +53,7 @@ def test_a_grammar_of_patches_matches_patches_and_nothing_else() -> None:
         ("?start: x\n!x.2: /a\\/b/", ["a/b"], ["a\\/b"]),
         ('start: "(*" "[" "\\n"', ["(*[\n"], ["(*["]),
         ('start: "a\0b" /c\0d|\\x00/', ["a\0bc\0d", "a\0b\0"], ["abcd"]),
+        ('start: "\\\\\0" /\\\\\0/', ["\\\0\\\0"], ["\\x00\\x00"]),
         (r'start: "\x00".."\x05"', ["\0", "\3"], ["a"]),
         ("start: N\n%import common.NUMBER -> N", ["1.5e3", ".5"], ["e3"]),
         ("start: WS INT\n%import common (WS, INT)", [" 5"], ["5", " "]),
