@@ -157,10 +157,12 @@ class MainConversations:
     def _after(
         self, main: MainConversation | None, ids: Tokens, hints: CacheHints, node: Node
     ) -> MainConversation:
-        """Return the session's main conversation after a request that ends at `node` of the tree.
+        """Return the session's main conversation after a request.
 
         `main`: the main conversation before the request, or None. `ids`: the tokens of the
-        request's prompt. Changes `main`, and may return it.
+        request's prompt. `hints`: its hints, of which the label is that of `main`. `node`: the last
+        node of the prefix tree with tokens of its prompt and reply. Changes `main`, and may return
+        it.
         """
         if main is None:
             return MainConversation(ConversationId.of(ids, hints), node.end, node.path()[1:])

@@ -133,6 +133,7 @@ class Pools:
     ) -> tuple[mx.array, mx.array, int]:
         """Append the keys and gates of new tokens, shape (1, n, dim) each.
 
+        A group, which mlx-vlm calls a window, is a fixed number of consecutive tokens.
         `offset`: position of the first new token. Returns the keys and the gates of all tokens of
         the groups that the new tokens complete, and the position of the first of these tokens. The
         tokens of an incomplete group are kept for the next call.

@@ -79,7 +79,10 @@ class Pace:
 
     @property
     def call_s(self) -> float | None:
-        """Average seconds of a small call; None if none was measured for `FORGET_S` seconds."""
+        """Average seconds of a small call: an operation of the remote that moves almost no data.
+
+        None if none was measured for `FORGET_S` seconds.
+        """
         return self._recent(self._call)
 
     @property

@@ -106,7 +106,10 @@ class Uploader:
 
     @property
     def waiting(self) -> int:
-        """Number of paths and records that are queued, plus 1 while one is being uploaded."""
+        """Number of uploads that are queued, plus 1 while one is being made.
+
+        An upload is that of a path's KV, or of a small object, such as a reply or a session's data.
+        """
         with self._state:
             return len(self._paths) + len(self._records) + self._busy
 

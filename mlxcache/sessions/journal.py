@@ -370,9 +370,9 @@ class SessionWriter:
         return await asyncio.to_thread(action)
 
     async def written(self) -> None:
-        """Wait at most `READ_WAIT_S` seconds until the turns added before are written.
+        """Wait until the turns added before are written, or `READ_WAIT_S` seconds have passed.
 
-        Raises NotReady once the writer is closed.
+        Raises NotReady if the writer is closed.
         """
         self._check_open()
         written = asyncio.wrap_future(self._pool.submit(_nothing))

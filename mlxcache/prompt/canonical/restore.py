@@ -85,7 +85,10 @@ class ReplyRestorer:
         yield event
 
     def flush(self) -> Iterator[Event]:
-        """Yield an event with the text held back because it may be the start of a name, if any."""
+        """Yield an event with the text that was held back at the end of the reply, if any.
+
+        It was held back because a name to replace could begin with it, such as a stable UUID.
+        """
         held = self._restored.flush() if self._restored is not None else ""
         if held:
             yield self._kind(held)
