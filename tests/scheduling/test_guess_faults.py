@@ -180,7 +180,7 @@ def test_an_error_behind_a_wrong_guess_is_not_the_replys(
     assert isinstance(error(failed), GenerationFailed)
     assert failed.out == plain.out[: len(failed.out)]
     assert plain.out.index(plain.out[20]) < len(failed.out) <= plain.out.index(plain.out[20]) + 2
-    assert "its logits processor failed" in caplog.text
+    assert "ended by an error in its logits processor" in caplog.text
 
 
 # -- a device that fails in silence ----------------------------------------------------------------
