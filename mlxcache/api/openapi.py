@@ -88,7 +88,7 @@ OPERATIONS: Mapping[str, Operation] = {
     "GET /v1/responses/{id}/input_items": Operation(
         "OpenAI",
         query={
-            "limit": {"type": "integer", "minimum": 1, "maximum": 100, "default": 20},
+            "limit": _number(20, 1, 100),
             "order": _words("asc", "desc", default="desc"),
             "after": _TEXT,
         },

@@ -150,10 +150,10 @@ class _ChatWriter:
         be called nevertheless. `where` is the message's place in the body, for errors. Raises
         BadRequest if a message of another role has no content, and the errors of `BlockReader`.
         """
+        where += ".content"
         if message.role == "system":
             self._write_system(message.content or "", where, cleared=cleared)
         elif message.content is None:
-            where += ".content"
             raise BadRequest(f"{where}: a text or a list of blocks is required.", param=where)
         elif message.role == "assistant":
             self._write_assistant(message.content, where)
@@ -208,7 +208,7 @@ class _ChatWriter:
         """Add the texts, images and tool results of a user message, in order.
 
         Each tool result becomes a message of its own; the texts and images between two of them
-        become one user message. `where` is the user message's place in the body, for errors.
+        become one user message. `where` is the place of `content` in the body, for errors.
         """
         before = len(self.messages)
         items: list[Item] = []
@@ -234,7 +234,7 @@ class _ChatWriter:
 
     def _write_tool_result(self, block: types.ToolResult, where: str) -> None:
         """Add a message with a tool result. `where` is the place of `block` in the body."""
-        items, marked = self._blocks.read_items(block.content or "", where)
+        items, marked = self._blocks.read_items(block.content or "", f"{where}.content")
         content = join_items(items, "\n\n")
         if block.is_error:
             parts = [content] if isinstance(content, str) else content
@@ -285,8 +285,8 @@ class BlockReader:
 
     Results of tools that run on Anthropic's servers, such as a web search in the history, become a
     text: the block's type, and its content as JSON. A reference to a tool becomes the tool's
-    description. Methods take `where`, the place in the body of a block, or of the object that has
-    the blocks as its content, for errors.
+    description. Methods take `where`, the place in the body of a block, or of a list of blocks, for
+    errors.
     """
 
     def __init__(self, tools: Toolbox, images: ImageReader):
@@ -308,7 +308,7 @@ class BlockReader:
     def read_items(self, content: types.Content, where: str) -> tuple[list[Item], bool]:
         """Return the texts and images of all blocks, and whether a block has `cache_control`.
 
-        `where` is the place in the body of the object that has this content, for errors. Raises
+        `where` is the place of `content` in the body, for errors. Raises
         Unsupported and BadRequest, as `read_block` does.
         """
         found = list(_read_blocks(content, where))
@@ -318,7 +318,7 @@ class BlockReader:
     def read_texts(self, content: types.Content, where: str) -> tuple[list[str], bool]:
         """Return the text of each block, and whether a block has `cache_control`.
 
-        `where` is the place in the body of the object that has this content, for errors. Raises
+        `where` is the place of `content` in the body, for errors. Raises
         Unsupported and BadRequest, as `read_text` does.
         """
         found = list(_read_blocks(content, where))
@@ -345,7 +345,7 @@ class BlockReader:
                 text = _join(_only_texts(self._read_document(block, where), where))
             case types.SearchResult(title=title, source=source, content=inner):
                 _check_citations(block.citations, where)
-                text = _join([title, source, *self.read_texts(inner, where)[0]])
+                text = _join([title, source, *self.read_texts(inner, f"{where}.content")[0]])
             case types.ServerToolUse(name=name):
                 text = f"[{name}] {to_json(block.input)}"
             case types.ServerToolResult():
@@ -366,7 +366,7 @@ class BlockReader:
             message = f"{where}: documents with a source of type {kind!r} are not supported."
             raise Unsupported(message, param=where)
         inner = source.data if source.type == "text" else source.content
-        items, _ = self.read_items(inner, f"{where}.source")
+        items, _ = self.read_items(inner, f"{where}.source.content")
         return [block.title or "", block.context or "", *items]
 
     def _read_server_result(self, block: types.ServerToolResult) -> str:
@@ -405,17 +405,15 @@ def _only_texts(items: list[Item], where: str) -> list[str]:
 def _read_blocks(content: types.Content, where: str) -> Iterator[tuple[str, types.Block]]:
     """Yield the place in the body and the block, for each block of `content`.
 
-    The place is, for example, `messages[0].content[0]`. `where` is the place of the object that has
-    this content, such as `messages[0]`, or `system` for that list of blocks, of which the first has
-    the place `system[0]`. A string is yielded as one text block with the place `where`. Raises the
-    errors of `types.read_block`.
+    `where` is the place of `content`, such as `system` or `messages[0].content`, of which the first
+    block has the place `messages[0].content[0]`. A string is yielded as one text block with the
+    place `where`. Raises the errors of `types.read_block`.
     """
     if isinstance(content, str):
         yield where, types.Text(content)
         return
-    field = where if where == "system" else f"{where}.content"
     for i, raw in enumerate(content):
-        at = f"{field}[{i}]"
+        at = f"{where}[{i}]"
         yield at, types.read_block(raw, at)
 
 

@@ -125,7 +125,7 @@ class _Parser:
 
     def __init__(self, text: str, where: str):
         self._where = where
-        self._tokens = list(self._scan(_without_nul(text)))
+        self._tokens = list(self._scan(text))
         self._at = 0
 
     def _scan(self, text: str) -> Iterator[_Token]:
@@ -268,7 +268,7 @@ class _Parser:
 
     def _value(self, text: str) -> str:
         try:
-            value = ast.literal_eval(text.removesuffix("i"))
+            value = ast.literal_eval(_without_nul(text.removesuffix("i")))
         except (SyntaxError, ValueError) as error:
             raise self._wrong(f"{text[:40]!r} is not a string") from error
         if not isinstance(value, str):
@@ -277,7 +277,7 @@ class _Parser:
 
     def _regex(self, text: str) -> str:
         body, _, flags = text[1:].rpartition("/")
-        body = body.replace("\\/", "/")
+        body = _without_nul(body.replace("\\/", "/"))
         if re.search(r"\(\?[=!<]", body):
             raise self._unsupported(f"the expression {text[:80]!r} looks around")
         if "x" in flags:
@@ -297,9 +297,12 @@ class _Parser:
         return atom
 
 
-def _without_nul(grammar: str) -> str:
-    """Return `grammar` with each NUL character, escaped or not, replaced by an escape of it."""
-    return re.sub(r"(\\[^\0])|\\?\0", lambda found: found[1] or "\\x00", grammar)
+def _without_nul(literal: str) -> str:
+    """Return `literal` with each NUL character, escaped or not, replaced by an escape of it.
+
+    `literal`: a string or a regular expression, as it is written in a grammar.
+    """
+    return re.sub(r"(\\[^\0])|\\?\0", lambda found: found[1] or "\\x00", literal)
 
 
 def _escape(text: str) -> str:
