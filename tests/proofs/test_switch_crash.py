@@ -72,10 +72,10 @@ def test_a_reply_that_was_cut_off_is_no_turn(
 def test_a_kill_at_each_moment_costs_nothing(tmp_path: Path) -> None:
     """Then a wrong reply shows, and so does a turn that was fed again."""
     proof = Proof(tmp_path, random.Random(3), lambda line: None, weights_bytes=200_000_000)
-    proof.run(len(MOMENTS), time.monotonic() + 400)
+    # on a machine with other jobs, many kills miss their moment; they must cost nothing either
+    proof.run(2 * len(MOMENTS), time.monotonic() + 600)
     assert proof.wrong == []
-    # a machine with other jobs misses some moments; a kill at any other one must cost nothing too
-    assert proof.hit.total() >= len(MOMENTS) // 4, proof.struck
+    assert proof.hit.total() >= len(MOMENTS) // 2, proof.struck
     assert proof.checked.after_kill > len(MOMENTS)
     assert 0 < proof.checked.durable <= proof.checked.after_kill
     paths = {"one": tmp_path / "one"}

@@ -6,13 +6,15 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import mlx.core as mx
 import numpy as np
 import pytest
 
 from mlxcache.cache.kv_cache import KVCache
 from mlxcache.model import kv
+from mlxcache.model.lineage import Lineage
 from mlxcache.scheduling import scheduler
-from mlxcache.scheduling.decoder import Drawn
+from mlxcache.scheduling.decoder import Drawn, Row
 from mlxcache.scheduling.guessing import GuessingDecoder
 from mlxcache.scheduling.speculation import Speculation
 from mlxcache.scheduling.task import Task
@@ -149,6 +151,21 @@ def test_a_reply_may_end_within_a_guess(
 ) -> None:
     """Of a recurrent model, whose state is that of its last token."""
     check_end(Bench(toy_paths["qwen3_5"]), rng, how, 5)
+
+
+def test_a_decoder_that_fed_nothing_leaves_its_lineage_as_it_is(
+    toy_paths: dict[str, Path], rng: np.random.Generator
+) -> None:
+    """If a batch is split for want of memory, its last tokens are not appended to a lineage."""
+    bench, ids = Bench(toy_paths["qwen3_5"]), np.array(prompt(rng, 90), np.int32)
+    lineage = Lineage(bench.kv.layout)
+    lineage.grow(len(ids))
+    bench.model(mx.array(ids)[None], cache=lineage.caches)
+    kv.eval_states(lineage.caches)
+    lineage.advance(len(ids))
+    decoder = GuessingDecoder(bench.model, Row(None, lambda logits: logits, (), None), lineage)
+    decoder.rewind(np.append(ids, np.array([5, 6], np.int32)))
+    assert lineage.length == len(ids)
 
 
 @pytest.mark.slow
