@@ -6,6 +6,7 @@ import asyncio
 import json
 import re
 import threading
+from collections import Counter
 from pathlib import Path
 
 import jsonschema
@@ -68,7 +69,10 @@ async def test_a_format_that_cannot_be_compiled_is_refused(
 async def test_a_grammar_that_waits_for_others_is_not_blamed(
     toy_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Those that take too long are told so; the one behind them, to come again."""
+    """Those that take too long are told so; the one behind them, to come again.
+
+    Prompts are rendered in worker threads, so any of them may come last.
+    """
     release, make = threading.Event(), Guides.make
 
     def slow(self: Guides, job: Job) -> Guide | None:
@@ -79,10 +83,9 @@ async def test_a_grammar_that_waits_for_others_is_not_blamed(
     monkeypatch.setattr("mlxcache.engine.engine.COMPILE_S", 1.0)
     async with started(toy_llama, tmp_path) as engine:
         asked = (ask(engine, as_format(POINT), str(i)) for i in range(COMPILE_THREADS + 1))
-        *first, last = await asyncio.gather(*asked, return_exceptions=True)
+        errors = await asyncio.gather(*asked, return_exceptions=True)
         release.set()
-        assert all(isinstance(error, BadRequest) for error in first)
-        assert isinstance(last, Busy)
+        assert Counter(map(type, errors)) == {BadRequest: COMPILE_THREADS, Busy: 1}
 
 
 async def test_an_unexpected_error_of_the_compiler_ends_the_request_alone(
