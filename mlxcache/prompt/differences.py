@@ -413,6 +413,17 @@ def related(old: Chat, new: Chat) -> bool:
     return (alike or (same_tools and bool(names[1]))) and _has_messages_of(old, new)
 
 
+def begins_anew(first: Difference | None, new: Chat) -> bool:
+    """Return whether `new` is a new conversation, with the system text and tools of an earlier one.
+
+    The first message after the system text is then another one, not an edited one, and no message
+    of the earlier conversation follows. `first`: the first difference from the earlier
+    conversation, None if there is none.
+    """
+    at = _place(new.messages, _heads(new.messages))
+    return first is not None and first.cause == "rewound" and first.where == at
+
+
 def _has_messages_of(old: Chat, new: Chat) -> bool:
     """Return whether two conversations have an equal message, or nearly the same first message.
 

@@ -11,7 +11,7 @@ from mlxcache.common_prefix import common_characters, common_length
 from mlxcache.lru import LatestByGroup
 from mlxcache.prompt.advice import advice_for
 from mlxcache.prompt.canonical.canonicaliser import Canonical
-from mlxcache.prompt.differences import Difference, differences, first_new, related
+from mlxcache.prompt.differences import Difference, begins_anew, differences, first_new, related
 from mlxcache.prompt.incremental import Tokenised
 from mlxcache.prompt.replies import PromptKey
 from mlxcache.prompt.shared_runs import Runs, shared_runs
@@ -90,7 +90,8 @@ class Explanation:
     `first`: the difference, or None if nothing, or only a few tokens of the last reply, differ
     before `new_from`, or if the prompts are not `related`. `later`: further differences. `removed`:
     differences between the requests as sent that canonicalisation removed, each as (name of the
-    rule, difference). `related`: see `differences.related`.
+    rule, difference). `related`: see `differences.related`; False also if the later prompt begins a
+    new conversation with the same tools and system text.
     """
 
     at_token: int
@@ -139,7 +140,8 @@ class Explainer:
         `computed`: number of leading tokens of `old` whose KV was computed; all by default.
         """
         found = self._explain(old, new)
-        if not related(old.source.chat, new.source.chat):
+        chats = old.source.chat, new.source.chat
+        if begins_anew(found.first, chats[1]) or not related(*chats):
             later = found.later if found.first is None else (found.first, *found.later)
             # messages of another conversation are not changed ones
             later = tuple(one for one in later if not one.where.startswith("messages["))

@@ -355,6 +355,20 @@ def test_a_title_request_and_the_first_prompt_are_two_conversations():
     assert not any(more["where"].startswith("messages") for more in found["later"])
 
 
+@pytest.mark.parametrize("tools", [True, False])
+def test_another_first_message_under_the_same_system_text_begins_a_conversation(tools):
+    """Nothing that the earlier conversation computed behind the system text is of use to it."""
+    one = {**first(), "messages": [{"role": "user", "content": text(40, "asked")}]}
+    other = {**one, "messages": [{"role": "user", "content": text(40, "something else")}]}
+    if not tools:
+        one, other = ({k: v for k, v in body.items() if k != "tools"} for body in (one, other))
+    found = command.explain_pair(one, other, RAW)
+    assert found["lost"]["reason"] == "first_seen"
+    assert found["lost"]["lost_tokens"] == 0
+    assert found["later"] == []
+    assert found["new_tokens"] == found["prompt_tokens"]["second"] - found["shared_tokens"]
+
+
 def test_another_session_with_almost_the_same_head_loses_what_is_the_same():
     """As of a client in a terminal and with -p: other words at the start, and one tool less."""
     one, other = following(first()), first()
