@@ -189,11 +189,11 @@ def check_size(value: object) -> str | int:
     """Return a size unchanged, after checking that `read_size` accepts it.
 
     Raises ValueError for other types than text and whole numbers, and ConfigError for a text or a
-    number that is not a size.
+    number that is not a size, or so small that its unit was probably forgotten.
     """
-    if not isinstance(value, str | int):
+    if isinstance(value, bool) or not isinstance(value, str | int):
         raise ValueError(f"must be a size such as 8GB, 25% or auto, not {value!r}")
-    read_size(value)
+    read_size(str(value))
     return value
 
 

@@ -152,6 +152,7 @@ def test_tokens_to_draft_need_a_draft_model_of_any_table(write):
         ("[models.a]\npath = 'p'\nkeep = '10m'", "keep of a must be always, demand, or idle"),
         ("[models.a]\npath = 'p'\nram = 'auto'", "ram of a must be a size such as 8GB or 50%"),
         ("[models.a]\npath = 'p'\nram = '8'", "ram of a .*: did you mean 8GB"),
+        ("[models.a]\npath = 'p'\nram = 8", "ram of a .*: did you mean 8GB"),
         ("[models.a]\npath = 'p'\nram = '150%'", "ram of a must be a percentage .* at most 100%"),
         ("[models.a]\npath = 'p'\ncontext = 1", "context of a must be a number of at least 16"),
         ("[models.a]\npath = 'p'\naliases = [1]", "aliases of a must be a text"),
