@@ -93,6 +93,11 @@ def test_wrong_usage_exits_with_2_and_an_error_message(arguments):
         (["claude", "--continue"], "launch claude -- --continue"),
         (["--ram", "5GB", "claude", "-ra b", "c"], "launch --ram 5GB claude -- '-ra b' c"),
         (["claude", "--concurency", "4"], "Did you mean --concurrency? Arguments"),
+        (
+            ["claude", "-p", "hello", "--model", "a b", "-c", "--stop-after", "--ram=5GB"],
+            "launch claude --model 'a b' --stop-after --ram=5GB -- -p hello -c",
+        ),
+        (["claude", "-p", "--json", "--", "--ram", "x"], "launch claude --json -- -p --ram x"),
     ],
 )
 def test_launch_says_where_arguments_for_the_client_go(arguments, words):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from typing import Annotated, Any
 
@@ -79,20 +79,30 @@ class LaunchCommand(TyperCommand):
             possible = getattr(error, "possibilities", ...)
             if unknown is None or possible is ...:  # not click's NoSuchOption
                 raise
-            hint = _dashes_hint(given, unknown, possible or ())
+            takes_value = {
+                name: not getattr(one, "is_flag", False)
+                for one in self.params
+                for name in one.opts[:1]
+                if one.param_type_name == "option"
+            }
+            hint = _dashes_hint(given, unknown, possible or (), takes_value)
             if hint is None:
                 raise
             known: Any = type(error)
             raise known(unknown, f"No such option: {unknown}. {hint}", ctx=ctx) from None
 
 
-def _dashes_hint(given: Sequence[str], unknown: str, possible: Sequence[str]) -> str | None:
+def _dashes_hint(
+    given: Sequence[str], unknown: str, possible: Sequence[str], takes_value: Mapping[str, bool]
+) -> str | None:
     """Return a message with a command line in which `--` precedes an unknown option.
 
-    `given` holds the words after `mlxcache launch`. `unknown` is the one that is no option of
-    `launch`, probably meant for the client. `possible` holds options of `launch`: the one that is
-    spelt most like `unknown` is suggested too, if it is similar enough. Returns None if no client
-    is named before `unknown`, or if `--` precedes it already.
+    The words behind the unknown option follow it, except the options of `launch` with their values,
+    which come before `--`. `given` holds the words after `mlxcache launch`. `unknown` is the one
+    that is no option of `launch`, probably meant for the client. `possible` holds options of
+    `launch`: the one that is spelt most like `unknown` is suggested too, if it is similar enough.
+    `takes_value` tells of each option of `launch` whether a value follows it. Returns None if no
+    client is named before `unknown`, or if `--` precedes it already.
     """
     is_short = not unknown.startswith("--")
     at = next(
@@ -107,12 +117,32 @@ def _dashes_hint(given: Sequence[str], unknown: str, possible: Sequence[str]) ->
     named = next((word for word in given[:at] if word in list(ClientName)), None)
     if named is None or "--" in given[:at]:
         return None
-    words = [*given[:at], "--", *given[at:]]
+    own, others = _divided(given[at:], takes_value)
+    words = [*given[:at], *own, "--", *others]
     like = get_close_matches(unknown, possible, 1, _MISSPELT)
     return (f"Did you mean {like[0]}? " if like else "") + (
         f"Arguments for {CLIENTS[ClientName(named)].title} go after `--`: "
         f"{own_command()} launch {shlex.join(words)}"
     )
+
+
+def _divided(words: Sequence[str], takes_value: Mapping[str, bool]) -> tuple[list[str], list[str]]:
+    """Divide words of a command line into options of `launch` with their values, and all others.
+
+    Words after `--` are others; that word itself is left out. `takes_value`: see `_dashes_hint`.
+    """
+    own: list[str] = []
+    others: list[str] = []
+    rest = iter(words)
+    for word in rest:
+        if word == "--":
+            others += rest
+        elif word.partition("=")[0] in takes_value:
+            value = next(rest, None) if takes_value.get(word) else None
+            own += [word] if value is None else [word, value]
+        else:
+            others.append(word)
+    return own, others
 
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
