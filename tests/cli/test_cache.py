@@ -66,7 +66,7 @@ def test_each_figure_has_its_meaning_beside_it(capsys: pytest.CaptureFixture[str
     print_figures(FIGURES)
     lines = capsys.readouterr().out.splitlines()
     assert re.split("  +", next(one for one in lines if one.startswith("  cold")).strip()) == [
-        *("cold", "1", "less than half, or at most 16 tokens, reused")
+        *("cold", "1", "under half, or under 17 tokens, reused")
     ]
 
 
