@@ -191,7 +191,7 @@ def check_size(value: object) -> str | int:
     Raises ValueError for other types than text and whole numbers, and ConfigError for a text or a
     number that is not a size, or so small that its unit was probably forgotten.
     """
-    if isinstance(value, bool) or not isinstance(value, str | int):
+    if not isinstance(value, str | int):
         raise ValueError(f"must be a size such as 8GB, 25% or auto, not {value!r}")
     read_size(str(value))
     return value

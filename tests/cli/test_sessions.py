@@ -326,6 +326,9 @@ def test_figures_are_shown_and_files_are_checked(
     if "ram" in figures:  # of a server
         assert re.search(r"^  index +[\d.]+ [KM]B  ", printed, re.MULTILINE)
     figures_with_words = printed.partition("Requests canonicalised")[0].splitlines()
+    for heading in "\n".join(figures_with_words).split("\n\n"):
+        labels = [re.split("  +", line.strip())[0] for line in heading.splitlines()[1:]]
+        assert len(labels) == len(set(labels)), heading
     for line in figures_with_words:
         assert len(line) <= 80, line
         assert not line.startswith(" ") or len(re.split("  +", line.strip())) == 3, line

@@ -82,7 +82,7 @@ class LaunchCommand(TyperCommand):
             takes_value = {
                 name: not getattr(one, "is_flag", False)
                 for one in self.params
-                for name in one.opts[:1]
+                for name in one.opts
                 if one.param_type_name == "option"
             }
             hint = _dashes_hint(given, unknown, possible or (), takes_value)
