@@ -24,7 +24,7 @@
     │   ├── PrefixNotStored     the prefix that a run builds on is not on disk
     │   └── DiskFull            the disk is full, or the limit of the disk tier is reached
 
-GroupLost stands apart, because it ends the process.
+GroupLost and Inconsistent stand apart, because they end the process.
 
 `api.errors` maps each to its HTTP status, and to the error body of each API.
 """
@@ -118,6 +118,15 @@ class GroupLost(BaseException):
     Raised if another rank failed, hangs or cannot be reached, or if an operation failed on this
     rank: ranks that made different operations cannot go on together. It is no Exception, so that
     nothing that handles the failure of one request catches it. `str(error)` says why.
+    """
+
+
+class Inconsistent(BaseException):
+    """Exception that ends the MLX thread, because its own state is wrong.
+
+    It is no Exception, for the reason that GroupLost is none. Raised if the KV contradicts its
+    accounts, so that going on could serve wrong tokens or leak memory, or if the thread's loop
+    fails again and again. `str(error)` says why.
     """
 
 

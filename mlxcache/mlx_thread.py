@@ -49,11 +49,10 @@ class Heartbeat:
 class MlxThread:
     """A thread that runs actions in order. `post`, `call` and `ask` may be called from any thread.
 
-    If a posted action raises, the thread ends, because its state may be inconsistent, and calls
-    `on_death(error)` first. An error of an action given to `call` or `ask` is raised in the caller
-    instead, and the thread goes on. Only if `is_ours(error)` returns True, the error is raised on
-    the thread too, as that of a posted action: it concerns more than this action, such as a device
-    error.
+    An error of an action given to `call` or `ask` is raised in the caller, and that of a posted one
+    is given to its `failed`. The thread goes on, unless the error concerns more than the action:
+    one for which `is_ours` returns True, or a BaseException that is no Exception. It is raised on
+    the thread then, which ends and calls `on_death(error)` first.
     """
 
     def __init__(
@@ -64,7 +63,8 @@ class MlxThread:
         self.heartbeat = Heartbeat()
         self._is_ours = is_ours
         self._on_death = on_death
-        self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        self._inbox: SimpleQueue[tuple[Callable[[], None], Callable[[Exception], None]]]
+        self._inbox = SimpleQueue()
         self._open: set[Future[Any]] = set()
         self._lock = threading.Lock()
         self._failure: BaseException | None = None
@@ -77,13 +77,22 @@ class MlxThread:
         """Start the thread. Call this once."""
         self._thread.start()
 
-    def post(self, action: Callable[[], None]) -> None:
-        """Queue `action` to run on the thread after all earlier actions. Does not block."""
-        self._inbox.put(action)
+    def post(
+        self,
+        action: Callable[[], None],
+        failed: Callable[[Exception], None] = lambda error: log.error(
+            "posted action failed, the MLX thread goes on: %s", error, exc_info=error
+        ),
+    ) -> None:
+        """Queue `action` to run on the thread after all earlier actions. Does not block.
+
+        `failed(error)` is called on the thread if it raises; by default the error is logged.
+        """
+        self._inbox.put((action, failed))
 
     def wake(self) -> None:
         """Make `run_posted` return if it is waiting for an action."""
-        self._inbox.put(_nothing)
+        self.post(_nothing)
 
     def call(self, action: Callable[[], T]) -> Future[T]:
         """Queue `action` to run on the thread; return a future of its result or exception.
@@ -107,7 +116,7 @@ class MlxThread:
             else:
                 self._settle(answer, result=result)
 
-        self._inbox.put(run)
+        self.post(run)
         return answer
 
     async def ask(self, action: Callable[[], T]) -> T:
@@ -143,7 +152,7 @@ class MlxThread:
         def stop() -> None:
             self._ending = True
 
-        self._inbox.put(stop)
+        self.post(stop)
 
     @property
     def alive(self) -> bool:
@@ -170,18 +179,26 @@ class MlxThread:
         """Run all queued actions. Called on the thread itself.
 
         With `block`, waits for at least one action, but not longer than `wait_s` seconds if given.
-        Raises the error of a posted action.
+        Raises an error that concerns more than one action; see the class.
         """
         if block:
             self.heartbeat.rest()
         try:
-            action = self._inbox.get(block, wait_s)
+            posted = self._inbox.get(block, wait_s)
             while True:
                 self.heartbeat.beat()
-                action()
-                action = self._inbox.get_nowait()
+                self._run(*posted)
+                posted = self._inbox.get_nowait()
         except Empty:
             self.heartbeat.beat()
+
+    def _run(self, action: Callable[[], None], failed: Callable[[Exception], None]) -> None:
+        try:
+            action()
+        except Exception as error:
+            if self._is_ours(error):
+                raise
+            failed(error)
 
     @property
     def has_posted(self) -> bool:

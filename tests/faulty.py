@@ -25,10 +25,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from mlxcache.errors import Inconsistent
+
 NO_MEMORY = "[malloc] Unable to allocate 17179869184 bytes."
 
 
-class Fault(Exception):
+class Fault(Inconsistent):
     """Error raised by the fault `die`."""
 
 

@@ -232,39 +232,7 @@ class Bench:
 
     def check(self) -> None:
         """The budget is what the lineages and the tree really hold, and is kept."""
-        memory, kinds = self.kv, self.kv.budget.by_kind()
-        check_tree(memory.tree)
-        lineages = [*memory.ram.idle.values(), *memory.ram.busy.values()]
-        assert kinds.get("kv", 0) == sum(x.nbytes for x in lineages)
-        assert kinds.get("checkpoints", 0) == memory.tree.checkpoint_bytes
-        assert memory.budget.used <= memory.budget.limit
-        for lineage in lineages:
-            sizes = {a.shape[2] for slot in lineage.linear for a in kv.arrays_of(slot)}
-            assert sizes <= {lineage.capacity}
-            assert lineage.length - lineage.base <= lineage.capacity or not memory.layout.specs
-        assert kinds.get("states", 0) == len(memory.ram.busy) * memory.layout.running_bytes
-        assert kinds.get("batch", 0) == sum(lane.bytes for lane in self.scheduler.lanes.all)
-        for lane in self.scheduler.lanes.all:
-            self._check_lane(lane)
-        for value in memory.tree.values():
-            if value.lost:
-                continue
-            start, end = memory.tree.live_range(value)  # type: ignore[misc]
-            assert id(value) in memory.ram.idle or id(value) in memory.ram.busy
-            assert value.base <= start
-            assert end <= value.length or id(value) in memory.ram.busy
-
-    def _check_lane(self, lane: Lane) -> None:
-        caches = lane.decoder.caches
-        if lane.batched:
-            arrays = [a for c in caches for a in tree_arrays(c.state) if a.ndim > 1]
-            assert sum(a.nbytes for a in arrays) <= lane.bytes
-            assert len(lane.tasks) == len(lane.decoder.rows) > 1
-        else:
-            assert caches is lane.tasks[0].held.lineage.caches
-        assert all(task.behind >= 0 for task in lane.tasks)
-        rows = [task.output.row for task in lane.tasks if task.output is not None]
-        assert all(a is b for a, b in zip(rows, lane.decoder.rows, strict=True))
+        check_budget(self.kv, self.scheduler)
 
     def cold(self, ids: Sequence[int], tokens: int = 12) -> list[int]:
         """The greedy continuation by mlx-lm's own generator, with a cache of its own."""
@@ -272,6 +240,39 @@ class Bench:
 
         steps = generate_step(mx.array(list(ids)), self.model, max_tokens=tokens)
         return [int(token) for token, _ in steps]
+
+
+def check_budget(memory: KVCache, scheduler: Scheduler) -> None:
+    """Raise AssertionError unless the budget is what lineages, lanes and tree really hold."""
+    scheduler.check_integrity()
+    check_tree(memory.tree)
+    assert memory.budget.used <= memory.budget.limit
+    for lineage in [*memory.ram.idle.values(), *memory.ram.busy.values()]:
+        sizes = {a.shape[2] for slot in lineage.linear for a in kv.arrays_of(slot)}
+        assert sizes <= {lineage.capacity}
+        assert lineage.length - lineage.base <= lineage.capacity or not memory.layout.specs
+    for lane in scheduler.lanes.all:
+        _check_lane(lane)
+    for value in memory.tree.values():
+        if value.lost:
+            continue
+        start, end = memory.tree.live_range(value)  # type: ignore[misc]
+        assert id(value) in memory.ram.idle or id(value) in memory.ram.busy
+        assert value.base <= start
+        assert end <= value.length or id(value) in memory.ram.busy
+
+
+def _check_lane(lane: Lane) -> None:
+    caches = lane.decoder.caches
+    if lane.batched:
+        arrays = [a for c in caches for a in tree_arrays(c.state) if a.ndim > 1]
+        assert sum(a.nbytes for a in arrays) <= lane.bytes
+        assert len(lane.tasks) == len(lane.decoder.rows) > 1
+    else:
+        assert caches is lane.tasks[0].held.lineage.caches
+    assert all(task.behind >= 0 for task in lane.tasks)
+    rows = [task.output.row for task in lane.tasks if task.output is not None]
+    assert all(a is b for a, b in zip(rows, lane.decoder.rows, strict=True))
 
 
 def finished(task: Task) -> Finished:

@@ -30,6 +30,7 @@ from mlxcache.cache.placement import Placement, finite_prefix, intact, reusable
 from mlxcache.cache.ram import STEP, Evict, RamTier
 from mlxcache.cache.restore import MIN_UNKNOWN, DiskLookup
 from mlxcache.cache.shared_ram import SharedRam
+from mlxcache.errors import Inconsistent
 from mlxcache.model import device
 from mlxcache.model.finite import ends_finite, finite_upto
 from mlxcache.model.kv import Layout, State
@@ -122,6 +123,7 @@ class KVCache:
         self.budget: Budget = ram.budget
         self.tree: PrefixTree = ram.tree
         self.waits = MemoryWaits(ram)
+        self._leases: dict[int, Lease] = {}
         self._mains = MainConversations()
         self._placement = Placement(ram)
 
@@ -252,6 +254,7 @@ class KVCache:
         if placed is None:
             return None
         lease = Lease(placed.lineage, cached, placed.node)
+        self._leases[id(lease)] = lease
         lease.evict = "no" if evict == "no" else "wait"
         if not self._set_state(lease, state, evict):
             return None
@@ -377,10 +380,10 @@ class KVCache:
         key = lease.hints.conversation_key
         node = self.tree.insert(ids[: lineage.length], lineage, key)
         self.tree.lock(node)
+        before, lease.node = lease.node, node
+        if before is not None:
+            self.tree.unlock(before)
         self._take_over_path(lease, node)
-        if lease.node is not None:
-            self.tree.unlock(lease.node)
-        lease.node = node
         if checkpoint and self.layout.opaque and node.checkpoint is None:
             size, end, evict = lineage.state_bytes, len(ids), lease.evict_now
             reserved = self.ram.reserve_checkpoint(node, size, end, evict=evict)
@@ -398,10 +401,10 @@ class KVCache:
         try:
             state = lineage.capture()
             device.confirm()
+            self.tree.set_checkpoint(node, state, size)
         except BaseException:
             self.budget.release("checkpoints", size)
             raise
-        self.tree.set_checkpoint(node, state, size)
 
     def _take_over_path(self, lease: Lease, node: Node) -> None:
         """Make the lease's lineage hold segments of its path that other lineages held.
@@ -474,23 +477,31 @@ class KVCache:
         self.commit(lease, ids, checkpoint=True, final=True)
         self.persist(lease, ids, whole=True)
 
+    def holds(self, lease: Lease) -> bool:
+        """Return whether a lease has not been released."""
+        return id(lease) in self._leases
+
     def release(self, lease: Lease) -> None:
         """End a lease: the lineage becomes idle, or is released if the tree does not refer to it.
 
         Mutates: buffers of older lineages that no request uses may be made smaller. The lease must
-        not be used afterwards.
+        not be used afterwards. If it raises while it still `holds` the lease, call it again; does
+        nothing for a released lease.
         """
+        if not self.holds(lease):
+            return
         lineage = lease.lineage
         if lease.node is not None:
             self.tree.uses.keep(lease.node, lease.hints.keeps)
             self._mains.note_end(lease.prompt, lease.hints, lease.node)
             self.tree.unlock(lease.node)
             lease.node = None
-        self.budget.release("states", lease.state_bytes)
-        lease.state_bytes = 0
         if not lineage.lost:
-            self.ram.set_idle(lineage)
             lineage.rest()
+            self.ram.set_idle(lineage)
+        self.budget.release("states", lease.state_bytes)
+        del self._leases[id(lease)]
+        if not lineage.lost:
             self.ram.shrink(lineage, force=False)
         self.ram.compact_idle(evict=lease.evict_now)
 
@@ -595,6 +606,34 @@ class KVCache:
         A part of it may have been withheld while the machine was short of memory.
         """
         self.ram.withhold(0)
+
+    def check_integrity(self, *, batch: int) -> None:
+        """Raise Inconsistent unless the bytes and locks that are charged are those in use.
+
+        `batch`: bytes of batches. Call between two operations. O(lineages).
+        """
+        leases, ram = list(self._leases.values()), self.ram
+        lineages = [*ram.idle.values(), *ram.busy.values()]
+        held = {
+            "kv": sum(lineage.nbytes for lineage in lineages),
+            "checkpoints": self.tree.checkpoint_bytes,
+            "states": sum(lease.state_bytes for lease in leases),
+            "batch": batch,
+        }
+        charged = self.budget.by_kind()
+        wrong = [
+            f"{charged.get(kind, 0)} bytes of {kind} are charged, {size} are held"
+            for kind, size in held.items()
+            if charged.get(kind, 0) != size
+        ]
+        locks = sum(lease.node is not None for lease in leases) + ram.writing
+        if self.tree.root.locks != locks:
+            wrong.append(f"{self.tree.root.locks} paths are locked, {locks} should be")
+        leased = {id(lease.lineage) for lease in leases if not lease.lineage.lost}
+        if leased != set(ram.busy):
+            wrong.append(f"{len(ram.busy)} lineages are busy, {len(leased)} are leased")
+        if wrong:
+            raise Inconsistent(f"model {self.label}: {'; '.join(wrong)}")
 
     # -- the disk tier's part in the loop ----------------------------------------------------------
 

@@ -142,8 +142,8 @@ class Placement:
         self._ram.reserve_kv(tail - reserved, evict=evict)
         if not tail:
             return True
-        self._split_node(match, end)
         with self.charged(owner, owner.capacity + tail):
+            self._split_node(match, end)
             twin = owner.detach(end, end + tail)
         self._tree.retarget([n for n in self._tree.holders(owner) if n.start >= end], twin)
         self._ram.set_idle(twin)
@@ -193,9 +193,9 @@ class Placement:
                     owner.append_span(span)
             else:
                 owner.fill(spans, capacity)
-        node = self._split_node(match, cached)
-        self._tree.lock(node)
-        return Placed(owner, node)
+            node = self._split_node(match, cached)
+            self._tree.lock(node)
+            return Placed(owner, node)
 
     @contextmanager
     def charged(self, lineage: Lineage, capacity: int, leased: bool = False) -> Iterator[None]:
@@ -240,10 +240,14 @@ class Placement:
         capacity = self._ram.reserve_buffer(0, least, evict)
         if capacity is None:
             return None
-        lineage = self._ram.make_lineage(self._layout, self._ram.copy_bytes)
+        try:
+            lineage = self._ram.make_lineage(self._layout, self._ram.copy_bytes)
+        except BaseException:
+            self._ram.reserve_kv(-capacity, evict="no")
+            raise
         with self.charged(lineage, capacity):
             lineage.fill(spans, capacity)
-        if not self._layout.specs:
-            lineage.advance(cached - lineage.length)
-        self._ram.set_busy(lineage)
-        return Placed(lineage)
+            if not self._layout.specs:
+                lineage.advance(cached - lineage.length)
+            self._ram.set_busy(lineage)
+            return Placed(lineage)

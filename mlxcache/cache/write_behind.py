@@ -256,8 +256,9 @@ class WriteBehind:
             return
         wanted = _states_of(node)
         if self.layout.specs or wanted:
+            path = PathWrite(node, ids, wanted, reused, whole)
             self._tree.lock(node)
-            self._queue.append(PathWrite(node, ids, wanted, reused, whole))
+            self._queue.append(path)
 
     def count_locks(self, node: Node) -> int:
         """Return how many locks on `node` are held by paths that are being written."""
@@ -310,10 +311,16 @@ class WriteBehind:
                 return False
             if self.pending_bytes and not self._fits(self._next_bytes()):
                 return False
-            job = self._next_job(path)
-            if job is not None:
-                self._offer(path, job)
-                return True
+            try:
+                job = self._next_job(path)
+                if job is not None:
+                    self._offer(path, job)
+                    return True
+            except Exception as error:
+                if device.is_device_error(error):
+                    raise
+                log.exception("model %s: a copy for the disk failed", self._label)
+                self._suspend(StoreError(f"a copy for the disk failed: {error}"))
         return False
 
     def _ask_store(self, path: PathWrite) -> None:
@@ -357,29 +364,20 @@ class WriteBehind:
             path.plan(found, self.layout, self._store.limit or 0)
 
     def _offer(self, path: PathWrite, job: Job) -> None:
+        if not self.writer.offer(job):
+            raise RuntimeError("the writer refused a job within its limit")
         self.pending_bytes += job.nbytes
         self._pending_tokens += job.tokens
         path.in_flight += 1
-        if not self.writer.offer(job):
-            raise RuntimeError("the writer refused a job within its limit")
 
     def _next_job(self, path: PathWrite) -> Job | None:
         """Return the next job of a path, with a copy of what to write, or None if there is none.
 
-        Raises RuntimeError if a command failed on the device: the KV may then be damaged. If the
-        copy fails for another reason, such as missing memory, pauses writing and returns None.
+        Raises what the copy raises: if a command failed on the device, the KV may be damaged.
         """
-        try:
-            return (
-                self._next_run(path)
-                if path.at < len(path.ids)
-                else path.next_checkpoint(self.layout)
-            )
-        except RuntimeError as error:
-            if device.is_device_error(error):
-                raise
-            self._suspend(StoreError(f"a copy for the disk failed: {error}"))
-            return None
+        if path.at < len(path.ids):
+            return self._next_run(path)
+        return path.next_checkpoint(self.layout)
 
     def _next_run(self, path: PathWrite) -> Job | None:
         """Return a job that writes a copy of the path's next run.
@@ -439,15 +437,17 @@ class WriteBehind:
         self._pending_tokens -= job.tokens
         if job.start is not None:
             self.buffers.give_back(job.tensors)
-        if error is None:
-            if self.backoff.failing:
-                log.warning("model %s: disk tier resumed: a write succeeded", self._label)
-            self.backoff.note_success()
-        elif isinstance(error, PrefixNotStored):
-            path.stop(lost=True)
-        else:
-            self._suspend(error)
-        self._unlock_if_done(path)
+        try:
+            if error is None:
+                if self.backoff.failing:
+                    log.warning("model %s: disk tier resumed: a write succeeded", self._label)
+                self.backoff.note_success()
+            elif isinstance(error, PrefixNotStored):
+                path.stop(lost=True)
+            else:
+                self._suspend(error)
+        finally:
+            self._unlock_if_done(path)
 
     def _suspend(self, error: StoreError, *, least: float = FIRST_RETRY_S) -> None:
         """Pause writing after a disk error; requests are served from RAM in the meantime.

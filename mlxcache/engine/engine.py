@@ -418,7 +418,11 @@ class Engine:
         live = self._requests.add(
             job, record, scheduler, self.stall_s, keep_pieces=keep, guide=guide
         )
-        self._thread.post(lambda: scheduler.submit(live.task))
+        task = live.task
+        self._thread.post(
+            lambda: scheduler.submit(task),
+            lambda error: task.push(scheduler.wall.failure(error, job.id)),
+        )
         return live.shared
 
     def _receive(self, live: LiveRequest, event: Event | BaseException) -> None:

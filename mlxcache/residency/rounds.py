@@ -9,13 +9,16 @@ import logging
 import time
 from collections.abc import Callable
 
-from mlxcache.errors import GroupLost
+from mlxcache.errors import GroupLost, Inconsistent
 from mlxcache.mlx_thread import MlxThread
 from mlxcache.model import device
 from mlxcache.residency.residency import Residency
 from mlxcache.scheduling.scheduler import Scheduler
 
 log = logging.getLogger("mlxcache.engine")
+
+MOST_FAILURES = 3
+"""Rounds in a row whose own code fails that end the thread."""
 
 
 class Rounds:
@@ -37,6 +40,7 @@ class Rounds:
         self._listeners: list[Callable[[BaseException], None]] = []
         self._read_s = 0.0  # of reading weights, less what models have computed since
         self._started = self._stopping = False
+        self._failures = 0
 
     # -- from any thread ---------------------------------------------------------------------------
 
@@ -96,8 +100,22 @@ class Rounds:
         work, all are stepped. Before that, while there is neither work nor a model to load, blocks
         until an action is posted or a model may be unloaded. After a device error, the active
         tasks of all schedulers begin again, because it is not known whose command failed; the third
-        such error in a row is raised.
+        such error in a row is raised. Any other exception is logged, and the third in a row raises
+        Inconsistent.
         """
+        try:
+            self._play()
+            self._failures = 0
+        except Exception as error:
+            if _ends_thread(error):
+                raise
+            self._failures += 1
+            log.error("a round of the MLX thread failed: %s", error, exc_info=error)
+            if self._failures >= MOST_FAILURES:
+                why = f"The MLX thread failed again and again: {error!r}"
+                raise Inconsistent(why) from error
+
+    def _play(self) -> None:
         stepped: list[Scheduler] = []
         try:
             block = not (self._working() or self.residency.busy)
@@ -151,8 +169,5 @@ class Rounds:
 
 
 def _ends_thread(error: BaseException) -> bool:
-    """Return whether an error in one action makes all work of the MLX thread invalid.
-
-    That is a device error or the loss of another rank.
-    """
-    return isinstance(error, GroupLost) or device.is_device_error(error)
+    """Return whether an error in one action concerns all work of the MLX thread; see `Wall`."""
+    return isinstance(error, GroupLost | Inconsistent) or device.is_device_error(error)

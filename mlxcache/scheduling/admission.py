@@ -183,11 +183,15 @@ class Admission:
             lease = lease or self._acquire_last(task, planned, hints)
         if lease is None:
             return False
-        if lease.awaiting_state and task.lookup and lease.cached < task.lookup.known:
-            kv.release(lease)  # some of what was in RAM was evicted meanwhile: look again
-            task.await_lookup(None)
-            return False
-        task.start(lease, began)
+        try:
+            if lease.awaiting_state and task.lookup and lease.cached < task.lookup.known:
+                kv.release(lease)  # some of what was in RAM was evicted meanwhile: look again
+                task.await_lookup(None)
+                return False
+            task.start(lease, began)
+        except BaseException:
+            kv.release(lease)
+            raise
         return True
 
     def _acquire_last(self, task: Task, planned: int, hints: CacheHints) -> Lease | None:

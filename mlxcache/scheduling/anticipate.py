@@ -13,18 +13,19 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 
 from mlxcache.cache.checkpoints import stops
 from mlxcache.cache.kv_cache import KVCache
 from mlxcache.cache.main_conversation import CacheHints
 from mlxcache.common_prefix import common_length
 from mlxcache.errors import MlxcacheError
-from mlxcache.model import device
 from mlxcache.prompt.builder import PromptBuilder
 from mlxcache.prompt.explain import Source
 from mlxcache.prompt.next_turn import append_reply
 from mlxcache.scheduling.prefill import Prefill
 from mlxcache.scheduling.task import Task, for_owner
+from mlxcache.scheduling.wall import Wall
 from mlxcache.types import WARMING, Job, Piece, Prompt, RequestRecord, Tokens
 
 log = logging.getLogger("mlxcache.engine")
@@ -55,7 +56,7 @@ MAX_ENDED = 64
 """Number of the latest conversations for which a continuation is recognised."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class NextTurn:
     """A turn that the client may send next, to be computed in advance.
 
@@ -89,9 +90,10 @@ class IdlePrefill:
     reused later.
     """
 
-    def __init__(self, kv: KVCache, prefill: Prefill):
+    def __init__(self, kv: KVCache, prefill: Prefill, wall: Wall):
         self.tokens = self.used = 0
         self._kv = kv
+        self._wall = wall
         self._prefill = prefill
         self._turns: deque[NextTurn] = deque(maxlen=MAX_TURNS)
         self._computed: deque[tuple[Tokens, int]] = deque(maxlen=MAX_COMPUTED)
@@ -126,7 +128,7 @@ class IdlePrefill:
         """Feed one chunk of the newest turn; drop the turn when nothing of it is left to feed.
 
         Releases the memory of all turns instead if another model waits for memory. After an
-        exception the turn is dropped and the exception logged. Only device errors are raised.
+        exception the turn is dropped: no client waits, and its request computes what is missing.
         """
         if not self.ready:
             return
@@ -134,20 +136,20 @@ class IdlePrefill:
             self.pause()
             return
         turn = self._turns[-1]
+        if not self._guard(turn, lambda: self._advance(turn)):
+            self._turns.remove(turn)
+
+    def _guard(self, turn: NextTurn, action: Callable[[], bool]) -> bool:
+        """Return the result of `action`; False after an exception, with the turn's lease ended."""
         try:
-            if not self._advance(turn):
-                self._turns.pop()
-        except Exception as error:  # no client waits; the next turn computes what is missing
-            if device.is_device_error(error):
-                raise
-            self._kv.layout.lockstep.check(error)
-            log.exception(
-                "model %s: computing the next turn in advance failed: prompt of %d tokens",
-                *(self._kv.label, len(turn.task.ids)),
-            )
-            self._turns.pop()
-            if turn.task.lease is not None:
-                self._kv.abandon(turn.task.give_up_lease())
+            return action()
+        except Exception as error:  # noqa: BLE001 - logged by the wall
+            kv, task = self._kv, turn.task
+            what = f"computing the next turn in advance failed: prompt of {len(task.ids)} tokens"
+            self._wall.contain(error, f"model {kv.label}: {what}")
+            if task.lease is not None:
+                kv.abandon(task.give_up_lease())
+            return False
 
     def _advance(self, turn: NextTurn) -> bool:
         """Feed one chunk of a turn; return False once it can be dropped.
@@ -162,8 +164,7 @@ class IdlePrefill:
         self.tokens += task.held.length - began
         if task.remaining:
             return True
-        self._release(task)
-        return False
+        return not self._release(task)
 
     def _start(self, turn: NextTurn) -> bool:
         """Acquire a lease for a turn; return False if that is not worthwhile or memory is full.
@@ -204,8 +205,8 @@ class IdlePrefill:
             task.plan_stops([*(at for at in found if at < task.target), task.target])
         return True
 
-    def _release(self, task: Task) -> None:
-        """Commit the tokens computed for a turn, and release its lease.
+    def _release(self, task: Task) -> bool:
+        """Commit the tokens computed for a turn, and release its lease; return True.
 
         If KV on disk is also uploaded to a remote, a complete turn is written to disk, because the
         conversation may continue on another server.
@@ -214,10 +215,11 @@ class IdlePrefill:
         self._kv.commit(lease, task.ids, checkpoint=True)
         if self._kv.is_shared and not task.remaining:
             self._kv.persist(lease, task.ids, whole=True)
-        task.give_up_lease()
         if lease.length > lease.cached:
             self._computed.append((task.ids[: lease.length], lease.cached))
         self._kv.release(lease)
+        task.give_up_lease()
+        return True
 
     def drop_failed(self) -> None:
         """Drop the turns that were being computed when the device failed."""
@@ -236,9 +238,10 @@ class IdlePrefill:
 
         The tokens computed so far are committed, and the turns stay queued.
         """
-        for turn in self._turns:
-            if turn.task.lease is not None:
-                self._release(turn.task)
+        for turn in list(self._turns):
+            leased = turn.task.lease is not None
+            if leased and not self._guard(turn, partial(self._release, turn.task)):
+                self._turns.remove(turn)
 
     def note_use(self, task: Task) -> None:
         """Add to `used` the tokens computed in advance that the request of `task` reuses."""

@@ -251,11 +251,12 @@ class Decoder:
         self.lockstep.step(self.caches)
         try:
             self._advance(tokens)
+            return self._drawn(tokens, logprobs, finite)
         except BaseException:  # a second try must draw the same tokens
+            self.pending, self.logprobs, self.finite = tokens, logprobs, finite
             for row, (sampler, context) in zip(self.rows, before, strict=True):
                 row.set_draws(sampler, context)
             raise
-        return self._drawn(tokens, logprobs, finite)
 
     def joined(self, other: Decoder, caches: Caches) -> Decoder:
         """Return a decoder with the rows of both decoders, in this order, over `caches`.

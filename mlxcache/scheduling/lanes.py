@@ -8,6 +8,7 @@ batch. MLX thread only.
 from __future__ import annotations
 
 import logging
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +27,7 @@ from mlxcache.scheduling.drafting import DraftingDecoder
 from mlxcache.scheduling.guessing import GuessingDecoder, Settled
 from mlxcache.scheduling.speculation import Speculation
 from mlxcache.scheduling.task import Task
+from mlxcache.scheduling.wall import Wall
 
 log = logging.getLogger("mlxcache.engine")
 
@@ -51,7 +53,7 @@ DRAFTS = 3
 """Default number of tokens that a draft model proposes at once."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Lane:
     """A decoder and its tasks, one task per row, in the order of the rows.
 
@@ -115,6 +117,7 @@ class Lanes:
         self,
         model: Any,
         kv: KVCache,
+        wall: Wall,
         cost: DecodingCost | None = None,
         *,
         drafts: int = DRAFTS,
@@ -123,6 +126,7 @@ class Lanes:
     ):
         self.model = model
         self.kv = kv
+        self._wall = wall
         self._rule = rule
         self.all: list[Lane] = []
         self.layout = kv.layout
@@ -232,15 +236,10 @@ class Lanes:
             for other in new:
                 decoder = decoder.joined(other.decoder, caches)
             device.confirm()  # before the rows' own pending tokens are dropped
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - logged by the wall
             self.kv.budget.release("batch", size)
-            if device.is_device_error(error):
-                raise
-            self._lockstep.check(error)
             ids = ", ".join(task.record.id for ln in (lane, *new) for task in ln.tasks)
-            log.exception(
-                "joining requests into a batch failed, they are decoded as before: %s", ids
-            )
+            self._wall.contain(error, f"joining a batch failed, they are decoded as before: {ids}")
             return False
         self.kv.budget.release("batch", lane.bytes)
         lane.decoder = decoder
@@ -439,8 +438,13 @@ class Lanes:
             if count and lineage.length + count <= max(lineage.capacity, not self.layout.specs):
                 linear, opaque = rows.row_tail(self.layout, lane.decoder.caches, i, count)
                 self._lockstep.append_row(lane.decoder.caches, i, lineage, count)
-                lineage.append(linear, count)
-                lineage.set_state(opaque)
+                before = lineage.length
+                try:
+                    lineage.append(linear, count)
+                    lineage.set_state(opaque)
+                except BaseException:  # KV and state stay those of one position
+                    lineage.truncate(before)
+                    raise
 
     def sync(self, task: Task) -> None:
         """Bring the KV of a task's lineage up to the tokens that were handed out, if it is behind.
@@ -461,8 +465,7 @@ class Lanes:
 
         First, the KV that a batch has computed is appended to the lineages of its rows. If fewer
         than two rows remain in a batch, or it cannot be made smaller, it is split: each of the
-        remaining tasks gets a lane of its own. An error on the way is logged, and then the batch is
-        split too; only errors of the device or of another rank are raised.
+        remaining tasks gets a lane of its own. After an error before that, the batch is split too.
         """
         self._changed = True
         keep = [i for i, task in enumerate(lane.tasks) if task not in gone]
@@ -475,15 +478,9 @@ class Lanes:
                 self._end_drafts(lane, lane.decoder)
             if len(keep) > 1 and self._narrow(lane, keep):
                 return
-        except Exception as error:
-            if device.is_device_error(error):
-                raise
-            self._lockstep.check(error)
+        except Exception as error:  # noqa: BLE001 - logged by the wall
             ids = ", ".join(task.record.id for task in gone)
-            log.exception(
-                "removing %s from decoding failed; the rest of the batch is now decoded one by one",
-                ids,
-            )
+            self._wall.contain(error, f"leaving a lane failed, the rest of a batch is split: {ids}")
         if lane.batched:
             self.split(lane)
         for old in self.all:
@@ -522,18 +519,16 @@ class Lanes:
         lane.bytes, lane.capacity = size, lane.capacity - (longest - lane.length())
         return True
 
-    def drop_all(self) -> None:
-        """Drop every lane and its batch after a device error.
-
-        Their pending tokens may be wrong.
-        """
-        for lane in self.all:
+    def drop(self, tasks: Collection[Task]) -> None:
+        """Drop every lane with one of `tasks`, and its batch: its pending tokens may be wrong."""
+        gone = [lane for lane in self.all if not set(tasks).isdisjoint(lane.tasks)]
+        self.all = [lane for lane in self.all if lane not in gone]
+        self._changed = len(self.all) > 0
+        for lane in gone:
             self.kv.budget.release("batch", lane.bytes)
             if lane.batched:
                 self._lockstep.drop_batch(lane.decoder.caches)
             self._end_guesses(lane.tasks)
-        self.all = []
-        self._changed = False
 
     def split(self, lane: Lane) -> None:
         """Split a batch into lanes of one row; each continues from the end of its own lineage."""

@@ -7,21 +7,21 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import mlx.core as mx
 
-from mlxcache.cache.kv_cache import KVCache
-from mlxcache.errors import GenerationFailed, MlxcacheError, StoreError
+from mlxcache.cache.kv_cache import KVCache, Lease
+from mlxcache.errors import GenerationFailed, Inconsistent, MlxcacheError, StoreError
 from mlxcache.guess.drafts import DraftRule
 from mlxcache.mlx_thread import MlxThread
 from mlxcache.model import device
 from mlxcache.scheduling.admission import Admission, FairQueue
 from mlxcache.scheduling.anticipate import IdlePrefill
 from mlxcache.scheduling.cost import Cost
-from mlxcache.scheduling.decoder import NonFiniteOutput
+from mlxcache.scheduling.decoder import Drawn, NonFiniteOutput
 from mlxcache.scheduling.images import Images
 from mlxcache.scheduling.lanes import DRAFTS, Lane, Lanes
 from mlxcache.scheduling.prefill import (
@@ -33,10 +33,13 @@ from mlxcache.scheduling.prefill import (
     PrefillDecodeBalance,
 )
 from mlxcache.scheduling.speculation import Speculation
-from mlxcache.scheduling.task import Outcome, Output, Task, as_failure
+from mlxcache.scheduling.task import Outcome, Output, Task
+from mlxcache.scheduling.wall import Wall
 from mlxcache.types import FinishReason
 
 log = logging.getLogger("mlxcache.engine")
+
+T = TypeVar("T")
 
 SHARED_S = 0.05
 """Most seconds of decoding in one step while other models wait for the thread."""
@@ -46,6 +49,9 @@ COMMIT_EVERY = 1000
 
 MOST_DEVICE_ERRORS = 3
 """Device errors in a row, with nothing computed between them, that end the scheduler."""
+
+MOST_FAILURES = 3
+"""Steps in a row that fail for no request's own reason, after which all requests fail."""
 
 MOST_RESTARTS = 3
 """Most restarts of one request after device errors."""
@@ -83,9 +89,9 @@ class Scheduler:
         queue: FairQueue | None = None,
     ):
         self.model = model
-        self._lockstep = kv.layout.lockstep
         self.kv = kv
         self.limits = limits
+        self.wall = Wall(kv)
         self.thread = thread or MlxThread()
         self.balance = balance or PrefillDecodeBalance(time.perf_counter)
         self.queue = queue or FairQueue(limits.concurrency)
@@ -93,34 +99,34 @@ class Scheduler:
         self.prefilling: list[Task] = []
         self.prefill = Prefill(model, kv, cost, limits, images)
         self.lanes = Lanes(
-            model, kv, cost.decoding, drafts=drafts, speculation=speculation, rule=draft_rule
+            model,
+            kv,
+            self.wall,
+            cost.decoding,
+            drafts=drafts,
+            speculation=speculation,
+            rule=draft_rule,
         )
-        self.idle_prefill = IdlePrefill(kv, self.prefill)
+        self.idle_prefill = IdlePrefill(kv, self.prefill, self.wall)
         self.admission = Admission(kv, limits, cost, prepare, self.idle_prefill.note_use)
         self._on_end = on_end
         self._on_tick = on_tick
         self._moved = False
-        self._device_errors = 0
+        self._device_errors = self._failures = 0
         self._interrupted: dict[Task, Outcome | None] = {}
 
     def end_all(self) -> None:
         """End all remaining requests as cancelled, and commit what they have computed."""
-        self._attempt(self._cancel_all)
+        self._cancel_all()
         while not self.idle:  # the device failed
-            self._attempt(self._cancel_all)
+            self._cancel_all()
 
     def _cancel_all(self) -> None:
-        self.idle_prefill.clear()
-        for task in [*self.waiting, *self.active]:
-            self.cancel(task)
-
-    def _attempt(self, action: Callable[[], None]) -> None:
-        """Run `action`; after a device error in it, let all active tasks begin again.
-
-        Other errors are raised.
-        """
+        """Cancel all requests; after a device error, those that are left begin again."""
         try:
-            action()
+            self.idle_prefill.clear()
+            for task in [*self.waiting, *self.active]:
+                self.cancel(task)
         except RuntimeError as error:
             if not device.is_device_error(error):
                 raise
@@ -131,8 +137,30 @@ class Scheduler:
 
         `sharing`: other models wait for the thread, so the step is short. `admitting`: waiting
         tasks may start, because the model's weights are in memory and stay there for now. Raises
-        the device's error if the device failed; `recover` must be called with it then.
+        the device's error if the device failed; `recover` must be called with it then. An exception
+        of one request's own code fails that request. One of no request is contained, and fails all
+        requests of the model if the two steps before failed too.
         """
+        try:
+            self._advance(sharing=sharing, admitting=admitting)
+            self._failures = 0
+        except Exception as error:  # noqa: BLE001 - logged by the wall
+            self._note_failure(error)
+
+    def _note_failure(self, error: Exception) -> None:
+        self._failures += 1
+        every = self._failures >= MOST_FAILURES
+        what = "all its requests fail" if every else "it is tried again"
+        self.wall.contain(error, f"model {self.kv.label}: a step failed, {what}")
+        for task in [*self.waiting, *self.active] if every else []:
+            self._fail(task, GenerationFailed(f"The server failed: {error!r}"))
+        self.check_integrity()
+
+    def check_integrity(self) -> None:
+        """Raise Inconsistent unless the bytes and locks that are charged are those in use."""
+        self.kv.check_integrity(batch=sum(lane.bytes for lane in self.lanes.all))
+
+    def _advance(self, *, sharing: bool, admitting: bool) -> None:
         self.idle_prefill.step() if self.idle and admitting else self.idle_prefill.pause()
         self.kv.pump(decoding=len(self.lanes) > 0)
         if sharing:
@@ -180,12 +208,15 @@ class Scheduler:
 
     def publish(self) -> None:
         """Call `on_tick` after a step, so that figures which other threads read are updated."""
-        self._on_tick()
+        try:
+            self._on_tick()
+        except Exception as error:  # noqa: BLE001 - logged by the wall
+            self.wall.contain(error, f"model {self.kv.label}: figures not updated")
 
     def submit(self, task: Task) -> None:
         """Queue a task. Call through `MlxThread.post`."""
-        self.kv.waits.retry()  # it may fit where another does not
         self.waiting.append(task)
+        self._guard(task, self.kv.waits.retry, None)  # it may fit where another does not
 
     def cancel(self, task: Task, why: MlxcacheError | None = None) -> None:
         """End a task early and commit what it has computed; nothing is done if it is over.
@@ -197,7 +228,7 @@ class Scheduler:
             self._fail(task, why, pass_failed=False)
         elif not task.over:
             self._interrupted[task] = "cancelled"
-            self._take_out(task)
+            self._attempt(task, lambda: self._take_out(task))
             self._finish(task, "cancelled")
 
     @property
@@ -224,16 +255,17 @@ class Scheduler:
         for task in self.queue.order(self.waiting):
             if self.active and self.kv.waits.others_wait:
                 break
-            place = self.queue.has_place(task, self.active)
-            if not place or self.admission.should_wait(task, self.prefilling):
-                continue
-            if not self._guard(task, lambda t=task: self._start(t)):  # type: ignore[misc]
+            if not self._guard(task, partial(self._start, task), True):
                 break
         if not self.kv.waits.short:  # none had to wait again
             self.kv.waits.end()
         return len(self.prefilling) > before
 
     def _start(self, task: Task) -> bool:
+        """Start a waiting task if it may start now; return False if there is no memory for it."""
+        place = self.queue.has_place(task, self.active)
+        if not place or self.admission.should_wait(task, self.prefilling):
+            return True
         began = time.perf_counter()
         if not self.admission.start(task, began, alone=not self.active):
             return False
@@ -248,7 +280,12 @@ class Scheduler:
 
     def _computable(self) -> list[Task]:
         """Return the tasks in prefill that are not waiting for data from disk."""
-        return [t for t in self.prefilling if not t.restoring or self.admission.can_restore(t)]
+        can_restore = self.admission.can_restore
+        return [
+            task
+            for task in list(self.prefilling)
+            if not task.restoring or self._guard(task, partial(can_restore, task), False)
+        ]
 
     def _prefill_one(self, *, sharing: bool) -> None:
         """Feed one chunk of one prompt; after its last chunk, start decoding its reply.
@@ -261,12 +298,10 @@ class Scheduler:
         self.lanes.interrupt()
         try:
             self._prefill_chunk(task, sharing=sharing)
-        except Exception as error:
-            if device.is_device_error(error):
-                raise
-            self._lockstep.check(error)
-            if task not in self.prefilling or not retry_after_oom(self.kv, task, error):
-                self._fail(task, _confirmed_failure(error, task))
+        except Exception as error:  # noqa: BLE001 - logged by the wall
+            self.wall.pass_on(error)
+            if task not in self.prefilling or not self._may_repeat(task, error):
+                self._fail(task, self.wall.failure(error, task.record.id))
 
     def _prefill_chunk(self, task: Task, *, sharing: bool) -> None:
         if task.restoring:
@@ -282,6 +317,14 @@ class Scheduler:
             self.balance.note_reply(DECODING_S)
         self._persist(task)
 
+    def _may_repeat(self, task: Task, error: Exception) -> bool:
+        """Return whether the pass that raised `error` may be repeated; see `retry_after_oom`."""
+        try:
+            return retry_after_oom(self.kv, task, error)
+        except Exception as another:  # noqa: BLE001 - logged by the wall
+            self.wall.contain(another, f"{task.record.id}: a pass cannot be repeated")
+            return False
+
     def _persist(self, task: Task) -> None:
         if task.lease is not None:
             self.kv.persist(task.lease, task.tokens())
@@ -294,9 +337,7 @@ class Scheduler:
         try:
             self.admission.restore(task)
         except (StoreError, OSError, RuntimeError, ValueError) as error:
-            if device.is_device_error(error):
-                raise
-            self._lockstep.check(error)
+            self.wall.pass_on(error)
             log.warning(
                 "%s: restore failed, computing the rest of the prefix: %s", task.record.id, error
             )
@@ -316,26 +357,42 @@ class Scheduler:
             self.thread.heartbeat.beat()
             try:
                 self._step(lane)
-            except Exception as error:
-                if device.is_device_error(error):
-                    raise
-                self._lockstep.check(error)
+            except Exception as error:  # noqa: BLE001 - logged by the wall
+                self.wall.pass_on(error)
                 (task, *_) = lane.tasks
-                if not lane.batched and lane.steady and retry_after_oom(self.kv, task, error):
-                    continue
-                if not lane.batched:
-                    self._fail(task, _confirmed_failure(error, task))
-                    continue
-                device.confirm()  # raises if the device is the cause
-                if lane in self.lanes.all:  # alone, each row shows whether the fault is its own
-                    ids = ", ".join(task.record.id for task in lane.tasks)
-                    log.exception("a step of a batch failed, its requests go on alone: %s", ids)
-                    self.lanes.split(lane)
+                if lane.batched:
+                    self._split(lane, error)
+                elif not (lane.steady and self._may_repeat(task, error)):
+                    self._fail(task, self.wall.failure(error, task.record.id))
+
+    def _split(self, lane: Lane, error: Exception) -> None:
+        """Let the rows of a batch go on alone after `error`: each shows if the fault is its own."""
+        device.confirm()  # raises if the device is the cause
+        ids = ", ".join(task.record.id for task in lane.tasks)
+        self.wall.contain(error, f"a step of a batch failed, its requests go on alone: {ids}")
+        if lane in self.lanes.all:
+            self._change(lane, (), partial(self.lanes.split, lane))
+
+    def _change(self, lane: Lane, gone: Collection[Task], action: Callable[[], None]) -> None:
+        """Run `action`, by which rows leave a lane; if it fails, the rows begin again.
+
+        `gone`: the tasks that leave, which end instead.
+        """
+        tasks = list(lane.tasks)
+        try:
+            action()
+        except Exception as error:  # noqa: BLE001 - logged by the wall
+            ids = ", ".join(task.record.id for task in tasks)
+            self.wall.contain(error, f"a lane failed, its requests begin again: {ids}")
+            self.lanes.drop(tasks)
+            for task in tasks:
+                if task not in gone:
+                    self._guard(task, partial(self._begin_again, task, None), None)
 
     def _step(self, lane: Lane) -> None:
         for task in list(lane.tasks):
-            if task.row_error is not None:
-                self._fail(task, _confirmed_failure(task.row_error, task), pass_failed=False)
+            if (error := task.row_error) is not None:
+                self._fail(task, self.wall.failure(error, task.record.id), pass_failed=False)
         if lane in self.lanes.all and not self.lanes.make_ready(lane):
             self._end(lane, {lane.tasks[0]: "length"})
         if lane not in self.lanes.all:
@@ -343,23 +400,39 @@ class Scheduler:
         confirmed = self._confirm_prompts(lane)
         drawn = dict(zip(list(lane.tasks), self.lanes.step(lane), strict=True))
         self._device_errors = 0
-        for task in drawn:
-            task.deliver()  # this step has evaluated more since their tokens were drawn
-        taken = ((task, task.take(tokens)) for task, tokens in drawn.items())
-        ends = {task: outcome for task, outcome in taken if outcome is not None}
-        failed = any(isinstance(outcome, MlxcacheError) for outcome in ends.values())
-        if failed or (confirmed and any(task.job.top_logprobs is not None for task in drawn)):
-            device.confirm()  # of tokens that no pass drew; of log-probabilities read just now
+        ends: dict[Task, Outcome] = {}
+        for task, tokens in drawn.items():
+            self._note_end(ends, task, partial(self._take, task, tokens))
         if confirmed:
+            if any(task.job.top_logprobs is not None for task in drawn):
+                device.confirm()  # of log-probabilities read just now
             for task in drawn:
-                task.deliver()
+                self._note_end(ends, task, task.deliver)
         if ends:
             self._end(lane, ends)
         for task, tokens in drawn.items():
             if task not in ends and len(task.out) % COMMIT_EVERY < len(tokens):
-                self.lanes.sync(task)
-                self.kv.commit(task.held, task.tokens(), checkpoint=task.spaced)
-                self._persist(task)
+                self._guard(task, partial(self._commit, task), None)
+
+    def _take(self, task: Task, tokens: Sequence[Drawn]) -> Outcome | None:
+        task.deliver()  # this step has evaluated more since these pieces were drawn
+        return task.take(tokens)
+
+    def _note_end(
+        self, ends: dict[Task, Outcome], task: Task, action: Callable[[], Outcome | None]
+    ) -> None:
+        """Run `action`; add to `ends` the outcome that it returns, or the error for the client."""
+        try:
+            outcome = action()
+        except Exception as error:  # noqa: BLE001 - logged by the wall
+            outcome = self.wall.failure(error, task.record.id)
+        if outcome is not None:
+            ends[task] = outcome
+
+    def _commit(self, task: Task) -> None:
+        self.lanes.sync(task)
+        self.kv.commit(task.held, task.tokens(), checkpoint=task.spaced)
+        self._persist(task)
 
     def _confirm_prompts(self, lane: Lane) -> bool:
         """Wait for the passes that drew the first tokens of replies, and commit their prompts.
@@ -390,9 +463,10 @@ class Scheduler:
 
         It is not known which pass failed. So no pending token is used again, and no lineage that
         was written to since its last confirmation. A device error during recovery begins it again.
-        Raises the third error in a row, and GroupLost if other ranks have made different passes.
+        Raises the third error in a row, GroupLost if other ranks have made different passes, and
+        Inconsistent if anything else fails meanwhile.
         """
-        self._lockstep.check(error)
+        self.kv.layout.lockstep.check(error)
         another: RuntimeError | None = error
         while another is not None:
             error = another
@@ -414,7 +488,7 @@ class Scheduler:
         """
         self._interrupted = dict.fromkeys(self.active) | self._interrupted
         self.prefilling = []
-        self.lanes.drop_all()
+        self.lanes.drop(self.active)
         self.prefill.note_device_error()
         try:
             try:
@@ -426,8 +500,10 @@ class Scheduler:
                 self._begin_again(task, outcome)
                 self._interrupted.pop(task, None)
             mx.clear_cache()
-        except RuntimeError as another:
-            if not device.is_device_error(another) or self._device_errors >= MOST_DEVICE_ERRORS:
+        except Exception as another:
+            if not isinstance(another, RuntimeError) or not device.is_device_error(another):
+                raise Inconsistent(f"Requests could not begin again: {another!r}") from another
+            if self._device_errors >= MOST_DEVICE_ERRORS:
                 raise
             return another
         return None
@@ -441,8 +517,7 @@ class Scheduler:
         """
         if task.over and not isinstance(outcome, MlxcacheError):
             return
-        if task.lookup is not None:
-            task.lookup.drop()
+        task.drop_lookup()
         if task.lease is not None:
             lease, ids = task.give_up_lease(), task.tokens()
             self.kv.persist(lease, ids, whole=True)
@@ -470,7 +545,7 @@ class Scheduler:
         `ends`: the tasks with their outcomes.
         """
         self._interrupted |= ends
-        self.lanes.leave(lane, list(ends))
+        self._change(lane, ends, lambda: self.lanes.leave(lane, list(ends)))
         for task, outcome in ends.items():
             if isinstance(outcome, MlxcacheError):
                 self._fail(task, outcome, pass_failed=False)
@@ -480,44 +555,43 @@ class Scheduler:
     def _finish(self, task: Task, reason: FinishReason) -> None:
         """End a task without an error: commit its KV, release its memory, and send its last event.
 
-        An exception in that fails the task instead; see `_guard`.
+        An exception before the last event fails the task instead.
         """
         self._interrupted[task] = reason
-        self._guard(task, lambda: self._close(task, reason))
-        self._interrupted.pop(task, None)
+        if self._guard(task, partial(self._close, task, reason), False, pass_failed=False):
+            self._leave(task, self.kv.release, task.end)
 
     def _close(self, task: Task, reason: FinishReason) -> bool:
-        """Commit a task's KV, release its memory, and send its last event: the work of `_finish`.
-
-        The record is complete before the lease is released, and `on_end` is called before the last
-        event. Returns True, as `_guard` requires.
-        """
-        if task.lookup is not None:
-            task.lookup.drop()
+        """Commit a task's KV and complete its record; returns True."""
+        task.drop_lookup()
         if task.lease is not None:
             self.kv.finish(task.lease, task.tokens())
         task.flush(reason)
-        try:
-            if task.lease is not None:
-                self.kv.release(task.lease)
-        finally:  # all of the reply is confirmed, even if the device fails as buffers are compacted
-            self._on_end(task)
-            task.end()
         return True
 
-    def _guard(self, task: Task, action: Callable[[], bool]) -> bool:
-        """Run `action` and return its result; an exception in it fails `task` alone.
+    def _guard(
+        self, task: Task, action: Callable[[], T], otherwise: T, *, pass_failed: bool = True
+    ) -> T:
+        """Run `action`, which is the task's own; an exception fails that task alone.
 
-        Returns True after an exception, because the task is over then. Device errors are raised.
+        Returns `otherwise` then. Raises what ends the thread. `pass_failed`: see `_fail`.
         """
         try:
             return action()
-        except Exception as error:
-            if device.is_device_error(error):
-                raise
-            self._lockstep.check(error)
-            self._fail(task, _confirmed_failure(error, task))
-        return True
+        except Exception as error:  # noqa: BLE001 - logged by the wall
+            failure = self.wall.failure(error, task.record.id)
+            self._fail(task, failure, pass_failed=pass_failed)
+            if failure is not error:
+                self.check_integrity()
+        return otherwise
+
+    def _attempt(self, task: Task, *actions: Callable[[], object]) -> None:
+        """Run all of `actions`, by which a task ends, whichever of them fail."""
+        for action in actions:
+            try:
+                action()
+            except Exception as error:  # noqa: BLE001 - logged by the wall
+                self.wall.contain(error, f"{task.record.id}: a part of its end failed")
 
     def _fail(self, task: Task, error: MlxcacheError, *, pass_failed: bool = True) -> None:
         """End a task with an error; KV that it has committed stays in the cache.
@@ -527,30 +601,61 @@ class Scheduler:
         computed is removed from RAM and disk instead.
         """
         self._interrupted[task] = error
-        self._take_out(task)
-        task.fail(error)
-        if task.lookup is not None:
-            task.lookup.drop()
-        if task.lease is not None:
-            if isinstance(error, NonFiniteOutput):
-                self.kv.purge(task.lease, task.tokens())
-            elif not pass_failed:
-                self.kv.finish(task.lease, task.tokens())
+        self._attempt(
+            task,
+            lambda: self._take_out(task),
+            lambda: task.fail(error),
+            task.drop_lookup,
+            lambda: self._keep(task, error, pass_failed=pass_failed),
+        )
+        self._leave(task, self.kv.abandon, lambda: task.push(error))
+
+    def _keep(self, task: Task, error: MlxcacheError, *, pass_failed: bool) -> None:
+        """Commit the KV of a task that fails, as far as it is right; see `_fail`."""
+        lease = task.lease
+        if lease is None:
+            return
+        if isinstance(error, NonFiniteOutput):
+            self.kv.purge(lease, task.tokens())
+        elif not pass_failed and lease.length <= task.length:  # else a token was not handed out
+            self.kv.finish(lease, task.tokens())
+
+    def _leave(
+        self, task: Task, release: Callable[[Lease], None], last: Callable[[], None]
+    ) -> None:
+        """Release the memory of a task by `release`, call `on_end`, and send its event by `last`.
+
+        Raises Inconsistent if the memory cannot be released.
+        """
         try:
             if task.lease is not None:
-                (self.kv.abandon if pass_failed else self.kv.release)(task.lease)
-        finally:
-            self._on_end(task)
-            task.push(error)
+                self._release(task, task.lease, release)
+        finally:  # all of a reply is confirmed, even if the device fails as buffers are compacted
+            try:
+                self._attempt(task, partial(self._on_end, task))
+                last()
+            except Exception as error:  # noqa: BLE001 - logged by the wall
+                task.push(self.wall.failure(error, task.record.id))
             self._interrupted.pop(task, None)
+
+    def _release(self, task: Task, lease: Lease, release: Callable[[Lease], None]) -> None:
+        try:
+            release(lease)
+        except Exception as error:  # noqa: BLE001 - logged by the wall
+            self.wall.contain(error, f"{task.record.id}: its memory was not released at once")
+            try:
+                self.kv.abandon(lease)
+            except Exception as again:
+                self.wall.pass_on(again)
+                raise Inconsistent(f"A request's memory cannot be released: {again!r}") from again
 
     def _take_out(self, task: Task) -> None:
         """Remove a task from the queue, from prefill and from its lane."""
         self.waiting = [each for each in self.waiting if each is not task]
-        self.kv.waits.retry() if self.waiting else self.kv.waits.end()
         self.prefilling = [each for each in self.prefilling if each is not task]
         if (lane := self.lanes.find(task)) is not None:
-            self.lanes.leave(lane, [task])
+            self._change(lane, [task], lambda: self.lanes.leave(lane, [task]))
+        self.kv.waits.retry() if self.waiting else self.kv.waits.end()
 
     def persist_all(self) -> None:
         """Queue the committed KV of running requests for writing to disk.
@@ -560,15 +665,6 @@ class Scheduler:
         for task in dict.fromkeys(self.active) | self._interrupted:
             if task.lease is not None and not task.restoring:
                 self.kv.persist(task.lease, task.tokens(), whole=True)
-
-
-def _confirmed_failure(error: Exception, task: Task) -> MlxcacheError:
-    """Return the error for the client of `task`; raise the device's error if the device failed.
-
-    A failed pass may be the cause of `error`: it can leave NaN or invalid tokens behind.
-    """
-    device.confirm()
-    return as_failure(error, task.record.id)
 
 
 def is_out_of_memory(error: Exception) -> bool:

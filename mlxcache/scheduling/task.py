@@ -13,7 +13,7 @@ import numpy as np
 from mlxcache.cache.checkpoints import SPACING
 from mlxcache.cache.kv_cache import Lease
 from mlxcache.cache.restore import DiskLookup
-from mlxcache.errors import GenerationFailed, MlxcacheError
+from mlxcache.errors import MlxcacheError
 from mlxcache.model.guidance.guide import Guide
 from mlxcache.model.guidance.thinking_budget import ThinkingBudget
 from mlxcache.model.sampling import skip_draws
@@ -262,6 +262,11 @@ class Task:
         """
         self.lookup = lookup
 
+    def drop_lookup(self) -> None:
+        """End the disk lookup, if there is one: its files are not loaded."""
+        if self.lookup is not None:
+            self.lookup.drop()
+
     def limit_reply(self, most: int) -> None:
         """Limit the reply to at most `most` tokens."""
         self.limit = min(self.limit or most, most)
@@ -395,31 +400,27 @@ class Task:
         """Exception raised by the task's sampler, a processor or its guide; None if none was."""
         return self.output.row.error if self.output is not None else None
 
-    def take(self, drawn: Sequence[Drawn]) -> Outcome | None:
-        """Add drawn tokens to the reply until it is over; return how it ended, None if it goes on.
+    def take(self, drawn: Sequence[Drawn]) -> FinishReason | None:
+        """Add drawn tokens to the reply until it is over; return why it ended, None if it goes on.
 
-        The pieces are not sent before `deliver`. An exception is not raised but returned, as an
-        error for the client.
+        The pieces are not sent before `deliver`. Without a token, raises the row's exception.
         """
         if not drawn and self.row_error is not None:
-            return as_failure(self.row_error, self.record.id)
-        try:
-            outcomes = map(self._take, drawn)
-            return next((outcome for outcome in outcomes if outcome is not None), None)
-        except Exception as error:  # noqa: BLE001 - `as_failure` logs it
-            return as_failure(error, self.record.id)
+            raise self.row_error
+        outcomes = map(self._take, drawn)
+        return next((outcome for outcome in outcomes if outcome is not None), None)
 
     def _take(self, drawn: Drawn) -> FinishReason | None:
         assert self.output is not None
         output, parser, logprob = self.output, self.output.parser, self.output.logprob
-        if not self.out:
+        self.out.append(drawn.token)  # before anything can fail: its KV is in the lineage
+        if len(self.out) == 1:
             self.record.timing["first_token_s"] = round(
                 self.job.loaded_s + self.job.render_s + time.perf_counter() - self.submitted, 6
             )
             self.note_phase("prefill_s")
             self.record.fed_tokens = max(0, self.prompt_tokens - self.record.cached_tokens)
         self.record.status = "decode"
-        self.out.append(drawn.token)
         self.record.generated_tokens = len(self.out)
         in_text = parser.in_text
         pieces = output.feed(drawn.token)
@@ -512,17 +513,6 @@ def _with_logprob(pieces: list[Piece], entry: TokenLogprob) -> list[Piece]:
         if isinstance(piece, Text):
             return [*pieces[:i], Text(piece.text, (*piece.logprobs, entry)), *pieces[i + 1 :]]
     return [*pieces, Text("", (entry,))]
-
-
-def as_failure(error: Exception, id: str) -> MlxcacheError:
-    """Return the error for the client of request `id`.
-
-    An `error` that is no MlxcacheError is logged, and wrapped in a GenerationFailed.
-    """
-    if isinstance(error, MlxcacheError):
-        return error
-    log.error("%s: request failed: unexpected exception: %s", id, error, exc_info=error)
-    return GenerationFailed(f"The model failed: {error}")
 
 
 def for_owner(job: Job, owner: str | None) -> Job:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from mlxcache.errors import Inconsistent
 from mlxcache.residency.rounds import Rounds
 
 DEVICE_ERROR = "[METAL] Command buffer execution failed: Ignored"
@@ -96,10 +97,14 @@ def test_every_model_recovers_from_a_device_error(clock: Clock) -> None:
     assert one.done + other.done == 1
 
 
-def test_any_other_error_ends_the_loop(clock: Clock) -> None:
+def test_another_error_is_survived_and_what_is_inconsistent_ends_the_loop(clock: Clock) -> None:
     one, other = Model(clock, 0.01, 5), Model(clock, 0.01, 5)
     rounds = rounds_of(clock, one, other)
     one.fails = ValueError("no device's")
+    rounds.tick()
+    rounds.tick()
+    assert one.done + other.done == 1
+    one.fails = Inconsistent("on purpose")
     seen: list[BaseException] = []
     over = threading.Event()
     rounds.on_death(seen.append)
@@ -107,7 +112,7 @@ def test_any_other_error_ends_the_loop(clock: Clock) -> None:
     rounds.start()
     assert over.wait(10)
     rounds.thread.join(10)
-    assert [type(error) for error in seen] == [ValueError]
+    assert [type(error) for error in seen] == [Inconsistent]
     assert not other.recovered
     assert not rounds.thread.alive
 
