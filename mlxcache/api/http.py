@@ -54,6 +54,7 @@ class ApiSettings:
     - `queue_grace`: longest wait in the queue before a streamed response begins.
     - `any_host`: accept every host name, even without a key.
     - `recorder`: writes the bodies of chat requests to files, or None.
+    - `id`: id of the server in its cache folder, which /health repeats; "" without one.
     """
 
     api_key: str | None = None
@@ -67,6 +68,7 @@ class ApiSettings:
     queue_grace: float = 5.0
     any_host: bool = False
     recorder: Recorder | None = None
+    id: str = ""
 
 
 COMMON_ERRORS = (400, 401, 403, 404, 405, 413, 429, 500, 503)

@@ -37,7 +37,11 @@ async def health(deps: Deps, request: Request) -> Response:
     The server is `stalled` if one step of the model has taken longer than a minute.
     """
     engine = deps.engine
-    body: dict[str, Any] = {"status": engine.state, "stalled_s": round(engine.silent_s, 1)}
+    body: dict[str, Any] = {
+        "id": deps.settings.id,
+        "status": engine.state,
+        "stalled_s": round(engine.silent_s, 1),
+    }
     if (ranks := engine.ranks) is not None:
         body["ranks"] = ranks["others"]
     if engine.state == "ready" and engine.info is not None:

@@ -92,11 +92,9 @@ def servers_of(model: str, *folders: Path) -> list[Serving]:
     Servers are looked for in the cache `folders`, and in the cache folders whose lock file a
     running mlxcache process of this user has open.
     """
-    found = {one.pid: one for folder in {*folders, *_served_folders()} for one in servers(folder)}
+    found = {one for folder in {*folders, *_served_folders()} for one in servers(folder)}
     return [
-        one
-        for one in found.values()
-        if model in {model_id(path) for path in (one.models or [one.model])}
+        one for one in found if model in {model_id(path) for path in (one.models or [one.model])}
     ]
 
 

@@ -62,10 +62,6 @@ class Remote:
     def __str__(self) -> str:
         return f"of the server at {self.url}"
 
-    def answers(self) -> bool:
-        """Return whether an mlxcache server answers, even if its model is still loading."""
-        return self.health() is not None
-
     def health(self) -> dict[str, Any] | None:
         """Return the body of `GET /health`, or None if no mlxcache server answers.
 

@@ -91,10 +91,10 @@ async def run(settings: Settings, console: Console, place: Place | None = None) 
     keys = read_keys(settings)
     sockets = listen(settings.host, settings.port)
     url = base_url(settings.host, sockets[0].getsockname()[1])
-    with announced(settings, url):
+    with announced(settings, url) as id:
         remote = await asyncio.to_thread(_open_remote, settings)
         with closing(remote) if remote is not None else nullcontext():
-            await _serve(settings, keys, console, sockets, url, remote=remote, place=place)
+            await _serve(settings, keys, console, sockets, url, id=id, remote=remote, place=place)
 
 
 def _open_remote(settings: Settings) -> Objects | None:
@@ -116,6 +116,7 @@ async def _serve(
     sockets: list[socket.socket],
     url: str,
     *,
+    id: str,
     remote: Objects | None,
     place: Place | None,
 ) -> None:
@@ -126,7 +127,7 @@ async def _serve(
         log_request = partial(_log_request, len(settings.entries) > 1)
         models = Models(settings, progress, log_request, remote=remote, place=place)
         engine, several = models.default, len(models.engines) > 1
-        api = _api_settings(settings, keys, recorder)
+        api = _api_settings(settings, keys, recorder, id)
         app = create_app(engine, api, models if several else None)
         server = _HttpServer(_http_config(app))
         serving = asyncio.create_task(server.serve(sockets))
@@ -170,7 +171,9 @@ def _log_request(several: bool, record: RequestRecord) -> None:
     request_log.info("%s", log_line(record, several=several))
 
 
-def _api_settings(settings: Settings, keys: Keys, recorder: Recorder | None) -> ApiSettings:
+def _api_settings(
+    settings: Settings, keys: Keys, recorder: Recorder | None, id: str
+) -> ApiSettings:
     """Derive the API's settings from the server's.
 
     Several API keys each own their sessions. A single key only restricts access.
@@ -185,6 +188,7 @@ def _api_settings(settings: Settings, keys: Keys, recorder: Recorder | None) -> 
         default_max_tokens=settings.max_tokens,
         any_host=settings.insecure,
         recorder=recorder,
+        id=id,
     )
 
 
@@ -275,25 +279,26 @@ def _on_signals(stop: asyncio.Event, console: Console) -> None:
 
 
 @contextmanager
-def announced(settings: Settings, url: str) -> Iterator[None]:
+def announced(settings: Settings, url: str) -> Iterator[str]:
     """List the server and its address `url` in its cache folder while the block runs.
 
-    Commands find the server by this. If the folder cannot be written, only a warning is logged.
-    Raises InUse if a command that changes the folder's files has locked it, unless the disk tier is
-    off.
+    Commands find the server by this. Yields the server's id there. If the folder cannot be written,
+    only a warning is logged, and the id is "". Raises InUse if a command that changes the folder's
+    files has locked it, unless the disk tier is off.
     """
     with ExitStack() as stack:
+        id = ""
         try:
             default = settings.model or "the demo"
             used = (path for one in settings.entries for path in (one.model, one.draft_model))
             models = [path for path in used if path is not None]
             names = [name for one in settings.entries for name in one.names]
-            stack.enter_context(serving(settings.cache_dir, url, default, models, names))
+            id = stack.enter_context(serving(settings.cache_dir, url, default, models, names))
         except StoreError as error:
             if isinstance(error, InUse) and settings.disk != "off":
                 raise
             log.warning("server not listed in its cache folder, so commands need --url: %s", error)
-        yield
+        yield id
 
 
 async def warm_files(

@@ -19,6 +19,7 @@ from mlxcache.cli.output import reporting
 from mlxcache.cli.own_command import own_command
 from mlxcache.cli.show import Result
 from mlxcache.config import load_settings
+from mlxcache.config.folder import default_cache_dir
 from mlxcache.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -57,11 +58,12 @@ Json = Annotated[bool, typer.Option("--json", metavar="", help="Print JSON, for 
 def find_server(url: str | None, api_key: str | None, cache_dir: Path | None = None) -> Remote:
     """Find the running server. Blocks until it answers or a timeout of seconds passes.
 
-    If `url` is given, only that address is tried; otherwise, if `cache_dir` is given, only servers
-    that use that folder. If both are None, only $MLXCACHE_URL is tried; if that is not set, servers
-    that use the configured folder, then the configured address. The returned client sends
-    `api_key`, or the configured key if that is None. Raises NoServer if no server answers, and
-    ConfigError for wrong settings.
+    If `url` is given, only that address is tried. If `cache_dir` is given, the server must prove
+    that it uses that folder, by an id that its note there has too. If both are None, only
+    $MLXCACHE_URL is tried; if that is not set, servers that use the configured folder, or if that
+    is the default folder and nobody uses it, any server at the configured address. The returned
+    client sends `api_key`, or the configured key if that is None. Raises NoServer if no server
+    answers, and ConfigError for wrong settings.
     """
     from mlxcache.cli.remote import NoServer, Remote  # noqa: PLC0415 - httpx takes a while
     from mlxcache.store.lock import servers  # noqa: PLC0415
@@ -72,18 +74,22 @@ def find_server(url: str | None, api_key: str | None, cache_dir: Path | None = N
     asked = named_url(url, cache_dir)
     if asked and "://" not in asked:
         raise ConfigError(f"--url must be an address such as http://127.0.0.1:8081, not {asked!r}")
-    urls = [asked] if asked else [one.url for one in servers(folder)]
-    if not asked and cache_dir is None:
-        urls.append(base_url(settings.host, settings.port))
+    users = {one.id: one.url for one in servers(folder)}
+    urls, anywhere = list(users.values()), False
+    if asked:
+        urls, anywhere = [asked], cache_dir is None
+    elif cache_dir is None and not users and settings.cache_dir == default_cache_dir():
+        urls, anywhere = [base_url(settings.host, settings.port)], True
     for one in urls:
         remote = Remote(one, next(iter(settings.api_key), None))
-        if remote.answers():
+        health = remote.health()
+        if health is not None and (anywhere or health.get("id") in users):
             return remote
     if asked:
         named = "--url" if url else URL_VARIABLE
         raise NoServer(
-            f"No mlxcache server answers at {asked}, set by {named}: start one there, or "
-            f"remove {named}."
+            f"No mlxcache server{f' that uses {folder}' if cache_dir else ''} answers at {asked}, "
+            f"set by {named}: start one there, or remove {named}."
         )
     where = f"at {urls[-1]}" if urls else f"from {folder}"
     raise NoServer(f"No server runs {where}: start one with `{own_command()} serve`, or set --url.")

@@ -20,7 +20,7 @@ from mlxcache.config.folder import default_cache_dir, former_cache_dir
 from mlxcache.config.sources import default_config_path
 from mlxcache.errors import MlxcacheError
 from mlxcache.store.folder import KINDS
-from mlxcache.store.lock import NAME, NOTES, exclusive_lock, servers
+from mlxcache.store.lock import NAME, NOTE, NOTES, exclusive_lock, servers
 from mlxcache.store.mac_folder import STORE, locate_cache_dir
 
 OWN: Mapping[str, tuple[str, ...]] = {
@@ -36,7 +36,7 @@ OWN: Mapping[str, tuple[str, ...]] = {
     "incoming": ("restore-*.safetensors",),
     "demo": ("mlxcache-demo-*/*", ".demo-*/*"),
     "log": ("serve-*.log",),
-    NOTES: ("[0-9]*.json",),
+    NOTES: ("open.lock", NOTE),
 }
 """Folders of mlxcache in a cache folder, with patterns of its files in each.
 

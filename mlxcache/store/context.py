@@ -65,7 +65,7 @@ class StoreContext:
         Raises OSError.
         """
         self.lock.release()
-        self.lock = ProcessLock(self.folder)
+        self.lock = ProcessLock(self.folder.locks)
 
     def count(self, figure: str, by: int = 1) -> None:
         """Add `by` to a counter of this process, named as in `StoreStats`."""

@@ -1,9 +1,9 @@
 """File locks: of open stores in a store folder, and of servers of a cache folder.
 
 Each open store holds a lock file of its own, so that other processes can tell which files are still
-being written. Every server holds `serving.lock` shared, and writes its address to a note file. A
-command that changes files takes `serving.lock` exclusively. The operating system releases a lock
-when its process ends for any reason.
+being written. Every server holds `serving.lock` shared, and a lock file of its own, the note, which
+has its address. A command that changes files takes `serving.lock` exclusively. The operating system
+releases a lock when its process ends for any reason. A copy of a folder is not locked.
 """
 
 from __future__ import annotations
@@ -35,31 +35,36 @@ class InUse(StoreError):
 
 NAME = "serving.lock"
 NOTES = "serving"
+NOTE = "[0-9]*-*.json"
+"""Pattern of the names of note files in the folder `NOTES`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Serving:
     """A running server: its process id, its address, and the model's name as the user gave it.
 
-    `models`: folders and Hub ids of all models that it serves, draft models included. `names`: the
-    names that requests may use for them. Both are empty for a server of an earlier version.
+    `id`: the id that the server repeats in `GET /health`, since another one may answer at `url`.
+    `folder`: the inode of its cache folder. `models`: folders and Hub ids of all models that it
+    serves, draft models included. `names`: the names that requests may use for them.
     """
 
+    id: str
+    folder: int
     pid: int
     url: str
     model: str
-    models: tuple[str, ...] = ()
-    names: tuple[str, ...] = ()
+    models: tuple[str, ...]
+    names: tuple[str, ...]
 
 
 @contextmanager
 def serving(
     cache_dir: Path, url: str, model: str, models: Sequence[str] = (), names: Sequence[str] = ()
-) -> Iterator[None]:
+) -> Iterator[str]:
     """Context manager: hold the shared lock of a server, and publish its address.
 
-    `model`, `models` and `names` are published with it, as in `Serving`. Raises InUse while a
-    command changes the folder, and StoreError if the folder cannot be written.
+    `model`, `models` and `names` are published with it, as in `Serving`. Yields the server's id.
+    Raises InUse while a command changes the folder, and StoreError if the folder cannot be written.
     """
     with _locked(cache_dir, fcntl.LOCK_SH) as free:
         if not free:
@@ -67,25 +72,29 @@ def serving(
                 f"Another command is changing {cache_dir}. Wait for it, or choose another folder "
                 "with --cache-dir DIR."
             )
-        note = cache_dir / NOTES / f"{os.getpid()}.json"
+        notes = cache_dir / NOTES
         with _folder_errors(cache_dir):
-            note.parent.mkdir(mode=0o700, exist_ok=True)
-            _sweep(note.parent)
-            note.touch(mode=0o600)
-            one = Serving(os.getpid(), url, model, tuple(models), tuple(names))
-            text = json.dumps(asdict(one))
-            try:
-                note.write_text(text)
-            except OSError as error:
-                if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-                    raise
-                remove(Folder(cache_dir / STORE).reserve)  # which the store makes again
-                note.write_text(text)
+            notes.mkdir(mode=0o700, exist_ok=True)
+            with opening_lock(notes):
+                for note in notes.glob(NOTE):
+                    if not is_alive(notes, note.name):
+                        note.unlink(missing_ok=True)
+                lock = ProcessLock(notes, ".json")
         try:
-            yield
+            with _folder_errors(cache_dir):
+                folder = os.stat(cache_dir).st_ino
+                mine = (lock.name, folder, os.getpid(), url, model, tuple(models), tuple(names))
+                text = json.dumps(asdict(Serving(*mine)))
+                try:
+                    lock.path.write_text(text)
+                except OSError as error:
+                    if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                        raise
+                    remove(Folder(cache_dir / STORE).reserve)  # which the store makes again
+                    lock.path.write_text(text)
+            yield lock.name
         finally:
-            with suppress(OSError):  # the disk may be gone; a stale note is harmless
-                note.unlink(missing_ok=True)
+            lock.release()
 
 
 @contextmanager
@@ -100,18 +109,22 @@ def exclusive_lock(cache_dir: Path) -> Iterator[None]:
             names = " and ".join(
                 f"{one.url} ({one.model}, process {one.pid})" for one in servers(cache_dir)
             )
-            holder = f"The server at {names} uses" if names else "Another mlxcache command changes"
+            holder = f"The server at {names}" if names else "Another mlxcache command or server"
             raise InUse(
-                f"{holder} {cache_dir}. Send the command to a server with --url URL, or stop it "
-                "and try again."
+                f"{holder} uses {cache_dir}. Send the command to a server with --url URL, or stop "
+                "it and try again."
             )
         yield
 
 
 def servers(cache_dir: Path) -> list[Serving]:
-    """Return the servers that use this cache folder, by their note files, and still run."""
+    """Return the running servers that use this cache folder.
+
+    Their note files are locked and name the folder's inode. So neither a copy of a note nor a hard
+    link to one counts.
+    """
     found = []
-    for note in sorted((cache_dir / NOTES).glob("*.json")):
+    for note in sorted((cache_dir / NOTES).glob(NOTE)):
         with suppress(OSError, ValueError, TypeError, AttributeError):
             known: Mapping[str, Any] = json.loads(note.read_text())
             values: dict[str, Any] = {
@@ -119,16 +132,10 @@ def servers(cache_dir: Path) -> list[Serving]:
                 for key, value in known.items()
             }
             one = Serving(**values)
-            if is_running(one.pid):
+            here = one.folder == os.stat(cache_dir).st_ino
+            if here and is_alive(note.parent, note.name):
                 found.append(one)
     return found
-
-
-def _sweep(notes: Path) -> None:
-    """Remove the note files of servers that no longer run from the folder `notes`."""
-    for note in notes.glob("*.json"):
-        if note.stem.isdecimal() and not is_running(int(note.stem)):
-            note.unlink(missing_ok=True)
 
 
 def is_running(pid: int) -> bool:
@@ -181,27 +188,27 @@ A process that has ended may hold its lock for a moment longer.
 
 
 class ProcessLock:
-    """Lock file of one open store: while it is locked, the store is open.
+    """Lock file of one open store or server: while it is locked, the store is open.
 
     Its `name` marks the files that the store is writing. The operating system releases the lock
     when the process ends for any reason.
     """
 
-    def __init__(self, folder: Folder):
-        """Create the lock file and lock it. Raises OSError.
+    def __init__(self, folder: Path, suffix: str = ""):
+        """Create the lock file `name` + `suffix` in `folder` and lock it. Raises OSError.
 
         Call inside `opening_lock`, so that no other process sees the file before it is locked.
         """
         self.name = f"{os.getpid()}-{secrets.token_hex(4)}"
-        self._path = folder.locks / self.name
-        self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+        self.path = folder / (self.name + suffix)
+        self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
         fcntl.flock(self._fd, fcntl.LOCK_EX)
 
     def release(self) -> None:
         """Remove and release the lock. Idempotent."""
         if self._fd >= 0:
             with suppress(OSError):  # the disk may be read-only or gone
-                remove(self._path)
+                remove(self.path)
             os.close(self._fd)
             self._fd = -1
 
@@ -210,17 +217,17 @@ class NoLock(ProcessLock):
     """Stand-in for the lock of a store that cannot be written, and so writes no file."""
 
     def __init__(self) -> None:
-        self.name, self._path, self._fd = "", Path(), -1
+        self.name, self.path, self._fd = "", Path(), -1
 
 
-def is_alive(folder: Folder, name: str) -> bool:
-    """Return whether the store that holds the lock file `name` is still open.
+def is_alive(folder: Path, name: str) -> bool:
+    """Return whether the lock file `name` of a `ProcessLock` in `folder` is still held.
 
-    Blocks for up to 0.2 s if the process of the store seems to have ended, because its lock may be
-    released a moment later. Raises OSError.
+    Blocks for up to 0.2 s if the process seems to have ended, because its lock may be released a
+    moment later. Raises OSError.
     """
     try:
-        fd = _open_lock(folder.locks / name)
+        fd = os.open(folder / name, os.O_RDONLY)  # the disk may be read-only
     except FileNotFoundError:
         return False
     try:
@@ -233,22 +240,9 @@ def is_alive(folder: Folder, name: str) -> bool:
         os.close(fd)
 
 
-def _open_lock(path: Path) -> int:
-    """Open a lock file without locking it; return its file descriptor. Raises OSError.
-
-    If its disk is read-only, the file is opened for reading, otherwise for reading and writing.
-    """
-    try:
-        return os.open(path, os.O_RDWR)
-    except OSError as error:
-        if error.errno != errno.EROFS:
-            raise
-        return os.open(path, os.O_RDONLY)
-
-
 def _free(fd: int) -> bool:
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)  # shared: two may ask at once
     except BlockingIOError:
         return False
     return True
@@ -266,13 +260,12 @@ def _exists(name: str) -> bool:
 
 
 @contextmanager
-def opening_lock(folder: Folder) -> Iterator[None]:
-    """Hold the lock that only one store at a time can hold while it opens the folder.
+def opening_lock(folder: Path) -> Iterator[None]:
+    """Hold the lock under which one process at a time adds and removes lock files in `folder`.
 
     Blocks. Raises OSError.
     """
-    path: Path = folder.path / "open.lock"
-    fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    fd = os.open(folder / "open.lock", os.O_RDWR | os.O_CREAT, 0o600)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX)
         yield

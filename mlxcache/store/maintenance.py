@@ -98,7 +98,7 @@ def _stray_problem(context: StoreContext, path: Path) -> str | None:
     """
     if not path.name.endswith(TEMP_SUFFIX):
         return "is not in the index"
-    if is_alive(context.folder, path.name[1:].rpartition("-")[0]):
+    if is_alive(context.folder.locks, path.name[1:].rpartition("-")[0]):
         return None
     return "was left by a process that ended"
 
@@ -110,7 +110,7 @@ def _row_problem(context: StoreContext, path: Path, row: Row, ids: Collection[in
     the file. `ids`: ids of all rows of the index.
     """
     if row.owner is not None:
-        if is_alive(context.folder, row.owner):
+        if is_alive(context.folder.locks, row.owner):
             return None
         return "was left unfinished by a process that ended"
     if row.parent is not None and row.parent not in ids:

@@ -195,7 +195,7 @@ def recover(context: StoreContext) -> None:
     """
     with store_errors(context.folder.path):
         for lock in list(context.folder.locks.iterdir()):
-            if not is_alive(context.folder, lock.name):
+            if not is_alive(context.folder.locks, lock.name):
                 remove(lock)
         with context.database.write() as connection:
             _drop_unfinished(context, connection)
@@ -284,7 +284,7 @@ def _drop_unfinished(context: StoreContext, connection: sqlite3.Connection) -> N
     """Remove files that processes were writing when they ended, and their rows."""
     for row in index.rows(connection, "owner IS NOT NULL"):
         assert row.owner is not None
-        if not is_alive(context.folder, row.owner):
+        if not is_alive(context.folder.locks, row.owner):
             remove(context.folder.file(row.kind, row.digest))
             index.delete(connection, row)
 
@@ -321,7 +321,7 @@ def _survey(context: StoreContext, connection: sqlite3.Connection) -> _Survey:
                         found.lost.append((id, True))
                 elif not name.endswith(TEMP_SUFFIX):
                     found.strays.append((kind, Path(entry.path)))
-                elif not is_alive(context.folder, name[1:].rpartition("-")[0]):
+                elif not is_alive(context.folder.locks, name[1:].rpartition("-")[0]):
                     remove(Path(entry.path))
         for id in known.values():
             if index.one(connection, "id = ? AND owner IS NULL", id) is not None:
@@ -468,7 +468,7 @@ class StoreReopener:
             if not folder.may_be_made_again():
                 raise Vanished(f"{folder.path} is missing, and so is the disk that it was on.")
             folder.make()
-            with opening_lock(folder):
+            with opening_lock(folder.path):
                 context.renew_lock()
                 context.database.renew()
                 with context.database.read() as connection:

@@ -263,12 +263,13 @@ def _reserve(
         for stale in index.rows(connection, "owner = ?", context.lock.name):
             index.delete(connection, stale)  # left by a failed write that could not remove it
         same = index.one(connection, "kind = ? AND digest = ?", row.kind, row.digest)
-        if same is not None and same.owner is not None and is_alive(context.folder, same.owner):
+        owner = None if same is None else same.owner
+        if owner is not None and is_alive(context.folder.locks, owner):
             raise _Taken
         changed = index.version(connection) != version
         if changed and _identity_of(index.lookup(connection, chain)) != _identity_of(match):
             raise _Changed
-        if same is not None and same.owner is not None:
+        if same is not None and owner is not None:
             context.space.remove(connection, [same])
             same = None
         nbytes = sum(len(buffer) for buffer in new.buffers)

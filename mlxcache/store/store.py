@@ -522,9 +522,9 @@ class Store:
 def _open(place: Folder, space: Space, reserve: Reserve) -> StoreContext:
     """Open a folder that can be written, and repair it. Raises StoreError and OSError."""
     place.make()
-    with reserve.freeing(), opening_lock(place):
+    with reserve.freeing(), opening_lock(place.path):
         free_least(place)
-        lock = ProcessLock(place)
+        lock = ProcessLock(place.locks)
         try:
             database = open_database(place, space.limit)
             context = StoreContext(place, database, lock, space, reserve)

@@ -160,7 +160,7 @@ def test_the_end_of_a_load(
         monkeypatch.setattr(
             f"mlxcache.cli.remote.Remote.{name}", lambda _, *a, call=method: call(*a)
         )
-    monkeypatch.setattr("mlxcache.cli.remote.Remote.answers", lambda _: True)
+    monkeypatch.setattr("mlxcache.cli.remote.Remote.health", lambda _: {})
     assert text in call("load", "m", "--url", "http://127.0.0.1:9", status=status).output
 
 

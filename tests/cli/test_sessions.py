@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -91,10 +92,7 @@ def server(toy: Any, home: Path) -> Iterator[Served]:
 @pytest.fixture(scope="module")
 def copied_folder(server: Served, home: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy of the running server's cache folder, as a killed server leaves it."""
-    folder = tmp_path_factory.mktemp("left")
-    shutil.copytree(home / "cache", folder / "cache")
-    shutil.rmtree(folder / "cache" / "serving")
-    return folder / "cache"
+    return Path(shutil.copytree(home / "cache", tmp_path_factory.mktemp("left") / "cache"))
 
 
 @pytest.fixture
@@ -254,11 +252,66 @@ def test_wrong_usage_is_status_2(arguments: tuple[str, ...]) -> None:
     call(*arguments, status=2)
 
 
-def test_a_server_is_found_by_the_folder_that_it_serves_from(server: Served, home: Path) -> None:
+def test_a_server_is_found_by_the_folder_that_it_serves_from(
+    server: Served, home: Path, tmp_path: Path
+) -> None:
     """The port need not be given, and the folder is not opened beside the server."""
     where = ("--cache-dir", str(home / "cache"))
     assert any(one["ram_bytes"] for one in listing(*where))
-    assert find_server(None, None, home / "cache").url == server.url
+    (tmp_path / "link").symlink_to(home / "cache")
+    for folder in (home / "cache", tmp_path / "link"):
+        assert find_server(None, None, folder).url == server.url
+        assert find_server(server.url, None, folder).url == server.url
+
+
+def kept(*where: str) -> list[tuple[object, ...]]:
+    """What the changing commands change of each session."""
+    return [(one["id"], one["name"], one["pinned"], one["tokens"]) for one in listing(*where)]
+
+
+@pytest.mark.parametrize("noted", ["copied", "locked", "configured"])
+def test_a_command_on_a_copy_of_the_folder_changes_nothing_of_the_server(
+    server: Served,
+    offline: tuple[str, str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    noted: str,
+) -> None:
+    """Even if the copy names the server's address, or the settings do."""
+    before = kept("--url", server.url)
+    id, *_ = before[0]
+    where: tuple[str, ...] = () if noted == "configured" else offline
+    status = 1 if noted == "locked" else 0
+    if noted == "configured":
+        monkeypatch.setenv("MLXCACHE_CACHE_DIR", offline[1])
+        monkeypatch.setenv("MLXCACHE_PORT", server.url.rpartition(":")[2])
+    with serving(Path(offline[1]), server.url, "m") if noted == "locked" else nullcontext():
+        call("snapshot", id, "-o", str(tmp_path / "file"), *where)
+        for command in (
+            ("sessions", "pin", id),
+            ("sessions", "rename", id, "new"),
+            ("sessions", "fork", id),
+            ("restore", str(tmp_path / "file")),
+            ("sessions", "rm", id, "--yes"),
+            ("cache", "prune", "--to", "1KB"),
+            ("cache", "clear", "--pinned", "--yes"),
+        ):
+            call(*command, *where, status=status)
+            assert kept("--url", server.url) == before
+        call("cache", "clear", "--yes", "--url", server.url, *offline, status=1)
+    assert len(listing(*offline)) == (2 if noted == "locked" else 0)
+    assert kept("--url", server.url) == before
+
+
+def test_a_folder_of_hard_links_to_the_server_s_files_is_not_changed(
+    server: Served, home: Path, tmp_path: Path
+) -> None:
+    """Its lock is the server's, but the folder is not."""
+    shutil.copytree(home / "cache", tmp_path / "links", copy_function=os.link)
+    before = kept("--url", server.url)
+    where = ("--cache-dir", str(tmp_path / "links"))
+    assert "uses" in call("cache", "clear", "--yes", *where, status=1).output
+    assert kept("--url", server.url) == before
 
 
 def test_a_folder_in_use_by_an_unreachable_server_is_read_only(
@@ -390,7 +443,7 @@ def test_an_address_without_an_mlxcache_server_is_refused() -> None:
         find_server("localhost:8081", None)
     with pytest.raises(NoServer):
         Remote(NOWHERE).sessions()
-    assert not Remote(NOWHERE).answers()
+    assert Remote(NOWHERE).health() is None
 
 
 REMOVING = (

@@ -1,13 +1,14 @@
 """Servers share a folder; a command that changes it excludes them."""
 
-import json
+import os
+import shutil
 import subprocess
 import sys
 
 import pytest
 
 from mlxcache.errors import StoreError
-from mlxcache.store.lock import NOTES, Serving, exclusive_lock, servers, serving
+from mlxcache.store.lock import NOTES, exclusive_lock, servers, serving
 
 HOLD = """
 import sys; from pathlib import Path; from mlxcache.store.lock import serving
@@ -62,16 +63,19 @@ def test_a_server_waits_for_no_command(tmp_path):
     assert servers(tmp_path) == []
 
 
-def test_notes_that_are_damaged_or_stale_are_passed_over(tmp_path):
-    """Stale notes affect only the message."""
-    folder = tmp_path / NOTES
-    folder.mkdir()
-    (folder / "1.json").write_text("{")
-    (folder / "2.json").write_text("[1]")
-    (folder / "3.json").write_text(json.dumps({"pid": 2**22 + 1, "url": "u", "model": "m"}))
-    assert servers(tmp_path) == []
-    with serving(tmp_path, "u", "m"):
-        assert servers(tmp_path) == [Serving(servers(tmp_path)[0].pid, "u", "m")]
+def test_notes_that_are_damaged_or_stale_are_passed_over(tmp_path, server):
+    """So is the copy of a folder with a running server, and a note that a running process left."""
+    [note] = (tmp_path / NOTES).glob("*.json")
+    copy = shutil.copytree(tmp_path, tmp_path / "copy")
+    links = shutil.copytree(tmp_path, tmp_path / "links", copy_function=os.link)
+    (tmp_path / NOTES / "1-1.json").write_text("{")
+    (tmp_path / NOTES / "2-1.json").write_text("[1]")
+    (tmp_path / NOTES / f"{os.getpid()}-1.json").write_text(note.read_text())
+    assert [one.pid for one in servers(tmp_path)] == [server.pid]
+    assert servers(copy) == servers(links) == []
+    with serving(copy, "u", "m") as id:
+        assert [(one.id, one.pid, one.url) for one in servers(copy)] == [(id, os.getpid(), "u")]
+        assert [one.pid for one in servers(tmp_path)] == [server.pid]
 
 
 def test_a_folder_that_cannot_be_made_is_an_error_with_its_name(tmp_path):
@@ -81,16 +85,11 @@ def test_a_folder_that_cannot_be_made_is_an_error_with_its_name(tmp_path):
         pass
 
 
-def test_notes_of_servers_that_were_killed_do_not_pile_up(tmp_path):
+def test_notes_of_servers_that_were_killed_do_not_pile_up(tmp_path, server):
     """Each start removes the notes of killed servers."""
-    notes = tmp_path / NOTES
-    notes.mkdir()
-    gone = subprocess.Popen([sys.executable, "-c", ""])
-    gone.wait()
-    (notes / f"{gone.pid}.json").write_text("{}")
-    (notes / "mine.json").write_text("{}")
-    with serving(tmp_path, "http://here", "model"):
-        assert len(servers(tmp_path)) == 1
-        assert sorted(note.name for note in notes.iterdir() if note.stem.isdecimal()) != []
-        assert not (notes / f"{gone.pid}.json").exists()
-        assert (notes / "mine.json").exists()
+    (tmp_path / NOTES / "mine.json").write_text("{}")
+    server.kill()
+    server.wait()
+    with serving(tmp_path, "http://here", "model") as id:
+        found = {note.name for note in (tmp_path / NOTES).glob("*.json")}
+        assert found == {"mine.json", f"{id}.json"}

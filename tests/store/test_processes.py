@@ -185,11 +185,11 @@ def test_an_owner_is_alive_as_long_as_its_process(folder):
         other = run_python(code)
         assert other.stdout is not None
         name = other.stdout.readline().strip()
-        assert is_alive(store.context.folder, name)
-        assert is_alive(store.context.folder, store.context.lock.name)
+        assert is_alive(store.context.folder.locks, name)
+        assert is_alive(store.context.folder.locks, store.context.lock.name)
         other.kill()
         other.wait()
-        assert not is_alive(store.context.folder, name)
+        assert not is_alive(store.context.folder.locks, name)
 
 
 def test_threads_share_a_store(store):

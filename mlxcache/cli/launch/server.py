@@ -47,7 +47,7 @@ _LOADING_LINE = re.compile(r"(?P<what>.*?)(?: (?P<percent>\d{1,3})%)?")
 
 def server_answers(url: str) -> bool:
     """Return whether an mlxcache server answers at `url`, even if its model is still loading."""
-    return Remote(url).answers()
+    return Remote(url).health() is not None
 
 
 def query_server(url: str, key: str | None) -> Service | None:
