@@ -110,10 +110,7 @@ def exclusive_lock(cache_dir: Path) -> Iterator[None]:
                 f"{one.url} ({one.model}, process {one.pid})" for one in servers(cache_dir)
             )
             holder = f"The server at {names}" if names else "Another mlxcache command or server"
-            raise InUse(
-                f"{holder} uses {cache_dir}. Send the command to a server with --url URL, or stop "
-                "it and try again."
-            )
+            raise InUse(f"{holder} uses {cache_dir}. Wait until it answers or ends, or stop it.")
         yield
 
 

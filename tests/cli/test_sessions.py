@@ -279,7 +279,7 @@ def test_a_command_on_a_copy_of_the_folder_changes_nothing_of_the_server(
 ) -> None:
     """Even if the copy names the server's address, or the settings do."""
     before = kept("--url", server.url)
-    id, *_ = before[0]
+    id = str(before[0][0])
     where: tuple[str, ...] = () if noted == "configured" else offline
     status = 1 if noted == "locked" else 0
     if noted == "configured":
