@@ -14,14 +14,7 @@ from typing import Any, cast
 
 import mlx.core as mx
 import numpy as np
-from mlx_lm.sample_utils import (
-    apply_min_p,
-    apply_top_k,
-    apply_top_p,
-    apply_xtc,
-    greedy_sampler,
-    make_repetition_penalty,
-)
+from mlx_lm.sample_utils import greedy_sampler, make_repetition_penalty
 
 from mlxcache.errors import BadRequest
 from mlxcache.model.guidance.guide import Bitmask
@@ -117,7 +110,8 @@ class _Draw:
     """Sampler that filters in mlx-lm's order (top_p, min_p, XTC, top_k), then draws a token.
 
     `kept`: ids of tokens that XTC never removes. Each sampler has a random key of its own, which
-    changes with each draw.
+    changes with each draw. The filters are mlx-lm's without `mx.compile`, which compiles another
+    kernel for each value of top_p or min_p: seconds of waiting, and never freed.
     """
 
     def __init__(self, sampling: Sampling, vocab_size: int, kept: Sequence[int]):
@@ -135,14 +129,16 @@ class _Draw:
         # in half precision the scaled values and the noise are too coarse for fair draws
         logprobs = logprobs.astype(mx.float32)
         if chosen.top_p < 1:
-            logprobs = apply_top_p(logprobs, max(LEAST_TOP_P, chosen.top_p))
+            logprobs = _without(logprobs, logprobs < _least_in_top_p(logprobs, chosen.top_p))
         if chosen.min_p > 0:
-            logprobs = apply_min_p(logprobs, chosen.min_p)
+            least = logprobs.max(axis=-1, keepdims=True) + math.log(chosen.min_p)
+            logprobs = _without(logprobs, logprobs < least)
         if chosen.xtc_probability > 0:
             key, coin = mx.random.split(key)
             logprobs = self._exclude(logprobs, coin)
         if self._top_k:
-            logprobs = apply_top_k(logprobs, self._top_k)
+            beyond = mx.argpartition(-logprobs, self._top_k - 1, axis=-1)[..., self._top_k :]
+            logprobs = mx.put_along_axis(logprobs, beyond, mx.array(-mx.inf), axis=-1)
         # not mx.random.categorical: it searches the summed probabilities, where a rounding error
         # shifts all later tokens, and the same seed gave another text
         noise = mx.random.gumbel(logprobs.shape, key=key)
@@ -153,13 +149,16 @@ class _Draw:
 
         `logprobs` and result: shape (..., V); removed tokens get minus infinity. With the
         probability `xtc_probability`, all tokens above `xtc_threshold` are removed except the least
-        likely of them and those in `kept`. `key`: MLX's random key for that decision, where mlx-lm
-        uses MLX's global generator.
+        likely of them and those in `kept`. `key`: MLX's random key for that decision.
         """
         chosen = self._sampling
-        fewer = apply_xtc(logprobs, 1.0, chosen.xtc_threshold, self._kept)
+        probs = mx.softmax(logprobs, axis=-1)
+        above = mx.where(probs > chosen.xtc_threshold, probs, mx.inf)
+        removed = probs > above.min(axis=-1, keepdims=True)
+        if self._kept:
+            removed[..., self._kept] = False
         drawn = mx.random.uniform(shape=(*logprobs.shape[:-1], 1), key=key)
-        return mx.where(drawn < chosen.xtc_probability, fewer, logprobs)
+        return _without(logprobs, removed & (drawn < chosen.xtc_probability))
 
     def skip(self, count: int) -> None:
         """Advance the random key as `count` draws would."""
@@ -168,6 +167,20 @@ class _Draw:
             if done % SPLITS_AT_ONCE == 0:
                 mx.eval(self._key)
         mx.eval(self._key)
+
+
+def _without(logprobs: mx.array, removed: mx.array) -> mx.array:
+    return mx.where(removed, -mx.inf, logprobs)
+
+
+def _least_in_top_p(logprobs: mx.array, top_p: float) -> mx.array:
+    """Return the least log-probability that top_p keeps: shape (..., V) to (..., 1)."""
+    ascending = mx.sort(logprobs, axis=-1)
+    probs = mx.exp(ascending)
+    above = mx.cumsum(probs, axis=-1, reverse=True, inclusive=False)
+    total = above[..., :1] + probs[..., :1]
+    removed = (above >= max(LEAST_TOP_P, top_p) * total).sum(axis=-1, keepdims=True)
+    return mx.take_along_axis(ascending, removed, axis=-1)
 
 
 def text_ends(tokenizer: Any) -> tuple[int, ...]:
