@@ -15,6 +15,8 @@ from concurrent.futures import Future
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
+from mlxcache.kernels import keep_kernels_private
+
 log = logging.getLogger("mlxcache.engine")
 
 T = TypeVar("T")
@@ -75,6 +77,7 @@ class MlxThread:
 
     def start(self) -> None:
         """Start the thread. Call this once."""
+        keep_kernels_private()
         self._thread.start()
 
     def post(

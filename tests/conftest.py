@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,12 @@ settings.load_profile("suite")
 def own_cache_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """Nothing that is tested writes to the user's own cache folder, nor reads what is there."""
     folder = tmp_path_factory.mktemp("cache")
+    # private and of all processes of this run, so that each of MLX's kernels is compiled once
+    temporary = tmp_path_factory.getbasetemp().parent / "temporary"
+    temporary.mkdir(mode=0o700, exist_ok=True)
     with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TMPDIR", str(temporary))
+        patch.setattr(tempfile, "tempdir", str(temporary))
         patch.setenv("MLXCACHE_CACHE_DIR", str(folder))  # for servers that tests start
         patch.setattr(platformdirs, "user_cache_path", lambda *_, **__: folder)
         patch.setattr(platformdirs, "user_data_path", lambda *_, **__: folder)  # on a Mac

@@ -20,6 +20,7 @@ import psutil
 
 from mlxcache.bench.client import Client, Refused
 from mlxcache.config.memory import read_footprint
+from mlxcache.kernels import kernel_variables
 
 SAMPLE_S = 0.05
 END_S = 10.0
@@ -284,7 +285,7 @@ def run_to_end(command: Sequence[str], log: Path) -> tuple[int, list[str]]:
 
 
 def _begun(launch: Launch, model: str, port: int, output: IO[bytes]) -> Server:
-    env = dict(os.environ)
+    env = {**os.environ, **kernel_variables()}
     if launch.foreign:
         env.pop("PYTHONPATH", None)
         env.pop("VIRTUAL_ENV", None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
+import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -19,6 +20,7 @@ from mlxcache.config import format_size, load_settings
 from mlxcache.config.folder import default_cache_dir, former_cache_dir
 from mlxcache.config.sources import default_config_path
 from mlxcache.errors import MlxcacheError
+from mlxcache.kernels import kernel_folder
 from mlxcache.store.folder import KINDS
 from mlxcache.store.lock import NAME, NOTE, NOTES, exclusive_lock, servers
 from mlxcache.store.mac_folder import STORE, locate_cache_dir
@@ -133,6 +135,8 @@ def _places(folders: Sequence[Path]) -> Iterator[Place]:
         others += [path for name in _OWN_FILES if (path := folder / name).is_file()]
         if others:
             yield Place("the demo model, logs, locks", folder, sum(map(_size, others)))
+    if (kernels := kernel_folder()).is_dir():
+        yield Place("kernels that MLX compiled", kernels, _size(kernels))
     if (config := default_config_path()).is_file():
         yield Place("settings", config, _size(config))
     for name in _COMPLETIONS:
@@ -164,7 +168,7 @@ def _left() -> Iterator[Place]:
 
 
 def _remove(places: Sequence[Place], folders: Sequence[Path]) -> None:
-    """Remove mlxcache's files in the cache folders, and those of `places` that are files.
+    """Remove mlxcache's files in the cache folders, MLX's kernels, and the files of `places`.
 
     `folders`: the cache folders. They, mlxcache's folders in them and the folder of config.toml are
     removed too if they are empty then. Raises InUse if a server or another command uses a cache
@@ -181,7 +185,9 @@ def _remove(places: Sequence[Place], folders: Sequence[Path]) -> None:
         for one in places:
             if one.path.is_file():
                 one.path.unlink()
-        for folder in (*folders, default_config_path().parent):
+        if kernel_folder().is_dir():
+            shutil.rmtree(kernel_folder())
+        for folder in (*folders, kernel_folder().parent, default_config_path().parent):
             with suppress(OSError):  # it has files of others, or is not there
                 folder.rmdir()
     except OSError as error:

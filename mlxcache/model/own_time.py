@@ -36,6 +36,7 @@ from mlx_lm.models.cache import (
 )
 from mlx_lm.utils import load_model, load_tokenizer
 
+from mlxcache.kernels import keep_kernels_private
 from mlxcache.types import Tokens
 
 TOKEN_IDS = 256
@@ -215,6 +216,7 @@ def main() -> None:
     printed as a line of JSON. Returns when the input ends. If the model cannot be measured, prints
     `{"error": TEXT}` and returns at once.
     """
+    keep_kernels_private()
     try:
         own = OwnTime(Path(sys.argv[1]))
     except ValueError as error:

@@ -371,6 +371,7 @@ def measure(
     far = min(FAR, room // max(1, layout.bytes_per_token))
     probe = _Probe(model, layout, far + 4 * PROBE)
     probe.feed(2, 0)
+    probe.feed(1, 2)  # compiles the kernels of decoding
     probe.feed(PROBE, 0)  # compiles the kernels
     seconds, near = probe.feed(PROBE, 0)
     long = probe.peak(3 * PROBE, 0)

@@ -12,6 +12,7 @@ from typer.testing import CliRunner, Result
 
 from mlxcache.cli import confirm
 from mlxcache.cli.main import app
+from mlxcache.kernels import kernel_folder
 from tests.served import served
 
 
@@ -81,6 +82,15 @@ def test_it_asks_and_removes_nothing_for_a_no(home: Path, monkeypatch: pytest.Mo
     assert files(cache) == ["store/runs/a.safetensors"]
     assert "Removed." in run(answer="y\n").output
     assert not cache.exists()
+
+
+def test_kernels_are_removed_from_the_default_folder(home: Path) -> None:
+    """They are those of all servers of the user, whatever their cache folders."""
+    kernel = kernel_folder() / "mlx" / "1.0" / "cpu" / "libx.so"
+    kernel.parent.mkdir(parents=True)
+    kernel.touch()
+    assert "kernels" in run("--yes").output
+    assert not kernel_folder().exists()
 
 
 def test_what_others_put_into_the_folder_stays(home: Path) -> None:

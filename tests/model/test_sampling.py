@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import math
+import os
+import sys
+import tempfile
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -223,6 +227,21 @@ def test_filters_leave_only_what_they_allow(dtype: mx.Dtype) -> None:
     assert set(draws(replace(hot, top_p=0.6), 300, values)) == nucleus
     for least in (1e-9, 1e-46, 5e-324):  # two of them are 0 as float32
         assert set(draws(replace(hot, top_p=least), 20, values)) == {order[0]}
+
+
+@pytest.mark.skipif(sys.platform == "darwin", reason="Metal's kernels are no files")
+def test_no_value_makes_mlx_compile_a_kernel(tmp_path: Path) -> None:
+    """A compilation takes half a second on a CPU, while all requests wait."""
+    hot = Sampling(temperature=0.8, seed=1)
+    changes = {"top_p": 0.871, "min_p": 0.0171, "top_k": 7, "xtc_probability": 1}
+    os.putenv("TMPDIR", str(tmp_path))  # MLX compiles what is new to this process there
+    try:
+        for name, value in changes.items():
+            chosen = replace(hot, xtc_threshold=0.0171, **{name: value})
+            mx.eval(make_sampler(chosen, V, (1,))(logprobs()))
+    finally:
+        os.putenv("TMPDIR", tempfile.gettempdir())
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_top_k_of_the_whole_vocabulary_is_off() -> None:
