@@ -112,4 +112,5 @@ def _is_complete(library: Path) -> bool:
         if len(head) < _ELF.size:
             return False
         magic, offset, size, count = _ELF.unpack(head)
-        return magic == b"\x7fELF" and 0 < offset + size * count <= os.fstat(file.fileno()).st_size
+        length = os.fstat(file.fileno()).st_size
+    return bool(magic == b"\x7fELF" and 0 < offset + size * count <= length)
