@@ -32,6 +32,9 @@ FOREIGN = {
         "self.config.timeout_graceful_shutdown": "uvicorn's, set when a second signal comes"
     },
     "config.memory": {"relieve.restype": "ctypes has no argument for it"},
+    "model.chat_template": {
+        "chat_template_utils.ImmutableSandboxedEnvironment": "transformers has no argument for it"
+    },
     "model.own_time": {"tokenizer.eos_token_ids": "mlx-lm's, which ignores an empty argument"},
     "model.vlm": {"AutoProcessor.from_pretrained": "mlx-vlm replaces it when it is imported"},
     "prompt.codec": {

@@ -28,6 +28,7 @@ from mlxcache.model import device, kv
 from mlxcache.model import serialise as wire
 from mlxcache.model.adapters import Checkpointed, Sliced, adapter_of, class_name, composed, parts_of
 from mlxcache.model.arrays import ArraySpec
+from mlxcache.model.chat_template import apply_chat_template
 from mlxcache.model.kv import Layout, State
 from mlxcache.model.lineage import Lineage
 from mlxcache.safetensors import ITEM_BYTES, Header, Malformed, Place, compose, read_foreign_header
@@ -158,8 +159,8 @@ def prompt_ids(tokenizer: Any, prompt: str) -> list[int]:
     if not tokenizer.has_chat_template:
         return list(tokenizer.encode(prompt))
     message = [{"role": "user", "content": prompt}]
-    ids = tokenizer.apply_chat_template(
-        message, add_generation_prompt=False, continue_final_message=True
+    ids = apply_chat_template(
+        tokenizer, message, add_generation_prompt=False, continue_final_message=True
     )
     return list(ids)
 

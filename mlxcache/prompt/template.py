@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any
 
 from jinja2.exceptions import TemplateError
 
-from mlxcache.errors import BadRequest, ConfigError, GenerationFailed, MlxcacheError
-from mlxcache.prompt.time_limit import run_limited
+from mlxcache.errors import (
+    BadRequest,
+    ConfigError,
+    ContextLengthExceeded,
+    GenerationFailed,
+    MlxcacheError,
+)
+from mlxcache.model.chat_template import LIMIT, TemplateLimit, apply_chat_template
 from mlxcache.prompt.tokenizer import ChatTokenizer
 
 Message = dict[str, Any]
@@ -19,7 +24,9 @@ TEMPLATE_ERRORS = (
     AssertionError,
     AttributeError,
     LookupError,
+    MemoryError,
     RuntimeError,
+    SyntaxError,
     TemplateError,
     TypeError,
     ValueError,
@@ -34,10 +41,6 @@ RESERVED = frozenset(
     """.split()  # noqa: SIM905 - read as a list of names
 )
 """Arguments of transformers' renderer that no request may set."""
-
-
-RENDER_SECONDS = 30.0
-"""Time limit of one rendering in seconds; a conversation usually takes far less."""
 
 
 class Template:
@@ -63,21 +66,26 @@ class Template:
 
         `generation`: append the generation prompt. `args`: further arguments of the template.
         Raises BadRequest with the template's message if it refuses the conversation, or if a value
-        is nested too deeply, and GenerationFailed if it fails or takes longer than
-        `RENDER_SECONDS`.
+        is nested too deeply, ContextLengthExceeded for far more text than any context holds, and
+        GenerationFailed if the template fails or exceeds a limit of `model.chat_template`.
         """
         if not self.exists:
             return render_plain(messages, self._start(), generation=generation)
         try:
             given = {"tools": list(tools) if tools else None, "add_generation_prompt": generation}
-            rendered = partial(
-                self._tokenizer.apply_chat_template, list(messages), tokenize=False, **given, **args
+            text = apply_chat_template(
+                self._tokenizer, list(messages), tokenize=False, **given, **args
             )
-            text = run_limited(rendered, RENDER_SECONDS)
         except TimeoutError as error:
             raise GenerationFailed(f"the model's chat template took too long: {error}") from error
         except RecursionError as error:
             raise too_deep() from error
+        except TemplateLimit as error:
+            if len(str(messages)) > LIMIT // 2:
+                raise ContextLengthExceeded(
+                    f"prompt is too long: more than {LIMIT // 2:,} characters"
+                ) from error
+            raise GenerationFailed(f"the model's chat template failed: {error}") from error
         except TEMPLATE_ERRORS as error:
             if type(error) is TemplateError:
                 raise BadRequest(

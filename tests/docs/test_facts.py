@@ -15,7 +15,8 @@ from mlxcache.cli.doctor import disk
 from mlxcache.config import parse_size, sizes
 from mlxcache.config.settings import MOST_DRAFTED
 from mlxcache.engine import keep_awake, metrics
-from mlxcache.prompt import explain, marks, replies, template
+from mlxcache.model import chat_template
+from mlxcache.prompt import explain, marks, replies
 from mlxcache.scheduling import loop_guard
 from mlxcache.sessions import late_turns
 from mlxcache.store import leaves, reply_rows, session_rows, snapshot_replies, store
@@ -66,7 +67,10 @@ FACTS = (
     ("snapshots", r"at most ([\d,]+), with at most 524,288", reply_rows.MOST_KEYS),
     ("snapshots", r"2,048, with at most ([\d,]+) tokens", snapshot_replies.MOST_TOKENS),
     ("security", r"at most once in (\d+) seconds", access.LOG_INTERVAL_S),
-    ("security", r"it is stopped after (\d+) seconds", template.RENDER_SECONDS),
+    ("security", r"it is stopped after (\d+) seconds", chat_template.RENDER_SECONDS),
+    ("security", r"may have ([\d,]+) characters", chat_template.SOURCE),
+    ("security", r"a value in it ([\d,]+),", chat_template.LIMIT),
+    ("security", r"for one prompt (\d GiB) in all", chat_template.TOTAL),
     ("explain", r"At most ([\d,]+) files and", record.MAX_FILES),
     ("explain", r"files and (\S+ MB) are kept", record.MAX_BYTES),
     ("troubleshooting", r"writing and reading (\S+ MiB)", disk.TEST_BYTES),

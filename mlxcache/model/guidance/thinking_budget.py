@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from mlxcache.model import markers
+from mlxcache.model.chat_template import apply_chat_template
 from mlxcache.model.guidance.guide import Bitmask, Guide
 
 log = logging.getLogger(__name__)
@@ -108,7 +109,7 @@ def _blanks(tokenizer: Any, label: str) -> tuple[str, str]:
         {"role": "assistant", "content": text, "reasoning_content": thought},
     ]
     try:
-        shown = str(tokenizer.apply_chat_template(messages, tokenize=False))
+        shown = str(apply_chat_template(tokenizer, messages, tokenize=False))
     except Exception as error:  # noqa: BLE001 - a template may raise anything
         log.debug(
             "model %s: chat template failed, line breaks assumed around the end of thinking: %s",
