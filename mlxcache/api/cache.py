@@ -208,5 +208,5 @@ async def build_tree(
     `listed`: the sessions to show, all of the current owner. Sessions of a model that this server
     has not loaded since it started are left out. The tree is built in another thread.
     """
-    parts = sessions.tree_parts(listed)
+    parts = await sessions.tree_parts(listed)
     return await asyncio.to_thread(tree_view, parts, owner=OWNER.get(), most=nodes)

@@ -17,7 +17,8 @@ as members of one `SharedRam`.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -36,11 +37,13 @@ from mlxcache.model.finite import ends_finite, finite_upto
 from mlxcache.model.kv import Layout, State
 from mlxcache.model.lineage import Lineage
 from mlxcache.store.digests import BLOCK
+from mlxcache.store.leaves import LeafRow
 from mlxcache.store.listing import Held
 from mlxcache.store.store import Store
 from mlxcache.tree.budget import Budget
 from mlxcache.tree.eviction import Worth
 from mlxcache.tree.node import NO_TOKENS, Node
+from mlxcache.tree.path_ends import PathEnds
 from mlxcache.tree.prefix_tree import PrefixTree
 from mlxcache.types import Tokens
 
@@ -51,6 +54,9 @@ log = logging.getLogger("mlxcache.engine")
 
 PERSIST_TOKENS = 1024
 """New tokens of a running request after which `persist` writes them."""
+
+MEASURE_S = 0.002
+"""Seconds after which `measure` ends."""
 
 OOM_SHARE = 4
 """Divisor: after a failed allocation, 1/OOM_SHARE of the idle KV is evicted."""
@@ -124,6 +130,7 @@ class KVCache:
         self.tree: PrefixTree = ram.tree
         self.waits = MemoryWaits(ram)
         self._leases: dict[int, Lease] = {}
+        self._ends = PathEnds(ram.tree)
         self._mains = MainConversations()
         self._placement = Placement(ram)
 
@@ -194,17 +201,32 @@ class KVCache:
         """
         return reusable(self.layout, self.tree.match(ids, touch=False), len(ids))[0]
 
-    def measure(self, paths: Sequence[Tokens]) -> Held:
-        """Return how many tokens of each path are reusable in RAM, and the bytes of all together.
+    def measure(
+        self, groups: Iterable[Sequence[LeafRow]], ids: Mapping[LeafRow, Tokens]
+    ) -> list[Held | None]:
+        """Return, for each group, how many tokens of its leaves are reusable in RAM, and the bytes.
 
-        `paths`: the token ids of each. Bytes are those of KV and checkpoints; what several paths
-        share is counted once. Changes nothing.
+        Bytes are those of KV and checkpoints; what leaves of a group share is counted once. `ids`:
+        token ids of leaves. If they lack a leaf that was not measured before, or at whose end the
+        tree has changed, the result has None for its group. After `MEASURE_S` seconds, the other
+        groups are left out, so that decoding goes on. Changes no KV.
         """
+        found: list[Held | None] = []
+        deadline = time.perf_counter() + MEASURE_S
+        for leaves in groups:
+            found.append(self._measure(leaves, ids))
+            if time.perf_counter() > deadline:
+                break
+        return found
+
+    def _measure(self, leaves: Sequence[LeafRow], ids: Mapping[LeafRow, Tokens]) -> Held | None:
         tokens, nbytes = [], 0
         ends: dict[int, int] = {}
-        for ids in paths:
-            match = self.tree.match(ids, touch=False)
-            tokens.append(reusable(self.layout, match, len(ids) + 1)[0])
+        for leaf in leaves:
+            match = self._ends.match(leaf, ids.get(leaf))
+            if match is None:
+                return None
+            tokens.append(reusable(self.layout, match, leaf.tokens + 1)[0])
             for node in match.nodes:
                 end = min(node.end, match.length)
                 before = ends.get(id(node), node.start)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -12,9 +12,9 @@ from mlxcache.cli.progress import Step
 from mlxcache.errors import MlxcacheError, NotFound
 from mlxcache.private import create
 from mlxcache.store.folder import STORE
-from mlxcache.store.listing import Held, Listed, related_objects
+from mlxcache.store.listing import Listed, related_objects
 from mlxcache.store.lock import exclusive_lock
-from mlxcache.store.sessions import Sessions
+from mlxcache.store.sessions import Session, Sessions
 from mlxcache.store.snapshot_format import detect_format
 from mlxcache.store.snapshot_read import import_snapshot, read_snapshot
 from mlxcache.store.snapshot_write import SnapshotExport
@@ -41,8 +41,7 @@ class Offline:
         if not self._exists():
             return []
         with self._open(reading=True) as (store, sessions):
-            rows = sessions.all()
-            return [_listing(store, sessions, row.id).as_object() for row in rows]
+            return [one.as_object() for one in _listed(store, sessions, sessions.all())]
 
     def computing(self) -> int:
         """Return the number of running and waiting requests: always 0, because no server runs."""
@@ -184,6 +183,8 @@ class Offline:
 
 
 def _listing(store: Store, sessions: Sessions, id: str) -> Listed:
-    session, leaves = sessions.get(id), sessions.leaves(id)
-    held = store.for_namespace(session.namespace).measure_leaves(leaves)
-    return Listed(session, tuple(leaves), Held.nothing(leaves), held, sessions.figures(id))
+    return _listed(store, sessions, [sessions.get(id)])[0]
+
+
+def _listed(store: Store, sessions: Sessions, rows: Sequence[Session]) -> Sequence[Listed]:
+    return store.on_disk(sessions.listed(rows), sessions.ids_of)

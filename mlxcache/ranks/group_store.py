@@ -17,13 +17,13 @@ from mlxcache.ranks.group_snapshots import GroupSnapshotKV
 from mlxcache.ranks.leader import Leader
 from mlxcache.safetensors import Tensor
 from mlxcache.store.found import Found, Piece, Saved
-from mlxcache.store.leaves import Leaf
+from mlxcache.store.leaves import LeafRow
 from mlxcache.store.listing import Held
 from mlxcache.store.maintenance import Progress
 from mlxcache.store.parts import Mode, read_part_name
 from mlxcache.store.sessions import Sessions
 from mlxcache.store.snapshot_kv import SnapshotKV
-from mlxcache.store.store import Store
+from mlxcache.store.store import ReadIds, Store
 from mlxcache.types import Tokens
 
 FIRST_PAUSE_S, PAUSE_S = 0.001, 0.05
@@ -93,12 +93,19 @@ class GroupStore(Store):
             found = _as_far(found, answer.length, answer.checkpoints)
         return found
 
-    def measure_leaves(self, leaves: Sequence[Leaf]) -> Held:
-        found = [self._look_up(leaf.ids, touch=False) for leaf in leaves]
-        for answer in self._ask(op.FindAll([_bytes(leaf.ids) for leaf in leaves])):
+    def measure(self, groups: Sequence[Sequence[LeafRow]], ids: ReadIds) -> list[Held]:
+        return [self._measure([ids(leaf) for leaf in group]) for group in groups]
+
+    def _measure(self, paths: Sequence[Tokens]) -> Held:
+        found = [self._look_up(ids, touch=False) for ids in paths]
+        for answer in self._ask(op.FindAll([_bytes(ids) for ids in paths])):
             pairs = zip(found, answer.found, strict=True)
             found = [_as_far(own, *theirs) for own, theirs in pairs]
-        return self._measure(found)
+        files = {one.path: one.nbytes for each in found for one in each.pieces}
+        files |= {one.path: one.nbytes for each in found for one in each.checkpoints}
+        saved = [[one.position for one in each.checkpoints] for each in found]
+        durable = map(self.durable_tokens, (each.length for each in found), saved)
+        return Held(tuple(durable), sum(files.values()))
 
     def verify(self, piece: Piece, ids: Tokens, *, late: bool = True) -> None:
         super().verify(piece, ids, late=late)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -22,12 +23,12 @@ from mlxcache.sessions.mlx_lm_files import PromptCacheReader, Submit
 from mlxcache.sessions.reply_feed import Learn, ReplyFeed
 from mlxcache.sessions.tree_view import TreePart
 from mlxcache.store.found import Problem
-from mlxcache.store.leaves import Leaf
+from mlxcache.store.leaves import Leaf, LeafRow
 from mlxcache.store.listing import Held, Listed
 from mlxcache.store.reply_rows import ReplyRow
 from mlxcache.store.response_rows import StoredResponse
-from mlxcache.store.session_rows import Gain, SessionFigures
-from mlxcache.store.sessions import Session, Sessions
+from mlxcache.store.session_rows import Gain
+from mlxcache.store.sessions import LeafChanged, Session, Sessions
 from mlxcache.store.snapshot_format import SessionInfo
 from mlxcache.types import Job, Tokens
 
@@ -37,6 +38,16 @@ T = TypeVar("T")
 
 SETTLE_S = 10.0
 """Most seconds to wait for a session that is still being written to disk."""
+
+MEASURED_AT_ONCE = 100
+"""Sessions whose token ids may be in memory at once, to measure what RAM holds of them."""
+
+
+async def until_unchanged(read: Callable[[], Awaitable[T]]) -> T:
+    """Call `read` again as long as it raises LeafChanged; return its result."""
+    while True:
+        with suppress(LeafChanged):
+            return await read()
 
 
 class SessionBook:
@@ -145,8 +156,7 @@ class SessionBook:
         table = self._writer.table
         return [
             (session.namespace == self.namespace, common_length(leaf.ids, ids))
-            for session in table.all()
-            if session.label == label
+            for session in table.all(label=label)
             for leaf in table.leaves(session.id)
         ]
 
@@ -187,19 +197,48 @@ class SessionBook:
         return await self._writer.read(lambda: self._writer.table.related(session))
 
     async def with_ram(self, listed: Sequence[Listed]) -> Sequence[Listed]:
-        """Return `listed` with the KV that this model's RAM holds added to each one's `ram`."""
-        held = await self._thread.ask(
-            lambda: [self._kv.measure([leaf.ids for leaf in one.leaves]) for one in listed]
-        )
-        return [replace(a, ram=a.ram.joined(b)) for a, b in zip(listed, held, strict=True)]
+        """Return `listed` with the KV that this model's RAM holds added to each one's `ram`.
 
-    def tree_parts(self, listed: Sequence[Listed]) -> Sequence[TreePart]:
+        Raises LeafChanged if a session was changed since it was listed.
+        """
+        found: list[Listed] = []
+        for at in range(0, len(listed), MEASURED_AT_ONCE):
+            page = listed[at : at + MEASURED_AT_ONCE]
+            own = {x.session.id: x.leaves for x in page if x.session.namespace == self.namespace}
+            held = await self._in_ram(own)
+            found += [
+                replace(one, ram=one.ram.joined(held.get(one.session.id, Held.nothing(one.leaves))))
+                for one in page
+            ]
+        return found
+
+    async def _in_ram(self, left: dict[str, tuple[LeafRow, ...]]) -> dict[str, Held]:
+        """Return what this model's RAM holds of sessions, whose leaves are given by session id."""
+        held: dict[str, Held] = {}
+        ids: dict[LeafRow, Tokens] = {}
+        while left := {id: leaves for id, leaves in left.items() if id not in held}:
+            found = await self._thread.ask(partial(self._kv.measure, left.values(), ids))
+            asked = dict(zip(left, found, strict=False))
+            held |= {id: one for id, one in asked.items() if one is not None}
+            if unknown := [leaf for id in asked.keys() - held.keys() for leaf in left[id]]:
+                ids |= await self._writer.read(partial(self._read_ids, unknown))
+        return held
+
+    def _read_ids(self, leaves: Sequence[LeafRow]) -> dict[LeafRow, Tokens]:
+        return {leaf: self._writer.table.ids_of(leaf) for leaf in leaves}
+
+    async def tree_parts(self, listed: Sequence[Listed]) -> Sequence[TreePart]:
         """Return those of `listed` that belong to this model, for the tree view.
 
         The result has one part, as the tree view expects a part for each model.
         """
         own = [one for one in listed if one.session.namespace == self.namespace]
-        return [TreePart(own, self.decode)]
+        table = self._writer.table
+        leaves = [leaf for one in own for leaf in one.leaves]
+        ids = await self._writer.read(
+            lambda: [table.ids(leaf.id)[: leaf.tokens] for leaf in leaves]
+        )
+        return [TreePart(own, dict(zip(leaves, ids, strict=True)), self.decode)]
 
     async def rows(self, limit: int | None = None) -> Sequence[Session]:
         """Return at most `limit` sessions without their sizes in RAM and on disk.
@@ -212,35 +251,20 @@ class SessionBook:
     async def _measured(self, find: Callable[[Sessions], Sequence[Session]]) -> Sequence[Listed]:
         """Return the sessions that `find` returns, with their leaves and sizes in both tiers."""
 
-        def from_table() -> list[tuple[Session, Sequence[Leaf], SessionFigures, Held]]:
+        def from_table() -> Sequence[Listed]:
             table = self._writer.table
-            return [
-                (x, y := table.leaves(x.id), table.figures(x.id), self._on_disk(x, y))
-                for x in find(table)
-            ]
+            listed = table.listed(find(table))
+            try:
+                return self.store.on_disk(listed, table.ids_of) if self.store else listed
+            except LeafChanged:
+                raise
+            except StoreError:  # the folder was removed, which is logged elsewhere
+                return listed
 
-        def in_ram() -> list[Held]:
-            return [
-                self._kv.measure([leaf.ids for leaf in leaves])
-                if session.namespace == self.namespace
-                else Held.nothing(leaves)
-                for session, leaves, *_ in rows
-            ]
+        async def read() -> Sequence[Listed]:
+            return await self.with_ram(await self._writer.read(from_table))
 
-        rows = await self._writer.read(from_table)
-        held = await self._thread.ask(in_ram)
-        return [
-            Listed(session, tuple(leaves), ram, disk, figures)
-            for (session, leaves, figures, disk), ram in zip(rows, held, strict=True)
-        ]
-
-    def _on_disk(self, session: Session, leaves: Sequence[Leaf]) -> Held:
-        if self.store is None:
-            return Held.nothing(leaves)
-        try:
-            return self.store.for_namespace(session.namespace).measure_leaves(leaves)
-        except StoreError:  # the folder was removed, which is logged elsewhere
-            return Held.nothing(leaves)
+        return await until_unchanged(read)
 
     # -- changing ----------------------------------------------------------------------------
 

@@ -6,11 +6,12 @@ import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from mlxcache.errors import NotFound
 from mlxcache.owner import OWNER
-from mlxcache.sessions.book import SessionBook
+from mlxcache.sessions.book import SessionBook, until_unchanged
 from mlxcache.sessions.files import SessionFiles
 from mlxcache.sessions.journal import Served
 from mlxcache.sessions.mlx_lm_files import PromptCacheExport
@@ -97,6 +98,10 @@ class SessionBooks:
 
         Sessions of models that were not loaded are included, with nothing in RAM.
         """
+        newest = await until_unchanged(partial(self._list, limit))
+        return [replace(one, session=self._labelled(one.session)) for one in newest]
+
+    async def _list(self, limit: int | None) -> Sequence[Listed]:
         groups = self.by_namespace()
         found: dict[str, Listed] = {}
         for number, (namespace, books) in enumerate(groups.items()):
@@ -105,15 +110,18 @@ class SessionBooks:
             for book in others:
                 listed = await book.with_ram(listed)
             found |= {one.session.id: one for one in listed}
-        newest = sorted(found.values(), key=lambda one: -one.session.last_used_at)[:limit]
-        return [replace(one, session=self._labelled(one.session)) for one in newest]
+        return sorted(found.values(), key=lambda one: -one.session.last_used_at)[:limit]
 
     async def get(self, id: str) -> Listed:
         """Return one session of the current API key. Raises NotFound and StoreError."""
+        found = await until_unchanged(partial(self._get, id))
+        return replace(found, session=self._labelled(found.session))
+
+    async def _get(self, id: str) -> Listed:
         found = await (await self.of(id)).get(id)
         for book in list(self.by_namespace().get(found.session.namespace, {}).values())[1:]:
             [found] = await book.with_ram([found])
-        return replace(found, session=self._labelled(found.session))
+        return found
 
     async def rows(self, limit: int | None = None) -> Sequence[Session]:
         """Return at most `limit` sessions without their sizes; see `SessionBook.rows`."""
@@ -124,17 +132,17 @@ class SessionBooks:
         """Return the other sessions with the label of `session`; see `SessionBook.related`."""
         return [self._labelled(one) for one in await self.default.related(session)]
 
-    def tree_parts(self, listed: Sequence[Listed]) -> Sequence[TreePart]:
+    async def tree_parts(self, listed: Sequence[Listed]) -> Sequence[TreePart]:
         """Return a part for each namespace of loaded models, with those of `listed` in it.
 
         Sessions of models that were not loaded are left out. The result is for `tree_view`.
         """
-        parts = []
-        for namespace, books in self.by_namespace().items():
-            label, book = next(iter(books.items()))
-            own = [one for one in listed if one.session.namespace == namespace]
-            parts.append(TreePart(own, book.decode, label))
-        return parts
+        first = [next(iter(books.items())) for books in self.by_namespace().values()]
+        return [
+            replace(part, model=label)
+            for label, book in first
+            for part in await book.tree_parts(listed)
+        ]
 
     # -- changing ----------------------------------------------------------------------------
 

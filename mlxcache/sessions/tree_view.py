@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 from typing import Any
 
 from mlxcache.owner import plain_ids
-from mlxcache.store.leaves import Leaf
+from mlxcache.store.leaves import LeafRow
 from mlxcache.store.listing import Listed
 from mlxcache.tree.prefix_tree import Node, PrefixTree
 from mlxcache.types import Tokens
@@ -37,7 +37,7 @@ class Branch:
     ram: int = 0
     disk: int = 0
     sessions: dict[str, None] = field(default_factory=dict)
-    ends: list[tuple[str, Leaf]] = field(default_factory=list)
+    ends: list[tuple[str, LeafRow]] = field(default_factory=list)
     below: list[Branch] = field(default_factory=list)
     merged: tuple[int, int] = (0, 0)
     model: str | None = None
@@ -47,11 +47,12 @@ class Branch:
 class TreePart:
     """The sessions of one model in the tree view.
 
-    `listed`: the sessions. `decode` converts token ids of the model to text. `model`: label of the
-    model, None if it is the only one.
+    `listed`: the sessions, and `ids` the token ids of their leaves. `decode` converts token ids of
+    the model to text. `model`: label of the model, None if it is the only one.
     """
 
     listed: Sequence[Listed]
+    ids: Mapping[LeafRow, Tokens]
     decode: Callable[[Sequence[int]], str]
     model: str | None = None
 
@@ -89,20 +90,18 @@ def _grow(root: Branch, part: TreePart, owner: str | None) -> None:
     """
     tree = PrefixTree(1)
     leaves = [
-        (one.session.id, leaf, ram, disk)
+        (one.session.id, leaf, ram, disk, tree.insert(part.ids[leaf], leaf))
         for one in part.listed
         for leaf, ram, disk in zip(one.leaves, one.ram.tokens, one.disk.tokens, strict=True)
-        if len(leaf.ids)
+        if len(part.ids[leaf])
     ]
-    for _, leaf, _, _ in leaves:
-        tree.insert(leaf.ids, leaf)
     known: dict[int, Branch] = {}
-    for session, leaf, ram, disk in leaves:
+    for session, leaf, ram, disk, end in leaves:  # splitting its edge leaves a node's end as it is
         root.sessions[session] = None
         at: Branch = root
-        for node in tree.match(leaf.ids, touch=False).nodes:
+        for node in end.path()[1:]:
             if id(node) not in known:
-                known[id(node)] = _branch(at, node, leaf.ids, part, owner)
+                known[id(node)] = _branch(at, node, part.ids[leaf], part, owner)
             at = known[id(node)]
             at.sessions[session] = None
             at.ram = max(at.ram, min(ram, at.end) - at.start)
@@ -167,7 +166,7 @@ def _object(one: Branch, number: int, parent: int | None) -> dict[str, Any]:
         "disk_tokens": max(0, one.disk),
         "sessions": list(one.sessions),
         "ends": [
-            {"session": session, "kind": leaf.kind, "tokens": len(leaf.ids)}
+            {"session": session, "kind": leaf.kind, "tokens": leaf.tokens}
             for session, leaf in one.ends
         ],
         "text": one.text,

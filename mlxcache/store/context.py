@@ -15,6 +15,7 @@ from mlxcache.store.database import Database
 from mlxcache.store.eviction import Space
 from mlxcache.store.folder import Folder, remove
 from mlxcache.store.index import Row
+from mlxcache.store.leaf_files import LeafFiles
 from mlxcache.store.lock import ProcessLock
 from mlxcache.store.reserve import Reserve
 
@@ -51,6 +52,7 @@ class StoreContext:
         self.database = database
         self.lock = lock
         self.space = space
+        self.leaf_files = LeafFiles()
         self.saving = threading.Lock()
         """Lock held while a file is written, so that each process writes one file at a time."""
         self._lock = threading.Lock()

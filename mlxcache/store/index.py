@@ -178,6 +178,24 @@ def version(connection: sqlite3.Connection) -> tuple[int, int, int]:
     return total.files, newest, total.durable
 
 
+def newest(connection: sqlite3.Connection) -> int:
+    """Return the id of the newest file that the index has had; 0 if it never had one."""
+    query = "SELECT seq FROM sqlite_sequence WHERE name = 'file'"
+    found = connection.execute(query).fetchone()
+    return int(found[0]) if found is not None else 0
+
+
+def sizes(connection: sqlite3.Connection, ids: Iterable[int]) -> dict[int, int]:
+    """Return the sizes in bytes of the files with these ids that are in the index, by id."""
+    found: dict[int, int] = {}
+    wanted = list(ids)
+    for at in range(0, len(wanted), _MOST_VARIABLES):
+        part = wanted[at : at + _MOST_VARIABLES]
+        query = f"SELECT id, nbytes FROM file WHERE id IN ({','.join('?' * len(part))})"
+        found.update(connection.execute(query, part).fetchall())
+    return found
+
+
 def has_checkpoints(connection: sqlite3.Connection, root: bytes) -> bool:
     """Return whether a checkpoint lies within one of the 50 newest runs that begin at token 0.
 

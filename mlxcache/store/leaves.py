@@ -27,6 +27,22 @@ Examples are a request for a title, and a probe.
 """
 
 
+@dataclass(frozen=True, slots=True)
+class LeafRow:
+    """A leaf without its token ids, of which it has `tokens`; for the other fields see `Leaf`.
+
+    The token ids of one row never change: a turn that changes them also changes `turns`.
+    """
+
+    id: int
+    session: str
+    kind: Kind
+    tokens: int
+    prompt_tokens: int
+    turns: int
+    last_used_at: float
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Leaf:
     """One conversation of a session.

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from mlxcache.store.leaves import Leaf
+from mlxcache.store.leaves import LeafRow
 from mlxcache.store.session_rows import Session, SessionFigures
 
 Tier = Literal["ram", "disk", "both", "mixed"]
@@ -25,7 +25,7 @@ class Held:
     nbytes: int
 
     @classmethod
-    def nothing(cls, leaves: Sequence[Leaf]) -> Held:
+    def nothing(cls, leaves: Sequence[LeafRow]) -> Held:
         """Return the contents of a tier that holds none of `leaves`."""
         return cls((0,) * len(leaves), 0)
 
@@ -46,7 +46,7 @@ class Listed:
     """
 
     session: Session
-    leaves: tuple[Leaf, ...]
+    leaves: tuple[LeafRow, ...]
     ram: Held
     disk: Held
     figures: SessionFigures = NO_FIGURES
@@ -58,7 +58,7 @@ class Listed:
         `ram` or `disk` if only that tier does, `both` if each tier holds all of the session, and
         `mixed` if both hold tokens but at least one of them lacks some.
         """
-        lengths = tuple(len(leaf.ids) for leaf in self.leaves)
+        lengths = tuple(leaf.tokens for leaf in self.leaves)
         ram, disk = any(self.ram.tokens), any(self.disk.tokens)
         if ram and disk:
             return "both" if self.ram.tokens == self.disk.tokens == lengths else "mixed"
@@ -82,7 +82,7 @@ class Listed:
             "namespace": session.namespace,
             "client": session.client,
             "agents": sum(leaf.kind == "agent" for leaf in self.leaves),
-            "tokens": sum(len(leaf.ids) for leaf in self.leaves[main]),
+            "tokens": sum(leaf.tokens for leaf in self.leaves[main]),
             "durable_tokens": sum(self.disk.tokens[main]),
             "turns": session.turns,
             "ram_bytes": self.ram.nbytes,
@@ -115,10 +115,10 @@ def related_objects(sessions: Sequence[Session]) -> list[dict[str, Any]]:
     ]
 
 
-def _leaf_object(leaf: Leaf, ram_tokens: int, durable_tokens: int) -> dict[str, Any]:
+def _leaf_object(leaf: LeafRow, ram_tokens: int, durable_tokens: int) -> dict[str, Any]:
     return {
         "kind": leaf.kind,
-        "tokens": len(leaf.ids),
+        "tokens": leaf.tokens,
         "prompt_tokens": leaf.prompt_tokens,
         "ram_tokens": ram_tokens,
         "durable_tokens": durable_tokens,

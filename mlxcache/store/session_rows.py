@@ -18,6 +18,7 @@ from mlxcache.errors import NotFound
 from mlxcache.store.leaves import (
     Kind,
     Leaf,
+    LeafRow,
     digest_of,
     digests_at,
     find_continued,
@@ -148,6 +149,7 @@ SESSION_FIELDS = (
     ", owner"
 )
 _LEAF_FIELDS = "id, session, kind, prompt_tokens, anchor, turns, last_used_at, replies"
+_LEAF_ORDER = "ORDER BY kind = 'main' DESC, last_used_at DESC, id"
 
 
 def session_from(row: tuple[Any, ...]) -> Session:
@@ -162,8 +164,7 @@ def read_leaves(db: sqlite3.Connection, where: str, values: tuple[Any, ...]) -> 
     Main leaves come first, then the most recently used. `values`: values for the `?` in `where`.
     """
     found = db.execute(
-        f"SELECT {_LEAF_FIELDS} FROM leaves WHERE {where}"
-        " ORDER BY kind = 'main' DESC, last_used_at DESC, id",
+        f"SELECT {_LEAF_FIELDS} FROM leaves WHERE {where} {_LEAF_ORDER}",
         values,
     )
     return [_leaf(db, row) for row in found.fetchall()]
@@ -173,6 +174,17 @@ def _leaf(db: sqlite3.Connection, row: tuple[Any, ...]) -> Leaf:
     id, session, kind, prompt, key, turns, used, replies = row
     ids = read_ids(db, id)
     return Leaf(id, session, kind, ids, prompt, key, turns, used, unpack_keys(replies))
+
+
+def read_leaf_rows(db: sqlite3.Connection, session: str) -> tuple[LeafRow, ...]:
+    """Return the leaves of a session in the order of `read_leaves`, without their token ids."""
+    found = db.execute(
+        "SELECT id, session, kind, ifnull((SELECT start + length(ids) / 4 FROM leaf_tokens"
+        " WHERE leaf = leaves.id ORDER BY start DESC LIMIT 1), 0), prompt_tokens, turns,"
+        f" last_used_at FROM leaves WHERE session = ? {_LEAF_ORDER}",
+        (session,),
+    )
+    return tuple(LeafRow(*row) for row in found)
 
 
 def read_ids(db: sqlite3.Connection, leaf: int) -> Tokens:
@@ -201,6 +213,7 @@ def add_later_columns(db: sqlite3.Connection) -> None:
         columns = {name for _, name, *_ in db.execute(f"PRAGMA table_info({table})")}
         if column not in columns:
             db.execute(f"ALTER TABLE {table} ADD COLUMN {column} {kind}")
+    db.execute("CREATE INDEX IF NOT EXISTS sessions_owner ON sessions (owner, last_used_at)")
 
 
 def read_session(db: sqlite3.Connection, id: str, owner: str | None = ANY_OWNER) -> Session:

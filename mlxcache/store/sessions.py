@@ -10,17 +10,19 @@ import hashlib
 import re
 import secrets
 import sqlite3
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import fields, replace
 
-from mlxcache.errors import BadRequest, NotFound
+from mlxcache.errors import BadRequest, NotFound, StoreError
 from mlxcache.store import reply_rows, response_rows
 from mlxcache.store import session_rows as rows
 from mlxcache.store.database import Database
-from mlxcache.store.leaves import Leaf
+from mlxcache.store.leaves import Leaf, LeafRow
+from mlxcache.store.listing import Held, Listed
 from mlxcache.store.reply_rows import ReplyRow
 from mlxcache.store.response_rows import StoredResponse
-from mlxcache.store.session_rows import ANY_OWNER, Session, SessionFigures, Turn
+from mlxcache.store.session_rows import ANY_OWNER, Session, Turn
 from mlxcache.store.snapshot_format import CARRIED, LeafInfo, SessionInfo
 from mlxcache.types import Tokens
 
@@ -45,6 +47,10 @@ def id_of(namespace: str, label: str, owner: str | None = None) -> str:
 def new_id() -> str:
     """Return a random id for a session without a label."""
     return f"ses_{secrets.token_hex(6)}"
+
+
+class LeafChanged(StoreError):
+    """Error raised if a leaf has other token ids than when its row was read."""
 
 
 class Sessions:
@@ -82,18 +88,37 @@ class Sessions:
 
     # -- reading -----------------------------------------------------------------------------
 
-    def all(self, limit: int | None = None, owner: str | None = ANY_OWNER) -> list[Session]:
+    def all(
+        self, limit: int | None = None, owner: str | None = ANY_OWNER, label: str | None = None
+    ) -> list[Session]:
         """Return at most `limit` sessions of an owner, most recently used first.
 
-        A `limit` of None returns all of them.
+        A `limit` of None returns all of them. With a `label`, only sessions with that label are
+        returned.
         """
+        wanted: dict[str, str | None] = {} if owner == ANY_OWNER else {"owner IS ?": owner}
+        if label is not None:
+            wanted["label = ?"] = label
+        where = f"WHERE {' AND '.join(wanted)}" if wanted else ""  # no OR: it would use no index
         query = (
-            f"SELECT {rows.SESSION_FIELDS} FROM sessions WHERE ?2 = '' OR owner IS ?2"
-            " ORDER BY last_used_at DESC, id LIMIT ?1"
+            f"SELECT {rows.SESSION_FIELDS} FROM sessions {where}"
+            " ORDER BY last_used_at DESC, id LIMIT ?"
         )
         with self._database.read() as db:
-            found = db.execute(query, (-1 if limit is None else limit, owner)).fetchall()
+            found = db.execute(query, (*wanted.values(), -1 if limit is None else limit)).fetchall()
         return [rows.session_from(row) for row in found]
+
+    def listed(self, sessions: Sequence[Session]) -> list[Listed]:
+        """Return `sessions` with their leaves and figures, as if no tier held any of their KV."""
+        with self._database.read() as db:
+            found = [
+                (one, rows.read_leaf_rows(db, one.id), rows.read_figures(db, one.id))
+                for one in sessions
+            ]
+        return [
+            Listed(one, leaves, Held.nothing(leaves), Held.nothing(leaves), figures)
+            for one, leaves, figures in found
+        ]
 
     def related(self, session: Session) -> list[Session]:
         """Return the other sessions with the label and owner of `session`, last used first.
@@ -102,7 +127,7 @@ class Sessions:
         """
         if session.label is None:
             return []
-        alike = (one for one in self.all(None, session.owner) if one.label == session.label)
+        alike = self.all(None, session.owner, session.label)
         return [one for one in alike if one.id != session.id]
 
     def count(self) -> int:
@@ -125,11 +150,6 @@ class Sessions:
         """
         with self._database.read() as db:
             return rows.read_leaves(db, "session = ?", (id,))
-
-    def figures(self, id: str) -> SessionFigures:
-        """Return the sums over the requests of a session; all zero if there are none."""
-        with self._database.read() as db:
-            return rows.read_figures(db, id)
 
     def prefill_times(self, namespace: str) -> dict[int, rows.Measured]:
         """Return the tokens fed in a namespace and the seconds that they took, by range.
@@ -160,6 +180,13 @@ class Sessions:
         """Return the token ids of the leaf with the id `leaf`; empty if it was removed."""
         with self._database.read() as db:
             return rows.read_ids(db, leaf)
+
+    def ids_of(self, leaf: LeafRow) -> Tokens:
+        """Return the token ids of a leaf. Raises LeafChanged if its row is no longer `leaf`."""
+        with self._database.read() as db:
+            if leaf not in rows.read_leaf_rows(db, leaf.session):
+                raise LeafChanged(f"The session {leaf.session} changed meanwhile: try again.")
+            return rows.read_ids(db, leaf.id)
 
     def replies(
         self, namespace: str, after: int = 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,10 +18,10 @@ from mlxcache.store.digests import Chain, Chains, root_digest
 from mlxcache.store.eviction import Space
 from mlxcache.store.folder import CHECKPOINT, RUN, Folder
 from mlxcache.store.found import Found, Piece, Problem, Saved, StoreStats
-from mlxcache.store.index import Row
+from mlxcache.store.index import Match, Row
 from mlxcache.store.kv_files import check_checkpoint, check_run, is_finite, open_file, read_ahead
-from mlxcache.store.leaves import Leaf
-from mlxcache.store.listing import Held
+from mlxcache.store.leaves import LeafRow
+from mlxcache.store.listing import Held, Listed
 from mlxcache.store.lock import NoLock, ProcessLock, opening_lock
 from mlxcache.store.maintenance import Progress
 from mlxcache.store.parts import other_parts, read_part_name
@@ -40,6 +41,9 @@ from mlxcache.types import Tokens
 
 if TYPE_CHECKING:
     from mlxcache.store.sessions import Sessions
+
+ReadIds = Callable[[LeafRow], Tokens]
+"""Return the token ids of a leaf, int32 of shape (n,)."""
 
 FREE_FLOOR = 2_000_000_000
 """Bytes of the file system that the store leaves free for other programs."""
@@ -214,33 +218,43 @@ class Store:
         """Tell the operating system to read a file that will be verified soon. Does not block."""
         read_ahead(piece.path)
 
-    def durable_tokens(self, found: Found) -> int:
-        """Return how many tokens of `found` a server started now could continue from.
+    def durable_tokens(self, length: int, checkpoints: Sequence[int]) -> int:
+        """Return how many tokens of a prefix on disk a server started now could continue from.
 
-        A model that needs checkpoints continues from the last checkpoint whose KV is on disk too,
-        so KV written before the first checkpoint does not count. Raises StoreError.
+        `length`: tokens of the prefix whose KV is on disk; 0 in a model that has only checkpoints.
+        `checkpoints`: positions of the checkpoints after parts of the prefix. A model that needs
+        them continues from the last one whose KV is on disk too, so KV before the first does not
+        count. Raises StoreError.
         """
-        if not found.checkpoints:
-            return 0 if found.length and self._has_checkpoints() else found.length
-        limit = found.length if found.pieces else max(x.position for x in found.checkpoints)
-        return max((x.position for x in found.checkpoints if x.position <= limit), default=0)
+        if not checkpoints:
+            return 0 if length and self._has_checkpoints() else length
+        return max((one for one in checkpoints if one <= length or not length), default=0)
 
-    def measure_leaves(self, leaves: Sequence[Leaf]) -> Held:
-        """Return how many tokens of each leaf are durable, and the bytes of all their files.
+    def on_disk(self, listed: Sequence[Listed], ids: ReadIds) -> list[Listed]:
+        """Return sessions of any namespaces with what is on disk of them. Raises StoreError."""
+        held: dict[str, Held] = {}
+        for namespace in {one.session.namespace for one in listed}:
+            own = [one for one in listed if one.session.namespace == namespace]
+            found = self.for_namespace(namespace).measure([one.leaves for one in own], ids)
+            held |= {one.session.id: disk for one, disk in zip(own, found, strict=True)}
+        return [replace(one, disk=held[one.session.id]) for one in listed]
 
-        For the number of tokens see `durable_tokens`. The files do not count as used. Raises
-        StoreError.
+    def measure(self, groups: Sequence[Sequence[LeafRow]], ids: ReadIds) -> list[Held]:
+        """Return how many tokens of each leaf are durable, and the bytes of each group's files.
+
+        For the number of tokens see `durable_tokens`. The files do not count as used. `ids` reads
+        token ids; it is called for leaves whose files may have changed since they were measured
+        last. Raises StoreError.
         """
-        return self._measure([self.find(leaf.ids, touch=False) for leaf in leaves])
 
-    def _measure(self, found: Sequence[Found]) -> Held:
-        """Return how many tokens of each of `found` are durable, and the bytes of all their files.
+        def look_up(leaf: LeafRow) -> tuple[Chain, Match, int]:
+            chain = self._chains.of(ids(leaf))
+            match = index.lookup(connection, chain)
+            saved = [row.start for row in match.checkpoints]
+            return chain, match, self.durable_tokens(match.length, saved)
 
-        `found`: results of `find`. For the number of tokens see `durable_tokens`.
-        """
-        files = {piece.path: piece.nbytes for each in found for piece in each.pieces}
-        files |= {saved.path: saved.nbytes for each in found for saved in each.checkpoints}
-        return Held(tuple(self.durable_tokens(each) for each in found), sum(files.values()))
+        with self.database.read() as connection:
+            return self.context.leaf_files.measure(connection, groups, look_up)
 
     # -- writing ---------------------------------------------------------------------------------
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -149,6 +149,16 @@ class Match:
     nodes: tuple[Node, ...]
     checkpoints: tuple[tuple[int, Node], ...]
     segments: tuple[tuple[Any, int, int], ...]
+
+    @classmethod
+    def of(cls, nodes: Sequence[Node], length: int) -> Match:
+        """Return the match of `length` tokens that `nodes` hold, from the top down."""
+        return cls(
+            length,
+            tuple(nodes),
+            tuple((n.end, n) for n in nodes if n.checkpoint is not None and n.end <= length),
+            tuple((n.value, n.start, min(n.end, length)) for n in nodes),
+        )
 
     def spans(self, upto: int) -> list[tuple[Any, int, int]]:
         """Return which values hold the KV of [0, upto), as `(value, start, end)`.

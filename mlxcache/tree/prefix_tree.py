@@ -100,12 +100,7 @@ class PrefixTree:
         if touch:
             away = bool(nodes) and length < min(nodes[-1].end, len(ids))
             self._edges.touch(nodes[: len(nodes) - away])
-        return Match(
-            length,
-            tuple(nodes),
-            tuple((n.end, n) for n in nodes if n.checkpoint is not None and n.end <= length),
-            tuple((n.value, n.start, min(n.end, length)) for n in nodes),
-        )
+        return Match.of(nodes, length)
 
     def insert(self, tokens: Tokens | Iterable[int], value: Any, key: int | None = None) -> Node:
         """Add `tokens` to the tree, and return the node that ends at position `len(tokens)`.

@@ -10,12 +10,11 @@ from typing import Any
 
 import anyio
 import httpx
-import numpy as np
 import pytest
 
 from mlxcache.errors import BadRequest, DiskFull, NotFound, SnapshotRefused, Unsupported
 from mlxcache.store.found import Problem
-from mlxcache.store.leaves import Leaf
+from mlxcache.store.leaves import LeafRow
 from mlxcache.store.listing import Held, Listed
 from mlxcache.store.sessions import Session
 from mlxcache.types import WARMING
@@ -34,8 +33,8 @@ def listed(*, ram: int = 10, disk: int = 10) -> Listed:
     """Build a session with a main leaf of 10 tokens and an agent's of 4."""
     session = Session(ID, "n", "model", "L", None, "Fix", "cli/1", 3, False, 1.0, 2.0)
     leaves = (
-        Leaf(1, ID, "main", np.arange(10, dtype=np.int32), 2, 2, 1, 2.0),
-        Leaf(2, ID, "agent", np.arange(4, dtype=np.int32), 2, 2, 1, 2.0),
+        LeafRow(1, ID, "main", 10, 2, 1, 2.0),
+        LeafRow(2, ID, "agent", 4, 2, 1, 2.0),
     )
     return Listed(session, leaves, Held((ram, min(ram, 4)), 140), Held((disk, min(disk, 4)), 1500))
 

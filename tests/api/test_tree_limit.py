@@ -20,7 +20,7 @@ class Book:
         self.asked.append(limit)
         return []
 
-    def tree_parts(self, listed: Sequence[object]) -> Sequence[object]:
+    async def tree_parts(self, listed: Sequence[object]) -> Sequence[object]:
         return listed
 
 

@@ -82,9 +82,8 @@ async def test_a_draft_that_does_not_pay_is_hardly_used(
 async def said(engine: Engine, ids: list[int]) -> list[int]:
     """The tokens of a greedy reply."""
     await ask(engine, Prompt(np.array(ids, np.int32)), tokens=20, session="one")
-    newest = max(
-        (leaf.ids.tolist() for one in await engine.sessions.list() for leaf in one.leaves), key=len
-    )
+    held = [await engine.sessions.info(one.session.id) for one in await engine.sessions.list()]
+    newest = max((leaf.ids.tolist() for one in held for leaf in one.leaves), key=len)
     assert newest[: len(ids)] == ids
     return newest[len(ids) :]
 
@@ -111,12 +110,13 @@ async def test_a_snapshot_holds_both_and_is_the_pairs_alone(toy: ToyMaker, tmp_p
     async with served(model, tmp_path / "a", same) as engine:
         await turn(engine, *parts)
         (session,) = await engine.sessions.list()
+        info = await engine.sessions.info(session.session.id)
         made = await engine.sessions.files.snapshot(session.session.id)
         file.write_bytes(b"".join(made))
         cache = await engine.sessions.files.prompt_cache(session.session.id)
         (tmp_path / "cache.safetensors").write_bytes(b"".join(cache))
         assert mlx_lm_goes_on(model, same, tmp_path / "cache.safetensors", text(3, 20)) == (
-            await said(engine, [*session.leaves[0].ids.tolist(), *text(3, 20)])
+            await said(engine, [*info.leaves[0].ids.tolist(), *text(3, 20)])
         )
     async with served(model, tmp_path / "b", same) as engine:
         await engine.sessions.files.restore(file)

@@ -203,7 +203,7 @@ async def test_a_session_may_be_handed_over_as_a_snapshot(shared: Shared, tmp_pa
     carol = owner_of("carol")
     with acting(carol):
         made = await engine.sessions.files.restore(path, "from alice")
-    leaf = made.leaves[0].ids
+        leaf = (await engine.sessions.info(made.session.id)).leaves[0].ids
     assert leaf[: len(IDS)].tolist() == own_ids(IDS, carol).tolist()
     assert (await ask(engine, carol, "carol-goes-on")).restored_tokens > 0
     assert await ids_of(engine, carol) == [made.session.id] != [sessions[ALICE]]

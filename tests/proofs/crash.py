@@ -145,12 +145,11 @@ def _lost(store: Store, seen: Seen) -> list[str]:
     sessions, wrong = Sessions(store.database), []
     for id, before in seen.durable.items():
         try:
-            session, leaf = sessions.get(id), sessions.leaves(id)[0]
+            listed = sessions.listed([sessions.get(id)])
         except NotFound:
             wrong.append(f"session {id} is gone")
             continue
-        place = store.for_namespace(session.namespace)
-        found = place.durable_tokens(place.find(leaf.ids, touch=False))
+        found = store.on_disk(listed, sessions.ids_of)[0].disk.tokens[0]
         if found < before:
             wrong.append(f"session {id} had {before} durable tokens and has {found}")
     return wrong

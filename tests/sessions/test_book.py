@@ -15,6 +15,7 @@ import pytest
 from mlxcache.engine.engine import Engine
 from mlxcache.errors import BadRequest, NotFound, NotReady, SnapshotRefused, Unsupported
 from mlxcache.sessions import journal as booking
+from mlxcache.store.listing import Listed
 from mlxcache.store.store import MOST_LEAVES_READ
 from mlxcache.types import WARMING, Finished, Job, Prompt
 from tests.engine.running import started
@@ -71,6 +72,11 @@ async def test_a_request_without_a_label_is_listed_with_its_session(engine: Engi
     assert listed[-1] == "mine"
 
 
+async def main_ids(engine: Engine, one: Listed) -> list[int]:
+    """The token ids of a session's main leaf."""
+    return (await engine.sessions.info(one.session.id)).leaves[0].ids.tolist()
+
+
 async def durable(engine: Engine, id: str) -> int:
     """The durable tokens once all is written."""
     assert await engine.sessions.settled()
@@ -122,7 +128,7 @@ async def test_sessions_outlive_the_process(toy, tmp_path):
         assert after.session.id == before.session.id
         assert (after.session.name, after.session.pinned) == ("kept", True)
         assert (after.ram.nbytes, after.tier) == (0, "disk")
-        assert after.disk.tokens == (len(before.leaves[0].ids),)
+        assert after.disk.tokens == (before.leaves[0].tokens,)
         again = prompt(text(1, 300), text(2, 10), text(3, 20))
         last = await ask(engine, again, session="mine")
         assert last.restored_tokens >= 300
@@ -146,7 +152,7 @@ async def test_removing_a_session_cuts_what_nobody_else_needs(engine: Engine, mo
     left = {x.session.id: x for x in await engine.sessions.list()}
     assert set(left) == {first, fork.session.id}
     assert left[first].tier == "both"
-    assert left[first].disk.tokens == (len(left[first].leaves[0].ids),)
+    assert left[first].disk.tokens == (left[first].leaves[0].tokens,)
 
     assert await engine.call(lambda runtime: runtime.kv.match(one.ids)) == 150
     await engine.sessions.delete(fork.session.id)
@@ -170,7 +176,7 @@ async def test_what_was_removed_is_written_again_when_it_comes_again(engine: Eng
     for _ in range(2):
         await ask(engine, prompt(text(1, 256)), session="one")
         [listed] = await engine.sessions.list()
-        assert await durable(engine, listed.session.id) == len(listed.leaves[0].ids)
+        assert await durable(engine, listed.session.id) == listed.leaves[0].tokens
         await engine.sessions.delete(listed.session.id)
 
 
@@ -186,7 +192,7 @@ async def test_clearing_empties_both_tiers(engine: Engine):
     assert done["freed_bytes"] > 0
     [left] = await engine.sessions.list()
     assert (left.session.id, left.ram.nbytes) == (pinned, 0)
-    assert left.disk.tokens == (len(left.leaves[0].ids),)
+    assert left.disk.tokens == (left.leaves[0].tokens,)
     assert (await engine.sessions.clear(pinned=True))["sessions"] == 1
     assert await engine.sessions.list() == []
     assert engine.sessions.store.stats().runs == 0  # type: ignore[union-attr]
@@ -234,14 +240,14 @@ async def test_mlx_lm_continues_a_session_from_its_prompt_cache(toy, tmp_path, f
         made = await engine.sessions.files.prompt_cache(listed.session.id)
         file.write_bytes(b"".join(await asyncio.to_thread(list, made)))
         assert file.stat().st_size == made.nbytes
-        ids = listed.leaves[0].ids.tolist()
+        ids = await main_ids(engine, listed)
         stream = await engine.submit(
             Job("r", Prompt(np.array(ids + more, np.int32)), max_tokens=10, raw=True)
         )
         async for _ in stream:
             pass
         newest = (await engine.sessions.list())[0]
-        ours = newest.leaves[0].ids.tolist()[len(ids + more) :]
+        ours = (await main_ids(engine, newest))[len(ids + more) :]
         assert await engine.call(lambda core: len(core.kv.ram.busy)) == 0
         await engine.call(lambda core: check_tree(core.kv.tree))
     loaded, _ = load(str(model))
@@ -271,20 +277,20 @@ async def test_a_prompt_cache_of_mlx_lm_is_gone_on_with(toy, tmp_path, family):
         with pytest.raises(BadRequest, match="--prompt"):
             await restore(file)
         made = await restore(file, "mine", json.dumps(ids))
-        assert made.leaves[0].ids.tolist() == ids
+        assert await main_ids(engine, made) == ids
         assert (made.session.name, made.session.turns) == ("mine", 0)
         assert made.ram.tokens == (300,)
         last = await ask(engine, Prompt(np.array(ids + text(3, 10), np.int32), (100,)))
         assert last.cached_tokens == 300
         [now] = await engine.sessions.list()
-        reply = now.leaves[0].ids.tolist()[310:]
+        reply = (await main_ids(engine, now))[310:]
         wrong = await restore(file, "other", json.dumps(other))
         assert wrong.ram.tokens == (300,)
         await engine.call(lambda core: check_tree(core.kv.tree))
     async with started(model, tmp_path / "b", disk="off") as engine:
         await ask(engine, Prompt(np.array(ids + text(3, 10), np.int32), (100,)))
         [cold] = await engine.sessions.list()
-        assert cold.leaves[0].ids.tolist()[310:] == reply
+        assert (await main_ids(engine, cold))[310:] == reply
         await ask(engine, Prompt(np.array(other + text(3, 10), np.int32), (100,)))
 
 

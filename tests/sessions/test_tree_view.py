@@ -9,19 +9,25 @@ import numpy as np
 
 from mlxcache.owner import own_ids
 from mlxcache.sessions.tree_view import TreePart, tree_view
-from mlxcache.store.leaves import Leaf
+from mlxcache.store.leaves import LeafRow
 from mlxcache.store.listing import Held, Listed
 from mlxcache.store.session_rows import Session
+from mlxcache.types import Tokens
 
 HEAD = list(range(100, 130))
 
 
-def leaf(number: int, session: str, ids: Sequence[int], owner: str | None = None) -> Leaf:
-    known = own_ids(np.array(ids, np.int32), owner)
-    return Leaf(number, session, "main", known, len(ids), 1, 1, 0.0)
+IDS: dict[LeafRow, Tokens] = {}
+"""Token ids of the leaves that `leaf` made."""
 
 
-def session(id: str, *leaves: Leaf, ram: Sequence[int], disk: Sequence[int]) -> Listed:
+def leaf(number: int, session: str, ids: Sequence[int], owner: str | None = None) -> LeafRow:
+    made = LeafRow(number, session, "main", len(ids), len(ids), 1, 0.0)
+    IDS[made] = own_ids(np.array(ids, np.int32), owner)
+    return made
+
+
+def session(id: str, *leaves: LeafRow, ram: Sequence[int], disk: Sequence[int]) -> Listed:
     row = Session(
         id=id, label=None, name=None, title=None, model="m", namespace="n", client=None, turns=1,
         pinned=False, created_at=0.0, last_used_at=0.0, owner=None,
@@ -32,7 +38,7 @@ def session(id: str, *leaves: Leaf, ram: Sequence[int], disk: Sequence[int]) -> 
 def tree_view_of(
     listed: Sequence[Listed], decode: Callable[[Sequence[int]], str], **more: Any
 ) -> dict[str, Any]:
-    return tree_view([TreePart(listed, decode)], **more)
+    return tree_view([TreePart(listed, IDS, decode)], **more)
 
 
 def words(ids: Sequence[int]) -> str:
@@ -93,7 +99,7 @@ def test_no_more_nodes_than_asked_for_and_no_session_is_lost() -> None:
 def test_an_owners_text_is_told_as_it_was_written() -> None:
     """The first ids of an owner's prompt are marked; the text is that of the plain ones."""
     one = leaf(1, "a", HEAD, owner="alice")
-    assert min(one.ids) < 0
+    assert min(IDS[one]) < 0
     found = tree_view_of([session("a", one, ram=[0], disk=[0])], words, owner="alice")
     assert found["nodes"][1]["text"].startswith("100 101 102 103 104")
 
@@ -106,8 +112,8 @@ def test_the_same_tokens_of_two_models_are_apart() -> None:
     """Each branch below the root names its model."""
     a, b = leaf(1, "a", HEAD), leaf(2, "b", HEAD)
     parts = [
-        TreePart([session("a", a, ram=[30], disk=[0])], words, "large"),
-        TreePart([session("b", b, ram=[0], disk=[30])], str, "small"),
+        TreePart([session("a", a, ram=[30], disk=[0])], IDS, words, "large"),
+        TreePart([session("b", b, ram=[0], disk=[30])], IDS, str, "small"),
     ]
     root, *nodes = tree_view(parts)["nodes"]
     assert "model" not in root
