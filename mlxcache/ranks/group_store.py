@@ -17,13 +17,14 @@ from mlxcache.ranks.group_snapshots import GroupSnapshotKV
 from mlxcache.ranks.leader import Leader
 from mlxcache.safetensors import Tensor
 from mlxcache.store.found import Found, Piece, Saved
+from mlxcache.store.leaf_files import ReadIds, durable_tokens
 from mlxcache.store.leaves import LeafRow
 from mlxcache.store.listing import Held
 from mlxcache.store.maintenance import Progress
 from mlxcache.store.parts import Mode, read_part_name
 from mlxcache.store.sessions import Sessions
 from mlxcache.store.snapshot_kv import SnapshotKV
-from mlxcache.store.store import ReadIds, Store
+from mlxcache.store.store import Store
 from mlxcache.types import Tokens
 
 FIRST_PAUSE_S, PAUSE_S = 0.001, 0.05
@@ -103,9 +104,11 @@ class GroupStore(Store):
             found = [_as_far(own, *theirs) for own, theirs in pairs]
         files = {one.path: one.nbytes for each in found for one in each.pieces}
         files |= {one.path: one.nbytes for each in found for one in each.checkpoints}
-        saved = [[one.position for one in each.checkpoints] for each in found]
-        durable = map(self.durable_tokens, (each.length for each in found), saved)
-        return Held(tuple(durable), sum(files.values()))
+        needed = self.has_checkpoints()
+        saved = ((x.length, [one.position for one in x.checkpoints]) for x in found)
+        return Held(
+            tuple(durable_tokens(*one, needed=needed) for one in saved), sum(files.values())
+        )
 
     def verify(self, piece: Piece, ids: Tokens, *, late: bool = True) -> None:
         super().verify(piece, ids, late=late)

@@ -340,8 +340,9 @@ def _sibling(connection: sqlite3.Connection, chain: Chain, cursor: int) -> tuple
     """Find the run that extends the found prefix farthest within the block of token `cursor`.
 
     `cursor`: position up to which the prefix of the chain was found. Only runs are compared that
-    begin where that block begins, after the same tokens. Returns the row of the run and the
-    position after the last shared token, or None if no run shares the token at `cursor`.
+    begin where that block begins, after the same tokens. Returns the row of the run, of several
+    that of the oldest, and the position after the last shared token, or None if no run shares the
+    token at `cursor`.
     """
     block = cursor // BLOCK
     start = block * BLOCK
@@ -353,13 +354,11 @@ def _sibling(connection: sqlite3.Connection, chain: Chain, cursor: int) -> tuple
         "WHERE file.base = ? AND file.kind = ? AND file.owner IS NULL "
         "ORDER BY file.used DESC LIMIT ?"
     )
-    best, best_end = None, cursor
-    for id, raw in connection.execute(query, (BLOCK * 4, chain.whole[block], RUN, _MOST_SIBLINGS)):
-        end = start + _common(raw, wanted)
-        if end > best_end:
-            best, best_end = id, end
-    row = one(connection, "id = ?", best) if best is not None else None
-    return None if row is None else (row, best_end)
+    found = connection.execute(query, (BLOCK * 4, chain.whole[block], RUN, _MOST_SIBLINGS))
+    ends = ((start + _common(raw, wanted), -id) for id, raw in found)
+    end, id = max(ends, default=(0, 0))
+    row = one(connection, "id = ?", -id) if end > cursor else None
+    return None if row is None else (row, end)
 
 
 def _common(tokens: bytes, wanted: bytes) -> int:

@@ -20,6 +20,7 @@ from mlxcache.store.folder import CHECKPOINT, RUN, Folder
 from mlxcache.store.found import Found, Piece, Problem, Saved, StoreStats
 from mlxcache.store.index import Match, Row
 from mlxcache.store.kv_files import check_checkpoint, check_run, is_finite, open_file, read_ahead
+from mlxcache.store.leaf_files import ReadIds
 from mlxcache.store.leaves import LeafRow
 from mlxcache.store.listing import Held, Listed
 from mlxcache.store.lock import NoLock, ProcessLock, opening_lock
@@ -41,9 +42,6 @@ from mlxcache.types import Tokens
 
 if TYPE_CHECKING:
     from mlxcache.store.sessions import Sessions
-
-ReadIds = Callable[[LeafRow], Tokens]
-"""Return the token ids of a leaf, int32 of shape (n,)."""
 
 FREE_FLOOR = 2_000_000_000
 """Bytes of the file system that the store leaves free for other programs."""
@@ -218,17 +216,12 @@ class Store:
         """Tell the operating system to read a file that will be verified soon. Does not block."""
         read_ahead(piece.path)
 
-    def durable_tokens(self, length: int, checkpoints: Sequence[int]) -> int:
-        """Return how many tokens of a prefix on disk a server started now could continue from.
-
-        `length`: tokens of the prefix whose KV is on disk; 0 in a model that has only checkpoints.
-        `checkpoints`: positions of the checkpoints after parts of the prefix. A model that needs
-        them continues from the last one whose KV is on disk too, so KV before the first does not
-        count. Raises StoreError.
-        """
-        if not checkpoints:
-            return 0 if length and self._has_checkpoints() else length
-        return max((one for one in checkpoints if one <= length or not length), default=0)
+    def has_checkpoints(self) -> bool:
+        """Return whether the model needs checkpoints, inferred from the newest runs if unknown."""
+        if self._needs_checkpoints is not None:
+            return self._needs_checkpoints
+        with self.database.read() as connection:
+            return index.has_checkpoints(connection, root_digest(self.namespace))
 
     def on_disk(self, listed: Sequence[Listed], ids: ReadIds) -> list[Listed]:
         """Return sessions of any namespaces with what is on disk of them. Raises StoreError."""
@@ -242,19 +235,17 @@ class Store:
     def measure(self, groups: Sequence[Sequence[LeafRow]], ids: ReadIds) -> list[Held]:
         """Return how many tokens of each leaf are durable, and the bytes of each group's files.
 
-        For the number of tokens see `durable_tokens`. The files do not count as used. `ids` reads
-        token ids; it is called for leaves whose files may have changed since they were measured
-        last. Raises StoreError.
+        The files do not count as used. `ids` reads token ids; it is called for leaves whose files
+        may have changed since they were measured last. Raises StoreError.
         """
 
-        def look_up(leaf: LeafRow) -> tuple[Chain, Match, int]:
-            chain = self._chains.of(ids(leaf))
-            match = index.lookup(connection, chain)
-            saved = [row.start for row in match.checkpoints]
-            return chain, match, self.durable_tokens(match.length, saved)
+        def look_up(path: Tokens) -> tuple[Chain, Match]:
+            chain = self._chains.of(path)
+            return chain, index.lookup(connection, chain)
 
+        needed = self.has_checkpoints()
         with self.database.read() as connection:
-            return self.context.leaf_files.measure(connection, groups, look_up)
+            return self.context.leaf_files.measure(connection, groups, ids, look_up, needed=needed)
 
     # -- writing ---------------------------------------------------------------------------------
 
@@ -511,13 +502,6 @@ class Store:
                 f"{file.path.name} is damaged and was moved to quarantine: {error}."
             ) from error
         self.context.count("verified")
-
-    def _has_checkpoints(self) -> bool:
-        """Return whether the model needs checkpoints, inferred from the newest runs if unknown."""
-        if self._needs_checkpoints is not None:
-            return self._needs_checkpoints
-        with self.database.read() as connection:
-            return index.has_checkpoints(connection, root_digest(self.namespace))
 
     def _is_sound_for_others(self, file: Piece | Saved, own: set[int], keep: int) -> bool:
         """Return whether `file` is a run that other paths use too, with finite values after `keep`.

@@ -12,12 +12,16 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from mlxcache.cache import kv_cache
+from mlxcache.cache.kv_cache import KVCache
 from mlxcache.engine.engine import Engine
 from mlxcache.errors import BadRequest, NotFound, NotReady, SnapshotRefused, Unsupported
 from mlxcache.sessions import journal as booking
+from mlxcache.store.leaves import LeafRow
 from mlxcache.store.listing import Listed
+from mlxcache.store.sessions import Sessions, Turn
 from mlxcache.store.store import MOST_LEAVES_READ
-from mlxcache.types import WARMING, Finished, Job, Prompt
+from mlxcache.types import WARMING, Finished, Job, Prompt, Tokens
 from tests.engine.running import started
 from tests.tree.check import check_tree
 
@@ -98,6 +102,73 @@ async def test_a_turn_is_in_the_list_when_its_reply_is_over(engine: Engine):
     assert found["tier"] == "both"
     assert found["leaves"][0]["ram_tokens"] == found["tokens"]
     assert found["disk_bytes"] > 0
+
+
+async def test_a_list_reads_the_tokens_of_no_session_that_is_as_it_was(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of twelve sessions with one system prompt only the one with a new turn is read again."""
+    given = [prompt(text(1, 200), text(n, 200)) for n in range(2, 14)]
+    for n, one in enumerate(given):
+        await ask(engine, one, session=f"s{n}")
+    assert await engine.sessions.settled()
+    first = await engine.sessions.list()
+    read: list[str] = []
+    ids_of = Sessions.ids_of
+
+    def noting(self: Sessions, leaf: LeafRow) -> Tokens:
+        read.append(leaf.session)
+        return ids_of(self, leaf)
+
+    monkeypatch.setattr(Sessions, "ids_of", noting)
+    assert await engine.sessions.list() == first
+    assert read == []
+    await ask(engine, prompt(text(1, 200), text(4, 200), text(20, 30)), session="s2")
+    assert await engine.sessions.settled()
+    newest, *others = await engine.sessions.list()
+    assert set(read) == {newest.session.id}
+    assert newest.tier == "both"
+    assert others == [one for one in first if one.session.id != newest.session.id]
+
+
+async def test_the_mlx_thread_measures_few_sessions_at_a_time(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that it can decode in between; the figures are those of one step."""
+    for n in range(5):
+        await ask(engine, prompt(text(n, 80)), session=f"s{n}")
+    assert await engine.sessions.settled()
+    at_once = await engine.sessions.list()
+    steps: list[int] = []
+    measure = KVCache.measure
+
+    def noting(self, *given):
+        steps.append(len(found := measure(self, *given)))
+        return found
+
+    monkeypatch.setattr(KVCache, "measure", noting)
+    monkeypatch.setattr(kv_cache, "MEASURE_S", 0.0)
+    assert await engine.sessions.list() == at_once
+    assert steps == [1] * 5
+
+
+async def test_a_session_that_changes_while_it_is_listed_is_listed_as_it_is_then(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await ask(engine, prompt(text(1, 100)), session="mine")
+    ids_of, turns = Sessions.ids_of, iter([True])
+
+    def after_a_turn(self, leaf):
+        if next(turns, False):
+            self.record_turn(
+                Turn(engine.sessions.namespace, "m", longer, 250, 140, HEAD, 9e9, "mine")
+            )
+        return ids_of(self, leaf)
+
+    longer = np.array([*text(0, HEAD), *text(1, 100), *text(2, 120)], np.int32)
+    monkeypatch.setattr(Sessions, "ids_of", after_a_turn)
+    [listed] = await engine.sessions.list()
+    assert (listed.session.turns, listed.leaves[0].tokens) == (2, len(longer))
 
 
 async def test_what_is_warmed_or_refused_is_no_turn(engine: Engine):

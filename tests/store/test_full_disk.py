@@ -231,6 +231,7 @@ def test_a_folder_of_an_earlier_version_that_cannot_be_written_is_read(folder, m
     """Its tables lack columns of this one."""
     make_sessions(folder)
     with opened(folder, LIMIT) as made, made.database.write() as db:
+        db.execute("DROP INDEX sessions_owner")
         db.execute("ALTER TABLE sessions DROP COLUMN owner")
         db.execute("ALTER TABLE leaves DROP COLUMN replies")
     cannot_write(monkeypatch)

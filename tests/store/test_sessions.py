@@ -1,6 +1,7 @@
 """Sessions, in a database on disk and in memory."""
 
 from dataclasses import replace
+from itertools import count
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ from mlxcache.store import session_rows
 from mlxcache.store.database import Database, TemporaryDatabase
 from mlxcache.store.leaves import conversation_key_tokens
 from mlxcache.store.reply_rows import ReplyRow
-from mlxcache.store.sessions import Sessions, Turn, id_of
+from mlxcache.store.sessions import ANY_OWNER, Sessions, Turn, id_of
 from mlxcache.store.snapshot_format import LeafInfo, SessionInfo
 
 HEAD = list(range(1000, 1030))
@@ -39,6 +40,29 @@ def turn(text, reply=(1, 2, 3), *, head=HEAD, first=8, namespace="n", at=1.0, **
 
 def talk(start, count=20):
     return list(range(start, start + count))
+
+
+@pytest.mark.parametrize("owner", [ANY_OWNER, "me", None])
+def test_a_page_costs_the_same_with_ten_times_the_sessions(sessions, database, owner):
+    """Whoever else's sessions are in between, pinned or not; counted in steps of SQLite."""
+    steps = []
+    for many in (30, 300):
+        for n in range(many):
+            mine = turn(talk(n), label=f"{many} {n}", at=float(n), owner=None if n % 3 else "me")
+            if n % 3 == 1:
+                mine = replace(mine, owner="you")
+            id = sessions.record_turn(mine)
+            sessions.update(id, pinned=n % 7 == 0)
+        with database.read() as db:
+            counted = count()
+            db.set_progress_handler(lambda counted=counted: next(counted) * 0, 1)
+        found = sessions.listed(sessions.all(10, owner))
+        with database.read() as db:
+            db.set_progress_handler(None, 1)
+        assert len(found) == 10
+        assert found == sorted(found, key=lambda one: (-one.session.last_used_at, one.session.id))
+        steps.append(next(counted))
+    assert steps[1] < 1.5 * steps[0]
 
 
 def test_turns_of_a_conversation_are_one_session(sessions):

@@ -65,7 +65,8 @@ def booked(sessions, ids, at):
 
 def durable(store, sessions, session):
     """Durable tokens of the main leaf of a session."""
-    return store.measure_leaves(sessions.leaves(session)).tokens[0]
+    listed = sessions.listed([sessions.get(session)])
+    return store.on_disk(listed, sessions.ids_of)[0].disk.tokens[0]
 
 
 def test_a_long_path_keeps_its_first_its_newest_and_some_between(store):

@@ -8,6 +8,7 @@ from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from mlxcache.tree.path_ends import PathEnds
 from mlxcache.tree.prefix_tree import Node, PrefixTree, Worth
 from tests.tree.check import chain, check_tree, clear
 
@@ -54,6 +55,8 @@ class Against(RuleBasedStateMachine):
         self.held: dict[Prefix, list[str]] = {}
         self.states: dict[Prefix, tuple[object, int]] = {}
         self.locks: list[tuple[Node, Prefix]] = []
+        self.ends = PathEnds(self.tree)
+        self.followed: set[Prefix] = set()
 
     @initialize()
     def make_values(self):
@@ -106,6 +109,7 @@ class Against(RuleBasedStateMachine):
     def match(self, sequence, touch):
         """Length, owners and checkpoints are those of the model."""
         found = self.found(sequence)
+        self.followed.add(sequence)
         match = self.tree.match(ids(sequence), touch)
         assert match.length == len(found)
         for upto in range(len(found) + 1):
@@ -267,6 +271,9 @@ class Against(RuleBasedStateMachine):
         for node, prefix in self.locks:
             assert prefix_of(node) == prefix
             assert not node.detached
+        for path in self.followed:
+            known = self.ends.match(path, None) or self.ends.match(path, ids(path))
+            assert known == self.tree.match(ids(path), touch=False)
 
 
 # A failure is told as found: making it smaller takes minutes, which a suite does not have.
