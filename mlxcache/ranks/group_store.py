@@ -19,7 +19,7 @@ from mlxcache.safetensors import Tensor
 from mlxcache.store.found import Found, Piece, Saved
 from mlxcache.store.leaf_files import ReadIds, durable_tokens
 from mlxcache.store.leaves import LeafRow
-from mlxcache.store.listing import Held
+from mlxcache.store.listing import Held, Listed
 from mlxcache.store.maintenance import Progress
 from mlxcache.store.parts import Mode, read_part_name
 from mlxcache.store.sessions import Sessions
@@ -93,6 +93,9 @@ class GroupStore(Store):
         for answer in self._ask(op.Find(_bytes(ids), touch)):
             found = _as_far(found, answer.length, answer.checkpoints)
         return found
+
+    def look_ahead(self, listed: Sequence[Listed], ids: ReadIds) -> None:
+        """Do nothing: what the other ranks hold is not remembered."""
 
     def measure(self, groups: Sequence[Sequence[LeafRow]], ids: ReadIds) -> list[Held]:
         return [self._measure([ids(leaf) for leaf in group]) for group in groups]

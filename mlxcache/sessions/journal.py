@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
@@ -35,8 +35,8 @@ log = logging.getLogger("mlxcache.engine")
 
 T = TypeVar("T")
 
-PIN_S = 3.0
-"""Seconds between a turn of a pinned session and the pinning of its new files.
+FILES_S = 3.0
+"""Seconds between a turn and the look-up and pinning of its new files.
 
 The files have usually been written by then.
 """
@@ -110,7 +110,8 @@ class SessionWriter:
         self._model = model
         self._store = store
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="mlxcache-sessions")
-        self._pin_timer: threading.Timer | None = None
+        self._files_timer: threading.Timer | None = None
+        self._continued: set[str] = set()
         self._retry_timer: threading.Timer | None = None
         self._late = LateTurns(sessions)
         self._resolved: LRU[str, str] = LRU(MAX_RESOLVED)
@@ -230,12 +231,22 @@ class SessionWriter:
         return timer
 
     def _note_written(self, id: str) -> None:
-        pinned = self._store is not None and self._sessions.get(id).pinned
-        if pinned and self._pin_timer is None:
-            self._pin_timer = self._later(PIN_S, self._pin_all)
+        if self._store is not None:
+            self._continued.add(id)
+            if self._files_timer is None:
+                self._files_timer = self._later(FILES_S, partial(self._note_files, self._store))
+
+    def _note_files(self, store: Store) -> None:
+        """Look up the files of the sessions with new turns, and pin those of pinned sessions."""
+        self._files_timer = None
+        continued, self._continued = self._continued, set()
+        with suppress(StoreError):  # what is not looked up now is when it is listed
+            newest = self._sessions.all(len(continued))
+            store.look_ahead(self._sessions.listed(newest), self._sessions.ids_of)
+        if not continued.isdisjoint(self._sessions.pinned()):
+            self._pin_all()
 
     def _pin_all(self) -> None:
-        self._pin_timer = None
         self._refresh_count()
         if self._store is not None and self._store.obstacle is not None:
             return  # the start has said it
@@ -390,7 +401,7 @@ class SessionWriter:
         if all were. Blocks.
         """
         self._closed = True
-        for timer in (self._pin_timer, self._retry_timer):
+        for timer in (self._files_timer, self._retry_timer):
             if timer is not None:
                 timer.cancel()
         self._pool.shutdown(wait=False)

@@ -232,6 +232,10 @@ class Store:
             held |= {one.session.id: disk for one, disk in zip(own, found, strict=True)}
         return [replace(one, disk=held[one.session.id]) for one in listed]
 
+    def look_ahead(self, listed: Sequence[Listed], ids: ReadIds) -> None:
+        """Look up the files of sessions, so that `on_disk` is fast later. Raises StoreError."""
+        self.on_disk(listed, ids)
+
     def measure(self, groups: Sequence[Sequence[LeafRow]], ids: ReadIds) -> list[Held]:
         """Return how many tokens of each leaf are durable, and the bytes of each group's files.
 

@@ -49,6 +49,8 @@ class PathEnds:
         `key` stands for the path: it has the same token ids in each call. `ids`: these token ids,
         int32 of shape (n,). Without them it takes O(nodes of the path). Changes nothing.
         """
+        if not self._tree.root.children:
+            return Match.of((), 0)
         end = self._ends.get(key)
         if end is not None and end.holds():
             return Match.of(end.node.path()[1:], end.length)

@@ -7,6 +7,8 @@ import json
 import os
 import time
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
@@ -15,13 +17,21 @@ import pytest
 from mlxcache.cache import kv_cache
 from mlxcache.cache.kv_cache import KVCache
 from mlxcache.engine.engine import Engine
-from mlxcache.errors import BadRequest, NotFound, NotReady, SnapshotRefused, Unsupported
+from mlxcache.errors import (
+    BadRequest,
+    NotFound,
+    NotReady,
+    SnapshotRefused,
+    StoreError,
+    Unsupported,
+)
 from mlxcache.sessions import journal as booking
 from mlxcache.store.leaves import LeafRow
 from mlxcache.store.listing import Listed
 from mlxcache.store.sessions import Sessions, Turn
 from mlxcache.store.store import MOST_LEAVES_READ
 from mlxcache.types import WARMING, Finished, Job, Prompt, Tokens
+from tests.conftest import ToyMaker
 from tests.engine.running import started
 from tests.tree.check import check_tree
 
@@ -129,6 +139,33 @@ async def test_a_list_reads_the_tokens_of_no_session_that_is_as_it_was(
     assert set(read) == {newest.session.id}
     assert newest.tier == "both"
     assert others == [one for one in first if one.session.id != newest.session.id]
+
+
+async def test_the_files_of_a_turn_are_known_before_it_is_listed(
+    toy: ToyMaker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A few seconds after it, so that the first list reads no token ids for the disk."""
+    monkeypatch.setattr(booking, "FILES_S", 0.05)
+
+    def unread(leaf: LeafRow) -> Tokens:
+        raise StoreError(f"{leaf} is read")
+
+    async with started(toy("llama"), tmp_path, disk="1GB") as engine:
+        store = engine.sessions.store
+        assert store is not None
+        for _ in range(2):  # the second time, all files are there already
+            for n in range(3):
+                await ask(engine, prompt(text(n, 80)), session=f"s{n}")
+            assert await engine.sessions.settled()
+        listed = Sessions(store.database).listed(await engine.sessions.rows())
+        end = time.monotonic() + 20
+        while True:
+            with suppress(StoreError):
+                found = store.on_disk(listed, unread)
+                break
+            assert time.monotonic() < end
+            await asyncio.sleep(0.02)
+        assert [one.disk.tokens[0] > 100 for one in found] == [True] * 3
 
 
 async def test_the_mlx_thread_measures_few_sessions_at_a_time(
@@ -410,7 +447,7 @@ async def test_a_call_raises_what_its_action_raises(engine: Engine):
 
 async def test_a_pinned_session_stays_pinned_as_it_grows(toy, tmp_path, monkeypatch):
     """Also after a restart."""
-    monkeypatch.setattr(booking, "PIN_S", 0.05)
+    monkeypatch.setattr(booking, "FILES_S", 0.05)
     model = toy("llama")
     async with started(model, tmp_path, disk="1GB") as engine:
         await ask(engine, prompt(text(1, 256)), session="mine")
