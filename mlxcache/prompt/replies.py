@@ -346,7 +346,8 @@ class ReplyReader:
         Returns None if the result does not decode to `text`, the whole text with `rest` at its end.
         """
         if rest:
-            ids = np.concatenate((ids, self._encode(rest, add_special_tokens=False)))
+            more = np.asarray(self._encode(rest, add_special_tokens=False), np.int32)
+            ids = np.concatenate((ids, more))
         return ids if self._text(ids) == text else None
 
     def _text(self, ids: Tokens) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from itertools import product
 
+import numpy as np
 import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
@@ -166,6 +167,7 @@ def test_a_stop_string_may_begin_anywhere_in_a_token(name: str) -> None:
         talk.user(NEW)
         talk.ask()
         assert talk.fed(ahead=False) <= talk.size + 24
+        assert talk.prompt.ids.dtype == np.int32
         written = talk.model.builder.decode(talk.prompt.ids.tolist())
         assert shown.rstrip() in written
         assert shown + stop[0] not in written
