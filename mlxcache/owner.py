@@ -8,7 +8,7 @@ from hashlib import blake2b
 import numpy as np
 import numpy.typing as npt
 
-Ids = npt.NDArray[np.int32]
+from mlxcache.types import Tokens, token_ids
 
 OWNER: ContextVar[str | None] = ContextVar("owner", default=None)
 """Owner of the current request; None if the server has at most one key.
@@ -30,7 +30,7 @@ def owner_of(key: str) -> str:
     return blake2b(key.encode(), digest_size=16, person=b"mlxcache owner").hexdigest()
 
 
-def own_ids(ids: Ids, owner: str | None) -> Ids:
+def own_ids(ids: Tokens, owner: str | None) -> Tokens:
     """Return the ids under which an owner's tokens are cached, shape (n,).
 
     The first `MARKED` (4) ids are changed to negative ones by a mask of the owner, so that
@@ -39,24 +39,24 @@ def own_ids(ids: Ids, owner: str | None) -> Ids:
     """
     if owner is None or not len(ids):
         return ids
-    known = ids.copy()
+    known = np.array(ids)
     head = known[:MARKED]
     head[:] = ~(np.where(head < 0, ~head, head) ^ _mask(owner)[: len(head)])
-    return known
+    return token_ids(known)
 
 
-def plain_ids(ids: Ids, owner: str | None) -> Ids:
+def plain_ids(ids: Tokens, owner: str | None) -> Tokens:
     """Return the token ids from which `own_ids`, with the same `owner`, made `ids`."""
     if owner is None or not len(ids):
         return ids
-    plain = ids.copy()
+    plain = np.array(ids)
     head = plain[:MARKED]
     found = ~head ^ _mask(owner)[: len(head)]
     head[:] = np.where(found < _MOST_TOKENS, found, ~found)
-    return plain
+    return token_ids(plain)
 
 
-def _mask(owner: str) -> Ids:
+def _mask(owner: str) -> npt.NDArray[np.int32]:
     """Return the owner's masks for the first `MARKED` ids, int32, shape (MARKED,).
 
     They are numbers of 31 bits from a digest of `owner`, so the same in every process.

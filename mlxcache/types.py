@@ -6,15 +6,65 @@ This module does not import MLX, Starlette or mlx-lm, so that every layer can us
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Never, cast, overload
 
 import numpy as np
 import numpy.typing as npt
 
-Tokens = npt.NDArray[np.int32]
-"""Token ids, shape (n,)."""
+if TYPE_CHECKING:
+
+    class Tokens(np.ndarray[tuple[int], np.dtype[np.int32]]):
+        """Token ids, shape (n,), made by `token_ids`, `ids_of_bytes` and `join_ids` only.
+
+        Arrays when the program runs. The type checker refuses other arrays and lists for them, and
+        knows that their slices and copies are token ids.
+        """
+
+        @overload  # type: ignore[override]
+        def __getitem__(self, at: int | np.integer, /) -> np.int32: ...
+        @overload
+        def __getitem__(self, at: slice, /) -> Tokens: ...
+        @overload
+        def __getitem__(self, at: npt.NDArray[Any] | None, /) -> npt.NDArray[np.int32]: ...
+        def __getitem__(self, at: Any, /) -> Any: ...
+        def __setitem__(self, at: Never, value: Never, /) -> None: ...  # type: ignore[override]
+
+else:
+    Tokens = npt.NDArray[np.int32]
+
+
+def token_ids(ids: npt.NDArray[np.int32] | Sequence[int]) -> Tokens:
+    """Return integers as token ids, contiguous and read-only; an array is not copied if it is so.
+
+    Raises TypeError for what is not integers, or an array that is not int32 of shape (n,), and
+    OverflowError for integers beyond int32.
+    """
+    if not isinstance(ids, np.ndarray):
+        ids = np.frombuffer(array("i", ids), np.int32)
+    if ids.dtype != np.int32 or ids.ndim != 1:
+        raise TypeError(f"token ids must be int32 of shape (n,), not {ids.dtype} {ids.shape}")
+    return _sealed(np.ascontiguousarray(ids).view())
+
+
+def ids_of_bytes(raw: bytes | memoryview) -> Tokens:
+    """Return the token ids of which `raw` has the bytes, little-endian int32, as a copy."""
+    return _sealed(np.frombuffer(raw, np.int32).copy())
+
+
+def join_ids(*parts: Tokens) -> Tokens:
+    """Return token ids one after the other, in an array that shares no memory with `parts`."""
+    return _sealed(np.concatenate(parts, dtype=np.int32, casting="no"))
+
+
+def _sealed(made: npt.NDArray[np.int32]) -> Tokens:
+    made.flags.writeable = False
+    return cast(Tokens, made)
+
+
+NO_TOKENS = token_ids(())
 
 GuessSource = Literal["draft", "history"]
 """Source of drafted tokens: a draft model, or what the conversation already says."""

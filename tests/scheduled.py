@@ -43,6 +43,7 @@ from mlxcache.types import (
     RequestRecord,
     Sampling,
     Text,
+    token_ids,
 )
 from tests.tree.check import check_tree
 
@@ -188,7 +189,7 @@ class Bench:
         guide: Guide | None = None,
     ) -> Task:
         """Queue a request for `tokens` tokens after the prompt `ids`, which follow `guide`."""
-        prompt = Prompt(np.asarray(ids, np.int32), tuple(marks), keeps=tuple(keeps))
+        prompt = Prompt(token_ids(ids), tuple(marks), keeps=tuple(keeps))
         name = f"r{next(self.ids)}"
         job = Job(
             name,

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from mlxcache.common_prefix import common_characters, common_length
+from mlxcache.types import token_ids
 
 
 @given(st.text("ab", max_size=50), st.text("ab", max_size=9), st.text("ab", max_size=9))
@@ -33,4 +33,4 @@ def test_token_ids_share_what_a_loop_would_count(one: list[int], other: list[int
     """Also where one begins with the other, or is empty."""
     pairs = zip(one, other, strict=False)
     expected = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
-    assert common_length(np.array(one, np.int32), np.array(other, np.int32)) == expected
+    assert common_length(token_ids(one), token_ids(other)) == expected

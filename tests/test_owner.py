@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from mlxcache.common_prefix import common_length
 from mlxcache.owner import MARKED, own_ids, owner_of, plain_ids
+from mlxcache.types import Tokens, token_ids
 
 ALICE, BOB = owner_of("alice's key"), owner_of("bob's key")
-IDS = st.lists(st.integers(0, 300_000), max_size=12).map(lambda ids: np.array(ids, np.int32))
+IDS = st.lists(st.integers(0, 300_000), max_size=12).map(token_ids)
 
 
 def test_an_owner_is_told_by_the_key_alone_and_does_not_tell_it() -> None:
@@ -21,12 +21,12 @@ def test_an_owner_is_told_by_the_key_alone_and_does_not_tell_it() -> None:
 
 
 @given(IDS)
-def test_ids_come_back(ids: np.ndarray) -> None:
+def test_ids_come_back(ids: Tokens) -> None:
     assert plain_ids(own_ids(ids, ALICE), ALICE).tolist() == ids.tolist()
 
 
 @given(IDS.filter(len))
-def test_two_owners_share_not_even_the_first_token(ids: np.ndarray) -> None:
+def test_two_owners_share_not_even_the_first_token(ids: Tokens) -> None:
     """Whatever goes by prefixes of ids then keeps them apart."""
     mine, theirs = own_ids(ids, ALICE), own_ids(ids, BOB)
     assert common_length(mine, theirs) == 0
@@ -36,13 +36,13 @@ def test_two_owners_share_not_even_the_first_token(ids: np.ndarray) -> None:
 
 
 @given(IDS, st.integers(0, 12))
-def test_a_prefix_of_an_owners_ids_is_the_owners_prefix(ids: np.ndarray, length: int) -> None:
+def test_a_prefix_of_an_owners_ids_is_the_owners_prefix(ids: Tokens, length: int) -> None:
     """Or what was forked or cut at a few tokens would belong to nobody."""
     assert own_ids(ids, ALICE)[:length].tolist() == own_ids(ids[:length], ALICE).tolist()
 
 
 @given(IDS)
-def test_nobodys_ids_are_as_they_are(ids: np.ndarray) -> None:
+def test_nobodys_ids_are_as_they_are(ids: Tokens) -> None:
     """So that files of before stay valid."""
     assert own_ids(ids, None) is ids
     assert plain_ids(ids, None) is ids
@@ -51,6 +51,5 @@ def test_nobodys_ids_are_as_they_are(ids: np.ndarray) -> None:
 @pytest.mark.parametrize("at", range(MARKED))
 def test_ids_of_an_image_at_the_front_come_back_too(at: int) -> None:
     """They are less than 0 already."""
-    ids = np.arange(100, 120, dtype=np.int32)
-    ids[at] = -2_000_000_000 + at
+    ids = token_ids([*range(100, 100 + at), -2_000_000_000 + at, *range(100 + at, 120)])
     assert plain_ids(own_ids(ids, ALICE), ALICE).tolist() == ids.tolist()

@@ -20,7 +20,7 @@ from mlxcache.engine.runtime import ModelRuntime
 from mlxcache.engine.stream import Stream
 from mlxcache.model.load import Loaded
 from mlxcache.residency.memory import Shared
-from mlxcache.types import Finished, Job, Prompt, Sampling, Tokens
+from mlxcache.types import Finished, Job, Prompt, Sampling, Tokens, token_ids
 
 AT_ONCE = 1024
 """Tokens of random KV that are generated; longer KV repeats them."""
@@ -60,7 +60,7 @@ class Inside:
         The same `seed` gives the same ids.
         """
         count = -(-nbytes // self.core.layout.bytes_per_token)
-        return np.random.default_rng(seed).integers(0, self.vocabulary, count, np.int32)
+        return token_ids(np.random.default_rng(seed).integers(0, self.vocabulary, count, np.int32))
 
     @property
     def plain(self) -> bool:

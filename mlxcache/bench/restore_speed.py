@@ -7,13 +7,11 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import numpy as np
-
 from mlxcache.bench import pagecache
 from mlxcache.bench.checks import Check, Measured
 from mlxcache.bench.inside import Inside, drained, running_inside
 from mlxcache.bench.measure import middle
-from mlxcache.types import Tokens
+from mlxcache.types import Tokens, join_ids, token_ids
 
 TOTAL_BYTES = 1_100_000_000
 """Total bytes of KV to restore."""
@@ -71,10 +69,10 @@ async def _restore(inside: Inside, ids: Tokens, files: Sequence[Path], run: int)
     """
     await inside.forget()
     await inside.written()
-    more = np.random.default_rng(1000 + run).integers(0, inside.vocabulary, 8, np.int32)
+    more = token_ids([run % inside.vocabulary] * 8)
     pagecache.drop(files)
     began = time.perf_counter()
-    stream = await inside.ask(np.concatenate([ids, more]), 1)
+    stream = await inside.ask(join_ids(ids, more), 1)
     admitted = await stream.admitted(PATIENCE_S)
     seconds = time.perf_counter() - began
     if admitted is None or admitted.restored_tokens != len(ids):

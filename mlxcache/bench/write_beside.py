@@ -15,6 +15,7 @@ from mlxcache.bench.checks import Check, Measured
 from mlxcache.bench.inside import Inside, running_inside
 from mlxcache.bench.measure import middle
 from mlxcache.store.folder import write
+from mlxcache.types import Tokens
 
 TOTAL_BYTES = 1_000_000_000
 LEAST = 0.9
@@ -104,7 +105,7 @@ async def _sizes(inside: Inside, total: int) -> Sequence[int]:
     return sizes
 
 
-async def _stored(inside: Inside, ids: Any) -> None:
+async def _stored(inside: Inside, ids: Tokens) -> None:
     """Write the KV of `ids`, which is in RAM, to disk by the disk tier; wait until it is there."""
     await inside.schedule_write(ids)
     await inside.written()

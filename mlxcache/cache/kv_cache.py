@@ -42,10 +42,10 @@ from mlxcache.store.listing import Held
 from mlxcache.store.store import Store
 from mlxcache.tree.budget import Budget
 from mlxcache.tree.eviction import Worth
-from mlxcache.tree.node import NO_TOKENS, Node
+from mlxcache.tree.node import Node
 from mlxcache.tree.path_ends import PathEnds
 from mlxcache.tree.prefix_tree import PrefixTree
-from mlxcache.types import Tokens
+from mlxcache.types import NO_TOKENS, Tokens
 
 if TYPE_CHECKING:
     from mlxcache.remote.tier import RemoteTier

@@ -5,10 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-import numpy as np
-
 from mlxcache.tree.node import Node
-from mlxcache.types import Tokens
+from mlxcache.types import Tokens, join_ids
 
 FIRST_RETRY_S, RETRY_S = 1.0, 30.0
 """Pause after a disk error, in seconds: the first one, and the longest. Each pause doubles."""
@@ -85,5 +83,5 @@ class RetryBackoff:
             node = next(iter(self._nodes))
             del self._nodes[node]
             if not node.detached:
-                return node, np.concatenate([each.tokens for each in node.path()])
+                return node, join_ids(*(each.tokens for each in node.path()))
         return None

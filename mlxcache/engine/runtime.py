@@ -13,7 +13,6 @@ from threading import Lock
 from typing import TYPE_CHECKING
 
 import mlx.core as mx
-import numpy as np
 
 from mlxcache.cache.capacity import copy_bytes, warnings
 from mlxcache.cache.kv_cache import KVCache
@@ -495,7 +494,7 @@ class ModelRuntime:
             prime=job.prompt.fed[-4:].tolist() if job.raw or job.prompt.continued else (),
         )
         processors = make_processors(job.sampling, task.prompt_tokens)
-        context = mx.array(np.asarray(task.fed[:-1])) if processors else None
+        context = mx.array(task.fed[:-1]) if processors else None
         kept = self._kept if job.sampling.xtc_probability else ()
         sampler = make_sampler(job.sampling, self.layout.vocab_size, kept)
         guide = task.guide.copy() if task.guide is not None else None

@@ -18,8 +18,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from mlxcache.cache.main_conversation import CacheHints
 from mlxcache.lru import LRU
 from mlxcache.store.digests import BLOCK
@@ -121,7 +119,7 @@ class TraceWriter:
         }
 
     def _parts(self, ids: Tokens, prompt_tokens: int) -> Sequence[Part]:
-        raw = np.ascontiguousarray(ids, "<i4").tobytes()
+        raw = ids.tobytes()
         parts: list[Part] = []
         digest = self._mac(b"", b"")
         for start in range(0, len(ids), BLOCK):

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mlxcache.types import Tokens
+from mlxcache.types import Tokens, token_ids
 
 GRAM = 3
 """Newest tokens that an earlier place must have in common with the end to be a candidate."""
@@ -76,7 +76,7 @@ class TokenLog:
             self._drop_older(self._most // 2)
             ids = ids[-(self._most // 2) :]
         if len(ids) >= _BULK or len(self._tokens) + len(ids) > len(self._heads):
-            self._extend_many(np.asarray(ids, np.int32))
+            self._extend_many(token_ids(ids))
         else:
             for token in ids:
                 self._append(int(token))
@@ -103,7 +103,7 @@ class TokenLog:
 
     def _extend_many(self, ids: Tokens) -> None:
         first = len(self._tokens)
-        self._tokens.frombytes(np.ascontiguousarray(ids).tobytes())
+        self._tokens.frombytes(ids.tobytes())
         if len(self._tokens) > len(self._heads):
             self._rebuild()
         else:

@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 from collections.abc import Mapping, Sequence
 
-import numpy as np
-
 from mlxcache.common_prefix import common_length
 from mlxcache.guess.candidates import MOST_MATCHED, MOST_TOKENS, Guess, TokenLog
-from mlxcache.types import Tokens
+from mlxcache.types import NO_TOKENS, Tokens, join_ids, token_ids
 
 MOST_HISTORIES = 16
 """Most conversations that are kept while no reply uses them."""
@@ -29,7 +27,7 @@ class History:
 
     def __init__(self, most: int = MOST_TOKENS):
         self._log = TokenLog(most)
-        self._ids = np.zeros(0, np.int32)
+        self._ids = NO_TOKENS
         self._reply: list[int] = []
         self._forms: set[int] = set()
         self._newest: deque[int] = deque(maxlen=MOST_MATCHED)
@@ -92,7 +90,7 @@ class History:
 
     def _join(self) -> None:
         if self._reply:
-            self._ids = np.concatenate([self._ids, np.asarray(self._reply, np.int32)])
+            self._ids = join_ids(self._ids, token_ids(self._reply))
             self._reply = []
 
 

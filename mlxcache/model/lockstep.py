@@ -8,13 +8,14 @@ same order, on their own part of the KV. This module names the operations. MLX t
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import mlx.core as mx
 
 if TYPE_CHECKING:
     from mlxcache.model.kv import Caches, State
     from mlxcache.model.lineage import Lineage, Span
+    from mlxcache.types import Tokens
 
 
 class Lockstep:
@@ -45,8 +46,8 @@ class Lockstep:
 
     # -- passes ------------------------------------------------------------------------------------
 
-    def feed(self, lineage: Lineage, tokens: Sequence[int]) -> None:
-        """Announce that the token ids `tokens` are fed to the model, at the end of a lineage.
+    def feed(self, lineage: Lineage, ids: Tokens) -> None:
+        """Announce that the token ids `ids` are fed to the model, at the end of a lineage.
 
         The caller evaluates the lineage's caches after the pass, but not the logits.
         """
@@ -154,26 +155,26 @@ class Lockstep:
 
     # -- files -------------------------------------------------------------------------------------
 
-    def write_run(self, ids: Any, start: int, spans: Sequence[Span]) -> None:
+    def write_run(self, ids: Tokens, start: int, spans: Sequence[Span]) -> None:
         """Announce that the KV of positions from `start` to the end of `ids` is written to disk.
 
         `ids`: token ids from the beginning of a prompt. `spans`: the ranges of lineages that hold
         the KV.
         """
 
-    def write_state(self, ids: Any, state: State) -> None:
+    def write_state(self, ids: Tokens, state: State) -> None:
         """Announce that `state`, a checkpoint at the end of `ids`, is written to disk.
 
         `ids`: token ids from the beginning of a prompt.
         """
 
-    def load(self, lineage: Lineage, ids: Any, start: int, end: int) -> None:
+    def load(self, lineage: Lineage, ids: Tokens, start: int, end: int) -> None:
         """Announce that positions [start, end) of a lineage were read from disk.
 
         `ids`: the token ids of the prompt from its beginning, up to position `end` at least.
         """
 
-    def load_state(self, lineage: Lineage, ids: Any) -> None:
+    def load_state(self, lineage: Lineage, ids: Tokens) -> None:
         """Announce that a lineage's states were read from a checkpoint on disk.
 
         `ids`: the token ids from the beginning of the prompt up to that checkpoint.

@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-import numpy as np
 from mlx.utils import tree_flatten
 
 from mlxcache.errors import SnapshotRefused, Unsupported
@@ -32,7 +31,7 @@ from mlxcache.model.chat_template import apply_chat_template
 from mlxcache.model.kv import Layout, State
 from mlxcache.model.lineage import Lineage
 from mlxcache.safetensors import ITEM_BYTES, Header, Malformed, Place, compose, read_foreign_header
-from mlxcache.types import Tokens
+from mlxcache.types import Tokens, ids_of_bytes
 
 IDS = "mlxcache_ids"
 """Metadata key of the token ids in files written here: int32 in base64."""
@@ -72,7 +71,7 @@ class PromptCacheFile:
         tool = {
             "model": model,
             "tokenizer_config": json.dumps({}),
-            IDS: base64.b64encode(np.ascontiguousarray(ids, "<i4").tobytes()).decode(),
+            IDS: base64.b64encode(ids.tobytes()).decode(),
         }
         names = [class_name(cache) for cache in caches]
         # tree_flatten drops an empty list, so mlx-lm puts an empty text first
@@ -362,7 +361,7 @@ class _Reader:
         if text is None:
             return None
         try:
-            return np.frombuffer(base64.b64decode(text, validate=True), "<i4").astype(np.int32)
+            return ids_of_bytes(base64.b64decode(text, validate=True))
         except (binascii.Error, ValueError) as error:
             raise SnapshotRefused("The prompt cache's token ids are damaged.") from error
 

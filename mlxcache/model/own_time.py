@@ -37,7 +37,7 @@ from mlx_lm.models.cache import (
 from mlx_lm.utils import load_model, load_tokenizer
 
 from mlxcache.kernels import keep_kernels_private
-from mlxcache.types import Tokens
+from mlxcache.types import Tokens, token_ids
 
 TOKEN_IDS = 256
 """Number of token ids that random prompts are drawn from; every vocabulary has them."""
@@ -138,7 +138,7 @@ class OwnTime:
         return int(self.cache[0].offset)
 
     def _tokens(self, count: int) -> Tokens:
-        return self.rng.integers(0, TOKEN_IDS, count, dtype=np.int32)
+        return token_ids(self.rng.integers(0, TOKEN_IDS, count, np.int32))
 
     def _settle(self) -> None:
         mx.eval([layer.state for layer in self.cache])

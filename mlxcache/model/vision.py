@@ -23,7 +23,7 @@ from mlx_lm.processors import load_processor
 from mlx_lm.utils import does_model_support_input_embeddings
 
 from mlxcache.errors import BadRequest
-from mlxcache.types import Image, Tokens
+from mlxcache.types import Image, Tokens, token_ids
 
 log = logging.getLogger("mlxcache.model")
 
@@ -150,7 +150,7 @@ class Vision:
         axis is the tokens. Raises BadRequest if the image cannot be decoded or is refused.
         """
         pixels, (text, grid) = self.pixels(image), self._show(image)
-        ids = np.full(text.count(self.image_token), self.token_id, np.int32)
+        ids = token_ids([self.token_id] * text.count(self.image_token))
         rows = self._model.rows(ids, pixels, grid)
         mx.eval(list(rows.values()))
         return rows
@@ -169,7 +169,7 @@ class Vision:
         They do not if they equal those of the text token that stands for the image.
         """
         rows = self.rows(image)["input_embeddings"]
-        blind = self.embed(np.full(len(rows), self.token_id, np.int32))["input_embeddings"]
+        blind = self.embed(token_ids([self.token_id] * len(rows)))["input_embeddings"]
         return not bool(mx.array_equal(rows, blind))
 
     def _process(self, image: Image) -> Pixels:

@@ -17,10 +17,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+import numpy.typing as npt
 
 from mlxcache.errors import MlxcacheError
-from mlxcache.types import Tokens
+from mlxcache.types import Tokens, token_ids
 
+Ints = npt.NDArray[np.int32]
 Form = Literal["mlxcache", "agentic", "mooncake", "synthetic"]
 """Where a trace comes from: the three forms of files, and `plan` itself."""
 
@@ -58,8 +60,8 @@ class Request:
 
     time: float
     session: str | None
-    ids: Tokens
-    lengths: Tokens
+    ids: Ints
+    lengths: Ints
     prompt_parts: int
     delay: float | None = None
     key: int | None = None
@@ -80,14 +82,14 @@ class Request:
         return int(self.lengths[self.prompt_parts :].sum())
 
     def tokens(self) -> Tokens:
-        """Return substitutes for the path's token ids, int32, shape (n,).
+        """Return substitutes for the path's token ids, shape (n,).
 
         Each part becomes its id and then zeros, so two results share a prefix as the paths do.
         """
         starts = np.cumsum(self.lengths) - self.lengths
         found = np.zeros(int(self.lengths.sum()), np.int32)
         found[starts] = self.ids
-        return found
+        return token_ids(found)
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +174,7 @@ class Ids:
         return self._count
 
 
-def path_of(parts: Iterable[tuple[int, int]]) -> tuple[Tokens, Tokens]:
+def path_of(parts: Iterable[tuple[int, int]]) -> tuple[Ints, Ints]:
     """Return the ids and the lengths of parts, as int32 arrays, without empty parts.
 
     `parts`: pairs of an id and a number of tokens.
@@ -436,7 +438,7 @@ class _Recorded:
             at = (at + tokens) % self._size
             within = [*within, (at, id)] if at else []
 
-    def _cut(self, ids: Tokens, lengths: Tokens) -> Iterator[tuple[int, int]]:
+    def _cut(self, ids: Ints, lengths: Ints) -> Iterator[tuple[int, int]]:
         """Yield the parts of a path as (id, tokens), divided wherever any line of the file does so.
 
         `ids`, `lengths`: id and number of tokens of each part in the path's own line, shape (n,).

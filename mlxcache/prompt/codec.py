@@ -10,12 +10,13 @@ from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 from tokenizers import AddedToken, Tokenizer
 
 from mlxcache.errors import BadRequest
 from mlxcache.prompt.escape import Escape
 from mlxcache.prompt.tokenizer import Added, ChatTokenizer, any_of, backend_of
-from mlxcache.types import Tokens
+from mlxcache.types import Tokens, token_ids
 
 _PROBES = (
     "plain words, twice  spaced\n\n\tand indented\n",
@@ -62,7 +63,7 @@ class Codec:
         Raises BadRequest if the text is not valid Unicode (contains a lone surrogate).
         """
         with _unicode_only(text, "messages"):
-            return np.asarray(self._encode(text), dtype=np.int32)
+            return token_ids(self._encode(text))
 
     def exceeds(self, text: str, most: int) -> bool:
         """Return whether a text has far more than `most` tokens.
@@ -92,7 +93,7 @@ class Codec:
         add = not (bos and text.startswith(bos))
         with _unicode_only(text, "prompt"):
             ids = self._tokenizer.encode(text, add_special_tokens=add)
-            return np.asarray(ids, dtype=np.int32)
+            return token_ids(ids)
 
     def _encode(self, text: str) -> Any:
         if not self._escape.has_sentinel(text):
@@ -168,7 +169,7 @@ class _Plain:
     of a control token to its id.
     """
 
-    def __init__(self, tokenizer: Any, table: Tokens, names: dict[str, str]):
+    def __init__(self, tokenizer: Any, table: npt.NDArray[np.int32], names: dict[str, str]):
         self._tokenizer = tokenizer
         self._table = table
         self._names = names
@@ -205,7 +206,7 @@ class _Plain:
             piece if escaped else self._pattern.sub(self._name, piece) for piece, escaped in pieces
         )
         ids = _ids(self._tokenizer, text)
-        return self._table[np.asarray(ids, dtype=np.int32)]
+        return token_ids(self._table[ids])
 
     def _name(self, match: re.Match[str]) -> str:
         return self._names[match.group()]
@@ -258,7 +259,9 @@ def _copy_stages(base: Any, backend: Any) -> None:
         base.pre_tokenizer = backend.pre_tokenizer
 
 
-def _add_tokens(base: Any, backend: Any, added: Sequence[Added], names: dict[str, str]) -> Tokens:
+def _add_tokens(
+    base: Any, backend: Any, added: Sequence[Added], names: dict[str, str]
+) -> npt.NDArray[np.int32]:
     """Add the tokens `added` to the new tokenizer `base`, with control tokens renamed.
 
     `backend`: the original tokenizer, which has the tokens `added`. `names`: the new text of each

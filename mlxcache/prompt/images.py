@@ -18,7 +18,7 @@ from mlxcache.errors import BadRequest, GenerationFailed, MlxcacheError
 from mlxcache.prompt.adapt import adapt
 from mlxcache.prompt.template import Message, Template
 from mlxcache.prompt.traits import NAME, R2, SHORT_ID, U2, R, Traits, U
-from mlxcache.types import Image, ImageSpan, Prompt, Tokens
+from mlxcache.types import Image, ImageSpan, Prompt, Tokens, token_ids
 
 PARTS: tuple[Message, ...] = (
     {"type": "image_url", "image_url": {"url": "data:,"}},
@@ -207,16 +207,16 @@ def ids_with_digests(ids: Tokens, spans: Sequence[ImageSpan]) -> Tokens:
     digest and the ids that are replaced. The two neighbours are replaced too, so that at least two
     ids must collide before the embedding row of another image is reused.
     """
-    known = ids.copy()
+    known = np.array(ids)
     last = 0
     for i, span in enumerate(spans):
         first = max(span.start - 1, last)
         last = min(span.end + 1, spans[i + 1].start if i + 1 < len(spans) else len(ids))
         drawn = hashlib.shake_256(b"mlxcache image" + span.image.digest)
-        drawn.update(ids[first:last].astype("<i4").tobytes())
+        drawn.update(ids[first:last].tobytes())
         words = np.frombuffer(drawn.digest(4 * (last - first)), dtype="<u4")
         known[first:last] = ~(words & 0x7FFFFFFF).astype(np.int32)
-    return known
+    return token_ids(known)
 
 
 def add_images(prompt: Prompt, template: ImageTemplate, images: Sequence[Image]) -> Prompt:

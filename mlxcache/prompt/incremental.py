@@ -18,7 +18,7 @@ from mlxcache.common_prefix import common_characters
 from mlxcache.lru import LatestByGroup
 from mlxcache.prompt.codec import Codec
 from mlxcache.prompt.tokenizer import Added, any_of
-from mlxcache.types import Tokens
+from mlxcache.types import Tokens, join_ids
 
 Ints = npt.NDArray[np.int64]
 
@@ -277,7 +277,7 @@ class Tokeniser:
         cut = int(old.at[keep])
         return Tokenised(
             text,
-            np.concatenate((old.ids[:cut], ids)),
+            join_ids(old.ids[:cut], ids),
             np.concatenate((old.starts[:keep], _starts(tail))),
             np.concatenate((old.ends[:keep], _ends(tail))),
             np.concatenate((old.at[:keep], at + cut)),
@@ -298,7 +298,7 @@ class Tokeniser:
             if splice.start >= start:
                 parts += [self._encode_after(closing, text[start : splice.start]), splice.ids]
                 start, closing = splice.end, splice.closing
-        return np.concatenate((*parts, self._encode_after(closing, text[start:])))
+        return join_ids(*parts, self._encode_after(closing, text[start:]))
 
     def _encode_after(self, closing: str, text: str) -> Tokens:
         return self._codec.encode(closing + text)[1 if closing else 0 :]

@@ -20,7 +20,7 @@ from mlxcache.prompt.canonical.argument_order import equal_values
 from mlxcache.prompt.incremental import ControlTokenFinder
 from mlxcache.prompt.tokenizer import ChatTokenizer, thinking_markers, tool_markers
 from mlxcache.store.reply_rows import ReplyRow
-from mlxcache.types import Piece, Prompt, Text, Tokens, ToolCall
+from mlxcache.types import Piece, Prompt, Text, Tokens, ToolCall, join_ids, token_ids
 
 Tools = Sequence[Mapping[str, Any]]
 
@@ -346,8 +346,7 @@ class ReplyReader:
         Returns None if the result does not decode to `text`, the whole text with `rest` at its end.
         """
         if rest:
-            more = np.asarray(self._encode(rest, add_special_tokens=False), np.int32)
-            ids = np.concatenate((ids, more))
+            ids = join_ids(ids, token_ids(self._encode(rest, add_special_tokens=False)))
         return ids if self._text(ids) == text else None
 
     def _text(self, ids: Tokens) -> str:
@@ -457,7 +456,7 @@ def make_reply(
     return GeneratedReply(
         ReplyRow(
             **asdict(key),
-            ids=np.asarray(ids, np.int32),
+            ids=token_ids(ids),
             calls=calls,
             thinking_open=prompt.thinking_open,
             generic_tools=prompt.generic_tools,

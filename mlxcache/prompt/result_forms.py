@@ -9,16 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import numpy as np
-
 from mlxcache.guess.forms import reply_form
 from mlxcache.lru import LRU
-from mlxcache.types import Tokens
+from mlxcache.types import NO_TOKENS, Tokens
 
 MOST_BYTES = 16 << 20
 """Most bytes of results and their forms that are kept for one owner."""
-
-_NONE = np.zeros(0, np.int32)
 
 
 class ResultForms:
@@ -43,7 +39,7 @@ class ResultForms:
         for text in _results(messages):
             if self._made.get(text) is None:
                 form = reply_form(text, escaped=self.escaped)
-                ids = _NONE if form is None else self._encode(form)
+                ids = NO_TOKENS if form is None else self._encode(form)
                 self._made.put(text, (text, ids))
 
     def of(self, messages: Sequence[Mapping[str, Any]]) -> Mapping[str, Tokens]:

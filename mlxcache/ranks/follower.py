@@ -13,7 +13,6 @@ from typing import Any
 
 import mlx.core as mx
 import msgspec
-import numpy as np
 from mlx.nn import Module
 
 from mlxcache.errors import PrefixNotStored, StoreError
@@ -25,7 +24,7 @@ from mlxcache.ranks.snapshot_parts import SnapshotParts
 from mlxcache.store.found import Found, Saved
 from mlxcache.store.parts import Mode, PartName
 from mlxcache.store.store import Store
-from mlxcache.types import Tokens
+from mlxcache.types import Tokens, ids_of_bytes
 
 log = logging.getLogger("mlxcache.ranks")
 
@@ -102,11 +101,11 @@ class Follower:
         """Queue a change of files for the writer's thread; return an empty answer."""
         match request:
             case op.Pin(name, paths):
-                self._change(lambda store: store.pin(name, [_ids(path) for path in paths]))
+                self._change(lambda store: store.pin(name, [ids_of_bytes(path) for path in paths]))
             case op.Remove(ids, keep, mode, size):
-                self._remove(_ids(ids), keep, mode, size)
+                self._remove(ids_of_bytes(ids), keep, mode, size)
             case op.Forget(ids, keep):
-                self._change(lambda store: store.forget_beyond(_ids(ids), keep))
+                self._change(lambda store: store.forget_beyond(ids_of_bytes(ids), keep))
             case op.Clear(pinned):
                 self._change(lambda store: store.clear(pinned=pinned))
             case op.Prune(limit):
@@ -142,7 +141,7 @@ class Follower:
         if self.store is None:
             return 0, []
         try:
-            found = self.store.find(_ids(ids), touch=touch)
+            found = self.store.find(ids_of_bytes(ids), touch=touch)
         except StoreError as error:
             log.warning("rank %d: disk lookup failed, nothing is restored: %s", self._rank, error)
             return 0, []
@@ -156,7 +155,7 @@ class Follower:
         thread.
         """
         try:
-            store, ids = self._opened, _ids(question.ids)
+            store, ids = self._opened, ids_of_bytes(question.ids)
             found = store.find(ids)
             if isinstance(question, op.Verify):
                 if self.layout.specs and found.length < question.end:
@@ -359,7 +358,7 @@ class Follower:
 
     @_do.register
     def _(self, it: op.WriteRun) -> None:
-        ids, key = _ids(it.ids), op.key_of(it.ids, it.start)
+        ids, key = ids_of_bytes(it.ids), op.key_of(it.ids, it.start)
         for (number, _, _), length in zip(it.spans, it.lengths, strict=True):
             self._lineage(number, length)
         out = memoryview(bytearray(serialise.run_bytes(self.layout, len(ids) - it.start)))
@@ -370,7 +369,7 @@ class Follower:
 
     @_do.register
     def _(self, it: op.WriteState) -> None:
-        ids, key = _ids(it.ids), op.key_of(it.ids, None)
+        ids, key = ids_of_bytes(it.ids), op.key_of(it.ids, None)
         if not self.layout.checkpointed:  # another rank has all states
             self._note_outcome(key, op.Answer(ended=True))
             return
@@ -380,7 +379,7 @@ class Follower:
     @_do.register
     def _(self, it: op.Load) -> None:
         lineage = self._lineage(it.lineage, it.length)
-        store, ids = self._opened, _ids(it.ids)
+        store, ids = self._opened, ids_of_bytes(it.ids)
         found = store.find(ids)
         while self.layout.specs and lineage.length < it.end:
             piece = next(p for p in found.pieces if p.start <= lineage.length < p.end)
@@ -395,7 +394,7 @@ class Follower:
         lineage = self._lineage(it.lineage, it.length)
         if not self.layout.checkpointed:
             return
-        store, ids = self._opened, _ids(it.ids)
+        store, ids = self._opened, ids_of_bytes(it.ids)
         saved = _checkpoint_at(len(ids), store.find(ids))
         lineage.set_state(serialise.load_state(saved.path, self.layout, self._stream))
 
@@ -455,7 +454,3 @@ def _checkpoint_at(position: int, found: Found) -> Saved:
     if saved is None:
         raise StoreError(f"no checkpoint at {position} tokens is on disk")
     return saved
-
-
-def _ids(data: bytes) -> Tokens:
-    return np.frombuffer(data, np.int32)

@@ -6,8 +6,6 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from math import prod
 
-import numpy as np
-
 from mlxcache.errors import GroupLost, StoreError
 from mlxcache.ranks import operations as op
 from mlxcache.ranks.division import Division, Rows
@@ -77,7 +75,7 @@ class GroupSnapshotKV(SnapshotKV):
         rank 0 that hold these positions, as found for `ids`. Raises StoreError if a rank cannot
         read its part, or cannot be reached.
         """
-        key = op.key_of(_bytes(ids), None)
+        key = op.key_of(ids.tobytes(), None)
         questions: list[op.AnyQuestion | None] = [None] * (self._division.size - 1)
         for one in held:
             if one.rank:
@@ -113,7 +111,7 @@ class GroupSnapshotKV(SnapshotKV):
 
         `ids`, `saved`: as in `state_places`. Raises StoreError.
         """
-        key, position = op.key_of(_bytes(ids), None), saved.position
+        key, position = op.key_of(ids.tobytes(), None), saved.position
         having = [bool(part.states) for part in self._division.parts[1:]]
         asked = [op.StateArrays(key, position) if has else None for has in having]
         arrays = [answer.arrays for answer in self._ask(ids, asked)]
@@ -143,7 +141,7 @@ class GroupSnapshotKV(SnapshotKV):
         """
         answers = self._told(questions)
         if any(answer.missing for answer in answers):
-            self._told([op.Hold(_bytes(ids))] * len(questions))
+            self._told([op.Hold(ids.tobytes())] * len(questions))
             answers = self._told(questions)
         return answers
 
@@ -176,7 +174,7 @@ class GroupSnapshotKV(SnapshotKV):
         `start`: position at which the run begins, or None for the checkpoint at the end of `ids`.
         `parts`: the tensors of each rank, from rank 0.
         """
-        data = _bytes(ids)
+        data = ids.tobytes()
         with self._uploading:
             self._upload(parts[1:])
             arrays = [[(one.name, one.dtype, list(one.shape)) for one in each] for each in parts]
@@ -220,7 +218,3 @@ def _tensors(arrays: Sequence[op.Array], data: bytes) -> list[Tensor]:
             raise StoreError(f"A rank's checkpoint is cut off: {error}.") from error
         at += size
     return made
-
-
-def _bytes(ids: Tokens) -> bytes:
-    return np.asarray(ids, np.int32).tobytes()

@@ -8,8 +8,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-import numpy as np
-
 from mlxcache.errors import GroupLost, PrefixNotStored, StoreError, Unsupported
 from mlxcache.ranks import operations as op
 from mlxcache.ranks.division import Division
@@ -90,7 +88,7 @@ class GroupStore(Store):
 
     def find(self, ids: Tokens, *, touch: bool = True) -> Found:
         found = self._look_up(ids, touch=touch)
-        for answer in self._ask(op.Find(_bytes(ids), touch)):
+        for answer in self._ask(op.Find(ids.tobytes(), touch)):
             found = _as_far(found, answer.length, answer.checkpoints)
         return found
 
@@ -102,7 +100,7 @@ class GroupStore(Store):
 
     def _measure(self, paths: Sequence[Tokens]) -> Held:
         found = [self._look_up(ids, touch=False) for ids in paths]
-        for answer in self._ask(op.FindAll([_bytes(ids) for ids in paths])):
+        for answer in self._ask(op.FindAll([ids.tobytes() for ids in paths])):
             pairs = zip(found, answer.found, strict=True)
             found = [_as_far(own, *theirs) for own, theirs in pairs]
         files = {one.path: one.nbytes for each in found for one in each.pieces}
@@ -115,12 +113,12 @@ class GroupStore(Store):
 
     def verify(self, piece: Piece, ids: Tokens, *, late: bool = True) -> None:
         super().verify(piece, ids, late=late)
-        question = op.Verify(_bytes(ids[: piece.end]), piece.start, piece.end, late)
+        question = op.Verify(ids[: piece.end].tobytes(), piece.start, piece.end, late)
         _check_verified(self._ask(question))
 
     def verify_checkpoint(self, saved: Saved, ids: Tokens) -> None:
         super().verify_checkpoint(saved, ids)
-        _check_verified(self._ask(op.VerifyState(_bytes(ids[: saved.position]))))
+        _check_verified(self._ask(op.VerifyState(ids[: saved.position].tobytes())))
 
     def write_run(
         self,
@@ -132,27 +130,27 @@ class GroupStore(Store):
         try:
             super().write_run(ids, start, tensors, late)
         finally:
-            wait_for_outcome(self._leader, op.key_of(_bytes(ids), start))
+            wait_for_outcome(self._leader, op.key_of(ids.tobytes(), start))
 
     def write_checkpoint(self, ids: Tokens, tensors: Sequence[Tensor]) -> None:
         try:
             super().write_checkpoint(ids, tensors)
         finally:
-            wait_for_outcome(self._leader, op.key_of(_bytes(ids), None))
+            wait_for_outcome(self._leader, op.key_of(ids.tobytes(), None))
 
     def pin(self, name: str, paths: Sequence[Tokens]) -> None:
         super().pin(name, paths)
-        self._ask(op.Pin(name, [_bytes(ids) for ids in paths]))
+        self._ask(op.Pin(name, [ids.tobytes() for ids in paths]))
 
     def remove_unshared(self, sessions: Sessions, ids: Tokens) -> int:
         needed = max(sessions.sharing(self.namespace, ids).values(), default=0)
         gone = super().remove_unshared(sessions, ids)
-        self._ask(op.Remove(_bytes(ids), needed, self._whole.mode, self._whole.size))
+        self._ask(op.Remove(ids.tobytes(), needed, self._whole.mode, self._whole.size))
         return gone
 
     def forget_beyond(self, ids: Tokens, keep: int) -> None:
         super().forget_beyond(ids, keep)
-        self._ask(op.Forget(_bytes(ids), keep))
+        self._ask(op.Forget(ids.tobytes(), keep))
 
     def prune(self, limit: int | None = None, progress: Progress = lambda _, __: None) -> int:
         freed = super().prune(limit, progress)
@@ -183,7 +181,7 @@ class FormerGroupStore(Store):
     def remove_unshared(self, sessions: Sessions, ids: Tokens) -> int:
         needed = max(sessions.sharing(self.namespace, ids).values(), default=0)
         gone = super().remove_unshared(sessions, ids)
-        ask_ranks(self._leader, op.Remove(_bytes(ids), needed, self._mode, self._size))
+        ask_ranks(self._leader, op.Remove(ids.tobytes(), needed, self._mode, self._size))
         return gone
 
 
@@ -244,7 +242,3 @@ def wait_for_outcome(leader: Leader, key: bytes) -> None:
     for rank, answer in failures.items():
         kind = PrefixNotStored if answer.missing else StoreError
         raise kind(f"Rank {rank}: {answer.failure}")
-
-
-def _bytes(ids: Tokens) -> bytes:
-    return np.asarray(ids, np.int32).tobytes()

@@ -11,13 +11,13 @@ from typing import Any
 
 import mlx.core as mx
 import msgspec
-import numpy as np
 
 from mlxcache.errors import GroupLost, MlxcacheError
 from mlxcache.model.kv import Caches, State
 from mlxcache.model.lineage import Lineage, Span
 from mlxcache.model.lockstep import Lockstep
 from mlxcache.ranks import operations as op
+from mlxcache.types import Tokens
 
 PULSE_S = 4.0
 """Seconds without an answer to a question of the heartbeat after which a rank counts as lost."""
@@ -179,8 +179,8 @@ class Leader(Lockstep):
 
     # -- passes ------------------------------------------------------------------------------------
 
-    def feed(self, lineage: Lineage, tokens: Sequence[int]) -> None:
-        self.tell(op.Feed(self.number(lineage), lineage.length, list(tokens)))
+    def feed(self, lineage: Lineage, ids: Tokens) -> None:
+        self.tell(op.Feed(self.number(lineage), lineage.length, ids.tolist()))
 
     def start(self, caches: Caches, tokens: Sequence[int]) -> None:
         self.tell(op.Start(self._by_caches[id(caches)], list(tokens)))
@@ -259,22 +259,18 @@ class Leader(Lockstep):
 
     # -- files -------------------------------------------------------------------------------------
 
-    def write_run(self, ids: Any, start: int, spans: Sequence[Span]) -> None:
+    def write_run(self, ids: Tokens, start: int, spans: Sequence[Span]) -> None:
         lengths = [owner.length for owner, _, _ in spans]
-        self.tell(op.WriteRun(_bytes(ids), start, [self._span(one) for one in spans], lengths))
+        self.tell(op.WriteRun(ids.tobytes(), start, [self._span(one) for one in spans], lengths))
 
-    def write_state(self, ids: Any, state: State) -> None:
-        self.tell(op.WriteState(_bytes(ids), _number_of(state)))
+    def write_state(self, ids: Tokens, state: State) -> None:
+        self.tell(op.WriteState(ids.tobytes(), _number_of(state)))
 
-    def load(self, lineage: Lineage, ids: Any, start: int, end: int) -> None:
-        self.tell(op.Load(self.number(lineage), start, _bytes(ids), end))
+    def load(self, lineage: Lineage, ids: Tokens, start: int, end: int) -> None:
+        self.tell(op.Load(self.number(lineage), start, ids.tobytes(), end))
 
-    def load_state(self, lineage: Lineage, ids: Any) -> None:
-        self.tell(op.LoadState(self.number(lineage), lineage.length, _bytes(ids)))
-
-
-def _bytes(ids: Any) -> bytes:
-    return np.asarray(ids, np.int32).tobytes()
+    def load_state(self, lineage: Lineage, ids: Tokens) -> None:
+        self.tell(op.LoadState(self.number(lineage), lineage.length, ids.tobytes()))
 
 
 def _number_of(state: State) -> int:

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from math import prod
 
-import numpy as np
-
 from mlxcache.errors import StoreError
 from mlxcache.lru import LRU
 from mlxcache.ranks import operations as op
@@ -14,7 +12,7 @@ from mlxcache.safetensors import ITEM_BYTES, Tensor
 from mlxcache.store.found import Found, Saved
 from mlxcache.store.snapshot_kv import SnapshotKV
 from mlxcache.store.store import Store
-from mlxcache.types import Tokens
+from mlxcache.types import Tokens, ids_of_bytes
 
 HELD = 16
 """Number of conversations whose files are remembered for reading; others are looked up again."""
@@ -60,7 +58,7 @@ class SnapshotParts:
             return op.Answer(failure=str(error))
 
     def _hold(self, data: bytes) -> op.Answer:
-        ids = np.frombuffer(data, np.int32)
+        ids = ids_of_bytes(data)
         found = self._store.find(ids)
         self._held.put(op.key_of(data, None), (ids, found, SnapshotKV(self._store)))
         return op.Answer()
@@ -71,7 +69,7 @@ class SnapshotParts:
         `data`: the token ids, int32 as bytes. `start`, `arrays`: as in `Import`. The outcome of the
         write is noted by `write`.
         """
-        ids, raw = np.frombuffer(data, np.int32), memoryview(bytes(self._uploaded))
+        ids, raw = ids_of_bytes(data), memoryview(bytes(self._uploaded))
         self._uploaded.clear()
         tensors, at = [], 0
         for name, dtype, shape in arrays:

@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from typing import Annotated
 
 import msgspec
-import numpy as np
 from xxhash import xxh3_64_digest
 
 from mlxcache.errors import RemoteUnavailable
@@ -24,6 +23,7 @@ from mlxcache.remote.counts import Counts
 from mlxcache.remote.objects import Objects
 from mlxcache.remote.upload import Uploader
 from mlxcache.store.reply_rows import KEY_BYTES, ReplyRow
+from mlxcache.types import ids_of_bytes
 
 log = logging.getLogger("mlxcache.engine")
 
@@ -87,7 +87,7 @@ def encode(rows: Sequence[ReplyRow]) -> bytes:
             row.length,
             row.tail,
             row.history,
-            np.ascontiguousarray(row.ids, "<i4").tobytes(),
+            row.ids.tobytes(),
             row.calls,
             row.thinking_open,
             row.generic_tools,
@@ -118,7 +118,7 @@ def decode(data: bytes, vocab_size: int) -> list[ReplyRow]:
     for one in found.replies:
         if not one.ids or len(one.ids) % 4:
             raise Damaged("a reply has no token ids")
-        ids = np.frombuffer(one.ids, "<i4").astype(np.int32)
+        ids = ids_of_bytes(one.ids)
         if ids.min() < 0 or ids.max() >= vocab_size:
             raise Damaged("a reply has token ids that the model does not have")
         flags = (one.calls, one.thinking_open, one.generic_tools)

@@ -23,7 +23,7 @@ from mlxcache.model.lineage import Lineage
 from mlxcache.model.weights import shared_bytes
 from mlxcache.scheduling.decoder import Decoder, Row
 from mlxcache.store.session_rows import Measured, SessionFigures
-from mlxcache.types import RequestRecord
+from mlxcache.types import RequestRecord, token_ids
 
 PROBE = 128
 """Tokens in each chunk that is fed to measure costs."""
@@ -264,7 +264,7 @@ class _Probe:
         chunk = mx.zeros((1, tokens), mx.int32)
 
         def run() -> None:
-            self.layout.lockstep.feed(self.line, [0] * tokens)
+            self.layout.lockstep.feed(self.line, token_ids([0] * tokens))
             self.model(chunk, cache=self.line.caches)
             kv.eval_states(self.line.caches)
 

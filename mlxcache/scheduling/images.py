@@ -18,7 +18,7 @@ from mlxcache.model.positions import positions_of
 from mlxcache.model.vision import Rows, Vision, encode
 from mlxcache.scheduling.cost import SAFETY, peak
 from mlxcache.scheduling.task import Task
-from mlxcache.types import Image, ImageSpan
+from mlxcache.types import Image, ImageSpan, token_ids
 
 SIDES = (224, 320, 448, 640, 896)
 """Side lengths, in pixels, of the images with which the vision tower is measured."""
@@ -95,7 +95,7 @@ def measure(vision: Vision, room: int) -> ImageCost | None:
     if len(points) == len(SIDES) and points[-2][0] < tokens:
         (fewer, less) = points[-2]
         growth = math.log(most / less) / math.log(tokens / fewer) + MARGIN
-    row_bytes = sum(a.nbytes for a in vision.embed(np.zeros(1, np.int32)).values())
+    row_bytes = sum(a.nbytes for a in vision.embed(token_ids([0])).values())
     pixel_bytes = vision.pixels(image).nbytes // tokens
     return ImageCost(tokens, most, min(max(growth, 1.0), 2.0), row_bytes, pixel_bytes)
 

@@ -296,7 +296,7 @@ class Lanes:
             at = lineage.length
             piece = task.fed_ids()[at : at + CATCH_UP]
             lineage.note_pass()
-            self._lockstep.feed(lineage, piece.tolist())
+            self._lockstep.feed(lineage, piece)
             self.model(mx.array(piece)[None], cache=lineage.caches, **lane.decoder.places)
             eval_states(lineage.caches)
             lineage.advance(len(piece))

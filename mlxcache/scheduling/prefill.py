@@ -282,7 +282,7 @@ class Prefill:
                 model_kv.eval_states(caches)
             inputs = {name: rows[:, part] for name, rows in images.items()}
             lineage.note_pass()
-            lineage.layout.lockstep.feed(lineage, ids[part].tolist())
+            lineage.layout.lockstep.feed(lineage, ids[part])
             self.model(mx.array(ids[part])[None], cache=caches, **inputs)
 
 

@@ -8,8 +8,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-import numpy as np
-
 from mlxcache.cache.checkpoints import SPACING
 from mlxcache.cache.kv_cache import Lease
 from mlxcache.cache.restore import DiskLookup
@@ -34,6 +32,8 @@ from mlxcache.types import (
     Text,
     TokenLogprob,
     Tokens,
+    join_ids,
+    token_ids,
 )
 
 log = logging.getLogger("mlxcache.engine")
@@ -234,11 +234,11 @@ class Task:
 
     def tokens(self) -> Tokens:
         """Return the token ids of prompt and reply so far as the cache stores them, shape (n,)."""
-        return np.concatenate([self.ids, np.asarray(self.out[self._refed :], np.int32)])
+        return join_ids(self.ids, token_ids(self.out[self._refed :]))
 
     def fed_ids(self) -> Tokens:
         """Return the token ids of prompt and reply so far as the model is fed them, shape (n,)."""
-        return np.concatenate([self.fed, np.asarray(self.out[self._refed :], np.int32)])
+        return join_ids(self.fed, token_ids(self.out[self._refed :]))
 
     def shorten(self, length: int) -> None:
         """Keep only the first `length` tokens of the prompt."""

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-import numpy as np
 
 from mlxcache.cache.kv_cache import KVCache
 from mlxcache.errors import BadRequest, Busy, Unsupported
@@ -19,7 +18,7 @@ from mlxcache.mlx_thread import MlxThread
 from mlxcache.model import device
 from mlxcache.model.mlx_lm_format import PromptCache, PromptCacheFile, read_prompt_cache
 from mlxcache.owner import own_ids
-from mlxcache.types import WARMING, Job, Prompt, Tokens
+from mlxcache.types import WARMING, Job, Prompt, Tokens, join_ids, token_ids
 
 log = logging.getLogger("mlxcache.engine")
 
@@ -50,7 +49,7 @@ class PromptCacheExport:
         model, to be written into the file. Raises Busy if there is no memory for a lease, or if RAM
         does not hold the KV of all `ids`, and RuntimeError if the device reports an error.
         """
-        lease = kv.acquire(own_ids(np.append(ids, ids[-1:]), owner), 1)
+        lease = kv.acquire(own_ids(join_ids(ids, ids[-1:]), owner), 1)
         if lease is None:
             raise Busy("There is no free memory for a prompt cache: try again.", retry_after=5.0)
         if lease.cached < len(ids):
@@ -150,10 +149,10 @@ class PromptCacheReader:
             )
         if prompt.lstrip().startswith("["):
             try:
-                return np.array(json.loads(prompt), np.int32).reshape(-1)
+                return token_ids(json.loads(prompt))
             except (ValueError, TypeError, OverflowError):
                 pass  # a text that begins with a bracket
-        return np.array(self._tokenise(prompt), np.int32)
+        return token_ids(self._tokenise(prompt))
 
     def _insert(self, found: PromptCache, ids: Tokens) -> None:
         """Append the KV of `ids` that is not in RAM to a lineage, and commit it.
@@ -162,7 +161,7 @@ class PromptCacheReader:
         only the newest positions of a sliding window.
         """
         kv = self._kv
-        lease = kv.acquire(np.append(ids, ids[-1:]), 1)
+        lease = kv.acquire(join_ids(ids, ids[-1:]), 1)
         if lease is None or found.arrays is None:
             return
         try:
@@ -189,7 +188,7 @@ async def compute(submit: Submit, ids: Tokens) -> None:
     """
     if not len(ids) or int(ids.min()) < 0:
         raise Unsupported("mlx-lm's prompt caches hold only text, and this session has images.")
-    prompt = Prompt(np.append(ids, ids[-1:]), marks=(len(ids),))
+    prompt = Prompt(join_ids(ids, ids[-1:]), marks=(len(ids),))
     job = Job(f"req_{secrets.token_hex(12)}", prompt, max_tokens=1, raw=True, api=WARMING)
     async with await submit(job) as stream:
         async for _ in stream:

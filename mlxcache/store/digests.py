@@ -7,7 +7,7 @@ from hashlib import blake2b
 
 import numpy as np
 
-from mlxcache.types import Tokens
+from mlxcache.types import NO_TOKENS, Tokens
 
 BLOCK = 64
 """Tokens per block."""
@@ -26,7 +26,7 @@ def block_digests(digest: bytes, ids: Tokens) -> list[bytes]:
     `digest`: digest of the prefix that `ids` follow, a whole number of blocks. A last partial block
     is ignored.
     """
-    raw = np.ascontiguousarray(ids, "<i4").tobytes()
+    raw = ids.tobytes()
     found = []
     for at in range(0, len(ids) // BLOCK * BLOCK * 4, BLOCK * 4):
         digest = _digest(digest + raw[at : at + BLOCK * 4])
@@ -41,7 +41,7 @@ def partial_digest(digest: bytes, ids: Tokens) -> bytes:
     """
     if not len(ids):
         return digest
-    return _digest(digest + np.ascontiguousarray(ids, "<i4").tobytes() + bytes((len(ids),)))
+    return _digest(digest + ids.tobytes() + bytes((len(ids),)))
 
 
 class Chain:
@@ -69,7 +69,7 @@ class Chains:
     """
 
     def __init__(self, namespace: str):
-        self._last = Chain(namespace, np.empty(0, np.int32), [root_digest(namespace)])
+        self._last = Chain(namespace, NO_TOKENS, [root_digest(namespace)])
         self._lock = threading.Lock()
 
     def of(self, ids: Tokens) -> Chain:
@@ -85,7 +85,7 @@ class Chains:
         shared = int(differ[0]) // BLOCK if len(differ) else blocks
         whole = last.whole[: shared + 1]
         whole += block_digests(whole[-1], ids[shared * BLOCK :])
-        chain = Chain(last.namespace, np.array(ids, np.int32), whole)
+        chain = Chain(last.namespace, ids, whole)
         if shared < len(ids) // BLOCK:  # a prefix of the last chain would lose digests
             with self._lock:
                 self._last = chain

@@ -11,7 +11,7 @@ import numpy as np
 from mlxcache.store import ranks, totals
 from mlxcache.store.digests import BLOCK, Chain
 from mlxcache.store.folder import CHECKPOINT, RUN
-from mlxcache.types import Tokens
+from mlxcache.types import Tokens, ids_of_bytes
 
 _FILES = """
 CREATE TABLE IF NOT EXISTS file (
@@ -59,7 +59,6 @@ SHAPES = "SELECT name, tbl_name, sql FROM sqlite_master"
 
 COLUMNS = "id, kind, digest, base, key, start, stop, nbytes, disk, used, parent, previous, owner"
 _QUALIFIED = ", ".join(f"file.{name}" for name in COLUMNS.split(", "))
-NO_TOKENS: Tokens = np.empty(0, np.int32)
 
 _MOST_SIBLINGS = 4096
 """Most runs whose first block is compared with a block of a prompt: the last used ones."""
@@ -147,7 +146,7 @@ def lookup(connection: sqlite3.Connection, chain: Chain) -> Match:
     The prefix may end inside a block. The checkpoints are those after a prefix of the token ids,
     also beyond the prefix that was found.
     """
-    raw = np.ascontiguousarray(chain.ids, "<i4").tobytes()
+    raw = chain.ids.tobytes()
     checkpoints: list[Row] = []
     reaches: list[tuple[int, int, Row]] = []
     for row, tokens in _with_keys(connection, chain.whole):
@@ -218,14 +217,13 @@ def insert(connection: sqlite3.Connection, row: Row) -> int:
 
 def put_tokens(connection: sqlite3.Connection, id: int, tokens: Tokens) -> None:
     """Insert the token ids of run `id`."""
-    raw = np.ascontiguousarray(tokens, "<i4").tobytes()
-    connection.execute("INSERT INTO tokens VALUES (?, ?)", (id, raw))
+    connection.execute("INSERT INTO tokens VALUES (?, ?)", (id, tokens.tobytes()))
 
 
 def get_tokens(connection: sqlite3.Connection, id: int) -> Tokens:
     """Return the token ids of run `id`; empty if the index has none for it."""
     found = connection.execute("SELECT ids FROM tokens WHERE file = ?", (id,)).fetchone()
-    return _tokens(found[0] if found else b"")
+    return ids_of_bytes(found[0] if found else b"")
 
 
 def rows(connection: sqlite3.Connection, where: str = "1", *values: object) -> list[Row]:
@@ -346,7 +344,7 @@ def _sibling(connection: sqlite3.Connection, chain: Chain, cursor: int) -> tuple
     """
     block = cursor // BLOCK
     start = block * BLOCK
-    wanted = np.ascontiguousarray(chain.ids[start : start + BLOCK], "<i4").tobytes()
+    wanted = chain.ids[start : start + BLOCK].tobytes()
     if start + len(wanted) // 4 <= cursor:
         return None
     query = (
@@ -368,7 +366,3 @@ def _common(tokens: bytes, wanted: bytes) -> int:
         return count
     differ = np.frombuffer(tokens, "<i4", count) != np.frombuffer(wanted, "<i4", count)
     return int(differ.argmax())
-
-
-def _tokens(raw: bytes) -> Tokens:
-    return np.frombuffer(raw, "<i4").astype(np.int32, copy=False)

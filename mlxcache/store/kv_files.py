@@ -25,7 +25,7 @@ from mlxcache.store.digests import BLOCK, DIGEST_BYTES, block_digests, partial_d
 from mlxcache.store.folder import CHECKPOINT, RUN
 from mlxcache.store.found import Piece
 from mlxcache.store.index import Row
-from mlxcache.types import Tokens
+from mlxcache.types import Tokens, ids_of_bytes
 
 VERSION = "1"
 _CHECKSUM_BYTES = 8
@@ -117,7 +117,7 @@ def compose_run(run: RunHeader, tensors: Sequence[Tensor]) -> bytes:
         "namespace": run.namespace,
         "base": run.base.hex(),
         "start": str(run.start),
-        "tokens": base64.b64encode(np.ascontiguousarray(run.tokens, "<i4").tobytes()).decode(),
+        "tokens": base64.b64encode(run.tokens.tobytes()).decode(),
         "checksums": b"".join(run.checksums).hex(),
         "late": " ".join(sorted(run.late)),
         "late_checksums": b"".join(run.late_checksums).hex(),
@@ -159,14 +159,14 @@ def run_of(header: Header) -> RunHeader:
     try:
         _expect(header, RUN)
         words = header.metadata
-        tokens = np.frombuffer(base64.b64decode(words["tokens"], validate=True), "<i4")
+        tokens = ids_of_bytes(base64.b64decode(words["tokens"], validate=True))
         sums, late = _sums(words["checksums"]), _sums(words["late_checksums"])
         run = RunHeader(
             header,
             words["namespace"],
             bytes.fromhex(words["base"]),
             int(words["start"]),
-            tokens.astype(np.int32),
+            tokens,
             sums,
             frozenset(words["late"].split()),
             late,

@@ -7,8 +7,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-import numpy as np
-
 from mlxcache.common_prefix import common_length
 from mlxcache.types import Tokens
 
@@ -79,7 +77,7 @@ def conversation_key_tokens(marks: Sequence[int], prompt_tokens: int) -> int:
 
 def digest_of(ids: Tokens) -> bytes:
     """Return the BLAKE2b digest of exactly these tokens, 16 bytes."""
-    return hashlib.blake2b(_raw(ids), digest_size=16).digest()
+    return hashlib.blake2b(ids.tobytes(), digest_size=16).digest()
 
 
 def digests_at(ids: Tokens, lengths: Iterable[int]) -> dict[int, bytes]:
@@ -90,13 +88,9 @@ def digests_at(ids: Tokens, lengths: Iterable[int]) -> dict[int, bytes]:
     hasher, at, found = hashlib.blake2b(digest_size=16), 0, {}
     for length in sorted(set(lengths)):
         if length <= len(ids):
-            hasher.update(_raw(ids[at:length]))
+            hasher.update(ids[at:length].tobytes())
             found[length], at = hasher.copy().digest(), length
     return found
-
-
-def _raw(ids: Tokens) -> bytes:
-    return np.ascontiguousarray(ids, "<i4").tobytes()
 
 
 def find_continued(ids: Tokens, leaves: Iterable[Leaf]) -> Leaf | None:

@@ -33,7 +33,7 @@ from mlxcache.store.kv_files import open_file, read_checkpoint, read_run
 from mlxcache.store.lock import is_alive, opening_lock
 from mlxcache.store.reserve import LEAST_BYTES, SMALL_BYTES
 from mlxcache.store.totals import read_total
-from mlxcache.types import Tokens
+from mlxcache.types import NO_TOKENS, Tokens
 
 log = logging.getLogger(__name__)
 
@@ -384,7 +384,7 @@ def _read(kind: str, path: Path) -> _Stray:
         else:
             state = read_checkpoint(fd)
             digest, base, start = state.digest, state.base, state.position
-            stop, key, previous, tokens = start, base, state.previous, index.NO_TOKENS
+            stop, key, previous, tokens = start, base, state.previous, NO_TOKENS
             digests, rooted = [], True
         stat = os.fstat(fd)
     if (path.parent.name, path.name) != (digest.hex()[:2], digest.hex() + SUFFIX):

@@ -12,9 +12,7 @@ import sqlite3
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
-from mlxcache.types import Tokens
+from mlxcache.types import Tokens, ids_of_bytes
 
 MOST_REPLIES = 8192
 """Most replies kept for all models together; the oldest are removed."""
@@ -64,12 +62,8 @@ class ReplyRow:
         flags = (self.length, self.tail, self.calls, self.thinking_open, self.generic_tools)
         words = repr((self.digest, self.history, *flags, self.stopped)).encode()
         hasher = hashlib.blake2b(words, digest_size=KEY_BYTES)
-        hasher.update(_raw(self.ids))
+        hasher.update(self.ids.tobytes())
         return hasher.digest()
-
-
-def _raw(ids: Tokens) -> bytes:
-    return np.ascontiguousarray(ids, "<i4").tobytes()
 
 
 def pack_keys(keys: Iterable[bytes]) -> bytes:
@@ -92,7 +86,7 @@ def insert_reply(db: sqlite3.Connection, session: str, namespace: str, reply: Re
 
     Of all sessions together, only the `MOST_REPLIES` replies inserted last are kept.
     """
-    row = (reply.digest, reply.length, reply.tail, reply.history, _raw(reply.ids))
+    row = (reply.digest, reply.length, reply.tail, reply.history, reply.ids.tobytes())
     how = (reply.calls, reply.thinking_open, reply.generic_tools, reply.stopped)
     made = db.execute(
         f"INSERT INTO replies (session, namespace, {_FIELDS}, key)"
@@ -127,7 +121,7 @@ def read_replies(
 def _row(fields: Sequence[object]) -> ReplyRow:
     digest, length, tail, history, ids, *flags, stopped = fields
     calls, opened, generic = map(bool, flags)
-    tokens = np.frombuffer(ids, "<i4").astype(np.int32)  # type: ignore[call-overload]
+    tokens = ids_of_bytes(ids)  # type: ignore[arg-type]
     return ReplyRow(digest, length, tail, history, tokens, calls, opened, generic, stopped)  # type: ignore[arg-type]
 
 
@@ -167,7 +161,7 @@ def holds(ids: Tokens, reply: ReplyRow) -> bool:
     The reply's last token may be missing, unless it is the only one: it may be the end of the turn,
     which a template may write differently, or a token that was drawn but never fed to the model.
     """
-    sought, within = _raw(reply.ids[: max(1, len(reply.ids) - 1)]), _raw(ids)
+    sought, within = reply.ids[: max(1, len(reply.ids) - 1)].tobytes(), ids.tobytes()
     at = within.find(sought)
     while at > 0 and at % 4:
         at = within.find(sought, at + 1)

@@ -11,8 +11,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, astuple, dataclass, field, fields, replace
 from typing import Any
 
-import numpy as np
-
 from mlxcache.common_prefix import common_length
 from mlxcache.errors import NotFound
 from mlxcache.store.leaves import (
@@ -26,7 +24,7 @@ from mlxcache.store.leaves import (
     replaces_main,
 )
 from mlxcache.store.reply_rows import ReplyRow, pack_keys, unpack_keys
-from mlxcache.types import Tokens
+from mlxcache.types import Tokens, ids_of_bytes
 
 MOST_SESSIONS = 10_000
 """Most sessions kept; the least recently used that are not pinned are removed."""
@@ -190,7 +188,7 @@ def read_leaf_rows(db: sqlite3.Connection, session: str) -> tuple[LeafRow, ...]:
 def read_ids(db: sqlite3.Connection, leaf: int) -> Tokens:
     """Return the token ids of the leaf with the id `leaf`; empty if there is no such leaf."""
     rows = db.execute("SELECT ids FROM leaf_tokens WHERE leaf = ? ORDER BY start", (leaf,))
-    return np.frombuffer(b"".join(part for (part,) in rows), "<i4").astype(np.int32)
+    return ids_of_bytes(b"".join(part for (part,) in rows))
 
 
 _LATER_COLUMNS = (
@@ -403,7 +401,7 @@ def _write_ids(db: sqlite3.Connection, leaf: int, ids: Tokens, same: int, held: 
     first = same // PART_TOKENS * PART_TOKENS
     db.execute("DELETE FROM leaf_tokens WHERE leaf = ? AND start >= ?", (leaf, first))
     parts = (
-        (leaf, start, np.ascontiguousarray(ids[start : start + PART_TOKENS], "<i4").tobytes())
+        (leaf, start, ids[start : start + PART_TOKENS].tobytes())
         for start in range(first, len(ids), PART_TOKENS)
     )
     db.executemany("INSERT INTO leaf_tokens (leaf, start, ids) VALUES (?, ?, ?)", parts)
@@ -417,7 +415,7 @@ def count_shared(db: sqlite3.Connection, leaf: int, ids: Tokens) -> int:
     most = 0
     rows = db.execute("SELECT ids FROM leaf_tokens WHERE leaf = ? ORDER BY start", (leaf,))
     for (raw,) in rows:
-        part = np.frombuffer(raw, "<i4")
+        part = ids_of_bytes(raw)
         same = common_length(part, ids[most:])
         most += same
         if same < len(part):

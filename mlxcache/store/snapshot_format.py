@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import msgspec
-import numpy as np
 
 from mlxcache import typed
 from mlxcache.errors import SnapshotRefused
@@ -20,7 +19,7 @@ from mlxcache.safetensors import Header, Malformed, Place, read_foreign_header
 from mlxcache.store.digests import BLOCK
 from mlxcache.store.kv_files import open_file
 from mlxcache.store.reply_rows import ReplyRow
-from mlxcache.types import Tokens
+from mlxcache.types import NO_TOKENS, Tokens, ids_of_bytes, join_ids
 
 FORMAT, VERSION = "mlxcache-snapshot", 1
 
@@ -46,7 +45,6 @@ Spec = Mapping[str, tuple[str, tuple[int, ...]]]
 Progress = Callable[[int, int], None]
 """Callable that gets the bytes done and the total bytes."""
 
-NO_TOKENS: Tokens = np.zeros(0, np.int32)
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 48)]
 Text = Annotated[str, msgspec.Meta(max_length=MOST_TEXT)]
@@ -367,14 +365,13 @@ def read_leaf_ids(
     token ids, or None if it is not known. Raises SnapshotRefused for ids that the model does not
     have. Negative ids are allowed, because they stand for images and are never fed to a model.
     """
-    own = np.frombuffer(raw, "<i4")
+    own = ids_of_bytes(raw)
     if vocab_size and own.max(initial=0) >= vocab_size:
         raise SnapshotRefused("The snapshot holds token ids that the model does not have.")
     found: list[Tokens] = []
     at = 0
     for leaf in description.leaves:
         head = found[leaf.parent][: leaf.start] if leaf.parent is not None else own[:0]
-        ids = np.concatenate([head, own[at : at + leaf.tokens]]).astype(np.int32)
+        found.append(join_ids(head, own[at : at + leaf.tokens]))
         at += leaf.tokens
-        found.append(ids)
     return found

@@ -14,7 +14,6 @@ from dataclasses import replace
 from typing import Annotated
 
 import msgspec
-import numpy as np
 
 from mlxcache import typed
 from mlxcache.errors import SnapshotRefused
@@ -27,7 +26,7 @@ from mlxcache.store.snapshot_format import (
     SessionInfo,
     Text,
 )
-from mlxcache.types import Tokens
+from mlxcache.types import Tokens, ids_of_bytes, join_ids
 
 REPLIES, REPLY_IDS = "replies", "reply_ids"
 """Keys of the two metadata entries."""
@@ -87,7 +86,7 @@ def describe_replies(replies: Sequence[ReplyRow], leaves: Sequence[LeafInfo]) ->
         replies=tuple(map(_describe, kept)),
         leaves=tuple(tuple(number[key] for key in keys if key in number) for keys in held),
     )
-    ids = np.concatenate([reply.ids for reply in kept]).astype("<i4").tobytes()
+    ids = join_ids(*(reply.ids for reply in kept)).tobytes()
     packed = base64.b64encode(zlib.compress(ids, 6)).decode()
     return {REPLIES: msgspec.json.encode(described).decode(), REPLY_IDS: packed}
 
@@ -167,7 +166,7 @@ def _read_ids(packed: str, tokens: int) -> Tokens:
     raw = inflate.decompress(base64.b64decode(packed, validate=True), 4 * tokens + 1)
     if len(raw) != 4 * tokens or not inflate.eof or inflate.unused_data:
         raise ValueError("their token ids are not those described")
-    return np.frombuffer(raw, "<i4").astype(np.int32)
+    return ids_of_bytes(raw)
 
 
 def _row(one: _Reply, ids: Tokens) -> ReplyRow:

@@ -69,12 +69,12 @@ class LeafPart:
     states: tuple[Saved, ...]
 
     def tokens(self, owner: str | None) -> Tokens:
-        """Return the token ids of the part, little-endian int32, as the model is fed them.
+        """Return the token ids of the part, as the model is fed them.
 
         `owner`: owner of the session. The cache stores an owner's tokens under other ids, which are
         converted back; see `own_ids`.
         """
-        return np.ascontiguousarray(plain_ids(self.info.ids, owner)[self.start :], "<i4")
+        return plain_ids(self.info.ids, owner)[self.start :]
 
     @property
     def end(self) -> int:

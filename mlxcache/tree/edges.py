@@ -8,11 +8,9 @@ from collections.abc import Callable, Iterable, Iterator
 from operator import attrgetter
 from typing import Any
 
-import numpy as np
-
 from mlxcache.tree.eviction import EvictionClock, EvictionOrder, Worth
-from mlxcache.tree.node import NO_TOKENS, Node, Usage, unneeded
-from mlxcache.types import Tokens
+from mlxcache.tree.node import Node, Usage, unneeded
+from mlxcache.types import NO_TOKENS, Tokens, join_ids
 
 
 class Holdings:
@@ -121,7 +119,7 @@ class Edges:
         self.tokens += len(tail)
         grows = node is not self.root and node.value is value and count >= node.usage.count
         if grows and not node.children and node.checkpoint is None:
-            node.tokens = np.concatenate((node.tokens, tail))
+            node.tokens = join_ids(node.tokens, tail)
             node.end += len(tail)
             node.used_at = self.leaves.clock.ticks
             return node
@@ -160,7 +158,7 @@ class Edges:
         (child,) = node.children.values()
         self.holdings.remove(node)
         self.segments -= 1
-        child.tokens = np.concatenate((node.tokens, child.tokens))
+        child.tokens = join_ids(node.tokens, child.tokens)
         child.start = node.start
         child.parent = node.parent
         child.used_at = max(child.used_at, node.used_at)

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
-
 from mlxcache.types import Tokens
-
-NO_TOKENS: Tokens = np.empty(0, dtype=np.int32)
 
 
 @dataclass(slots=True)
@@ -203,16 +199,3 @@ def unneeded(node: Node) -> bool:
         return False
     (child,) = node.children.values()
     return child.value is node.value and child.usage.count >= node.usage.count
-
-
-def as_tokens(ids: Tokens | Iterable[int]) -> Tokens:
-    """Return token ids as an int32 array of shape (n,).
-
-    An array is returned itself, without a copy. Raises TypeError for an array of another dtype or
-    shape, and OverflowError for ints beyond int32.
-    """
-    if isinstance(ids, np.ndarray):
-        if ids.dtype != np.int32 or ids.ndim != 1:
-            raise TypeError(f"token ids must be int32 of shape (n,), not {ids.dtype} {ids.shape}")
-        return ids
-    return np.array(list(ids), dtype=np.int32)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from mlxcache.common_prefix import common_length
@@ -13,7 +13,6 @@ from mlxcache.tree.node import (
     Cut,
     Match,
     Node,
-    as_tokens,
 )
 from mlxcache.tree.uses import Uses, same_conversation
 from mlxcache.types import Tokens
@@ -81,14 +80,12 @@ class PrefixTree:
         """Return a list of the distinct values of all segments. Changes nothing."""
         return list(self._edges.holdings)
 
-    def match(self, tokens: Tokens | Iterable[int], touch: bool = True) -> Match:
-        """Find the longest prefix of `tokens` in the tree; it may end inside an edge.
+    def match(self, ids: Tokens, touch: bool = True) -> Match:
+        """Find the longest prefix of `ids` in the tree; it may end inside an edge.
 
         Changes nothing but, with `touch`, the time of last use of the nodes on the path; a node
-        inside which `tokens` diverge is not touched. Raises TypeError if `tokens` is an array that
-        is not int32 of shape (n,).
+        inside which `ids` diverge is not touched.
         """
-        ids = as_tokens(tokens)
         nodes: list[Node] = []
         length = 0
         node: Node | None = self.root
@@ -102,8 +99,8 @@ class PrefixTree:
             self._edges.touch(nodes[: len(nodes) - away])
         return Match.of(nodes, length)
 
-    def insert(self, tokens: Tokens | Iterable[int], value: Any, key: int | None = None) -> Node:
-        """Add `tokens` to the tree, and return the node that ends at position `len(tokens)`.
+    def insert(self, ids: Tokens, value: Any, key: int | None = None) -> Node:
+        """Add `ids` to the tree, and return the node that ends at position `len(ids)`.
 
         Tokens already in the tree keep their value. The missing tail becomes a new segment of
         `value`, which starts with the uses of its conversation; the first `key` tokens identify the
@@ -113,11 +110,9 @@ class PrefixTree:
         tokens, the root is returned. The caller must lock the node before anything else may evict
         it.
 
-        Raises TypeError if `tokens` is an array that is not int32 of shape (n,). Raises ValueError,
-        with nothing changed, if there is a tail and `value` already holds tokens outside of the
-        part of `tokens` that the tree has; cut those first.
+        Raises ValueError, with nothing changed, if there is a tail and `value` already holds tokens
+        outside of the part of `ids` that the tree has; cut those first.
         """
-        ids = as_tokens(tokens)
         found = self.match(ids, touch=False)
         if found.length < len(ids):
             self._require_room(value, found)

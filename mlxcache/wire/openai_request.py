@@ -9,10 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
-
 from mlxcache.errors import BadRequest, Unsupported
-from mlxcache.types import DEFAULTED, TEXTS, Chat, Prompt, Sampling, Tokens
+from mlxcache.types import DEFAULTED, TEXTS, Chat, Prompt, Sampling, Tokens, token_ids
 from mlxcache.wire.decode import decode
 from mlxcache.wire.images import ImageReader, Item, join_items
 from mlxcache.wire.openai_types import (
@@ -423,4 +421,4 @@ def _ids(ids: Sequence[int]) -> Tokens:
         raise BadRequest("The prompt is empty.", param="prompt")
     if min(ids) < 0 or max(ids) > _INT32:
         raise BadRequest("The prompt holds a number that is not a token id.", param="prompt")
-    return np.array(ids, dtype=np.int32)
+    return token_ids(ids)

@@ -8,8 +8,6 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from typing import Any, Literal
 
-import numpy as np
-
 from mlxcache.engine.metrics import Tally
 from mlxcache.errors import MlxcacheError
 from mlxcache.types import (
@@ -28,6 +26,7 @@ from mlxcache.types import (
     Text,
     Thinking,
     ToolCall,
+    token_ids,
 )
 
 Step = Event | MlxcacheError | RuntimeError | float | asyncio.Event
@@ -201,14 +200,14 @@ class FakeEngine:
         "".join(texts).encode()  # as a tokenizer would
         length = sum(1 + len(text.split()) for text in texts)
         at = chat.breakpoint
-        return Prompt(np.arange(length + 1, dtype=np.int32), breakpoint=at and min(at, length))
+        return Prompt(token_ids(range(length + 1)), breakpoint=at and min(at, length))
 
     async def render_text(self, text: str) -> Prompt:
         """Return a prompt of one token per word."""
         self.texts.append(text)
         if self.render_error:
             raise self.render_error
-        return Prompt(np.arange(len(text.split()), dtype=np.int32))
+        return Prompt(token_ids(range(len(text.split()))))
 
     def decode(self, prompt: Prompt) -> str:
         """Return a word for each token id."""

@@ -6,13 +6,12 @@ import asyncio
 from typing import Any
 
 import httpx
-import numpy as np
 import openai
 import pytest
 
 from mlxcache.api.choices import Choices
 from mlxcache.errors import GenerationFailed
-from mlxcache.types import Job, Prompt, Text
+from mlxcache.types import Job, Prompt, Text, token_ids
 from tests.api.conftest import FakeEngine, eventually, reply
 from tests.api.openai_bodies import USER, chat, events
 
@@ -133,7 +132,7 @@ class TestChat:
 
     async def test_of_a_client_that_stalls_little_is_read_ahead(self, engine: FakeEngine) -> None:
         engine.script = [Text("a")] * 100
-        job = Job("req_1", Prompt(np.arange(3, dtype=np.int32)))
+        job = Job("req_1", Prompt(token_ids(range(3))))
         streams: Any = [await engine.submit(job) for _ in range(2)]
         items = Choices(streams).read()
         await anext(items)

@@ -7,7 +7,6 @@ import json
 from collections.abc import AsyncGenerator
 from typing import Any
 
-import numpy as np
 import pytest
 from sse_starlette.event import ServerSentEvent
 
@@ -21,11 +20,11 @@ from mlxcache.api.sse import (
     start_stream,
 )
 from mlxcache.errors import GenerationFailed
-from mlxcache.types import Admitted, Event, Job, Progress, Prompt, Text, Thinking
+from mlxcache.types import Admitted, Event, Job, Progress, Prompt, Text, Thinking, token_ids
 from tests.api.conftest import FakeEngine, FakeStream, reply, soon
 
 SETTINGS = ApiSettings()
-JOB = Job("req_1", Prompt(np.arange(3, dtype=np.int32)))
+JOB = Job("req_1", Prompt(token_ids(range(3))))
 
 
 async def opened(engine: FakeEngine) -> FakeStream:

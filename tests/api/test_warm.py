@@ -3,12 +3,11 @@
 import json
 from typing import Any
 
-import numpy as np
 import pytest
 
 from mlxcache.api.cache import warm
 from mlxcache.errors import GenerationFailed
-from mlxcache.types import Finished, Prompt
+from mlxcache.types import Finished, Prompt, token_ids
 from tests.api.fake import FakeEngine, reply
 
 USER = {"role": "user", "content": "Hi"}
@@ -20,7 +19,7 @@ async def test_a_head_is_computed_up_to_where_messages_differ():
     prompts = iter(([5, 6, 7, 8, 1, 9], [5, 6, 7, 8, 2, 9]))
 
     async def render(chat, *, session=None):
-        return Prompt(np.array(next(prompts), np.int32), (4, 6))
+        return Prompt(token_ids(next(prompts)), (4, 6))
 
     engine.render = render
     done = await warm(engine, b"Be brief.")

@@ -10,6 +10,7 @@ import pytest
 
 from mlxcache.bench.own import NoOwnTime, measuring
 from mlxcache.model.own_time import OwnTime, rounding
+from mlxcache.types import token_ids
 from tests.toys.toy import make_toy
 
 
@@ -69,7 +70,7 @@ def test_a_prompt_is_fed_in_passes_of_the_given_length(tmp_path: Path, monkeypat
 def test_rounding_is_what_two_ways_of_feeding_differ_by(tmp_path: Path) -> None:
     """Nothing to speak of in float32."""
     own = OwnTime(make_toy(tmp_path))
-    assert 0 <= rounding(own.model, own.rng.integers(0, 256, 300, np.int32), 270) < 1e-3
+    assert 0 <= rounding(own.model, token_ids(own.rng.integers(0, 256, 300, np.int32)), 270) < 1e-3
 
 
 def test_a_cache_that_cannot_be_cut_is_refused(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from mlxcache.mlx_thread import MlxThread
 from mlxcache.model import kv
 from mlxcache.model.examine import examine
 from mlxcache.model.load import ModelSpec, load
-from mlxcache.types import Job, Prompt, Sampling
+from mlxcache.types import NO_TOKENS, Job, Prompt, Sampling, join_ids, token_ids
 
 TALK = Talk(head=800, asked=300, replied=24)
 TOKENS = 2400
@@ -28,17 +28,17 @@ async def played(engine: Engine, talk: Talk, tokens: int) -> ModelRuntime:
 
     What is on its way to disk is not thinned, and a person is slower than a disk.
     """
-    ids, rng = np.zeros(0, np.int32), np.random.default_rng(1)
+    ids, rng = NO_TOKENS, np.random.default_rng(1)
     core = await engine.call(lambda core: core)
     assert core.kv.disk is not None
     for turn, (marks, _, prompt, end) in enumerate(talk.turns(tokens)):
-        asked = rng.integers(0, 500, prompt - len(ids)).astype(np.int32)
-        job = Job(f"t{turn}", Prompt(np.concatenate([ids, asked]), marks), Sampling(), end - prompt)
+        asked = token_ids(rng.integers(0, 500, prompt - len(ids)).astype(np.int32))
+        job = Job(f"t{turn}", Prompt(join_ids(ids, asked), marks), Sampling(), end - prompt)
         stream = await engine.submit(job)
         task = engine._requests[job.id].task
         async for _ in stream:
             pass
-        ids = np.concatenate([task.ids, np.asarray(task.out, np.int32)])
+        ids = join_ids(task.ids, token_ids(task.out))
         assert len(ids) == end
         while core.kv.disk.write_behind.busy:  # noqa: ASYNC110 - the MLX thread sets no asyncio.Event
             await asyncio.sleep(0.005)

@@ -19,6 +19,7 @@ from mlxcache.scheduling import scheduler
 from mlxcache.scheduling.cost import STOPS, Cost
 from mlxcache.tree.budget import Budget
 from mlxcache.tree.thinning import BUDGET_SHARE, FEWEST, NEWEST
+from mlxcache.types import token_ids
 from tests.scheduled import Bench, admitted
 from tests.toys.toy import make_toy
 
@@ -41,7 +42,7 @@ def prompt(rng: np.random.Generator, n: int) -> list[int]:
 
 def checkpoints(bench: Bench, ids: list[int]) -> list[int]:
     """Where the path of `ids` has checkpoints."""
-    match = bench.kv.tree.match(np.asarray(ids, np.int32), touch=False)
+    match = bench.kv.tree.match(token_ids(ids), touch=False)
     return [at for at, _ in match.checkpoints]
 
 
@@ -263,7 +264,7 @@ def test_checkpoints_keep_to_their_share_of_the_budget(
             task = hybrid.ask(ids, marks=[20, len(ids) - 3], tokens=6)
             most = max(most, memory.tree.checkpoint_bytes)
             ids = [*ids, *task.out, *prompt(rng, 20)]
-            assert memory.reusable(np.asarray(ids, np.int32)) == len(ids) - 20
+            assert memory.reusable(token_ids(ids)) == len(ids) - 20
     assert limit * BUDGET_SHARE - layout.checkpoint_bytes < most <= limit * BUDGET_SHARE
 
 
@@ -276,7 +277,7 @@ def test_a_trail_tells_after_which_checkpoints_others_leave(
         hybrid.ask([*head, 3, 4, n + 20, *prompt(rng, 60)], marks=[100, 140], tokens=4)
         for n in range(2)
     ]
-    ids = np.asarray([*tasks[0].ids.tolist(), *tasks[0].out], np.int32)
+    ids = token_ids([*tasks[0].ids.tolist(), *tasks[0].out])
     trail = Trail.to(hybrid.kv.tree.match(ids).nodes[-1])
     assert [node.end for node in trail.nodes] == [100, 140, 167]
     assert trail.parted == {100}
@@ -305,7 +306,7 @@ def test_a_path_is_thinned_also_while_the_disk_is_slow(
         assert (held[0], held[-1]) == (100, len(ids))
     answers.set()
     assert disk.write_behind.drain(60.0) == 0
-    found = disk.store.find(np.asarray(ids, np.int32))
+    found = disk.store.find(token_ids(ids))
     assert found.length == len(ids)
     assert [one.position for one in found.checkpoints][-1] == len(ids)
     assert {one.position for one in found.checkpoints} <= set(held)

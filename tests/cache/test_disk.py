@@ -19,6 +19,7 @@ from mlxcache.errors import DiskFull, PrefixNotStored, StoreError
 from mlxcache.model import serialise
 from mlxcache.scheduling.task import Task
 from mlxcache.store.store import Store
+from mlxcache.types import token_ids
 from tests.scheduled import Bench
 from tests.scheduling.drafts import make_draft
 from tests.scheduling.faults import uncomputable
@@ -286,7 +287,7 @@ def test_a_long_prompt_is_on_disk_before_its_reply_ends(
     task = llama.put(ids, tokens=50)
     llama.run(until=lambda: len(task.out) > 0)
     settled(disk)
-    assert disk.store.find(np.asarray(ids, np.int32)).length >= 2000
+    assert disk.store.find(token_ids(ids)).length >= 2000
     llama.run()
 
 
@@ -381,7 +382,7 @@ def test_a_slow_disk_holds_dirty_segments_in_ram_and_drops_none(
         llama.ask(ids)
     settled(disk)
     for ids in prompts:
-        assert disk.store.find(np.asarray(ids, np.int32)).length == len(ids)
+        assert disk.store.find(token_ids(ids)).length == len(ids)
     assert llama.kv.ram.dropped == 0
 
 
@@ -547,7 +548,7 @@ def test_a_path_whose_runs_find_no_beginning_is_begun_again_once_for_all_of_them
     settled(disk)
     assert refused
     assert paths[0].tries == 1
-    assert disk.store.find(np.asarray(ids, np.int32)).length == len(ids)
+    assert disk.store.find(token_ids(ids)).length == len(ids)
 
 
 def test_memory_for_copies_is_given_back_when_nothing_is_written(

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
+from mlxcache.types import token_ids
 from tests.conftest import ToyMaker
 from tests.scheduled import Bench
 
@@ -16,9 +17,9 @@ def test_what_the_tree_does_not_hold_costs_nobody_else(toy: ToyMaker) -> None:
     bench = Bench(path)
     ids = np.random.default_rng(1).integers(10, 400, 300).tolist()
     bench.ask(ids, tokens=4)
-    gone = np.asarray([*ids[:4], 401, *ids[5:200]], np.int32)
+    gone = token_ids([*ids[:4], 401, *ids[5:200]])
     assert bench.kv.forget(gone, 4) == 0
-    assert bench.kv.reusable(np.asarray(ids, np.int32)) == 299
-    assert bench.kv.forget(np.asarray(ids, np.int32), 4) > 200
-    assert bench.kv.reusable(np.asarray(ids, np.int32)) == 4
+    assert bench.kv.reusable(token_ids(ids)) == 299
+    assert bench.kv.forget(token_ids(ids), 4) > 200
+    assert bench.kv.reusable(token_ids(ids)) == 4
     bench.check()

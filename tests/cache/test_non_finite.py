@@ -13,6 +13,7 @@ import pytest
 from mlxcache.cache.disk import DiskTier
 from mlxcache.model.finite import finite_upto, is_finite
 from mlxcache.scheduling.task import Task
+from mlxcache.types import token_ids
 from tests.scheduled import Bench, admitted, finished
 from tests.scheduling.faults import FaultyModel, faulty
 from tests.scheduling.test_faults import at_rest, error, prompt
@@ -117,7 +118,7 @@ def test_nan_that_an_earlier_request_left_goes_too(
     for lineage in bench.kv.ram.idle.values():
         for slot in lineage.linear:
             slot.values[..., 120, :] = float("nan")
-    for node in bench.kv.tree.match(np.asarray(ids, np.int32)).nodes:
+    for node in bench.kv.tree.match(token_ids(ids)).nodes:
         if node.checkpoint is not None and node.end > 120:
             state = spoilt(node.checkpoint)
             bench.kv.tree.set_checkpoint(node, state, node.checkpoint_bytes)
@@ -185,7 +186,7 @@ def test_nan_does_not_stay_on_disk(
     assert disk.write_behind.drain(30.0) == 0
     whole = head + ids
     task = fails_in_its_reply(bench, model, disk, whole, mark=190)
-    found = disk.store.find(np.asarray(whole, np.int32))
+    found = disk.store.find(token_ids(whole))
     assert found.length <= len(head) + 3
     disk = start(bench)
     again = bench.ask(whole + task.out)
@@ -211,7 +212,7 @@ def test_what_others_share_stays_in_both_tiers(
     assert all_kept_is_finite(bench)
     longer = other + asked.out + prompt(rng, 5)
     wanted = admitted(asked).cached_tokens + len(other)
-    found = disk.store.find(np.asarray(longer, np.int32))
+    found = disk.store.find(token_ids(longer))
     assert found.length >= wanted
     again = bench.ask(longer)
     assert admitted(again).cached_tokens >= wanted

@@ -12,7 +12,7 @@ import pytest
 from mlxcache.config import Settings
 from mlxcache.engine.engine import Engine
 from mlxcache.errors import ContextLengthExceeded, ModelError, QueueFull
-from mlxcache.types import Finished, Job, Prompt
+from mlxcache.types import Finished, Job, Prompt, token_ids
 from tests.memory import rounding_bytes
 from tests.sampler import Sampler
 
@@ -25,7 +25,7 @@ def held() -> int:
 
 
 async def ask(engine: Engine, ids: list[int], tokens: int, name: str) -> Finished:
-    prompt = Prompt(np.asarray(ids, np.int32), (len(ids) - 4,))
+    prompt = Prompt(token_ids(ids), (len(ids) - 4,))
     job = Job(name, prompt, max_tokens=tokens, session=name)
     async with await engine.submit(job) as stream:
         events = [event async for event in stream]
@@ -82,7 +82,7 @@ async def test_a_prompt_that_can_never_fit_is_refused_at_once(toy_paths: dict[st
 def long_job(name: str) -> Job:
     """No two of these ask the same."""
     seed = int.from_bytes(name.encode(), "big") % 1000
-    ids = np.random.default_rng(seed).integers(10, 400, 390, np.int32)
+    ids = token_ids(np.random.default_rng(seed).integers(10, 400, 390, np.int32))
     return Job(name, Prompt(ids), max_tokens=200)
 
 

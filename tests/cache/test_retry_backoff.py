@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 
 from mlxcache.cache.retry import FIRST_RETRY_S, RETRY_S, RetryBackoff
 from mlxcache.tree.prefix_tree import PrefixTree
+from mlxcache.types import token_ids
 
 
 class Clock:
@@ -53,7 +53,7 @@ def test_a_disk_that_works_now_and_then_is_not_tried_every_second(clock: Clock) 
 def test_what_left_ram_is_not_tried_again(clock: Clock) -> None:
     """Of the others all tokens are, whoever holds their KV."""
     tree, backoff = PrefixTree(1), RetryBackoff(lambda seconds: None, clock)
-    ids = np.arange(10, dtype=np.int32)
+    ids = token_ids(range(10))
     gone = tree.insert(ids[::-1].copy(), "a")
     tree.insert(ids[:4], "b")
     kept = tree.insert(ids, "c")

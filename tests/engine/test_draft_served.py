@@ -8,13 +8,12 @@ from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 
 import mlx.core as mx
-import numpy as np
 import pytest
 
 from mlxcache.config import Settings
 from mlxcache.engine.engine import Engine
 from mlxcache.errors import SnapshotRefused
-from mlxcache.types import Finished, Prompt, RequestRecord
+from mlxcache.types import Finished, Prompt, RequestRecord, token_ids
 from tests.cache.test_ram_limit import LIMIT, held
 from tests.conftest import ToyMaker
 from tests.engine.running import started
@@ -81,7 +80,7 @@ async def test_a_draft_that_does_not_pay_is_hardly_used(
 
 async def said(engine: Engine, ids: list[int]) -> list[int]:
     """The tokens of a greedy reply."""
-    await ask(engine, Prompt(np.array(ids, np.int32)), tokens=20, session="one")
+    await ask(engine, Prompt(token_ids(ids)), tokens=20, session="one")
     held = [await engine.sessions.info(one.session.id) for one in await engine.sessions.list()]
     newest = max((leaf.ids.tolist() for one in held for leaf in one.leaves), key=len)
     assert newest[: len(ids)] == ids

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import numpy as np
-
 from mlxcache.config import Settings
 from mlxcache.engine.engine import Engine
-from mlxcache.types import Finished, Job, Prompt, RequestRecord, Text
+from mlxcache.types import Finished, Job, Prompt, RequestRecord, Text, token_ids
 
 
 async def test_a_reply_ends_though_accounting_for_it_fails(toy, tmp_path: Path) -> None:
@@ -22,7 +20,7 @@ async def test_a_reply_ends_though_accounting_for_it_fails(toy, tmp_path: Path) 
     engine = Engine(settings, on_request=fail)
     await engine.start()
     try:
-        prompt = Prompt(np.arange(10, 50, dtype=np.int32))
+        prompt = Prompt(token_ids(range(10, 50)))
         events = [event async for event in await engine.submit(Job("r", prompt, max_tokens=2))]
     finally:
         await engine.stop()
@@ -36,7 +34,7 @@ async def test_a_reply_that_has_begun_shows_all_that_was_fed(toy, tmp_path: Path
     engine = Engine(settings)
     await engine.start()
     try:
-        prompt = Prompt(np.arange(10, 150, dtype=np.int32))
+        prompt = Prompt(token_ids(range(10, 150)))
         stream = await engine.submit(Job("r", prompt, max_tokens=400))
         async for event in stream:
             if isinstance(event, Text):

@@ -9,14 +9,13 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from mlxcache.config import Settings
 from mlxcache.engine import keep_awake
 from mlxcache.engine.engine import Engine
 from mlxcache.engine.keep_awake import CAFFEINATE, CHECK_S, GRACE_S, KeepAwake, Process, spawn
-from mlxcache.types import Job, Prompt
+from mlxcache.types import Job, Prompt, token_ids
 
 COMMAND = (CAFFEINATE, "-i", "-w", str(os.getpid()))
 
@@ -206,7 +205,7 @@ async def test_an_engine_holds_it_from_the_first_request_to_the_end(toy, tmp_pat
     await engine.start()
     assert not mac.held
     streams = [
-        await engine.submit(Job(id, Prompt(np.arange(at, at + 40, dtype=np.int32)), max_tokens=4))
+        await engine.submit(Job(id, Prompt(token_ids(range(at, at + 40))), max_tokens=4))
         for id, at in (("a", 10), ("b", 60))
     ]
     assert mac.held

@@ -20,7 +20,7 @@ from mlxcache.config.memory import read_footprint
 from mlxcache.config.models import ModelEntry
 from mlxcache.engine.engine import Engine
 from mlxcache.engine.models import Models
-from mlxcache.types import Finished, Job, Prompt
+from mlxcache.types import Finished, Job, Prompt, token_ids
 from tests.conftest import ToyMaker
 
 TALKS = 30
@@ -33,7 +33,7 @@ async def turn(engine: Engine, number: int) -> None:
     """One of the conversations goes on, or begins again once it is long."""
     talk, step = number % TALKS, number // TALKS % 3
     rng = np.random.default_rng((talk, 1))
-    ids = rng.integers(10, 400, 140 + 30 * step).astype(np.int32)
+    ids = token_ids(rng.integers(10, 400, 140 + 30 * step).astype(np.int32))
     stream = await engine.submit(Job(f"t{number}", Prompt(ids), max_tokens=4, session=f"s{talk}"))
     if number % 7 == 3:
         await stream.aclose()
@@ -157,7 +157,7 @@ async def reloaded(paths: list[Path], folder: Path, few: int, many: int, slack: 
         for number in range(many):
             for label, ids in talks.items():
                 engine = await models.of(label)
-                prompt = Prompt(np.array(ids, np.int32))
+                prompt = Prompt(token_ids(ids))
                 stream = await engine.submit(Job(f"{label}{number}", prompt, max_tokens=4))
                 ended = [event async for event in stream if isinstance(event, Finished)]
                 assert ended

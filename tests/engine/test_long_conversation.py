@@ -11,7 +11,7 @@ import pytest
 from mlxcache.config import Settings
 from mlxcache.engine.engine import Engine
 from mlxcache.tree.thinning import BUDGET_SHARE, allowed
-from mlxcache.types import Event, Finished, Job, Prompt, Text
+from mlxcache.types import Event, Finished, Job, Prompt, Text, token_ids
 
 HEAD, RESULT, REPLY = 300, 100, 8
 SLACK = 64
@@ -45,7 +45,7 @@ class Conversation:
         self.marks.append(len(self.ids))
         self.ids += [1, 4]
         ids = list(self.ids)
-        prompt = Prompt(np.asarray(ids, np.int32), tuple(self.marks))
+        prompt = Prompt(token_ids(ids), tuple(self.marks))
         job = Job(f"req_{time.monotonic_ns()}", prompt, max_tokens=REPLY, raw=True, top_logprobs=0)
         reply: list[int] = []
         last: Event | None = None

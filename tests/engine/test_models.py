@@ -34,7 +34,7 @@ from mlxcache.errors import (
 )
 from mlxcache.model import load
 from mlxcache.model.resident_weights import Pace, Weights
-from mlxcache.types import Arrival, Job, Prompt, Text
+from mlxcache.types import Arrival, Job, Prompt, Text, Tokens, token_ids
 from tests.conftest import ToyMaker
 
 
@@ -279,7 +279,7 @@ async def test_a_model_takes_no_more_than_its_share(
         assert b.residence is not None
         assert most == 12_000_000 - b.residence["weights_bytes"]
         for n in range(4):
-            ids = np.random.default_rng(n).integers(10, 400, length, np.int32)
+            ids = token_ids(np.random.default_rng(n).integers(10, 400, length, np.int32))
             job = Job(f"req_{n}", Prompt(ids), max_tokens=1, raw=True)
             async with await b.submit(job) as stream:
                 assert [event async for event in stream]
@@ -297,14 +297,15 @@ async def test_a_long_prompt_gets_the_memory_of_a_model_that_always_has_requests
     """That model goes on afterwards, and its replies are the same as before."""
     made: dict[int, list[str]] = {}
 
-    async def ask(engine: Engine, ids: np.ndarray[Any, Any], name: str) -> list[str]:
-        job = Job(name, Prompt(ids.astype(np.int32)), max_tokens=4, raw=True)
+    async def ask(engine: Engine, ids: Tokens, name: str) -> list[str]:
+        job = Job(name, Prompt(ids), max_tokens=4, raw=True)
         async with await engine.submit(job) as stream:
             return [event.text async for event in stream if isinstance(event, Text)]
 
     async def ask_on(engine: Engine, client: int) -> None:
         for number in count():
-            ids = np.random.default_rng(number % 3 * 100 + client).integers(10, 400, 50)
+            rng = np.random.default_rng(number % 3 * 100 + client)
+            ids = token_ids(rng.integers(10, 400, 50, np.int32))
             said = await ask(engine, ids, f"req_{client}_{number}")
             assert said == made.setdefault(number % 3 * 100 + client, said)
 
@@ -315,7 +316,7 @@ async def test_a_long_prompt_gets_the_memory_of_a_model_that_always_has_requests
         clients = [asyncio.create_task(ask_on(b, client)) for client in range(16)]
         await asyncio.sleep(1)
         for number in range(2):
-            ids = np.random.default_rng(number).integers(10, 400, length)
+            ids = token_ids(np.random.default_rng(number).integers(10, 400, length, np.int32))
             async with asyncio.timeout(180):
                 await ask(a, ids, f"req_long_{number}")
             assert b.residence is not None

@@ -15,13 +15,13 @@ from mlxcache.engine.engine import Engine
 from mlxcache.errors import NotFound
 from mlxcache.owner import OWNER, own_ids, owner_of
 from mlxcache.store.sessions import Sessions
-from mlxcache.types import Chat, Finished, Job, Prompt
+from mlxcache.types import Chat, Finished, Job, Prompt, token_ids
 from tests.conftest import ToyMaker
 from tests.engine.running import started
 
 ALICE, BOB = owner_of("alice"), owner_of("bob")
 OWNERS = [ALICE, BOB, None]
-IDS = np.random.default_rng(1).integers(100, 400, 300).astype(np.int32)
+IDS = token_ids(np.random.default_rng(1).integers(100, 400, 300).astype(np.int32))
 
 
 @contextmanager

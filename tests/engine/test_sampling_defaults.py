@@ -7,12 +7,11 @@ import logging
 import shutil
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from mlxcache.engine.engine import Engine
 from mlxcache.scheduling import loop_guard
-from mlxcache.types import DEFAULTED, Finished, Job, Prompt, Sampling
+from mlxcache.types import DEFAULTED, Finished, Job, Prompt, Sampling, token_ids
 from tests.engine.running import started
 
 UNSET = frozenset(DEFAULTED)
@@ -29,7 +28,7 @@ def model(toy, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 async def reply(engine: Engine, id: str, sampling: Sampling, *, tokens: int = 30) -> list[str]:
-    prompt = Prompt(np.arange(10, 60, dtype=np.int32))
+    prompt = Prompt(token_ids(range(10, 60)))
     job = Job(id, prompt, sampling, max_tokens=tokens, raw=True)
     events = [event async for event in await engine.submit(job)]
     assert isinstance(events[-1], Finished)

@@ -15,9 +15,19 @@ from mlxcache.config import Settings
 from mlxcache.engine.engine import Engine
 from mlxcache.engine.stream import Stream
 from mlxcache.errors import DeadlineExceeded, QueueFull, TooMany
-from mlxcache.types import Finished, Job, OutputFormat, Prompt, Sampling, Text, ToolChoice
+from mlxcache.types import (
+    Finished,
+    Job,
+    OutputFormat,
+    Prompt,
+    Sampling,
+    Text,
+    Tokens,
+    ToolChoice,
+    token_ids,
+)
 
-IDS = np.random.default_rng(4).integers(10, 400, 300, np.int32)
+IDS = token_ids(np.random.default_rng(4).integers(10, 400, 300, np.int32))
 
 
 @pytest.fixture
@@ -31,7 +41,7 @@ async def engine(toy_paths: dict[str, Path], tmp_path: Path) -> AsyncIterator[En
     await engine.stop()
 
 
-def job(name: str, ids: np.ndarray = IDS, **kwargs: Any) -> Job:
+def job(name: str, ids: Tokens = IDS, **kwargs: Any) -> Job:
     return Job(name, Prompt(ids), **{"max_tokens": 40, "session": "s", **kwargs})
 
 
@@ -189,7 +199,7 @@ async def test_the_servers_own_limit_holds_too(engine: Engine) -> None:
 async def test_a_session_has_half_of_the_queue(engine: Engine) -> None:
     def apart(name: str, session: str | None) -> Job:
         ids = np.random.default_rng(list(name.encode())).integers(10, 400, 60, np.int32)
-        return job(name, ids, max_tokens=30_000, session=session)
+        return job(name, token_ids(ids), max_tokens=30_000, session=session)
 
     held: list[Stream] = []
     for i in range(2):

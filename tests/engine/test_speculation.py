@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from mlxcache.config import Settings
@@ -15,7 +14,7 @@ from mlxcache.guess.passes import LENGTHS, PassCosts
 from mlxcache.model import kv
 from mlxcache.prompt.result_forms import ResultForms
 from mlxcache.scheduling.pass_costs import load_passes, measure_passes, save_passes
-from mlxcache.types import Chat, Finished, Job, Sampling
+from mlxcache.types import Chat, Finished, Job, Sampling, Tokens, token_ids
 from tests.scheduled import Bench
 from tests.scheduling.guesses import CHEAP_CURVES
 
@@ -60,9 +59,9 @@ def test_forms_of_results_are_made_once_and_ahead() -> None:
     """Of results alone, and only where the form is another text."""
     made: list[str] = []
 
-    def encode(text: str) -> np.ndarray:
+    def encode(text: str) -> Tokens:
         made.append(text)
-        return np.arange(len(text), dtype=np.int32)
+        return token_ids(range(len(text)))
 
     forms = ResultForms(encode, escaped=True)
     messages = [{"role": "user", "content": NUMBERED}, {"role": "tool", "content": NUMBERED}]

@@ -13,7 +13,7 @@ from mlx_lm.models.cache import KVCache
 
 from mlxcache.config import Settings
 from mlxcache.engine.engine import Engine
-from mlxcache.types import Finished, Job, Prompt, Text
+from mlxcache.types import Finished, Job, Prompt, Text, token_ids
 
 
 class StrangeCache(KVCache):
@@ -22,7 +22,7 @@ class StrangeCache(KVCache):
 
 async def reply(engine: Engine, name: str, ids: list[int]) -> tuple[str, int]:
     """A whole reply's text, and how many tokens of its prompt were cached."""
-    job = Job(name, Prompt(np.array(ids, np.int32), (100,)), max_tokens=12, raw=True)
+    job = Job(name, Prompt(token_ids(ids), (100,)), max_tokens=12, raw=True)
     text = ""
     async for event in await engine.submit(job):
         if isinstance(event, Text):

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlxcache.guess.candidates import BREAK, GRAM, LOOK, MOST_MATCHED, NO_GUESS, Guess, TokenLog
+from mlxcache.types import token_ids
 
 
 def log_of(ids: list[int], most: int = 1 << 18) -> TokenLog:
@@ -46,7 +47,7 @@ def test_tokens_added_at_once_are_indexed_like_one_after_another(parts: list[lis
     """In bulk by NumPy, and one by one; also beyond the first size of the index."""
     many, single = TokenLog(), TokenLog()
     for part in parts:
-        many.extend(np.asarray(part, np.int32))
+        many.extend(token_ids(part))
         for token in part:
             single.extend([token])
         assert many.guess(9) == single.guess(9)
@@ -86,14 +87,14 @@ def test_a_log_takes_twelve_bytes_a_token_and_drops_the_oldest() -> None:
     log = TokenLog(5000)
     rng = np.random.default_rng(1)
     for _ in range(40):
-        log.extend(rng.integers(0, 900, 500, np.int32))
+        log.extend(token_ids(rng.integers(0, 900, 500, np.int32)))
         assert len(log) <= 5000
     assert log.nbytes <= 12 * 8192
-    newest = rng.integers(0, 900, 300, np.int32)
+    newest = token_ids(rng.integers(0, 900, 300, np.int32))
     log.extend(newest)
     log.extend(newest[:50])
     assert log.guess(3).tokens == tuple(newest[50:53].tolist())
-    log.extend(rng.integers(0, 900, 20_000, np.int32))
+    log.extend(token_ids(rng.integers(0, 900, 20_000, np.int32)))
     assert len(log) <= 5000
 
 

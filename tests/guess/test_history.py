@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import numpy as np
-
 from mlxcache.guess.history import Histories, History
-from mlxcache.types import Tokens
+from mlxcache.types import Tokens, join_ids, token_ids
 
 
 def ids(*tokens: int) -> Tokens:
-    return np.asarray(tokens, np.int32)
+    return token_ids(tokens)
 
 
 FIRST = ids(*range(40))
@@ -22,7 +20,7 @@ def test_the_next_turn_adds_only_what_is_new() -> None:
     history.say([70, 71, 72, 73])
     kept.keep("a", history)
     size = len(history)
-    turn = np.concatenate([FIRST, ids(70, 71, 72, 73, 80, 81, 70, 71, 72)])
+    turn = join_ids(FIRST, ids(70, 71, 72, 73, 80, 81, 70, 71, 72))
     again = kept.take("a", turn)
     assert again is history
     assert len(again) == size + 5
@@ -36,7 +34,7 @@ def test_no_owner_gets_anothers_text() -> None:
     history.say([70, 71, 72, 73])
     kept.keep("a", history)
     for owner in ("b", None):
-        other = kept.take(owner, np.concatenate([FIRST, ids(90, 70, 71, 72)]))
+        other = kept.take(owner, join_ids(FIRST, ids(90, 70, 71, 72)))
         assert other is not history
         assert not other.guess(3).tokens
 
@@ -51,8 +49,8 @@ def test_a_history_in_use_is_not_shared() -> None:
 def test_another_branch_keeps_what_was_said_on_the_first() -> None:
     """Text after the place where they part follows the text before it."""
     history = History()
-    history.follow(np.concatenate([FIRST, ids(70, 71, 72, 73)]))
-    history.follow(np.concatenate([FIRST, ids(60, 61, 70, 71, 72)]))
+    history.follow(join_ids(FIRST, ids(70, 71, 72, 73)))
+    history.follow(join_ids(FIRST, ids(60, 61, 70, 71, 72)))
     assert history.guess(1).tokens == (73,)
 
 
@@ -74,7 +72,7 @@ def test_the_oldest_histories_are_forgotten() -> None:
     """As many are kept as are allowed."""
     kept = Histories(most=2)
     for start in (0, 100, 200):
-        kept.keep(None, kept.take(None, FIRST + start))
+        kept.keep(None, kept.take(None, token_ids(FIRST + start)))
     assert len(kept) == 2
     kept.clear()
     assert len(kept) == 0

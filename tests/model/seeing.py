@@ -10,7 +10,7 @@ import numpy as np
 from mlx import nn
 
 from mlxcache.model.vision import decode
-from mlxcache.types import ImageSpan, Tokens
+from mlxcache.types import ImageSpan, Tokens, join_ids, token_ids
 
 
 class Whole:
@@ -45,7 +45,7 @@ class Whole:
         """The likeliest tokens after `ids`, each from a pass over all before it."""
         found: list[int] = []
         for _ in range(count):
-            all_ids = np.concatenate([ids, np.array(found, np.int32)])
+            all_ids = join_ids(ids, token_ids(found))
             found.append(int(mx.argmax(self.logits(all_ids, spans)[-1])))
         return found
 

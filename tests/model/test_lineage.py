@@ -16,6 +16,7 @@ from mlxcache.cache.kv_cache import KVCache
 from mlxcache.model import kv, serialise
 from mlxcache.model.lineage import Lineage
 from mlxcache.tree.budget import Budget
+from mlxcache.types import token_ids
 from tests.model.test_serialise import save
 from tests.toys.toy import make_toy
 
@@ -105,7 +106,7 @@ def test_growing_copying_and_appending_wait_for_few_evaluations(
 
 def test_the_lineages_of_a_cache_copy_as_much_at_once_as_it_was_given(layout: kv.Layout) -> None:
     cache = KVCache.open(layout, Budget(1 << 30), copy_bytes=12345)
-    lease = cache.acquire(np.arange(50, dtype=np.int32), 10)
+    lease = cache.acquire(token_ids(range(50)), 10)
     assert lease is not None
     lease.lineage.advance(50)
     assert lease.lineage.copy_bytes == lease.lineage.detach(10, 20).copy_bytes == 12345

@@ -30,7 +30,7 @@ from mlxcache.model import kv
 from mlxcache.model.arrays import tree_arrays
 from mlxcache.model.lineage import Lineage
 from mlxcache.model.mlx_lm_format import PromptCacheFile, agrees, prompt_ids, read_prompt_cache
-from mlxcache.types import Tokens
+from mlxcache.types import Tokens, join_ids, token_ids
 from tests.conftest import ToyMaker
 from tests.kinds import CACHE_KINDS
 
@@ -38,11 +38,11 @@ PORTABLE = [family for family in CACHE_KINDS if family != "deepseek_v41"]
 
 TEXT = "The quick brown fox jumps over the lazy dog, and the dog does not mind at all. "
 TOKENS = 12
-MORE: Tokens = np.array([70, 90, 110, 75, 33], np.int32)
+MORE: Tokens = token_ids([70, 90, 110, 75, 33])
 
 
 def random_ids(count: int) -> Tokens:
-    return np.random.default_rng(count).integers(8, 240, count, np.int32)
+    return token_ids(np.random.default_rng(count).integers(8, 240, count, np.int32))
 
 
 def greedy(model: Any, ids: Tokens, caches: Any = None) -> list[int]:
@@ -92,7 +92,7 @@ def test_mlx_lm_goes_on_from_our_file(
     assert [type(c) for c in caches] == [type(c) for c in make_prompt_cache(model)]
     assert metadata["model"] == "toy"
     assert json.loads(metadata["tokenizer_config"]) == {}
-    assert greedy(model, MORE, caches) == greedy(model, np.concatenate([ids, MORE]))
+    assert greedy(model, MORE, caches) == greedy(model, join_ids(ids, MORE))
 
 
 def test_a_class_that_mlx_lm_cannot_read_has_no_file(toy: ToyMaker, tmp_path: Path) -> None:
@@ -121,7 +121,7 @@ def test_a_file_holds_slices_and_no_room_for_more(toy_llama: Path, tmp_path: Pat
 def test_the_command_goes_on_from_our_file(toy: ToyMaker, family: str, tmp_path: Path) -> None:
     folder = toy(family)
     model, tokenizer = mlx_lm.load(str(folder))[:2]
-    head = np.array(tokenizer.encode(TEXT * 3), np.int32)
+    head = token_ids(tokenizer.encode(TEXT * 3))
     rest = "What does the fox do?"
     path = written(tmp_path / "p.safetensors", model, head, str(folder))
     command = [sys.executable, "-m", "mlx_lm", "generate", "--prompt-cache-file", str(path)]
@@ -130,7 +130,7 @@ def test_the_command_goes_on_from_our_file(toy: ToyMaker, family: str, tmp_path:
         [*command, "--temp", "0", "--verbose", "False"],
         check=True, capture_output=True, text=True, timeout=120,
     )  # fmt: skip
-    ids = np.concatenate([head, np.array(tokenizer.encode(rest), np.int32)])
+    ids = join_ids(head, token_ids(tokenizer.encode(rest)))
     # its streaming detokenizer drops a leading space
     assert done.stdout == tokenizer.decode(greedy(model, ids)).removeprefix(" ") + "\n"
 
@@ -146,7 +146,7 @@ def test_our_file_comes_back_to_us(toy: ToyMaker, family: str, tmp_path: Path) -
     assert found.ids is not None
     assert np.array_equal(found.ids, ids)
     assert agrees(model, layout, found, ids) == bool(layout.linear)
-    assert go_on(model, found) == greedy(model, np.concatenate([ids, MORE]))
+    assert go_on(model, found) == greedy(model, join_ids(ids, MORE))
 
 
 def go_on(model: Any, found: Any) -> list[int]:
@@ -164,13 +164,13 @@ def test_we_go_on_from_the_commands_file(toy: ToyMaker, family: str, tmp_path: P
     model, tokenizer = mlx_lm.load(str(folder))[:2]
     text = TEXT * 3 if family != "gemma3" else TEXT[:20]
     path = cache_prompt(folder, tmp_path / "p.safetensors", text)
-    ids = np.array(prompt_ids(tokenizer, text), np.int32)
+    ids = token_ids(prompt_ids(tokenizer, text))
     layout = kv.survey(model)
     found = read_prompt_cache(path, layout, mx.cpu)
     assert (found.length, found.model, found.ids) == (len(ids), str(folder), None)
     first_is_attention = layout.linear[:1] == (0,)
     assert agrees(model, layout, found, ids) == first_is_attention
-    assert go_on(model, found) == greedy(model, np.concatenate([ids, MORE]))
+    assert go_on(model, found) == greedy(model, join_ids(ids, MORE))
 
 
 def test_a_window_that_wrapped_has_to_be_computed(toy_gemma3: Path, tmp_path: Path) -> None:
@@ -199,9 +199,9 @@ def test_other_weights_or_tokens_are_noticed(toy: ToyMaker, tmp_path: Path) -> N
     assert agrees(model, layout, own, ids)
     assert not agrees(other, layout, own, ids)
     for at in (0, 70, 1500, 1999):
-        wrong = ids.copy()
+        wrong = np.array(ids)
         wrong[at] += 1
-        assert not agrees(model, layout, found, wrong)
+        assert not agrees(model, layout, found, token_ids(wrong))
 
 
 @pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16])

@@ -23,14 +23,15 @@ from mlxcache.model import kv
 from mlxcache.model import serialise as wire
 from mlxcache.model.lineage import Lineage
 from mlxcache.model.mlx_lm_format import PromptCacheFile, agrees, read_prompt_cache
+from mlxcache.types import join_ids, token_ids
 from tests.conftest import ToyMaker
 from tests.rounding import rounding
 from tests.toys import tiny
 
-IDS = np.random.default_rng(5).integers(8, 240, 200, np.int32)
+IDS = token_ids(np.random.default_rng(5).integers(8, 240, 200, np.int32))
 HEAD = 64
 """Size of heads: MLX's GPU kernels take whole groups of 64 numbers of them."""
-MORE = np.array([70, 90, 110, 75, 33], np.int32)
+MORE = token_ids([70, 90, 110, 75, 33])
 
 
 def fed(model: Any, lineage: Lineage, ids: Any, chunk: int) -> mx.array:
@@ -69,7 +70,7 @@ def moved(made: Any, expected: Any) -> float:
         np.abs(mine - theirs) / step
         for (mine, _), (theirs, step) in zip(quantised(made), quantised(expected), strict=True)
     ]
-    steps = np.concatenate([part.ravel() for part in parts])
+    steps = join_ids(*(part.ravel() for part in parts))
     assert steps.max() <= 1.5
     return float((steps > 0.5).mean())
 
@@ -247,7 +248,7 @@ def test_mlx_lm_goes_on_from_our_file_and_we_too(
     layout = kv.survey(model, kv_bits=8)
     line = lineage(layout)
     fed(model, line, IDS, 64)
-    expected = greedy(model, np.concatenate([IDS, MORE]), layout.make())
+    expected = greedy(model, join_ids(IDS, MORE), layout.make())
     path = tmp_path / "p.safetensors"
     path.write_bytes(b"".join(PromptCacheFile(line, "toy", IDS)))
     found = read_prompt_cache(path, layout, mx.cpu)

@@ -20,7 +20,7 @@ from mlxcache.model.load import Loaded, ModelSpec, load
 from mlxcache.model.positions import shift_of
 from mlxcache.prompt.images import ids_with_digests
 from mlxcache.scheduling.images import Images, measure
-from mlxcache.types import ImageSpan, Tokens
+from mlxcache.types import ImageSpan, Tokens, join_ids, token_ids
 from tests.conftest import ToyMaker
 from tests.model.seeing import Whole, poison
 from tests.toys.configs import NO_VLM
@@ -74,7 +74,7 @@ class Talk:
             spans.append(ImageSpan(start, start + count, shown, grid))
             ids += [config["vision_start_token_id"], *[config["image_token_id"]] * count]
             ids += [config["vision_end_token_id"]]
-        self.fed: Tokens = np.array(ids, np.int32)
+        self.fed: Tokens = token_ids(ids)
         self.images = tuple(spans)
 
     def __len__(self) -> int:
@@ -105,7 +105,7 @@ class Feeder:
     def decode(self, line: Lineage, talk: Talk, tokens: list[int]) -> mx.array:
         """Feed tokens of a reply; return the logits at each."""
         shift = mx.array([shift_of(talk.images)])
-        return self._call(line, np.array(tokens, np.int32), {"shift": shift})
+        return self._call(line, token_ids(tokens), {"shift": shift})
 
     def _call(self, line: Lineage, ids: Tokens, inputs: dict[str, mx.array]) -> mx.array:
         assert poison(self.loaded.model)
@@ -172,7 +172,7 @@ def test_a_reply_goes_on_behind_images(loaded: Loaded, whole: Whole, feeder: Fee
     replies = [[20, 30, 40, 50, 60, 70], [21, 31, 41, 51, 61, 71]]
     lines = [feeder.start() for _ in talks]
     expected = [
-        whole.logits(np.concatenate([talk.fed, np.array(reply, np.int32)]), talk.images)
+        whole.logits(join_ids(talk.fed, token_ids(reply)), talk.images)
         for talk, reply in zip(talks, replies, strict=True)
     ]
     for end in (12, 25, 26, 1000):

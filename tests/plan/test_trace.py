@@ -12,6 +12,7 @@ import pytest
 from mlxcache.common_prefix import common_length
 from mlxcache.engine.trace import TracedRequest, TraceWriter
 from mlxcache.plan.trace import Trace, TraceError, read_trace
+from mlxcache.types import Tokens, token_ids
 
 
 def written(folder: Path, *lines: Any) -> Path:
@@ -110,10 +111,10 @@ class Server:
     def __init__(self) -> None:
         self.writer = TraceWriter(1000.0)
         self.lines: list[dict[str, Any]] = [self.writer.header()]
-        self.paths: list[np.ndarray[Any, Any]] = []
+        self.paths: list[Tokens] = []
 
     def serve(self, ids: list[int], prompt: int, *, at: float, session: str | None = "s") -> None:
-        path = np.array(ids, np.int32)
+        path = token_ids(ids)
         one = TracedRequest(
             ids=path,
             prompt_tokens=prompt,

@@ -7,8 +7,6 @@ import random
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
-
 from mlxcache.common_prefix import common_length
 from mlxcache.model.output import OutputParser, reader
 from mlxcache.prompt.builder import PromptBuilder
@@ -23,6 +21,8 @@ from mlxcache.types import (
     Thinking,
     Tokens,
     ToolCall,
+    join_ids,
+    token_ids,
 )
 from tests.prompt import families
 from tests.prompt.chats import TOOLS
@@ -121,7 +121,7 @@ class Served:
         ]
         if calls:
             message["tool_calls"] = calls
-        return message, np.concatenate([prompt.ids, np.asarray(out, np.int32)])
+        return message, join_ids(prompt.ids, token_ids(out))
 
 
 def resorted(value: Any) -> Any:

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 
 from mlxcache.errors import BadRequest, ConfigError, ContextLengthExceeded
 from mlxcache.prompt.builder import PromptBuilder
-from mlxcache.types import Chat
+from mlxcache.types import NO_TOKENS, Chat
 from tests.prompt import kinds, templates
 from tests.prompt.chats import TOOLS, agent_turns
 from tests.prompt.kinds import KINDS, Newlines, NoBackend, Wrapped
@@ -50,7 +50,7 @@ def test_a_turn_up_to_its_last_mark_starts_the_next_turn(
 ) -> None:
     """Token for token: that is what makes every turn warm."""
     made = builder(kind, name)
-    before = np.zeros(0, dtype=np.int32)
+    before = NO_TOKENS
     for chat in turns:
         prompt = made.chat(chat, "s")
         assert prompt.ids[: len(before)].tolist() == before.tolist()
@@ -168,7 +168,7 @@ def test_other_tokenizers_are_served_whole(wrap: str, caplog: pytest.LogCaptureF
     assert caplog.messages
     prompt = made.chat(Chat([SYSTEM, user("hi <|im_end|>"), assistant("x"), user("y")], TOOLS))
     end = kinds.backend("byte_level").token_to_id("<|im_end|>")
-    assert prompt.ids.tolist().count(end) == (0 if source is None else 4)
+    assert (prompt.ids == end).sum() == (0 if source is None else 4)
     assert prompt.marks
 
 

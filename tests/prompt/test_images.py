@@ -15,7 +15,7 @@ from mlxcache.prompt.builder import PromptBuilder
 from mlxcache.prompt.images import IMAGE_RESULT, ImageTemplate, ids_with_digests
 from mlxcache.prompt.template import Template
 from mlxcache.prompt.traits import Traits
-from mlxcache.types import Chat, Image, ImageSpan
+from mlxcache.types import NO_TOKENS, Chat, Image, ImageSpan, token_ids
 from tests.prompt import kinds, templates
 
 TOKEN, BEFORE, BEHIND = "[INST]", "[TOOL_RESULTS]", "[/TOOL_RESULTS]"
@@ -130,7 +130,7 @@ def test_two_images_of_one_size_share_no_id() -> None:
 
 def test_the_ids_of_an_image_are_the_same_in_every_process() -> None:
     """They are on disk, and there they have to be found again."""
-    ids = np.arange(100, 110, dtype=np.int32)
+    ids = token_ids(range(100, 110))
     span = ImageSpan(3, 6, Image(b"", bytes(range(32))))
     known = ids_with_digests(ids, [span])
     assert known.tolist() == GOLDEN
@@ -138,7 +138,7 @@ def test_the_ids_of_an_image_are_the_same_in_every_process() -> None:
 
 
 def test_images_side_by_side_keep_their_own_ids() -> None:
-    ids = np.full(8, 7, np.int32)
+    ids = token_ids([7] * 8)
     first, second = (Image(b"", bytes([i]) * 32) for i in (1, 2))
     alone = ids_with_digests(ids, [ImageSpan(0, 4, first)])
     both = ids_with_digests(ids, [ImageSpan(0, 4, first), ImageSpan(4, 8, second)])
@@ -168,7 +168,7 @@ def test_a_turn_up_to_its_last_mark_starts_the_next_turn(
 ) -> None:
     builder = ALTERNATING if alternates else BUILDER
     messages: list[dict[str, Any]] = []
-    before = np.zeros(0, dtype=np.int32)
+    before = NO_TOKENS
     for turn in turns:
         messages.append(user(*turn))
         prompt = builder.chat(Chat(messages), "s")
@@ -271,4 +271,4 @@ def test_tokens_that_are_not_where_they_should_be_are_an_error() -> None:
     for ids in ([1, 9, 9, 1], [1, 9, 9, 9, 1], [1, 9, 9, 2, 9, 1], [1, 9, 9, 9]):
         wanted = 4 if ids.count(9) == 3 and ids[-1] == 1 and 2 not in ids else 3
         with pytest.raises(GenerationFailed):
-            template_images.locate(np.array(ids, np.int32), [image("1", wanted)])
+            template_images.locate(token_ids(ids), [image("1", wanted)])

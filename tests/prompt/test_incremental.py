@@ -19,6 +19,7 @@ from mlxcache.prompt.incremental import (
     check_incremental,
 )
 from mlxcache.prompt.tokenizer import added_tokens, control_tokens
+from mlxcache.types import join_ids, token_ids
 from tests.prompt import kinds
 from tests.prompt.chats import PIECES
 from tests.prompt.kinds import CONTROL, INCREMENTAL, KINDS, MARKS
@@ -124,7 +125,7 @@ def test_the_check_finds_a_tokenizer_that_depends_on_what_stood_before() -> None
         """Encodes a text's length into its last id."""
 
         def encode(self, text: str) -> object:
-            return np.append(made.codec.encode(text), np.int32(len(text) % 50))
+            return join_ids(made.codec.encode(text), token_ids([len(text) % 50]))
 
     odd = Tokeniser(Counting(), made.finder)  # type: ignore[arg-type]
     controls = control_tokens(added_tokens(kinds.tokenizer("byte_level", None)), None, ())
@@ -133,7 +134,7 @@ def test_the_check_finds_a_tokenizer_that_depends_on_what_stood_before() -> None
 
 def held(text: str) -> Tokenised:
     empty = np.zeros(0, dtype=np.int64)
-    return Tokenised(text, np.zeros(len(text), dtype=np.int32), empty, empty, empty)
+    return Tokenised(text, token_ids([0] * len(text)), empty, empty, empty)
 
 
 def test_the_longest_common_prefix_wins_among_a_session_s_and_the_latest() -> None:
@@ -199,7 +200,7 @@ def test_a_text_that_does_not_begin_with_its_anchor_is_encoded_whole() -> None:
 
     class Before:
         def encode(self, text: str) -> object:
-            return np.concatenate(([np.int32(0)], made.codec.encode(text)))
+            return join_ids(token_ids([0]), made.codec.encode(text))
 
     odd = Tokeniser(Before(), made.finder)  # type: ignore[arg-type]
     old = odd.encode_whole("<s>hello</s>")

@@ -8,7 +8,7 @@ from mlxcache.common_prefix import common_length
 from mlxcache.prompt.builder import PromptBuilder
 from mlxcache.prompt.incremental import Tokenised
 from mlxcache.prompt.marks import MARK_DISTANCE, find_marks, keep_positions
-from mlxcache.types import Chat
+from mlxcache.types import Chat, Tokens, join_ids, token_ids
 from tests.prompt import kinds, templates
 from tests.prompt.chats import TOOLS, call, result
 
@@ -34,7 +34,7 @@ def prompt(length: int, at: list[int], opener: int = 7) -> Tokenised:
     ids = np.ones(length, dtype=np.int32)
     ids[at] = opener
     where = np.array(at, dtype=np.int64)
-    return Tokenised("x" * length, ids, where, where + 1, where)
+    return Tokenised("x" * length, token_ids(ids), where, where + 1, where)
 
 
 def test_marks_ascend_and_are_apart_and_end_at_the_generation_prompt() -> None:
@@ -100,12 +100,12 @@ THINKING = {
 }
 
 
-def follows(builder: PromptBuilder, before: list[dict[str, Any]], text: str) -> np.ndarray:
+def follows(builder: PromptBuilder, before: list[dict[str, Any]], text: str) -> Tokens:
     """A prompt with its reply, as the cache has them."""
     backend = kinds.backend("byte_level")
     prompt = builder.chat(Chat(before, TOOLS)).ids
     reply = backend.encode(text, add_special_tokens=False).ids
-    return np.concatenate([prompt, np.asarray(reply, np.int32)])
+    return join_ids(prompt, token_ids(reply))
 
 
 @pytest.mark.parametrize("name", THINKING)

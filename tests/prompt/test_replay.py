@@ -7,7 +7,6 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
@@ -17,7 +16,7 @@ from mlxcache.store.database import TemporaryDatabase
 from mlxcache.store.reply_rows import ReplyRow
 from mlxcache.store.session_rows import Turn
 from mlxcache.store.sessions import Sessions
-from mlxcache.types import Chat, FinishReason
+from mlxcache.types import Chat, FinishReason, token_ids
 from tests.prompt.chats import TOOLS
 from tests.prompt.families import FAMILIES
 from tests.prompt.replaying import (
@@ -324,9 +323,20 @@ def test_a_text_that_only_begins_like_the_thinking_stays() -> None:
 def test_what_is_remembered_is_bounded_in_bytes() -> None:
     """The least recently used replies are evicted; those of a conversation in use stay."""
     replies = Replies(limit=40_000)
-    ids = np.arange(200, dtype=np.int32)
     made = [
-        GeneratedReply(ReplyRow(bytes([n]), n, "", bytes([n]), ids + n, True, False, False, None))
+        GeneratedReply(
+            ReplyRow(
+                bytes([n]),
+                n,
+                "",
+                bytes([n]),
+                token_ids(range(n, n + 200)),
+                True,
+                False,
+                False,
+                None,
+            )
+        )
         for n in range(20)
     ]
     for one in made:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import pytest
 
 from mlxcache.prompt.result_forms import ResultForms
+from mlxcache.types import Tokens, token_ids
 from mlxcache.wire.chat_bodies import request_to_chat
 
 CODE = "def add(a, b):\n    return a + b\n\nprint(add(1, 2))"
@@ -58,9 +58,9 @@ def test_results_of_every_api_have_a_form(body: dict[str, Any]) -> None:
     """Without the numbers that the tool wrote before its lines."""
     made: list[str] = []
 
-    def encode(text: str) -> np.ndarray:
+    def encode(text: str) -> Tokens:
         made.append(text)
-        return np.arange(len(text), dtype=np.int32)
+        return token_ids(range(len(text)))
 
     forms, messages = ResultForms(encode, escaped=False), request_to_chat(body).messages
     forms.learn(messages)

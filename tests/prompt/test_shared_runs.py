@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlxcache.prompt.shared_runs import LEAST_RUN, count_within, shared_runs
+from mlxcache.types import NO_TOKENS, Tokens, join_ids, token_ids
 
 parts = st.lists(
     st.one_of(
@@ -20,10 +21,10 @@ parts = st.lists(
 )
 
 
-def ids(found: list[tuple[int, int]]) -> np.ndarray:
+def ids(found: list[tuple[int, int]]) -> Tokens:
     """Tokens of pieces: each is a seed and a length."""
-    pieces = [np.random.default_rng(seed).integers(0, 50, size) for seed, size in found]
-    return np.concatenate([np.zeros(0, np.int64), *pieces]).astype(np.int32)
+    pieces = [np.random.default_rng(seed).integers(0, 50, size, np.int32) for seed, size in found]
+    return join_ids(NO_TOKENS, *map(token_ids, pieces))
 
 
 @given(parts, parts)
@@ -44,14 +45,14 @@ def test_runs_are_in_both_and_each_token_counts_once(old, new):
 
 def test_what_stands_around_a_change_is_found():
     """Also if it moved, and where a piece was inserted."""
-    a, b, c = (np.arange(n, n + 100, dtype=np.int32) for n in (0, 1000, 2000))
-    new = np.arange(5000, 5020, dtype=np.int32)
-    assert shared_runs(np.concatenate([a, b]), np.concatenate([new, a, new, b])) == (
+    a, b, c = (token_ids(range(n, n + 100)) for n in (0, 1000, 2000))
+    new = token_ids(range(5000, 5020))
+    assert shared_runs(join_ids(a, b), join_ids(new, a, new, b)) == (
         (20, 120),
         (140, 240),
     )
-    assert shared_runs(np.concatenate([a, b, c]), np.concatenate([c, a])) == ((0, 100), (100, 200))
-    assert shared_runs(a, np.concatenate([a, a])) == ((0, 100),)
+    assert shared_runs(join_ids(a, b, c), join_ids(c, a)) == ((0, 100), (100, 200))
+    assert shared_runs(a, join_ids(a, a)) == ((0, 100),)
     assert shared_runs(a, b) == ()
     assert shared_runs(a[:5], a[:5]) == ()
 
@@ -65,13 +66,13 @@ def test_only_tokens_of_the_range_are_counted():
 def test_long_prompts_take_little_time():
     """Of one token repeated, of repeated pieces, and of pieces in another order."""
     rng = np.random.default_rng(1)
-    pieces = [rng.integers(0, 9, 200).astype(np.int32) for _ in range(500)]
+    pieces = [token_ids(rng.integers(0, 9, 200).astype(np.int32)) for _ in range(500)]
     mixed = [pieces[i] for i in rng.permutation(500)]
-    same = np.zeros(100_000, np.int32)
+    same = token_ids([0] * 100_000)
     for one, other in (
         (same, same),
-        (np.concatenate(pieces), np.concatenate(mixed)),
-        (np.concatenate(pieces[:2] * 250), np.concatenate(pieces[1:3] * 250)),
+        (join_ids(*pieces), join_ids(*mixed)),
+        (join_ids(*pieces[:2] * 250), join_ids(*pieces[1:3] * 250)),
     ):
         began = perf_counter()
         assert shared_runs(one, other)

@@ -8,12 +8,21 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-import numpy as np
-
 from mlxcache.common_prefix import common_length
 from mlxcache.prompt.next_turn import append_reply
 from mlxcache.scheduling.anticipate import NEAR_MARK
-from mlxcache.types import Finished, FinishReason, Piece, Prompt, Text, Thinking, Tokens, ToolCall
+from mlxcache.types import (
+    Finished,
+    FinishReason,
+    Piece,
+    Prompt,
+    Text,
+    Thinking,
+    Tokens,
+    ToolCall,
+    join_ids,
+    token_ids,
+)
 from mlxcache.wire.anthropic_reply import ContentBlocks
 from mlxcache.wire.chat_bodies import request_to_chat
 from mlxcache.wire.openai_reply import Envelope, Wish, chat_completion
@@ -168,7 +177,7 @@ class Talk(Client):
         prompt, chat = self.prompt, request_to_chat(self.body)
         ids = self.model.ids(raw)
         pieces, out = self.model.pieces(prompt, ids, chat.tools, reason=reason, stop=stop)
-        all_of_it = np.concatenate([prompt.ids, np.asarray(out, np.int32)])
+        all_of_it = join_ids(prompt.ids, token_ids(out))
         computed = len(all_of_it) - 1  # the last token was drawn and is fed by what follows
         self.generated.append(Held(all_of_it[:computed], (*prompt.marks, computed)))
         self._anticipate(prompt, pieces, stop)

@@ -27,7 +27,7 @@ from mlxcache.store.digests import BLOCK, block_digests, root_digest
 from mlxcache.store.eviction import MARGIN, Space
 from mlxcache.store.folder import CHECKPOINT, RUN, Folder, blocks
 from mlxcache.store.store import Store
-from mlxcache.types import Tokens
+from mlxcache.types import NO_TOKENS, Tokens, join_ids, token_ids
 from tests.store.content import kv
 from tests.store.version_1 import SCHEMA
 
@@ -68,12 +68,12 @@ class Rows:
         while True:
             used = NOW - float(self._random.exponential(10 * DAY_S))
             if number % HEAD_SHARE == 0:
-                self._head = [(0, root_digest(NAMESPACE), np.empty(0, np.int32))]
+                self._head = [(0, root_digest(NAMESPACE), NO_TOKENS)]
                 yield from self._runs(self._head, HEAD_RUNS, NOW, HEAD_SHARE)
             path = list(self._head)
             yield from self._runs(path, TURNS, used, 0)
             if number % 97 == 0:
-                self.prompts.append(np.concatenate([ids for _, _, ids in path]))
+                self.prompts.append(join_ids(*(ids for _, _, ids in path)))
             if number % FORK_SHARE == 0:
                 del path[HEAD_RUNS + TURNS // 2 :]
                 yield from self._runs(path, TURNS // 2, used + 60, 0)
@@ -87,7 +87,7 @@ class Rows:
         for turn in range(count):
             parent, base, _ = path[-1]
             start = (len(path) - 1) * RUN_TOKENS
-            ids = self._random.integers(0, 50_000, RUN_TOKENS, dtype=np.int32)
+            ids = token_ids(self._random.integers(0, 50_000, RUN_TOKENS, dtype=np.int32))
             key, digest = block_digests(base, ids)
             self._id += 1
             run = self._id
@@ -204,20 +204,20 @@ def measure(folder: Path, prompts: list[Tokens], show: Callable[[str, float], No
     store, seconds = opened(folder)
     show("start_s", seconds)
     random = np.random.default_rng(1)
-    more = [random.integers(0, 50_000, 150, dtype=np.int32) for _ in range(300)]
+    more = [token_ids(random.integers(0, 50_000, 150, dtype=np.int32)) for _ in range(300)]
 
     def continued(number: int) -> None:
         ids = prompts[number % len(prompts)]
-        found = store.find(np.concatenate((ids, more[number])), touch=False)
+        found = store.find(join_ids(ids, more[number]), touch=False)
         assert found.length >= len(ids)
 
     def begun(number: int) -> None:
         head = prompts[number % len(prompts)][: HEAD_RUNS * RUN_TOKENS]
-        found = store.find(np.concatenate((head, more[number])), touch=False)
+        found = store.find(join_ids(head, more[number]), touch=False)
         assert found.length >= len(head)
 
     def save(number: int) -> None:
-        ids = np.concatenate((prompts[number % len(prompts)], more[number][:100]))
+        ids = join_ids(prompts[number % len(prompts)], more[number][:100])
         begin = len(ids) - 100
         store.write_run(ids, begin, kv(ids, begin))
 

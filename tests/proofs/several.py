@@ -22,7 +22,7 @@ import numpy as np
 from mlxcache.config import load_settings
 from mlxcache.engine.engine import Engine
 from mlxcache.engine.models import Models
-from mlxcache.types import Finished, Job, Piece, Prompt, Sampling, Tokens
+from mlxcache.types import Finished, Job, Piece, Prompt, Sampling, Tokens, token_ids
 from tests.toys.toy import make_toy
 
 PAIRS = 9
@@ -50,7 +50,7 @@ def make_models(folder: Path) -> list[Path]:
 
 def prompt(seed: int, n: int) -> Tokens:
     """Return a random prompt of `n` token ids."""
-    return np.random.default_rng(seed).integers(10, 400, n).astype(np.int32)
+    return token_ids(np.random.default_rng(seed).integers(10, 400, n).astype(np.int32))
 
 
 async def reply(engine: Engine, ids: Tokens, tokens: int) -> tuple[float, float, float, Finished]:

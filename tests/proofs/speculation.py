@@ -11,12 +11,11 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
-
 from mlxcache.guess.forms import reply_form
 from mlxcache.guess.history import History
 from mlxcache.guess.reply import ReplyGuesses
 from mlxcache.guess.rule import PassCost, Survival
+from mlxcache.types import token_ids
 from tests.proofs.agent_sessions import Kind, Message, Style, Words, session
 
 CURVES: Mapping[str, PassCost] = {
@@ -88,11 +87,11 @@ def play(
             said += ids
             form = reply_form(message.text, escaped=escaped) if message.result and forms else None
             if form is not None:
-                made = np.asarray(words.encode(form), np.int32)
+                made = token_ids(words.encode(form))
                 history.add_forms({str(number): made})
             continue
         said += ids[:2]
-        history.follow(np.asarray(said, np.int32))
+        history.follow(token_ids(said))
         guesses = ReplyGuesses(history, survival, redo=redo)
         measured.replies.append((len(ids) - 2, write(guesses, ids[2:], cost, measured, redo=redo)))
         said += ids[2:]

@@ -19,7 +19,7 @@ import numpy as np
 
 from mlxcache.bench.inside import Inside, running_inside
 from mlxcache.engine.runtime import ModelRuntime
-from mlxcache.types import Finished, RequestRecord, Sampling, Tokens
+from mlxcache.types import Finished, RequestRecord, Sampling, Tokens, join_ids, token_ids
 from tests.toys.toy import make_toy
 
 PAIRS = 9
@@ -45,10 +45,10 @@ class Played:
 async def play(inside: Inside, played: Played, seed: int, tokens: int, reply: int) -> None:
     """Play one conversation of random tokens."""
     rng = np.random.default_rng(seed)
-    first = rng.integers(0, VOCABULARY, tokens, np.int32)
+    first = token_ids(rng.integers(0, VOCABULARY, tokens, np.int32))
     said, record = await ask(inside, first, reply, seed)
-    more = rng.integers(0, VOCABULARY, NEW, np.int32)
-    prompt = np.concatenate([first, np.asarray(said, np.int32), more])
+    more = token_ids(rng.integers(0, VOCABULARY, NEW, np.int32))
+    prompt = join_ids(first, token_ids(said), more)
     _, warm = await ask(inside, prompt, reply, seed + 1)
     _, again = await ask(inside, prompt, reply, seed + 2)
     for name, one in zip(FIGURES, (record, warm, again), strict=False):

@@ -16,7 +16,6 @@ from pathlib import Path
 from statistics import median
 
 import mlx.core as mx
-import numpy as np
 
 from mlxcache.guess.forms import reply_form
 from mlxcache.guess.passes import PassCosts
@@ -24,7 +23,7 @@ from mlxcache.model.kv import Layout
 from mlxcache.scheduling.pass_costs import measure_passes
 from mlxcache.scheduling.speculation import Speculation
 from mlxcache.scheduling.task import Output, Task
-from mlxcache.types import Tokens
+from mlxcache.types import Tokens, token_ids
 from tests.proofs.agent_sessions import Kind, Style, Words, session
 from tests.scheduled import Bench
 from tests.scheduling.guesses import speculating
@@ -85,7 +84,7 @@ def turns(kind: Kind, style: Style, words: Words) -> list[Turn]:
             found.append(Turn([*said, 1, 2], ids[:LONGEST], dict(forms)))
         form = reply_form(message.text, escaped=style == "json") if message.result else None
         if form is not None:
-            forms[message.text] = np.asarray(encode(form), np.int32)
+            forms[message.text] = token_ids(encode(form))
         said += ids
     return found[:TURNS]
 

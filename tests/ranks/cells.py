@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from mlxcache.types import Prompt
+from mlxcache.types import Prompt, token_ids
 from tests.scheduling import test_matrix
 from tests.scheduling.matrix import Checked, conversation, settled
 
@@ -38,7 +38,7 @@ def anticipated(bench: Checked, folder: Path) -> None:
     following = talk.answered(task).asked(21, 90)
     ids, marks = following.ids, following.marks
     idle = bench.scheduler.idle_prefill
-    idle.add(Prompt(np.asarray(ids, np.int32), marks), task.tokens())
+    idle.add(Prompt(token_ids(ids), marks), task.tokens())
     while idle.ready:
         bench.tick()
         bench.check()

@@ -29,6 +29,7 @@ from mlxcache.ranks.setup import Rank
 from mlxcache.scheduling.task import Task
 from mlxcache.store.parts import Mode
 from mlxcache.store.store import Store
+from mlxcache.types import token_ids
 from tests.ranks.cells import CELLS
 from tests.scheduling.matrix import Checked, Logprobs, cold_logprobs
 
@@ -132,7 +133,7 @@ class Bench(Checked):
         line.grow(len(ids) + len(more) + 1)
         for at in range(0, len(ids) - 1, 50):
             part = ids[at : min(at + 50, len(ids) - 1)]
-            layout.lockstep.feed(line, part)
+            layout.lockstep.feed(line, token_ids(part))
             self.model(mx.array([part]), cache=line.caches)
             kv.eval_states(line.caches)
             line.advance(len(part))

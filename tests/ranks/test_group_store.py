@@ -16,6 +16,7 @@ from mlxcache.store.database import TemporaryDatabase
 from mlxcache.store.sessions import Sessions
 from mlxcache.store.snapshot_format import LeafInfo, SessionInfo
 from mlxcache.store.store import Store
+from mlxcache.types import join_ids
 from tests.ranks.two_stores import TwoStores, some_ids
 
 
@@ -104,7 +105,7 @@ def test_files_that_a_rank_has_evicted_meanwhile_are_not_loaded(two: TwoStores):
 def test_a_piece_is_used_as_far_as_every_rank_has_it(two: TwoStores):
     """Rank 1 has a file of another reply, whose first tokens are those of the evicted one."""
     ids = some_ids(256)
-    other = np.concatenate([ids[:110], some_ids(146, seed=5)])
+    other = join_ids(ids[:110], some_ids(146, seed=5))
     lineage = two.fed(ids)
     two.write(lineage, ids[:100])
     two.write(two.fed(other), other, 64)

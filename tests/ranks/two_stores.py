@@ -18,7 +18,7 @@ from mlxcache.ranks.follower import Follower
 from mlxcache.ranks.group_store import GroupStore, Whole, wait_for_outcome
 from mlxcache.ranks.leader import Leader
 from mlxcache.store.store import Store
-from mlxcache.types import Tokens
+from mlxcache.types import Tokens, token_ids
 
 _QUESTION = msgspec.msgpack.Decoder(op.AnyQuestion)
 
@@ -79,7 +79,7 @@ class TwoStores:
         """A lineage with `ids`, on both ranks."""
         lineage = Lineage(self.layout, 1 << 30)
         lineage.grow(len(ids))
-        self.leader.feed(lineage, ids.tolist())
+        self.leader.feed(lineage, ids)
         self.model(mx.array(ids)[None], cache=lineage.caches)
         kv.eval_states(lineage.caches)
         lineage.advance(len(ids))
@@ -108,4 +108,4 @@ class TwoStores:
 
 
 def some_ids(count: int, seed: int = 0) -> Tokens:
-    return np.random.default_rng(seed).integers(3, 200, count).astype(np.int32)
+    return token_ids(np.random.default_rng(seed).integers(3, 200, count).astype(np.int32))

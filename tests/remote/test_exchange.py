@@ -18,6 +18,7 @@ from mlxcache.remote.objects import Objects, open_remote
 from mlxcache.remote.tier import LOOKUPS
 from mlxcache.safetensors import Tensor, header_of
 from mlxcache.store.kv_files import block_checksums, compose_run, run_of
+from mlxcache.types import join_ids
 from tests.remote.servers import CELL, server
 from tests.store.content import assert_right, branch, kv, tokens
 
@@ -55,7 +56,7 @@ def test_what_one_computed_the_other_has_to_the_token(tmp_path: Path, remote: Ob
     ids = tokens(length)
     with server(tmp_path / "a", remote) as one, server(tmp_path / "b", remote) as other:
         one.computes(ids)
-        prompt = np.concatenate([ids, tokens(200, seed=9)])
+        prompt = join_ids(ids, tokens(200, seed=9))
         assert other.fetches(prompt) == (length if length >= 64 else 0)
         assert_right(other.store, prompt)
         assert other.store.check() == []
@@ -100,7 +101,7 @@ def test_a_state_is_fetched_with_the_runs_before_it(tmp_path: Path, remote: Obje
         server(tmp_path / "c", remote, opaque=True) as third,
     ):
         one.computes(ids[:1100], 300, 790, 1100)
-        other.fetches(np.concatenate([ids[:1100], tokens(100, seed=5)]))
+        other.fetches(join_ids(ids[:1100], tokens(100, seed=5)))
         found = assert_right(other.store, ids[:1100])
         assert [state.position for state in found.checkpoints] == [1100]
         third.fetches(branch(ids, 1050, 1400))

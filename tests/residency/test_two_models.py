@@ -18,6 +18,7 @@ from mlxcache.errors import ContextLengthExceeded
 from mlxcache.residency.rounds import Rounds
 from mlxcache.store.store import Store
 from mlxcache.tree.budget import Budget, SharedBudget
+from mlxcache.types import token_ids
 from tests.scheduled import Bench
 from tests.scheduling.history import STRAY, History
 from tests.scheduling.test_faults import error, prompt
@@ -108,7 +109,7 @@ def pair(toy_paths: dict[str, Path]) -> tuple[Bench, Bench]:
 
 
 def held(bench: Bench, ids: list[int]) -> int:
-    return bench.kv.match(np.asarray(ids, np.int32))
+    return bench.kv.match(token_ids(ids))
 
 
 def test_what_another_model_misses_least_is_evicted(

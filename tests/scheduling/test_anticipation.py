@@ -16,7 +16,17 @@ import pytest
 from mlxcache.engine.engine import Engine
 from mlxcache.scheduling.anticipate import MAX_UNUSED
 from mlxcache.scheduling.task import Task
-from mlxcache.types import Chat, Job, Piece, Prompt, RequestRecord, Text, Thinking, ToolCall
+from mlxcache.types import (
+    Chat,
+    Job,
+    Piece,
+    Prompt,
+    RequestRecord,
+    Text,
+    Thinking,
+    ToolCall,
+    token_ids,
+)
 from tests.conftest import ToyMaker
 from tests.engine.running import settled, started
 from tests.scheduled import Bench, admitted
@@ -211,7 +221,7 @@ def ids_of(rng: np.random.Generator, n: int) -> list[int]:
 
 def ahead(bench: Bench, task: Task, ids: Sequence[int]) -> None:
     """Have the turn that begins with `ids` anticipated after `task`."""
-    prompt = Prompt(np.asarray([*ids, 1], np.int32), (len(ids),))
+    prompt = Prompt(token_ids([*ids, 1]), (len(ids),))
     bench.scheduler.idle_prefill.add(prompt, task.tokens())
 
 
@@ -271,14 +281,14 @@ def test_it_takes_nothing_from_others(bench: Bench, rng: np.random.Generator):
         bench.ask(other, tokens=5)
     first = bench.ask(head, tokens=80)
     again = head + ids_of(rng, 60)
-    kept = [bench.kv.reusable(np.asarray(other, np.int32)) for other in others]
+    kept = [bench.kv.reusable(token_ids(other)) for other in others]
     budget, room = bench.kv.budget, bench.kv.ram
     state = 2 * bench.kv.layout.checkpoint_bytes
     budget.reserve("pending", budget.free - state)
     ahead(bench, first, again)
     work(bench)
     assert budget.used <= budget.limit
-    assert [bench.kv.reusable(np.asarray(other, np.int32)) for other in others] == kept
+    assert [bench.kv.reusable(token_ids(other)) for other in others] == kept
     assert room.dropped == 0
     budget.release("pending", budget.by_kind()["pending"])
     task = bench.ask([*again, *ids_of(rng, 10)])

@@ -15,7 +15,7 @@ from mlxcache.bench.device_faults import ERRORS, FailingDevice, failing
 from mlxcache.errors import DeadlineExceeded, GenerationFailed
 from mlxcache.model import serialise
 from mlxcache.scheduling.task import Task
-from mlxcache.types import Finished, Prompt, Sampling
+from mlxcache.types import Finished, Prompt, Sampling, token_ids
 from tests.conftest import ToyMaker
 from tests.engine.running import started
 from tests.scheduled import Bench
@@ -236,7 +236,7 @@ def test_an_anticipated_turn_that_fails_is_dropped(
     bench, rng = unlucky.bench, np.random.default_rng(6)
     ids = tokens(rng, 100)
     unlucky.run([bench.put(ids)])
-    turn = np.asarray([*ids, *tokens(rng, 200)], np.int32)
+    turn = token_ids([*ids, *tokens(rng, 200)])
     idle = bench.scheduler.idle_prefill
     idle.add(Prompt(turn), turn[:100])
     once.when = lambda: len(bench.kv.ram.busy) > 0

@@ -23,7 +23,7 @@ from mlxcache.scheduling.decoder import Drawn
 from mlxcache.scheduling.task import Task
 from mlxcache.sessions.mlx_lm_files import PromptCacheExport
 from mlxcache.tree.budget import Budget
-from mlxcache.types import Finished, Image, Piece, Text, TokenLogprob
+from mlxcache.types import Finished, Image, Piece, Text, TokenLogprob, join_ids, token_ids
 from tests.conftest import ToyMaker
 from tests.engine.running import started
 from tests.muse.toy import image
@@ -178,7 +178,7 @@ def test_a_prompt_cache_file_has_no_byte_that_is_not_confirmed(toy: ToyMaker) ->
     """Even of the last array, after which nothing is evaluated that would raise."""
     bench = Bench(toy("llama"))
     ids = bench.ask(tokens(np.random.default_rng(17), 100)).tokens()[:-1]
-    lease = bench.kv.acquire(np.append(ids, ids[-1:]), 1)
+    lease = bench.kv.acquire(join_ids(ids, ids[-1:]), 1)
     assert lease is not None
     counted = FailingDevice(lambda number: False)
     with failing(counted):
@@ -217,7 +217,7 @@ def test_an_error_while_a_lease_is_given_up_leaks_nothing(
     toy: ToyMaker, monkeypatch: pytest.MonkeyPatch, family: str
 ) -> None:
     bench = Bench(toy(family))
-    lease = bench.kv.acquire(np.arange(10, 200, dtype=np.int32), 10)
+    lease = bench.kv.acquire(token_ids(range(10, 200)), 10)
     assert lease is not None
     with monkeypatch.context() as patch:
         patch.setattr(Lineage, "sound", raising)
@@ -244,7 +244,7 @@ def test_an_error_while_room_is_made_leaks_no_lineage(
     with monkeypatch.context() as patch:
         patch.setattr(RamTier, "reserve", failed)
         with pytest.raises(RuntimeError, match="METAL"):
-            bench.kv.acquire(np.asarray([*ids, *ids, *ids], np.int32), 600)
+            bench.kv.acquire(token_ids([*ids, *ids, *ids]), 600)
     assert not bench.kv.ram.busy
     check_unlocked(bench)
     bench.check()

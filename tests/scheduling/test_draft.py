@@ -22,7 +22,7 @@ from mlxcache.scheduling import scheduler
 from mlxcache.scheduling.decoder import Drawn
 from mlxcache.scheduling.task import Task
 from mlxcache.tree.budget import Budget
-from mlxcache.types import Sampling, TokenLogprob
+from mlxcache.types import Sampling, TokenLogprob, token_ids
 from tests import scheduled as bench_module
 from tests.conftest import ToyMaker
 from tests.rounding import rounding
@@ -72,7 +72,7 @@ def prompt(rng: np.random.Generator, n: int) -> list[int]:
 
 def check_kv(bench: Bench, task: Task, ids: list[int]) -> None:
     """What the tree holds of `ids` is what both models compute for them at once."""
-    match = bench.kv.tree.match(np.asarray(ids, np.int32))
+    match = bench.kv.tree.match(token_ids(ids))
     assert match.length == len(ids)
     fresh = bench.kv.layout.make()
     bench.model(mx.array([ids]), cache=fresh)

@@ -19,7 +19,7 @@ from mlxcache.scheduling.guessing import GuessingDecoder
 from mlxcache.scheduling.speculation import Speculation
 from mlxcache.scheduling.task import Task
 from mlxcache.tree.budget import Budget
-from mlxcache.types import Sampling, TokenLogprob
+from mlxcache.types import Sampling, TokenLogprob, join_ids, token_ids
 from tests.conftest import ToyMaker
 from tests.kinds import CACHE_KINDS
 from tests.rounding import rounding
@@ -157,14 +157,14 @@ def test_a_decoder_that_fed_nothing_leaves_its_lineage_as_it_is(
     toy_paths: dict[str, Path], rng: np.random.Generator
 ) -> None:
     """If a batch is split for want of memory, its last tokens are not appended to a lineage."""
-    bench, ids = Bench(toy_paths["qwen3_5"]), np.array(prompt(rng, 90), np.int32)
+    bench, ids = Bench(toy_paths["qwen3_5"]), token_ids(prompt(rng, 90))
     lineage = Lineage(bench.kv.layout)
     lineage.grow(len(ids))
     bench.model(mx.array(ids)[None], cache=lineage.caches)
     kv.eval_states(lineage.caches)
     lineage.advance(len(ids))
     decoder = GuessingDecoder(bench.model, Row(None, lambda logits: logits, (), None), lineage)
-    decoder.rewind(np.append(ids, np.array([5, 6], np.int32)))
+    decoder.rewind(join_ids(ids, token_ids([5, 6])))
     assert lineage.length == len(ids)
 
 

@@ -11,7 +11,6 @@ from typing import Any
 
 import mlx.core as mx
 import mlx_lm
-import numpy as np
 import pytest
 from mlx_lm.generate import generate_step
 from mlx_lm.processors import load_processor
@@ -24,7 +23,7 @@ from mlxcache.model.load import ModelSpec, load
 from mlxcache.model.vision import Rows, decode
 from mlxcache.scheduling.cost import peak
 from mlxcache.scheduling.images import ImageCost, measure
-from mlxcache.types import Admitted, Chat, Image, Job, Progress, Prompt, Sampling, Text
+from mlxcache.types import Admitted, Chat, Image, Job, Progress, Prompt, Sampling, Text, token_ids
 from tests.memory import rounding_bytes
 from tests.muse.toy import image
 
@@ -258,7 +257,7 @@ async def test_an_image_passes_the_vision_tower_once_whoever_else_is_fed(
 
 
 async def test_ids_below_zero_are_refused_where_no_image_stands(client: Client) -> None:
-    job = Job("x", Prompt(np.array([5, -7, 9], np.int32)))
+    job = Job("x", Prompt(token_ids([5, -7, 9])))
     with pytest.raises(BadRequest, match="Token ids"):
         await client.engine.submit(job)
 

@@ -8,14 +8,13 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlxcache.scheduling import loop_guard
 from mlxcache.scheduling.loop_guard import BLOCK, LONGEST, LoopGuard
-from mlxcache.types import Finished, Job, Prompt, Sampling, Text
+from mlxcache.types import Finished, Job, Prompt, Sampling, Text, token_ids
 from tests.engine.running import started
 
 
@@ -108,7 +107,7 @@ def _words(text: str) -> list[str]:
 
 
 async def reply(engine: Any, tokens: int, **more: Any) -> tuple[str, Finished]:
-    prompt = Prompt(np.arange(10, 40, dtype=np.int32))
+    prompt = Prompt(token_ids(range(10, 40)))
     events = [e async for e in await engine.submit(Job("r", prompt, max_tokens=tokens, **more))]
     assert isinstance(events[-1], Finished)
     return "".join(e.text for e in events if isinstance(e, Text)), events[-1]

@@ -10,12 +10,12 @@ import numpy as np
 from mlxcache.scheduling.admission import MAX_ASKERS, FairQueue
 from mlxcache.scheduling.prefill import Limits
 from mlxcache.scheduling.task import Task
-from mlxcache.types import Job, Prompt, RequestRecord
+from mlxcache.types import Job, Prompt, RequestRecord, token_ids
 from tests.scheduled import Bench
 
 
 def task(session: str | None, name: str = "x", client: str | None = None) -> Task:
-    prompt = Prompt(np.array([1, 2, 3], np.int32))
+    prompt = Prompt(token_ids([1, 2, 3]))
     job = Job(name, prompt, session=session, client=client)
     return Task(job, lambda event: None, RequestRecord(name, session, "t", client, "queued", 0.0))
 

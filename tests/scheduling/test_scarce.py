@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from mlxcache.scheduling.scheduler import is_out_of_memory
+from mlxcache.types import token_ids
 from tests.scheduled import Bench, admitted, finished
 from tests.scheduling.faults import FaultyModel, faulty
 from tests.scheduling.test_faults import SEEDED, at_rest, error, prompt
@@ -52,7 +53,7 @@ def test_a_prefill_goes_on_once_others_cache_was_evicted(
     assert task.out == bench.cold(ids)
     assert sum(event == admitted(task) for event in task.events) == 1  # type: ignore[attr-defined]
     assert bench.kv.tree.tokens < held + len(ids)
-    assert bench.kv.tree.match(np.asarray(old[-1], np.int32), touch=False).length == 200
+    assert bench.kv.tree.match(token_ids(old[-1]), touch=False).length == 200
     at_rest(bench)
 
 

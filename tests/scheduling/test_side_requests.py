@@ -11,6 +11,7 @@ from mlxcache.cache.kv_cache import KVCache
 from mlxcache.model.kv import Layout
 from mlxcache.tree.budget import Budget
 from mlxcache.tree.eviction import Worth
+from mlxcache.types import token_ids
 from tests.scheduled import Bench, admitted
 
 HEAD, NEW = 250, 80
@@ -143,7 +144,7 @@ def test_an_agent_that_is_left_gives_way_to_the_next(toy_paths: dict[str, Path])
     new.session, new.main = "other", new.text(HEAD)
     fed = new.work()
     assert max(fed[2:]) <= SLACK, fed
-    assert bench.kv.reusable(np.asarray(old.main, np.int32)) < len(old.main) // 2
+    assert bench.kv.reusable(token_ids(old.main)) < len(old.main) // 2
 
 
 def test_a_mark_holds_a_prefix_through_what_came_later(toy_paths: dict[str, Path]) -> None:
@@ -156,7 +157,7 @@ def test_a_mark_holds_a_prefix_through_what_came_later(toy_paths: dict[str, Path
         bench.ask(first, marks=[300, 596], keeps=[(596, 300.0)] if marked else [])
         bench.ask(later, marks=[300, 596])
         bench.ask(last, marks=[300, 596])
-        held[marked] = bench.kv.reusable(np.asarray([*first, 1], np.int32))
+        held[marked] = bench.kv.reusable(token_ids([*first, 1]))
         assert bench.kv.budget.high_water <= bench.kv.budget.limit
     assert held[True] >= 590
     assert held[False] < 590

@@ -30,7 +30,7 @@ from mlxcache.store.leaves import LeafRow
 from mlxcache.store.listing import Listed
 from mlxcache.store.sessions import Sessions, Turn
 from mlxcache.store.store import MOST_LEAVES_READ
-from mlxcache.types import WARMING, Finished, Job, Prompt, Tokens
+from mlxcache.types import WARMING, Finished, Job, Prompt, Tokens, token_ids
 from tests.conftest import ToyMaker
 from tests.engine.running import started
 from tests.tree.check import check_tree
@@ -51,7 +51,7 @@ def prompt(*parts: list[int], head: int = HEAD) -> Prompt:
     for part in parts:
         marks.append(len(ids))
         ids = ids + part
-    return Prompt(np.array(ids, np.int32), tuple(mark for mark in marks if mark))
+    return Prompt(token_ids(ids), tuple(mark for mark in marks if mark))
 
 
 async def ask(engine: Engine, given: Prompt, tokens: int = 8, **more: object) -> Finished:
@@ -202,7 +202,7 @@ async def test_a_session_that_changes_while_it_is_listed_is_listed_as_it_is_then
             )
         return ids_of(self, leaf)
 
-    longer = np.array([*text(0, HEAD), *text(1, 100), *text(2, 120)], np.int32)
+    longer = token_ids([*text(0, HEAD), *text(1, 100), *text(2, 120)])
     monkeypatch.setattr(Sessions, "ids_of", after_a_turn)
     [listed] = await engine.sessions.list()
     assert (listed.session.turns, listed.leaves[0].tokens) == (2, len(longer))
@@ -350,7 +350,7 @@ async def test_mlx_lm_continues_a_session_from_its_prompt_cache(toy, tmp_path, f
         assert file.stat().st_size == made.nbytes
         ids = await main_ids(engine, listed)
         stream = await engine.submit(
-            Job("r", Prompt(np.array(ids + more, np.int32)), max_tokens=10, raw=True)
+            Job("r", Prompt(token_ids(ids + more)), max_tokens=10, raw=True)
         )
         async for _ in stream:
             pass
@@ -388,7 +388,7 @@ async def test_a_prompt_cache_of_mlx_lm_is_gone_on_with(toy, tmp_path, family):
         assert await main_ids(engine, made) == ids
         assert (made.session.name, made.session.turns) == ("mine", 0)
         assert made.ram.tokens == (300,)
-        last = await ask(engine, Prompt(np.array(ids + text(3, 10), np.int32), (100,)))
+        last = await ask(engine, Prompt(token_ids(ids + text(3, 10)), (100,)))
         assert last.cached_tokens == 300
         [now] = await engine.sessions.list()
         reply = (await main_ids(engine, now))[310:]
@@ -396,10 +396,10 @@ async def test_a_prompt_cache_of_mlx_lm_is_gone_on_with(toy, tmp_path, family):
         assert wrong.ram.tokens == (300,)
         await engine.call(lambda core: check_tree(core.kv.tree))
     async with started(model, tmp_path / "b", disk="off") as engine:
-        await ask(engine, Prompt(np.array(ids + text(3, 10), np.int32), (100,)))
+        await ask(engine, Prompt(token_ids(ids + text(3, 10)), (100,)))
         [cold] = await engine.sessions.list()
         assert (await main_ids(engine, cold))[310:] == reply
-        await ask(engine, Prompt(np.array(other + text(3, 10), np.int32), (100,)))
+        await ask(engine, Prompt(token_ids(other + text(3, 10)), (100,)))
 
 
 async def test_a_prompt_cache_that_nobody_reads_holds_nothing(toy, tmp_path):

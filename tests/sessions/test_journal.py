@@ -7,7 +7,6 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from mlxcache.errors import DiskFull, NotFound
@@ -16,7 +15,7 @@ from mlxcache.sessions.journal import Served, SessionWriter
 from mlxcache.sessions.late_turns import MAX_LATE
 from mlxcache.store.database import Database
 from mlxcache.store.sessions import Sessions
-from mlxcache.types import Job, Prompt, Tokens
+from mlxcache.types import Job, Prompt, Tokens, token_ids
 
 
 @pytest.fixture
@@ -36,7 +35,7 @@ def book(sessions: Sessions, monkeypatch: pytest.MonkeyPatch) -> Iterator[Sessio
 
 def end(book: SessionWriter, first: int, tokens: int, at: float) -> Tokens:
     """Book a request of a conversation that begins with `first`; its ids."""
-    ids = np.full(tokens, first, np.int32)
+    ids = token_ids([first] * tokens)
     job = Job("req", Prompt(ids, (tokens,)), session=f"talk {first}")
     book.add_turn(job, ids, at)
     return ids
@@ -99,8 +98,8 @@ async def test_turns_that_cannot_be_written_are_listed(
     monkeypatch.setattr(sessions, "record_turn", full)
     end(book, 1, 200, 2.0)
     end(book, 2, 100, 3.0)
-    job = Job("unlabelled", Prompt(np.full(50, 3, np.int32), (50,)))
-    book.add_turn(job, np.full(60, 3, np.int32), 4.0)
+    job = Job("unlabelled", Prompt(token_ids([3] * 50), (50,)))
+    book.add_turn(job, token_ids([3] * 60), 4.0)
     found = await book.read(lambda: book.table.all(None))
     assert [(one.label, one.turns) for one in found] == [(None, 1), ("talk 2", 1), ("talk 1", 2)]
     assert book.count == 3

@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from mlxcache.sessions.reply_feed import ReplyFeed
@@ -17,6 +16,7 @@ from mlxcache.store.reply_rows import ReplyRow
 from mlxcache.store.session_rows import Turn
 from mlxcache.store.sessions import Sessions
 from mlxcache.store.store import Store
+from mlxcache.types import join_ids, token_ids
 
 
 class Learned:
@@ -37,10 +37,10 @@ def opened(folder: Path, namespace: str) -> tuple[Store, Sessions]:
 
 def write(sessions: Sessions, first: int, namespace: str = "n", owner: str | None = None) -> None:
     """Enter a turn with a reply whose ids begin with `first`."""
-    ids = np.array([first, 1, 2], np.int32)
+    ids = token_ids([first, 1, 2])
     row = ReplyRow(bytes([first]), 1, "t", b"", ids, True, False, False, None)
-    prompt = np.arange(100 * first, 100 * first + 50, dtype=np.int32)
-    whole = np.concatenate([prompt, ids])
+    prompt = token_ids(range(100 * first, 100 * first + 50))
+    whole = join_ids(prompt, ids)
     sessions.record_turn(Turn(namespace, "m", whole, 50, 20, 10, 1.0, reply=row, owner=owner))
 
 

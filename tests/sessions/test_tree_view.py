@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
-
 from mlxcache.owner import own_ids
 from mlxcache.sessions.tree_view import TreePart, tree_view
 from mlxcache.store.leaves import LeafRow
 from mlxcache.store.listing import Held, Listed
 from mlxcache.store.session_rows import Session
-from mlxcache.types import Tokens
+from mlxcache.types import Tokens, token_ids
 
 HEAD = list(range(100, 130))
 
@@ -23,7 +21,7 @@ IDS: dict[LeafRow, Tokens] = {}
 
 def leaf(number: int, session: str, ids: Sequence[int], owner: str | None = None) -> LeafRow:
     made = LeafRow(number, session, "main", len(ids), len(ids), 1, 0.0)
-    IDS[made] = own_ids(np.array(ids, np.int32), owner)
+    IDS[made] = own_ids(token_ids(ids), owner)
     return made
 
 

@@ -14,7 +14,7 @@ from mlxcache.errors import Corrupt, Gone
 from mlxcache.safetensors import Tensor
 from mlxcache.store.found import Found
 from mlxcache.store.store import Store
-from mlxcache.types import Tokens
+from mlxcache.types import Tokens, join_ids, token_ids
 
 NAMESPACE = "model-a"
 ROW = 3
@@ -23,15 +23,15 @@ ROW = 3
 
 def tokens(count: int, seed: int = 0) -> Tokens:
     """Random token ids."""
-    return np.random.default_rng(seed).integers(0, 50_000, count, dtype=np.int32)
+    return token_ids(np.random.default_rng(seed).integers(0, 50_000, count, dtype=np.int32))
 
 
 def branch(ids: Tokens, at: int, count: int, seed: int = 1) -> Tokens:
     """`count` tokens that share exactly the first `at` with `ids`."""
     tail = tokens(count - at, seed)
     if at < len(ids) and len(tail) and tail[0] == ids[at]:
-        tail[0] += 1
-    return np.concatenate((ids[:at], tail)).astype(np.int32)
+        tail = join_ids(token_ids([int(tail[0]) + 1]), tail[1:])
+    return join_ids(ids[:at], tail)
 
 
 def state(ids: Tokens) -> np.ndarray:

@@ -11,7 +11,7 @@ from mlxcache.safetensors import Tensor
 from mlxcache.store.snapshot_format import LeafInfo, SessionInfo, Spec
 from mlxcache.store.snapshot_write import SnapshotExport
 from mlxcache.store.store import Store
-from mlxcache.types import Tokens
+from mlxcache.types import Tokens, join_ids, token_ids
 
 NAMESPACE = "0123456789abcdef" * 2
 SPEC: Spec = {
@@ -28,10 +28,8 @@ def store_in(folder: Path, namespace: str = NAMESPACE, limit: int | None = None)
 
 def ids_of(length: int, seed: int = 0, head: Tokens | None = None) -> Tokens:
     """`length` random ids that begin with `head`."""
-    made = np.random.default_rng(seed).integers(0, 500, length, np.int32)
-    if head is not None:
-        made[: len(head)] = head
-    return made
+    made = token_ids(np.random.default_rng(seed).integers(0, 500, length, np.int32))
+    return made if head is None else join_ids(head, made[len(head) :])
 
 
 def kv(ids: Tokens, start: int, end: int) -> list[Tensor]:

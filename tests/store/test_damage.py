@@ -7,7 +7,6 @@ import shutil
 from contextlib import suppress
 from pathlib import Path
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -17,6 +16,7 @@ from mlxcache.safetensors import Malformed, parse, read_header
 from mlxcache.store.digests import Chains
 from mlxcache.store.kv_files import check_checkpoint, check_run
 from mlxcache.store.store import Store
+from mlxcache.types import Tokens, join_ids
 from tests.store.content import (
     NAMESPACE,
     assert_right,
@@ -211,7 +211,7 @@ def test_a_lost_index_is_made_again(folder):
     assert survey(folder, ids, fork, other) == before
     with opened(folder) as store:
         assert store.check() == []
-        longer = np.concatenate((ids, tokens(300, 8)))
+        longer = join_ids(ids, tokens(300, 8))
         put(store, longer, len(ids) // 64 * 64)
         assert assert_right(store, longer).length == len(longer)
 
@@ -377,7 +377,7 @@ def flip(path: Path, at: int) -> None:
     path.write_bytes(raw)
 
 
-def history(folder: Path) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def history(folder: Path) -> tuple[Tokens, Tokens, Tokens]:
     """Save two conversations that share a prefix and one that does not, with checkpoints."""
     ids, other = tokens(700), tokens(150, 5)
     fork = branch(ids, 330, 500)
@@ -391,7 +391,7 @@ def history(folder: Path) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     return ids, fork, other
 
 
-def survey(folder: Path, *every: np.ndarray) -> list[object]:
+def survey(folder: Path, *every: Tokens) -> list[object]:
     """Tokens found of each."""
     with opened(folder) as store:
         found = [assert_right(store, ids) for ids in every]

@@ -14,7 +14,7 @@ from mlxcache.store.leaf_files import durable_tokens
 from mlxcache.store.leaves import LeafRow
 from mlxcache.store.listing import Held
 from mlxcache.store.store import Store
-from mlxcache.types import Tokens
+from mlxcache.types import Tokens, join_ids
 from tests.store.content import branch, opened, put, snapshot, tokens, turns
 
 NUMBERS = count(1)
@@ -73,7 +73,7 @@ def test_other_conversations_make_no_leaf_be_read_again(
     with opened(folder) as other:
         for seed in range(31, 41):
             turns(other, branch(head, 200, 400, seed), 300, 400)
-    turns(store, np.concatenate((branch(head, 200, 500, 3), tokens(200))), 500, 700)
+    turns(store, join_ids(branch(head, 200, 500, 3), tokens(200)), 500, 700)
     store.remove_beyond(branch(head, 200, 400, 31), 200)
     assert leaves.measured(store) == leaves.looked_up(store)
     assert leaves.reads == 20

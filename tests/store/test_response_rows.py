@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import numpy as np
 import pytest
 
 from mlxcache.errors import NotFound
@@ -13,6 +12,7 @@ from mlxcache.store.database import TemporaryDatabase
 from mlxcache.store.response_rows import StoredResponse
 from mlxcache.store.session_rows import Turn
 from mlxcache.store.sessions import Sessions
+from mlxcache.types import token_ids
 from tests.store.session_of import NAMESPACE
 
 
@@ -26,7 +26,7 @@ def stored(id: str, previous: str | None = None, at: float = 1.0) -> StoredRespo
 
 
 def turn(response: str, label: str = "a") -> Turn:
-    ids = np.arange(20, dtype=np.int32)
+    ids = token_ids(range(20))
     return Turn(NAMESPACE, "m", ids, 15, 10, 0, 1.0, label=label, response=response)
 
 

@@ -3,7 +3,6 @@
 from dataclasses import replace
 from itertools import count
 
-import numpy as np
 import pytest
 
 from mlxcache.errors import BadRequest, NotFound, StoreError
@@ -13,6 +12,7 @@ from mlxcache.store.leaves import conversation_key_tokens
 from mlxcache.store.reply_rows import ReplyRow
 from mlxcache.store.sessions import ANY_OWNER, Sessions, Turn, id_of
 from mlxcache.store.snapshot_format import LeafInfo, SessionInfo
+from mlxcache.types import token_ids
 
 HEAD = list(range(1000, 1030))
 
@@ -31,7 +31,7 @@ def sessions(database):
 
 def turn(text, reply=(1, 2, 3), *, head=HEAD, first=8, namespace="n", at=1.0, **more):
     """A request of a head and message tokens, of which `first` are the first message."""
-    ids = np.array([*head, *text, *reply], np.int32)
+    ids = token_ids([*head, *text, *reply])
     marks = [len(head), len(head) + first] if head else [first]
     prompt = len(head) + len(text)
     key, at_head = conversation_key_tokens(marks, prompt), len(head)
@@ -311,7 +311,7 @@ def test_a_temporary_database_leaves_no_file(tmp_path, monkeypatch):
 
 
 def from_file(id, **more):
-    leaf = LeafInfo(np.array([*HEAD, *talk(0)], np.int32), prompt_tokens=40, key_tokens=40)
+    leaf = LeafInfo(token_ids([*HEAD, *talk(0)]), prompt_tokens=40, key_tokens=40)
     return SessionInfo(id, "n", "model", (leaf,), **more)
 
 
@@ -337,7 +337,7 @@ def test_nobody_takes_the_id_that_anothers_label_will_have(sessions):
 
 def test_one_owners_replies_are_not_anothers(sessions):
     """Replies are returned for the owner of their session only."""
-    reply = ReplyRow(b"d", 1, "t", b"h", np.array([1], np.int32), True, False, False, None)
+    reply = ReplyRow(b"d", 1, "t", b"h", token_ids([1]), True, False, False, None)
     for owner in ("alice", None):
         sessions.record_turn(replace(turn(talk(0), label="work", owner=owner), reply=reply))
     found, _ = sessions.replies("n")

@@ -21,7 +21,7 @@ from mlxcache.store.session_rows import Turn
 from mlxcache.store.sessions import Sessions
 from mlxcache.store.snapshot_format import SessionInfo
 from mlxcache.store.snapshot_read import read_snapshot
-from mlxcache.types import Tokens
+from mlxcache.types import Tokens, join_ids, token_ids
 from tests.store.session_of import NAMESPACE, ids_of, save, session, snapshot_in, store_in
 from tests.store.test_snapshot_fuzz import header_of, with_header
 
@@ -39,7 +39,7 @@ def reply(seed: int, ids: Tokens | None = None, **more: Any) -> ReplyRow:
 
 def turn(prompt: Tokens, said: ReplyRow, known: tuple[ReplyRow, ...] = (), **more: Any) -> Turn:
     """A finished request with a reply, whose prompt holds those that are `known`."""
-    ids = np.concatenate([prompt, said.ids])
+    ids = join_ids(prompt, said.ids)
     keys = tuple(one.key for one in known)
     return Turn(NAMESPACE, "m", ids, len(prompt), 10, 0, 1.0, reply=said, known=keys, **more)
 
@@ -67,7 +67,7 @@ def test_they_are_those_of_the_sessions_own_conversations(sessions: Sessions, tm
     first, dropped, second, agents = (reply(n) for n in range(4))
     work = sessions.record_turn(turn(prompt, first, label="work"))
     sessions.record_turn(turn(prompt, dropped, label="work"))
-    longer = np.concatenate([prompt, first.ids, ids_of(30, 5)])
+    longer = join_ids(prompt, first.ids, ids_of(30, 5))
     sessions.record_turn(turn(longer, second, (first,), label="work"))
     sessions.record_turn(turn(ids_of(80, 7), agents, label="work"))
     sessions.record_turn(turn(longer, reply(9), (first,), label="other"))
@@ -85,10 +85,10 @@ def test_a_fork_and_a_conversation_under_another_label_keep_theirs(sessions: Ses
     prompt = ids_of(80)
     first, second, third = (reply(n) for n in range(3))
     work = sessions.record_turn(turn(prompt, first, label="work"))
-    longer = np.concatenate([prompt, first.ids, ids_of(30, 5)])
+    longer = join_ids(prompt, first.ids, ids_of(30, 5))
     sessions.record_turn(turn(longer, second, (first,), label="work"))
     whole, cut = sessions.fork(work, 2.0), sessions.fork(work, 2.0, tokens=len(longer))
-    longest = np.concatenate([longer, second.ids, ids_of(9, 6)])
+    longest = join_ids(longer, second.ids, ids_of(9, 6))
     more = sessions.record_turn(turn(longest, third, (first, second), label="more"))
     wanted = {whole: {first.key, second.key}, cut: {first.key}}
     wanted[more] = {first.key, second.key, third.key}
@@ -148,7 +148,7 @@ def test_every_field_comes_back(tmp_path: Path):
 def test_the_newest_are_kept_within_the_bounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Of replies, of their tokens, and of a header that any version reads."""
     monkeypatch.setattr(snapshot_replies, "MOST_TOKENS", 1000)
-    rows = tuple(reply(n % 200, np.array([n, 1], np.int32), length=n) for n in range(400))
+    rows = tuple(reply(n % 200, token_ids([n, 1]), length=n) for n in range(400))
     info = session(ids_of(100))
     info = replace(
         info,

@@ -17,6 +17,7 @@ from mlxcache.errors import Gone, PrefixNotStored, StoreError
 from mlxcache.safetensors import Tensor
 from mlxcache.store.digests import Chains
 from mlxcache.store.store import Store
+from mlxcache.types import Tokens, join_ids, token_ids
 from tests.store.content import (
     NAMESPACE,
     assert_right,
@@ -43,7 +44,7 @@ def test_a_conversation_is_found_after_a_restart(folder):
         assert assert_right(store, ids).length == 700
         for count in (1, 63, 64, 65, 100, 101, 349, 350, 699):
             assert assert_right(store, ids[:count]).length == count
-        assert assert_right(store, np.concatenate((ids, tokens(50, 9)))).length == 700
+        assert assert_right(store, join_ids(ids, tokens(50, 9))).length == 700
 
 
 def test_a_match_goes_to_the_token(store):
@@ -68,7 +69,7 @@ def test_another_namespace_finds_nothing(store, folder):
     put(store, ids)
     with opened(folder, namespace="model-b") as other:
         assert other.find(ids).length == 0
-        other.write_run(ids, 0, kv(ids + 1))
+        other.write_run(ids, 0, kv(token_ids(ids + 1)))
         assert other.find(ids).length == 200
     assert assert_right(store, ids).length == 200
 
@@ -285,7 +286,7 @@ def test_a_folder_that_vanishes(store, folder: Path):
 @given(data=st.data())
 def test_any_history_is_found_to_the_longest_shared_token(tmp_path_factory, data):
     """Random branching conversations, compared with a list of what was written."""
-    written: list[np.ndarray] = []
+    written: list[Tokens] = []
     with opened(tmp_path_factory.mktemp("h") / "s") as store:
         for step in range(data.draw(st.integers(1, 8))):
             ids = tokens(data.draw(st.integers(1, 300)), step)
@@ -303,7 +304,7 @@ def test_any_history_is_found_to_the_longest_shared_token(tmp_path_factory, data
         assert store.check() == []
 
 
-def _shared(a: np.ndarray, b: np.ndarray) -> int:
+def _shared(a: Tokens, b: Tokens) -> int:
     count = min(len(a), len(b))
     differ = np.flatnonzero(a[:count] != b[:count])
     return int(differ[0]) if len(differ) else count

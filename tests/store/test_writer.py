@@ -5,16 +5,16 @@ from __future__ import annotations
 import threading
 import time
 
-import numpy as np
 import pytest
 
 from mlxcache.errors import DiskFull, PrefixNotStored, StoreError
 from mlxcache.store.store import Store
 from mlxcache.store.writer import Job, Writer
+from mlxcache.types import Tokens
 from tests.store.content import assert_right, kv, snapshot, tokens
 
 
-def run_job(ids: np.ndarray, start: int = 0, nbytes: int = 100, tag: object = None) -> Job:
+def run_job(ids: Tokens, start: int = 0, nbytes: int = 100, tag: object = None) -> Job:
     return Job(ids, start, kv(ids, start), nbytes, tag)
 
 

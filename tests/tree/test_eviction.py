@@ -7,8 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlxcache.tree.eviction import EvictionClock, EvictionOrder
-from mlxcache.tree.node import NO_TOKENS, Node
+from mlxcache.tree.node import Node
 from mlxcache.tree.prefix_tree import PrefixTree, Worth
+from mlxcache.types import NO_TOKENS, token_ids
 from tests.tree.check import check_order, check_tree
 
 HEAD = 20
@@ -311,8 +312,8 @@ def test_a_shared_clock_counts_bytes_of_all_its_trees():
     trees: list[PrefixTree] = []
     clock = EvictionClock(lambda: sum(tree.kv_bytes for tree in trees))
     trees += [PrefixTree(1, clock=clock), PrefixTree(1, clock=clock)]
-    trees[0].insert(range(10), object())
-    trees[1].insert(range(990), object())
+    trees[0].insert(token_ids(range(10)), object())
+    trees[1].insert(token_ids(range(990)), object())
     leaf = trees[0].least_leaf()
     assert leaf is not None
     trees[0].uses.evicting(leaf, 0)

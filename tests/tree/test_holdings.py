@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from mlxcache.tree.edges import Holdings
-from mlxcache.tree.node import NO_TOKENS, Node
+from mlxcache.tree.node import Node
+from mlxcache.types import NO_TOKENS
 
 
 def node(start: int, value: object) -> Node:

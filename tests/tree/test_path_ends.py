@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import numpy as np
-
 from mlxcache.tree.path_ends import PathEnds
 from mlxcache.tree.prefix_tree import PrefixTree
-from mlxcache.types import Tokens
+from mlxcache.types import Tokens, token_ids
 
 
 def ids(*tokens: int) -> Tokens:
-    return np.array(tokens, np.int32)
+    return token_ids(tokens)
 
 
 def test_only_a_change_at_its_end_makes_a_path_be_compared_again() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 from hypothesis import Phase, settings
 from hypothesis import strategies as st
@@ -10,6 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from mlxcache.tree.path_ends import PathEnds
 from mlxcache.tree.prefix_tree import Node, PrefixTree, Worth
+from mlxcache.types import token_ids
 from tests.tree.check import chain, check_tree, clear
 
 Prefix = tuple[int, ...]
@@ -21,7 +21,7 @@ CHOICE = st.integers(0, 1000)
 
 def ids(prefix: Prefix):
     """The prefix as the tree takes it."""
-    return np.array(prefix, dtype=np.int32)
+    return token_ids(prefix)
 
 
 def prefixes(sequence: Prefix) -> list[Prefix]:

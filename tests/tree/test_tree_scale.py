@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from mlxcache.tree.prefix_tree import PrefixTree
+from mlxcache.types import join_ids, token_ids
 from tests.tree.check import clear
 
 VOCABULARY = 150_000
@@ -17,12 +18,12 @@ SYSTEM = 4_000
 
 def tokens(seed: int, count: int):
     """Random token ids."""
-    return np.random.default_rng(seed).integers(0, VOCABULARY, count, dtype=np.int32)
+    return token_ids(np.random.default_rng(seed).integers(0, VOCABULARY, count, dtype=np.int32))
 
 
 def conversation(system, seed: int, length: int):
     """The shared system prompt and a tail of its own."""
-    return np.concatenate((system, tokens(seed, length - len(system))))
+    return join_ids(system, tokens(seed, length - len(system)))
 
 
 def fill(lengths: list[int], system) -> PrefixTree:
@@ -42,7 +43,7 @@ def slowest(tree: PrefixTree, lengths: list[int], system, count: int = 200) -> t
     seconds = []
     for seed in np.linspace(0, len(lengths) - 1, count).astype(int):
         length = lengths[seed]
-        prompt = np.concatenate((conversation(system, seed, length), tokens(10**6, 50)))
+        prompt = join_ids(conversation(system, seed, length), tokens(10**6, 50))
         begun = time.perf_counter()
         match = tree.match(prompt)
         spans = match.spans(match.length)

@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlxcache.errors import GenerationFailed
-from mlxcache.types import Finished, Piece, Prompt, Text, Thinking, ToolCall
+from mlxcache.types import Finished, Piece, Prompt, Text, Thinking, ToolCall, token_ids
 from mlxcache.wire.anthropic_reply import ContentBlocks, count_usage, end_fields
 from mlxcache.wire.signatures import recover_thinking
 
@@ -136,7 +135,7 @@ def test_the_parts_of_the_usage_add_up_to_the_prompt(
 ) -> None:
     cached = min(cached, length - 1)
     at = None if breakpoint is None else min(breakpoint, length)
-    counts = count_usage(Prompt(np.arange(length, dtype=np.int32), breakpoint=at), cached, 7)
+    counts = count_usage(Prompt(token_ids(range(length)), breakpoint=at), cached, 7)
     assert counts["cache_read_input_tokens"] == cached
     assert counts["cache_creation_input_tokens"] == max(0, (at or 0) - cached)
     assert sum(counts.values()) - 7 == length

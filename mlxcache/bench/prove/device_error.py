@@ -16,7 +16,7 @@ from mlxcache.bench.prove.findings import Findings
 from mlxcache.bench.prove.scale import Scale
 from mlxcache.errors import GenerationFailed
 from mlxcache.model.load import Loaded
-from mlxcache.types import Tokens
+from mlxcache.types import Tokens, join_ids
 
 TITLE = "Injected device errors"
 PROMPT, MORE = 300, 16
@@ -56,8 +56,8 @@ async def device_error(model: Path, folder: Path, scale: Scale, found: Findings)
     injected = 0
     with failing(on):
         async with running_inside(model, folder, "auto", watched) as inside:
-            ids = np.random.default_rng(5).integers(0, equality.TOKEN_IDS, PROMPT, np.int32)
-            more = np.concatenate([ids, ids[:MORE]])
+            ids = equality.random_ids(PROMPT, seed=5)
+            more = join_ids(ids, ids[:MORE])
             noise = await equality.rounding_of(inside, more)
             outcomes = Outcomes(equality.tolerance_for(noise))
             cold_more = await _cold(inside, more)

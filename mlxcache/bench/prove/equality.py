@@ -13,11 +13,11 @@ from mlxcache.bench.prove.findings import Findings
 from mlxcache.bench.prove.scale import Scale
 from mlxcache.engine.runtime import ModelRuntime
 from mlxcache.model.own_time import rounding
-from mlxcache.types import Finished, Text, TokenLogprob, Tokens
+from mlxcache.types import Finished, Text, TokenLogprob, Tokens, join_ids, token_ids
 
 TITLE = "Difference of log-probabilities from cold"
 TOKEN_IDS = 256
-"""Exclusive maximum of the random token ids; every vocabulary is larger."""
+"""Exclusive maximum of the random token ids."""
 
 TAIL, REPLY, TOP = 24, 24, 20
 LEAST_TOLERANCE = 0.125
@@ -45,6 +45,11 @@ class Heard:
     last: Finished
 
 
+def random_ids(count: int, seed: int) -> Tokens:
+    """Return `count` random token ids that every vocabulary has."""
+    return token_ids(np.random.default_rng(seed).integers(0, TOKEN_IDS, count, np.int32))
+
+
 async def matrix(inside: Inside, scale: Scale, found: Findings) -> None:
     """Compare replies that use the cache in three ways with the cold reply to the same prompt.
 
@@ -55,8 +60,7 @@ async def matrix(inside: Inside, scale: Scale, found: Findings) -> None:
     """
     wrong: list[str] = []
     for length in scale.equal:
-        rng = np.random.default_rng(length)
-        ids = rng.integers(0, TOKEN_IDS, length + TAIL, np.int32)
+        ids = random_ids(length + TAIL, seed=length)
         noise = await rounding_of(inside, ids)
         tolerance = tolerance_for(noise)
         row = f"{length:,} tokens"
@@ -110,7 +114,7 @@ async def _after(inside: Inside, ids: Tokens, way: str) -> Heard:
         await inside.forget()
     if way != BESIDE:
         return await hear(inside, ids)
-    others = [np.concatenate([ids[:-TAIL], ids[-TAIL:][::-1], ids[:row]]) for row in range(1, ROWS)]
+    others = [join_ids(ids[:-TAIL], ids[-TAIL:][::-1], ids[:row]) for row in range(1, ROWS)]
     streams = [await inside.ask(other, REPLY) for other in others]
     heard = await hear(inside, ids)
     for stream in streams:

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
-import numpy as np
-
 from mlxcache.bench.checks import Check
 from mlxcache.bench.inside import Inside, NotPlain, running_inside
 from mlxcache.bench.prove import equality
@@ -111,7 +109,7 @@ async def _compare(
     """
     measured, wrong = guesses.costs, list[str]()
     for length in scale.equal:
-        ids = np.random.default_rng(length).integers(0, equality.TOKEN_IDS, length, np.int32)
+        ids = equality.random_ids(length, seed=length)
         noise = await equality.rounding_of(inside, ids)
         tolerance, row = equality.tolerance_for(noise), f"{length:,} tokens"
         plain = await _reply(inside, ids, scale.reply, guess=False, top=True)
@@ -159,10 +157,9 @@ async def _measure_speed(inside: Inside, scale: Scale, run: int, found: Findings
     Each is generated with guesses and without, all with the same seed. `run` is the number of the
     repetition: it selects the prompts, and the order of with and without changes with it.
     """
-    rng = np.random.default_rng(1000 + run)
     tokens = 4 * scale.reply
     for kind in (NEW, AGAIN):
-        ids = rng.integers(0, equality.TOKEN_IDS, scale.decode[0], np.int32)
+        ids = equality.random_ids(scale.decode[0], seed=1000 + 2 * run + (kind == AGAIN))
         if kind == AGAIN:
             await _reply(inside, ids, tokens, seed=run)
         replies: dict[bool, Reply] = {}

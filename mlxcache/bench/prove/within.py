@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-import numpy as np
 
 from mlxcache.bench.checks import Check, Measured
 from mlxcache.bench.inside import Inside, NotPlain, drained, running_inside
@@ -29,7 +28,7 @@ from mlxcache.bench.prove.guesses import speculation
 from mlxcache.bench.prove.scale import Scale
 from mlxcache.bench.restore_speed import restore_speed
 from mlxcache.bench.write_beside import write_beside
-from mlxcache.types import Text, Tokens
+from mlxcache.types import Text, Tokens, join_ids
 
 PEAK, GROWTH, DISK = "Memory of one decoding reply", "Growth of a KV buffer", "Disk tier"
 SETTLE_TOKENS = 16
@@ -135,7 +134,7 @@ async def _prefix(inside: Inside, tokens: int) -> Tokens:
 
     The KV is random if the model caches nothing but KV. Otherwise a request computes it.
     """
-    ids = np.random.default_rng(7).integers(0, equality.TOKEN_IDS, tokens, np.int32)
+    ids = equality.random_ids(tokens, seed=7)
     if inside.plain:
         await inside.put(ids)
     else:
@@ -144,8 +143,7 @@ async def _prefix(inside: Inside, tokens: int) -> Tokens:
 
 
 def _continued(inside: Inside, ids: Tokens, run: int) -> Tokens:
-    more = np.random.default_rng(100 + run).integers(0, equality.TOKEN_IDS, 8, np.int32)
-    return np.concatenate([ids, more])
+    return join_ids(ids, equality.random_ids(8, seed=100 + run))
 
 
 async def _ended(inside: Inside, stream: Any) -> None:

@@ -22,8 +22,7 @@ from mlxcache.model.guidance.grammar import grammar_text
 from mlxcache.model.guidance.schema_facts import Node, Schema
 from mlxcache.model.guidance.schema_merge import alternatives
 from mlxcache.model.guidance.text_values import Unwritable
-from mlxcache.tree.node import as_tokens
-from mlxcache.types import Job, OutputFormat, Prompt
+from mlxcache.types import Job, OutputFormat, Prompt, token_ids
 from tests.model.guided import VOCABULARIES, Writer, bare
 from tests.model.schemas import schemas, values
 
@@ -40,7 +39,7 @@ def wrapped(vocabulary: str, special: tuple[str, ...] = ()) -> tuple[TokenizerWr
 
 
 def compiled(kind: Kind, value: str = "", vocabulary: str = "bytes") -> str:
-    job = Job("x", Prompt(as_tokens([1])), format=OutputFormat(kind, value))
+    job = Job("x", Prompt(token_ids([1])), format=OutputFormat(kind, value))
     text = grammar_text(job, wrapped(vocabulary)[0])
     assert text is not None
     return text
@@ -58,7 +57,7 @@ def refused(schema: Any) -> BadRequest:
 
 
 def test_a_job_without_format_is_free() -> None:
-    assert grammar_text(Job("x", Prompt(as_tokens([1]))), wrapped("bytes")[0]) is None
+    assert grammar_text(Job("x", Prompt(token_ids([1]))), wrapped("bytes")[0]) is None
 
 
 COUNTS: Counter[str] = Counter()
@@ -311,7 +310,7 @@ HARMONY = ("<|start|>", "<|channel|>", "<|message|>", "<|constrain|>", "<|end|>"
 def test_in_gpt_oss_the_final_message_has_the_format() -> None:
     """The thinking before it is not the grammar's."""
     tokenizer, writer = wrapped("bytes", HARMONY)
-    job = Job("x", Prompt(as_tokens([1])), format=OutputFormat("json_object"))
+    job = Job("x", Prompt(token_ids([1])), format=OutputFormat("json_object"))
     grammar = grammar_text(job, tokenizer)
     assert grammar is not None
     final = '<|channel|>final<|message|>{"a": 1}'
@@ -325,11 +324,11 @@ def test_in_gpt_oss_the_final_message_has_the_format() -> None:
         assert not writer.accepts(grammar, reply)
 
 
-@pytest.mark.parametrize("job", [{"raw": True}, {"prompt": Prompt(as_tokens([1]), continued=True)}])
+@pytest.mark.parametrize("job", [{"raw": True}, {"prompt": Prompt(token_ids([1]), continued=True)}])
 def test_a_raw_text_and_the_rest_of_a_message_have_no_header(job: dict[str, Any]) -> None:
     """The format is that of what is written now."""
     tokenizer, writer = wrapped("bytes", HARMONY)
-    given: dict[str, Any] = {"prompt": Prompt(as_tokens([1]))} | job
+    given: dict[str, Any] = {"prompt": Prompt(token_ids([1]))} | job
     grammar = grammar_text(Job("x", format=OutputFormat("json_object"), **given), tokenizer)
     assert grammar is not None
     assert writer.accepts(grammar, '{"a": 1}')

@@ -21,8 +21,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlxcache.errors import BadRequest, Unsupported
 from mlxcache.model.guidance.grammar import grammar_text, is_constrained
 from mlxcache.model.output import OutputParser
-from mlxcache.tree.node import as_tokens
-from mlxcache.types import Job, OutputFormat, Piece, Prompt, ToolCall, ToolChoice
+from mlxcache.types import Job, OutputFormat, Piece, Prompt, ToolCall, ToolChoice, token_ids
 from tests.model.guided import VOCABULARIES, Writer, bare, detokenizer_of
 from tests.model.schemas import DEFS, FORMATS, PATTERNS
 from tests.model.test_output import FAMILIES as WELL_FORMED
@@ -94,7 +93,7 @@ def tool(name: str, schema: Any, *, strict: bool | None = None) -> Tool:
 
 def job_of(family: str, tools: Sequence[Tool], **options: Any) -> Job:
     choice = options.pop("tool_choice", ToolChoice(required=True))
-    prompt = Prompt(as_tokens([1]), generic_tools=family == "generic")
+    prompt = Prompt(token_ids([1]), generic_tools=family == "generic")
     return Job("x", prompt, tools=tuple(tools), tool_choice=choice, **options)
 
 
