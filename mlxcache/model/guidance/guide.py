@@ -170,7 +170,7 @@ def _vocabulary(tokenizer: Any, vocab_size: int) -> LLTokenizer:
     backend.no_padding()
     backend.no_truncation()
     size = max(vocab_size, backend.get_vocab_size(with_added_tokens=True))
-    text = _with_control_tokens(backend.to_str(), _control_ids(tokenizer))
+    text = _as_grammars_need(backend.to_str(), _control_ids(tokenizer))
     return LLTokenizer(text, n_vocab=size, eos_token=sorted(tokenizer.eos_token_ids))
 
 
@@ -184,15 +184,18 @@ def _control_ids(tokenizer: Any) -> set[int]:
     return found | set(tokenizer.eos_token_ids)
 
 
-def _with_control_tokens(tokenizer_json: str, ids: Iterable[int]) -> str:
+def _as_grammars_need(tokenizer_json: str, ids: Iterable[int]) -> str:
     """Mark the added tokens with these ids as special, and return the changed tokenizer.json.
 
-    `tokenizer_json`: the text of a tokenizer.json.
+    `tokenizer_json`: the text of a tokenizer.json. It loses the Unicode normaliser, with which
+    llguidance would require other tokens than those of the text that a grammar requires.
     """
     content = json.loads(tokenizer_json)
     chosen = set(ids)
     for token in content["added_tokens"]:
         token["special"] = token["special"] or token["id"] in chosen
+    if (content["normalizer"] or {}).get("type") in ("NFC", "NFD", "NFKC", "NFKD"):
+        content["normalizer"] = None
     return json.dumps(content)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from tokenizers.normalizers import NFC
 
 from mlxcache.errors import BadRequest, GenerationFailed
 from mlxcache.model.guidance.guide import Grammars
@@ -29,3 +30,13 @@ def test_a_grammar_that_takes_too_much_work_says_so() -> None:
 def test_a_token_that_is_not_allowed_is_the_callers_error() -> None:
     with pytest.raises(ValueError, match="does not fit"):
         GRAMMARS.guide('start: "a"').accept(TOKENIZER.convert_tokens_to_ids("b"))
+
+
+def test_a_character_of_two_code_points_can_be_written() -> None:
+    """Also if the tokenizer, like Qwen's, joins the two in texts that it reads."""
+    joining = wrapped(None, ())
+    joining.backend_tokenizer.normalizer = NFC()
+    guide = Grammars(joining, 600).guide('start: "cafe\u0301"')
+    for token in TOKENIZER.encode("cafe\u0301", add_special_tokens=False):
+        assert guide.mask()[token // 32] >> token % 32 & 1
+        guide.accept(token)
