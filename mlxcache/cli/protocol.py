@@ -12,14 +12,30 @@ from http import HTTPStatus
 from typing import Any
 
 import h11
-from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.protocols.http.h11_impl import DEFAULT_MAX_INCOMPLETE_EVENT_SIZE, H11Protocol
 
 HEAD_SECONDS = 30.0
 """Timeout for headers, from the connection's start or from the first byte of a later request."""
 
-NOT_HTTP = "The request is not valid HTTP."
+NOT_HTTP = "The request is not valid HTTP"
 TOO_SLOW = "The request's headers did not arrive in time."
 TOO_LARGE = "The request's headers are too large."
+
+
+MOST_REASON = 100
+"""Most characters of h11's reason in an answer; it may quote what the client sent."""
+
+
+class Connection(h11.Connection):
+    """Refuses a request of which two HTTP parsers could read different lengths (RFC 9112, 6.3)."""
+
+    def next_event(self) -> Any:
+        event = super().next_event()
+        if isinstance(event, h11.Request):
+            names = {name for name, _ in event.headers}
+            if names >= {b"content-length", b"transfer-encoding"}:
+                raise h11.RemoteProtocolError("both Content-Length and Transfer-Encoding headers")
+        return event
 
 
 class Protocol(H11Protocol):
@@ -33,6 +49,7 @@ class Protocol(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self.conn = Connection(h11.SERVER, DEFAULT_MAX_INCOMPLETE_EVENT_SIZE)
         self._start_timeout()
 
     def data_received(self, data: bytes) -> None:
@@ -81,7 +98,8 @@ class Protocol(H11Protocol):
         hint = getattr(sys.exception(), "error_status_hint", 400)
         large = hint == HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE
         status = HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE if large else HTTPStatus.BAD_REQUEST
-        self._refuse(status, TOO_LARGE if large else NOT_HTTP)
+        reason = str(sys.exception())[:MOST_REASON]
+        self._refuse(status, TOO_LARGE if large else f"{NOT_HTTP}: {reason}")
         self.transport.close()
 
     def _refuse(self, status: HTTPStatus, message: str) -> None:

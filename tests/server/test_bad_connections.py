@@ -60,10 +60,13 @@ def test_a_socket_that_is_half_closed(llama: Api, path: str, cut: str) -> None:
         CHUNKED + b"-1\r\n{}\r\n",
         b"POST /v1/messages HTTP/1.1\r\nHost: x\r\nContent-Length: -5\r\n\r\n",
         b"POST /v1/messages HTTP/1.1\r\nHost: x\r\nContent-Length: 1" + b"0" * 30 + b"\r\n\r\n{}",
+        CHUNKED.replace(b"Host: x", b"Host: x\r\nContent-Length: 5")
+        + b"0\r\n\r\n"
+        + request(CHAT, BODY),
         b"GET / HTTP/1.1\r\nHost: x\r\nX: " + b"y" * 1_000_000,
         b"GET / HTTP/1.1\r\nHost: x\r\n" + b"X: y\r\n" * 100_000,
     ],
-    ids=["tls", "noise", "size", "negative", "length", "long", "header", "flood"],
+    ids=["tls", "noise", "size", "negative", "length", "long", "ambiguous", "header", "flood"],
 )
 def test_what_is_not_http(llama: Api, data: bytes) -> None:
     """An error that clients of both APIs can read, and the end of the connection."""
