@@ -9,7 +9,6 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -21,6 +20,7 @@ from mlxcache.api.http import (
     make_request_id,
     read_body,
     read_number,
+    refuse_owners,
     require_model,
     while_connected,
 )
@@ -134,17 +134,9 @@ def _common_prefix(one: Prompt, other: Prompt) -> Prompt:
 # -- files -----------------------------------------------------------------------------------
 
 
-def _refuse_owners() -> None:
-    """Raise HTTPException (403) if the request's key has an owner.
-
-    For endpoints that act on all files on disk, which may belong to other owners too.
-    """
-    if OWNER.get() is not None:
-        raise HTTPException(
-            403,
-            "this server has several keys, and the files belong to all of them: run "
-            "`mlxcache cache` on its machine while it is stopped",
-        )
+_ALL_FILES = (
+    "the files belong to all of them: run `mlxcache cache` on its machine while it is stopped"
+)
 
 
 async def check(deps: Deps, request: Request) -> Response:
@@ -152,7 +144,7 @@ async def check(deps: Deps, request: Request) -> Response:
 
     Each has the `path` of a file or folder, and `what` is wrong with it.
     """
-    _refuse_owners()
+    refuse_owners(_ALL_FILES)
     problems = await require_sessions(deps).check()
     data = [{"path": str(one.path), "what": one.what} for one in problems]
     return json_response({"object": "list", "data": data})
@@ -164,7 +156,7 @@ async def prune(deps: Deps, request: Request) -> Response:
     With `?limit_bytes=`, also evict files until the cache takes at most that many bytes on disk:
     those used least often and longest ago first, pinned ones last.
     """
-    _refuse_owners()
+    refuse_owners(_ALL_FILES)
     has_limit = "limit_bytes" in request.query_params
     limit = read_number(request, "limit_bytes", 0) if has_limit else None
     freed = await require_sessions(deps).prune(limit)

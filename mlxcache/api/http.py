@@ -18,6 +18,7 @@ from starlette.responses import Response
 
 from mlxcache.api.record import Recorder
 from mlxcache.errors import BadRequest, ModelError, NotReady, TooLarge
+from mlxcache.owner import OWNER
 from mlxcache.types import Arrival, ModelInfo, RequestRecord
 from mlxcache.wire.decode import decode
 
@@ -147,6 +148,15 @@ def get_request_id(request: Request) -> str:
     It is also the job's id in the engine, and is sent as a response header.
     """
     return str(request.scope["state"]["request_id"])
+
+
+def refuse_owners(why: str) -> None:
+    """Raise HTTPException (403) if the request's key has an owner.
+
+    For endpoints that act on what belongs to all owners, as `why` says.
+    """
+    if OWNER.get() is not None:
+        raise HTTPException(403, f"this server has several keys, and {why}")
 
 
 def require_model(deps: Deps) -> ModelInfo:

@@ -10,7 +10,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from mlxcache.api.errors import is_anthropic_client
-from mlxcache.api.http import Deps, json_response, read_number, require_model
+from mlxcache.api.http import Deps, json_response, read_number, refuse_owners, require_model
 from mlxcache.errors import BadRequest, NotFound
 from mlxcache.types import ModelInfo
 from mlxcache.wire import anthropic_models
@@ -112,8 +112,12 @@ async def load(deps: Deps, request: Request) -> Response:
 async def unload(deps: Deps, request: Request) -> Response:
     """Drop a model's weights from memory; the next request for it reads them again.
 
-    Answers 503 while requests for it run.
+    Answers 503 while requests for it run. On a server with several keys it is refused.
     """
+    refuse_owners(
+        "its models serve all of them: a model is unloaded when another one needs its memory or, "
+        "with --idle-unload, after a time without requests"
+    )
     engine = await engine_named(deps, _name(request), wait=False)
     if engine.state == "ready":
         await engine.unload_weights()

@@ -85,9 +85,14 @@ class TestOwners:
         assert (await client.post(CHAT_PATH, json=CHAT)).status_code == 401
 
     @pytest.mark.parametrize(
-        ("method", "path"), [("GET", "/v1/cache/check"), ("POST", "/v1/cache/prune?limit_bytes=0")]
+        ("method", "path"),
+        [
+            ("GET", "/v1/cache/check"),
+            ("POST", "/v1/cache/prune?limit_bytes=0"),
+            ("POST", "/v1/models/org/model-4bit/unload"),
+        ],
     )
-    async def test_no_owner_looks_through_or_evicts_everybodys_files(
+    async def test_no_owner_acts_on_what_belongs_to_all_of_them(
         self, client: httpx.AsyncClient, method: str, path: str
     ) -> None:
         response = await client.request(method, path, headers={"x-api-key": "a-key"})
