@@ -18,6 +18,7 @@ import msgspec
 
 from mlxcache.config import SETTINGS, Settings, load_settings
 from mlxcache.errors import ConfigError, Unsupported
+from mlxcache.names import clean_label
 from mlxcache.store.lock import serving
 from mlxcache.store.mac_folder import prepare_cache_dir
 from mlxcache.store.network_folder import require_local
@@ -344,6 +345,7 @@ async def _stream(
     fields: Mapping[str, Any],
 ) -> Stream:
     """Queue a chat for `engine` and return its stream; see `Model.stream`."""
+    session = clean_label(session or "") or None
     raw = msgspec.json.encode({"messages": messages, **fields})
     body = decode(ChatRequest, raw)
     check_supported(body)

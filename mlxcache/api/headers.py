@@ -10,12 +10,12 @@ import msgspec
 
 from mlxcache import typed
 from mlxcache.errors import BadRequest
+from mlxcache.names import clean_label
 from mlxcache.owner import OWNER
 from mlxcache.types import Arrival
 
 _SECONDS = re.compile(r"[0-9]{1,7}(\.[0-9]{1,6})?")
 _OLD_USER_ID = re.compile(r"_session_([0-9a-fA-F-]{8,})$")
-_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 
 
 def read_job_options(headers: Mapping[str, str]) -> dict[str, Any]:
@@ -64,7 +64,7 @@ def read_session_label(
 
     The first of these is used: X-Session-Id, X-Claude-Code-Session-Id, the `session_id` in
     Anthropic's `metadata.user_id` (JSON, or the older form `..._session_<uuid>`), OpenAI's
-    `prompt_cache_key`. Control characters are removed, and the label is cut to 200 characters.
+    `prompt_cache_key`; see `clean_label`.
     """
     candidates = (
         headers.get("x-session-id"),
@@ -72,8 +72,7 @@ def read_session_label(
         _metadata_session(metadata_user_id),
         prompt_cache_key,
     )
-    labels = (_CONTROL.sub("", label or "").strip()[:200] for label in candidates)
-    return next((label for label in labels if label), None)
+    return next(filter(None, (clean_label(label or "") for label in candidates)), None)
 
 
 def _metadata_session(user_id: str | None) -> str | None:
@@ -92,7 +91,7 @@ class _UserId(msgspec.Struct):
 
 def read_client_name(headers: Mapping[str, str]) -> str | None:
     """Return the client program from User-Agent, such as `claude-cli/2.1.329`; None if missing."""
-    words = _CONTROL.sub("", headers.get("user-agent", "")).split()
+    words = clean_label(headers.get("user-agent", "")).split()
     if not words:
         return None
     versioned = any(c.isdigit() for c in words[0])

@@ -7,7 +7,7 @@ import tempfile
 from collections.abc import Awaitable, Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import anyio.to_thread
 import msgspec
@@ -27,10 +27,11 @@ from mlxcache.api.http import (
 )
 from mlxcache.api.models import engine_named
 from mlxcache.errors import BadRequest
+from mlxcache.names import clean_name
 from mlxcache.store.database import store_errors
 from mlxcache.store.listing import related_objects
+from mlxcache.store.snapshot_format import Name
 from mlxcache.wire.decode import decode
-from mlxcache.wire.titles import MAX_NAME, clean_name
 
 if TYPE_CHECKING:
     from mlxcache.sessions.book import SessionBook
@@ -46,7 +47,6 @@ RESTORE_S = 6 * 3600.0
 SPACE_CHECK_BYTES = 64 << 20
 """Bytes after which free space is checked again, for a file of unknown size."""
 
-Name = Annotated[str, msgspec.Meta(max_length=MAX_NAME)]
 Handler = Callable[[Deps, Request], Awaitable[Response]]
 
 

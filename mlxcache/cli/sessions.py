@@ -16,7 +16,7 @@ from mlxcache.cli.show import Result
 from mlxcache.cli.target import ApiKey, CacheDir, Json, Url, Where, located
 from mlxcache.config import load_settings
 from mlxcache.errors import ConfigError, MlxcacheError, NotFound
-from mlxcache.wire.titles import clean_name
+from mlxcache.names import clean_name
 
 app = typer.Typer(
     name="sessions",

@@ -18,7 +18,7 @@ from mlxcache.cli.show import Result, format_count
 from mlxcache.cli.target import Where, located
 from mlxcache.config import format_size
 from mlxcache.errors import ConfigError, MlxcacheError, SnapshotRefused
-from mlxcache.wire.titles import clean_name
+from mlxcache.names import clean_name
 
 _EXPECTED = (
     "Expected a file written by `mlxcache snapshot ID -o FILE` or by mlx-lm's "

@@ -24,6 +24,7 @@ from mlxcache.remote.upload import Uploader
 from mlxcache.store.reply_rows import KEY_BYTES
 from mlxcache.store.session_rows import Origin, Session
 from mlxcache.store.sessions import ID
+from mlxcache.store.snapshot_format import Name
 from mlxcache.typed import decode
 
 log = logging.getLogger("mlxcache.engine")
@@ -36,18 +37,16 @@ MOST_BYTES = 1 << 17
 MOST_KNOWN = 4096
 """Most conversations that are remembered."""
 
-_Text = Annotated[str, msgspec.Meta(max_length=4096)]
-
 
 class SessionRecord(msgspec.Struct, frozen=True, kw_only=True):
     """The fields of `Session` that servers exchange. `version`: that of the record's format."""
 
     version: int = VERSION
     id: str
-    label: _Text | None
-    name: _Text | None
-    title: _Text | None
-    client: _Text | None
+    label: Name | None
+    name: Name | None
+    title: Name | None
+    client: Name | None
     created_at: Annotated[float, msgspec.Meta(ge=0)]
 
 

@@ -15,6 +15,7 @@ from contextlib import AbstractContextManager
 from dataclasses import fields, replace
 
 from mlxcache.errors import BadRequest, NotFound, StoreError
+from mlxcache.names import clean_name
 from mlxcache.store import reply_rows, response_rows
 from mlxcache.store import session_rows as rows
 from mlxcache.store.database import Database
@@ -292,7 +293,9 @@ class Sessions:
         with self._database.write() as db:
             rows.read_session(db, id, owner)
             if name is not None:
-                db.execute("UPDATE sessions SET name = ? WHERE id = ?", (name or None, id))
+                db.execute(
+                    "UPDATE sessions SET name = ? WHERE id = ?", (clean_name(name) or None, id)
+                )
             if pinned is not None:
                 db.execute("UPDATE sessions SET pinned = ? WHERE id = ?", (pinned, id))
 
@@ -339,7 +342,7 @@ class Sessions:
                 source,
                 id=new_id(),
                 label=None,
-                name=name or None,
+                name=clean_name(name or "") or None,
                 turns=main.turns,
                 pinned=False,
                 created_at=at,
@@ -385,7 +388,7 @@ class Sessions:
         with self._database.write() as db:
             own = {field: getattr(info, field) for field in CARRIED}
             made = Session(pinned=False, owner=owner, **own)
-            made = replace(made, last_used_at=at, name=name or info.name)
+            made = replace(made, last_used_at=at, name=clean_name(name or info.name or "") or None)
             held = db.execute("SELECT 1 FROM sessions WHERE id = ?", (made.id,)).fetchone()
             if held or owner is not None or not ID.fullmatch(made.id):
                 made = replace(made, id=new_id())

@@ -15,6 +15,7 @@ import msgspec
 
 from mlxcache import typed
 from mlxcache.errors import SnapshotRefused
+from mlxcache.names import MAX_NAME
 from mlxcache.safetensors import Header, Malformed, Place, read_foreign_header
 from mlxcache.store.digests import BLOCK
 from mlxcache.store.kv_files import open_file
@@ -34,6 +35,7 @@ MOST_TOKENS = 1 << 24
 """Most leaves of a snapshot, and most tokens of all its leaves together."""
 
 MOST_TEXT = 100_000
+MOST_PATH = 4096
 MOST_CHECKPOINTS = 4096
 MOST_STATE_TENSORS = 1 << 14
 MOST_STATE_BYTES = 1 << 30
@@ -48,6 +50,7 @@ Progress = Callable[[int, int], None]
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 48)]
 Text = Annotated[str, msgspec.Meta(max_length=MOST_TEXT)]
+Name = Annotated[str, msgspec.Meta(max_length=MAX_NAME)]
 Time = Annotated[float, msgspec.Meta(ge=0, le=1e12)]
 
 
@@ -150,13 +153,13 @@ class Description(msgspec.Struct, frozen=True, kw_only=True):
     other entries of its header. For the fields of the session see `SessionInfo`.
     """
 
-    id: Text
-    namespace: Text
-    model: Text
-    label: Text | None
-    name: Text | None
-    title: Text | None
-    client: Text | None
+    id: Name
+    namespace: Name
+    model: Annotated[str, msgspec.Meta(max_length=MOST_PATH)]
+    label: Name | None
+    name: Name | None
+    title: Name | None
+    client: Name | None
     turns: Count
     created_at: Time
     last_used_at: Time

@@ -1,19 +1,15 @@
-"""Titles of conversations from the first text that a user typed, and names of sessions."""
+"""Titles of conversations, from the first text that a user typed."""
 
 from __future__ import annotations
 
 import re
-import unicodedata
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from mlxcache.errors import BadRequest
+from mlxcache.names import to_one_line
 
 MAX_TITLE = 80
 """Maximum characters of a title."""
-
-MAX_NAME = 200
-"""Maximum characters of a session's name."""
 
 _MAX_READ = 500_000
 """Maximum characters of a message to search: lists of skills and instructions can be long."""
@@ -70,9 +66,6 @@ _NEXT_SPEAKER = re.compile(r"\n(?:USER: |ASSISTANT: |</chat_history>)")
 _QUOTED = re.compile(r'"([^"]+)"')
 """A whole text in quotes: `opencode run` adds them to an argument that has blanks."""
 
-_EMOJI_JOINERS = "\u200d\ufe0f"
-"""Invisible characters to keep; others could hide or reverse text in a list."""
-
 
 def title_from_messages(messages: Iterable[Mapping[str, Any]]) -> str | None:
     """Return the title of a conversation, or None if no user message has typed text.
@@ -106,23 +99,6 @@ def title_from_text(text: str) -> str | None:
     if len(title) > MAX_TITLE:
         title = title[: MAX_TITLE - 1].rstrip() + "…"
     return title or None
-
-
-def to_one_line(text: str) -> str:
-    """Return `text` on one line, without control characters and other invisible characters."""
-    return " ".join("".join(map(_visible, text)).split())
-
-
-def clean_name(text: str) -> str:
-    """Return the name that a user gave to a session, on one line without control characters.
-
-    Raises BadRequest if it is longer than `MAX_NAME` characters.
-    """
-    if len(text) > MAX_NAME:
-        raise BadRequest(
-            f"A name has at most {MAX_NAME} characters, this one has {len(text)}.", param="name"
-        )
-    return to_one_line(text)
 
 
 def _typed(text: str) -> str:
@@ -160,10 +136,3 @@ def _typed_in_task(text: str) -> str:
         return typed.strip() if found else ""
     _, _, chat = text.partition("<chat_history>")
     return _NEXT_SPEAKER.split(chat.partition("\nUSER: ")[2], maxsplit=1)[0].strip()
-
-
-def _visible(character: str) -> str:
-    if character.isspace():
-        return " "
-    hidden = unicodedata.category(character) in ("Cc", "Cf", "Cs", "Co")
-    return "" if hidden and character not in _EMOJI_JOINERS else character

@@ -123,6 +123,21 @@ def test_what_was_asked_is_the_same_whatever_becomes_of_replies():
     assert found(first, second).asked != prompts[1]
 
 
+@pytest.mark.parametrize("field", ["label", "name", "title", "client"])
+def test_a_session_record_with_a_name_beyond_the_limit_is_not_used(
+    tmp_path: Path, remote: Objects, field: str
+):
+    ids = tokens(300)
+    with server(tmp_path / "a", remote) as one, server(tmp_path / "b", remote) as other:
+        here = Sessions(one.store.database)
+        made = here.get(here.record_turn(Turn(NAMESPACE, "m", ids, 250, 100, 50, 1000.0)))
+        one.tier.sessions.share(replace(made, **{field: "x" * 201}), ASKED)
+        assert one.tier.uploader.wait(10)
+        other.tier.sessions.look_up(None, ASKED)
+        other.tier._behind.shutdown()
+        assert other.tier.sessions.find(None, ASKED) is None
+
+
 def test_a_session_is_the_same_on_both_servers(tmp_path: Path, remote: Objects):
     """Without a label: its id, its name and when it began; not that of another owner."""
     ids = tokens(300)

@@ -240,6 +240,23 @@ def test_names_and_pins_can_be_changed_and_taken_back(sessions):
         sessions.update("ses_nothing", name="x")
 
 
+def test_no_name_is_longer_than_the_limit_whichever_way_it_comes(sessions):
+    """And each is on one line."""
+    id = sessions.record_turn(turn(talk(0)))
+    many = "x" * 201
+    for refused in (
+        lambda: sessions.update(id, name=many),
+        lambda: sessions.fork(id, 9.0, many),
+        lambda: sessions.adopt(from_file(id), 9.0, many),
+        lambda: sessions.adopt(from_file(id, name=many), 9.0),
+    ):
+        with pytest.raises(BadRequest, match="at most 200 characters"):
+            refused()
+    assert [one.id for one in sessions.all()] == [id]
+    made = sessions.fork(id, 9.0, " a\x1b\n b"), sessions.adopt(from_file(id, name="a\rb"), 9.0)
+    assert [sessions.get(one).name for one in made] == ["a b", "a b"]
+
+
 def test_deleting_leaves_no_rows_and_says_what_others_need(sessions, database):
     """`sharing` counts the tokens that other leaves share."""
     id, other = (sessions.record_turn(turn(talk(n))) for n in (0, 500))

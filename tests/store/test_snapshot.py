@@ -176,6 +176,17 @@ def test_other_shapes_and_unknown_ids_are_refused(tmp_path: Path) -> None:
     assert read_snapshot(path, vocab_size=int(ids.max()) + 1)
 
 
+@pytest.mark.parametrize("field", ["id", "namespace", "label", "name", "title", "client", "model"])
+def test_a_text_longer_than_any_of_its_kind_is_refused(tmp_path: Path, field: str) -> None:
+    info = session(ids_of(64))
+    store = (
+        store_in(tmp_path / "a", "x" * 201) if field == "namespace" else store_in(tmp_path / "a")
+    )
+    path = snapshot_in(tmp_path / "s", store, replace(info, **{field: "x" * 100_000}))
+    with pytest.raises(SnapshotRefused, match=rf"length <= \d+ - at `\$.{field}`"):
+        read_snapshot(path)
+
+
 def test_ids_that_stand_for_an_image_come_back(tmp_path: Path) -> None:
     """Ids of images are negative and accepted."""
     ids = ids_of(100)
