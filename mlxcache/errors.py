@@ -11,7 +11,7 @@
     ├── Busy                    try again in `retry_after` seconds
     │   ├── QueueFull           the queue is full
     │   ├── TooMany             too many requests of a session, or streams of a client
-    │   └── NotReady            the model is still loading, or the server is stopping
+    │   └── NotReady            the model cannot run now, or the server is stopping
     ├── DeadlineExceeded        the time limit of the request, or of the server, has passed
     ├── GenerationFailed        the model, its tokenizer or its template failed
     ├── ModelError              the model cannot be loaded or served
@@ -101,7 +101,10 @@ class TooMany(Busy):
 
 
 class NotReady(Busy):
-    """Error raised if the model is still loading or the server is stopping."""
+    """Error raised if the model cannot run now, or the server is stopping.
+
+    The model is still loading, or its files have changed while it was unloaded.
+    """
 
 
 class DeadlineExceeded(MlxcacheError):

@@ -60,7 +60,7 @@ def join_ids(*parts: Tokens) -> Tokens:
 
 
 def _sealed(made: npt.NDArray[np.int32]) -> Tokens:
-    made.flags.writeable = False
+    made.setflags(write=False)
     return cast(Tokens, made)
 
 

@@ -34,7 +34,8 @@ def routes(deps: Deps) -> list[Route]:
 async def health(deps: Deps, request: Request) -> Response:
     """Report the server's state: status 200 only while requests can be served, otherwise 503.
 
-    The server is `stalled` if one step of the model has taken longer than a minute.
+    The server is `stalled` if one step of the model has taken longer than a minute, and `failed`
+    also if the unloaded weights of the default model cannot be read again.
     """
     engine = deps.engine
     body: dict[str, Any] = {
@@ -44,15 +45,19 @@ async def health(deps: Deps, request: Request) -> Response:
     }
     if (ranks := engine.ranks) is not None:
         body["ranks"] = ranks["others"]
-    if engine.state == "ready" and engine.info is not None:
-        if engine.silent_s < deps.settings.stalled_seconds:
-            info = engine.info
+    reason = engine.failure
+    if engine.state == "ready" and (info := engine.info) is not None:
+        reason = reason or await engine.find_obstacle()
+        if engine.silent_s >= deps.settings.stalled_seconds:
+            body["status"] = "stalled"
+        elif reason is not None:
+            body["status"] = "failed"
+        else:
             named = {"model": info.id, "backend": info.backend}
             modalities = {"input_modalities": input_modalities(info)}
             return json_response(body | {"status": "ok"} | named | modalities)
-        body["status"] = "stalled"
-    if engine.failure is not None:
-        body["reason"] = engine.failure
+    if reason is not None:
+        body["reason"] = reason
     response = json_response(body, 503)
     response.headers["Retry-After"] = "5"
     return response

@@ -12,7 +12,8 @@ from http import HTTPStatus
 from typing import Any
 
 import h11
-from uvicorn.protocols.http.h11_impl import DEFAULT_MAX_INCOMPLETE_EVENT_SIZE, H11Protocol
+from h11._connection import DEFAULT_MAX_INCOMPLETE_EVENT_SIZE
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 HEAD_SECONDS = 30.0
 """Timeout for headers, from the connection's start or from the first byte of a later request."""

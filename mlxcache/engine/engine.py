@@ -478,6 +478,12 @@ class Engine:
         """State of the weights, see `Resident.figures`; None until they were loaded once."""
         return self._resident.figures() if self._resident is not None else None
 
+    async def find_obstacle(self) -> str | None:
+        """Return why the unloaded weights cannot be read again; None if they can, or are loaded."""
+        if self._resident is None or self._resident.state != "unloaded":
+            return None
+        return await asyncio.to_thread(self._resident.weights.find_obstacle)
+
     @property
     def awaits_room(self) -> bool:
         """True while the model waits for memory before it is loaded for the first time."""

@@ -5,6 +5,7 @@ MLX thread only, except where stated.
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Set
 from pathlib import Path
@@ -32,8 +33,8 @@ Stamp = tuple[str, int, int]
 def file_stamps(folder: Path) -> tuple[Stamp, ...]:
     """Return a stamp of each file in `folder` that the content of the weights depends on.
 
-    A stamp is the path, the size in bytes, and the time of the last change in ns. A broken link
-    has a size of -1.
+    A stamp is the path, the size in bytes, and the time of the last change in ns. A broken link,
+    and a file that must not be read, have a size of -1.
     """
     return tuple(_stamp(file) for name in FILES for file in sorted(folder.glob(name)))
 
@@ -43,6 +44,8 @@ def _stamp(file: Path) -> Stamp:
         stat = file.stat()
     except OSError:
         return str(file), -1, 0
+    if not os.access(file, os.R_OK):
+        return str(file), -1, stat.st_mtime_ns
     return str(file), stat.st_size, stat.st_mtime_ns
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -82,21 +83,30 @@ class Weights:
         model.update(parameters)
         self.resident, self._dropped = True, False
 
+    def find_obstacle(self) -> str | None:
+        """Return why weights that were dropped cannot be read again, or None if they can.
+
+        The text names a file, but not its folder. Reads the state of the files; any thread.
+        """
+        changed = set(self._stamps).symmetric_difference(self._read_stamps())
+        if self.resident or not changed:
+            return None
+        file = Path(min(changed)[0])
+        gone = not os.access(file, os.R_OK)
+        what = "cannot be read any more" if gone else "has changed since the model was loaded"
+        remedy = "" if gone else ", or start the server again to use the new one"
+        return (
+            f"The file {file.name} of the model {self._loaded.info.id} {what}: put back the file "
+            f"as it was{remedy}."
+        )
+
     def _open(self) -> dict[str, Any]:
         """Return the model's parameters by name, each of which is read when it is evaluated.
 
         Raises ModelError if the files cannot be read, or have changed since the model was loaded.
         """
-        if not Path(self._loaded.path).is_dir():
-            raise ModelError(
-                f"The folder {self._loaded.path} is gone since the model was loaded: put it back, "
-                "or mount its disk."
-            )
-        if self._read_stamps() != self._stamps:
-            raise ModelError(
-                f"The files of the model in {self._loaded.path} have changed since it was loaded: "
-                "start the server again."
-            )
+        if (obstacle := self.find_obstacle()) is not None:
+            raise ModelError(obstacle)
         again = load_again(self._loaded, self._spec, self.use)
         parameters: dict[str, Any] = again.parameters()
         arrays = tree_flatten(parameters)

@@ -14,7 +14,7 @@ from mlxcache.cache.ram import RamTier
 from mlxcache.cache.shared_ram import SharedRam, Wait
 from mlxcache.config import format_size
 from mlxcache.config.memory import trim_heap
-from mlxcache.errors import BadRequest, MlxcacheError, ModelError
+from mlxcache.errors import BadRequest, MlxcacheError, ModelError, NotReady
 from mlxcache.model import device
 from mlxcache.model.resident_weights import Weights
 from mlxcache.residency.resident import Cause, Newcomer, Resident
@@ -406,7 +406,7 @@ class Residency:
         if failure is not None:  # the error itself would keep the weights that were read
             self._give_up(one)
             log.error("model %s: cannot be loaded: %s", one.name, failure)
-            self._refuse(one, ModelError(failure))
+            self._refuse(one, NotReady(failure, retry_after=5.0))
             return
         self.account.settle()
         if one.state == "loaded":

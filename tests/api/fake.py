@@ -188,6 +188,10 @@ class FakeEngine:
         self.records: list[RequestRecord] = []
         self.tally = Tally()
 
+    async def find_obstacle(self) -> str | None:
+        """Return that nothing is wrong with the files."""
+        return None
+
     async def render(
         self, chat: Chat, *, session: str | None = None, stop: Sequence[str] = ()
     ) -> Prompt:

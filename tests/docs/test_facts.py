@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
+from mlxcache import names
 from mlxcache.api import access, http, record
 from mlxcache.cache import checkpoints, main_conversation, pressure, restore, retry, write_behind
 from mlxcache.cli import protocol
@@ -22,7 +23,7 @@ from mlxcache.sessions import late_turns
 from mlxcache.store import leaves, reply_rows, session_rows, snapshot_replies, store
 from mlxcache.tree import eviction
 from mlxcache.types import Sampling
-from mlxcache.wire import decode, openai_request, titles
+from mlxcache.wire import decode, openai_request
 from tests.docs.blocks import BLOCKS, ROOT
 from tests.served import Served, served
 
@@ -41,7 +42,7 @@ FACTS = (
     ("configuration", r"applies to the newest (\d+) tokens", Sampling().repetition_context),
     ("configuration", r"tokens drafted at once, 1 to (\d+);", MOST_DRAFTED),
     ("configuration", r"and for (\d+) seconds after the last, `off`", keep_awake.GRACE_S),
-    ("sessions", r"A name has at most (\d+) characters", titles.MAX_NAME),
+    ("sessions", r"A name has at most (\d+) characters", names.MAX_NAME),
     ("sessions", r"At most ([\d,]+) sessions are kept", session_rows.MOST_SESSIONS),
     ("sessions", r"it has continued for (eight) turns", leaves.SETTLED_TURNS),
     ("http-api", r"a body of (\S+ MiB) \(413\)", http.ApiSettings().max_body_bytes),

@@ -90,11 +90,11 @@ def test_files_that_changed_are_refused(toy: ToyMaker, tmp_path: Path) -> None:
     weights.drop()
     config = folder / "config.json"
     config.write_text(config.read_text() + " ")
-    with pytest.raises(ModelError, match="have changed"):
+    with pytest.raises(ModelError, match=r"config\.json .* has changed"):
         list(weights.read())
     assert not weights.resident
     shutil.rmtree(folder)
-    with pytest.raises(ModelError, match="is gone since"):
+    with pytest.raises(ModelError, match=r"config\.json .* cannot be read"):
         list(weights.read())
 
 

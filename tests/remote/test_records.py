@@ -131,7 +131,8 @@ def test_a_session_record_with_a_name_beyond_the_limit_is_not_used(
     with server(tmp_path / "a", remote) as one, server(tmp_path / "b", remote) as other:
         here = Sessions(one.store.database)
         made = here.get(here.record_turn(Turn(NAMESPACE, "m", ids, 250, 100, 50, 1000.0)))
-        one.tier.sessions.share(replace(made, **{field: "x" * 201}), ASKED)
+        long: dict[str, Any] = {field: "x" * 201}
+        one.tier.sessions.share(replace(made, **long), ASKED)
         assert one.tier.uploader.wait(10)
         other.tier.sessions.look_up(None, ASKED)
         other.tier._behind.shutdown()

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from mlxcache.cache.kv_cache import KVCache
-from mlxcache.errors import BadRequest, ModelError, StoreError
+from mlxcache.errors import BadRequest, ModelError, NotReady, StoreError
 from mlxcache.model.base_weights import BaseUse
 from mlxcache.model.load import ModelSpec, load
 from mlxcache.model.resident_weights import Pace, Weights
@@ -436,8 +436,8 @@ class TestMemory:
             file.write_bytes(whole[: stat.st_size // 2])
         task = bench.put(ids(1), tokens=4)
         house.run(task)
-        assert isinstance(error := last_of(task), ModelError)
-        assert ("is gone since the model was loaded" in str(error)) == (damage == "moved")
+        assert isinstance(error := last_of(task), NotReady)
+        assert ("has changed since the model was" in str(error)) == (damage == "truncated")
         assert house.memory.used == 0
         if damage == "moved":
             (tmp_path / "elsewhere").rename(path)
@@ -469,7 +469,7 @@ class TestMemory:
         if error.startswith("[METAL]"):
             assert task.out == b.cold(ids(1), 4)
         else:
-            assert isinstance(last_of(task), ModelError)
+            assert isinstance(last_of(task), NotReady)
             assert house.memory.used == 0
 
     def test_weights_that_cannot_be_read_fail_the_requests_that_wait(

@@ -182,7 +182,8 @@ def test_a_text_longer_than_any_of_its_kind_is_refused(tmp_path: Path, field: st
     store = (
         store_in(tmp_path / "a", "x" * 201) if field == "namespace" else store_in(tmp_path / "a")
     )
-    path = snapshot_in(tmp_path / "s", store, replace(info, **{field: "x" * 100_000}))
+    long: dict[str, Any] = {field: "x" * 100_000}
+    path = snapshot_in(tmp_path / "s", store, replace(info, **long))
     with pytest.raises(SnapshotRefused, match=rf"length <= \d+ - at `\$.{field}`"):
         read_snapshot(path)
 
