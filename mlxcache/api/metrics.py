@@ -154,6 +154,11 @@ _REQUESTS = (
         "anticipated.used_tokens",
     ),
     _counter(
+        "contained_exceptions",
+        "Unexpected exceptions that ended at most one request.",
+        "contained.exceptions",
+    ),
+    _counter(
         "canonicalised_requests", "Requests in which a rule changed text.", "canonicalised", "rule"
     ),
 )

@@ -22,7 +22,7 @@ _GROUPS = (
     ("Remote", ("remote",)),
     ("Exchanged with other servers, through the remote", ("remote.exchange",)),
     ("Prefix tree", ("sessions", "tree_tokens", "segments", "checkpoints", "bytes_per_token")),
-    ("Requests since the start", ("requests", "queue", "saved")),
+    ("Requests since the start", ("requests", "queue", "saved", "contained")),
     ("Tokens since the start", ("tokens", "guesses", "anticipated")),
     ("Evictions from RAM", ("evictions",)),
     (_RULES, ("canonicalised",)),
@@ -113,6 +113,7 @@ _LEGEND = {
     "guesses.saved_s.history": ("history: saved", "seconds; below 0 if it cost more"),
     "anticipated.tokens": ("anticipated", "computed ahead, while idle"),
     "anticipated.used_tokens": ("anticipated, used", "of these: needed by a turn"),
+    "contained.exceptions": ("unexpected exceptions", "each in the log; at most one request ended"),
     "evictions.spilled": ("spilled", "entries that stay on disk"),
     "evictions.dropped": ("dropped", "entries that were in RAM alone"),
 }

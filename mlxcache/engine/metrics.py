@@ -21,6 +21,7 @@ from mlxcache.types import WARMING, Arrival, GuessSource, Job, RequestRecord
 
 if TYPE_CHECKING:
     from mlxcache.scheduling.anticipate import IdlePrefill
+    from mlxcache.scheduling.wall import Wall
 
 Reuse = Literal["cold", "warm", "restored"]
 """Source of most of a prompt: computed; reused from RAM alone; reused, in part from disk."""
@@ -311,18 +312,25 @@ class Figures:
     the weights. `canonicalised`: number of requests that each rule changed. `saved`: cached tokens,
     and the seconds that computing them would have taken at the measured speed of prefill.
     `anticipated`: tokens computed in advance, and the number of those that requests reused.
+    `contained`: exceptions that nobody expected and that ended at most one request.
 
     The argument `no_disk` says why there is no disk tier; None if there is one, or if it is off.
     """
 
     def __init__(
-        self, kv: KVCache, totals: Totals, idle_prefill: IdlePrefill, no_disk: str | None = None
+        self,
+        kv: KVCache,
+        totals: Totals,
+        idle_prefill: IdlePrefill,
+        wall: Wall,
+        no_disk: str | None = None,
     ):
         self._no_disk = no_disk
         self.latest: dict[str, Any] = {}
         self._kv = kv
         self._totals = totals
         self._idle_prefill = idle_prefill
+        self._wall = wall
 
     def publish(self) -> None:
         """Replace `latest` by the current figures, for other threads to read. MLX thread only."""
@@ -337,6 +345,7 @@ class Figures:
             "saved": totals.saved | {"seconds": round(totals.saved["seconds"], 3)},
             "canonicalised": dict(totals.canonicalised),
             "anticipated": {"tokens": ahead.tokens, "used_tokens": ahead.used},
+            "contained": {"exceptions": self._wall.contained},
             "restores": {"ok": 0, "corrupt": 0},
         }
 
@@ -356,7 +365,10 @@ def with_disk(figures: dict[str, Any], stats: dict[str, Any]) -> dict[str, Any]:
     return {**figures, "disk": disk, "restores": stats["restores"]}
 
 
-COUNTED = ("requests", "tokens", "saved", "canonicalised", "anticipated", "evictions", "restores")
+COUNTED = (
+    *("requests", "tokens", "saved", "canonicalised", "anticipated", "contained", "evictions"),
+    "restores",
+)
 """Parts of `GET /v1/cache` that map names to counts. Those of several models are added by name."""
 
 SIZES = ("active_bytes", "pending_bytes", "tree_tokens", "segments", "checkpoints")

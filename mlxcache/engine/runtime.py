@@ -196,7 +196,11 @@ class ModelRuntime:
             self.guides = Guides(loaded.tokenizer, self.layout.vocab_size, self.label)
             self._totals = Totals()
             self.figures = Figures(
-                self.kv, self._totals, self.scheduler.idle_prefill, self._no_disk
+                self.kv,
+                self._totals,
+                self.scheduler.idle_prefill,
+                self.scheduler.wall,
+                self._no_disk,
             )
             self.builders = PromptBuilders(partial(self._make_builder, context))
             builder = self.builders.of(None)
