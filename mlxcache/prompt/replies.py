@@ -333,7 +333,11 @@ class ReplyReader:
         if not reply.stopped:
             return reply.ids
         text = self._text(reply.ids)
-        text = text[: max(text.rfind(reply.stopped), 0)]
+        # The last token completed it and may contain it twice. In text that was held back, as the
+        # possible beginning of a marker, it was complete before.
+        before = len(self._text(reply.ids[:-1]).rstrip("\ufffd")) - len(reply.stopped) + 1
+        at = text.find(reply.stopped, max(before, 0))
+        text = text[: at if at >= 0 else max(text.rfind(reply.stopped), 0)]
         for n in range(len(reply.ids), max(0, len(reply.ids) - _MOST_STOP_TOKENS), -1):
             kept = self._text(reply.ids[:n])
             if text.startswith(kept):

@@ -275,6 +275,16 @@ def test_a_reply_that_a_stop_string_ended_goes_without_it(stop: str) -> None:
     assert stop not in text
 
 
+def test_a_reply_ends_where_its_last_token_contains_the_stop_string_first() -> None:
+    """What was written before that token is not fed again."""
+    served = Served("mistral")
+    written, asked = served.ids(TEXT.strip()), served.asked(START).ids.tolist()
+    (year,) = served.tokenizer.encode(" 2024", add_special_tokens=False)
+    reply, _ = served.reply(served.asked(START), [*written, year], stop=["2"])
+    again = served.asked([*START, reply, user("And?")])
+    assert again.ids[: len(asked) + len(written)].tolist() == [*asked, *written]
+
+
 def test_control_tokens_that_were_read_as_text_come_back_as_text() -> None:
     """A malformed call is text to the client, and never becomes control tokens again."""
     served = Served("qwen3")
