@@ -206,7 +206,7 @@ class _Plain:
             piece if escaped else self._pattern.sub(self._name, piece) for piece, escaped in pieces
         )
         ids = _ids(self._tokenizer, text)
-        return token_ids(self._table[ids])
+        return token_ids(self._table[token_ids(ids)])
 
     def _name(self, match: re.Match[str]) -> str:
         return self._names[match.group()]
