@@ -21,7 +21,7 @@ from mlxcache.store.kv_files import (
     checkpoint_of,
     checksum_of,
     compose_run,
-    holds_nan,
+    is_finite,
     open_file,
     read_range,
     read_run,
@@ -133,8 +133,8 @@ def unpack_run(data: bytes, chain: Chain, start: int, end: int) -> FetchedRun:
         held = [tensor.bytes for tensor in tensors if (tensor.name in head.late) is is_late]
         if (held or sums) and tuple(block_checksums(held, count)) != sums:
             raise Malformed("the checksum of a block is wrong")
-    if any(holds_nan(tensor) for tensor in tensors if tensor.name not in head.late):
-        raise Malformed("it holds NaN")
+    if not all(is_finite(x.dtype, x.bytes) for x in tensors if x.name not in head.late):
+        raise Malformed("it holds NaN or infinity")
     kept = [_first_rows(tensor, shared) for tensor in tensors]
     return FetchedRun(start, start + shared, kept, head.late)
 
@@ -169,8 +169,8 @@ def unpack_checkpoint(data: bytes, chain: Chain, position: int) -> list[Tensor]:
     tensors = [_tensor(view, place) for place in head.header.places]
     if checksum_of([tensor.bytes for tensor in tensors]) != head.checksum:
         raise Malformed("its checksum is wrong")
-    if any(map(holds_nan, tensors)):
-        raise Malformed("it holds NaN")
+    if not all(is_finite(tensor.dtype, tensor.bytes) for tensor in tensors):
+        raise Malformed("it holds NaN or infinity")
     return tensors
 
 

@@ -28,7 +28,13 @@ from mlxcache.store.listing import Listed
 from mlxcache.store.lock import is_running
 from mlxcache.store.sessions import new_id
 from mlxcache.store.snapshot_format import LeafInfo, SessionInfo, detect_format
-from mlxcache.store.snapshot_read import Snapshot, import_snapshot, read_snapshot, with_owner
+from mlxcache.store.snapshot_read import (
+    Snapshot,
+    check_prompt_cache,
+    import_snapshot,
+    read_snapshot,
+    with_owner,
+)
 from mlxcache.store.snapshot_write import SnapshotExport
 from mlxcache.store.store import FREE_FLOOR, Store
 
@@ -151,6 +157,7 @@ class SessionFiles:
             if not await asyncio.to_thread(_is_snapshot, path):
                 self._check_whole()
             try:
+                await asyncio.to_thread(check_prompt_cache, path)
                 ids = await self._thread.ask(lambda: self._prompt_caches.read(path, prompt, owner))
             except SnapshotRefused as error:
                 is_ours = await asyncio.to_thread(_is_snapshot, path)

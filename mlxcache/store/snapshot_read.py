@@ -19,7 +19,7 @@ from mlxcache.errors import DiskFull, SnapshotRefused, StoreError
 from mlxcache.owner import own_ids
 from mlxcache.safetensors import Malformed, Place, Tensor, read_foreign_header
 from mlxcache.store.digests import BLOCK
-from mlxcache.store.kv_files import open_file
+from mlxcache.store.kv_files import is_finite, is_place_finite, open_file
 from mlxcache.store.snapshot_format import (
     CHECKSUMS,
     FORMAT,
@@ -44,6 +44,9 @@ from mlxcache.types import Tokens
 
 PIECE_BYTES = 64 << 20
 """Approximate bytes of KV held in RAM at a time, which become one run."""
+
+CHECK_BYTES = 4 << 20
+"""Approximate bytes of KV that are checked at a time before anything is written."""
 
 
 PROMPT_CACHE_MODEL = "0.model"
@@ -129,6 +132,27 @@ def read_origin(path: Path) -> tuple[str | None, str]:
     return description.namespace, description.model
 
 
+def check_prompt_cache(path: Path) -> None:
+    """Raise SnapshotRefused if a prompt cache of mlx-lm holds NaN or infinity, or is incomplete.
+
+    Blocks while the whole file is read, in parts. Raises StoreError if it cannot be read.
+    """
+    with _opened(path) as fd:
+        try:
+            places = read_foreign_header(fd, own=False).places
+        except Malformed as error:
+            raise SnapshotRefused(f"This is not a complete prompt cache: {error}.") from error
+        if not all(is_place_finite(fd, place) for place in places):
+            raise _not_finite("prompt cache")
+
+
+def _not_finite(what: str) -> SnapshotRefused:
+    return SnapshotRefused(
+        f"The {what} holds NaN or infinity, and every reply that continues from it would fail: "
+        "send the conversation again where it was made, and export it anew."
+    )
+
+
 def with_owner(snapshot: Snapshot, owner: str | None) -> Snapshot:
     """Return a copy of `snapshot` with the token ids under which the cache stores `owner`'s KV.
 
@@ -144,9 +168,10 @@ def import_snapshot(
 ) -> SessionInfo:
     """Write the KV of a snapshot into `store`; return its session, for `Sessions.adopt`.
 
-    `progress(done, total)` is called with numbers of bytes. Blocks. After a failure, KV that was
-    already written stays on disk; it is valid, and evicted like any other. Raises SnapshotRefused
-    for a wrong checksum, Unsupported if `store` has only one rank's part of the KV (see
+    The file is read twice: nothing is written before all of it was checked. `progress(done, total)`
+    is called with numbers of bytes. Blocks. If a write fails, KV that was already written stays on
+    disk; it is valid, and evicted like any other. Raises SnapshotRefused for a wrong checksum and
+    for NaN or infinity, Unsupported if `store` has only one rank's part of the KV (see
     `Store.snapshot_kv`), and StoreError.
     """
     if store.limit is not None and snapshot.nbytes > store.limit:
@@ -155,7 +180,10 @@ def import_snapshot(
         )
     done, into = 0, store.snapshot_kv()
     with _opened(snapshot.path) as fd:
-        for ids, start, tensors in _pieces(fd, snapshot):
+        for _, _, tensors in _pieces(fd, snapshot, CHECK_BYTES):
+            if not all(is_finite(tensor.dtype, tensor.bytes) for tensor in tensors):
+                raise _not_finite("snapshot")
+        for ids, start, tensors in _pieces(fd, snapshot, PIECE_BYTES):
             if start is None:
                 into.write_checkpoint(ids, tensors)
             else:
@@ -166,14 +194,14 @@ def import_snapshot(
     return snapshot.session
 
 
-def _pieces(fd: int, snapshot: Snapshot) -> Iterator[_Piece]:
-    """Yield the KV of a snapshot in parts to write as runs, then its checkpoints, each checked.
+def _pieces(fd: int, snapshot: Snapshot, nbytes: int) -> Iterator[_Piece]:
+    """Yield the KV of a snapshot in parts of about `nbytes`, then its checkpoints, each checked.
 
     A part is (token ids from 0 to its end, position of its first token, tensors); the position of a
     checkpoint is None. `fd`: descriptor of the file. Raises SnapshotRefused for a wrong checksum.
     """
     per_token = sum(p.nbytes // p.shape[0] for p in snapshot.kv)
-    step = max(BLOCK, PIECE_BYTES // max(1, per_token) // BLOCK * BLOCK)
+    step = max(BLOCK, nbytes // max(1, per_token) // BLOCK * BLOCK)
     row = block = 0
     for index, leaf in enumerate(snapshot.description.leaves):
         ids = snapshot.session.leaves[index].ids

@@ -19,7 +19,13 @@ from mlxcache.store.eviction import Space
 from mlxcache.store.folder import CHECKPOINT, RUN, Folder
 from mlxcache.store.found import Found, Piece, Problem, Saved, StoreStats
 from mlxcache.store.index import Match, Row
-from mlxcache.store.kv_files import check_checkpoint, check_run, is_finite, open_file, read_ahead
+from mlxcache.store.kv_files import (
+    check_checkpoint,
+    check_run,
+    is_run_finite,
+    open_file,
+    read_ahead,
+)
 from mlxcache.store.leaf_files import ReadIds
 from mlxcache.store.leaves import LeafRow
 from mlxcache.store.listing import Held, Listed
@@ -518,7 +524,7 @@ class Store:
         with self.database.read() as connection:
             behind = {row.id for row in index.subtree(connection, file.id)} - own
         shared = bool(behind) or file.end < file.last
-        return shared and is_finite(file.path, max(0, keep - file.first))
+        return shared and is_run_finite(file.path, max(0, keep - file.first))
 
 
 def _open(place: Folder, space: Space, reserve: Reserve) -> StoreContext:

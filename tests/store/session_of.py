@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import pytest
 
 from mlxcache.safetensors import Tensor
 from mlxcache.store.snapshot_format import LeafInfo, SessionInfo, Spec
+from mlxcache.store.snapshot_kv import SnapshotKV
 from mlxcache.store.snapshot_write import SnapshotExport
 from mlxcache.store.store import Store
 from mlxcache.types import Tokens, join_ids, token_ids
@@ -33,12 +37,12 @@ def ids_of(length: int, seed: int = 0, head: Tokens | None = None) -> Tokens:
 
 
 def kv(ids: Tokens, start: int, end: int) -> list[Tensor]:
-    """KV of tokens [start, end)."""
+    """KV of tokens [start, end), all of it finite."""
     tensors = []
     at = np.arange(start, end).astype(np.uint16)
     for salt, (name, (dtype, shape)) in enumerate(SPEC.items()):
         kind = np.float32 if dtype == "F32" else np.uint16
-        rows = (ids[start:end].astype(np.uint16) * 64 + at + salt).astype(kind)
+        rows = ((ids[start:end].astype(np.uint16) * 64 + at + salt) & 0xBFFF).astype(kind)
         full = np.repeat(rows, int(np.prod(shape))).reshape(-1, *shape)
         tensors.append(Tensor(name, dtype, full.shape, memoryview(full.tobytes())))
     return tensors
@@ -92,6 +96,33 @@ def snapshot_in(path: Path, store: Store, info: SessionInfo) -> Path:
     write(path, made)
     assert path.stat().st_size == made.nbytes
     return path
+
+
+@contextmanager
+def poisoned(patch: pytest.MonkeyPatch, name: str, value: float) -> Iterator[None]:
+    """Meanwhile exports have `value` as the last number of the tensor `name`, or of a state."""
+    rows, states = SnapshotKV.rows, SnapshotKV.state_bytes
+
+    def last(parts: Iterable[bytes], dtype: str) -> Iterator[bytes]:
+        *first, end = parts
+        size = 2 if dtype in ("F16", "BF16") else 4
+        raw = np.float32(value).tobytes()[-size:]
+        yield from first
+        yield end[:-size] + (np.float16(value).tobytes() if dtype == "F16" else raw)
+
+    def bad_rows(self: Any, ids: Any, pieces: Any, key: str, *at: int) -> Iterable[bytes]:
+        kind = next(dtype for one, dtype, _ in self.row_kinds(pieces) if one == key)
+        parts = rows(self, ids, pieces, key, *at)
+        return last(parts, kind) if key == name else parts
+
+    def bad_states(self: Any, ids: Any, saved: Any, *at: Any) -> Iterable[bytes]:
+        parts = states(self, ids, saved, *at)
+        return last(parts, "F32") if name.startswith("state") else parts
+
+    with patch.context() as now:
+        now.setattr(SnapshotKV, "rows", bad_rows)
+        now.setattr(SnapshotKV, "state_bytes", bad_states)
+        yield
 
 
 def write(path: Path, parts: Iterable[bytes]) -> None:

@@ -9,8 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from mlxcache.cli.offline import Offline
 from mlxcache.errors import DiskFull, Gone, SnapshotRefused, StoreError
 from mlxcache.store import snapshot_format, snapshot_read, snapshot_write
+from mlxcache.store.kv_files import is_finite
 from mlxcache.store.snapshot_format import detect_format
 from mlxcache.store.snapshot_read import Snapshot, import_snapshot, read_snapshot
 from mlxcache.store.snapshot_write import SnapshotExport
@@ -22,6 +24,7 @@ from tests.store.session_of import (
     held,
     ids_of,
     kv,
+    poisoned,
     save,
     session,
     snapshot_in,
@@ -174,6 +177,47 @@ def test_other_shapes_and_unknown_ids_are_refused(tmp_path: Path) -> None:
     with pytest.raises(SnapshotRefused, match="token ids"):
         read_snapshot(path, vocab_size=int(ids.max()))
     assert read_snapshot(path, vocab_size=int(ids.max()) + 1)
+
+
+@pytest.mark.parametrize("dtype", ["F16", "BF16", "F32"])
+def test_numbers_are_finite_by_their_bits(dtype: str) -> None:
+    """Each value of 16 bits, alone between zeros; of F32 each with the exponent of one of them."""
+    bits = np.arange(1 << 16, dtype=np.uint32)
+    if dtype == "F16":
+        values, raw = bits.astype(np.uint16).view(np.float16), bits.astype(np.uint16)
+    else:  # bfloat16 is the upper half of a float32
+        values = (bits << 16).view(np.float32)
+        raw = bits.astype(np.uint16) if dtype == "BF16" else bits << 16
+    zeros = np.zeros(2, raw.dtype)
+    for value, one in zip(values, raw, strict=True):
+        data = memoryview(np.array([*zeros, one, 0], raw.dtype).tobytes())
+        assert is_finite(dtype, data) == np.isfinite(value)
+    last = np.zeros(1 << 20, raw.dtype)
+    last[-1] = raw[np.flatnonzero(np.isnan(values))[0]]
+    assert not is_finite(dtype, memoryview(last.tobytes()))
+    assert is_finite(dtype, memoryview(b""))
+    assert is_finite("U32", memoryview(last.tobytes()))
+
+
+@pytest.mark.parametrize("name", [*SPEC, "state.0"])
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_what_holds_nan_or_infinity_is_refused_and_nothing_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, value: float
+) -> None:
+    """In its last token or its last state, with the right checksums, however it is read."""
+    ids = ids_of(300)
+    save(store_in(tmp_path / "a"), ids, states=[250])
+    with poisoned(monkeypatch, name, value):
+        path = snapshot_in(tmp_path / "s", store_in(tmp_path / "a"), session(ids))
+    monkeypatch.setattr(snapshot_read, "PIECE_BYTES", 10_000)
+    cache = tmp_path / "cache"
+    with pytest.raises(SnapshotRefused, match="NaN or infinity"):
+        import_snapshot(store_in(tmp_path / "b"), read_snapshot(path, NAMESPACE, spec=SPEC))
+    with pytest.raises(SnapshotRefused, match="NaN or infinity"):
+        Offline(cache).restore(path, None, None, None, lambda *_: None)
+    for store in (store_in(tmp_path / "b"), store_in(cache / "store")):
+        assert (store.stats().runs, store.stats().checkpoints) == (0, 0)
+    assert Offline(cache).sessions() == []
 
 
 @pytest.mark.parametrize("field", ["id", "namespace", "label", "name", "title", "client", "model"])

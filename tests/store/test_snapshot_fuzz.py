@@ -204,11 +204,11 @@ def test_swapped_blocks_are_seen(tmp_path: Path, good: bytes) -> None:
     assert "checksum of some KV is wrong" in refused(tmp_path, bytes(content))
 
 
-def test_what_is_written_before_an_error_is_sound(tmp_path: Path, good: bytes) -> None:
+def test_nothing_of_a_refused_file_is_written(tmp_path: Path, good: bytes) -> None:
     content = bytearray(good)
     content[-100] ^= 1  # in the checkpoint, after all KV
     assert refused(tmp_path, bytes(content))
-    assert held(store_in(tmp_path / "fresh"), ids_of(LENGTH)) == LENGTH
+    assert held(store_in(tmp_path / "fresh"), ids_of(LENGTH)) == 0
 
 
 def claims(header: dict[str, Any], name: str, shape: list[int]) -> dict[str, Any]:
