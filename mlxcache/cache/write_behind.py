@@ -428,7 +428,15 @@ class WriteBehind:
                 answer = self._answers.get_nowait()
             except queue.Empty:
                 return
+            self._apply(answer)
+
+    def _apply(self, answer: Callable[[], None]) -> None:
+        """Apply a result of the writer's thread; one that raises is applied by the next call."""
+        try:
             answer()
+        except Exception:
+            self._answers.put(answer)
+            raise
 
     def _written(self, job: Job, error: StoreError | None) -> None:
         path: PathWrite = job.tag
@@ -538,7 +546,7 @@ class WriteBehind:
             answer = self._answers.get(timeout=max(0.0, seconds))
         except queue.Empty:
             return False
-        answer()
+        self._apply(answer)
         return True
 
     def _wake_in(self, seconds: float) -> None:

@@ -24,6 +24,7 @@ from mlxcache.engine.runtime import ModelRuntime
 from mlxcache.errors import (
     BadRequest,
     DeadlineExceeded,
+    Inconsistent,
     MlxcacheError,
     ModelError,
     NotReady,
@@ -489,7 +490,7 @@ async def test_every_loaded_model_is_closed_when_the_thread_dies(
         assert await reply(models, "c")
 
         def dies() -> None:
-            raise ValueError("no device's")
+            raise Inconsistent("on purpose")
 
         models._rounds.thread.post(dies)
         await asyncio.wait_for(models.default.dead.wait(), 10)

@@ -183,6 +183,7 @@ def test_other_shapes_and_unknown_ids_are_refused(tmp_path: Path) -> None:
 def test_numbers_are_finite_by_their_bits(dtype: str) -> None:
     """Each value of 16 bits, alone between zeros; of F32 each with the exponent of one of them."""
     bits = np.arange(1 << 16, dtype=np.uint32)
+    raw: np.ndarray
     if dtype == "F16":
         values, raw = bits.astype(np.uint16).view(np.float16), bits.astype(np.uint16)
     else:  # bfloat16 is the upper half of a float32
