@@ -24,7 +24,6 @@ from jinja2.sandbox import (
     SandboxedFormatter,
 )
 from jinja2.utils import _PassArg
-from markupsafe import Markup
 
 from mlxcache.model.time_limit import run_limited
 
@@ -372,7 +371,7 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
         def format_text(*args: Any, **kwargs: Any) -> str:
             fields = (
                 _EscapedFields(self, escape=text.escape)
-                if isinstance(text, Markup)
+                if hasattr(text, "__html__")
                 else _Fields(self)
             )
             if value.__name__ == "format_map":

@@ -14,8 +14,8 @@ from mlxcache.prompt.text_change import excerpt
 from mlxcache.prompt.volatile import find_announced
 from mlxcache.types import Chat
 
-_MACHINE = re.compile(r"<(system-reminder|env|environment_context|context)>.*?</\1>", re.DOTALL)
-"""Text between tags in a user's message, which clients generate for each session."""
+_MACHINE = re.compile(r"<(system-reminder|env|environment_context|context)>")
+"""Opening tag of text in a user's message that clients generate for each session."""
 _KEY = 120
 """Number of characters before and after a place that identify it in the rendered text."""
 
@@ -122,8 +122,24 @@ def _parts(chat: Chat) -> Iterator[tuple[str, str, bool]]:
             continue
         leading = False
         for text in texts if role == "user" else ():
-            for match in _MACHINE.finditer(text):
-                yield f"messages[{i}] {role}", match.group(), False
+            for part in _machine_made(text):
+                yield f"messages[{i}] {role}", part, False
+
+
+def _machine_made(text: str) -> Iterator[str]:
+    """Yield the parts of a text between the tags `_MACHINE`, tags included.
+
+    A tag that is closed nowhere is searched to the end once, not from each place that opens it.
+    """
+    at, unclosed = 0, set()
+    while opened := _MACHINE.search(text, at):
+        at, closing = opened.end(), f"</{opened[1]}>"
+        end = -1 if closing in unclosed else text.find(closing, at)
+        if end < 0:
+            unclosed.add(closing)
+        else:
+            at = end + len(closing)
+            yield text[opened.start() : at]
 
 
 def _texts(message: Mapping[str, Any]) -> list[str]:

@@ -31,7 +31,8 @@ _CLEARED = re.compile(
     r"\[(?:Old )?tool (?:result|output|use)[^\]\n]{0,80}(?:cleared|removed|omitted)"
 )
 _REMINDER = re.compile(r"<system-reminder>|<env>|<context\b")
-_REMINDERS = re.compile(r"<system-reminder>.*?</system-reminder>\s*", re.DOTALL)
+_REMINDERS = re.compile(r"<system-reminder>.*?(?:</system-reminder>\s*|(?P<open>\Z))", re.DOTALL)
+"""A reminder, or the rest of a text from one that has no end, which is found only once so."""
 _SAME_REMINDER = 40
 """Fewest equal characters at the start of two reminders that count as the same reminder."""
 
@@ -180,16 +181,27 @@ def _reminder_moved(was: Message, now: Sequence[Message]) -> bool:
     if was.get("role") != "user" or now[0].get("role") != "user":
         return False
     old, new = _text_of(was), _text_of(now[0])
-    if _REMINDERS.sub("", old).strip() != _REMINDERS.sub("", new).strip():
+    (rest, had), (left, kept) = _reminders(old), _reminders(new)
+    if rest.strip() != left.strip():
         return False
-    kept = _REMINDERS.findall(new)
-    gone = [one for one in _REMINDERS.findall(old) if one not in kept]
-    later = [
-        one for m in now[1:] if m.get("role") == "user" for one in _REMINDERS.findall(_text_of(m))
-    ]
+    gone = {*had} - {*kept}
+    later = {
+        one[:_SAME_REMINDER]
+        for m in now[1:]
+        if m.get("role") == "user"
+        for one in _reminders(_text_of(m))[1]
+    }
     return bool(gone) and all(
-        any(common_characters(one, other) >= _SAME_REMINDER for other in later) for one in gone
+        len(one) >= _SAME_REMINDER and one[:_SAME_REMINDER] in later for one in gone
     )
+
+
+def _reminders(text: str) -> tuple[str, list[str]]:
+    """Return a text without its reminders, and the reminders."""
+    found = [one for one in _REMINDERS.finditer(text) if one["open"] is None]
+    starts, ends = [one.start() for one in found], [one.end() for one in found]
+    between = zip([0, *ends], [*starts, len(text)], strict=True)
+    return "".join(text[start:end] for start, end in between), [one[0] for one in found]
 
 
 def _shifted(now: Sequence[Message], seen: tuple[list[str], list[str]], i: int) -> str | None:

@@ -112,7 +112,8 @@ ANNOUNCED: tuple[Shape, ...] = (
     _shape(
         "temp_path",
         r"(?:/private)?/(?:tmp|var/folders|var/tmp)/[^\s\"'`<>]{0,120}?"
-        r"(?P<value>(?=[\w.-]*\d)(?=[\w.-]*[A-Za-z])(?:tmp|T/|[\w-]+[-_.])[A-Za-z0-9_]{6,32})\b",
+        r"(?P<value>(?=[\w.-]{0,250}\d)(?=[\w.-]{0,250}[A-Za-z])(?:tmp|T/|[\w-]{1,250}[-_.])"
+        r"[A-Za-z0-9_]{6,32})\b",
     ),
     _shape(
         "hash",
@@ -142,7 +143,7 @@ ANNOUNCED: tuple[Shape, ...] = (
         r"^[-*# \t]*(?:HEAD is (?:now )?at|(?:Current|Last|Latest|HEAD) commit:?)"
         r" (?P<value>[0-9a-f]{7,40})\b",
     ),
-    _shape("git_status", r"^[-*# \t]*Branch: (?P<value>\S{1,200} \((?:ahead|behind) \d+[^)\n]*\))"),
+    _shape("git_status", r"^[-*# \t]*Branch: (?P<value>\S{1,200} \((?:ahead|behind) \d[^)\n]*\))"),
     _shape("git_status", r"^On branch (?P<value>\S{1,200})$"),
 )
 

@@ -18,7 +18,7 @@ _TYPED = frozenset({"task", "question", "query", "message", "prompt", "session"}
 """Elements in which clients wrap typed text, also with `user` before their names."""
 
 _ELEMENT = re.compile(r"\s*<([A-Za-z][\w:-]*)(?:\s[^<>]*)?>(.*?)</\1>", re.DOTALL)
-_OPEN_END = re.compile(r"\s*<([a-z]\w*[-_:][\w:-]*)>")
+_OPEN_END = re.compile(r"\s*<([a-z](?=\w*[-_:])[\w:-]*+)>")
 
 _RESTART = "I switched to a new code base. Please don't consider the above files"
 """The user message with which aider ends its examples: no message before it was typed."""
@@ -57,7 +57,8 @@ _ANSWER = f"{_TASK}Respond to the user query using the provided context"
 """Beginnings of user messages of Open WebUI: a request about a chat, and a question about files."""
 
 _CODEX_TITLE = re.compile(
-    r"Generate a concise, single-line task title of at most .*?\n\s*User prompt:\n(.*)", re.DOTALL
+    r"Generate a concise, single-line task title of at most .*?\n[^\S\n]*User prompt:\n(.*)",
+    re.DOTALL,
 )
 """A request of Codex for a title, and in it what the user typed."""
 

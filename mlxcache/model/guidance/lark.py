@@ -157,5 +157,5 @@ def compile_error(grammar: str) -> str | None:
     if not failed:
         return None
     # an excerpt of the grammar, with numbers of lines, ends the message
-    reason = re.sub(r"\n\s*\d+ \| .*", "", str(messages[0]), flags=re.DOTALL)
+    reason = re.sub(r"\n *\d+ \| .*", "", str(messages[0]), flags=re.DOTALL)
     return " ".join(reason.split())[:300]

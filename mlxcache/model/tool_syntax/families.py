@@ -60,8 +60,8 @@ SYNTAXES: dict[str, Syntax] = {
     "laguna": _key_value(""),
     "longcat": _key_value("longcat_"),
     "minicpm5": TagSyntax(
-        call=r"(?:<function\s+name\s*=\s*)?[\"']?(?P<call>[^\"'<>\s]{1,256})[\"']?\s{0,9}>",
-        parameter=r"<param\s+name\s*=\s*[\"']?(?P<name>[^\"'<>\n]{1,256})[\"']?\s{0,9}>",
+        call=r"(?:<function\s+name\s*=\s*+)?[\"']?(?P<call>[^\"'<>\s]{1,256})[\"']?\s{0,9}>",
+        parameter=r"<param\s+name\s*=\s*+[\"']?(?P<name>[^\"'<>\n]{1,256})[\"']?\s{0,9}>",
         close="</param>",
         end=r"(?:</function>)?",
         several=True,

@@ -29,7 +29,7 @@ class GemmaSyntax:
         key = rf"(?:{mark})?(?P<key>[^\s:,{{}}\[\]<>]{{1,256}})(?:{mark})?:"
         self._delimiter = delimiter
         self._key = re.compile(rf"\s*{key}")
-        self._call = re.compile(r"\s*,?\s*call:(?P<call>[^\s:,{}\[\]<>]{1,256})\s*\{")
+        self._call = re.compile(r"\s*+(?:,\s*+)?call:(?P<call>[^\s:,{}\[\]<>]{1,256})\s*\{")
         self._place = re.compile(rf",{self._key.pattern}|\}}")
         self._over = re.compile(r"\s*\}\s*")
         self._ending = re.compile(rf"(?:{mark}|[\]}}\w.+-])\s*\}}\s*\Z")

@@ -26,11 +26,8 @@ _LINE = re.compile(
     r"|Working tree clean|Not a git repository|Git status not available"
 )
 """Further line of the status: a heading, a file of `git status --short`, or a commit."""
-_SNAPSHOT = re.compile(
-    r"Git snapshot at conversation start\. This snapshot is frozen in time [^\n]*\n"
-    r"```text\n(?:git: [^\n]*\n)+```"
-)
-"""Status as Qwen Code writes it."""
+_SNAPSHOT = re.compile(r"Git snapshot at conversation start\. This snapshot is frozen in time .*")
+"""First line of a git status in Qwen Code's form; the others are between lines of backticks."""
 
 Places = LRU[bytes, str]
 """Git statuses, by a digest of the messages before each."""
@@ -101,9 +98,10 @@ def _end(lines: list[str], start: int) -> int:
     one. The client Continue puts the status between two tags; such a block counts only if all lines
     between the tags are blank or lines of a git status.
     """
-    if lines[start].startswith("Git snapshot "):
-        snapshot = _SNAPSHOT.match("\n".join(lines[start:]))
-        return start + (snapshot[0].count("\n") + 1 if snapshot else 0)
+    if _SNAPSHOT.fullmatch(lines[start]) and lines[start + 1 : start + 2] == ["```text"]:
+        others = (at for at in range(start + 2, len(lines)) if not lines[at].startswith("git: "))
+        end = next(others, start)
+        return end + 1 if end > start + 2 and lines[end].startswith("```") else start
     tagged = bool(_OPENS.fullmatch(lines[start]))
     if not tagged and not FIRST.fullmatch(lines[start]):
         return start
