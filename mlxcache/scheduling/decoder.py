@@ -9,7 +9,6 @@ a row joins, and drops the token sampled ahead when a row leaves. MLX thread onl
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass
@@ -26,8 +25,6 @@ from mlxcache.model.guidance.thinking_budget import Steering
 from mlxcache.model.kv import Caches
 from mlxcache.model.lockstep import ALONE, Lockstep
 from mlxcache.model.sampling import masked
-
-log = logging.getLogger("mlxcache.engine")
 
 Sampler = Callable[[mx.array], mx.array]
 Processor = Callable[[mx.array, mx.array], mx.array]
@@ -93,19 +90,17 @@ class Row:
         """Apply a scheduled change to `guide`, which has accepted all tokens handed out so far."""
         self.guide = self.steered(self.guide)
 
-    def fail(self, error: Exception, failed: str | None = None) -> None:
-        """Record `error` in the row, whose reply then ends.
-
-        `failed`: the part that raised `error`, for the log, such as "its sampler"; None logs
-        nothing.
-        """
-        if failed is not None:
-            log.error("request %s: reply ended by an error in %s", self.id, failed, exc_info=error)
+    def fail(self, error: Exception) -> None:
+        """Record `error` in the row, whose reply then ends."""
         self.error = error
 
-    def trial(self) -> TrialRow:
-        """Return a copy of this row for draws behind guessed tokens; see `TrialRow`."""
-        return TrialRow(self.owner, self.sampler, self.processors, self.context, guide=self.guide)
+    def trial(self) -> Row:
+        """Return a copy of this row for draws behind guessed tokens, which may be wrong.
+
+        An exception in its sampler, a processor or its guide is recorded in the copy only. If the
+        guessed tokens are right, the row itself draws again and records its own exceptions.
+        """
+        return Row(self.owner, self.sampler, self.processors, self.context, guide=self.guide)
 
     def set_context(self, context: mx.array) -> None:
         """Set the row's token ids so far, shape (n,)."""
@@ -123,7 +118,7 @@ class Row:
 
         `token`: its id, or None if no token is pending. Advances the guide by the pending token
         unless it has accepted it already, so a repeated call changes nothing. An exception in the
-        guide is not raised: it is logged and recorded in `error`, and None is returned.
+        guide is not raised: it is recorded in `error`, and None is returned.
         """
         if token is not None and not self.guided:
             self.guided = self.advance(self.guide, token)
@@ -132,29 +127,29 @@ class Row:
     def allowed(self, guide: Guide | None) -> Bitmask | None:
         """Return the mask of tokens that `guide` allows next; None allows all.
 
-        An exception in the guide is not raised: it is logged and recorded in `error`, and None is
-        returned. None is also returned if the row has an `error` already.
+        An exception in the guide is not raised: it is recorded in `error`, and None is returned.
+        None is also returned if the row has an `error` already.
         """
         if guide is None or self.error is not None:
             return None
         try:
             return guide.mask()
-        except Exception as error:  # noqa: BLE001 - logged by `fail`
-            self.fail(error, "the guide of its tokens")
+        except Exception as error:  # noqa: BLE001 - logged as the request fails
+            self.error = error
             return None
 
     def advance(self, guide: Guide | None, token: int) -> bool:
         """Advance `guide` by a drawn token; return False if nothing was advanced.
 
         That is so if `guide` is None, or the row has an `error`. An exception in the guide is not
-        raised: it is logged and recorded in `error`, and False is returned.
+        raised: it is recorded in `error`, and False is returned.
         """
         if guide is None or self.error is not None:
             return False
         try:
             guide.accept(token)
-        except Exception as error:  # noqa: BLE001 - logged by `fail`
-            self.fail(error, "the guide of its tokens")
+        except Exception as error:  # noqa: BLE001 - logged as the request fails
+            self.error = error
             return False
         return True
 
@@ -176,19 +171,6 @@ class Row:
         self.draft_passes += drafted > 0
         self.drafted += drafted
         self.accepted += accepted
-
-
-@dataclass(slots=True)
-class TrialRow(Row):
-    """A copy of a row for draws behind guessed tokens, which may be wrong.
-
-    An exception in its sampler, a processor or its guide is recorded in the copy only. If the
-    guessed tokens are right, the row itself draws again and records its own exceptions.
-    """
-
-    def fail(self, error: Exception, failed: str | None = None) -> None:
-        """Record `error` in the copy. Logs nothing, also if `failed` is given."""
-        self.error = error
 
 
 @dataclass(frozen=True, slots=True)
@@ -381,14 +363,14 @@ class Decoder:
     def _draw(self, i: int, logprobs: mx.array) -> mx.array:
         """Draw the token of row `i`, shape (1,). An exception in its sampler is not raised.
 
-        It is logged and recorded in the row's `error`, and token 0 is returned. `logprobs`:
+        It is recorded in the row's `error`, and token 0 is returned. `logprobs`:
         log-probabilities of all rows, shape (rows, vocabulary).
         """
         row = self.rows[i]
         try:
             return row.sampler(logprobs[i : i + 1])
-        except Exception as error:  # noqa: BLE001 - logged by `fail`
-            row.fail(error, "its sampler")
+        except Exception as error:  # noqa: BLE001 - logged as the request fails
+            row.fail(error)
             return mx.zeros(1, mx.uint32)
 
     def _process(self, inputs: mx.array, logits: mx.array) -> mx.array:
@@ -424,8 +406,8 @@ def processed(row: Row, context: mx.array, logits: mx.array) -> mx.array:
     try:
         for process in row.processors:
             logits = process(context, logits)
-    except Exception as error:  # noqa: BLE001 - logged by `fail`
-        row.fail(error, "its logits processor")
+    except Exception as error:  # noqa: BLE001 - logged as the request fails
+        row.fail(error)
     return logits
 
 

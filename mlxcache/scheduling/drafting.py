@@ -72,8 +72,8 @@ class Draws:
         logprobs, finite = normalised(logits)
         try:
             token = sampler(logprobs)
-        except Exception as error:  # noqa: BLE001 - logged by `fail`
-            self.row.fail(error, "its sampler")
+        except Exception as error:  # noqa: BLE001 - logged as the request fails
+            self.row.fail(error)
             token = mx.zeros(1, mx.uint32)
         return token, logprobs, finite, Draws(self.row, sampler, self.context, self.guide)
 

@@ -460,7 +460,7 @@ def test_a_sampler_that_raises_fails_its_own_request(
         task = alike.put(ids, tokens=50)
         alike.run()
     assert isinstance(task.events[-1], GenerationFailed)  # type: ignore[attr-defined]
-    assert f"request {task.record.id}: reply ended by an error in its sampler" in caplog.messages
+    assert f"{task.record.id}: request failed: unexpected exception" in caplog.text
     assert 0 < len(task.out) <= at
     longer = ids + task.out + prompt(rng, 5)
     again = alike.ask(longer)
