@@ -43,7 +43,6 @@ from mlxcache.errors import (
     BadRequest,
     Busy,
     ContextLengthExceeded,
-    MlxcacheError,
     NotFound,
     StoreError,
 )
@@ -441,8 +440,8 @@ def _event(payload: Payload) -> ServerSentEvent:
 
 def _failed(writer: ResponseWriter, error: Exception) -> ServerSentEvent:
     body = build_openai_error(error)["error"]
-    known = isinstance(error, MlxcacheError) and body["code"] == "rate_limit_exceeded"
-    return _event(writer.fail("rate_limit_exceeded" if known else "server_error", body["message"]))
+    codes = {"rate_limit_error": "rate_limit_exceeded", "invalid_request_error": "invalid_prompt"}
+    return _event(writer.fail(codes.get(body["type"], "server_error"), body["message"]))
 
 
 # -- stored ----------------------------------------------------------------------------------

@@ -163,6 +163,8 @@ class Engine:
             raise
         if self.state == "loading":
             self.state = "ready"
+            # an error of it is that of each request that needs a grammar
+            self._compilers.submit(self._ready().guides.prepare)
 
     def _serve(self, loaded: load.Loaded, weights: Weights) -> None:
         """Make the runtime of a model and begin to serve it. Runs on the MLX thread.
@@ -380,23 +382,25 @@ class Engine:
 
         Returns the guide that holds the reply to it; None if the reply is free. Raises BadRequest
         if the grammar cannot be compiled or that takes more than `COMPILE_S` seconds, Busy if it
-        waits that long for other grammars, NotReady after `stop`, and GenerationFailed for an
-        unexpected error.
+        waits that long for other grammars or for the vocabulary, NotReady after `stop`, and
+        GenerationFailed for an unexpected error.
         """
         begun = threading.Event()
 
         def compiled() -> Guide | None:
+            runtime.guides.prepare()  # seconds after the start, which are no fault of `job`
             begun.set()
-            make = partial(runtime.guides.make, job)
-            return self._run(make, f"request {job.id}", "Compiling the grammar")
+            return runtime.guides.make(job)
 
-        making = self._loop.run_in_executor(self._compilers, compiled)
+        what = f"request {job.id}", "Compiling the grammar"
+        making = self._loop.run_in_executor(self._compilers, self._run, compiled, *what)
         try:
             guide = await asyncio.wait_for(making, COMPILE_S)
         except TimeoutError:
             if not begun.is_set():
                 raise Busy(
-                    "Grammars of other requests are still being compiled: try again."
+                    "The vocabulary, or the grammars of other requests, are still being read: try "
+                    "again."
                 ) from None
             raise BadRequest(
                 f"The grammar or schema takes more than {COMPILE_S:g} s to compile: simplify it."

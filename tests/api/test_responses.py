@@ -16,7 +16,7 @@ from openai.types.responses import Response, ResponseStreamEvent
 from mlxcache.api import responses
 from mlxcache.api.http import ApiSettings
 from mlxcache.api.responses import with_silences
-from mlxcache.errors import ContextLengthExceeded, DiskFull, GenerationFailed, NotReady
+from mlxcache.errors import BadRequest, ContextLengthExceeded, DiskFull, GenerationFailed, NotReady
 from mlxcache.store.database import TemporaryDatabase
 from mlxcache.store.response_rows import StoredResponse
 from mlxcache.store.sessions import Sessions
@@ -246,15 +246,20 @@ class TestFailures:
         assert caught.value.param == "background"
 
     @pytest.mark.parametrize(
-        "end", [GenerationFailed("The model raised."), NotReady("The server is stopping.")]
+        ("end", "code"),
+        [
+            (GenerationFailed("The model raised."), "server_error"),
+            (NotReady("The server is stopping."), "server_error"),
+            (BadRequest("The schema is too complex."), "invalid_prompt"),
+        ],
     )
     async def test_a_reply_that_fails_late_ends_with_response_failed(
-        self, client: httpx.AsyncClient, engine: FakeEngine, end: Any
+        self, client: httpx.AsyncClient, engine: FakeEngine, end: Any, code: str
     ) -> None:
         engine.script = [*reply("Hi")[:2], end]
         last = (await stream(client))[-1]
         assert last["type"] == "response.failed"
-        assert last["response"]["error"] == {"code": "server_error", "message": str(end)}
+        assert last["response"]["error"] == {"code": code, "message": str(end)}
         assert engine.streams[0].closed.is_set()
 
     async def test_a_reply_that_fails_whole_is_an_error(

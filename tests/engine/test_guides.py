@@ -8,13 +8,15 @@ import re
 import threading
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import jsonschema
 import pytest
-from llguidance import LLMatcher
+from llguidance import LLMatcher, LLTokenizer
 
 from mlxcache.engine.engine import COMPILE_THREADS
 from mlxcache.errors import BadRequest, Busy, GenerationFailed
+from mlxcache.model.guidance import guide
 from mlxcache.model.guidance.guide import Guide
 from mlxcache.model.guidance.guided import Guides
 from mlxcache.types import Job, OutputFormat
@@ -86,6 +88,61 @@ async def test_a_grammar_that_waits_for_others_is_not_blamed(
         errors = await asyncio.gather(*asked, return_exceptions=True)
         release.set()
         assert Counter(map(type, errors)) == {BadRequest: COMPILE_THREADS, Busy: 1}
+
+
+async def test_a_format_too_complex_to_follow_is_the_requests_error(
+    toy_llama: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is noticed while the reply is generated, whose KV stays; no failure of the server."""
+    form = OutputFormat("regex", "(a{1000}){1000}", "guided_regex")
+    async with started(toy_llama, tmp_path) as engine:
+        with pytest.raises(BadRequest, match="guided_regex is too complex") as caught:
+            await ask(engine, form)
+        assert caught.value.param == "guided_regex"
+        assert (await ask(engine, as_format(POINT))).end.cached_tokens > 0
+        record = engine.requests()[-1]
+        assert (record.status, record.error) == ("failed", str(caught.value))
+    assert not [one for one in caplog.records if one.levelname == "ERROR"]
+
+
+async def test_the_vocabulary_is_read_once_and_not_before_the_server_is_ready(
+    toy_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A request that comes while it is read waits for it."""
+    begun, release, reads = threading.Event(), threading.Event(), []
+
+    def slow(*args: Any, **options: Any) -> LLTokenizer:
+        begun.set()
+        assert release.wait(30)
+        reads.append(threading.current_thread())
+        return LLTokenizer(*args, **options)
+
+    monkeypatch.setattr(guide, "LLTokenizer", slow)
+    async with started(toy_llama, tmp_path) as engine:
+        assert engine.state == "ready"
+        assert await asyncio.to_thread(begun.wait, 30)
+        asked = asyncio.ensure_future(ask(engine, as_format(POINT)))
+        await asyncio.sleep(0.05)
+        release.set()
+        jsonschema.validate(json.loads((await asked).text), POINT)
+        assert len(reads) == 1
+
+
+async def test_nobody_can_tell_from_the_work_which_formats_others_use(
+    toy_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A format that was used before is compiled as often as a new one."""
+    compiled: list[str] = []
+
+    def counted(vocabulary: LLTokenizer, grammar: str, **options: Any) -> LLMatcher:
+        compiled.append(grammar)
+        return LLMatcher(vocabulary, grammar, **options)
+
+    monkeypatch.setattr(guide, "LLMatcher", counted)
+    async with started(toy_llama, tmp_path) as engine:
+        for _ in range(2):
+            await ask(engine, as_format(POINT))
+    assert len(compiled) == 2
 
 
 async def test_an_unexpected_error_of_the_compiler_ends_the_request_alone(

@@ -2,25 +2,24 @@
 
 Grammars are compiled by llguidance (https://github.com/guidance-ai/llguidance). From the compiled
 grammar and the vocabulary it computes the mask of tokens that may come next in well under a
-millisecond.
+millisecond. A compiled grammar belongs to one request and is not kept: compiling the grammar of 20
+tools takes about 5 ms, and its memory, mostly under 1 MB, is outside the budget.
 """
 
 from __future__ import annotations
 
-import json
 import logging
 import time
 from collections.abc import Iterable
-from copy import copy
 from threading import Lock
 from typing import Any, Protocol
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 from llguidance import LLMatcher, LLTokenizer
 
-from mlxcache.errors import BadRequest, GenerationFailed, Unsupported
-from mlxcache.lru import LRU
+from mlxcache.errors import BadRequest, Unsupported
 from mlxcache.model import markers
 
 log = logging.getLogger(__name__)
@@ -28,11 +27,11 @@ log = logging.getLogger(__name__)
 Bitmask = npt.NDArray[np.int32]
 """Allowed tokens, shape (ceil(vocabulary / 32),): bit i % 32 of word i // 32 is token i."""
 
-MOST_GRAMMARS = 64
-"""Number of compiled grammars that are kept; one takes 0.1 to 10 MB."""
-
 _NO_TEXT = "NoExtensionBias"
 """llguidance's error for a grammar that can neither end nor continue."""
+
+_NOT_ALLOWED = "doesn't satisfy the grammar"
+"""Part of llguidance's error for a token that is not allowed; all others are limits of its own."""
 
 LONGEST_GRAMMAR = 4 << 20
 """Maximum length of a grammar or schema in characters; a longer one takes seconds to parse."""
@@ -61,45 +60,47 @@ class Guide(Protocol):
 class GrammarGuide:
     """Guide that follows a grammar compiled as `matcher`.
 
-    `vocab_size`: the width of the logits. All tokens that end a turn are allowed where the grammar
-    may end, and only those where it must end.
+    `vocab_size`: the width of the logits. `param`: the field of the request that the grammar comes
+    from, or "". All tokens that end a turn are allowed where the grammar may end, and only those
+    where it must end.
     """
 
-    def __init__(self, matcher: LLMatcher, vocab_size: int):
+    def __init__(self, matcher: LLMatcher, vocab_size: int, param: str):
         self._matcher = matcher
         self._vocab_size = vocab_size
+        self._param = param
 
     def accept(self, token: int) -> None:
         """Advance the guide by a token of the reply.
 
-        Raises ValueError for a token that was not allowed, and GenerationFailed if it takes more
-        work than llguidance's limits allow.
+        Raises ValueError for a token that was not allowed, and BadRequest if it takes more work
+        than llguidance's limits allow.
         """
         if self._matcher.consume_token(token):
             return
         why = _why(self._matcher)
-        if "too many" in why.lower():
-            raise GenerationFailed(_too_much(why))
-        raise ValueError(f"token {token} does not fit the grammar: {why}")
+        if _NOT_ALLOWED in why:
+            raise ValueError(f"token {token} does not fit the grammar: {why}")
+        raise _too_complex(why, self._param)
 
     def mask(self) -> Bitmask:
         """Return the mask of tokens that may come next in the reply.
 
-        Raises GenerationFailed if computing it takes more work than llguidance's limits allow.
+        Raises BadRequest if computing it takes more work than llguidance's limits allow.
         """
         found = self._matcher.compute_bitmask()  # has a bit more than there are tokens
         words = np.frombuffer(found, np.int32, (self._vocab_size + 31) // 32)
         if self._matcher.is_error():
-            raise GenerationFailed(_too_much(_why(self._matcher)))
+            raise _too_complex(_why(self._matcher), self._param)
         return words
 
     def copy(self) -> GrammarGuide:
         """Return an independent guide in the same state."""
-        return GrammarGuide(self._matcher.deep_copy(), self._vocab_size)
+        return GrammarGuide(self._matcher.deep_copy(), self._vocab_size, self._param)
 
 
 class Grammars:
-    """Compiler and cache of one model's grammars; keeps the `MOST_GRAMMARS` last used ones.
+    """Compiler of one model's grammars.
 
     `tokenizer`: mlx-lm's TokenizerWrapper. `vocab_size`: the width of the logits, which may exceed
     the number of tokens. `label`: that of the model, for the log. Control tokens are not text: no
@@ -115,41 +116,33 @@ class Grammars:
         self._label = label
         self._made: LLTokenizer | None = None
         self._lock = Lock()
-        self._compiled: LRU[str, GrammarGuide] = LRU(MOST_GRAMMARS)
 
-    def guide(self, grammar: str, param: str | None = None) -> GrammarGuide:
-        """Return a guide at the beginning of `grammar`, compiling it if needed.
+    def guide(self, grammar: str, param: str = "") -> GrammarGuide:
+        """Compile `grammar`, and return a guide at its beginning.
 
         `grammar`: a Lark grammar, or one in llguidance's JSON form. `param`: the field of the
-        request that it comes from, named in errors, or None. Raises BadRequest if the grammar is
+        request that it comes from, named in errors, or "". Raises BadRequest if the grammar is
         wrong or too large, and Unsupported if the model's tokenizer cannot be used.
         """
         if len(grammar) > LONGEST_GRAMMAR:
             size = f"{len(grammar)} characters, at most {LONGEST_GRAMMAR}"
-            raise BadRequest(f"The grammar is too large: {size}.", param=param)
-        found = self._compiled.get(grammar)
-        if found is None:
-            found = self._compiled.setdefault(grammar, self._compile(grammar, param))
-        with self._lock:  # a matcher may be copied by one thread at a time
-            return found.copy()
-
-    def _compile(self, grammar: str, param: str | None) -> GrammarGuide:
-        began = time.perf_counter()
+            raise BadRequest(f"The grammar is too large: {size}.", param=param or None)
         vocabulary = self.vocabulary()
+        began = time.perf_counter()
         matcher = LLMatcher(vocabulary, grammar, log_level=0)
         if not matcher.is_error():
-            matcher.compute_bitmask()  # the first one takes longest, and every copy has it then
+            matcher.compute_bitmask()  # many grammars that are too complex fail here already
         if matcher.is_error():
             why = _why(matcher)
             if why == _NO_TEXT:
                 why = "no text matches it"
-            raise BadRequest(f"The grammar cannot be compiled: {why}", param=param)
+            raise BadRequest(f"The grammar cannot be compiled: {why}", param=param or None)
         took_ms = 1000 * (time.perf_counter() - began)
         log.debug("model %s: grammar compiled in %.0f ms", self._label, took_ms)
-        return GrammarGuide(matcher, vocabulary.vocab_size)
+        return GrammarGuide(matcher, vocabulary.vocab_size, param)
 
     def vocabulary(self) -> LLTokenizer:
-        """Return the model's vocabulary in llguidance's form; the first call takes about a second.
+        """Return the model's vocabulary in llguidance's form; the first call takes seconds.
 
         Raises Unsupported if the model's tokenizer cannot be used.
         """
@@ -166,9 +159,6 @@ def _vocabulary(tokenizer: Any, vocab_size: int) -> LLTokenizer:
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         raise Unsupported("Structured output needs a tokenizer.json, which this model lacks.")
-    backend = copy(backend)
-    backend.no_padding()
-    backend.no_truncation()
     size = max(vocab_size, backend.get_vocab_size(with_added_tokens=True))
     text = _as_grammars_need(backend.to_str(), _control_ids(tokenizer))
     return LLTokenizer(text, n_vocab=size, eos_token=sorted(tokenizer.eos_token_ids))
@@ -187,20 +177,30 @@ def _control_ids(tokenizer: Any) -> set[int]:
 def _as_grammars_need(tokenizer_json: str, ids: Iterable[int]) -> str:
     """Mark the added tokens with these ids as special, and return the changed tokenizer.json.
 
-    `tokenizer_json`: the text of a tokenizer.json. It loses the Unicode normaliser, with which
-    llguidance would require other tokens than those of the text that a grammar requires.
+    `tokenizer_json`: the text of a tokenizer.json; the result neither pads nor truncates. It loses
+    the Unicode normaliser, with which llguidance would require other tokens than those of the text
+    that a grammar requires.
     """
-    content = json.loads(tokenizer_json)
+    # the megabytes of vocabulary and merges stay text: parsing them would hold the interpreter
+    content: dict[str, Any] = msgspec.json.decode(tokenizer_json, type=dict[str, msgspec.Raw])
     chosen = set(ids)
-    for token in content["added_tokens"]:
+    added = msgspec.json.decode(content["added_tokens"])
+    for token in added:
         token["special"] = token["special"] or token["id"] in chosen
-    if (content["normalizer"] or {}).get("type") in ("NFC", "NFD", "NFKC", "NFKD"):
+    content |= {"added_tokens": added, "padding": None, "truncation": None}
+    normaliser = msgspec.json.decode(content.get("normalizer", b"null"))
+    if (normaliser or {}).get("type") in ("NFC", "NFD", "NFKC", "NFKD"):
         content["normalizer"] = None
-    return json.dumps(content)
+    return msgspec.json.encode(content).decode()
 
 
-def _too_much(why: str) -> str:
-    return f"The grammar takes too much work to follow: {why}. Simplify it: fewer repetitions."
+def _too_complex(why: str, param: str) -> BadRequest:
+    return BadRequest(
+        f"{param or 'The grammar'} is too complex for a reply to follow: {why}. Simplify it: fewer "
+        "repetitions, alternatives or optional properties.",
+        param=param or None,
+        code="grammar_too_complex",
+    )
 
 
 def _why(matcher: LLMatcher) -> str:

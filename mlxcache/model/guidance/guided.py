@@ -24,6 +24,14 @@ class Guides:
         self._lock = Lock()
         self._thinking: list[ThinkFormat | None] = []
 
+    def prepare(self) -> None:
+        """Read the vocabulary and the form of thinking, once: seconds for a large vocabulary.
+
+        Blocks, also while another thread reads them. Raises Unsupported if the model's tokenizer
+        cannot be used.
+        """
+        self._think_format()
+
     def needed(self, job: Job) -> bool:
         """Return whether the reply to `job` needs a guide for its format or its tool calls.
 
@@ -34,9 +42,9 @@ class Guides:
     def make(self, job: Job) -> Guide | None:
         """Return a guide at the beginning of the reply to `job`, or None if the reply is free.
 
-        Blocks, for seconds at most. Raises BadRequest if the format, or the schema of a tool, is
-        wrong or cannot be enforced, and Unsupported if the model's tokenizer cannot be used or the
-        syntax of its tool calls is unknown.
+        Blocks, mostly for milliseconds after `prepare`. Raises BadRequest if the format, or the
+        schema of a tool, is wrong or cannot be enforced, and Unsupported if the model's tokenizer
+        cannot be used or the syntax of its tool calls is unknown.
         """
         text = grammar_text(job, self._tokenizer)
         if text is None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 from tokenizers.normalizers import NFC
 
-from mlxcache.errors import BadRequest, GenerationFailed
-from mlxcache.model.guidance.guide import Grammars
+from mlxcache.errors import BadRequest
+from mlxcache.model.guidance.guide import GrammarGuide, Grammars
 from tests.model.test_output import wrapped
 
 TOKENIZER = wrapped(None, ())
@@ -20,11 +22,33 @@ def test_a_grammar_that_no_text_matches_is_refused_with_its_field(grammar: str) 
     assert caught.value.param == "structured_outputs.grammar"
 
 
-def test_a_grammar_that_takes_too_much_work_says_so() -> None:
-    """It compiles, and fails at its first token."""
-    guide = GRAMMARS.guide('start: "a"{99999999}')
-    with pytest.raises(GenerationFailed, match=r"too much work.*Simplify"):
-        guide.accept(TOKENIZER.convert_tokens_to_ids("a"))
+OPEN = {
+    "anyOf": [{"type": "object", "properties": {f"p{i}": {"type": "string"}}} for i in range(300)]
+}
+TOO_COMPLEX = {
+    "repetitions": ('start: "a"{99999999}', "a"),
+    "an expression": ("start: /(a{1000}){1000}/", "a"),
+    "rows": (f"start: {' | '.join(f'r{i}' for i in range(3000))}\n"
+             + "\n".join(f'r{i}: "a" /[a-z]/ "x{i}"' for i in range(3000)), "abx"),
+    "alternatives": (f"start: %json {json.dumps(OPEN)}", '{"a": "b"'),
+}  # fmt: skip
+"""Grammars that can be compiled, and the beginning of a reply that is too much work."""
+
+
+def follow(guide: GrammarGuide, text: str) -> None:
+    """What a decoder asks of a guide while a reply goes through `text`."""
+    for letter in text:
+        guide.mask()
+        guide.accept(TOKENIZER.convert_tokens_to_ids(letter))
+
+
+@pytest.mark.parametrize("kind", TOO_COMPLEX)
+def test_a_grammar_that_takes_too_much_work_is_refused_with_its_field(kind: str) -> None:
+    grammar, text = TOO_COMPLEX[kind]
+    guide = GRAMMARS.guide(grammar, "grammar")
+    with pytest.raises(BadRequest, match=r"^grammar is too complex.*Simplify") as caught:
+        follow(guide, text)
+    assert (caught.value.param, caught.value.code) == ("grammar", "grammar_too_complex")
 
 
 def test_a_token_that_is_not_allowed_is_the_callers_error() -> None:
