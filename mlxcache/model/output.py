@@ -320,7 +320,7 @@ class OutputParser:
             self._end_block(block, end.target, calls, end.after)
         else:
             self._return_block(block, NORMAL, whole=not again)
-            if self.done is not None and reason not in ("stop", "repetition"):
+            if self.done == "tool_calls" and reason not in ("stop", "repetition"):
                 self.done = reason  # the calls before it are whole, but the reply was cut
 
     def _end_block(

@@ -240,6 +240,16 @@ def test_a_stop_string_is_found_in_a_block_given_back(qwen: TokenizerWrapper) ->
     assert parser.stop_sequence == "l>!"
 
 
+@pytest.mark.parametrize("reason", ["stop", "length"])
+def test_a_stop_string_in_a_call_that_was_cut_is_why_the_reply_ended(
+    qwen: TokenizerWrapper, reason: Any
+) -> None:
+    """The block comes back as text at the end of the reply, and that is cut once more."""
+    pieces, parser = run(qwen, "say <tool_call>x", reason, stop=("call",), tools=TOOLS)
+    assert pieces == [Text("say <tool_")]
+    assert (parser.done, parser.stop_sequence) == ("stop_sequence", "call")
+
+
 def test_a_stop_string_is_not_found_across_a_call_or_thinking(qwen: TokenizerWrapper) -> None:
     """Only neighbours in the text are searched together."""
     pieces, parser = run(qwen, f"ST{LOOK}", stop=("ST<tool", "STOP"), tools=TOOLS)
