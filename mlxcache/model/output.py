@@ -77,6 +77,9 @@ class OutputParser:
         self._reader = CallReader(self._grammar.syntax or NoSyntax(), tools or ())
         self._parallel = parallel_tools
         self._detokenizer = tokenizer.detokenizer
+        prime = list(prime)
+        while prime and not tokenizer.decode([prime[-1]]).strip(" "):
+            prime.pop()  # a detokenizer holds a blank back, and the reply would begin with it
         for token in prime:
             self._detokenizer.add_token(token)
         _ = self._detokenizer.last_segment  # reading it moves past the primer

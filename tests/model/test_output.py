@@ -272,6 +272,17 @@ def test_the_rest_of_a_message_keeps_its_first_blanks(kind: str) -> None:
     assert joined(pieces) == [Text("  \nso")]
 
 
+@pytest.mark.parametrize("kind", list(DETOKENIZERS))
+def test_a_blank_at_the_end_of_a_prompt_is_not_in_the_reply(kind: str) -> None:
+    """Nor is one missing that the reply begins with."""
+    tokenizer = wrapped(kind=kind)
+    prime = tokenizer.encode("Well, ", add_special_tokens=False)
+    for rest in ("so", " so", "\nso"):
+        parser = OutputParser(tokenizer, prime=prime, plain=True)
+        pieces = [*run_on(parser, tokenizer, rest), *parser.finish("stop")]
+        assert joined(pieces) == [Text(rest)]
+
+
 def test_the_rest_of_a_message_may_call_and_stop(qwen: TokenizerWrapper) -> None:
     """It is like the rest of any reply; a blank before a call is part of the text."""
     prime = qwen.encode("x", add_special_tokens=False)
