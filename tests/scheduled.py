@@ -18,7 +18,6 @@ from mlx.utils import tree_flatten
 from mlxcache.cache.disk import DiskTier
 from mlxcache.cache.kv_cache import KVCache
 from mlxcache.model import kv
-from mlxcache.model.arrays import tree_arrays
 from mlxcache.model.guidance.guide import Guide
 from mlxcache.model.load import Loaded, ModelSpec, load
 from mlxcache.model.sampling import make_processors, make_sampler
@@ -26,7 +25,6 @@ from mlxcache.residency import memory as core
 from mlxcache.residency.rounds import Rounds
 from mlxcache.scheduling import cost
 from mlxcache.scheduling.decoder import Row
-from mlxcache.scheduling.lanes import Lane
 from mlxcache.scheduling.prefill import Limits, PrefillDecodeBalance
 from mlxcache.scheduling.scheduler import Scheduler
 from mlxcache.scheduling.speculation import Speculation
@@ -45,7 +43,7 @@ from mlxcache.types import (
     Text,
     token_ids,
 )
-from tests.tree.check import check_tree
+from tests.accounts import check_accounts
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -233,7 +231,7 @@ class Bench:
 
     def check(self) -> None:
         """The budget is what the lineages and the tree really hold, and is kept."""
-        check_budget(self.kv, self.scheduler)
+        check_accounts(self.kv, self.scheduler.lanes)
 
     def cold(self, ids: Sequence[int], tokens: int = 12) -> list[int]:
         """The greedy continuation by mlx-lm's own generator, with a cache of its own."""
@@ -241,39 +239,6 @@ class Bench:
 
         steps = generate_step(mx.array(list(ids)), self.model, max_tokens=tokens)
         return [int(token) for token, _ in steps]
-
-
-def check_budget(memory: KVCache, scheduler: Scheduler) -> None:
-    """Raise AssertionError unless the budget is what lineages, lanes and tree really hold."""
-    scheduler.check_integrity()
-    check_tree(memory.tree)
-    assert memory.budget.used <= memory.budget.limit
-    for lineage in [*memory.ram.idle.values(), *memory.ram.busy.values()]:
-        sizes = {a.shape[2] for slot in lineage.linear for a in kv.arrays_of(slot)}
-        assert sizes <= {lineage.capacity}
-        assert lineage.length - lineage.base <= lineage.capacity or not memory.layout.specs
-    for lane in scheduler.lanes.all:
-        _check_lane(lane)
-    for value in memory.tree.values():
-        if value.lost:
-            continue
-        start, end = memory.tree.live_range(value)  # type: ignore[misc]
-        assert id(value) in memory.ram.idle or id(value) in memory.ram.busy
-        assert value.base <= start
-        assert end <= value.length or id(value) in memory.ram.busy
-
-
-def _check_lane(lane: Lane) -> None:
-    caches = lane.decoder.caches
-    if lane.batched:
-        arrays = [a for c in caches for a in tree_arrays(c.state) if a.ndim > 1]
-        assert sum(a.nbytes for a in arrays) <= lane.bytes
-        assert len(lane.tasks) == len(lane.decoder.rows) > 1
-    else:
-        assert caches is lane.tasks[0].held.lineage.caches
-    assert all(task.behind >= 0 for task in lane.tasks)
-    rows = [task.output.row for task in lane.tasks if task.output is not None]
-    assert all(a is b for a, b in zip(rows, lane.decoder.rows, strict=True))
 
 
 def finished(task: Task) -> Finished:

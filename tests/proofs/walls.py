@@ -32,8 +32,9 @@ from mlxcache.types import Finished, Job, OutputFormat, Piece, Sampling, Text
 from mlxcache.wire.decode import decode
 from mlxcache.wire.openai_request import to_chat
 from mlxcache.wire.openai_types import ChatRequest
+from tests.accounts import check_accounts, check_at_rest
 from tests.engine.running import settled
-from tests.scheduled import FAMILIES, check_budget
+from tests.scheduled import FAMILIES
 from tests.toys.toy import make_toy
 
 ERRORS: tuple[type[Exception], ...] = (TypeError, KeyError, ValueError, MemoryError)
@@ -257,17 +258,12 @@ class Player:
         """Return what is wrong with the memory of a server at rest; "" if nothing is."""
 
         def look(runtime: ModelRuntime) -> str:
-            kv, scheduler = runtime.kv, runtime.scheduler
             try:
-                check_budget(kv, scheduler)
+                check_accounts(runtime.kv, runtime.scheduler.lanes)
+                check_at_rest(runtime.kv)
             except (AssertionError, Inconsistent) as error:
-                return f"budget: {error} {kv.budget.by_kind()}"
-            if kv.ram.busy or not scheduler.idle:
-                return f"{len(kv.ram.busy)} lineages are busy"
-            held = [
-                node for value in kv.tree.values() for node in kv.tree.holders(value) if node.locks
-            ]
-            return f"{len(held)} nodes are locked" if held else ""
+                return f"memory: {error!r} {runtime.kv.budget.by_kind()}"
+            return "" if runtime.scheduler.idle else "requests are in progress"
 
         return await self.engine.call(look)
 

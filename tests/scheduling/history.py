@@ -18,6 +18,7 @@ from mlxcache.scheduling.cost import measure
 from mlxcache.scheduling.task import Task
 from mlxcache.tree.budget import Budget
 from mlxcache.types import Finished, Sampling
+from tests.accounts import check_at_rest
 from tests.memory import rounding_bytes
 from tests.scheduled import Bench, admitted
 
@@ -215,17 +216,10 @@ class History:
     def at_rest(self) -> None:
         """Idle: nothing is in use, every byte is the tree's, and MLX holds what is accounted."""
         memory = self.bench.kv
-        kinds = memory.budget.by_kind()
-        assert not memory.ram.busy
-        assert {k: n for k, n in kinds.items() if n}.keys() <= {"kv", "checkpoints", "transient"}
-        assert {id(v) for v in memory.tree.values()} == set(memory.ram.idle)
-        nodes: list[Any] = [memory.tree.root]
-        for node in nodes:
-            assert node.locks == 0
-            nodes += node.children.values()
+        check_at_rest(memory)
         gc.collect()
         mx.clear_cache()
-        held = memory.budget.used - kinds["transient"]
+        held = memory.budget.used - memory.budget.by_kind()["transient"]
         stray = mx.get_active_memory() - self.before - held
         assert abs(stray) < self.stray, f"{stray} bytes are not accounted for"
 

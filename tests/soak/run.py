@@ -11,6 +11,9 @@ from pathlib import Path
 
 from mlxcache.bench.text import Filler
 from tests.proofs import models
+from tests.proofs.features.plan import draw_conversation
+from tests.proofs.features.play import Difference, Pair, play
+from tests.proofs.features.servers import Outside, Running
 from tests.soak import checks, wire
 from tests.soak.agent import Agent
 from tests.soak.ledger import Ledger, SessionTracker
@@ -21,6 +24,9 @@ from tests.soak.server import Flags, SoakServer, SteadyServer
 
 STEADY = Flags(ram="32MB")
 WIDE = "wide"
+
+FUZZED = 3
+"""Conversations of the fuzzer after each round with a steady server."""
 
 
 class Soak:
@@ -45,6 +51,7 @@ class Soak:
         self.ledger = Ledger(print_line)
         self.steady: dict[str, SteadyServer] = {}
         self._sessions: dict[str, SessionTracker] = {}
+        self._cold: dict[str, Outside] = {}
         self.rounds = 0
         self.pause = pause
         self.began = time.monotonic()
@@ -72,16 +79,37 @@ class Soak:
         finally:
             for one in self.steady.values():
                 one.server.close()
+            for cold in self._cold.values():
+                cold.close()
 
     def _round(self, round_: Round) -> None:
         round_run = RoundRun(self, round_)
         round_run.run()
         if round_run.steady is not None and round_.clear:
             self._clear(round_run.steady)
+        if any(one.server is round_run.steady for one in self.steady.values()):
+            assert round_run.steady is not None
+            self._play_features(round_run.steady, round_.number)
         family = round_run.brief.family
         if family not in self._references:
             self._references[family] = Reference(self.model(family))
         checks.check_tokens(self.ledger.take_samples(), self._references, self._rng, self.ledger)
+
+    def _play_features(self, steady: SoakServer, number: int) -> None:
+        """Play some conversations of the fuzzer to a server that has been through the round."""
+        family, model = steady.family, self.model(steady.family)
+        if family not in self._cold:
+            self._cold[family] = Outside(model, self.folder / f"cold-{family}", "--disk", "off")
+        warm = Running(f"http://127.0.0.1:{steady.port}")
+        pair = Pair(family, model, warm, self._cold[family], thinks=False, roomy=False)
+        first = 1000 * self.seed + FUZZED * number
+        for seed in range(first, first + FUZZED):
+            try:
+                play(draw_conversation(seed), pair)
+            except Difference as error:
+                self.ledger.add_violation("features", f"{steady.name}, seed {seed}: {error}")
+        self.ledger.add_computed(pair.counts.tokens)
+        self.ledger.count(self.ledger.requests, "of the fuzzer", pair.counts.requests)
 
     def _report(self, round_: Round) -> None:
         ledger, since = self.ledger, time.monotonic() - self.began
