@@ -35,6 +35,7 @@ from mlxcache.errors import (
 from mlxcache.model import load
 from mlxcache.model.generation import resolve
 from mlxcache.model.guidance.guide import Guide
+from mlxcache.model.guidance.lark import STACK_BYTES
 from mlxcache.model.resident_weights import Weights
 from mlxcache.model.sampling import validate
 from mlxcache.owner import OWNER
@@ -139,7 +140,7 @@ class Engine:
         self._remote = remote
         self._pool = ThreadPoolExecutor(RENDER_THREADS, thread_name_prefix="mlxcache-render")
         # apart, so that a grammar that takes long keeps no prompt from being rendered
-        self._compilers = ThreadPoolExecutor(COMPILE_THREADS, thread_name_prefix="mlxcache-grammar")
+        self._compilers = _compile_threads()
 
     # -- life --------------------------------------------------------------------------------------
 
@@ -635,6 +636,20 @@ class Engine:
         if record.session is None and self._runtime is not None:
             record.session = self._runtime.book.session_of(record.joined or record.id)
         return record
+
+
+def _compile_threads() -> ThreadPoolExecutor:
+    """Return `COMPILE_THREADS` threads, all started, whose stacks are large enough to compile."""
+    pool = ThreadPoolExecutor(COMPILE_THREADS, thread_name_prefix="mlxcache-grammar")
+    started = threading.Barrier(COMPILE_THREADS + 1)
+    before = threading.stack_size(STACK_BYTES)  # of all threads that are started from now on
+    try:
+        for _ in range(COMPILE_THREADS):
+            pool.submit(started.wait)
+    finally:
+        threading.stack_size(before)
+    started.wait()
+    return pool
 
 
 def _stopping() -> NotReady:

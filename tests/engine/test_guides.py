@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import re
 import threading
@@ -19,6 +20,7 @@ from mlxcache.errors import BadRequest, Busy, GenerationFailed
 from mlxcache.model.guidance import guide
 from mlxcache.model.guidance.guide import Guide
 from mlxcache.model.guidance.guided import Guides
+from mlxcache.model.guidance.lark import LONGEST_GRAMMAR
 from mlxcache.types import Job, OutputFormat
 from tests.conftest import ToyMaker
 from tests.engine.guided import POINT, SCHEMAS, as_format, ask
@@ -103,6 +105,43 @@ async def test_a_format_too_complex_to_follow_is_the_requests_error(
         record = engine.requests()[-1]
         assert (record.status, record.error) == ("failed", str(caught.value))
     assert not [one for one in caplog.records if one.levelname == "ERROR"]
+
+
+def chain(count: int) -> dict[str, Any]:
+    """A schema whose definitions refer to each other, one after another."""
+    links = {
+        f"d{i}": {"type": "array", "items": {"$ref": f"#/$defs/d{i + 1}"}} for i in range(count)
+    }
+    return {"$ref": "#/$defs/d0", "$defs": {**links, f"d{count}": {"type": "string"}}}
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        as_format(chain(2000)),
+        OutputFormat(
+            "grammar", "start: r0\n" + "\n".join(f"r{i}: r{i + 1}" for i in range(7000)) + ' "a"'
+        ),
+    ],
+)
+async def test_a_format_of_a_thousand_nested_definitions_does_not_end_the_server(
+    toy_llama: Path, tmp_path: Path, form: OutputFormat
+) -> None:
+    """The compiler calls itself for each of them, in a thread whose stack has room for it."""
+    async with started(toy_llama, tmp_path) as engine:
+        with contextlib.suppress(BadRequest):
+            await ask(engine, form, tokens=8)
+        assert (await ask(engine, as_format(POINT))).end.reason == "stop"
+
+
+async def test_a_format_that_is_too_long_is_refused(toy_llama: Path, tmp_path: Path) -> None:
+    async with started(toy_llama, tmp_path) as engine:
+        for form in (
+            as_format({"enum": ["a" * LONGEST_GRAMMAR]}),
+            OutputFormat("regex", "a" * LONGEST_GRAMMAR),
+        ):
+            with pytest.raises(BadRequest, match="characters, at most"):
+                await ask(engine, form)
 
 
 async def test_the_vocabulary_is_read_once_and_not_before_the_server_is_ready(

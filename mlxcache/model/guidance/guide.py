@@ -21,6 +21,7 @@ from llguidance import LLMatcher, LLTokenizer
 
 from mlxcache.errors import BadRequest, Unsupported
 from mlxcache.model import markers
+from mlxcache.model.guidance.lark import too_long
 
 log = logging.getLogger(__name__)
 
@@ -32,9 +33,6 @@ _NO_TEXT = "NoExtensionBias"
 
 _NOT_ALLOWED = "doesn't satisfy the grammar"
 """Part of llguidance's error for a token that is not allowed; all others are limits of its own."""
-
-LONGEST_GRAMMAR = 4 << 20
-"""Maximum length of a grammar or schema in characters; a longer one takes seconds to parse."""
 
 
 class Guide(Protocol):
@@ -124,9 +122,8 @@ class Grammars:
         request that it comes from, named in errors, or "". Raises BadRequest if the grammar is
         wrong or too large, and Unsupported if the model's tokenizer cannot be used.
         """
-        if len(grammar) > LONGEST_GRAMMAR:
-            size = f"{len(grammar)} characters, at most {LONGEST_GRAMMAR}"
-            raise BadRequest(f"The grammar is too large: {size}.", param=param or None)
+        if (long := too_long(grammar)) is not None:
+            raise BadRequest(f"The grammar cannot be compiled: {long}", param=param or None)
         vocabulary = self.vocabulary()
         began = time.perf_counter()
         matcher = LLMatcher(vocabulary, grammar, log_level=0)

@@ -14,6 +14,16 @@ from llguidance import LLMatcher
 
 from mlxcache.model.guidance.schema_facts import Schema
 
+LONGEST_GRAMMAR = 1 << 20
+"""Maximum length of a grammar or schema in characters."""
+
+STACK_BYTES = LONGEST_GRAMMAR * 512
+"""Bytes of stack that a thread needs to compile any grammar of `LONGEST_GRAMMAR` characters.
+
+llguidance calls itself once for each rule or schema that another one refers to. An overflow of the
+stack ends the process. Measured: at most 352 bytes a character, for a chain of rules `a:b`.
+"""
+
 
 class Lark:
     """A grammar under construction, in which equal rules are defined once.
@@ -151,8 +161,20 @@ def escaped(text: str) -> str:
     return plain.replace("\n", "\\n").replace("\r", "\\r").replace("\t", "\\t")
 
 
+def too_long(grammar: str) -> str | None:
+    """Return the reason why a grammar is too long to compile, or None if it is not."""
+    if len(grammar) <= LONGEST_GRAMMAR:
+        return None
+    return f"it has {len(grammar)} characters, at most {LONGEST_GRAMMAR} are possible"
+
+
 def compile_error(grammar: str) -> str | None:
-    """Return the reason why llguidance refuses a grammar, or None if it compiles."""
+    """Return the reason why llguidance refuses a grammar, or None if it compiles.
+
+    Call it on a thread with a stack of `STACK_BYTES`.
+    """
+    if (long := too_long(grammar)) is not None:
+        return long
     failed, messages = LLMatcher.validate_grammar_with_warnings(grammar)
     if not failed:
         return None
