@@ -123,9 +123,9 @@ def _parse_arguments(call: ToolCall) -> tuple[str, dict[str, Any]]:
     try:
         return raw, typed.decode(dict[str, Any], raw)
     except msgspec.DecodeError:
-        pass  # maybe half of an escaped surrogate pair, which strict readers refuse
+        pass  # half of an escaped surrogate pair, or a number too large for a float
     try:
-        repaired = decode(dict[str, Any], raw.encode())
+        repaired = decode(dict[str, msgspec.Raw], raw.encode())
     except BadRequest as error:
         message = f"The arguments of {call.name} are not a JSON object."
         raise GenerationFailed(message) from error

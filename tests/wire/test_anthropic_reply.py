@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -119,8 +120,17 @@ def test_omitted_thinking_is_sent_in_the_signature_alone() -> None:
 
 def test_half_an_emoji_in_a_call_is_mended_in_both_forms() -> None:
     events, blocks = play([ToolCall(0, "1", "Write", '{"text": "\\ud83d and more"}')])
-    assert blocks.content[0]["input"] == {"text": "\ufffd and more"}
-    assert rebuilt(events) == blocks.content
+    sent = msgspec.json.decode(msgspec.json.encode(blocks.content))
+    assert sent[0]["input"] == {"text": "\ufffd and more"}
+    assert rebuilt(events) == sent
+
+
+def test_a_number_too_large_for_a_float_is_sent_as_it_was_written() -> None:
+    """A schema that allows any value allows it, and OpenAI's form of the call has it, too."""
+    events, blocks = play([ToolCall(0, "1", "Write", '{"count":54E7439394}')])
+    assert msgspec.json.encode(blocks.content[0]["input"]) == b'{"count":54E7439394}'
+    (written,) = [e["delta"]["partial_json"] for e in events if "delta" in e]
+    assert written == '{"count":54E7439394}'
 
 
 def test_arguments_that_are_no_json_object_fail_the_reply() -> None:
