@@ -25,6 +25,10 @@ Processes = Annotated[bool, typer.Option(help="Start servers as processes, and k
 Minutes = Annotated[float, typer.Option(min=0.1, help="Begin no conversation after this time.")]
 
 
+PROGRESS = 20
+"""Conversations after each of which a line is printed."""
+
+
 class Run:
     """Conversations with each of some models in turn. `failed`: those that were not right."""
 
@@ -57,6 +61,9 @@ class Run:
             for at, seed in enumerate(seeds):
                 if time.monotonic() > end:
                     break
+                if at % PROGRESS == PROGRESS - 1:
+                    counts = pair.counts
+                    print(f"{name}: {counts.conversations}; {_line(counts.events)}", flush=True)
                 if why := _why(draw_conversation(seed), pair):
                     self.failed += 1
                     self._report(name, seed, why)
