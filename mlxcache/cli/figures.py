@@ -113,7 +113,7 @@ _LEGEND = {
     "guesses.saved_s.history": ("history: saved", "seconds; below 0 if it cost more"),
     "anticipated.tokens": ("anticipated", "computed ahead, while idle"),
     "anticipated.used_tokens": ("anticipated, used", "of these: needed by a turn"),
-    "contained.exceptions": ("unexpected exceptions", "each in the log; at most one request ended"),
+    "contained.exceptions": ("contained", "unexpected exceptions: see the log"),
     "evictions.spilled": ("spilled", "entries that stay on disk"),
     "evictions.dropped": ("dropped", "entries that were in RAM alone"),
 }
