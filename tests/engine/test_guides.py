@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import re
 import threading
@@ -115,22 +114,20 @@ def chain(count: int) -> dict[str, Any]:
     return {"$ref": "#/$defs/d0", "$defs": {**links, f"d{count}": {"type": "string"}}}
 
 
+RULES = "\n".join(f'r{i}: "a" r{i + 1}' for i in range(4000))
+
+
 @pytest.mark.parametrize(
     "form",
-    [
-        as_format(chain(2000)),
-        OutputFormat(
-            "grammar", "start: r0\n" + "\n".join(f"r{i}: r{i + 1}" for i in range(7000)) + ' "a"'
-        ),
-    ],
+    [as_format(chain(1500)), OutputFormat("grammar", f'start: r0\n{RULES}\nr4000: "b"')],
+    ids=["schema", "rules"],
 )
 async def test_a_format_of_a_thousand_nested_definitions_does_not_end_the_server(
     toy_llama: Path, tmp_path: Path, form: OutputFormat
 ) -> None:
     """The compiler calls itself for each of them, in a thread whose stack has room for it."""
     async with started(toy_llama, tmp_path) as engine:
-        with contextlib.suppress(BadRequest):
-            await ask(engine, form, tokens=8)
+        assert (await ask(engine, form, tokens=8)).end.generated_tokens > 0
         assert (await ask(engine, as_format(POINT))).end.reason == "stop"
 
 
