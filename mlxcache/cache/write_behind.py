@@ -16,6 +16,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from mlxcache.cache.retry import FIRST_RETRY_S, RETRY_S, RetryBackoff
@@ -421,41 +422,38 @@ class WriteBehind:
     def collect(self) -> None:
         """Apply all results of the writer's thread that have arrived. Does not block.
 
-        A path whose files are all on disk is unlocked. After an error, writing is paused.
+        Paths whose files are all on disk are unlocked. After an error, writing is paused.
         """
-        while True:
-            try:
-                answer = self._answers.get_nowait()
-            except queue.Empty:
-                return
-            self._apply(answer)
+        with suppress(queue.Empty):
+            while True:
+                self._apply(self._answers.get_nowait())
+        for path in list(self._handed):
+            self._unlock_if_done(path)
 
     def _apply(self, answer: Callable[[], None]) -> None:
         """Apply a result of the writer's thread; one that raises is applied by the next call."""
         try:
             answer()
         except Exception:
-            self._answers.put(answer)
+            self._answer(answer)
             raise
 
     def _written(self, job: Job, error: StoreError | None) -> None:
         path: PathWrite = job.tag
+        if error is None:
+            if self.backoff.failing:
+                log.warning("model %s: disk tier resumed: a write succeeded", self._label)
+            self.backoff.note_success()
+        elif isinstance(error, PrefixNotStored):
+            path.stop(lost=True)
+        else:
+            self._suspend(error)
+        if job.start is not None:
+            self.buffers.give_back(job.tensors)
+        # from here on nothing fails: what raises above is applied again
         path.in_flight -= 1
         self.pending_bytes -= job.nbytes
         self._pending_tokens -= job.tokens
-        if job.start is not None:
-            self.buffers.give_back(job.tensors)
-        try:
-            if error is None:
-                if self.backoff.failing:
-                    log.warning("model %s: disk tier resumed: a write succeeded", self._label)
-                self.backoff.note_success()
-            elif isinstance(error, PrefixNotStored):
-                path.stop(lost=True)
-            else:
-                self._suspend(error)
-        finally:
-            self._unlock_if_done(path)
 
     def _suspend(self, error: StoreError, *, least: float = FIRST_RETRY_S) -> None:
         """Pause writing after a disk error; requests are served from RAM in the meantime.
@@ -474,9 +472,8 @@ class WriteBehind:
 
         Does nothing while the writer has jobs of it. A path is restarted at most `TRIES` times.
         """
-        if not path.handed_over or path.in_flight or path not in self._handed:
+        if not path.handed_over or path.in_flight:
             return
-        self._handed.discard(path)
         if path.lost and path.tries < TRIES and not path.node.detached:
             path.restart()
             self._queue.append(path)
@@ -485,6 +482,7 @@ class WriteBehind:
                 self._on_durable(path.ids)
             if not path.node.detached:
                 self._tree.unlock(path.node)
+        self._handed.discard(path)
 
     # -- waiting -----------------------------------------------------------------------------------
 

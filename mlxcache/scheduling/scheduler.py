@@ -152,7 +152,10 @@ class Scheduler:
         every = self._failures >= MOST_FAILURES
         what = "all its requests fail" if every else "it is tried again"
         self.wall.contain(error, f"model {self.kv.label}: a step failed, {what}")
-        for task in [*self.waiting, *self.active] if every else []:
+        tasks = [*self.waiting, *self.active] if every else []
+        if every and not tasks:
+            raise Inconsistent(f"The scheduler fails without any request: {error!r}") from error
+        for task in tasks:
             self._fail(task, GenerationFailed(f"The server failed: {error!r}"))
         self.check_integrity()
 

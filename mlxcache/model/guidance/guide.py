@@ -22,6 +22,7 @@ from llguidance import LLMatcher, LLTokenizer
 from mlxcache.errors import BadRequest, Unsupported
 from mlxcache.model import markers
 from mlxcache.model.guidance.lark import too_long
+from mlxcache.typed import decode
 
 log = logging.getLogger(__name__)
 
@@ -179,7 +180,7 @@ def _as_grammars_need(tokenizer_json: str, ids: Iterable[int]) -> str:
     that a grammar requires.
     """
     # the megabytes of vocabulary and merges stay text: parsing them would hold the interpreter
-    content: dict[str, Any] = msgspec.json.decode(tokenizer_json, type=dict[str, msgspec.Raw])
+    content: dict[str, Any] = {**decode(dict[str, msgspec.Raw], tokenizer_json)}
     chosen = set(ids)
     added = msgspec.json.decode(content["added_tokens"])
     for token in added:
