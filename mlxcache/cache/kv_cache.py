@@ -286,10 +286,14 @@ class KVCache:
             match.length,
         )
         lease.prompt, lease.hints = ids, hints
-        if hints.asked:
-            key = hints.conversation_key
-            uses = self.tree.uses.found(self.tree.match(ids), len(ids), key)
-            self.tree.uses.renew(main, uses)
+        try:
+            if hints.asked:
+                key = hints.conversation_key
+                uses = self.tree.uses.found(self.tree.match(ids), len(ids), key)
+                self.tree.uses.renew(main, uses)
+        except BaseException:
+            self.release(lease)
+            raise
         return lease
 
     def _set_state(self, lease: Lease, state: State | None, evict: Evict) -> bool:
@@ -407,19 +411,21 @@ class KVCache:
             self.tree.unlock(before)
         self._take_over_path(lease, node)
         if checkpoint and self.layout.opaque and node.checkpoint is None:
-            size, end, evict = lineage.state_bytes, len(ids), lease.evict_now
-            reserved = self.ram.reserve_checkpoint(node, size, end, evict=evict)
-            if not reserved and final and self.ram.withheld:
-                self.ram.withhold(max(0, self.ram.withheld - size))
-                reserved = self.ram.reserve_checkpoint(node, size, end, evict=evict)
-            if reserved:
-                self._set_checkpoint(node, lineage, size)
+            self._set_checkpoint(lease, node, len(ids), final=final)
 
-    def _set_checkpoint(self, node: Node, lineage: Lineage, size: int) -> None:
-        """Copy the state of `lineage` into a checkpoint at `node`.
+    def _set_checkpoint(self, lease: Lease, node: Node, end: int, *, final: bool) -> None:
+        """Copy the state of a lease's lineage into a checkpoint at `node`, if there is room for it.
 
-        `size`: the bytes reserved for it, which are released if MLX fails.
+        `end`: length of the request. `final`: see `commit`.
         """
+        lineage, evict = lease.lineage, lease.evict_now
+        size = lineage.state_bytes
+        reserved = self.ram.reserve_checkpoint(node, size, end, evict=evict)
+        if not reserved and final and self.ram.withheld:
+            self.ram.withhold(max(0, self.ram.withheld - size))
+            reserved = self.ram.reserve_checkpoint(node, size, end, evict=evict)
+        if not reserved:
+            return
         try:
             state = lineage.capture()
             device.confirm()

@@ -175,16 +175,16 @@ class Placement:
         cached = spans[-1][2]
         capacity = owner.capacity
         self._ram.set_busy(owner)  # making room must not evict it
-        if not owner.whole or capacity < least:
-            found = None
-            try:
-                found = self._ram.reserve_buffer(capacity, least, evict)
-            finally:
-                if found is None:
-                    self._ram.set_idle(owner)
+        found = None
+        try:
+            fits = owner.whole and capacity >= least
+            found = capacity if fits else self._ram.reserve_buffer(capacity, least, evict)
+        finally:
             if found is None:
-                return None
-            capacity = found
+                self._ram.set_idle(owner)
+        if found is None:
+            return None
+        capacity = found
         with self.charged(owner, capacity):
             if owner.whole:
                 owner.truncate(end)

@@ -16,7 +16,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 
 from mlxcache.cache.retry import FIRST_RETRY_S, RETRY_S, RetryBackoff
@@ -331,8 +330,8 @@ class WriteBehind:
         requested already.
         """
         if self._asking is not path:
-            self._asking = path
             self.writer.call(lambda: self._look_up(path), "a lookup before a write")
+            self._asking = path
 
     def _look_up(self, path: PathWrite) -> None:
         """Search the store for the part of a path that is on disk. Runs on the writer's thread.
@@ -424,19 +423,26 @@ class WriteBehind:
 
         Paths whose files are all on disk are unlocked. After an error, writing is paused.
         """
-        with suppress(queue.Empty):
-            while True:
-                self._apply(self._answers.get_nowait())
+        while self._apply_next(0.0):
+            pass
         for path in list(self._handed):
             self._unlock_if_done(path)
 
-    def _apply(self, answer: Callable[[], None]) -> None:
-        """Apply a result of the writer's thread; one that raises is applied by the next call."""
+    def _apply_next(self, seconds: float) -> bool:
+        """Apply one result of the writer's thread; False if none comes within `seconds`.
+
+        One that raises is applied again by a later call.
+        """
+        try:
+            answer = self._answers.get(timeout=seconds)
+        except queue.Empty:
+            return False
         try:
             answer()
         except Exception:
             self._answer(answer)
             raise
+        return True
 
     def _written(self, job: Job, error: StoreError | None) -> None:
         path: PathWrite = job.tag
@@ -540,12 +546,7 @@ class WriteBehind:
         """
         if not self.pending_bytes and self._asking is None:
             return False
-        try:
-            answer = self._answers.get(timeout=max(0.0, seconds))
-        except queue.Empty:
-            return False
-        self._apply(answer)
-        return True
+        return self._apply_next(max(0.0, seconds))
 
     def _wake_in(self, seconds: float) -> None:
         self._timer.cancel()

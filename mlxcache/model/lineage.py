@@ -333,12 +333,12 @@ class Lineage:
         """
         if not self.layout.opaque:
             return
-        kept = [kv.arrays_of(slot) for slot in self.linear]
-        self.caches = self.layout.make()
-        self.slots = kv.flatten(self.caches)
-        self.linear = [self.slots[i] for i in self.layout.linear]
-        for slot, arrays in zip(self.linear, kept, strict=True):
-            kv.set_arrays(slot, arrays, self.length)
+        caches = self.layout.make()
+        slots = kv.flatten(caches)
+        linear = [slots[i] for i in self.layout.linear]
+        for slot, old in zip(linear, self.linear, strict=True):
+            kv.set_arrays(slot, kv.arrays_of(old), self.length)
+        self.caches, self.slots, self.linear = caches, slots, linear
         self.layout.lockstep.rest(self)
 
     def sound(self) -> bool:

@@ -112,7 +112,7 @@ class Scheduler:
         self._on_end = on_end
         self._on_tick = on_tick
         self._moved = False
-        self._device_errors = self._failures = 0
+        self._device_errors = self._failures = self._checked = 0
         self._interrupted: dict[Task, Outcome | None] = {}
 
     def end_all(self) -> None:
@@ -146,6 +146,9 @@ class Scheduler:
             self._failures = 0
         except Exception as error:  # noqa: BLE001 - logged by the wall
             self._note_failure(error)
+        if self._checked != self.wall.contained:
+            self._checked = self.wall.contained
+            self.check_integrity()
 
     def _note_failure(self, error: Exception) -> None:
         self._failures += 1
@@ -157,7 +160,7 @@ class Scheduler:
             raise Inconsistent(f"The scheduler fails without any request: {error!r}") from error
         for task in tasks:
             self._fail(task, GenerationFailed(f"The server failed: {error!r}"))
-        self.check_integrity()
+        self.thread.wake()
 
     def check_integrity(self) -> None:
         """Raise Inconsistent unless the bytes and locks that are charged are those in use."""
@@ -582,10 +585,7 @@ class Scheduler:
         try:
             return action()
         except Exception as error:  # noqa: BLE001 - logged by the wall
-            failure = self.wall.failure(error, task.record.id)
-            self._fail(task, failure, pass_failed=pass_failed)
-            if failure is not error:
-                self.check_integrity()
+            self._fail(task, self.wall.failure(error, task.record.id), pass_failed=pass_failed)
         return otherwise
 
     def _attempt(self, task: Task, *actions: Callable[[], object]) -> None:
