@@ -416,7 +416,7 @@ def main(
             for one in bad:
                 print(one.place, one.error, one.call, *one.wrong, sep="\n    ")
             print(
-                f"{name}: {len(results)} faults in {len({one.place for one in results})} functions, "
+                f"{name}: {len(results)} faults in {len({one.place for one in results})} places, "
                 f"{sum(one.failed for one in results)} requests failed; outside of the accounts "
                 f"{len(bad)} violations, {sum(map(_ended, bad))} of them process ends; "
                 f"{len(own)} faults in the accounts, {sum(map(_ended, own))} process ends, "
