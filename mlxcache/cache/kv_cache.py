@@ -278,8 +278,6 @@ class KVCache:
         lease = Lease(placed.lineage, cached, placed.node)
         self._leases[id(lease)] = lease
         lease.evict = "no" if evict == "no" else "wait"
-        if not self._set_state(lease, state, evict):
-            return None
         lease.awaiting_state, lease.written, lease.matched = (
             awaiting_state,
             lease.cached,
@@ -287,6 +285,9 @@ class KVCache:
         )
         lease.prompt, lease.hints = ids, hints
         try:
+            if not self._set_state(lease, state, evict):
+                self.release(lease)
+                return None
             if hints.asked:
                 key = hints.conversation_key
                 uses = self.tree.uses.found(self.tree.match(ids), len(ids), key)
@@ -299,20 +300,14 @@ class KVCache:
     def _set_state(self, lease: Lease, state: State | None, evict: Evict) -> bool:
         """Reserve memory for the state of layers that cannot be sliced, and set a copy of `state`.
 
-        If `state` is None, the state stays as it is. Returns True, or False with the lease released
-        if there is no room. `evict`: how to make room, as in `acquire`.
+        If `state` is None, the state stays as it is. Returns False if there is no room. `evict`:
+        how to make room, as in `acquire`.
         """
-        try:
-            reserved = self.ram.reserve("states", self.layout.running_bytes, evict=evict)
-            if reserved:
-                lease.state_bytes = self.layout.running_bytes
-                lease.lineage.restore(state)
-        except BaseException:
-            self.release(lease)
-            raise
-        if not reserved:
-            self.release(lease)
-        return reserved
+        if not self.ram.reserve("states", self.layout.running_bytes, evict=evict):
+            return False
+        lease.state_bytes = self.layout.running_bytes
+        lease.lineage.restore(state)
+        return True
 
     # -- restoring ---------------------------------------------------------------------------------
 
