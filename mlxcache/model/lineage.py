@@ -234,8 +234,9 @@ class Lineage:
 
     def _read_addresses(self) -> list[int]:
         """Return the addresses of the linear slots' buffers. Blocks until they are evaluated."""
-        arrays = (array for slot in self.linear for array in kv.arrays_of(slot))
-        return [_address(array) for array in arrays]
+        views = [_readable(array) for slot in self.linear for array in kv.arrays_of(slot)]
+        mx.eval(views)  # at once: each evaluation waits for the device
+        return [int(np.asarray(view).ctypes.data) for view in views]
 
     def advance(self, count: int) -> None:
         """Record `count` positions that the model itself appended to `caches`."""
@@ -389,8 +390,6 @@ def _window_valid_from(span: Span) -> int:
     return min(owner.window_valid_from, end) if owner.window_valid_from > start else 0
 
 
-def _address(array: mx.array) -> int:
-    """Return the memory address of the first byte of an evaluated array."""
-    if array.dtype == mx.bfloat16:
-        array = array.view(mx.uint16, stream=mx.cpu)  # NumPy knows no bfloat16
-    return int(np.asarray(array).ctypes.data)
+def _readable(array: mx.array) -> mx.array:
+    """Return a view of an array that NumPy can read, which knows no bfloat16."""
+    return array.view(mx.uint16, stream=mx.cpu) if array.dtype == mx.bfloat16 else array

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from mlxcache.cache.kv_cache import KVCache
-from mlxcache.model import kv, serialise
+from mlxcache.model import device, kv, serialise
 from mlxcache.model.lineage import Lineage
 from mlxcache.tree.budget import Budget
 from mlxcache.types import token_ids
@@ -186,3 +186,14 @@ def _above(line: Lineage, action: Callable[[], object]) -> int:
     mx.reset_peak_memory()
     action()
     return mx.get_peak_memory() - before - line.nbytes
+
+
+def test_where_buffers_are_is_read_with_one_wait(
+    layout: kv.Layout, waits: Waits, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU, at each commit."""
+    monkeypatch.setattr(device, "defers_errors", lambda: True)
+    line = filled(layout, 0)
+    line.note_pass()
+    assert waits.during(line.mark_confirmed) == 1
+    assert line.survives_failure()
