@@ -80,6 +80,14 @@ def defers_errors() -> bool:
     return kind() == "gpu"
 
 
+def holds_inputs() -> bool:
+    """Return whether a pass holds the buffers that it reads until it has ended, as on a GPU.
+
+    MLX copies a buffer that is held before it writes to it.
+    """
+    return kind() == "gpu"
+
+
 def confirm() -> None:
     """Wait for all commands of this thread's stream, and raise the error of any that failed.
 

@@ -21,7 +21,6 @@ from mlxcache.model.device import DeviceKind
 from mlxcache.model.kv import Layout
 from mlxcache.model.lineage import Lineage
 from mlxcache.model.weights import shared_bytes
-from mlxcache.scheduling.decoder import Decoder, Row
 from mlxcache.store.session_rows import Measured, SessionFigures
 from mlxcache.types import RequestRecord, token_ids
 
@@ -71,20 +70,6 @@ SAFETY = 1.3
 """Factor by which estimated bytes exceed the measured ones."""
 
 
-@dataclass(frozen=True, slots=True)
-class DecodingCost:
-    """Costs of decoding on this device.
-
-    `shared_bytes`: bytes of weights that one step reads once for all rows of a batch, but that
-    separate lanes would each read again; 0 if memory bandwidth does not limit the speed. `waits`:
-    each step must wait for the one before, because building a step while another one runs would
-    copy the KV.
-    """
-
-    shared_bytes: int = 0
-    waits: bool = False
-
-
 @dataclass(slots=True)
 class Cost:
     """Measured costs of one model on this machine.
@@ -101,7 +86,10 @@ class Cost:
 
     Passes: a chunk of more than `longest` tokens is fed in several passes, because a longer pass
     takes more time per token; 0 means no limit. If `even`, the passes of a chunk are equally long;
-    otherwise all but the last have `longest` tokens. `decoding`: the costs of decoding.
+    otherwise all but the last have `longest` tokens.
+
+    `shared_bytes`: bytes of weights that one step of decoding reads once for all rows of a batch,
+    but that separate lanes would each read again; 0 if memory bandwidth does not limit the speed.
     """
 
     per_token: float
@@ -115,7 +103,7 @@ class Cost:
     growth: float = 0.0
     paces: dict[int, float] = field(default_factory=dict)
     even: bool = True
-    decoding: DecodingCost = field(default_factory=DecodingCost)
+    shared_bytes: int = 0
 
     def for_drafts(self, drafts: int) -> Cost:
         """Return a copy for passes that also compute the logits of `drafts` drafted tokens."""
@@ -303,39 +291,6 @@ class _Probe:
         self.line.capture()
         return short + time.perf_counter() - began
 
-    def copies_ahead(self, at: int) -> bool:
-        """Return whether building a step while another one runs copies a KV buffer.
-
-        Tests with `at` cached positions. MLX does not write in place to a buffer that a running
-        step still reads.
-        """
-        if not self.layout.specs:
-            return False
-        ahead, waiting = (self._stepping(at, waits=waits) for waits in (False, True))
-        return ahead - waiting > at * self.layout.widest // 2
-
-    def _stepping(self, at: int, *, waits: bool) -> int:
-        """Return the peak bytes of two decoding steps in a row after `at` positions.
-
-        `waits`: each step waits for the one before.
-        """
-        self.line.pretend(at)
-        self.line.settle()
-        row = Row(None, lambda logprobs: mx.argmax(logprobs, axis=-1), (), None)
-        decoder = Decoder(
-            self.model, [row], self.line.caches, waits=waits, lockstep=self.layout.lockstep
-        )
-        decoder.start([0])
-        decoder.step()
-        mx.synchronize()
-
-        def steps() -> None:
-            decoder.step()
-            decoder.step()
-            mx.synchronize()
-
-        return peak(steps)
-
     def fastest_pass(self, cost: Cost, most: int, room: int) -> tuple[float, int]:
         """Return the best speed in tokens per second, and the length above which passes are slower.
 
@@ -387,7 +342,7 @@ def measure(
         cost.even = False
         most = min(most, far + 4 * PROBE)
         cost.rate, cost.longest = probe.fastest_pass(cost, most, room)
-        cost.decoding = DecodingCost(shared_bytes(model), probe.copies_ahead(far))
+        cost.shared_bytes = shared_bytes(model)
     elif cost.per_pair > SCORES and probe.long_is_slow():
         cost.longest = SHORT
     cost.growth = probe.growth(far)

@@ -186,9 +186,8 @@ class Decoder:
     """Steps rows together over `caches`: the caches of a single lineage, or merged batch caches.
 
     `pending`: the pending token of each row, drawn but not handed out yet, shape (rows,); None
-    before `start`. `waits`: build each pass only after the one before has ended. Needed on devices
-    where a buffer that a running pass still reads would be copied before it is written to.
-    `lockstep`: announces each pass to the other ranks of a divided model, before it runs.
+    before `start`. `lockstep`: announces each pass to the other ranks of a divided model, before it
+    runs.
     """
 
     def __init__(
@@ -197,13 +196,11 @@ class Decoder:
         rows: list[Row],
         caches: Caches,
         *,
-        waits: bool = False,
         lockstep: Lockstep = ALONE,
     ):
         self.model = model
         self.rows = rows
         self.caches = caches
-        self.waits = waits
         self.lockstep = lockstep
         self.pending: mx.array | None = None
         self.logprobs: mx.array | None = None
@@ -215,24 +212,23 @@ class Decoder:
         `inputs`: the ids of those newest tokens, one per row, whose KV is not computed yet.
         """
         self.lockstep.start(self.caches, inputs)
-        self._advance(mx.array(list(inputs), mx.int32))
+        self._advance(mx.array(list(inputs), mx.int32), wait=True)
 
-    def step(self) -> list[list[Drawn]]:
+    def step(self, *, wait: bool = False) -> list[list[Drawn]]:
         """Return a list for each row, with its pending token; start the pass that feeds these.
 
         The list is empty if the token was drawn from logits that are not finite; the row's `error`
-        is set then. Raises the error of a failed pass; a repeated step draws the same tokens.
+        is set then. `wait`: see `launch`. Raises the error of a failed pass; a repeated step draws
+        the same tokens.
         """
         tokens, logprobs, finite = self.pending, self.logprobs, self.finite
         assert tokens is not None
         assert logprobs is not None
         assert finite is not None
-        if self.waits:
-            mx.synchronize()  # unlike `eval`, it waits until the pass has dropped its inputs too
         before = [(copy(row.sampler), row.context) for row in self.rows]
         self.lockstep.step(self.caches)
         try:
-            self._advance(tokens)
+            self._advance(tokens, wait=wait)
             return self._drawn(tokens, logprobs, finite)
         except BaseException:  # a second try must draw the same tokens
             self.pending, self.logprobs, self.finite = tokens, logprobs, finite
@@ -245,9 +241,7 @@ class Decoder:
 
         `caches` must hold the KV of all those rows. Raises ValueError if a decoder was not started.
         """
-        both = Decoder(
-            self.model, self.rows + other.rows, caches, waits=self.waits, lockstep=self.lockstep
-        )
+        both = Decoder(self.model, self.rows + other.rows, caches, lockstep=self.lockstep)
         both._set_pending(
             _joined(self.pending, other.pending),
             _joined(self.logprobs, other.logprobs),
@@ -260,9 +254,7 @@ class Decoder:
 
         `caches` must hold all KV of that row.
         """
-        own = Decoder(
-            self.model, [self.rows[row]], caches, waits=self.waits, lockstep=self.lockstep
-        )
+        own = Decoder(self.model, [self.rows[row]], caches, lockstep=self.lockstep)
         own._take(self, slice(row, row + 1))
         return own
 
@@ -320,15 +312,18 @@ class Decoder:
             for i, row in enumerate(self.rows)
         ]
 
-    def _advance(self, inputs: mx.array) -> None:
-        """Feed the token ids `inputs`, one per row, and start drawing the next pending tokens."""
+    def _advance(self, inputs: mx.array, *, wait: bool) -> None:
+        """Feed the token ids `inputs`, one per row, and start drawing the next pending tokens.
+
+        `wait`: see `launch`.
+        """
         logits = self.model(inputs[:, None], cache=self.caches, **self.places)[:, -1, :]
         for row in self.rows:
             row.apply_steering()
         if any(row.processors for row in self.rows):
             logits = self._process(inputs, logits)
         if any(row.guide is not None for row in self.rows):
-            logits = self._restrict(logits)
+            logits, wait = self._restrict(logits, wait=wait), False
         logprobs, finite = normalised(logits)
         first = self.rows[0].sampler
         if len(self.rows) > 1 and all(row.sampler is first for row in self.rows):
@@ -338,18 +333,18 @@ class Decoder:
         drawn = self.lockstep.share(drawn)
         # without processors a context would grow into a chain of unevaluated arrays
         contexts = [row.context for row in self.rows if row.processors]
-        mx.async_eval(drawn, logprobs, finite, contexts)  # type: ignore[no-untyped-call]
+        launch(drawn, logprobs, finite, contexts, wait=wait)
         self.pending, self.logprobs, self.finite = drawn, logprobs, finite
         for row in self.rows:
             row.note_drawn()
 
-    def _restrict(self, logits: mx.array) -> mx.array:
+    def _restrict(self, logits: mx.array, *, wait: bool) -> mx.array:
         """Return `logits`, shape (rows, vocabulary), with the masks of the rows' guides applied.
 
         Advances the guides by the pending tokens first. The masks are computed on the CPU while the
-        device computes `logits`.
+        device computes `logits`. `wait`: see `launch`.
         """
-        mx.async_eval(logits)  # type: ignore[no-untyped-call]
+        launch(logits, wait=wait)
         after: list[int | None] = [None] * len(self.rows)
         if self.pending is not None:
             sound = np.asarray(self.finite).tolist()
@@ -385,6 +380,17 @@ class Decoder:
                 line = processed(row, context, line)
             out.append(line)
         return mx.concatenate(out)
+
+
+def launch(*arrays: object, wait: bool) -> None:
+    """Start to evaluate the `arrays` of a pass that has been built.
+
+    `wait`: until the running pass has ended, on a device where it holds the KV buffers, which would
+    be copied.
+    """
+    if wait and device.holds_inputs():
+        mx.synchronize()  # unlike `eval`, it waits until the pass has dropped its inputs too
+    mx.async_eval(*arrays)  # type: ignore[no-untyped-call]
 
 
 def normalised(logits: mx.array) -> tuple[mx.array, mx.array]:

@@ -125,10 +125,9 @@ class DraftingDecoder(Decoder):
         row: Row,
         lineage: Lineage,
         *,
-        waits: bool = False,
         clock: Callable[[], float] = time.perf_counter,
     ):
-        super().__init__(model.target, [row], lineage.caches, waits=waits)
+        super().__init__(model.target, [row], lineage.caches)
         self.last: tuple[int, float] | None = None
         self.waited = False
         self._waits_running = False
@@ -257,15 +256,15 @@ class DraftingDecoder(Decoder):
 
     # -- a step ------------------------------------------------------------------------------------
 
-    def step(self) -> list[list[Drawn]]:
+    def step(self, *, wait: bool = False) -> list[list[Drawn]]:
         """Return the tokens that `ready` counts; start a pass over the last of them and drafts.
 
         The pass has as many drafts as `propose` has set, at first none. The result has one list,
         because the decoder has one row. That list is empty if the pending token was drawn from
-        logits that are not finite.
+        logits that are not finite. `wait`: see `launch`.
         """
         if self.pending is not None and not (self._drafts and self._take_pending()):
-            (drawn,) = super().step()
+            (drawn,) = super().step(wait=wait)
             self._unseen += [one.token for one in drawn]
             self._note_time(0)
             self._waits_running = False
@@ -304,7 +303,7 @@ class DraftingDecoder(Decoder):
         row.resume(draws.sampler, draws.context, draws.guide)
         self.pending, self.finite = mx.array([newest], mx.uint32), mx.array([True])
         try:
-            self._advance(mx.array([newest], mx.int32))
+            self._advance(mx.array([newest], mx.int32), wait=True)
         except BaseException:  # it was not handed out, and this step cannot be made again
             self.pending = None
             raise

@@ -20,7 +20,7 @@ from mlxcache.model import kv
 from mlxcache.model.guidance.guide import Bitmask
 from mlxcache.model.kv import State
 from mlxcache.model.lineage import Lineage
-from mlxcache.scheduling.decoder import Decoder, Drawn, Row
+from mlxcache.scheduling.decoder import Decoder, Drawn, Row, launch
 from mlxcache.scheduling.drafting import Draws
 from mlxcache.types import Tokens
 
@@ -76,10 +76,9 @@ class GuessingDecoder(Decoder):
         row: Row,
         lineage: Lineage,
         *,
-        waits: bool = False,
         clock: Callable[[], float] = time.perf_counter,
     ):
-        super().__init__(model, [row], lineage.caches, waits=waits)
+        super().__init__(model, [row], lineage.caches)
         self._lineage = lineage
         self._clock = clock
         self._flight: _Flight | None = None
@@ -98,7 +97,7 @@ class GuessingDecoder(Decoder):
     @classmethod
     def resumed(cls, decoder: Decoder, lineage: Lineage) -> GuessingDecoder:
         """Return a decoder that continues `decoder`, which has one row, over `lineage`."""
-        own = cls(decoder.model, decoder.rows[0], lineage, waits=decoder.waits)
+        own = cls(decoder.model, decoder.rows[0], lineage)
         own._take(decoder, slice(0, 1))
         return own
 
@@ -226,7 +225,7 @@ class GuessingDecoder(Decoder):
         if failed is None:
             return
         self._lineage.note_pass()
-        self._set_running(self._launch(failed.newest, failed.again, ()))
+        self._set_running(self._launch(failed.newest, failed.again, (), wait=True))
         self._running = 1 + len(failed.again)
         self._lineage.advance(self._running)
 
@@ -268,19 +267,19 @@ class GuessingDecoder(Decoder):
 
     # -- a step ------------------------------------------------------------------------------------
 
-    def step(self) -> list[list[Drawn]]:
+    def step(self, *, wait: bool = False) -> list[list[Drawn]]:
         """Return the tokens that are known and the pending one; start a pass that feeds the latter.
 
         The pass also checks the tokens set by `propose`, if any. The result has one list, because
         the decoder has one row. That list ends before the pending token if its logits are not
-        finite.
+        finite. `wait`: see `launch`.
         """
         accepted, guess, again = self._accepted, self._guess, self._again
         ended = self._running
         if guess or again:
-            drawn = self._step_over(again, guess)
+            drawn = self._step_over(again, guess, wait=wait)
         else:
-            (drawn,) = super().step()
+            (drawn,) = super().step(wait=wait)
         self._accepted, self._guess, self._again = [], (), []
         if not self._settled:
             now = self._clock()
@@ -291,7 +290,7 @@ class GuessingDecoder(Decoder):
         self._settled = False
         return [[*accepted, *drawn]]
 
-    def _step_over(self, again: Sequence[int], guess: Sequence[int]) -> list[Drawn]:
+    def _step_over(self, again: Sequence[int], guess: Sequence[int], *, wait: bool) -> list[Drawn]:
         """Start a pass over `again`, the pending token and `guess`; return the token in a list.
 
         `again`: tokens before the pending one that were taken back with a wrong guess. The list is
@@ -301,11 +300,9 @@ class GuessingDecoder(Decoder):
         assert newest is not None
         assert logprobs is not None
         assert finite is not None
-        if self.waits:
-            mx.synchronize()
         (row,) = self.rows
         row.apply_steering()
-        flight = self._launch(newest, again, guess)
+        flight = self._launch(newest, again, guess, wait=wait)
         (ready,) = self._drawn(newest, logprobs, finite)
         self._set_running(flight)
         return ready
@@ -320,12 +317,14 @@ class GuessingDecoder(Decoder):
         self.pending, self.finite = flight.tokens, flight.finite
         self.logprobs = flight.logprobs[0]
 
-    def _launch(self, newest: mx.array, again: Sequence[int], guess: Sequence[int]) -> _Flight:
+    def _launch(
+        self, newest: mx.array, again: Sequence[int], guess: Sequence[int], *, wait: bool
+    ) -> _Flight:
         """Start a pass over `again`, `newest` and `guess`; draw after `newest` and guessed tokens.
 
         `newest`: shape (1,). There is no draw after a guessed token that the guide does not allow,
         nor after later ones. A draw after a guessed token is of no use if that token is wrong, so
-        an error in it does not end the reply: the draws end before it.
+        an error in it does not end the reply: the draws end before it. `wait`: see `launch`.
         """
         (row,), lineage = self.rows, self._lineage
         if lineage.layout.opaque and guess:
@@ -334,7 +333,8 @@ class GuessingDecoder(Decoder):
         fed = mx.concatenate([before_it, newest.astype(mx.int32), behind_it])
         logits = self.model(fed[None], cache=self.caches, **self.places)[:, len(again) :, :]
         if row.guide is not None:  # the device computes them while the masks are computed
-            mx.async_eval(logits)  # type: ignore[no-untyped-call]
+            launch(logits, wait=wait)
+            wait = False
         context = row.context if row.processors else None
         state = Draws(row, row.sampler, context, row.guide).seen(newest, drawn=not row.guided)
         tokens, drawn, sound, after = [], [], [], []
@@ -355,7 +355,7 @@ class GuessingDecoder(Decoder):
             newest, again, guess, mx.concatenate(tokens), drawn, mx.concatenate(sound), after
         )
         contexts = [one.context for one in after if one.context is not None]
-        mx.async_eval(flight.tokens, drawn, flight.finite, contexts)  # type: ignore[no-untyped-call]
+        launch(flight.tokens, drawn, flight.finite, contexts, wait=wait)
         if lineage.layout.opaque:
             kv.eval_states(self.caches, wait=False)
         return flight

@@ -21,7 +21,6 @@ from mlxcache.guess.drafts import DraftRule, ReplyDrafts
 from mlxcache.model import device, rows
 from mlxcache.model.kv import eval_states
 from mlxcache.model.pair import Pair
-from mlxcache.scheduling.cost import DecodingCost
 from mlxcache.scheduling.decoder import Decoder, Drawn
 from mlxcache.scheduling.drafting import DraftingDecoder
 from mlxcache.scheduling.guessing import GuessingDecoder, Settled
@@ -42,6 +41,12 @@ CATCH_UP = 16
 
 CATCH_UP_DRAFT = 256
 """Tokens that a draft model has not seen, while nothing is drafted, from which it is fed them."""
+
+WAIT_BYTES = 32 << 20
+"""Bytes of KV from which a step waits for the pass before it; see `launch`.
+
+To copy fewer takes less time than the device is idle while the step's first operations are encoded.
+"""
 
 EVICTION_SHARE = 8
 """Divisor: a batch may evict other KV only if it takes at most 1/EVICTION_SHARE of the budget."""
@@ -78,28 +83,32 @@ class Lane:
         """
         return self.decoder.pending is not None
 
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of the KV that a step reads and writes to."""
+        return self.bytes if self.batched else self.tasks[0].held.lineage.nbytes
+
     def length(self) -> int:
         """Return the number of KV positions of the longest row."""
         return max(t.held.length + t.behind for t in self.tasks)
 
 
-def solo(model: Any, task: Task, *, waits: bool = False, guessing: bool = False) -> Lane:
+def solo(model: Any, task: Task, *, guessing: bool = False) -> Lane:
     """Start a lane of one task over the task's own lineage, and feed the prompt's last token.
 
-    `waits`: each step is built only after the one before has ended; see `Decoder`. `guessing`: the
-    lane's passes may check guesses.
+    `guessing`: the lane's passes may check guesses.
     """
     assert task.output is not None
     lineage, row = task.held.lineage, task.output.row
     lineage.note_pass()
     decoder: Decoder
     if isinstance(model, Pair):
-        decoder = DraftingDecoder(model, row, lineage, waits=waits)
+        decoder = DraftingDecoder(model, row, lineage)
     elif guessing:
-        decoder = GuessingDecoder(model, row, lineage, waits=waits)
+        decoder = GuessingDecoder(model, row, lineage)
     else:
         lockstep = lineage.layout.lockstep
-        decoder = Decoder(model, [row], lineage.caches, waits=waits, lockstep=lockstep)
+        decoder = Decoder(model, [row], lineage.caches, lockstep=lockstep)
     decoder.start([int(task.fed[-1])])
     lineage.advance(1)
     return Lane(decoder, [task])
@@ -108,7 +117,7 @@ def solo(model: Any, task: Task, *, waits: bool = False, guessing: bool = False)
 class Lanes:
     """All lanes, and the rules for joining them into batches and splitting them.
 
-    `cost`: costs of decoding on this device. `drafts`: most tokens that a draft model proposes at
+    `shared_bytes`: see `Cost`. `drafts`: most tokens that a draft model proposes at
     once. `rule`: chooses their number; None always proposes `drafts`. `speculation`: makes the
     guesses that lanes of one row check, or None if nothing is guessed.
     """
@@ -118,8 +127,8 @@ class Lanes:
         model: Any,
         kv: KVCache,
         wall: Wall,
-        cost: DecodingCost | None = None,
         *,
+        shared_bytes: int = 0,
         drafts: int = DRAFTS,
         speculation: Speculation | None = None,
         rule: DraftRule | None = None,
@@ -131,7 +140,7 @@ class Lanes:
         self.all: list[Lane] = []
         self.layout = kv.layout
         self._lockstep = self.layout.lockstep
-        self._cost = cost or DecodingCost()
+        self._shared_bytes = shared_bytes
         self._changed = False
         self._drafts = drafts
         window = self.layout.window
@@ -153,7 +162,7 @@ class Lanes:
         """Start decoding a prefilled task in a lane of its own."""
         size = self._reserve_states() if self.speculation and task.job.speculate else None
         try:
-            lane: Lane = solo(self.model, task, waits=self._cost.waits, guessing=size is not None)
+            lane: Lane = solo(self.model, task, guessing=size is not None)
         except BaseException:
             self.kv.budget.release("batch", size or 0)
             raise
@@ -211,7 +220,7 @@ class Lanes:
             return True
         row = self.layout.row_bytes
         more = len(longer) * row(max(longer)) - len(lengths) * row(max(lengths))
-        return more <= PADDING * row(new) + self._cost.shared_bytes and self._cost.shared_bytes > 0
+        return more <= PADDING * row(new) + self._shared_bytes and self._shared_bytes > 0
 
     def _merge(self, lane: Lane, new: list[Lane]) -> bool:
         """Join the lanes `new` to `lane`; return False if there is no memory or MLX fails.
@@ -261,14 +270,14 @@ class Lanes:
         """
         if not lane.batched:
             lane.tasks[0].held.lineage.note_pass(lane.decoder.writes)
-        count = lane.decoder.feeds
+        count, wait = lane.decoder.feeds, lane.kv_bytes >= WAIT_BYTES
         try:
-            drawn = lane.decoder.step()
+            drawn = lane.decoder.step(wait=wait)
         except Exception as error:
             if lane.batched or not self._undo_guess(lane.tasks[0], lane.decoder, error):
                 raise
             lane.tasks[0].held.lineage.note_pass(lane.decoder.writes)
-            drawn = lane.decoder.step()
+            drawn = lane.decoder.step(wait=wait)
         if not lane.batched:
             lane.tasks[0].held.lineage.advance(count)
         return drawn

@@ -102,7 +102,7 @@ class Scheduler:
             model,
             kv,
             self.wall,
-            cost.decoding,
+            shared_bytes=cost.shared_bytes,
             drafts=drafts,
             speculation=speculation,
             rule=draft_rule,

@@ -13,7 +13,7 @@ import pytest
 from mlxcache.cache.kv_cache import KVCache
 from mlxcache.model import kv
 from mlxcache.scheduling import cost
-from mlxcache.scheduling.cost import SHORT, Cost, DecodingCost, measure
+from mlxcache.scheduling.cost import SHORT, Cost, measure
 from mlxcache.tree.budget import Budget
 from tests.conftest import ToyMaker
 from tests.scheduled import Bench
@@ -150,70 +150,6 @@ def test_passes_that_memory_or_the_longest_chunk_rule_out_are_not_compared(
     assert found.transient(max(model.fed), 0) <= room
 
 
-class Reader:
-    """A model whose last pass goes on reading the KV until it is waited for, as on a busy GPU."""
-
-    def __init__(self, model: Any, monkeypatch: pytest.MonkeyPatch):
-        self.model, self.layers = model, model.layers
-        self.parameters, self.named_modules = model.parameters, model.named_modules
-        self.read: list[mx.array] = []
-        self.waits = 0
-        self._synchronize = mx.synchronize
-        monkeypatch.setattr(mx, "synchronize", self.synchronize)
-
-    def synchronize(self) -> None:
-        self.waits += 1
-        self._synchronize()
-        self.read.clear()
-
-    def __call__(self, tokens: mx.array, cache: Any) -> mx.array:
-        logits: mx.array = self.model(tokens, cache=cache)
-        if tokens.shape[1] == 1:
-            views = [array[..., :8, :] for slot in cache for array in kv.arrays_of(slot)]
-            mx.eval(views)  # the pass before still reads
-            self.read = views
-        return logits
-
-
-def test_decoding_waits_where_a_step_built_ahead_copies_the_kv(
-    toy: ToyMaker, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Measured on the device: this machine's CPU does not copy."""
-    model = mlx_lm.load(str(toy("llama")))[0]
-    layout = kv.survey(model)
-    assert not measure(model, layout, 1 << 22, kind="gpu").decoding.waits
-    reader = Reader(model, monkeypatch)
-    assert measure(reader, layout, 1 << 22, kind="gpu").decoding.waits
-
-
-def test_a_waiting_decoder_draws_the_same_tokens_and_copies_nothing(
-    bench: Bench, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Alone, in a batch, and after leaving one."""
-    prompts = [rng.integers(10, 400, n).tolist() for n in (150, 151, 152)]
-    expected = [bench.cold(ids, n) for ids, n in zip(prompts, (20, 12, 12), strict=True)]
-    bench.cost.decoding = DecodingCost(waits=True)
-    bench.use(KVCache.open(bench.kv.layout, Budget(1 << 30)))
-    waits, synchronize = 0, mx.synchronize
-
-    def count() -> None:
-        nonlocal waits
-        waits += 1
-        synchronize()
-
-    monkeypatch.setattr(mx, "synchronize", count)
-    assert bench.ask(prompts[0], tokens=20).out == expected[0]
-    assert waits >= len(expected[0]) - 1
-    tasks = [bench.put(ids, tokens=len(out)) for ids, out in zip(prompts, expected, strict=True)]
-    seen: list[tuple[bool, bool]] = []
-    while not all(task.over for task in tasks):
-        bench.tick()
-        seen += [(lane.batched, lane.decoder.waits) for lane in bench.scheduler.lanes.all]
-    assert seen[-1] == (False, True)
-    assert set(seen) == {(True, True), (False, True)}
-    assert [task.out for task in tasks] == expected
-
-
 def test_on_a_gpu_rows_share_the_weights_that_a_step_reads(
     bench: Bench, rng: np.random.Generator
 ) -> None:
@@ -223,7 +159,7 @@ def test_on_a_gpu_rows_share_the_weights_that_a_step_reads(
     row = bench.kv.layout.row_bytes
     padding = row(420) - row(30)
     for shared, rows in ((0, 1), (padding // 4, 1), (padding, 2)):
-        bench.cost.decoding = DecodingCost(shared_bytes=shared)
+        bench.cost.shared_bytes = shared
         bench.use(KVCache.open(bench.kv.layout, Budget(1 << 30)))
         tasks = [bench.put(ids) for ids in prompts]
         most = 0
@@ -240,7 +176,7 @@ def test_a_row_that_would_pad_the_others_does_not_join_on_their_account(
     """Many short rows save weights together, which one long row must not use up."""
     prompts = [rng.integers(10, 400, n).tolist() for n in (40, 40, 40, 40, 40, 400)]
     row = bench.kv.layout.row_bytes
-    bench.cost.decoding = DecodingCost(shared_bytes=2 * (row(420) - row(30)))
+    bench.cost.shared_bytes = 2 * (row(420) - row(30))
     bench.use(KVCache.open(bench.kv.layout, Budget(1 << 30)))
     tasks = [bench.put(ids) for ids in prompts]
     most = 0
