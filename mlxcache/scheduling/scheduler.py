@@ -47,6 +47,9 @@ SHARED_S = 0.05
 COMMIT_EVERY = 1000
 """Number of tokens of a running reply between two commits."""
 
+PUBLISH_S = 0.1
+"""Least seconds between two updates of the figures while a reply is decoded; one takes 0.1 ms."""
+
 MOST_DEVICE_ERRORS = 3
 """Device errors in a row, with nothing computed between them, that end the scheduler."""
 
@@ -113,6 +116,7 @@ class Scheduler:
         self._on_tick = on_tick
         self._moved = False
         self._device_errors = self._failures = self._checked = 0
+        self._publish_at = 0.0
         self._interrupted: dict[Task, Outcome | None] = {}
 
     def end_all(self) -> None:
@@ -213,7 +217,14 @@ class Scheduler:
         return self.kv.can_pump or not (looking or blocked or self.kv.waits.short)
 
     def publish(self) -> None:
-        """Call `on_tick` after a step, so that figures which other threads read are updated."""
+        """Call `on_tick`, so that figures which other threads read are updated. After each step.
+
+        Between the steps of a reply, it is called every `PUBLISH_S` seconds at most.
+        """
+        now = time.perf_counter()
+        if len(self.lanes) and now < self._publish_at:
+            return
+        self._publish_at = now + PUBLISH_S
         try:
             self._on_tick()
         except Exception as error:  # noqa: BLE001 - logged by the wall

@@ -5,6 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from mlxcache.cache.kv_cache import KVCache
+from mlxcache.tree.budget import Budget
 from tests.scheduled import Bench, admitted, finished
 
 
@@ -132,3 +134,16 @@ def test_a_small_budget_is_never_exceeded(
             assert task.out == small.cold(chats[i], 8)
             chats[i] = chats[i] + task.out + prompt(rng, 12)
     assert small.kv.budget.high_water <= ram
+
+
+def test_figures_are_updated_seldom_while_a_reply_is_decoded_and_at_its_end(
+    bench: Bench, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mlxcache.scheduling.scheduler.PUBLISH_S", 3600.0)
+    seen: list[int] = []
+    cache = KVCache.open(bench.kv.layout, Budget(1 << 30))
+    bench.use(cache, on_tick=lambda: seen.append(len(bench.scheduler.lanes)))
+    ticks = bench.ask(prompt(rng, 50), tokens=40)
+    assert len(ticks.out) == 40
+    assert seen.count(1) == 1
+    assert seen[-1] == 0
