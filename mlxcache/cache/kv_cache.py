@@ -382,6 +382,18 @@ class KVCache:
                 lineage.grow(capacity)
         return capacity is not None
 
+    @property
+    def may_grow_ahead(self) -> bool:
+        """True until `grow_ahead` has looked at each conversation that was continued."""
+        return self._placement.has_continued
+
+    def grow_ahead(self) -> bool:
+        """Make room for the next turn of a conversation by a copy, while no request waits.
+
+        Returns False if there is no such conversation.
+        """
+        return self._placement.grow_ahead()
+
     def commit(self, lease: Lease, ids: Tokens, *, checkpoint: bool, final: bool = False) -> None:
         """Add the first `lease.length` tokens of `ids` to the tree.
 
@@ -524,6 +536,9 @@ class KVCache:
             self.ram.set_idle(lineage)
         self.budget.release("states", lease.state_bytes)
         del self._leases[id(lease)]
+        if lease.cached and not lineage.lost:
+            lineage.note_turn(lease.length - lease.cached)
+            self._placement.note_continued(lineage)
         if not lineage.lost:
             self.ram.shrink(lineage, force=False)
         self.ram.compact_idle(evict=lease.evict_now)

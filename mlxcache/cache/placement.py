@@ -7,11 +7,12 @@ tell how much of a matched prefix can be used. MLX thread only.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
-from mlxcache.cache.ram import Evict, RamTier
+from mlxcache.cache.ram import STEP, WHOLE_LINEAGES, Evict, RamTier, rounded
 from mlxcache.model.finite import finite_upto, state_is_finite
 from mlxcache.model.kv import Layout, State
 from mlxcache.model.lineage import Lineage, Span
@@ -102,6 +103,7 @@ class Placement:
         self._ram = ram
         self._tree = ram.tree
         self._layout: Layout = ram.layout
+        self._continued: deque[Lineage] = deque(maxlen=WHOLE_LINEAGES)
 
     def place(self, match: Match, cached: int, least: int, evict: Evict) -> Placed | None:
         """Continue the idle lineage that needs the fewest copied tokens, or fill a new one.
@@ -196,6 +198,35 @@ class Placement:
             node = self._split_node(match, cached)
             self._tree.lock(node)
             return Placed(owner, node)
+
+    @property
+    def has_continued(self) -> bool:
+        """True until `grow_ahead` has looked at each lineage of `note_continued`."""
+        return len(self._continued) > 0
+
+    def note_continued(self, lineage: Lineage) -> None:
+        """Remember a lineage that a request has continued, for `grow_ahead`."""
+        self._continued.append(lineage)
+
+    def grow_ahead(self) -> bool:
+        """Enlarge the buffers of one lineage in which the next turn may not fit, by a copy.
+
+        Only the lineages are looked at that have been continued since the last call. Returns False
+        if none is left; nothing is enlarged without memory to spare.
+        """
+        while self._continued:
+            lineage = self._continued.popleft()
+            held = lineage.capacity
+            least = rounded(lineage.length + lineage.turn_tokens + STEP)
+            fits = held >= least or not self._ram.spares()
+            if fits or not lineage.whole or id(lineage) not in self._ram.idle:
+                continue
+            capacity = self._ram.reserve_buffer(held, least, "no")
+            if capacity is not None:
+                with self.charged(lineage, capacity):
+                    lineage.grow(capacity)
+                return True
+        return False
 
     @contextmanager
     def charged(self, lineage: Lineage, capacity: int, leased: bool = False) -> Iterator[None]:

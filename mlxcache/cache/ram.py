@@ -49,6 +49,15 @@ Eviction drops those checkpoints of a path that leave a smaller gap before any o
 about one stays for each halving of the distance to the end.
 """
 
+SPARE = 4
+"""Divisor: with 1/SPARE of the budget free there is memory to spare, also for unused positions."""
+
+ROOM = 5
+"""Divisor: with memory to spare, a buffer of n positions is replaced by one of n + n/ROOM.
+
+So growth copies about ROOM times as much as a conversation adds.
+"""
+
 UNLOADING: tuple[Evict, ...] = ("unload", "wait")
 """Modes of making room in which idle models are unloaded."""
 
@@ -66,7 +75,12 @@ def with_slack(tokens: int) -> int:
 
     The growth is a 24th of `tokens`, at least 64, and the result is rounded up to a multiple of 64.
     """
-    return (tokens + max(64, tokens // 24) + 63) // 64 * 64
+    return rounded(tokens + max(64, tokens // 24))
+
+
+def rounded(tokens: int) -> int:
+    """Return `tokens` rounded up to a multiple of 64, as capacities of buffers are."""
+    return (tokens + 63) // 64 * 64
 
 
 class BufferCount:
@@ -171,10 +185,18 @@ class RamTier:
         """
         # no model is unloaded for room to grow
         for_growth: Evict = evict if self.shared is None or evict == "no" else "idle"
-        for capacity, mode in ((with_slack(least), for_growth), (least, evict)):
+        sizes: list[tuple[int, Evict]] = [(with_slack(least), for_growth), (least, evict)]
+        roomy = rounded(least + least // ROOM)
+        if self.spares((roomy - held) * self.layout.bytes_per_token):
+            sizes.insert(0, (roomy, "no"))
+        for capacity, mode in sizes:
             if self.reserve_kv(capacity - held, held, evict=mode):
                 return capacity
         return None
+
+    def spares(self, size: int = 0) -> bool:
+        """Return whether there is memory to spare even if `size` bytes more are in use."""
+        return self.budget.free - size >= self.budget.limit // SPARE
 
     def reserve_kv(self, tokens: int, held: int = 0, *, evict: Evict) -> bool:
         """Charge the KV bytes of `tokens` more positions; return False if there is no room.
@@ -399,10 +421,13 @@ class RamTier:
         """Compact idle lineages with many unused positions to the range that the tree uses.
 
         Of these lineages, the latest `WHOLE_LINEAGES` (4) stay as they are if they start at
-        position 0, so that requests can continue them. Before that, evicts until the number of
-        buffers is within the limit (`BufferCount`); `evict` is the mode of making room.
+        position 0, so that requests can continue them. All do with memory to spare. Before that,
+        evicts until the number of buffers is within the limit (`BufferCount`); `evict` is the mode
+        of making room.
         """
         self._bound_buffers(evict=evict)
+        if self.spares():
+            return
         spare = [x for x in self.idle.values() if self._has_spare(x)]
         for i, lineage in enumerate(reversed(spare)):
             if i >= WHOLE_LINEAGES or not lineage.whole:

@@ -34,7 +34,8 @@ class Lineage:
     contain none of those.
 
     `passes` counts the writes to the buffers since the last `mark_confirmed`. Until they are
-    confirmed, their results may be wrong on a device that reports errors late.
+    confirmed, their results may be wrong on a device that reports errors late. `turn_tokens`: how
+    many positions the next turn may add, judged by the latest ones.
     """
 
     __slots__ = (
@@ -49,6 +50,7 @@ class Lineage:
         "linear",
         "passes",
         "slots",
+        "turn_tokens",
         "window_valid_from",
     )
 
@@ -63,6 +65,7 @@ class Lineage:
         self.capacity = 0
         self.window_valid_from = 0
         self.passes = 0
+        self.turn_tokens = 0
         self._addresses: list[int] | None = None
         layout.lockstep.create(self)
 
@@ -197,6 +200,10 @@ class Lineage:
         twin = type(self)(self.layout, self.copy_bytes)
         twin.fill([(self, start, end)], end - start)
         return twin
+
+    def note_turn(self, tokens: int) -> None:
+        """Record that a turn of the conversation has added `tokens` positions."""
+        self.turn_tokens = max(tokens, self.turn_tokens * 3 // 4)
 
     def note_pass(self, writes: int = 1) -> None:
         """Count `writes` writes to the buffers. Must be called before the writes."""

@@ -25,7 +25,8 @@ class CountedLineage(Lineage):
         self.layout = layout
         self.copy_bytes = copy_bytes
         self.caches, self.slots, self.linear = [], [], []
-        self.base = self.length = self.capacity = self.window_valid_from = self.passes = 0
+        self.base = self.length = self.capacity = self.window_valid_from = 0
+        self.passes = self.turn_tokens = 0
         self._addresses = None
         self._held = True
 

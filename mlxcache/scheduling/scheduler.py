@@ -171,7 +171,7 @@ class Scheduler:
         self.kv.check_integrity(batch=sum(lane.bytes for lane in self.lanes.all))
 
     def _advance(self, *, sharing: bool, admitting: bool) -> None:
-        self.idle_prefill.step() if self.idle and admitting else self.idle_prefill.pause()
+        self._use_idle_time() if self.idle and admitting else self.idle_prefill.pause()
         self.kv.pump(decoding=len(self.lanes) > 0)
         if sharing:
             self.lanes.interrupt()
@@ -196,6 +196,13 @@ class Scheduler:
             lambda: bool(len(self.lanes)) and not self.thread.has_posted,
         )
 
+    def _use_idle_time(self) -> None:
+        """Do a part of what later requests would have to wait for."""
+        if self.idle_prefill.ready:
+            self.idle_prefill.step()
+        else:
+            self.kv.grow_ahead()
+
     def _due(self) -> float:
         return self.balance.due(self.prefill.left_s(self.prefilling))
 
@@ -210,7 +217,7 @@ class Scheduler:
             return True
         if not admitting:
             return self.kv.can_pump
-        if self.idle_prefill.ready and self.idle:
+        if self.idle and (self.idle_prefill.ready or self.kv.may_grow_ahead):
             return True
         looking = all(t.lookup is not None and not t.lookup.found for t in self.waiting)
         blocked = not self._moved and (self.kv.writing or len(self.prefilling) > 0)
