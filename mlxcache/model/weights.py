@@ -1,4 +1,4 @@
-"""Bytes of weights that one decoding step reads for all rows of a batch together."""
+"""What follows from a model's weights: bytes that rows share, and the longest right pass."""
 
 from __future__ import annotations
 
@@ -10,6 +10,24 @@ from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
 _CHOSEN = ("top_k", "num_experts_per_tok")
 """Names of the attributes in which mlx-lm's layers hold the number of experts per token."""
+
+
+_MOST_GATHERED = 32_768
+"""Rows, one for each token and expert, above which MLX may compute quantised experts wrongly.
+
+Source: https://github.com/ml-explore/mlx/issues/3856
+"""
+
+_UNKNOWN_CHOSEN = 32
+"""Experts per token that are assumed if their number is unknown; models have at most 22."""
+
+
+def longest_pass(model: nn.Module) -> int:
+    """Return the most tokens of a pass in which quantised experts are right, 0 for no limit."""
+    modules = [module for _, module in model.named_modules()]
+    if not any(isinstance(module, QuantizedSwitchLinear) for module in modules):
+        return 0
+    return _MOST_GATHERED // (max(map(_chosen, modules)) or _UNKNOWN_CHOSEN)
 
 
 def shared_bytes(model: nn.Module) -> int:

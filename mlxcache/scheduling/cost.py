@@ -20,7 +20,7 @@ from mlxcache.model import kv
 from mlxcache.model.device import DeviceKind
 from mlxcache.model.kv import Layout
 from mlxcache.model.lineage import Lineage
-from mlxcache.model.weights import shared_bytes
+from mlxcache.model.weights import longest_pass, shared_bytes
 from mlxcache.store.session_rows import Measured, SessionFigures
 from mlxcache.types import RequestRecord, token_ids
 
@@ -85,8 +85,8 @@ class Cost:
     `per_pass`: seconds of the shortest pass plus a copy of the recurrent state.
 
     Passes: a chunk of more than `longest` tokens is fed in several passes, because a longer pass
-    takes more time per token; 0 means no limit. If `even`, the passes of a chunk are equally long;
-    otherwise all but the last have `longest` tokens.
+    takes more time per token, or may be computed wrongly; 0 means no limit. If `even`, the passes
+    of a chunk are equally long; otherwise all but the last have `longest` tokens.
 
     `shared_bytes`: bytes of weights that one step of decoding reads once for all rows of a batch,
     but that separate lanes would each read again; 0 if memory bandwidth does not limit the speed.
@@ -338,13 +338,15 @@ def measure(
     cost: Cost = _fitted(near, long, wide, narrow)
     cost.fixed = 6.0 * 4 * layout.vocab_size + (1 << 20)
     cost.rate = PROBE / max(seconds, 1e-6)
+    limit = longest_pass(model)
     if kind == "gpu":
         cost.even = False
-        most = min(most, far + 4 * PROBE)
+        most = min(most, far + 4 * PROBE, limit or most)
         cost.rate, cost.longest = probe.fastest_pass(cost, most, room)
         cost.shared_bytes = shared_bytes(model)
     elif cost.per_pair > SCORES and probe.long_is_slow():
         cost.longest = SHORT
+    cost.longest = min(cost.longest or limit, limit or cost.longest)
     cost.growth = probe.growth(far)
     if layout.opaque:
         cost.per_pass = probe.per_pass()

@@ -8,7 +8,7 @@ from mlx import nn
 from mlx.utils import tree_flatten
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
-from mlxcache.model.weights import shared_bytes
+from mlxcache.model.weights import longest_pass, shared_bytes
 from tests.conftest import ToyMaker
 
 
@@ -55,3 +55,10 @@ def test_models_of_mlx_lm_have_shared_weights(toy: ToyMaker, family: str) -> Non
     assert bool(experts) == (family != "llama")
     dense = bytes_of(model) - sum(map(bytes_of, experts))
     assert dense / 2 < shared_bytes(model) < dense + sum(map(bytes_of, experts)) / 2
+
+
+def test_passes_of_quantised_experts_are_as_short_as_mlx_needs() -> None:
+    """By the number of experts per token, and safely where that is unknown."""
+    assert longest_pass(Tiny(tied=True, chosen=8)) == 0
+    assert longest_pass(Tiny(tied=True, chosen=8, quantised=True)) == 4096
+    assert longest_pass(Tiny(tied=True, chosen=None, quantised=True)) <= 2048

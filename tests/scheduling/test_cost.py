@@ -12,6 +12,7 @@ import pytest
 
 from mlxcache.cache.kv_cache import KVCache
 from mlxcache.model import kv
+from mlxcache.model.device import DeviceKind
 from mlxcache.scheduling import cost
 from mlxcache.scheduling.cost import SHORT, Cost, measure
 from mlxcache.tree.budget import Budget
@@ -148,6 +149,19 @@ def test_passes_that_memory_or_the_longest_chunk_rule_out_are_not_compared(
     assert 512 in model.fed
     assert max(model.fed) <= 1024
     assert found.transient(max(model.fed), 0) <= room
+
+
+@pytest.mark.parametrize("kind", ["cpu", "gpu"])
+def test_no_pass_is_longer_than_mlx_computes_rightly(
+    toy: ToyMaker, monkeypatch: pytest.MonkeyPatch, kind: DeviceKind
+) -> None:
+    """Whatever the longest chunk is, also while passes are measured."""
+    model = Timed(mlx_lm.load(str(toy("llama")))[0], lambda n: 0.01)
+    monkeypatch.setattr(cost, "time", model)
+    monkeypatch.setattr(cost, "longest_pass", lambda model: 600)
+    found = measure(model, kv.survey(model), 1 << 30, kind=kind, most=8192)
+    assert max(model.fed) <= 600
+    assert found.step(8192) <= 600
 
 
 def test_on_a_gpu_rows_share_the_weights_that_a_step_reads(
