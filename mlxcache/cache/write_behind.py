@@ -364,10 +364,11 @@ class WriteBehind:
             path.plan(found, self.layout, self._store.limit or 0)
 
     def _offer(self, path: PathWrite, job: Job) -> None:
+        size, tokens = job.nbytes, job.tokens  # after the offer nothing fails
         if not self.writer.offer(job):
             raise RuntimeError("the writer refused a job within its limit")
-        self.pending_bytes += job.nbytes
-        self._pending_tokens += job.tokens
+        self.pending_bytes += size
+        self._pending_tokens += tokens
         path.in_flight += 1
 
     def _next_job(self, path: PathWrite) -> Job | None:
@@ -446,6 +447,7 @@ class WriteBehind:
 
     def _written(self, job: Job, error: StoreError | None) -> None:
         path: PathWrite = job.tag
+        size, tokens = job.nbytes, job.tokens
         if error is None:
             if self.backoff.failing:
                 log.warning("model %s: disk tier resumed: a write succeeded", self._label)
@@ -458,8 +460,8 @@ class WriteBehind:
             self.buffers.give_back(job.tensors)
         # from here on nothing fails: what raises above is applied again
         path.in_flight -= 1
-        self.pending_bytes -= job.nbytes
-        self._pending_tokens -= job.tokens
+        self.pending_bytes -= size
+        self._pending_tokens -= tokens
 
     def _suspend(self, error: StoreError, *, least: float = FIRST_RETRY_S) -> None:
         """Pause writing after a disk error; requests are served from RAM in the meantime.

@@ -81,7 +81,7 @@ def peaks(bench: Bench, ids: Sequence[int], steps: int) -> list[int]:
 
 
 def no_wait(*arrays: object, wait: bool) -> None:
-    mx.async_eval(*arrays)  # type: ignore[no-untyped-call]
+    mx.async_eval(*arrays)
 
 
 def test_no_step_copies_a_layers_kv(dense: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
