@@ -104,6 +104,15 @@ def test_nothing_is_published_that_was_not_checked_and_installed_from_the_wheel(
     assert "secrets." not in (WORKFLOWS / "release.yml").read_text()
 
 
+def test_every_test_is_in_one_part_of_the_check() -> None:
+    """So that a part ends in time on a hosted Mac."""
+    parts = workflow("check.yml")["jobs"]["check"]["strategy"]["matrix"]["include"]
+    named = [path for part in parts for path in part["tests"].split()]
+    tests = ROOT / "tests"
+    folders = {path.relative_to(tests).parts[0] for path in tests.rglob("test_*.py")}
+    assert sorted(named) == sorted({f for f in folders if not f.endswith(".py")} | {"test_*.py"})
+
+
 @pytest.mark.parametrize("name", sorted(path.name for path in WORKFLOWS.iterdir()))
 def test_each_action_is_pinned_to_a_version(name: str) -> None:
     """And all workflows use the same one."""
