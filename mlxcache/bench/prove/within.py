@@ -28,11 +28,13 @@ from mlxcache.bench.prove.guesses import speculation
 from mlxcache.bench.prove.scale import Scale
 from mlxcache.bench.restore_speed import restore_speed
 from mlxcache.bench.write_beside import write_beside
+from mlxcache.engine.runtime import ModelRuntime
 from mlxcache.types import Text, Tokens, join_ids
 
 PEAK, GROWTH, DISK = "Memory of one decoding reply", "Growth of a KV buffer", "Disk tier"
 SETTLE_TOKENS = 16
 AFTER_GROWTH = 32
+TURNS, PAUSE_S = 8, 2.0
 COPIED_SHARE = 0.5
 """Share of one layer's KV above which a memory peak is reported as a copy."""
 
@@ -66,12 +68,16 @@ async def peak_memory(inside: Inside, scale: Scale, found: Findings) -> None:
 
 
 async def growth(inside: Inside, scale: Scale, found: Findings) -> None:
-    """Measure the time between two tokens of a reply where its KV buffers grow, and elsewhere.
+    """Measure what growing copies over some turns, and the time that it takes within a reply.
 
-    Raises ValueError if no buffer grew.
+    For the latter, memory is made short, so that buffers have little room. Raises ValueError if no
+    buffer grew then.
     """
-    ids = await _prefix(inside, scale.deep)
-    row = f"{scale.deep:,} tokens"
+    ids = await _grow_by_turns(inside, await _prefix(inside, scale.deep), found)
+    ram = inside.core.kv.ram
+    spare = max(0, ram.budget.free - ram.budget.limit // 8)
+    await inside.engine.call(lambda _: ram.withhold(spare))
+    row = f"{len(ids):,} tokens"
     for run in range(scale.runs):
         prompt = _continued(inside, ids, run)
         stream = await inside.ask(prompt, max(512, scale.deep // 8), endless=True)
@@ -83,6 +89,34 @@ async def growth(inside: Inside, scale: Scale, found: Findings) -> None:
         found.add(GROWTH, row, "between two tokens", "s", middle(far) or 0.0)
         found.add(GROWTH, row, "where it grows", "s", *near)
         found.add(GROWTH, row, "longest elsewhere", "s", max(far, default=0.0))
+
+
+async def _grow_by_turns(inside: Inside, ids: Tokens, found: Findings) -> Tokens:
+    """Let a conversation grow by a quarter in `TURNS` turns with pauses; return its token ids.
+
+    Adds a note on how many positions growing copied, and in how many first tokens or replies.
+    """
+    first, late, copied = len(ids), 0, 0
+    capacity = await inside.engine.call(_largest)
+    for turn in range(TURNS):
+        await asyncio.sleep(PAUSE_S)
+        before = await inside.engine.call(_largest)
+        copied += len(ids) * (before > capacity)
+        ids = join_ids(ids, equality.random_ids(first // (4 * TURNS), seed=50 + turn))
+        await drained(await inside.ask(ids, 1))
+        capacity = await inside.engine.call(_largest)
+        late += capacity > before
+        copied += len(ids) * (capacity > before)
+    found.notes.append(
+        f"{TURNS} turns from {first:,} to {len(ids):,} tokens, with pauses: growing copied "
+        f"{copied / (len(ids) - first):.1f} positions for each new one, and {late} turns waited."
+    )
+    return ids
+
+
+def _largest(core: ModelRuntime) -> int:
+    """Return the tokens that the largest idle buffers can hold."""
+    return max((lineage.capacity for lineage in core.kv.ram.idle.values()), default=0)
 
 
 async def _intervals(inside: Inside, stream: Any) -> tuple[list[float], list[int]]:

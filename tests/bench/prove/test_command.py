@@ -73,7 +73,7 @@ def test_one_scenario_on_a_model_of_the_users(tmp_path: Path) -> None:
     found = json.loads((tmp_path / "report.json").read_text())
     assert [one["status"] for one in found["scenarios"]] == ["done", "done"], found
     assert found["scenarios"][0]["model"].startswith("llama, 4 layers of 64")
-    grown = found["scenarios"][1]["tables"]["Growth of a KV buffer"]["1,000 tokens"]
+    grown = found["scenarios"][1]["tables"]["Growth of a KV buffer"]["1,248 tokens"]
     assert grown["where it grows"]["median"] > 0
     page = (tmp_path / "report.md").read_text() + json.dumps(found)
     assert "secret" not in page
