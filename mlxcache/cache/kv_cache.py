@@ -692,6 +692,8 @@ class KVCache:
         be delayed, so copies for the disk take only a small share of the time.
         """
         if self.disk is not None:
+            if self.waits.short or self.waits.others_wait:
+                self.disk.write_behind.hurry()
             self.disk.pump(decoding=decoding)
 
     def close(self, seconds: float) -> int:

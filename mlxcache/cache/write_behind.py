@@ -17,6 +17,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from math import inf
 
 from mlxcache.cache.retry import FIRST_RETRY_S, RETRY_S, RetryBackoff
 from mlxcache.cache.staging import StagingBuffers
@@ -41,6 +42,15 @@ RUN_TOKENS, RUN_BYTES = 2048, 32 << 20
 
 BLOCKED_S = 2.0
 """Seconds that a request waits for a write without progress before writing is suspended."""
+
+REST_S = 10.0
+"""Seconds without a further turn after which the newest checkpoint of a conversation is written.
+
+Sooner, it may be superseded: a checkpoint takes as much as the KV of hundreds of tokens or more.
+"""
+
+UNWRITTEN = 4096
+"""Tokens behind the newest checkpoint on disk from which the next one is written at once."""
 
 TRIES = 2
 """Number of restarts of a path whose first blocks were evicted from disk while it was written."""
@@ -71,7 +81,7 @@ class PathWrite:
     path continues were evicted in the meantime. `reused`: number of leading tokens that the request
     reused, to be counted as a use of their files. `whole`: the path ends where a request ended.
     `tries`: number of restarts. `stopped`: the writer gets no further jobs of the path, so it may
-    not be on disk as a whole.
+    not be on disk as a whole. `rests`: its newest checkpoint may wait for a further turn.
     """
 
     node: Node
@@ -86,6 +96,7 @@ class PathWrite:
     lost: bool = False
     tries: int = 0
     stopped: bool = False
+    rests: bool = False
 
     @property
     def handed_over(self) -> bool:
@@ -105,7 +116,18 @@ class PathWrite:
         most = allowed(kv_bytes, size, limit) // max(1, size)
         dropped = checkpoints_to_drop(sorted({*present, *lacking}), len(self.ids), most)
         self.states = [one for one in self.wanted if one[0] in lacking and one[0] not in dropped]
+        new = len(self.ids) - max(present, default=0)
+        self.rests = new < UNWRITTEN and new * layout.bytes_per_token < size
         self.asked = True
+
+    @property
+    def waits(self) -> bool:
+        """True if only the newest checkpoint is left to hand over, and a further turn may come."""
+        return self.rests and self.asked and self.at >= len(self.ids) and len(self.states) == 1
+
+    def hurry(self) -> None:
+        """Do not wait for a further turn."""
+        self.rests = False
 
     def next_checkpoint(self, layout: Layout) -> Job | None:
         """Take the next checkpoint from `states`, and return a job that writes it.
@@ -143,13 +165,13 @@ class PathWrite:
 def lacking_checkpoints(positions: list[int], present: list[int]) -> set[int]:
     """Choose which checkpoints of a path to write to disk; return their positions in tokens.
 
-    `positions`: those of its checkpoints in RAM, ascending. `present`: those of its checkpoints on
-    disk. A checkpoint before the newest one on disk was on disk once and was dropped by thinning,
-    so it is not written again, unless it is the first of the path and before all on disk.
+    They are the newest one, which the next turn needs, and the first one, which other conversations
+    may share, unless they are there. `positions`: those of the path's checkpoints in RAM,
+    ascending. `present`: those of its checkpoints on disk.
     """
-    newer = {at for at in positions if at > max(present, default=0)}
-    head = {at for at in positions[:1] if at < min(present, default=0)}
-    return newer | head
+    newest = {at for at in positions[-1:] if at > max(present, default=0)}
+    head = {at for at in positions[:1] if not present or at < min(present)}
+    return newest | head
 
 
 def _states_of(node: Node) -> States:
@@ -184,16 +206,17 @@ class WriteBehind:
         self._on_durable = on_durable
         self.run_tokens = run_tokens(layout, pending_limit)
         self.buffers = StagingBuffers(serialise.run_bytes(layout, self.run_tokens))
-        self.backoff = RetryBackoff(self._wake_in, clock)
+        self.backoff = RetryBackoff(self._retry_in, clock)
         self._tree = tree
         self._store = store
         self._pending_limit = pending_limit
         self._pending_tokens = 0
         self._wake = wake
         self._clock = clock
-        self._timer = threading.Timer(0.0, wake)
+        self._timer = self._rest_timer = threading.Timer(0.0, wake)
         self._queue: deque[PathWrite] = deque()
         self._handed: set[PathWrite] = set()
+        self._resting: dict[PathWrite, float] = {}
         self._asking: PathWrite | None = None
         self._answers: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         # `pending_limit` is kept here; the writer still counts a job while it reports its end
@@ -201,13 +224,17 @@ class WriteBehind:
 
     @property
     def busy(self) -> bool:
-        """True if a path is locked in RAM because it is not on disk yet."""
+        """True if a path is being written, or waits for that; not while it rests."""
         return bool(self._queue or self._handed)
+
+    @property
+    def _held(self) -> list[PathWrite]:
+        return [*self._queue, *self._handed, *self._resting]
 
     @property
     def pending_paths(self) -> int:
         """Number of paths that are locked in RAM because they are not on disk yet."""
-        return len(self._queue) + len(self._handed)
+        return len(self._held)
 
     @property
     def ready(self) -> bool:
@@ -217,6 +244,8 @@ class WriteBehind:
         path's next file to write. Or no path is queued or being written, and it can queue one whose
         write failed, because the pause after the error is over.
         """
+        if any(at <= self._clock() for at in self._resting.values()):
+            return True
         if not self._queue:
             return not self.busy and self.backoff.due
         if self._asking is self._queue[0]:
@@ -256,25 +285,27 @@ class WriteBehind:
             return
         wanted = _states_of(node)
         if self.layout.specs or wanted:
+            above = set(node.path())
+            self._drop([path for path in self._resting if path.node in above])
             path = PathWrite(node, ids, wanted, reused, whole)
             self._tree.lock(node)
             self._queue.append(path)
 
     def count_locks(self, node: Node) -> int:
         """Return how many locks on `node` are held by paths that are being written."""
-        return sum(node in path.node.path() for path in [*self._queue, *self._handed])
+        return sum(node in path.node.path() for path in self._held)
 
     def forget(self, nodes: Sequence[Node]) -> None:
         """Remove from the queue every path through one of `nodes`.
 
         Runs and checkpoints that the disk writer already has are still written.
         """
-        held = [*self._queue, *self._handed]
+        held = self._held
         self._drop([path for path in held if any(node in nodes for node in path.node.path())])
 
     def drop_checkpoint(self, node: Node) -> None:
         """Do not write the checkpoint at `node`, because it is about to be dropped from RAM."""
-        for path in [*self._queue, *self._handed]:
+        for path in self._held:
             path.drop_checkpoint(node.checkpoint)
 
     def delete_beyond(self, ids: Tokens, keep: int) -> None:
@@ -297,6 +328,7 @@ class WriteBehind:
         the copy. Raises RuntimeError if a command failed on the device.
         """
         self.collect()
+        self._end_rests(self._clock())
         if not self.busy and self.backoff.due and (found := self.backoff.take()) is not None:
             self.add(*found)  # one path at a time, so that little is locked in RAM for it
         while self._queue:
@@ -305,6 +337,10 @@ class WriteBehind:
                 self._queue.popleft()
                 self._handed.add(path)
                 self._unlock_if_done(path)
+                continue
+            if path.waits and self._on_durable is None:
+                self._resting[self._queue.popleft()] = self._clock() + REST_S
+                self._rest_timer = self._wake_in(REST_S, self._rest_timer)
                 continue
             if not path.asked:
                 self._ask_store(path)
@@ -322,6 +358,19 @@ class WriteBehind:
                 log.exception("model %s: a copy for the disk failed", self._label)
                 self._suspend(StoreError(f"a copy for the disk failed: {error}"))
         return False
+
+    def hurry(self) -> None:
+        """Write the newest checkpoints of all conversations now, whether further turns come or not.
+
+        Then their paths are not locked in RAM any more.
+        """
+        self._end_rests(inf)
+
+    def _end_rests(self, now: float) -> None:
+        for path in [path for path, at in self._resting.items() if at <= now]:
+            path.hurry()
+            del self._resting[path]
+            self._queue.append(path)
 
     def _ask_store(self, path: PathWrite) -> None:
         """Have the writer's thread search the store for a path; see `_look_up`.
@@ -471,9 +520,10 @@ class WriteBehind:
         if not self.backoff.failing:
             log.warning("model %s: disk tier suspended, serving from RAM: %s", self._label, error)
         self.backoff.note_failure(least)
-        for path in [*self._queue, *self._handed]:
+        for path in self._held:
             path.stop()
             self.backoff.add(path.node)
+        self._end_rests(inf)
 
     def _unlock_if_done(self, path: PathWrite) -> None:
         """Unlock a path if its last job is done, or restart it if it is `lost`.
@@ -502,6 +552,7 @@ class WriteBehind:
         """
         before, deadline = self.pending_paths, self._clock() + seconds
         while before and self.pending_paths >= before:
+            self.hurry()
             self.pump()
             if self._clock() >= deadline:
                 self._give_up()
@@ -515,7 +566,7 @@ class WriteBehind:
         Writes that have begun go on, from their copies.
         """
         self._suspend(StoreError("writes are slower than eviction needs"), least=RETRY_S)
-        self._drop([*self._queue, *self._handed])
+        self._drop(self._held)
 
     def _drop(self, paths: Sequence[PathWrite]) -> None:
         for path in paths:
@@ -524,6 +575,7 @@ class WriteBehind:
                 self._tree.unlock(path.node)
         self._queue = deque(path for path in self._queue if path not in paths)
         self._handed -= set(paths)
+        self._resting = {path: at for path, at in self._resting.items() if path not in paths}
         self._asking = None if self._asking in paths else self._asking
 
     def drain(self, seconds: float) -> int:
@@ -534,7 +586,8 @@ class WriteBehind:
         """
         deadline = self._clock() + seconds
         self.backoff.end_pause()
-        while (self.busy or self.backoff.due) and self._clock() < deadline:
+        while (self.pending_paths or self.backoff.due) and self._clock() < deadline:
+            self.hurry()
             if not self.pump():
                 self._wait(deadline - self._clock())
         queued = sum(len(path.ids) - path.at for path in self._queue)
@@ -550,11 +603,16 @@ class WriteBehind:
             return False
         return self._apply_next(max(0.0, seconds))
 
-    def _wake_in(self, seconds: float) -> None:
-        self._timer.cancel()
-        self._timer = threading.Timer(seconds, self._wake)
-        self._timer.daemon = True
-        self._timer.start()
+    def _retry_in(self, seconds: float) -> None:
+        self._timer = self._wake_in(seconds, self._timer)
+
+    def _wake_in(self, seconds: float, before: threading.Timer) -> threading.Timer:
+        """Start a timer that wakes the MLX thread, in place of the timer `before`."""
+        before.cancel()
+        timer = threading.Timer(seconds, self._wake)
+        timer.daemon = True
+        timer.start()
+        return timer
 
     def close(self, seconds: float) -> None:
         """End the writer after its current job, waiting for at most `seconds`.
@@ -562,4 +620,5 @@ class WriteBehind:
         Its other jobs are dropped: call `drain` before to have them written.
         """
         self._timer.cancel()
+        self._rest_timer.cancel()
         self.writer.close(seconds)
