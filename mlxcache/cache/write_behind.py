@@ -43,14 +43,17 @@ RUN_TOKENS, RUN_BYTES = 2048, 32 << 20
 BLOCKED_S = 2.0
 """Seconds that a request waits for a write without progress before writing is suspended."""
 
-REST_S = 10.0
-"""Seconds without a further turn after which the newest checkpoint of a conversation is written.
+NEWEST = 2
+"""Number of a path's newest checkpoints that are written."""
 
-Sooner, it may be superseded: a checkpoint takes as much as the KV of hundreds of tokens or more.
+REST_S = 10.0
+"""Seconds without a further turn after which the newest checkpoints of a path are written.
+
+Sooner, they may be superseded: one takes as much as the KV of hundreds of tokens or more.
 """
 
 UNWRITTEN = 4096
-"""Tokens behind the newest checkpoint on disk from which the next one is written at once."""
+"""Tokens behind the newest checkpoint on disk from which the next ones are written at once."""
 
 TRIES = 2
 """Number of restarts of a path whose first blocks were evicted from disk while it was written."""
@@ -81,7 +84,7 @@ class PathWrite:
     path continues were evicted in the meantime. `reused`: number of leading tokens that the request
     reused, to be counted as a use of their files. `whole`: the path ends where a request ended.
     `tries`: number of restarts. `stopped`: the writer gets no further jobs of the path, so it may
-    not be on disk as a whole. `rests`: its newest checkpoint may wait for a further turn.
+    not be on disk as a whole. `rests`: its newest checkpoints may wait for a further turn.
     """
 
     node: Node
@@ -117,13 +120,14 @@ class PathWrite:
         dropped = checkpoints_to_drop(sorted({*present, *lacking}), len(self.ids), most)
         self.states = [one for one in self.wanted if one[0] in lacking and one[0] not in dropped]
         new = len(self.ids) - max(present, default=0)
-        self.rests = new < UNWRITTEN and new * layout.bytes_per_token < size
+        self.rests = new < UNWRITTEN and new * layout.bytes_per_token < len(self.states) * size
         self.asked = True
 
     @property
     def waits(self) -> bool:
-        """True if only the newest checkpoint is left to hand over, and a further turn may come."""
-        return self.rests and self.asked and self.at >= len(self.ids) and len(self.states) == 1
+        """True if only the newest checkpoints are left to hand over; a further turn may come."""
+        over = self.asked and self.at >= len(self.ids)
+        return self.rests and over and 0 < len(self.states) <= NEWEST
 
     def hurry(self) -> None:
         """Do not wait for a further turn."""
@@ -165,11 +169,12 @@ class PathWrite:
 def lacking_checkpoints(positions: list[int], present: list[int]) -> set[int]:
     """Choose which checkpoints of a path to write to disk; return their positions in tokens.
 
-    They are the newest one, which the next turn needs, and the first one, which other conversations
-    may share, unless they are there. `positions`: those of the path's checkpoints in RAM,
-    ascending. `present`: those of its checkpoints on disk.
+    They are the newest two and the first one, unless they are there. From one of the newest the
+    next turn continues: from the end of the reply, or before it if its thinking is left out. The
+    first one may be shared by other conversations. `positions`: those of the path's checkpoints in
+    RAM, ascending. `present`: those of its checkpoints on disk.
     """
-    newest = {at for at in positions[-1:] if at > max(present, default=0)}
+    newest = {at for at in positions[-NEWEST:] if at > max(present, default=0)}
     head = {at for at in positions[:1] if not present or at < min(present)}
     return newest | head
 
