@@ -8,6 +8,8 @@ import sys
 import tomllib
 from pathlib import Path
 
+from packaging.requirements import Requirement
+
 from mlxcache.model.backend import INSTALL, VLM_VERSION
 
 ROOT = Path(__file__).parents[1]
@@ -44,6 +46,22 @@ def test_what_is_imported_is_declared() -> None:
     assert {"mlx", "mlx-lm", "httpx", "starlette"} | SEPARATE <= names
     for name in sorted(names - SEPARATE):
         assert name in declared or OPTIONAL.get(name) in extras, f"{name} is not declared"
+
+
+def test_on_a_mac_mlx_waits_without_the_lock_of_python() -> None:
+    """As it does from 0.32.4 on; the pinned version is one of those."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    found = [
+        one.specifier
+        for one in map(Requirement, project["dependencies"])
+        if one.name == "mlx"
+        and one.marker is not None
+        and one.marker.evaluate({"sys_platform": "darwin"})
+    ]
+    (pinned,) = re.findall(r"^mlx==(.+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
+    assert [[one.contains(it) for it in ("0.32.3", "0.32.4", pinned)] for one in found] == [
+        [False, True, True]
+    ]
 
 
 def test_what_an_extra_cannot_express_is_a_command_in_the_docs() -> None:
