@@ -12,10 +12,12 @@ from mlxcache.config.sizes import (
     disk_limit,
     explain_auto,
     format_size,
+    left_to_system,
     machine_bytes,
     memory_for,
     parse_size,
     ram_limit,
+    wired_size,
 )
 from mlxcache.config.sources import default_config_path, load_settings, unknown_variables
 
@@ -27,6 +29,7 @@ __all__ = [
     "disk_limit",
     "explain_auto",
     "format_size",
+    "left_to_system",
     "load_settings",
     "machine_bytes",
     "memory_for",
@@ -34,4 +37,5 @@ __all__ = [
     "ram_limit",
     "read_keys",
     "unknown_variables",
+    "wired_size",
 ]

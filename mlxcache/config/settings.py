@@ -238,6 +238,14 @@ class Settings:
         "SIZE|PERCENT|auto|off",
         "Disk space for conversations: 50GB, 10%, auto, off.",
     )
+    wire: str | int = _setting(
+        _MEMORY,
+        "auto",
+        check_size_or_off,
+        "auto|off|SIZE|PERCENT",
+        "Memory that a Mac never pages out. auto wires what weights and cache need if that is more "
+        "than two thirds of the memory, else nothing: wired memory has led to kernel panics.",
+    )
     context: int | None = _setting(
         _MEMORY,
         None,
@@ -413,8 +421,9 @@ class Settings:
 
     def __post_init__(self) -> None:
         read_size(self.ram)
-        if self.disk != "off":
-            read_size(self.disk)
+        for size in (self.disk, self.wire):
+            if size != "off":
+                read_size(size)
         self._check_models()
         if self.remote_key_file is not None and self.remote is None:
             raise ConfigError("--remote-key-file needs a remote: add --remote URL")

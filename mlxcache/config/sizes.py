@@ -16,6 +16,12 @@ from mlxcache.errors import ConfigError
 MIN_RAM = 64_000_000
 """Minimum of `auto` for RAM in bytes, enough for short conversations."""
 
+LEAST_LEFT, MOST_LEFT = 4 * 10**9, 16 * 10**9
+"""Least and most bytes of a Mac's memory that `left_to_system` returns."""
+
+WIRED_SHARE = 2 / 3
+"""Share of the memory above which `--wire auto` wires weights and budget."""
+
 MOST_DISK = 200 * 10**9
 """Maximum of `auto` for the disk tier, in bytes."""
 
@@ -105,10 +111,40 @@ def ram_limit(
 def memory_for(machine_bytes: int, working_set_bytes: int | None) -> int:
     """Return the bytes available to a model and its cache: at most Metal's working set.
 
-    Above the working set the system begins to page. `machine_bytes`: bytes of the machine's memory.
-    `working_set_bytes` is None without Metal.
+    Above the working set the system begins to page. A user can raise it, but what is left to the
+    system stays free. `machine_bytes`: bytes of the machine's memory. `working_set_bytes` is None
+    without Metal.
     """
-    return min(machine_bytes, working_set_bytes or machine_bytes)
+    if working_set_bytes is None:
+        return machine_bytes
+    return min(working_set_bytes, machine_bytes - left_to_system(machine_bytes))
+
+
+def left_to_system(machine_bytes: int) -> int:
+    """Return the bytes of a Mac's memory that are left to macOS and other programs.
+
+    An eighth, from 4 to 16 GB: 8 GB of 64 GB. Where less was left, kernel panics were reported.
+    Source: https://github.com/ml-explore/mlx-lm/issues/883
+    """
+    return max(LEAST_LEFT, min(machine_bytes // 8, MOST_LEFT))
+
+
+def wired_size(setting: str | int, *, machine_bytes: int, needed_bytes: int) -> int:
+    """Return how many bytes `--wire` is to keep wired, that is, never paged out.
+
+    `auto` wires `needed_bytes`, those of weights and budget, if they are more than two thirds of
+    `machine_bytes`: models that nearly fill the memory have decoded 40 times slower unwired. Below,
+    nothing is wired: with concurrent requests and much eviction, wired memory has led to kernel
+    panics within minutes, and unwired memory to none. Raises ConfigError for a wrong setting.
+    Source: https://github.com/ml-explore/mlx/issues/3186,
+    https://github.com/osaurus-ai/vmlx-swift/issues/418
+    """
+    if setting == "off":
+        return 0
+    explicit = parse_size(setting, total=machine_bytes)
+    if explicit is not None:
+        return explicit
+    return needed_bytes if needed_bytes > WIRED_SHARE * machine_bytes else 0
 
 
 def explain_auto(whole: int, weights: int, *, metal: bool) -> str:
@@ -118,8 +154,8 @@ def explain_auto(whole: int, weights: int, *, metal: bool) -> str:
     budget includes the weights of several models. `metal`: MLX computes on Metal.
     """
     share = "three quarters" if metal else "half"
-    whose = "Metal's recommended" if metal else "this machine's"
-    here = f"{whose} {format_size(whole)}"
+    whose = "that Metal may use here" if metal else "of this machine"
+    here = f"the {format_size(whole)} {whose}"
     if not weights:
         return f"{share} of {here}, for the weights and the KV of all models"
     return f"{share} of what the weights ({format_size(weights)}) leave of {here}"

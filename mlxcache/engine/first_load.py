@@ -173,6 +173,7 @@ class FirstLoad:
             adapter=spec.adapter,
             kv_bits=self._settings.kv_bits,
             ram=self._settings.ram,
+            wire=self._settings.wire,
         )
         return load.load(spec, lazy=True, use=use, divide=ranks.divide)
 

@@ -52,15 +52,21 @@ def buffer_limit() -> int | None:
 
 
 def prepare(pool_bytes: int) -> None:
-    """Wire as much memory as Metal recommends, and limit MLX's pool of freed buffers.
-
-    `pool_bytes`: the limit of the pool in bytes.
-    """
-    # imported here: it takes seconds, and the other functions do not need it
-    from mlx_lm.utils import maybe_set_recommended_wired_limit  # noqa: PLC0415
-
-    maybe_set_recommended_wired_limit()
+    """Limit MLX's pool of freed buffers to `pool_bytes` bytes."""
     mx.set_cache_limit(pool_bytes)
+
+
+def wire(size: int) -> int:
+    """Keep at most `size` bytes of MLX's memory wired, and no more than the working set.
+
+    Returns that limit in bytes; 0 without Metal, where nothing can be wired. macOS 14 ignores it.
+    """
+    most = working_set_bytes()
+    if most is None:
+        return 0
+    limit = min(size, most)
+    mx.set_wired_limit(limit)
+    return limit
 
 
 # -- errors ----------------------------------------------------------------------------------------

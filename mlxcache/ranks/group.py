@@ -64,8 +64,8 @@ class Setup(msgspec.Struct, frozen=True):
     `model`: the path of its folder, or its name on the Hub. `mode`: how it is divided. `adapter`:
     its LoRA adapter, or None. `kv_bits`: bits of a quantised KV value, or None. `config`: digest of
     the model's config.json. `versions`: the versions of the `PACKAGES` on rank 0.
-    `trust_remote_code`, `ram`: the settings; from `ram` each rank computes the budget of its
-    machine.
+    `trust_remote_code`, `ram`, `wire`: the settings; from `ram` and `wire` each rank computes the
+    budget of its machine and how much of it is wired.
     """
 
     model: str
@@ -74,6 +74,7 @@ class Setup(msgspec.Struct, frozen=True):
     adapter: str | None
     kv_bits: int | None
     ram: str | int
+    wire: str | int
     config: str
     versions: dict[str, str]
 

@@ -79,12 +79,13 @@ class RankZero:
         adapter: str | None,
         kv_bits: int | None,
         ram: str | int,
+        wire: str | int,
     ) -> None:
         """Wait until the other ranks have connected, then tell them to load their parts.
 
         `model`: the model's path or name on every machine. `folder`: where it is on this one.
-        `ram`: the setting, from which each rank computes its budget. The other arguments are those
-        of `Setup`. Blocks for the connections, not for the loads. Raises GroupLost.
+        The other arguments are those of `Setup`. Blocks for the connections, not for the loads.
+        Raises GroupLost.
         """
         self._kv_bits = kv_bits
         self._group = group = with_probes(lambda: mx.distributed.init(strict=True))
@@ -96,6 +97,7 @@ class RankZero:
             adapter,
             kv_bits,
             ram,
+            wire,
             config_digest(folder),
             versions(),
         )

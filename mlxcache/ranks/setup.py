@@ -14,7 +14,7 @@ from typing import Any
 import mlx.core as mx
 import msgspec
 
-from mlxcache.config import disk_limit, machine_bytes, ram_limit
+from mlxcache.config import disk_limit, machine_bytes, ram_limit, wired_size
 from mlxcache.errors import MlxcacheError, ModelError
 from mlxcache.mlx_thread import MlxThread
 from mlxcache.model import device, kv, load
@@ -94,12 +94,15 @@ class Rank:
         links.operations.send_bytes(msgspec.msgpack.encode(Share()))
         wait_for_all(self._group)
         layout = kv.survey(loaded.model, kv_bits=setup.kv_bits)
+        machine, weights = machine_bytes(), loaded.info.weights_bytes
         limit = ram_limit(
             setup.ram,
-            machine_bytes=machine_bytes(),
+            machine_bytes=machine,
             working_set_bytes=device.working_set_bytes(),
-            weights_bytes=loaded.info.weights_bytes,
+            weights_bytes=weights,
         )
+        needed = weights + limit
+        device.wire(wired_size(setup.wire, machine_bytes=machine, needed_bytes=needed))
         first = first_layer(loaded.model, setup.mode)
         share = share_of(layout, limit, first, device.buffer_limit())
         links.operations.send_bytes(msgspec.msgpack.encode(share))

@@ -28,6 +28,7 @@ from mlxcache.config import (
     machine_bytes,
     memory_for,
     ram_limit,
+    wired_size,
 )
 from mlxcache.errors import BadRequest, Busy, ModelError
 from mlxcache.model import device
@@ -138,6 +139,7 @@ def plan_memory(
     bound = _bound(settings, loaded.info.weights_bytes, shared, others)
     limit = bound.limit
     if shared is None:
+        wire(settings, loaded.info.weights_bytes + limit)
         device.prepare(pool_bytes(limit))
         layout.lockstep.prepare(pool_bytes(limit))
     else:
@@ -189,6 +191,28 @@ def read_ram_limit(settings: Settings, weights: int) -> int:
     return limit
 
 
+def wire(settings: Settings, needed: int) -> None:
+    """Wire memory as the setting `wire` says, and log what is left to the system.
+
+    `needed`: bytes of weights and budget together. MLX thread only.
+    """
+    machine, setting = machine_bytes(), settings.wire
+    wanted = wired_size(setting, machine_bytes=machine, needed_bytes=needed)
+    wired = device.wire(wanted)
+    if wired < wanted and setting != "auto":
+        log.warning("--wire %s limited to %s: no more can be wired", setting, format_size(wired))
+    why = f"--wire {setting}"
+    if device.working_set_bytes() is None:
+        why = "only Metal can wire memory"
+    elif setting == "auto":
+        why += " wires only above two thirds of the memory"
+    log.info(
+        "memory: %s of %s for weights and cache, %s left to the system; %s wired: %s",
+        *map(format_size, (needed, machine, max(0, machine - needed), wired)),
+        why,
+    )
+
+
 def open_shared_memory(
     settings: Settings, free_idle: Callable[[int], bool], ceiling: Callable[[RamTier], int]
 ) -> SharedRam:
@@ -203,6 +227,7 @@ def open_shared_memory(
     limit = read_ram_limit(settings, 0)
     budget = SharedBudget(limit)
     budget.charge(POOL, pool_bytes(limit))
+    wire(settings, limit)
     device.prepare(pool_bytes(limit))
     return SharedRam(budget, free_idle, ceiling)
 

@@ -68,4 +68,6 @@ def test_an_invalid_size_is_refused_on_construction():
         Settings(ram="lots")
     with pytest.raises(ConfigError, match="not a size"):
         Settings(disk="lots")
+    with pytest.raises(ConfigError, match="not a size"):
+        Settings(wire="all")
     assert Settings(disk="off").disk == "off"

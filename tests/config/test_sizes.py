@@ -97,6 +97,18 @@ def test_auto_never_falls_below_the_minimum(working_set):
     assert limit == MIN_RAM
 
 
+@pytest.mark.parametrize(
+    ("machine", "most"), [(8, 4), (16, 12), (32, 28), (64, 56), (96, 84), (512, 496)]
+)
+def test_a_raised_working_set_still_leaves_memory_to_the_system(machine, most):
+    """An eighth, from 4 to 16 GB; weights and budget of auto are never more than the rest."""
+    sizes = {"machine_bytes": machine * GB, "working_set_bytes": machine * GB}
+    assert memory_for(*sizes.values()) == most * GB
+    for weights in (0, most * GB // 2, (most - 1) * GB):
+        assert weights + ram_limit("auto", **sizes, weights_bytes=weights) <= most * GB
+    assert memory_for(machine * GB, GB) == GB
+
+
 def test_explicit_limits_are_used_unchanged():
     """A percentage is of the machine's memory, regardless of the weights."""
     sizes = {"machine_bytes": 16 * GB, "working_set_bytes": 12 * GB, "weights_bytes": 10 * GB}

@@ -57,6 +57,7 @@ VALUES = {
     "record": ("/c", Path("/c")),
     "ram": ("8GB", "8GB"),
     "disk": ("OFF", "off"),
+    "wire": ("OFF", "off"),
     "context": ("4096", 4096),
     "max_tokens": ("99", 99),
     "concurrency": ("2", 2),

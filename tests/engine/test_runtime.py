@@ -97,11 +97,14 @@ async def test_on_metal_the_device_s_limits_bound_the_budget_and_the_buffers(
     working, buffers = 400_000_000, 499_000
     metal = {"max_recommended_working_set_size": working, "resource_limit": buffers}
     monkeypatch.setattr(mx, "device_info", lambda *_: metal)
+    wired: list[int] = []
+    monkeypatch.setattr(mx, "set_wired_limit", wired.append)
     caplog.set_level("INFO", "mlxcache")
-    async with started(toy_llama, tmp_path, ram="auto") as engine:
+    async with started(toy_llama, tmp_path, ram="auto", wire="100MB") as engine:
         assert engine.info is not None
         ram = engine.figures()["ram"]
         assert ram["limit_bytes"] == (working - engine.info.weights_bytes) * 3 // 4
         assert ram["buffer_limit"] == buffers * 3 // 4
     assert "three quarters" in caplog.text
-    assert "Metal's recommended" in caplog.text
+    assert "that Metal may use here" in caplog.text
+    assert wired == [100_000_000]

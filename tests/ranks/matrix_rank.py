@@ -179,7 +179,7 @@ def main(plan: Plan) -> None:
         return
     ranks = RankZero(place, lambda: 0.0, end_process)
     setup: dict[str, Any] = {"trust_remote_code": False, "adapter": None, "kv_bits": None}
-    ranks.gather(plan.model, Path(plan.model), ram="1GB", **setup)
+    ranks.gather(plan.model, Path(plan.model), ram="1GB", wire="auto", **setup)
     loaded = load(spec, divide=ranks.divide)
     layout = ranks.survey(loaded.model, None)
     whole = None if plan.half else load(spec).model

@@ -23,7 +23,7 @@ from mlxcache.cli.doctor.mac import (
     version_of,
 )
 from mlxcache.cli.own_command import CLONE
-from mlxcache.config import format_size, machine_bytes
+from mlxcache.config import format_size, left_to_system, machine_bytes
 
 FEWEST_FILES = 512
 """Minimum limit of open files and connections for a server; a Mac's shells set 256."""
@@ -34,11 +34,6 @@ LEAST_MACOS = 14
 WIRING_MACOS = 15
 """First macOS version on which MLX can keep the weights wired.
 Source: https://ml-explore.github.io/mlx/build/html/python/_autosummary/mlx.core.set_wired_limit.html
-"""
-
-MOST_WIRED = 0.95
-"""Maximum wired share of the memory; above it kernel panics have been reported.
-Source: https://github.com/ml-explore/mlx-lm/issues/883
 """
 
 MOST_WEIGHTS = 0.9
@@ -175,12 +170,13 @@ def examine_metal(host: Host, ram: int, weights: int) -> Finding | None:
     own = f"iogpu.wired_limit_mb is {host.wired_mb}" if host.wired_mb else "the system's default"
     value = f"at most {format_size(host.working_set)} for the GPU ({own})"
     figures = {"working_set_bytes": host.working_set, "wired_limit_mb": host.wired_mb}
-    if host.wired_mb and host.wired_mb * 2**20 > MOST_WIRED * host.total:
+    most = (host.total - left_to_system(host.total)) // 2**20
+    if host.wired_mb and host.wired_mb > most:
         remedy = "too little is left for the system: sudo sysctl iogpu.wired_limit_mb=0"
         return Finding("Metal", "warn", value, remedy, figures)
     needed = ram + weights
     if needed > host.working_set:
-        wanted, most = -(-needed // 2**20), int(MOST_WIRED * 0.9 * host.total) // 2**20
+        wanted = -(-needed // 2**20)
         remedy = "serve a smaller model, or one with fewer bits"
         if wanted <= most:
             remedy = f"sudo sysctl iogpu.wired_limit_mb={wanted}, until the next restart"
