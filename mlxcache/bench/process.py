@@ -11,8 +11,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
@@ -40,12 +40,14 @@ class Launch:
 
     {model} and {port} in the command stand for the model's folder and the port to serve on; see
     `filled`. A `foreign` program has a Python environment of its own: it does not inherit
-    PYTHONPATH and VIRTUAL_ENV. LD_PRELOAD is always inherited.
+    PYTHONPATH and VIRTUAL_ENV. LD_PRELOAD is always inherited. `variables` are set for the program
+    besides those that it inherits.
     """
 
     name: str
     command: tuple[str, ...]
     foreign: bool = False
+    variables: Mapping[str, str] = field(default_factory=dict)
 
     def filled(self, model: str, port: int) -> list[str]:
         """Return the command line, with {model} and {port} replaced by `model` and `port`."""
@@ -285,7 +287,7 @@ def run_to_end(command: Sequence[str], log: Path) -> tuple[int, list[str]]:
 
 
 def _begun(launch: Launch, model: str, port: int, output: IO[bytes]) -> Server:
-    env = {**os.environ, **kernel_variables()}
+    env = {**os.environ, **kernel_variables(), **launch.variables}
     if launch.foreign:
         env.pop("PYTHONPATH", None)
         env.pop("VIRTUAL_ENV", None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -43,6 +44,15 @@ def test_a_server_is_up_within_the_block_and_gone_with_its_children_after(tmp_pa
     while child.is_running() and child.status() != psutil.STATUS_ZOMBIE:
         assert time.monotonic() < deadline
         time.sleep(0.02)
+
+
+def test_variables_of_a_launch_are_added_to_the_inherited_ones(tmp_path: Path) -> None:
+    """As `prove` starts a server with other sizes of command buffers."""
+    launch = replace(fake(), variables={"MLX_MAX_OPS_PER_BUFFER": "7"})
+    with running(launch, tmp_path, tmp_path, 20) as server:
+        found = psutil.Process(server.pid).environ()
+    assert found["MLX_MAX_OPS_PER_BUFFER"] == "7"
+    assert "PATH" in found
 
 
 def test_a_server_is_ended_where_the_block_raises(tmp_path: Path) -> None:

@@ -204,17 +204,18 @@ class Context:
         return replace(lives.server.client, timeout=max(LEAST_WAIT_S, self.clock.left_s))
 
     @contextlib.contextmanager
-    def serving(self, *extra: str) -> Iterator[Lives]:
+    def serving(self, *extra: str, variables: Mapping[str, str] | None = None) -> Iterator[Lives]:
         """Yield an mlxcache server with the arguments `extra` of `serve`; it ends with the block.
 
-        It is started when it is first used; see `Lives`. Its cache folder is new and is removed at
-        the end.
+        `variables` are added to its environment. It is started when it is first used; see `Lives`.
+        Its cache folder is new and is removed at the end.
         """
         self._started += 1
         with ExitStack() as stack:
             cache = self.folder / f"cache-{self._started}"
             stack.callback(shutil.rmtree, cache, ignore_errors=True)
-            yield self._lives(ours(cache, *extra), stack)
+            launch = replace(ours(cache, *extra), variables=variables or {})
+            yield self._lives(launch, stack)
 
     @contextlib.contextmanager
     def theirs(self) -> Iterator[Lives]:

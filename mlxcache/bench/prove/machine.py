@@ -16,6 +16,7 @@ import psutil
 
 from mlxcache import __version__
 from mlxcache.bench.prove.privacy import scrub
+from mlxcache.command_buffers import read_chip
 
 UNIQUE = ("uuid", "pci_bus_id", "registry_id", "serial")
 """Fields of MLX's device that no two machines share."""
@@ -62,9 +63,7 @@ def _scrubbed(found: Mapping[str, Any]) -> dict[str, Any]:
 
 def _chip() -> str:
     if sys.platform == "darwin":
-        command = ["sysctl", "-n", "machdep.cpu.brand_string"]
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=10)
-        return done.stdout.strip() or platform.machine()
+        return read_chip() or platform.machine()
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:

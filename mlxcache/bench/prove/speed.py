@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -14,8 +15,10 @@ from mlxcache.bench.own import OwnTime
 from mlxcache.bench.process import OURS, THEIRS, Lives
 from mlxcache.bench.prove.context import Context, NotApplicable, settle
 from mlxcache.bench.prove.findings import Unchecked
+from mlxcache.command_buffers import LARGE, OWN
 
 DECODE = "Decoding"
+BUFFERS = "Decoding with command buffers of two sizes"
 PREFILL = "Prefill of one prompt"
 GENERATE = "mlx_lm.generate"
 SHARE = 0.97
@@ -121,6 +124,30 @@ def _checked(reply: Reply, asked: int) -> Reply:
     if reply.generated_tokens < max(2, asked // 2):
         raise ValueError(f"a reply ended after {reply.generated_tokens} of {asked} tokens")
     return reply
+
+
+def command_buffers(context: Context) -> None:
+    """Measure decoding with large command buffers and with MLX's own, in turn, on a Mac."""
+    if sys.platform != "darwin":
+        raise NotApplicable("only Metal has command buffers")
+    scale, tokens = context.scale, context.scale.decode[0]
+    if not context.fits("servers with two sizes of command buffers", tokens, processes=2):
+        return
+    texts = endless_prompts(context, tokens)
+    with ExitStack() as stack:
+        clients = {
+            column: context.client(stack.enter_context(context.serving(variables=variables)))
+            for column, variables in (("large", LARGE), ("MLX's own", OWN))
+        }
+        for client in clients.values():
+            client.chat(next(texts), 2)
+        for _ in range(scale.runs):
+            for column, client in clients.items():
+                settle(client)
+                context.on_step(f"command buffers: {column}")
+                reply = _checked(client.chat(next(texts), scale.reply), scale.reply)
+                rate = reply.decode_rate or 0.0
+                context.found.add(BUFFERS, f"{tokens:,} tokens", column, "tokens/s", rate)
 
 
 def rate_together(client: Client, prompts: Sequence[Messages], reply: int) -> float:

@@ -54,7 +54,7 @@ def play(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
         class Prepared(Context):
             @contextmanager
-            def serving(self, *_: str) -> Iterator[Any]:
+            def serving(self, *_: str, variables: Any = None) -> Iterator[Any]:
                 yield server
 
             @property
