@@ -119,10 +119,11 @@ def warn_of_unknown_variables() -> None:
     from rich.text import Text  # noqa: PLC0415
 
     from mlxcache.cli.output import console  # noqa: PLC0415
+    from mlxcache.cli.service import SERVICE  # noqa: PLC0415
     from mlxcache.cli.target import URL_VARIABLE  # noqa: PLC0415
     from mlxcache.config import unknown_variables  # noqa: PLC0415
 
-    for name, like in unknown_variables(os.environ, (URL_VARIABLE,)):
+    for name, like in unknown_variables(os.environ, (URL_VARIABLE, SERVICE)):
         advice = f"; did you mean {like}?" if like else ""
         text = f"{name} is ignored: no setting has that name{advice}"
         console(stderr=True).print(Text.assemble(("Warning: ", "bold yellow"), text))

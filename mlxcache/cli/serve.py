@@ -12,6 +12,7 @@ import typer
 from mlxcache.cli.options import Config, Flags, with_settings
 from mlxcache.cli.output import configure_logging, console, reporting
 from mlxcache.cli.ranks import RANK, close_input, run_ranks, watch_launcher
+from mlxcache.cli.service import backing_off
 from mlxcache.config import load_settings
 
 
@@ -48,4 +49,5 @@ def serve(*, flags: Flags, config: Config = None) -> None:
         if place is not None:
             settings.check_divisible()
             watch_launcher()
-        asyncio.run(run(settings, out, place))
+        with backing_off(folder, os.environ):
+            asyncio.run(run(settings, out, place))

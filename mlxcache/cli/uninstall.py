@@ -15,6 +15,7 @@ from mlxcache.cli import show
 from mlxcache.cli.confirm import Yes, confirm, require_terminal_or_yes
 from mlxcache.cli.output import console, reporting
 from mlxcache.cli.own_command import CLONE
+from mlxcache.cli.service import NOTE as UNCLEAN
 from mlxcache.cli.target import CacheDir, Json
 from mlxcache.config import format_size, load_settings
 from mlxcache.config.folder import default_cache_dir, former_cache_dir
@@ -46,7 +47,7 @@ Only these files are removed, because --cache-dir may name a folder of other pro
 and they may have a folder `log` too.
 """
 
-_OWN_FILES = ("fingerprints.json", "passes.json", NAME)
+_OWN_FILES = ("fingerprints.json", "passes.json", NAME, UNCLEAN)
 """Names of mlxcache's files in a cache folder itself."""
 
 _COMPLETIONS = (".zfunc/_mlxcache", ".config/fish/completions/mlxcache.fish")

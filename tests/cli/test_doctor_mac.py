@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -109,6 +111,47 @@ def test_the_watchdogs_variable_is_named_or_noticed() -> None:
     name = "AGX_RELAX_CDM_CTXSTORE_TIMEOUT"
     assert f"{name}=1" in str(examined(LAPTOP)["GPU watchdog"].remedy)
     assert examined(LAPTOP, {name: "1"})["GPU watchdog"].remedy is None
+
+
+PANIC = r"""{"bug_type":"210","os_version":"macOS 26.4 (25E246)"}
+{"panicString":"panic(cpu 9 caller 0xfffffe004b8cd288): %s\nKernel Extensions in backtrace:\n   %s\n
+last started kext at 9: com.apple.driver.AppleHIDKeyboard\nloaded kexts:\n
+com.apple.iokit.IOGPUFamily\t130.15\ncom.apple.iokit.IOHIDFamily\t2.0"}"""
+GPU = PANIC % (
+    '"completeMemory() prepare count underflow" @IOGPUMemory.cpp:550',
+    "IOGPUFamily(130)",
+)
+OTHER = PANIC % (
+    "watchdog timeout: no checkins from watchdogd",
+    "com.apple.driver.AppleARMWatchdog",
+)
+
+
+def test_recent_panics_of_the_gpu_are_a_warning(tmp_path: Path) -> None:
+    """Also those that macOS has put aside; not old ones, nor those of other drivers."""
+    folder = tmp_path / "reports"
+    assert "cannot be read" in examined(LAPTOP, panics=folder)["kernel panics"].value
+    (folder / "Retired").mkdir(parents=True)
+    days = {"panic-full-1.panic": 2, "panic-full-2.panic": 31, "Retired/panic-full-3.panic": 29}
+    (folder / "panic-full-4.panic").write_text(OTHER)
+    (folder / "note.txt").write_text(GPU)
+    assert examined(LAPTOP, panics=folder)["kernel panics"].status == "ok"
+    for name, age in days.items():
+        (folder / name).write_text(GPU)
+        os.utime(folder / name, (time.time() - age * 86400,) * 2)
+    found = examined(LAPTOP, panics=folder)["kernel panics"]
+    assert found.status == "warn"
+    assert found.figures["reports"] == ["panic-full-1.panic", "panic-full-3.panic"]
+    assert "--wire off" in str(found.remedy)
+
+
+def test_the_sizes_of_command_buffers_are_named() -> None:
+    """With what the user has set."""
+    found = examined(LAPTOP)["command buffers"]
+    assert found.value == "MLX_MAX_OPS_PER_BUFFER=1000, MLX_MAX_MB_PER_BUFFER=400"
+    assert examined(NEWEST)["command buffers"].value == "MLX's own sizes"
+    own = examined(LAPTOP, {"MLX_MAX_OPS_PER_BUFFER": "7"})["command buffers"]
+    assert own.value.startswith("MLX_MAX_OPS_PER_BUFFER=7, MLX_MAX_MB_PER_BUFFER=400; your own")
 
 
 def test_elsewhere_there_are_no_such_findings() -> None:

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from mlxcache.cli.service import SERVICE
+
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "examples" / "service"
 UNIT, PLIST = FOLDER / "mlxcache.service", FOLDER / "mlxcache.plist"
@@ -64,6 +66,7 @@ def test_the_plist_starts_the_server_again_where_it_failed(tmp_path: Path) -> No
     """As the documented line installs it, with whole paths, which launchd needs."""
     found = plistlib.loads(installed(tmp_path))
     assert found["Label"] == PLIST.stem
+    assert list(found["EnvironmentVariables"]) == [SERVICE]
     assert found["ProgramArguments"] == [f"{tmp_path}/clone/bin/mlxcache", "serve"]
     assert found["RunAtLoad"] is True
     assert found["KeepAlive"] == {"SuccessfulExit": False}

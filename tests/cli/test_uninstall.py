@@ -49,6 +49,7 @@ def test_all_that_a_server_leaves_is_removed(home: Path) -> None:
             assert "stop it" in refused
         running.stop()
     (cache / "passes.json").write_text("{}")  # as with --speculate auto
+    (cache / "unclean-starts").write_text(".")  # as a service
     config.parent.mkdir()
     config.write_text("port = 8081\n")
     completion = home / ".zfunc" / "_mlxcache"

@@ -11,8 +11,8 @@ import pytest
 from mlxcache import names
 from mlxcache.api import access, http, record
 from mlxcache.cache import checkpoints, main_conversation, pressure, restore, retry, write_behind
-from mlxcache.cli import protocol
-from mlxcache.cli.doctor import disk
+from mlxcache.cli import protocol, service
+from mlxcache.cli.doctor import disk, mac
 from mlxcache.config import parse_size, sizes
 from mlxcache.config.settings import MOST_DRAFTED
 from mlxcache.engine import keep_awake, metrics
@@ -32,6 +32,10 @@ FACTS = (
     ("configuration", r"and at most (\S+ GB)\. Whatever the limit", sizes.MOST_DISK),
     ("configuration", r"the limit, (\S+ GB) of the disk stay free", store.FREE_FLOOR),
     ("configuration", r"memory; at least (\S+ MB)\.", sizes.MIN_RAM),
+    ("configuration", r"memory, at least (\S+ GB) and at most 16 GB, is", sizes.LEAST_LEFT),
+    ("configuration", r"at least 4 GB and at most (\S+ GB), is", sizes.MOST_LEFT),
+    ("service", r"waits (\d+) seconds at its next start", service.FIRST_S),
+    ("operations", r"such panics of the last (\d+) days", mac.PANIC_DAYS),
     ("configuration", r"footprint by (\d+)% \(at", round(100 * pressure.TOLERANCE)),
     ("configuration", r"at least (\S+ MiB)\)\. At a warning", pressure.MIN_TOLERANCE),
     ("configuration", r"repeated the same 1 to ([\d,]+) tokens", loop_guard.LONGEST),

@@ -18,7 +18,7 @@ from rich.text import Text
 from mlxcache.bench.command import check_names
 from mlxcache.bench.prove import report
 from mlxcache.bench.prove.machine import describe_machine, load_average
-from mlxcache.bench.prove.run import SCENARIOS, Options, Proof
+from mlxcache.bench.prove.run import IF_NAMED, SCENARIOS, Options, Proof
 from mlxcache.bench.prove.scale import FULL, QUICK
 from mlxcache.bench.report import wide_console
 from mlxcache.bench.run import scratch
@@ -54,7 +54,10 @@ WeightsOption = Annotated[
 ]
 Only = Annotated[
     list[str] | None,
-    typer.Option(metavar="NAME", help=f"One of {', '.join(SCENARIOS)}. Repeatable; default: all."),
+    typer.Option(
+        metavar="NAME",
+        help=f"One of {', '.join(SCENARIOS)}. Repeatable; default: all but {', '.join(IF_NAMED)}.",
+    ),
 ]
 Quick = Annotated[
     bool,
@@ -102,7 +105,8 @@ def prove(
     could not be written; with --assert also if a figure is outside its bound, or no bound was
     checked. Exit status 2: wrong usage, or a model that cannot be loaded.
     """
-    names = check_names(only or (), list(SCENARIOS)) or list(SCENARIOS)
+    usual = [name for name in SCENARIOS if name not in IF_NAMED]
+    names = check_names(only or (), list(SCENARIOS)) or usual
     size = size or (QUICK_SIZE if quick else DEFAULT_SIZE)
     check_names([size], list(SIZES))
     chosen: tuple[Weights, ...] = tuple(one for one in WEIGHTS if weights in (None, one))

@@ -16,6 +16,7 @@ import psutil
 from mlxcache.bench.prove import first_token, speed
 from mlxcache.bench.prove.awake import awake
 from mlxcache.bench.prove.child import in_child
+from mlxcache.bench.prove.churn import churn
 from mlxcache.bench.prove.clock import Clock, TimeUp
 from mlxcache.bench.prove.context import (
     Context,
@@ -39,6 +40,7 @@ SCENARIOS: Mapping[str, Scenario] = {
     "device_error": in_child("device_error"),
     "first_token": first_token.short,
     "decode": speed.decode,
+    "command_buffers": speed.command_buffers,
     "speculation": in_child("speculation"),
     "prefill": speed.prefill,
     "restore_speed": in_child("restore_speed"),
@@ -46,9 +48,13 @@ SCENARIOS: Mapping[str, Scenario] = {
     "peak_memory": in_child("peak_memory"),
     "growth": in_child("growth"),
     "awake": awake,
+    "churn": churn,
     "first_token_long": first_token.long,
 }
 """All scenarios, in the order in which they run on a model."""
+
+IF_NAMED = ("churn",)
+"""Scenarios that run only if they are named."""
 
 QUANTISED = (
     "equality", "first_token", "decode", "speculation", "prefill", "first_token_long",

@@ -1,4 +1,4 @@
-"""Checks for Macs only: power, sleep, precision of float32, the GPU's watchdog."""
+"""Checks for Macs only: power, sleep, precision of float32, the GPU's watchdog, kernel panics."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ import os
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from mlxcache.cli.doctor.finding import Finding
+from mlxcache.command_buffers import LARGE, buffer_variables
 from mlxcache.engine.keep_awake import CAFFEINATE
 
 COMMAND_S = 10.0
@@ -26,6 +28,12 @@ WATCHDOG = "AGX_RELAX_CDM_CTXSTORE_TIMEOUT"
 """Variable of the GPU's driver that lets work run for longer while the display is on.
 Source: https://github.com/ml-explore/mlx/issues/3267
 """
+
+PANICS = Path("/Library/Logs/DiagnosticReports")
+"""Folder of macOS's reports of kernel panics; older ones are in its folder `Retired`."""
+
+PANIC_DAYS = 30
+"""Age in days from which a report of a kernel panic is not mentioned."""
 
 Run = Callable[[Sequence[str]], str | None]
 """Function that runs a command and returns its output; None if it fails or this is no Mac."""
@@ -119,13 +127,15 @@ def examine_mac(
     run: Run = run_command,
     environ: Mapping[str, str] = os.environ,
     caffeinate: Path = Path(CAFFEINATE),
+    panics: Path = PANICS,
 ) -> list[Finding]:
-    """Check a Mac's power, sleep, precision of float32, and the GPU's watchdog.
+    """Check a Mac's power, sleep, precision of float32, GPU, and reports of kernel panics.
 
     `chip` is the Mac's processor, such as "Apple M4", and `macos` the version of macOS; if it is
     empty, the machine is not a Mac, and the result is empty. `keep_awake` is the server's setting
     of that name, for which the program at `caffeinate` is needed. `run` runs commands of macOS.
-    `environ` may hold variables of MLX and Metal that affect precision and the watchdog.
+    `environ` may hold variables of MLX and Metal that affect precision, command buffers and the
+    watchdog. `panics`: the folder of reports.
     """
     if not macos:
         return []
@@ -135,6 +145,8 @@ def examine_mac(
         _sleep(power, keep_awake=keep_awake, missing=not caffeinate.exists()),
         _float32(chip, macos, environ),
         _watchdog(environ),
+        _command_buffers(chip, environ),
+        _panics(panics),
     )
     return [one for one in found if one is not None]
 
@@ -192,6 +204,41 @@ def _watchdog(environ: Mapping[str, str]) -> Finding:
     value = "macOS may end long GPU work while the display is on"
     remedy = f"{WATCHDOG}=1, if the log says 'Impacting Interactivity'"
     return Finding("GPU watchdog", "ok", value, remedy)
+
+
+def _command_buffers(chip: str, environ: Mapping[str, str]) -> Finding:
+    """Report the limits of MLX's command buffers, and those that the user has set."""
+    found = buffer_variables(chip, environ)
+    value = ", ".join(f"{name}={size}" for name, size in found.items())
+    own = [name for name in LARGE if name in environ]
+    value = value or "MLX's own sizes"
+    value += f"; your own: {', '.join(own)}" if own else ""
+    return Finding("command buffers", "ok", value, figures=found)
+
+
+def _panics(folder: Path) -> Finding:
+    """Look for reports of kernel panics of the last `PANIC_DAYS` days in the GPU's driver."""
+    name = "kernel panics"
+    if not os.access(folder, os.R_OK):
+        return Finding(name, "ok", f"unknown: {folder} cannot be read")
+    begin = time.time() - PANIC_DAYS * 86400
+    paths = [*folder.glob("*.panic"), *folder.glob("Retired/*.panic")]
+    found = [one.name for one in paths if one.stat().st_mtime > begin and _names_gpu(one)]
+    figures = {"reports": sorted(found)}
+    if not found:
+        value = f"none of the GPU's driver in {PANIC_DAYS} days"
+        return Finding(name, "ok", value, figures=figures)
+    value = f"{len(found)} of the GPU's driver (IOGPU) in {PANIC_DAYS} days: {max(found)}"
+    remedy = "mlxcache serve --wire off, with a smaller --ram; then update macOS"
+    return Finding(name, "warn", value, remedy, figures)
+
+
+def _names_gpu(report: Path) -> bool:
+    """Return whether a panic's text names IOGPU before its list of all loaded extensions."""
+    try:
+        return b"IOGPU" in report.read_bytes().partition(b"loaded kexts")[0]
+    except OSError:  # of another user
+        return False
 
 
 def version_of(macos: str) -> tuple[int, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -13,12 +14,14 @@ import pytest
 
 from mlxcache.bench.client import Refused, Reply
 from mlxcache.bench.process import OURS, THEIRS
+from mlxcache.bench.prove import churn as churning
 from mlxcache.bench.prove import context as module
 from mlxcache.bench.prove import first_token, speed
 from mlxcache.bench.prove.clock import Clock
 from mlxcache.bench.prove.context import Context, NotApplicable, Subject
 from mlxcache.bench.prove.findings import Findings
 from mlxcache.bench.prove.scale import Scale
+from mlxcache.command_buffers import LARGE, OWN
 
 SCALE = Scale(
     short=(100, 200), long=(60_000,), decode=(100,), crowds=(2,), reply=8, prompt=64, passes=(16,),
@@ -55,9 +58,9 @@ class Server:
         self.log.append("chat")
         return Reply("x", first, first + 0.1, first + 0.1, tokens, cached, generated, None)
 
-    def get(self, path: str) -> dict[str, int]:
+    def get(self, path: str) -> dict[str, Any]:
         assert path == "/v1/cache"
-        return {"pending_bytes": 0}
+        return {"pending_bytes": 0, "evictions": {"spilled": 0, "dropped": len(self.log)}}
 
     def stop(self, seconds: float) -> None:
         self.log.append("stop")
@@ -85,6 +88,7 @@ class Played(Context):
     """A context with stand-ins. `servers`: those that were started."""
 
     servers: list[Server]
+    arguments: list[Any]
     more: dict[str, Any]
     cuttable: bool
 
@@ -93,7 +97,8 @@ class Played(Context):
         self.servers.append(Server(name, **self.more))
         yield self.servers[-1]
 
-    def serving(self, *_: str) -> Any:
+    def serving(self, *extra: str, variables: Any = None) -> Any:
+        self.arguments.append((extra, variables))
         return self._one(OURS)
 
     def theirs(self) -> Any:
@@ -122,7 +127,7 @@ def context(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Played:
     subject = Subject(tmp_path, "m", {})
     found = Findings("x", "m")
     made = Played(subject, SCALE, Clock(600), tmp_path, 10**11, found, lambda _: None)
-    made.servers, made.more, made.cuttable = [], {}, True
+    made.servers, made.arguments, made.more, made.cuttable = [], [], {}, True
     return made
 
 
@@ -205,6 +210,49 @@ def test_prefill_has_a_figure_for_each_length_of_passes(context: Played) -> None
     (row,) = medians(context.found, speed.PREFILL).values()
     assert row["passes of 16"] == 64 * 16
     assert row[f"as {OURS} serves"] > 0
+
+
+def test_two_sizes_of_command_buffers_are_compared(
+    context: Played, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In turn, at two servers; there is no bound, and no such buffers without Metal."""
+    monkeypatch.setattr(sys, "platform", "linux")
+    with pytest.raises(NotApplicable):
+        speed.command_buffers(context)
+    monkeypatch.setattr(sys, "platform", "darwin")
+    speed.command_buffers(context)
+    assert context.arguments == [((), LARGE), ((), OWN)]
+    (row,) = context.found.tables[speed.BUFFERS].values()
+    assert {column: len(one.samples) for column, one in row.items()} == {
+        "large": SCALE.runs, "MLX's own": SCALE.runs,
+    }  # fmt: skip
+    assert context.found.checks == []
+
+
+def test_churn_sends_two_streams_of_new_prompts_for_a_while(
+    context: Played, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Under a small budget, without a disk; that something was evicted is checked."""
+    monkeypatch.setattr(churning, "LASTING_S", 0.05)
+    churning.churn(context)
+    ((extra, _),) = context.arguments
+    assert (extra[0], extra[2:]) == ("--ram", ("--disk", "off"))
+    (row,) = medians(context.found, churning.CHURN).values()
+    assert row["replies"] >= 2
+    (check,) = context.found.checks
+    assert check.ok
+    assert check.measured == len(context.servers[0].log)
+
+
+def test_a_refused_request_ends_the_churn(context: Played, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both streams: a server that refuses is a failure."""
+
+    def refuse(self: Server, *_: Any) -> Reply:
+        raise Refused(503, "busy")
+
+    monkeypatch.setattr(Server, "chat", refuse)
+    with pytest.raises(Refused):
+        churning.churn(context)
 
 
 def test_one_failed_reply_of_several_is_an_error() -> None:
