@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from mlxcache.cache.checkpoints import stops
 from mlxcache.cache.ram import with_slack
-from mlxcache.cache.write_behind import RUN_BYTES, RUN_TOKENS, lacking_checkpoints
+from mlxcache.cache.write_behind import RUN_BYTES, RUN_TOKENS
 from mlxcache.config import format_size
 from mlxcache.model.device import DeviceKind
 from mlxcache.model.kv import Layout
@@ -198,7 +198,7 @@ def _held(layout: Layout, talk: Talk, tokens: int, budget: Fit) -> Held:
         if layout.opaque:
             placed = {*stops(marks, cached, prompt, most=_most(layout, prompt, budget.ram)), end}
             in_ram = _kept(layout, in_ram | placed, end, budget.ram)
-            written = lacking_checkpoints(sorted(in_ram), sorted(on_disk))
+            written = {at for at in in_ram if at > max(on_disk, default=0)}
             on_disk = _kept(layout, on_disk | written, end, budget.disk)
         size += _run_bytes(layout, end - begin)
         begin = end // BLOCK * BLOCK

@@ -43,17 +43,14 @@ RUN_TOKENS, RUN_BYTES = 2048, 32 << 20
 BLOCKED_S = 2.0
 """Seconds that a request waits for a write without progress before writing is suspended."""
 
-NEWEST = 2
-"""Number of a path's newest checkpoints that are written."""
-
 REST_S = 10.0
-"""Seconds without a further turn after which the newest checkpoints of a path are written.
+"""Seconds without a further turn after which the new checkpoints of a path are written.
 
-Sooner, they may be superseded: one takes as much as the KV of hundreds of tokens or more.
+With further turns most need not be: one takes as much as the KV of hundreds of tokens or more.
 """
 
 UNWRITTEN = 4096
-"""Tokens behind the newest checkpoint on disk from which the next ones are written at once."""
+"""Tokens behind the newest checkpoint on disk from which new ones are written at once."""
 
 TRIES = 2
 """Number of restarts of a path whose first blocks were evicted from disk while it was written."""
@@ -84,7 +81,7 @@ class PathWrite:
     path continues were evicted in the meantime. `reused`: number of leading tokens that the request
     reused, to be counted as a use of their files. `whole`: the path ends where a request ended.
     `tries`: number of restarts. `stopped`: the writer gets no further jobs of the path, so it may
-    not be on disk as a whole. `rests`: its newest checkpoints may wait for a further turn.
+    not be on disk as a whole. `rests`: its checkpoints may wait for a further turn.
     """
 
     node: Node
@@ -117,17 +114,20 @@ class PathWrite:
         lacking = lacking_checkpoints([at for at, _ in self.wanted if at <= len(self.ids)], present)
         size, kv_bytes = layout.checkpoint_bytes, len(self.ids) * layout.bytes_per_token
         most = allowed(kv_bytes, size, limit) // max(1, size)
-        dropped = checkpoints_to_drop(sorted({*present, *lacking}), len(self.ids), most)
-        self.states = [one for one in self.wanted if one[0] in lacking and one[0] not in dropped]
         new = len(self.ids) - max(present, default=0)
+        if layout.specs:  # of those of several turns, as many as the new KV has bytes for
+            most = min(most, len(present) + new * layout.bytes_per_token // max(1, size))
+        dropped = checkpoints_to_drop(
+            sorted({*present, *lacking}), len(self.ids), most, kept=present
+        )
+        self.states = [one for one in self.wanted if one[0] in lacking and one[0] not in dropped]
         self.rests = new < UNWRITTEN and new * layout.bytes_per_token < len(self.states) * size
         self.asked = True
 
     @property
     def waits(self) -> bool:
-        """True if only the newest checkpoints are left to hand over; a further turn may come."""
-        over = self.asked and self.at >= len(self.ids)
-        return self.rests and over and 0 < len(self.states) <= NEWEST
+        """True if only checkpoints are left to hand over, and a further turn may come."""
+        return self.rests and self.at >= len(self.ids) and len(self.states) > 0
 
     def hurry(self) -> None:
         """Do not wait for a further turn."""
@@ -169,14 +169,13 @@ class PathWrite:
 def lacking_checkpoints(positions: list[int], present: list[int]) -> set[int]:
     """Choose which checkpoints of a path to write to disk; return their positions in tokens.
 
-    They are the newest two and the first one, unless they are there. From one of the newest the
-    next turn continues: from the end of the reply, or before it if its thinking is left out. The
-    first one may be shared by other conversations. `positions`: those of the path's checkpoints in
-    RAM, ascending. `present`: those of its checkpoints on disk.
+    `positions`: those of its checkpoints in RAM, ascending. `present`: those of its checkpoints on
+    disk. A checkpoint before the newest one on disk was on disk once and was dropped by thinning,
+    so it is not written again, unless it is the first of the path and before all on disk.
     """
-    newest = {at for at in positions[-NEWEST:] if at > max(present, default=0)}
-    head = {at for at in positions[:1] if not present or at < min(present)}
-    return newest | head
+    newer = {at for at in positions if at > max(present, default=0)}
+    head = {at for at in positions[:1] if at < min(present, default=0)}
+    return newer | head
 
 
 def _states_of(node: Node) -> States:
@@ -365,7 +364,7 @@ class WriteBehind:
         return False
 
     def hurry(self) -> None:
-        """Write the newest checkpoints of all conversations now, whether further turns come or not.
+        """Write the checkpoints of all conversations now, whether further turns come or not.
 
         Then their paths are not locked in RAM any more.
         """

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from mlxcache.cache import write_behind
 from mlxcache.cache.capacity import MOST_COPIED, Fit, Talk, copy_bytes, fit, warnings
 from mlxcache.cache.ram import RamTier
 from mlxcache.config import Settings
@@ -44,6 +45,12 @@ async def played(engine: Engine, talk: Talk, tokens: int) -> ModelRuntime:
         while core.kv.disk.write_behind.busy:  # noqa: ASYNC110 - the MLX thread sets no asyncio.Event
             await asyncio.sleep(0.005)
     return core
+
+
+@pytest.fixture(autouse=True)
+def _rests(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Conversations rest after each turn, so that all their checkpoints are written."""
+    monkeypatch.setattr(write_behind, "REST_S", 0.0)
 
 
 @pytest.mark.parametrize(
