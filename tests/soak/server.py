@@ -32,8 +32,11 @@ WORDS = {
 }
 """Text in the error of a request that met a fault, by the name of the fault."""
 
-SLACK_BYTES, SLACK_SHARE = 96 << 20, 0.05
-"""Memory allowed beyond weights, budget and the idle process: the larger of bytes and share."""
+SLACK_BYTES, SLACK_SHARE = 160 << 20, 0.05
+"""Memory allowed beyond weights, budget and the idle process: the larger of bytes and share.
+
+The heap's unused parts, and what compiling grammars takes.
+"""
 
 
 @dataclass(frozen=True, slots=True)

@@ -225,7 +225,7 @@ def _read(
             return
         if disconnect.pause:
             time.sleep(disconnect.pause)
-    if not (out.finish or out.error):
+    if not ((out.finish and out.prompt) or out.error):  # the usage comes last
         raise http.client.IncompleteRead(out.text.encode())
 
 
