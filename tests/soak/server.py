@@ -35,7 +35,7 @@ WORDS = {
 SLACK_BYTES, SLACK_SHARE = 160 << 20, 0.05
 """Memory allowed beyond weights, budget and the idle process: the larger of bytes and share.
 
-The heap's unused parts, and what compiling grammars takes.
+Mostly unused parts of the heap.
 """
 
 
