@@ -206,15 +206,21 @@ class Restorer:
         if lookup.state is not None:
             self._store.verify_checkpoint(lookup.state, lookup.ids)
         lookup.state_verified = True
-        for piece, following in zip_longest(lookup.pieces, lookup.pieces[1:]):
+        pieces = [piece for piece in lookup.pieces if piece.end > lookup.known]
+        for piece, following in zip_longest([None, *pieces], pieces):
             if lookup.dropped:
                 return
             if following is not None:
-                self._store.read_ahead(following)
-            if piece.end > lookup.known:
+                self._store.read_ahead(following, self._needed_bytes(lookup, following))
+            if piece is not None:
                 self._store.verify(piece, lookup.ids, late=piece.end > lookup.windows_from)
-            lookup.verified = piece.end
-            self._wake()
+                lookup.verified = piece.end
+                self._wake()
+
+    def _needed_bytes(self, lookup: DiskLookup, piece: Piece) -> int:
+        """Return how many bytes of a run's file are read; those of sliding windows come last."""
+        unread = self._layout.window_bytes if piece.end <= lookup.windows_from else 0
+        return piece.nbytes - unread * (piece.last - piece.first)
 
     # -- on the MLX thread -------------------------------------------------------------------------
 

@@ -268,6 +268,12 @@ class Layout:
         return max((w for w in self.windows if w is not None), default=0)
 
     @property
+    def window_bytes(self) -> int:
+        """Bytes of one position in the linear slots with a sliding window."""
+        pairs = zip(self.specs, self.windows, strict=True)
+        return sum(h * d * t.size for spec, window in pairs if window for h, d, t in spec)
+
+    @property
     def widest(self) -> int:
         """Bytes of one position in the largest array of the linear slots; 0 if they have none."""
         return max((h * d * t.size for spec in self.specs for h, d, t in spec), default=0)

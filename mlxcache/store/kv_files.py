@@ -9,7 +9,6 @@ import base64
 import binascii
 import io
 import os
-import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -30,14 +29,15 @@ from mlxcache.types import Tokens, ids_of_bytes
 VERSION = "1"
 _CHECKSUM_BYTES = 8
 
-READ_BYTES = 4 << 20
-"""Most bytes read by one call."""
+READ_BYTES = 1 << 20
+"""Most bytes read by one call.
+
+They stay in a processor's cache while they are hashed, during which other threads may have to wait
+for the interpreter's lock.
+"""
 
 _CACHED_BYTES = 512 << 10
 """Bytes that stay in a processor's cache while they are read twice."""
-
-_READ_AHEAD = 16 << 20
-"""Bytes that the operating system is told to read ahead of the hashing."""
 
 _PAUSE_BYTES, _PAUSE_S = 1 << 20, 50e-6
 """Bytes hashed between two pauses, and seconds of a pause.
@@ -55,8 +55,6 @@ _EXPONENTS = {
 
 All exponent bits set mean NaN or infinity: https://en.wikipedia.org/wiki/IEEE_754.
 """
-
-_per_thread = threading.local()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -269,16 +267,16 @@ def file_block_checksums(
     first axis, and OSError.
     """
     states = [xxh3_64() for _ in blocks]
-    for place, ahead in _with_ends(list(places)):
+    first, last = blocks.start * BLOCK, min(blocks.stop * BLOCK, tokens)
+    ranges, sizes = [], []
+    for place in places:
         if not place.shape or place.shape[0] != tokens:
             raise Malformed(f"tensor {place.name!r} does not have {tokens} rows, one per token")
         row = place.nbytes // tokens
-        start = blocks.start * BLOCK * row
-        stop = min(blocks.stop * BLOCK, tokens) * row
-        end = place.offset + stop
-        more = ahead if stop - start == place.nbytes else end
-        for at, view in _chunks(fd, place.offset + start, end, more):
-            update_blocks(states, BLOCK * row, at - place.offset - start, view)
+        ranges.append((place.offset + first * row, place.offset + last * row))
+        sizes.append(BLOCK * row)
+    for index, at, view in _parts(fd, ranges):
+        update_blocks(states, sizes[index], at, view)
     return [state.digest() for state in states]
 
 
@@ -288,9 +286,8 @@ def file_checksum(fd: int, header: Header) -> bytes:
     Raises Malformed if the file ends early, and OSError.
     """
     state = xxh3_64()
-    for place, ahead in _with_ends(header.places):
-        for _, view in _chunks(fd, place.offset, place.offset + place.nbytes, ahead):
-            state.update(view)
+    for _, _, view in _parts(fd, [(p.offset, p.offset + p.nbytes) for p in header.places]):
+        state.update(view)
     return state.digest()
 
 
@@ -303,45 +300,32 @@ def update_blocks(states: list[xxh3_64], size: int, at: int, view: memoryview) -
     done = 0
     while done < len(view):
         index = (at + done) // size
-        end = min((index + 1) * size - at, len(view))
+        end = (index + 1) * size - at
         states[index].update(view[done:end])
         done = end
 
 
-def _with_ends(places: Sequence[Place]) -> list[tuple[Place, int]]:
-    """Pair each tensor with the end of the contiguous range of tensors that contains it.
+def _parts(fd: int, ranges: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int, memoryview]]:
+    """Yield the bytes of ascending ranges [start, stop) of a file in parts, each byte once.
 
-    Ends are offsets in the file, in bytes.
+    A part is the index of its range, its offset in that range, and its bytes, which are valid until
+    the next step. Ranges that touch are read together. Raises Malformed if the file ends early.
     """
-    found: list[tuple[Place, int]] = []
-    end = next_start = -1
-    for place in reversed(places):
-        end = end if place.offset + place.nbytes == next_start else place.offset + place.nbytes
-        next_start = place.offset
-        found.append((place, end))
-    return found[::-1]
-
-
-def _chunks(fd: int, start: int, stop: int, ahead: int) -> Iterator[tuple[int, memoryview]]:
-    """Yield the file's bytes [start, stop) in chunks, each with its offset.
-
-    The bytes of a chunk are valid until the next step. `ahead`: offset up to which the caller will
-    read without a gap, for the system's read-ahead. Raises Malformed if the file ends early.
-    """
-    if not hasattr(_per_thread, "buffer"):
-        _per_thread.buffer = memoryview(bytearray(READ_BYTES))
-    buffer: memoryview = _per_thread.buffer
-    file = io.FileIO(fd, closefd=False)
-    file.seek(start)
-    while start < stop:
-        # the disk reads on while this part is hashed
-        disk_calls.read_ahead(fd, start, min(_READ_AHEAD, ahead - start))
-        view = buffer[: min(READ_BYTES, stop - start)]
-        count = file.readinto(view)
-        if not count:
-            raise Malformed("it ends before its last tensor")
-        yield start, view[:count]
-        start += count
+    ends = [stop for _, stop in ranges]
+    for i in reversed(range(len(ranges) - 1)):
+        if ends[i] == ranges[i + 1][0]:
+            ends[i] = ends[i + 1]
+    buffer = memoryview(bytearray(READ_BYTES))
+    at = read = 0  # the buffer holds the bytes [at, read) of the file
+    for index, (start, stop) in enumerate(ranges):
+        done = start
+        while done < stop:
+            if done >= read:
+                at, read = done, min(done + READ_BYTES, ends[index])
+                read_range(fd, at, buffer[: read - at])
+            end = min(stop, read)
+            yield index, done - start, buffer[done - at : end - at]
+            done = end
 
 
 def read_range(fd: int, at: int, into: memoryview) -> None:
@@ -387,6 +371,7 @@ def check_checkpoint(fd: int, namespace: str, digest: bytes, position: int) -> N
     `digest`: digest of these tokens. Raises Malformed if it holds another one or is damaged, and
     OSError.
     """
+    disk_calls.read_ahead(fd)
     content = read_checkpoint(fd)
     if content.namespace != namespace or content.digest != digest:
         raise Malformed("it belongs to another prefix")
@@ -404,6 +389,7 @@ def check_whole(path: Path, row: Row) -> None:
     with open_file(path) as fd:
         if os.fstat(fd).st_size != row.nbytes:
             raise Malformed("its size differs from that in the index")
+        disk_calls.read_ahead(fd)
         if row.kind == RUN:
             content = read_run(fd)
             if (content.start, content.digest) != (row.start, row.digest):
@@ -433,13 +419,13 @@ def _check_blocks(fd: int, content: RunHeader, blocks: range, late: bool) -> Non
                 raise Malformed("the checksum of a block is wrong")
 
 
-def read_ahead(path: Path) -> None:
-    """Tell the operating system to read a file into its cache.
+def read_ahead(path: Path, nbytes: int = 0) -> None:
+    """Tell the operating system to read the first `nbytes` bytes of a file, or all, into its cache.
 
     Does nothing if the file cannot be opened.
     """
     with suppress(OSError), open_file(path) as fd:
-        disk_calls.read_ahead(fd)
+        disk_calls.read_ahead(fd, 0, nbytes)
 
 
 @contextmanager

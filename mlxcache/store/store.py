@@ -218,9 +218,12 @@ class Store:
         digest = self._chains.of(ids[:position]).at(position)
         self._verify(saved, lambda fd: check_checkpoint(fd, self.namespace, digest, position))
 
-    def read_ahead(self, piece: Piece) -> None:
-        """Tell the operating system to read a file that will be verified soon. Does not block."""
-        read_ahead(piece.path)
+    def read_ahead(self, piece: Piece, nbytes: int = 0) -> None:
+        """Tell the operating system to read a file that will be verified soon. Does not block.
+
+        `nbytes`: how many bytes from its start on; 0 means all.
+        """
+        read_ahead(piece.path, nbytes)
 
     def has_checkpoints(self) -> bool:
         """Return whether the model needs checkpoints, inferred from the newest runs if unknown."""

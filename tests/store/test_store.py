@@ -15,6 +15,7 @@ from safetensors.numpy import load_file
 
 from mlxcache.errors import Gone, PrefixNotStored, StoreError
 from mlxcache.safetensors import Tensor
+from mlxcache.store import kv_files
 from mlxcache.store.digests import Chains
 from mlxcache.store.store import Store
 from mlxcache.types import Tokens, join_ids, token_ids
@@ -258,6 +259,26 @@ def test_a_closed_store_says_so(folder):
         store.check()
     with pytest.raises(StoreError):
         put(store, tokens(10))
+
+
+def test_each_byte_of_a_run_is_read_once_in_few_calls(store, monkeypatch):
+    """Across the borders of tensors and blocks."""
+    ids = tokens(7000)
+    put(store, ids, row=50)
+    (piece,) = store.find(ids).pieces
+    calls: list[tuple[int, int]] = []
+    read_range = kv_files.read_range
+
+    def note(fd: int, at: int, into: memoryview) -> None:
+        calls.append((at, at + len(into)))
+        read_range(fd, at, into)
+
+    monkeypatch.setattr(kv_files, "read_range", note)
+    store.verify(piece, ids)
+    ends = [stop for _, stop in calls]
+    assert [start for start, _ in calls[1:]] == ends[:-1]
+    assert ends[-1] - calls[0][0] == run_bytes(7000, 50)
+    assert len(calls) == -(-run_bytes(7000, 50) // kv_files.READ_BYTES) == 3
 
 
 def test_a_place_that_cannot_be_a_folder(tmp_path):
