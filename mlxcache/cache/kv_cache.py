@@ -337,11 +337,11 @@ class KVCache:
         return self.disk is not None and self.disk.restorer.ready(lookup, lease.length)
 
     def restore(self, lease: Lease, lookup: DiskLookup) -> bool:
-        """Load one verified file of KV from disk into the lease, and commit it.
+        """Load verified files of KV from disk into the lease, and commit them.
 
         In a model with opaque slots, all files are committed together after the last one. Returns
-        True once all of `lookup.target` is restored. Mutates lease and tree, and blocks while one
-        file is read. Raises StoreError, OSError, RuntimeError or ValueError if a file cannot be
+        True once all of `lookup.target` is restored. Mutates lease and tree, and blocks; see
+        `Restorer.load`. Raises StoreError, OSError, RuntimeError or ValueError if a file cannot be
         used; call `cancel_restore` then.
         """
         assert self.disk is not None

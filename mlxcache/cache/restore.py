@@ -32,6 +32,9 @@ log = logging.getLogger("mlxcache.engine")
 MIN_UNKNOWN = 128
 """Minimum number of prompt tokens not in RAM for which the disk is searched."""
 
+MOST_LOADED = 128 << 20
+"""Maximum bytes of several files that are loaded in one evaluation."""
+
 MIN_GAIN = 64
 """Minimum number of tokens on disk beyond those in RAM for which a restore is made."""
 
@@ -235,24 +238,26 @@ class Restorer:
         return lookup.state_verified and (complete or lookup.verified > length)
 
     def load(self, lookup: DiskLookup, lineage: Lineage) -> bool:
-        """Append one verified file to `lineage`, or set the checkpoint's state after the last one.
+        """Append verified files to `lineage`, and set the checkpoint's state after the last one.
 
         Returns True once the lineage holds `lookup.target` positions and the state after them, if
-        the model has one; else False: call again when `ready`. Blocks while one file of at most 32
-        MiB or 2,048 tokens is read, and the checkpoint. Raises StoreError if the lookup failed or a
-        file can no longer be used.
+        the model has one; else False: call again when `ready`. Blocks while these files (see
+        `_loadable`) and the checkpoint are read. Raises StoreError if the lookup failed or a file
+        can no longer be used.
         """
         if lookup.failed:
             raise StoreError("a file of the prefix cannot be looked up or verified")
         lockstep, start = self._layout.lockstep, lineage.length
         if self._layout.specs and lineage.length < lookup.target:
-            piece = next(p for p in lookup.pieces if p.start <= lineage.length < p.end)
-            end = min(piece.end, lookup.target)
-            arrays = serialise.load_run(piece.path, self._layout, self._stream)
-            first, last = lineage.length - piece.first, end - piece.first
-            late = piece.end > lookup.windows_from
-            slots = self._slots(arrays, first, last, late)
-            lineage.append(slots, last - first, windows=late, held=arrays[0][0].shape[0])
+            pieces = self._loadable(lookup, lineage)
+            runs = [serialise.load_run(p.path, self._layout, self._stream) for p in pieces]
+            for piece, arrays in zip(pieces, runs, strict=True):
+                first = lineage.length - piece.first
+                last = min(piece.end, lookup.target) - piece.first
+                late = piece.end > lookup.windows_from
+                slots = self._slots(arrays, first, last, late)
+                held, wait = arrays[0][0].shape[0], piece is pieces[-1]
+                lineage.append(slots, last - first, windows=late, held=held, wait=wait)
         if not self._layout.specs:
             lineage.advance(lookup.target - lineage.length)
         lockstep.load(lineage, lookup.ids, start, lineage.length)
@@ -263,6 +268,22 @@ class Restorer:
             lineage.set_state(state)
             lockstep.load_state(lineage, lookup.ids[: lookup.target])
         return True
+
+    def _loadable(self, lookup: DiskLookup, lineage: Lineage) -> list[Piece]:
+        """Return the next verified files that fit into one evaluation, but at least one.
+
+        While the device copies one of them, the next is read.
+        """
+        found: list[Piece] = []
+        most = min(lineage.copy_bytes, MOST_LOADED)
+        for piece in lookup.pieces:
+            if piece.end <= lineage.length:
+                continue
+            most -= piece.nbytes
+            if found and (most < 0 or piece.end > lookup.verified):
+                break
+            found.append(piece)
+        return found
 
     def _slots(
         self, arrays: list[list[mx.array]], first: int, last: int, late: bool

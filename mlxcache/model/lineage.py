@@ -256,6 +256,7 @@ class Lineage:
         *,
         windows: bool = True,
         held: int | None = None,
+        wait: bool = True,
     ) -> None:
         """Append `count` positions from `tail`, which yields the arrays of each linear slot.
 
@@ -265,7 +266,8 @@ class Lineage:
         `held`: the number of positions with which these bytes are counted, by default
         `count`; pass more if computing an array takes more memory than its result. With
         `windows` False, what is appended to the arrays of sliding windows holds no values, and
-        `window_valid_from` becomes the new length. The capacity must suffice.
+        `window_valid_from` becomes the new length. Without `wait`, the last group is evaluated with
+        the first one of the next call. The capacity must suffice.
         """
         end, held = self.length + count, count if held is None else held
         self.note_pass()
@@ -283,7 +285,8 @@ class Lineage:
                 array[..., self.length : end, :] = part
             written += arrays
             size += one
-        mx.eval(written)
+        if wait:
+            mx.eval(written)
         self._end_at(end)
         if not windows:
             self.window_valid_from = end

@@ -51,10 +51,11 @@ class CountedLineage(Lineage):
         *,
         windows: bool = True,
         held: int | None = None,
+        wait: bool = True,
     ) -> None:
         """Count `count` more positions.
 
-        `tail`, `windows` and `held` are those of a real lineage, and are ignored.
+        The other arguments are those of a real lineage, and are ignored.
         """
         self.truncate(self.length + count)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -13,11 +14,16 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from mlxcache import disk_calls
 from mlxcache.cache.disk import DiskTier
+from mlxcache.cache.restore import DiskLookup
 from mlxcache.cache.write_behind import PathWrite
 from mlxcache.errors import DiskFull, PrefixNotStored, StoreError
 from mlxcache.model import serialise
+from mlxcache.model.kv import arrays_of
+from mlxcache.model.lineage import Lineage
 from mlxcache.scheduling.task import Task
+from mlxcache.store.kv_files import open_file, read_run
 from mlxcache.store.store import Store
 from mlxcache.types import token_ids
 from tests.scheduled import Bench
@@ -231,6 +237,65 @@ def test_a_branch_from_before_the_windows_that_were_read_is_reused_and_written(
     restored = bench.ask([*following, *warm.out, *prompt(rng, 30)])
     assert restored.record.cached_tokens >= len(following)
     assert restored.out == bench.twin().ask(restored.ids.tolist()).out
+
+
+def looked_up(disk: DiskTier, ids: list[int], known: int = 0) -> DiskLookup:
+    """A lookup that has verified all its files."""
+    lookup = disk.restorer.look_up(token_ids(ids), known)
+    while not lookup.failed and not (lookup.found and lookup.verified >= lookup.target):
+        time.sleep(0.001)
+    return lookup
+
+
+@pytest.mark.parametrize("bench", ["llama", "gemma3"], indirect=True)
+def test_what_a_restore_needs_is_read_ahead_once(
+    bench: Bench,
+    start: Callable[..., DiskTier],
+    rng: np.random.Generator,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Not the files whose tokens are in RAM, nor the windows that no later position sees."""
+    disk = start(bench)
+    last = talk(bench, rng, 6)[-1]
+    settled(disk)
+    advised: list[tuple[int, int, int]] = []
+
+    def note(fd: int, start: int = 0, length: int = 0) -> None:
+        advised.append((os.fstat(fd).st_ino, start, length))
+
+    monkeypatch.setattr(disk_calls, "read_ahead", note)
+    for known in (0, 400):
+        lookup, needed = looked_up(disk, last.ids.tolist(), known), []
+        for piece in lookup.pieces:
+            with open_file(piece.path) as fd:
+                head = read_run(fd)
+            unread = head.late if piece.end <= lookup.windows_from else ()
+            end = max(p.offset + p.nbytes for p in head.header.places if p.name not in unread)
+            needed += [(piece.path.stat().st_ino, 0, end)] if piece.end > known else []
+        assert advised == needed
+        assert 1 < len(needed) == len(lookup.pieces) - (known > 0)
+        advised.clear()
+
+
+def test_verified_files_are_loaded_in_one_evaluation_if_they_fit(
+    llama: Bench, start: Callable[..., DiskTier], rng: np.random.Generator
+) -> None:
+    """As on a GPU; and one file at a time as on a CPU, with the same KV."""
+    disk = start(llama)
+    last = talk(llama, rng, 6)[-1]
+    settled(disk)
+    lookup = looked_up(disk, last.ids.tolist())
+    lineages, loads = [], []
+    for copied in (0, lookup.pieces[0].nbytes + lookup.pieces[1].nbytes, 1 << 30):
+        lineage = Lineage(llama.kv.layout, copied)
+        lineage.grow(lookup.target)
+        loads.append(1)
+        while not disk.restorer.load(lookup, lineage):
+            loads[-1] += 1
+        lineages.append([np.array(a) for slot in lineage.linear for a in arrays_of(slot)])
+    assert len(lookup.pieces) == loads[0] > loads[1] > loads[2] == 1
+    for others in lineages[1:]:
+        assert all(map(np.array_equal, lineages[0], others))
 
 
 def test_a_request_that_is_cancelled_while_it_is_restored_harms_nothing(
