@@ -52,12 +52,12 @@ def read_ahead(fd: int, start: int = 0, length: int = 0) -> None:
     """Start reading bytes [start, start + length) of a file in the background. Does not block.
 
     If `length` is 0, reads up to the end of the file. This is only a hint: errors are ignored.
-    Sources: posix_fadvise(2) on Linux, F_RDADVISE in fcntl(2) on macOS.
+    Source: F_RDADVISE in fcntl(2) on macOS. Does nothing on Linux: it reads a file ahead that is
+    read in order, into large pages, and posix_fadvise(2) reads into small ones, at half the speed.
     """
+    if SYSTEM != "darwin":
+        return
     with suppress(OSError):
-        if SYSTEM == "darwin":
-            count = min(length or os.fstat(fd).st_size - start, _MOST_ADVISED)
-            if count > 0:
-                fcntl.fcntl(fd, F_RDADVISE, _RADVISORY.pack(start, count))
-        elif hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(fd, start, length, os.POSIX_FADV_WILLNEED)
+        count = min(length or os.fstat(fd).st_size - start, _MOST_ADVISED)
+        if count > 0:
+            fcntl.fcntl(fd, F_RDADVISE, _RADVISORY.pack(start, count))

@@ -91,6 +91,9 @@ OPENING = b'{"__metadata__":{"check":"'
 
 _NO_CHECK = b"0" * 16
 
+_FIRST_READ = 64 << 10
+"""Bytes of the first read of a file; a short one misleads Linux's read-ahead."""
+
 
 class Malformed(ValueError):
     """Error raised if a file is not a complete safetensors file. The text says why."""
@@ -164,8 +167,7 @@ def read_header(fd: int, *, own: bool = True) -> Header:
     OSError if the file cannot be read.
     """
     size = os.fstat(fd).st_size
-    length = _header_length(fd, MAX_HEADER)
-    raw = _pread(fd, _LENGTH + length, 0)
+    raw = _raw_header(fd, MAX_HEADER)
     if own:
         _verify_check(raw)
     return parse(raw[_LENGTH:], size)
@@ -205,24 +207,24 @@ def read_foreign_header(fd: int, *, own: bool) -> Header:
     With `own`, the header must have a correct checksum. Raises Malformed if the header is too large
     (see `is_foreign_size`), and the errors of `read_header`.
     """
-    length = _header_length(fd, MOST_FOREIGN)
-    if not is_foreign_size(_pread(fd, length, _LENGTH)):
+    if not is_foreign_size(_raw_header(fd, MOST_FOREIGN)[_LENGTH:]):
         raise Malformed("its header has too many entries")
     return read_header(fd, own=own)
 
 
-def _header_length(fd: int, most: int) -> int:
-    """Return the length in bytes of the header of the open file `fd`, as its first field states.
+def _raw_header(fd: int, most: int) -> bytes:
+    """Return the bytes of the open file `fd` before its payload: its first field, and the header.
 
-    The field itself does not count. Raises Malformed if the length is more than `most` bytes or
-    does not fit into the file, and OSError.
+    Raises Malformed if the field states more than `most` bytes or more than are in the file, and
+    OSError.
     """
     size = os.fstat(fd).st_size
-    head = os.pread(fd, _LENGTH + len(OPENING), 0)
+    head = os.pread(fd, _FIRST_READ, 0)
     length = int.from_bytes(head[:_LENGTH], "little")
     if len(head) > _LENGTH and 2 <= length <= min(most, size - _LENGTH):
-        return length
-    if head[_LENGTH:] == OPENING and length <= most:
+        end = _LENGTH + length
+        return head[:end] + _pread(fd, max(0, end - len(head)), len(head))
+    if head[_LENGTH:].startswith(OPENING) and length <= most:
         raise Malformed(
             f"it was cut short: {size:,} bytes are there, and its header alone takes "
             f"{_LENGTH + length:,}"

@@ -162,7 +162,6 @@ class Follower:
                     raise StoreError(f"files after token {found.length} are no longer on disk")
                 for piece in found.pieces:
                     if piece.start < question.end and question.start < piece.end:
-                        store.read_ahead(piece)
                         store.verify(piece, ids, late=question.late)
             elif self.layout.checkpointed:
                 store.verify_checkpoint(_checkpoint_at(len(ids), found), ids)

@@ -62,7 +62,6 @@ def pack_run(store: Store, found: Found, chain: Chain, start: int, stop: int) ->
         first, last = max(piece.start, start), min(piece.end, stop)
         if first >= last:
             continue
-        store.read_ahead(piece)
         store.verify(piece, chain.ids)
         with open_file(piece.path) as fd:
             try:

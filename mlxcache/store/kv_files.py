@@ -321,7 +321,7 @@ def _parts(fd: int, ranges: Sequence[tuple[int, int]]) -> Iterator[tuple[int, in
         done = start
         while done < stop:
             if done >= read:
-                at, read = done, min(done + READ_BYTES, ends[index])
+                at, read = done, min((done // READ_BYTES + 1) * READ_BYTES, ends[index])
                 read_range(fd, at, buffer[: read - at])
             end = min(stop, read)
             yield index, done - start, buffer[done - at : end - at]

@@ -153,7 +153,6 @@ def _verified(store: Store, ids: Tokens, sound: set[tuple[Path, int, int]]) -> F
     found = store.find(ids)
     for piece in found.pieces:
         if (piece.path, piece.start, piece.end) not in sound:
-            store.read_ahead(piece)
             store.verify(piece, ids)
             sound.add((piece.path, piece.start, piece.end))
     for saved in found.checkpoints:
