@@ -91,8 +91,8 @@ OPENING = b'{"__metadata__":{"check":"'
 
 _NO_CHECK = b"0" * 16
 
-_FIRST_READ = 64 << 10
-"""Bytes of the first read of a file; a short one misleads Linux's read-ahead."""
+_FIRST_READ = 256 << 10
+"""Bytes of the first read of a file; with fewer, Linux at times reads the rest in small pages."""
 
 
 class Malformed(ValueError):
