@@ -31,7 +31,7 @@ from mlxcache.store.store import Store
 from mlxcache.store.writer import Job, Writer
 from mlxcache.tree.node import Node
 from mlxcache.tree.prefix_tree import PrefixTree
-from mlxcache.tree.thinning import allowed, checkpoints_to_drop
+from mlxcache.tree.thinning import FEWEST, allowed, checkpoints_to_drop
 from mlxcache.types import Tokens
 
 log = logging.getLogger("mlxcache.engine")
@@ -116,7 +116,8 @@ class PathWrite:
         most = allowed(kv_bytes, size, limit) // max(1, size)
         new = len(self.ids) - max(present, default=0)
         if layout.specs:  # of those of several turns, as many as the new KV has bytes for
-            most = min(most, len(present) + new * layout.bytes_per_token // max(1, size))
+            more = new * layout.bytes_per_token // max(1, size)
+            most = min(most, max(FEWEST, len(present) + more))
         dropped = checkpoints_to_drop(
             sorted({*present, *lacking}), len(self.ids), most, kept=present
         )

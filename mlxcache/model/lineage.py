@@ -241,8 +241,10 @@ class Lineage:
 
     def _read_addresses(self) -> list[int]:
         """Return the addresses of the linear slots' buffers. Blocks until they are evaluated."""
-        views = [_readable(array) for slot in self.linear for array in kv.arrays_of(slot)]
-        mx.eval(views)  # at once: each evaluation waits for the device
+        arrays = [array for slot in self.linear for array in kv.arrays_of(slot)]
+        views = [_readable(array) for array in arrays]
+        # at once, as each evaluation waits for the device; without views, nothing must fail
+        mx.eval([view for view, array in zip(views, arrays, strict=True) if view is not array])
         return [int(np.asarray(view).ctypes.data) for view in views]
 
     def advance(self, count: int) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from mlxcache.cache import write_behind
 from mlxcache.config import Settings
 from mlxcache.engine.engine import Engine
 from mlxcache.tree.thinning import BUDGET_SHARE, allowed
@@ -85,8 +86,14 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
         pytest.param(40, 5, marks=pytest.mark.slow),
     ],
 )
-async def test_many_turns(model: Path, tmp_path: Path, turns: int, thought: int) -> None:
-    """Each feeds what is new; checkpoints are few in RAM, and on disk, and after a restart."""
+async def test_many_turns(
+    model: Path, tmp_path: Path, turns: int, thought: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each feeds what is new; checkpoints are few in RAM, and on disk, and after a restart.
+
+    The conversation rests after each turn, so that most of them are written.
+    """
+    monkeypatch.setattr(write_behind, "REST_S", 0.0)
     talk = Conversation(thought)
     settings = Settings(model=str(model), cache_dir=tmp_path, ram="150MB", disk="400MB")
     engine = Engine(settings)

@@ -171,7 +171,7 @@ def test_a_pass_that_fails_in_silence_is_computed_again(
         "batch": lambda: decoding(bench, 4, 6),
         "growth": growing(monkeypatch),
     }[place]
-    count = 400 if place == "growth" else 40
+    count = 500 if place == "growth" else 40
     tasks = [bench.put(tokens(rng, 200), tokens=count) for _ in range(4 if place == "batch" else 1)]
     unlucky.run(tasks)
     assert on.failures == 1
