@@ -21,7 +21,7 @@ from llguidance import LLMatcher, LLTokenizer
 
 from mlxcache.errors import BadRequest, Unsupported
 from mlxcache.model import markers
-from mlxcache.model.guidance.lark import too_long
+from mlxcache.model.guidance.lark import too_large
 from mlxcache.typed import decode
 
 log = logging.getLogger(__name__)
@@ -123,8 +123,8 @@ class Grammars:
         request that it comes from, named in errors, or "". Raises BadRequest if the grammar is
         wrong or too large, and Unsupported if the model's tokenizer cannot be used.
         """
-        if (long := too_long(grammar)) is not None:
-            raise BadRequest(f"The grammar cannot be compiled: {long}", param=param or None)
+        if (large := too_large(grammar)) is not None:
+            raise _too_complex(large, param)
         vocabulary = self.vocabulary()
         began = time.perf_counter()
         matcher = LLMatcher(vocabulary, grammar, log_level=0)

@@ -18,7 +18,7 @@ from urllib.parse import unquote
 from llguidance import LLMatcher
 
 from mlxcache.errors import BadRequest
-from mlxcache.model.guidance.lark import compile_error
+from mlxcache.model.guidance.lark import MOST_DIVISORS, compile_error
 from mlxcache.model.guidance.schema_facts import (
     TYPES,
     Comparison,
@@ -77,10 +77,6 @@ _SHARED = ("properties", "required", "additionalProperties")  # seldom the cause
 _DEEPEST = 200
 _TOO_DEEP = "schemas are nested too deeply"
 _LONGEST_S = 5.0  # after this a slow check is given up, in seconds
-
-
-LARGEST_DIVISOR = 100_000
-"""Largest `multipleOf`: compiling one of 100,000 takes a second, one of a million half a minute."""
 
 
 def check(schema: Any, *, param: str, at: str = "schema") -> Schema:
@@ -232,8 +228,8 @@ class _Check:
         return value
 
     def _divisor(self, value: Any, pointer: str) -> Any:
-        if self._bound(value, pointer) > LARGEST_DIVISOR:
-            raise self._refuse(pointer, f"expected at most {LARGEST_DIVISOR}, got {value}")
+        if self._bound(value, pointer) > MOST_DIVISORS:
+            raise self._refuse(pointer, f"expected at most {MOST_DIVISORS}, got {value}")
         return value
 
     def _required(self, value: Any, pointer: str) -> list[str]:

@@ -18,6 +18,7 @@ from hypothesis_jsonschema import from_schema
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlxcache.errors import BadRequest
+from mlxcache.model.guidance import json_schema
 from mlxcache.model.guidance.grammar import grammar_text
 from mlxcache.model.guidance.schema_facts import Node, Schema
 from mlxcache.model.guidance.schema_merge import alternatives
@@ -171,6 +172,25 @@ def test_a_keyword_that_cannot_be_kept_is_refused_by_name_and_place(keyword: str
     error = refused({"type": "object", "properties": {"a/b": {"anyOf": [{}, part]}}})
     assert f"`{keyword}`" in str(error)
     assert f"/properties/a~1b/anyOf/1/{keyword}" in str(error)
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"properties": {f"a{i}": {"type": "integer", "multipleOf": 99_000} for i in range(400)}},
+        {"type": "number", "multipleOf": 12345.678},
+        {"type": "integer", "multipleOf": 4999, "anyOf": [{"multipleOf": 5003}]},
+    ],
+)
+def test_divisors_that_take_minutes_to_compile_are_refused(schema: dict[str, Any]) -> None:
+    """Together, with decimals, and where one number has to obey several."""
+    assert "multipleOf" in str(refused(schema))
+
+
+def test_usual_divisors_are_compiled() -> None:
+    several = {f"a{i}": {"multipleOf": value} for i, value in enumerate((3600, 1024, 0.01, 1e-6))}
+    json_schema.check({"type": "object", "properties": several}, param="x")
+    json_schema.check({"allOf": [{"multipleOf": 0.5}, {"multipleOf": 100}]}, param="x")
 
 
 @pytest.mark.parametrize(
