@@ -29,6 +29,9 @@ LOGPROB = 2e-3
 ENDING = 8
 """Most tokens at the end of a reply that a next turn feeds again."""
 
+CLOSED = 8
+"""Most tokens of empty thinking at the end of a prompt, which the next one leaves out."""
+
 OPENING = 16
 """Most tokens of a template that follow the last message, and are fed again in each turn."""
 
@@ -346,6 +349,7 @@ class Play:
             least = min(known.prompt, prompt) - OPENING
             if known.reply is not None and length < len(talk) and talk[length] is known.reply:
                 least = known.prompt + known.kept - ENDING
+                least -= CLOSED if wishes.get("think") == "off" else 0
             least -= 0 if known.life == self.restarts else UNREAD
             assert cached >= least or not self.pair.roomy, (
                 f"{cached} of {prompt} cached, not {least}; {known}"
