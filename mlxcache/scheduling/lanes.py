@@ -45,7 +45,8 @@ CATCH_UP_DRAFT = 256
 WAIT_BYTES = 32 << 20
 """Bytes of KV from which a step waits for the pass before it; see `launch`.
 
-To copy fewer takes less time than the device is idle while the step's first operations are encoded.
+An estimate, not measured on a GPU: copying fewer may cost less than leaving the device idle while
+the step's first operations are encoded.
 """
 
 EVICTION_SHARE = 8
