@@ -38,14 +38,16 @@ class Said:
 
     @property
     def content(self) -> tuple[Any, ...]:
-        """What a client sends back, without the ids of calls."""
-        return self.text, self.thinking, [(name, arguments) for _, name, arguments in self.calls]
+        """What tells a reply that a client sends back from others."""
+        calls = [(name, arguments) for _, name, arguments in self.calls]
+        return self.text.strip(), self.thinking.strip(), calls
 
     @property
     def shown(self) -> tuple[Any, ...]:
         """All that must be equal in two replies to one request, but log-probabilities."""
         tokens = [token for token, _, _ in self.logprobs]
-        return *self.content, self.finish, self.stop, tokens
+        calls = [call[1:] for call in self.calls]  # without their ids
+        return self.text, self.thinking, calls, self.finish, self.stop, tokens
 
 
 @dataclass(slots=True)

@@ -224,7 +224,7 @@ class Play:
             return
         self._compare(warm, cold, wishes, free)
         self._judge(talk, wishes, warm, cold)
-        self._go_on(step, talk, warm)
+        self._go_on(step, talk, warm, free.choices if free is not None else [])
 
     def _drop_echo(self, talk: Sequence[Entry], *replies: Reply) -> None:
         """Take the prompt's text from the choices."""
@@ -410,9 +410,9 @@ class Play:
 
     # -- how it goes on ----------------------------------------------------------------------------
 
-    def _go_on(self, step: Step, talk: list[Entry], warm: Reply) -> None:
+    def _go_on(self, step: Step, talk: list[Entry], warm: Reply, free: Sequence[Said]) -> None:
         """Add the reply to its branch, as a client does; a reply that was left may be dropped."""
-        said = self._kept(step, warm)
+        said = self._kept(step, warm, free)
         branch = list(talk)
         known = Known(tuple(talk), self._key(self._wishes(step)), warm.prompt, self.restarts)
         if said is not None:
@@ -434,13 +434,18 @@ class Play:
         else:
             self.branches[self._branch] = branch
 
-    def _kept(self, step: Step, warm: Reply) -> Said | None:
-        """Return the choice that the client goes on with, or None."""
+    def _kept(self, step: Step, warm: Reply, free: Sequence[Said]) -> Said | None:
+        """Return the choice that the client goes on with, or None.
+
+        `free`: what the reference said without stop strings, and remembers.
+        """
         keeps = warm.complete or ("cancel" in step.features and step.features["cancel"][1])
         if not (keeps and warm.pieces):
             return None
         said = warm.choices[int(step.place * len(warm.choices))]
-        if sum(one.content == said.content for one in warm.choices) > 1:
+        others = [one for one in warm.choices if one is not said]
+        others += [one for one in free if one.shown != said.shown]
+        if any(one.content == said.content for one in others):
             return None  # maybe of other tokens: which of them is sent back could not be told
         if not warm.complete:
             said.items, said.calls = (), []
