@@ -214,6 +214,13 @@ class Decoder:
         self.lockstep.start(self.caches, inputs)
         self._advance(mx.array(list(inputs), mx.int32), wait=True)
 
+    def peek(self) -> list[list[Drawn]]:
+        """Return what the next `step` hands out first, once the pass that drew it has ended."""
+        assert self.pending is not None
+        assert self.logprobs is not None
+        assert self.finite is not None
+        return self._drawn(self.pending, self.logprobs, self.finite)
+
     def step(self, *, wait: bool = False) -> list[list[Drawn]]:
         """Return a list for each row, with its pending token; start the pass that feeds these.
 

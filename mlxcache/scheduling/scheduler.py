@@ -414,19 +414,15 @@ class Scheduler:
                     self._guard(task, partial(self._begin_again, task, None), None)
 
     def _step(self, lane: Lane) -> None:
-        for task in list(lane.tasks):
-            if (error := task.row_error) is not None:
-                self._fail(task, self.wall.failure(error, task.record.id), pass_failed=False)
-        if lane in self.lanes.all and not self.lanes.make_ready(lane):
-            self._end(lane, {lane.tasks[0]: "length"})
-        if lane not in self.lanes.all:
+        if not self._make_ready(lane):
             return
         confirmed = self._confirm_prompts(lane)
-        drawn = dict(zip(list(lane.tasks), self.lanes.step(lane), strict=True))
-        self._device_errors = 0
         ends: dict[Task, Outcome] = {}
+        early = self._take_first(lane, ends) if confirmed else 0
+        drawn = self._draw(lane, early, ends)
         for task, tokens in drawn.items():
-            self._note_end(ends, task, partial(self._take, task, tokens))
+            if task not in ends:
+                self._note_end(ends, task, partial(self._take, task, tokens))
         if confirmed:
             if any(task.job.top_logprobs is not None for task in drawn):
                 device.confirm()  # of log-probabilities read just now
@@ -437,6 +433,50 @@ class Scheduler:
         for task, tokens in drawn.items():
             if task not in ends and len(task.out) % COMMIT_EVERY < len(tokens):
                 self._guard(task, partial(self._commit, task), None)
+
+    def _make_ready(self, lane: Lane) -> bool:
+        """End tasks of a lane that cannot go on; return whether the lane may be stepped."""
+        for task in list(lane.tasks):
+            if (error := task.row_error) is not None:
+                self._fail(task, self.wall.failure(error, task.record.id), pass_failed=False)
+        if lane in self.lanes.all and not self.lanes.make_ready(lane):
+            self._end(lane, {lane.tasks[0]: "length"})
+        return lane in self.lanes.all
+
+    def _draw(
+        self, lane: Lane, early: int, ends: dict[Task, Outcome]
+    ) -> dict[Task, Sequence[Drawn]]:
+        """Run the step of a lane; return the tokens that it hands out, less the `early` ones.
+
+        A step that may be repeated would hand those out again, so the task begins again instead, or
+        ends as `ends` says.
+        """
+        (task, *_) = tasks = list(lane.tasks)
+        try:
+            drawn = self.lanes.step(lane)
+        except Exception as error:
+            self.wall.pass_on(error)
+            if not early or not self._may_repeat(task, error):
+                raise
+            self.lanes.drop(tasks)
+            self._guard(task, partial(self._begin_again, task, ends.pop(task, None)), None)
+            return {}
+        self._device_errors = 0
+        return {task: tokens[early:] for task, tokens in zip(tasks, drawn, strict=True)}
+
+    def _take_first(self, lane: Lane, ends: dict[Task, Outcome]) -> int:
+        """Hand out the first token of a reply before the pass that feeds it is built.
+
+        Not where the token, or its delivery, takes part in the next draw. Returns the number of
+        tokens handed out. If the reply ends with it, its outcome is added to `ends`.
+        """
+        (task, *others) = lane.tasks
+        if others or task.out or not (lane.steady and task.draws_freely):
+            return 0
+        (first,) = lane.decoder.peek()
+        self._note_end(ends, task, partial(task.take, first))
+        task.deliver()
+        return len(first)
 
     def _take(self, task: Task, tokens: Sequence[Drawn]) -> Outcome | None:
         task.deliver()  # this step has evaluated more since these pieces were drawn

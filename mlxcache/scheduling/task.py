@@ -396,6 +396,13 @@ class Task:
             self.push(Progress(done, self.prompt_tokens))
 
     @property
+    def draws_freely(self) -> bool:
+        """True if the reply has no guide or budget, and no log-probabilities are read."""
+        output = self.output
+        assert output is not None
+        return output.row.guide is None and output.budget is None and output.logprob is None
+
+    @property
     def row_error(self) -> Exception | None:
         """Exception raised by the task's sampler, a processor or its guide; None if none was."""
         return self.output.row.error if self.output is not None else None

@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 
 from mlxcache.scheduling.scheduler import is_out_of_memory
-from mlxcache.types import token_ids
+from mlxcache.scheduling.task import Task
+from mlxcache.types import Text, token_ids
 from tests.scheduled import Bench, admitted, finished
 from tests.scheduling.faults import FaultyModel, faulty
 from tests.scheduling.test_faults import SEEDED, at_rest, error, prompt
@@ -70,6 +71,36 @@ def test_a_reply_goes_on_with_the_tokens_it_would_have_had(
     at_rest(bench)
 
 
+def texts(task: Task) -> list[int]:
+    """The tokens that the client has got."""
+    return [int(e.text) for e in task.events if isinstance(e, Text)]  # type: ignore[attr-defined]
+
+
+def test_a_first_token_is_handed_out_before_the_next_pass_and_once(
+    bench: Bench, model: FaultyModel, rng: np.random.Generator
+) -> None:
+    """That pass finds no memory here; a reply that is over then has no pass after it."""
+    ids = prompt(rng, 100)
+    expected = bench.twin().ask(ids, sampling=SEEDED).out
+    before: list[list[int]] = []
+
+    def fails(fed: mx.array) -> bool:
+        """Whether this is the pass after that over the prompt's last token, which begins a lane."""
+        now = [texts(lane.tasks[0]) for lane in bench.scheduler.lanes.all]
+        before.extend(now)
+        return bool(now) and len(before) == 1
+
+    for tokens in (12, 1):
+        before.clear()
+        model.when = fails
+        task = bench.put(ids, tokens=tokens, sampling=SEEDED)
+        bench.run()
+        assert before[0] == expected[:1]
+        assert task.out == texts(task) == expected[:tokens]
+        assert finished(task).reason == "length"
+    at_rest(bench)
+
+
 def test_a_batch_without_memory_goes_on_row_by_row(
     bench: Bench, model: FaultyModel, rng: np.random.Generator
 ) -> None:
@@ -91,7 +122,7 @@ def test_who_finds_no_memory_twice_is_refused(
     task = bench.put(ids, tokens=20)
     bench.run()
     assert re.search("Unable to allocate", str(error(task)))
-    (message,) = (one for one in caplog.messages if "evicting and retrying" in one)
+    message = next(one for one in caplog.messages if "evicting and retrying" in one)
     assert message.startswith(f"{task.record.id}: out of memory at token ")
     model.when = lambda tokens: False
     assert bench.ask(ids).out == bench.cold(ids)
