@@ -100,7 +100,10 @@ def play(conversation: Conversation, pair: Pair) -> None:
 
 
 class Play:
-    """One conversation on its way. `branches`: its talks, each a list of entries."""
+    """One conversation on its way. `branches`: its talks, each a list of entries.
+
+    `free`: what the reference alone said, without stop strings, and remembers.
+    """
 
     def __init__(self, conversation: Conversation, pair: Pair):
         self.conversation, self.pair = conversation, pair
@@ -109,6 +112,7 @@ class Play:
         self.known: list[Known] = []
         self.said: dict[int, Said] = {}
         self.responses: dict[int, str] = {}
+        self.free: list[Said] = []
         self.restarts = 0
         self._spoken = 0
         rng = random.Random(f"system {conversation.seed}")
@@ -197,6 +201,7 @@ class Play:
         free = None
         if "stop" in features:
             free = self._cold(self._body(talk, {k: v for k, v in wishes.items() if k != "stop"}))
+            self.free += free.choices
             wishes["stop"] = [
                 text for drawn in features["stop"] if (text := _stop_of(drawn, free.choices, step))
             ]
@@ -224,7 +229,7 @@ class Play:
             return
         self._compare(warm, cold, wishes, free)
         self._judge(talk, wishes, warm, cold)
-        self._go_on(step, talk, warm, free.choices if free is not None else [])
+        self._go_on(step, talk, warm)
 
     def _drop_echo(self, talk: Sequence[Entry], *replies: Reply) -> None:
         """Take the prompt's text from the choices."""
@@ -410,9 +415,9 @@ class Play:
 
     # -- how it goes on ----------------------------------------------------------------------------
 
-    def _go_on(self, step: Step, talk: list[Entry], warm: Reply, free: Sequence[Said]) -> None:
+    def _go_on(self, step: Step, talk: list[Entry], warm: Reply) -> None:
         """Add the reply to its branch, as a client does; a reply that was left may be dropped."""
-        said = self._kept(step, warm, free)
+        said = self._kept(step, warm)
         branch = list(talk)
         known = Known(tuple(talk), self._key(self._wishes(step)), warm.prompt, self.restarts)
         if said is not None:
@@ -434,17 +439,14 @@ class Play:
         else:
             self.branches[self._branch] = branch
 
-    def _kept(self, step: Step, warm: Reply, free: Sequence[Said]) -> Said | None:
-        """Return the choice that the client goes on with, or None.
-
-        `free`: what the reference said without stop strings, and remembers.
-        """
+    def _kept(self, step: Step, warm: Reply) -> Said | None:
+        """Return the choice that the client goes on with, or None."""
         keeps = warm.complete or ("cancel" in step.features and step.features["cancel"][1])
         if not (keeps and warm.pieces):
             return None
         said = warm.choices[int(step.place * len(warm.choices))]
         others = [one for one in warm.choices if one is not said]
-        others += [one for one in free if one.shown != said.shown]
+        others += [one for one in self.free if one.shown != said.shown]
         if any(one.content == said.content for one in others):
             return None  # maybe of other tokens: which of them is sent back could not be told
         if not warm.complete:
