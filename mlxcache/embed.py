@@ -24,13 +24,14 @@ from mlxcache.store.mac_folder import prepare_cache_dir
 from mlxcache.store.network_folder import require_local
 from mlxcache.types import FinishReason, Job, ModelInfo, ToolCall
 from mlxcache.wire.decode import decode
-from mlxcache.wire.openai_output import read_format, read_tool_use
 from mlxcache.wire.openai_request import (
     check_supported,
     read_choices,
+    read_format,
     read_max_tokens,
     read_stop_strings,
     read_thinking_budget,
+    read_tool_use,
     to_chat,
     to_sampling,
 )

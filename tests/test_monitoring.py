@@ -15,6 +15,7 @@ import pytest
 import yaml
 from prometheus_client.core import Metric
 
+from mlxcache.api.http import LoneModel
 from mlxcache.api.metrics import EngineCollector
 from mlxcache.engine.metrics import STAGES, Tally
 from mlxcache.types import RequestRecord
@@ -39,7 +40,7 @@ def exported() -> dict[str, Metric]:
         tally.add(record)
     engine = SimpleNamespace(tally=tally, info=None, state="ready", failure=None, silent_s=0.0)
     total = {"counter": "_total"}
-    found = EngineCollector(cast(Any, engine), Counter({400: 1})).collect()
+    found = EngineCollector(LoneModel(cast(Any, engine)), Counter({400: 1})).collect()
     return {one.name + total.get(one.type, ""): one for one in found}
 
 

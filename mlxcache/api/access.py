@@ -31,7 +31,6 @@ from mlxcache.errors import Unauthorized
 from mlxcache.owner import OWNER, owner_of
 
 LOCAL_SUFFIXES = (".localhost", ".local", ".internal", ".lan", ".home.arpa")
-"""Suffixes of local names, which do not exist in the public DNS."""
 
 LINKABLE_PATHS = frozenset({ROOT, PAGE, DOCS})
 """URL paths that a link on another page may open: they change nothing and are shown in no frame."""
@@ -42,7 +41,6 @@ KEYLESS_PATHS = frozenset({HEALTH, ROOT, OPENAPI, *FILES})
 MAX_HEADERS, MAX_HEADER_BYTES = 128, 32 << 10
 
 LOG_INTERVAL_S = 10.0
-"""Minimum seconds between two log lines about refusals."""
 
 _FOREIGN_SITES = ("cross-site", "same-site")
 
@@ -59,21 +57,18 @@ def foreign_origin(
     any_host: bool = False,
     linkable: bool = False,
 ) -> str | None:
-    """Return a name of the web page for which a request is refused, or None if it is allowed.
+    """Return a name of the web page for which a request is refused, or None.
 
     A request is refused in two cases:
 
     - Unless `any_host`, if the header Host, the name under which the client reached this server, is
-      neither an IP address nor a local name (see `is_local`). Host is returned.
-    - If the header Origin is not in `allowed` and the request is from a page of another origin:
+      neither an IP address nor a local name. Host is returned.
+    - If Origin is not in `allowed` and the request is from a page of another origin:
       Sec-Fetch-Site, which the browser sets, is `cross-site` or `same-site`; or it is not
       `same-origin`, and Origin is `null` or an http or https origin other than this server's.
-      Origin is returned, or a description of the page if there is no Origin.
 
-    So unless Sec-Fetch-Site is `cross-site` or `same-site`, requests without Origin are allowed,
-    and those from origins of other schemes, such as an editor's `vscode-webview://...`. With
-    `linkable`, these two values are ignored if the browser shows the response as a page, so that
-    links on pages of other sites can open the URL.
+    So requests without Origin are allowed, and those from origins of other schemes, such as an
+    editor's `vscode-webview://...`. With `linkable`, links on pages of other sites may open it.
     """
     host, origin = headers.get("host", ""), headers.get("origin", "").lower()
     if not any_host and not is_local(_host_name(f"//{host}")):
@@ -92,11 +87,6 @@ def foreign_origin(
 
 
 def is_local(name: str | None) -> bool:
-    """Return whether `name` is an IP address or a local host name, such as `mac.local`.
-
-    Local are names without a dot, names that end in one of `LOCAL_SUFFIXES`, and this machine's
-    own host name. Returns False for None.
-    """
     if name is None:
         return False
     name = name.rstrip(".").lower()
@@ -110,10 +100,6 @@ def is_local(name: str | None) -> bool:
 
 
 def _is_navigation(headers: Headers) -> bool:
-    """Return whether, by Sec-Fetch-Mode and -Dest, the browser will show the response as a page.
-
-    A page inside a frame does not count.
-    """
     mode, destination = headers.get("sec-fetch-mode"), headers.get("sec-fetch-dest")
     return mode == "navigate" and destination == "document"
 
@@ -126,11 +112,7 @@ def _host_name(url: str) -> str | None:
 
 
 def _address(url: str, like: str = "") -> tuple[str, int] | None:
-    """Return the host and port of `url`; None if it cannot be parsed.
-
-    If `url` has no port, it is 443 for https, otherwise 80. If `url` has no scheme, that of the URL
-    `like` is used. The host is "" if `url` has none.
-    """
+    """Return host and port of `url`, with the scheme of `like` if it has none."""
     try:
         parts = urlsplit(url)
         scheme = parts.scheme or urlsplit(like).scheme
@@ -143,8 +125,7 @@ def _address(url: str, like: str = "") -> tuple[str, int] | None:
 def check_page(settings: ApiSettings, request: Request) -> None:
     """Raise HTTPException for a request of another site's page (403) or too many headers (431).
 
-    If keys are required, or `settings.any_host` is true, every host name is accepted: another
-    site's page cannot have a key. The limits are `MAX_HEADERS` and `MAX_HEADER_BYTES`.
+    If keys are required, every host name is accepted: another site's page cannot have a key.
     """
     raw = request.scope["headers"]
     if len(raw) > MAX_HEADERS or sum(len(k) + len(v) for k, v in raw) > MAX_HEADER_BYTES:
@@ -184,10 +165,6 @@ class OriginMiddleware(CORSMiddleware):
         )
 
     def preflight_response(self, request_headers: Headers) -> Response:
-        """Answer a preflight request: 204 with the CORS headers that permit the request, or 403.
-
-        The 403, without these headers, is for origins or methods that are not allowed.
-        """
         # Starlette answers 200 with a text, and lists permissions also in a refusal.
         answer = super().preflight_response(request_headers)
         if answer.status_code != 200:
@@ -201,11 +178,7 @@ class OriginMiddleware(CORSMiddleware):
 
 
 class Keyring:
-    """API keys that the server accepts.
-
-    `common`: a key without an owner, or None. `owned`: further keys; each has an owner of its own,
-    and so its own sessions (see `owner_of`).
-    """
+    """API keys that the server accepts: `common` has no owner, each of `owned` its own."""
 
     def __init__(self, common: str | None, owned: tuple[str, ...] = ()):
         keys: list[tuple[str, str | None]] = [(key, owner_of(key)) for key in owned]
@@ -215,14 +188,12 @@ class Keyring:
         self._keys = [(sha256(key.encode()).digest(), owner) for key, owner in keys]
 
     def __bool__(self) -> bool:
-        """Return whether a key is required."""
         return bool(self._keys)
 
     def find_owner(self, headers: Headers) -> str | None:
-        """Return the owner (see `owner_of`) of the key in `Authorization: Bearer` or `X-Api-Key`.
+        """Return the owner of the key in the headers; None for the common key.
 
-        None stands for the common key. Both headers are compared with all keys in constant time.
-        Raises Unauthorized if none matches.
+        Compares in constant time. Raises Unauthorized if no key matches.
         """
         scheme, _, token = headers.get("authorization", "").partition(" ")
         given = [token.strip() if scheme.lower() == "bearer" else "", headers.get("x-api-key", "")]
@@ -240,11 +211,7 @@ class Keyring:
 
 
 def check_key(keys: Keyring, request: Request) -> None:
-    """Set the context variable `OWNER` to the owner of the request's key.
-
-    It is set to None for the common key, and if the server or the path requires no key. Raises
-    Unauthorized if a key is required and the request has no valid one.
-    """
+    """Set `OWNER` to the owner of the request's key. Raises Unauthorized if a key is missing."""
     needs_key = keys and request.scope["path"] not in KEYLESS_PATHS
     OWNER.set(keys.find_owner(request.headers) if needs_key else None)
 
@@ -253,19 +220,12 @@ def check_key(keys: Keyring, request: Request) -> None:
 
 
 class CheckMiddleware:
-    """Middleware that refuses requests for which `check` raises HTTPException or Unauthorized.
-
-    `check(request)` is called before the request is passed on. Refusals are logged by `refusals`.
-    """
+    """Middleware that refuses requests for which `check` raises HTTPException or Unauthorized."""
 
     def __init__(self, app: ASGIApp, check: Callable[[Request], None], refusals: RefusalLog):
         self._app, self._check, self._refusals = app, check, refusals
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Check one HTTP request, then pass it on or answer with an error.
-
-        Connections other than HTTP are passed on unchecked.
-        """
         if scope["type"] == "http":
             request = Request(scope)
             try:
@@ -278,10 +238,9 @@ class CheckMiddleware:
 
 
 class RefusalLog:
-    """Rate-limited log of refused requests, which never contains a key.
+    """Log of refused requests, at most one line per `LOG_INTERVAL_S`, without keys.
 
-    At most one line is logged per `LOG_INTERVAL_S`, and refusals in between are counted. A client
-    that tries many keys thus cannot fill the disk.
+    A client that tries many keys thus cannot fill the disk.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic):
@@ -290,10 +249,6 @@ class RefusalLog:
         self._unlogged = 0
 
     def log_refusal(self, request: Request, error: Exception) -> None:
-        """Log a refused request, or only count it within `LOG_INTERVAL_S` of the last line.
-
-        The URL path is quoted and cut to 100 characters.
-        """
         more = self._begin_line()
         if more is None:
             return
@@ -303,10 +258,9 @@ class RefusalLog:
         log.warning("refused with %d: %s, %s %r: %s%s", status, client, method, path, reason, more)
 
     def log_wrong_base_url(self, request: Request, cause: str) -> None:
-        """Log a request to a path that does not exist, with the text `cause`, or only count it.
+        """Log a request to a path that does not exist.
 
-        It is only counted within `LOG_INTERVAL_S` of the last line. The URL path is logged without
-        quotes and in full, so it must be one for which `explain_wrong_base_url` returns a text.
+        The path is not quoted: it must be one for which `explain_wrong_base_url` returns a text.
         """
         more = self._begin_line()
         if more is not None:
@@ -316,11 +270,7 @@ class RefusalLog:
             )
 
     def _begin_line(self) -> str | None:
-        """Return the text to append to the next log line, or None if no line may be logged now.
-
-        The text tells how many requests were counted, but not logged, since the last line. With
-        None, this request is counted.
-        """
+        """Return what to append to the next line; None if no line may follow yet."""
         now = self._clock()
         if now < self._silent_until:
             self._unlogged += 1
@@ -342,11 +292,7 @@ _CLIENT_PATHS = frozenset(
 
 
 def explain_wrong_base_url(path: str) -> str | None:
-    """Return what is wrong with the base URL of a client that requests the URL path `path`.
-
-    Returns None unless `path` is one that clients of the APIs request, such as `/v1/messages`,
-    without its `/v1` or with one `/v1` too many.
-    """
+    """Return what is wrong with the base URL of a client that requests `path`, if that is known."""
     if path in _CLIENT_PATHS:
         return "the client's base URL lacks /v1"
     if path.removeprefix("/v1/v1") in _CLIENT_PATHS:
@@ -364,7 +310,6 @@ class UnknownPaths:
         self._refusals = refusals
 
     async def __call__(self, request: Request, error: Exception) -> Response:
-        """Answer 404 with a message about the path."""
         cause = explain_wrong_base_url(request.scope["path"])
         if cause is not None:
             self._refusals.log_wrong_base_url(request, cause)
@@ -372,5 +317,4 @@ class UnknownPaths:
 
 
 def _client_of(request: Request) -> str:
-    """Return the client's address, for the log."""
     return request.client.host if request.client else "unknown address"

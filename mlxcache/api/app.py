@@ -28,10 +28,9 @@ from mlxcache.api import (
     responses,
     sessions,
     status,
-    trace,
 )
 from mlxcache.api import (
-    models as model_routes,
+    models as models_,
 )
 from mlxcache.api.access import (
     CheckMiddleware,
@@ -43,7 +42,7 @@ from mlxcache.api.access import (
     check_page,
 )
 from mlxcache.api.errors import HANDLERS, error_response, is_anthropic_client
-from mlxcache.api.http import HEALTH, ApiSettings, Deps, get_request_id, make_request_id
+from mlxcache.api.http import HEALTH, ApiSettings, Deps, LoneModel, get_request_id, make_request_id
 from mlxcache.api.openapi import PATH, Description
 
 if TYPE_CHECKING:
@@ -70,27 +69,26 @@ def create_app(
 ) -> Starlette:
     """Build the HTTP application for `engine`, which may still be loading its model.
 
-    `settings`: None for the defaults of `ApiSettings`. `models`: all models of the server, if there
-    are several; `engine` is that of the default one.
-
-    Requests from web pages are refused, except from this server's own pages and the origins in
-    `settings.origins`.
+    `models`: all models of the server, if there are several; `engine` is that of the default one.
     """
     settings = settings or ApiSettings()
-    deps = Deps(engine, settings, models=models)
-    routes: list[BaseRoute] = [
-        *openai.routes(deps),
-        *responses.routes(deps),
-        *anthropic.routes(deps),
-        *sessions.routes(deps),
-        *cache.routes(deps),
-        *status.routes(deps),
-        *model_routes.routes(deps),
-        *live.routes(deps),
-        *trace.routes(deps),
-        *dashboard.routes(),
-        *metrics.routes(deps),
-    ]
+    deps = Deps(engine, settings, models or LoneModel(engine))
+    endpoints = {
+        **openai.ENDPOINTS,
+        **responses.ENDPOINTS,
+        **anthropic.ENDPOINTS,
+        **sessions.ENDPOINTS,
+        **cache.ENDPOINTS,
+        **status.ENDPOINTS,
+        **models_.ENDPOINTS,
+        **live.endpoints(deps.models),
+        **dashboard.ENDPOINTS,
+        **metrics.endpoints(deps),
+    }
+    routes: list[BaseRoute] = []
+    for key, handler in endpoints.items():
+        method, path = key.split(" ")
+        routes.append(Route(path, partial(handler, deps), methods=[method]))
     routes.append(Route(PATH, Description(routes).openapi, methods=["GET"]))
     return Starlette(
         routes=routes,
@@ -119,18 +117,13 @@ def _middleware(deps: Deps) -> list[Middleware]:
 class RequestMiddleware:
     """Middleware that gives each request an id, adds `SECURITY_HEADERS` and counts error responses.
 
-    The id is also a header of the response. Errors are counted by status. Those of `/health` are
-    not counted, because clients poll it until the model is loaded.
+    Errors of `/health` are not counted, because clients poll it until the model is loaded.
     """
 
     def __init__(self, app: ASGIApp, error_counts: Counter[int]):
         self._app, self._error_counts = app, error_counts
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one HTTP request with the wrapped application, with its id and headers added.
-
-        Connections other than HTTP are passed on unchanged.
-        """
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -152,19 +145,12 @@ class RequestMiddleware:
 
 
 class FallbackMiddleware:
-    """Middleware that answers 500 for an exception without a handler.
-
-    The exception is logged, and raised again if the response has already begun.
-    """
+    """Middleware that answers 500 for an exception without a handler, and logs it."""
 
     def __init__(self, app: ASGIApp):
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one HTTP request with the wrapped application, or with 500 if that raises.
-
-        Connections other than HTTP are passed on unchanged.
-        """
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return

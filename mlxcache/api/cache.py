@@ -6,12 +6,10 @@ import asyncio
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
 
 from mlxcache.api.http import (
     Deps,
@@ -20,6 +18,7 @@ from mlxcache.api.http import (
     make_request_id,
     read_body,
     read_number,
+    read_word,
     refuse_owners,
     require_model,
     while_connected,
@@ -43,22 +42,10 @@ DEFAULT_NODES, MAX_NODES = 200, 1000
 MAX_SESSIONS = 1000
 
 
-def routes(deps: Deps) -> list[Route]:
-    """Return the routes at and below /v1/cache."""
-    return [
-        Route("/v1/cache", partial(read_figures, deps), methods=["GET"]),
-        Route("/v1/cache", partial(clear, deps), methods=["DELETE"]),
-        Route("/v1/cache/warm", partial(warm_prefix, deps), methods=["POST"]),
-        Route("/v1/cache/tree", partial(tree, deps), methods=["GET"]),
-        Route("/v1/cache/check", partial(check, deps), methods=["GET"]),
-        Route("/v1/cache/prune", partial(prune, deps), methods=["POST"]),
-    ]
-
-
 async def read_figures(deps: Deps, request: Request) -> Response:
     """Return figures of RAM, disk and the prefix tree, and of requests since the server started."""
     # In a thread: the figures of the disk wait for its lock.
-    return json_response(await asyncio.to_thread(deps.figures))
+    return json_response(await asyncio.to_thread(deps.models.figures))
 
 
 # -- warming ---------------------------------------------------------------------------------
@@ -72,24 +59,19 @@ async def warm_prefix(deps: Deps, request: Request) -> Response:
     """
     body = await read_body(request, deps.settings.max_body_bytes)
     require_model(deps)
-    work = _warm_model(deps, body, get_request_id(request))
-    return json_response(await while_connected(request, work))
 
+    async def work() -> dict[str, Any]:
+        own = await deps.of(requested_model(body))
+        return await warm(own.engine, body, get_request_id(request))
 
-async def _warm_model(deps: Deps, body: bytes, id: str) -> dict[str, Any]:
-    own = await deps.of(requested_model(body))
-    return await warm(own.engine, body, id)
+    return json_response(await while_connected(request, work()))
 
 
 async def warm(engine: Engine, body: bytes, id: str | None = None) -> dict[str, Any]:
     """Compute the prefix that `body` describes, and return the answer of `POST /v1/cache/warm`.
 
-    The answer has the counts of the prefix's tokens (prompt, cached, restored, fed) and the seconds
-    taken. The prefix of a chat request ends where the reply would begin. Without a user message, it
-    ends where the first user message would begin. A body that does not begin with `{` is a system
-    prompt as text. `id` is the request id; None makes a new one. Raises BadRequest or Unsupported
-    if there is nothing to warm or the body is no valid chat request, and the errors of
-    `run_warming`.
+    The prefix of a chat request ends where the reply would begin; without a user message, where the
+    first one would begin. A body that does not begin with `{` is a system prompt as text.
     """
     began = time.perf_counter()
     images = engine.info is not None and engine.info.has_images
@@ -107,11 +89,7 @@ async def warm(engine: Engine, body: bytes, id: str | None = None) -> dict[str, 
 
 
 async def run_warming(engine: Engine, job: Job) -> Finished:
-    """Compute the prompt of `job` without a reply, and return the final event.
-
-    Raises the errors of `Engine.submit`, GenerationFailed if the model failed, and NotReady if the
-    server stopped before the prompt was computed.
-    """
+    """Compute the prompt of `job` without a reply, and return the final event."""
     stream = await engine.submit(replace(job, max_tokens=1, raw=True, api=WARMING))
     last: Finished | None = None
     try:
@@ -168,10 +146,8 @@ async def clear(deps: Deps, request: Request) -> Response:
 
     On a server with several keys, only the sessions of the request's key and their KV are removed.
     """
-    pinned = request.query_params.get("pinned", "false")
-    if pinned not in ("true", "false"):
-        raise BadRequest("`pinned` must be 'true' or 'false'.", param="pinned")
-    cleared = await require_sessions(deps).clear(pinned=pinned == "true")
+    pinned = read_word(request, "pinned", "false", ("true", "false")) == "true"
+    cleared = await require_sessions(deps).clear(pinned=pinned)
     return json_response({"object": "cache.cleared", **cleared})
 
 
@@ -183,22 +159,29 @@ async def tree(deps: Deps, request: Request) -> Response:
 
     Both are from 1 to 1,000. The defaults are 100 sessions and 200 nodes.
     """
-    sessions, limit = require_sessions(deps), read_number(request, "limit", DEFAULT_SESSIONS)
-    nodes = read_number(request, "nodes", DEFAULT_NODES)
-    for name, given, most in (("limit", limit, MAX_SESSIONS), ("nodes", nodes, MAX_NODES)):
-        if not 1 <= given <= most:
-            raise BadRequest(f"`{name}` must be from 1 to {most}.", param=name)
+    sessions = require_sessions(deps)
+    limit = read_number(request, "limit", DEFAULT_SESSIONS, MAX_SESSIONS)
+    nodes = read_number(request, "nodes", DEFAULT_NODES, MAX_NODES)
     return json_response(await build_tree(sessions, await sessions.list(limit), nodes))
 
 
 async def build_tree(
     sessions: SessionBook | SessionBooks, listed: Sequence[Listed], nodes: int = DEFAULT_NODES
 ) -> dict[str, Any]:
-    """Build the answer of `GET /v1/cache/tree`: a prefix tree of at most `nodes` nodes.
+    """Build the answer of `GET /v1/cache/tree` for the sessions `listed`, in another thread.
 
-    The root is one of them; if there are more, the shortest leaves are merged into their parents.
-    `listed`: the sessions to show, all of the current owner. Sessions of a model that this server
-    has not loaded since it started are left out. The tree is built in another thread.
+    Sessions of a model that was not loaded are left out. If there are more nodes, the shortest
+    leaves are merged into their parents.
     """
     parts = await sessions.tree_parts(listed)
     return await asyncio.to_thread(tree_view, parts, owner=OWNER.get(), most=nodes)
+
+
+ENDPOINTS = {
+    "GET /v1/cache": read_figures,
+    "DELETE /v1/cache": clear,
+    "POST /v1/cache/warm": warm_prefix,
+    "GET /v1/cache/tree": tree,
+    "GET /v1/cache/check": check,
+    "POST /v1/cache/prune": prune,
+}

@@ -10,8 +10,8 @@ from importlib.resources import files
 
 from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
-from starlette.routing import Route
 
+from mlxcache.api.http import Deps
 from mlxcache.errors import NotFound
 
 PAGE = "/dashboard"
@@ -45,15 +45,12 @@ HEADERS = {
     "Permissions-Policy": "camera=(), microphone=(), geolocation=()",
     "Cache-Control": "no-cache",
 }
-"""Headers that allow only scripts of the page's own files and requests to its own server.
-
-They also forbid scripts to parse text as HTML."""
+"""They allow only scripts and requests to the page's own server, and no HTML from text."""
 
 _PAGES = {"index.html": PAGE, "docs.html": DOCS}
 
 
 def _files() -> dict[str, tuple[str, bytes]]:
-    """Return (content type, content) of each dashboard file, by URL path such as `/dashboard`."""
     found = {}
     for file in files("mlxcache.api").joinpath("page").iterdir():
         kind = TYPES.get(file.name[file.name.rfind(".") :])
@@ -64,33 +61,23 @@ def _files() -> dict[str, tuple[str, bytes]]:
 
 
 FILES = _files()
-"""All files of the page by their URL path."""
+"""Content type and content of each file by its URL path."""
 
 
-def routes() -> list[Route]:
-    """Return the routes of the dashboard's page and files."""
-    return [
-        Route(ROOT, lead_to_page, methods=["GET"]),
-        Route(PAGE, file, methods=["GET"]),
-        Route(DOCS, docs, methods=["GET"]),
-        Route(f"{PAGE}/{{name}}", file, methods=["GET"]),
-    ]
-
-
-async def lead_to_page(_: Request) -> Response:
+async def lead_to_page(_: Deps, request: Request) -> Response:
     """Redirect to the dashboard, so that the server's bare address can be opened in a browser."""
     return RedirectResponse(PAGE)
 
 
-async def docs(request: Request) -> Response:
+async def docs(deps: Deps, request: Request) -> Response:
     """Return a page that shows `/openapi.json` in readable form.
 
     It loads nothing from other servers.
     """
-    return await file(request)
+    return await file(deps, request)
 
 
-async def file(request: Request) -> Response:
+async def file(_: Deps, request: Request) -> Response:
     """Return the dashboard or one of its files, or 304 if the browser has the current version."""
     found = FILES.get(request.url.path)
     if found is None:
@@ -101,3 +88,11 @@ async def file(request: Request) -> Response:
     if tag in request.headers.get("if-none-match", ""):
         return Response(status_code=304, headers=headers)
     return Response(content, media_type=kind, headers=headers)
+
+
+ENDPOINTS = {
+    "GET /": lead_to_page,
+    "GET /dashboard": file,
+    "GET /docs": docs,
+    "GET /dashboard/{name}": file,
+}

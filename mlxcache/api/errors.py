@@ -26,11 +26,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """HTTP status of an error, and its names in the two APIs.
-
-    `openai` and `anthropic` are the values of the error's field `type` in these APIs. `code` is the
-    value of its field `code`, which only OpenAI's API has; None becomes null.
-    """
+    """HTTP status of an error, the values of its field `type` in both APIs, and OpenAI's `code`."""
 
     status: int
     openai: str
@@ -78,11 +74,7 @@ _UNEXPECTED = SHAPES[errors.MlxcacheError]
 
 
 def find_shape(error: Exception) -> Shape:
-    """Return status, types and code for `error`.
-
-    An HTTPException keeps its own status. The status is 500 for any other error whose class, with
-    its base classes, is not in `SHAPES`.
-    """
+    """Return the shape of `error`: 500 for unexpected ones. An HTTPException keeps its status."""
     if isinstance(error, HTTPException):
         other = Shape(error.status_code, "invalid_request_error", "invalid_request_error")
         return _HTTP.get(error.status_code, other)
@@ -93,10 +85,7 @@ def find_shape(error: Exception) -> Shape:
 
 
 def build_openai_error(error: Exception) -> dict[str, Any]:
-    """Return the body of an error in OpenAI's API.
-
-    Its form is `{"error": {"message", "type", "param", "code"}}`.
-    """
+    """Return `{"error": {"message", "type", "param", "code"}}`."""
     shape = find_shape(error)
     body = {
         "message": _message(error),
@@ -108,12 +97,11 @@ def build_openai_error(error: Exception) -> dict[str, Any]:
 
 
 def build_anthropic_error(error: Exception, request_id: str | None = None) -> dict[str, Any]:
-    """Return the body of an error in Anthropic's API.
+    """Return `{"type": "error", "error": {"type", "message"}, "request_id"}`.
 
-    Its form is `{"type": "error", "error": {"type", "message"}, "request_id"}`. The message for a
-    prompt that is longer than the context contains `prompt is too long`, which clients search for.
-    If a request has the unsupported field `thread`, the `error` also has `details`, with the code
-    `NO_THREADS` as `error_code`: Anthropic's SDK then sends the whole conversation instead.
+    For a prompt that exceeds the context, the message has `prompt is too long`, which clients look
+    for. For the unsupported field `thread`, the `error` has `details` with the code `NO_THREADS`:
+    Anthropic's SDK then sends the whole conversation instead.
     """
     message = _message(error)
     if isinstance(error, errors.ContextLengthExceeded) and "prompt is too long" not in message:
@@ -134,11 +122,6 @@ def _message(error: Exception) -> str:
 
 
 def is_anthropic_client(request: Request) -> bool:
-    """Return whether `request` is for Anthropic's API, by its URL path and its headers.
-
-    True if the path begins with `/v1/messages`, or there is a header `anthropic-version` or
-    `anthropic-beta`.
-    """
     path = request.scope["path"]  # not request.url: it needs a valid Host header
     if path.startswith("/v1/messages"):
         return True
@@ -146,7 +129,6 @@ def is_anthropic_client(request: Request) -> bool:
 
 
 def error_response(request: Request, error: Exception) -> Response:
-    """Return the response for `error`, in the form of the API that the client uses."""
     id = request.scope.get("state", {}).get("request_id")
     anthropic = is_anthropic_client(request)
     body = build_anthropic_error(error, id) if anthropic else build_openai_error(error)

@@ -1,12 +1,14 @@
-"""Helpers of all routes: settings, request bodies and ids, JSON responses, disconnects."""
+"""Helpers of all routes: settings, models, request headers and bodies, JSON, disconnects."""
 
 from __future__ import annotations
 
 import asyncio
+import math
+import re
 import secrets
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -16,17 +18,19 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
+from mlxcache import typed
 from mlxcache.api.record import Recorder
-from mlxcache.errors import BadRequest, ModelError, NotReady, TooLarge
+from mlxcache.errors import BadRequest, ModelError, NotFound, NotReady, TooLarge
+from mlxcache.names import clean_label
 from mlxcache.owner import OWNER
 from mlxcache.types import Arrival, ModelInfo, RequestRecord
 from mlxcache.wire.decode import decode
 
 if TYPE_CHECKING:
+    from mlxcache.api.responses import ResponseExchange
     from mlxcache.engine.engine import Engine
     from mlxcache.engine.models import Models
     from mlxcache.sessions.book import SessionBook
-    from mlxcache.sessions.books import SessionBooks
 
 T = TypeVar("T")
 
@@ -72,6 +76,45 @@ class ApiSettings:
     id: str = ""
 
 
+# -- models ----------------------------------------------------------------------------------
+
+
+class LoneModel:
+    """The model of a server that has only one, with the verbs of `Models`."""
+
+    def __init__(self, engine: Engine):
+        self.default = engine
+        self.engines = [engine]
+
+    async def of(self, requested: str | None, arrival: Arrival | None = None) -> Engine:
+        return self.default
+
+    def find(self, requested: str | None) -> Engine:
+        return self.default
+
+    def of_record(self, record: RequestRecord) -> Engine:
+        return self.default
+
+    def named(self, name: str) -> Engine:
+        if self.default.info is None or name not in (self.default.info.id, self.default.label):
+            raise NotFound(f"There is no model {name!r}.")
+        return self.default
+
+    @property
+    def sessions(self) -> SessionBook:
+        return self.default.sessions
+
+    def requests(self) -> Sequence[RequestRecord]:
+        return self.default.requests()
+
+    def figures(self) -> dict[str, Any]:
+        return self.default.figures()
+
+    def describe(self) -> Sequence[Mapping[str, Any]]:
+        state = {"aliases": list(self.default.aliases), "default": True}
+        return [{"label": self.default.label, **state, **(self.default.residence or {})}]
+
+
 COMMON_ERRORS = (400, 401, 403, 404, 405, 413, 429, 500, 503)
 
 
@@ -82,88 +125,34 @@ def _zero_counts() -> Counter[int]:
 
 @dataclass(frozen=True, slots=True)
 class Deps:
-    """Objects that the routes use: the engine, the settings, and error counts by HTTP status.
+    """Objects that the routes use: engine, settings, models, and error counts by HTTP status.
 
-    `models`: all models, if there are several, else None. `loaded_s`: in a result of `of`, the
-    seconds that the request waited for the first load of its model; otherwise 0.
+    `engine` is that of the default model. In a result of `of`, it is that of the request's model,
+    and `loaded_s` the seconds that the request waited for the first load of this. `running`:
+    requests of the Responses API that are being computed, by the id of the response.
     """
 
     engine: Engine
     settings: ApiSettings
+    models: Models | LoneModel
     error_counts: Counter[int] = field(default_factory=_zero_counts)
-    models: Models | None = None
+    running: dict[str, ResponseExchange] = field(default_factory=dict)
     loaded_s: float = 0.0
 
     async def of(self, model: str | None, arrival: Arrival | None = None) -> Deps:
         """Return these objects with the engine of the model that a request names.
 
-        `model`: the name in the request; an unknown one, or None, stands for the default model.
-        Waits while the model is loaded for the first time, and raises the errors of `Models.of`.
-        `arrival`: the request, to be listed by `requests` while it waits; None if it is not to be
-        listed. `loaded_s` of the result is the seconds that the request waited.
+        An unknown name, or None, stands for the default model. Waits while the model is loaded for
+        the first time, and raises the errors of `Models.of`. `arrival`: the request, to be listed
+        while it waits; None if it is not to be listed.
         """
-        if self.models is None:
-            return self
         began, waits = time.monotonic(), self.models.find(model).state != "ready"
         engine = await self.models.of(model, arrival)
         return replace(self, engine=engine, loaded_s=time.monotonic() - began if waits else 0.0)
 
-    def load_share(self, model: str | None) -> float | None:
-        """Return the progress of loading a model, from 0 to 1; see `Engine.load_share`.
-
-        `model`: the name in a request; an unknown one, or None, stands for the default model.
-        Returns None if the model is not being loaded now.
-        """
-        return (self.engine if self.models is None else self.models.find(model)).load_share
-
-    def figures(self) -> dict[str, Any]:
-        """Return the body of `GET /v1/cache`. Waits for the disk: call in a worker thread."""
-        return self.engine.figures() if self.models is None else self.models.figures()
-
-    @property
-    def sessions(self) -> SessionBook | SessionBooks:
-        """Sessions of all models. Raises NotReady before the default model is loaded."""
-        return self.engine.sessions if self.models is None else self.models.sessions
-
-    def engine_of(self, record: RequestRecord) -> Engine:
-        """Return the engine that served the request of `record`; the default one if unknown."""
-        return self.engine if self.models is None else self.models.of_record(record)
-
-    def requests(self) -> list[RequestRecord]:
-        """Return the records of recent requests of the current API key, newest first.
-
-        They are among the last 1,000 requests of all keys, and include waiting and running ones.
-        """
-        return (self.engine if self.models is None else self.models).requests()
-
-
-def make_request_id() -> str:
-    """Return a new request id: `req_` and 24 random hexadecimal digits."""
-    return f"req_{secrets.token_hex(12)}"
-
-
-def get_request_id(request: Request) -> str:
-    """Return the id that the middleware gave to a request.
-
-    It is also the job's id in the engine, and is sent as a response header.
-    """
-    return str(request.scope["state"]["request_id"])
-
-
-def refuse_owners(why: str) -> None:
-    """Raise HTTPException (403) if the request's key has an owner.
-
-    For endpoints that act on what belongs to all owners, as `why` says.
-    """
-    if OWNER.get() is not None:
-        raise HTTPException(403, f"this server has several keys, and {why}")
-
 
 def require_model(deps: Deps) -> ModelInfo:
-    """Return a description of the model of `deps.engine`.
-
-    Raises NotReady while the model loads or the server stops, and ModelError if loading failed.
-    """
+    """Return the description of the model of `deps.engine`. Raises NotReady or ModelError."""
     engine = deps.engine
     if engine.state == "ready" and engine.info is not None:
         return engine.info
@@ -176,36 +165,110 @@ def require_model(deps: Deps) -> ModelInfo:
 
 
 def accepts_images(deps: Deps) -> bool:
-    """Return whether the model of `deps.engine` accepts images; False until it is loaded."""
     return deps.engine.info is not None and deps.engine.info.has_images
 
 
+# -- requests and responses ------------------------------------------------------------------
+
+
+def make_request_id() -> str:
+    return f"req_{secrets.token_hex(12)}"
+
+
+def get_request_id(request: Request) -> str:
+    """Return the id that the middleware gave to a request, which is also its job's id."""
+    return str(request.scope["state"]["request_id"])
+
+
+def refuse_owners(why: str) -> None:
+    """Raise HTTPException (403) if the request's key has an owner; `why` says the reason."""
+    if OWNER.get() is not None:
+        raise HTTPException(403, f"this server has several keys, and {why}")
+
+
 def json_response(body: Any, status: int = 200) -> Response:
-    """Return a JSON response with `body`, encoded by msgspec."""
     return Response(msgspec.json.encode(body), status, media_type="application/json")
 
 
-def read_number(request: Request, name: str, default: int) -> int:
-    """Return the whole number `name` from the query string, or `default` if it is absent.
+def read_number(request: Request, name: str, default: int, most: int | None = None) -> int:
+    """Return the whole number `name` of the query string, which is from 1 to `most` if that is set.
 
-    Raises BadRequest for other text, and for more than 17 digits.
+    Raises BadRequest for anything else.
     """
     text = request.query_params.get(name, str(default))
     if not (text.isascii() and text.isdecimal() and len(text) < 18):
         raise BadRequest(f"`{name}` must be a whole number.", param=name)
+    if most is not None and not 1 <= int(text) <= most:
+        raise BadRequest(f"`{name}` must be from 1 to {most}.", param=name)
     return int(text)
+
+
+def read_word(request: Request, name: str, default: str, words: Sequence[str]) -> str:
+    """Return which of `words` the query string has as `name`."""
+    word = request.query_params.get(name, default)
+    if word not in words:
+        raise BadRequest(f"`{name}` must be {' or '.join(map(repr, words))}.", param=name)
+    return word
+
+
+# -- headers ---------------------------------------------------------------------------------
+
+_SECONDS = re.compile(r"[0-9]{1,7}(\.[0-9]{1,6})?")
+_OLD_USER_ID = re.compile(r"_session_([0-9a-fA-F-]{8,})$")
+
+
+def is_retry(headers: Mapping[str, str]) -> bool:
+    attempts = headers.get("x-stainless-retry-count", "")
+    return attempts.isdecimal() and int(attempts) > 0
+
+
+def read_time_limit(headers: Mapping[str, str]) -> float | None:
+    """Return the seconds in X-Request-Timeout, or None. Raises BadRequest unless above 0."""
+    text = headers.get("x-request-timeout")
+    if text is None:
+        return None
+    if not _SECONDS.fullmatch(text.strip()) or not float(text):
+        raise BadRequest(
+            "The header X-Request-Timeout must be a number of seconds above 0.",
+            param="X-Request-Timeout",
+        )
+    return float(text)
+
+
+def read_session_label(headers: Mapping[str, str], own: str | None = None) -> str | None:
+    """Return the session label of a request: that of its headers, or else its `own`, if any."""
+    candidates = (headers.get("x-session-id"), headers.get("x-claude-code-session-id"), own)
+    return next(filter(None, (clean_label(label or "") for label in candidates)), None)
+
+
+def session_of_user_id(user_id: str) -> str | None:
+    """Return the session in Anthropic's `metadata.user_id`: JSON, or `..._session_<uuid>`."""
+    try:
+        return typed.decode(_UserId, user_id).session_id
+    except (msgspec.DecodeError, RecursionError, UnicodeEncodeError):
+        match = _OLD_USER_ID.search(user_id)
+        return match[1] if match else None
+
+
+class _UserId(msgspec.Struct):
+    session_id: str | None = None
+
+
+def read_client_name(headers: Mapping[str, str]) -> str | None:
+    """Return the client program from User-Agent, such as `claude-cli/2.1.329`; None if missing."""
+    words = clean_label(headers.get("user-agent", "")).split()
+    if not words:
+        return None
+    versioned = any(c.isdigit() for c in words[0])
+    alone = versioned or len(words) < 2 or not words[1][0].isdigit()
+    return (words[0] if alone else " ".join(words[:2]))[:80]
 
 
 # -- bodies ----------------------------------------------------------------------------------
 
 
 async def read_json(request: Request, type: type[T], deps: Deps) -> T:
-    """Read a request's JSON body as a value of `type`, and pass it to the recorder, if any.
-
-    Raises BadRequest if the body is not JSON or does not fit `type`, TooLarge if it is longer than
-    `ApiSettings.max_body_bytes`, HTTPException (408) if it does not arrive in time (see
-    `read_body`), and ClientDisconnect if the client disconnects before.
-    """
+    """Read a request's JSON body as a value of `type`, and pass it to the recorder, if any."""
     body = await read_body(request, deps.settings.max_body_bytes)
     value = decode(type, body)
     if deps.settings.recorder is not None:
@@ -216,16 +279,17 @@ async def read_json(request: Request, type: type[T], deps: Deps) -> T:
 async def read_body(
     request: Request, limit: int, *, pause: float = BODY_PAUSE_S, seconds: float = BODY_S
 ) -> bytes:
-    """Read a whole request body of at most `limit` bytes.
+    """Read a whole request body.
 
-    Raises TooLarge if the announced or the received length exceeds `limit`, HTTPException (408) if
-    no part arrives for `pause` seconds or the body is incomplete after `seconds`, and
+    Raises TooLarge if it is announced or turns out to be longer than `limit` bytes, HTTPException
+    (408) if no part arrives for `pause` seconds or the body is incomplete after `seconds`, and
     ClientDisconnect if the client disconnects.
     """
+    too_large = TooLarge(f"The request body is larger than this server's limit of {limit} bytes.")
     announced = request.headers.get("content-length", "")
     if announced.isdecimal() and int(announced) > limit:
         await _drain(request)
-        raise _too_large(limit)
+        raise too_large
     chunks: list[bytes] = []
     size = 0
     async for chunk in iterate_body(request, pause, seconds):
@@ -233,25 +297,20 @@ async def read_body(
         if size > limit:
             chunks.clear()
             await _drain(request)
-            raise _too_large(limit)
+            raise too_large
         chunks.append(chunk)
     return b"".join(chunks)
 
 
 async def iterate_body(
-    request: Request, pause: float = BODY_PAUSE_S, seconds: float | None = None
+    request: Request, pause: float = BODY_PAUSE_S, seconds: float = math.inf
 ) -> AsyncIterator[bytes]:
-    """Yield a request body in parts as they arrive.
-
-    Raises HTTPException (408) if no part arrives for `pause` seconds or the body is incomplete
-    after `seconds`, and ClientDisconnect if the client disconnects.
-    """
-    end = None if seconds is None else time.monotonic() + seconds
+    """Yield a request body in parts as they arrive, with the time limits of `read_body`."""
+    end = time.monotonic() + seconds
     async with aclosing(request.stream()) as parts:
         while True:
-            left = pause if end is None else min(pause, end - time.monotonic())
             try:
-                async with asyncio.timeout(left):
+                async with asyncio.timeout(min(pause, end - time.monotonic())):
                     part = await anext(parts, None)
             except TimeoutError as error:
                 raise HTTPException(
@@ -260,10 +319,6 @@ async def iterate_body(
             if part is None:
                 return
             yield part
-
-
-def _too_large(limit: int) -> TooLarge:
-    return TooLarge(f"The request body is larger than this server's limit of {limit} bytes.")
 
 
 async def _drain(request: Request) -> None:
@@ -288,9 +343,9 @@ async def _drain(request: Request) -> None:
 
 
 async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """Await `work` and return its result; cancel it if the client disconnects.
+    """Await `work`; cancel it and raise ClientDisconnect if the client disconnects.
 
-    The request body must have been read. Raises the errors of `work`, and ClientDisconnect.
+    The request body must have been read.
     """
     task = asyncio.ensure_future(work)
     gone = asyncio.ensure_future(_wait_for_disconnect(request))

@@ -1,7 +1,7 @@
-"""`GET /v1/live`: the server's state as server-sent events.
+"""`GET /v1/live`: the server's state as server-sent events; `GET /v1/trace`: requests as they end.
 
-The state has the parts `PARTS`: server, cache, requests, sessions and tree. One `Feed` per owner
-polls the engine while that owner has readers, and sends each of them the parts that changed.
+One `Feed` per owner polls the engine while that owner has readers, and sends each of them the parts
+that changed.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
 from contextlib import aclosing
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -18,48 +18,44 @@ from sse_starlette.event import ServerSentEvent
 from sse_starlette.sse import EventSourceResponse, SendTimeoutError
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from mlxcache import __version__
 from mlxcache.api.cache import build_tree
-from mlxcache.api.http import ApiSettings, Deps
+from mlxcache.api.http import ApiSettings, Deps, LoneModel
 from mlxcache.api.models import describe_model
 from mlxcache.api.sse import make_comment, make_event
-from mlxcache.api.status import describe_request, measure_progress
+from mlxcache.api.status import describe_with_progress, measure_progress
+from mlxcache.engine.trace import Recordings
 from mlxcache.errors import BadRequest, MlxcacheError, TooMany
 from mlxcache.owner import OWNER
 
 if TYPE_CHECKING:
-    from mlxcache.engine.engine import Engine
     from mlxcache.engine.models import Models
 
 log = logging.getLogger(__name__)
 
 PARTS = ("server", "cache", "requests", "sessions", "tree")
-"""Parts of the state, in the order in which they are sent."""
 
 BUSY_S, IDLE_S = 0.25, 0.5
-"""Poll intervals of requests in seconds: while a request is running, and otherwise."""
+"""Poll intervals of requests in seconds: while one is running, and otherwise."""
 
 FIGURES_S = 1.0
-"""Poll interval of the cache's figures in seconds."""
 
 SESSIONS_S, SESSIONS_COST, MAX_SESSIONS_S = 1.5, 5.0, 10.0
-"""Poll interval of sessions in seconds: at least SESSIONS_S, at most MAX_SESSIONS_S, and in between
-SESSIONS_COST times the duration of the last poll."""
+"""Poll interval of sessions in seconds: from SESSIONS_S to MAX_SESSIONS_S, and in between
+SESSIONS_COST times the duration of the last poll.
+"""
 
 FIRST_FIGURES_S = 1.0
 """Maximum seconds that the first reader waits for figures, so that its first state is complete."""
 
-RECENT_REQUESTS = 100
-"""Maximum recent requests to send, besides running ones."""
-
-RECENT_SESSIONS = 100
-"""Maximum sessions to send, the most recently used ones."""
-
+RECENT_REQUESTS = RECENT_SESSIONS = 100
 MAX_READERS = 32
 """Maximum streams that each owner may have open at once."""
+
+TRACE_WAIT_S = 0.5
+"""Seconds without a request that ended after which it is checked whether a trace must end."""
 
 
 class Feed:
@@ -70,12 +66,9 @@ class Feed:
     cache's figures are read in another thread, because that waits for the disk.
     """
 
-    def __init__(self, engine: Engine, owner: str | None, models: Models | None = None):
-        """Prepare the feed of `owner`; nothing is read until `watch` is iterated.
-
-        `engine`: that of the default model. `models`: all models, if there are several.
-        """
-        self._engine, self._owner, self._models = engine, owner, models
+    def __init__(self, models: Models | LoneModel, owner: str | None):
+        self._models, self._owner = models, owner
+        self._engine = models.default
         self._version = 0
         self._parts: dict[str, tuple[int, Any]] = {}
         self._rows: dict[str, tuple[int, Mapping[str, Any]]] = {}
@@ -83,21 +76,16 @@ class Feed:
         self._readers = 0
         self._changed = asyncio.Event()
         self._end_reason: str | None = None
-        self._polling: asyncio.Task[None] | None = None
-        self._figures: asyncio.Task[None] | None = None
-        self._sessions: asyncio.Task[None] | None = None
+        self._tasks: dict[str, asyncio.Task[None]] = {}
         self._sessions_seen: Any = None
         self._sessions_due = self._figures_due = 0.0
 
     async def watch(self, parts: Sequence[str]) -> AsyncGenerator[tuple[str, Any], None]:
         """Yield (name, body) for each of `parts` in its current state, then after each change.
 
-        `parts` are names from `PARTS`. `server` is the state, version and model of the server; the
-        others are as in `GET /v1/cache`, `/v1/requests`, `/v1/sessions` and `/v1/cache/tree`. The
-        body of `requests` holds at first the newest `RECENT_REQUESTS` and all running requests,
-        then only those that changed. A part that has not been read yet follows when it has been.
-        The last item is `("end", {"reason": ...})`, with the reason `stopped` if the server stops,
-        or `failed` if the default model or reading the state failed.
+        The body of `requests` holds at first the newest `RECENT_REQUESTS` and all running requests,
+        then only those that changed. The last item is `("end", {"reason": ...})`: `stopped` if the
+        server stops, `failed` if the default model or reading the state failed.
         """
         self._wanted.update(parts)
         self._readers += 1
@@ -105,8 +93,7 @@ class Feed:
         try:
             if self._readers == 1:
                 self._start()
-                if self._figures is not None:
-                    await asyncio.wait([self._figures], timeout=FIRST_FIGURES_S)
+                await asyncio.wait([self._tasks["figures"]], timeout=FIRST_FIGURES_S)
             while True:
                 changed, version = self._changed, self._version
                 for item in self._changes_since(seen, parts):
@@ -129,18 +116,24 @@ class Feed:
         token = OWNER.set(self._owner)
         try:
             self._poll()
-            self._polling = asyncio.create_task(self._poll_on())
+            self._begin("polling", self._poll_on)
         finally:
             OWNER.reset(token)
-        self._polling.add_done_callback(self._end_on_failure)
 
     def _stop(self) -> None:
-        for task in (self._polling, self._figures, self._sessions):
-            if task is not None:
-                task.cancel()
-        self._polling = self._figures = self._sessions = None
+        for task in self._tasks.values():
+            task.cancel()
+        self._tasks.clear()
         self._parts.clear()
         self._rows.clear()
+
+    def _begin(self, name: str, work: Callable[[], Coroutine[Any, Any, None]]) -> bool:
+        """Begin `work`, and return True, unless the one of this name before still runs."""
+        if name in self._tasks and not self._tasks[name].done():
+            return False
+        self._tasks[name] = asyncio.create_task(work())
+        self._tasks[name].add_done_callback(self._end_on_failure)
+        return True
 
     def _end_on_failure(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:
@@ -182,10 +175,8 @@ class Feed:
             await asyncio.sleep(BUSY_S if runs else IDLE_S)
 
     def _poll(self) -> bool:
-        """Read the parts `server` and `requests`, and start reading the other parts that are due.
+        """Read `server` and `requests`, and start reading the other parts that are due.
 
-        The part `cache` is due every `FIGURES_S` seconds. `sessions` and `tree` are due together
-        with it, less often if reading them takes long, and only while a reader asks for them.
         Returns whether any request is queued or running.
         """
         engine, now = self._engine, asyncio.get_running_loop().time()
@@ -199,12 +190,11 @@ class Feed:
                 "stalled_s": round(engine.silent_s),
             },
         )
-        if now >= self._figures_due and (self._figures is None or self._figures.done()):
+        if now >= self._figures_due and self._begin("figures", self._read_figures):
             self._figures_due = now + FIGURES_S
-            self._figures = asyncio.create_task(self._read_figures())
-            self._figures.add_done_callback(self._end_on_failure)
-            if engine.state == "ready" and (self._wanted["sessions"] or self._wanted["tree"]):
-                self._poll_sessions(now)
+            wanted = self._wanted["sessions"] or self._wanted["tree"]
+            if engine.state == "ready" and wanted and now >= self._sessions_due:
+                self._begin("sessions", self._read_sessions)
         runs = self._poll_requests()
         if engine.state in ("stopped", "failed"):
             self._end_reason = engine.state
@@ -212,18 +202,16 @@ class Feed:
         return runs
 
     async def _read_figures(self) -> None:
-        self._set_part("cache", await asyncio.to_thread((self._models or self._engine).figures))
+        self._set_part("cache", await asyncio.to_thread(self._models.figures))
 
     def _poll_requests(self) -> bool:
         any_runs, rows, changed = False, {}, False
-        models = self._models
-        for number, record in enumerate((models or self._engine).requests()):
+        for number, record in enumerate(self._models.requests()):
             runs = measure_progress(record) is not None
             any_runs = any_runs or runs
             if number >= RECENT_REQUESTS and not runs:
                 continue
-            engine = self._engine if models is None else models.of_record(record)
-            row = describe_request(record, engine.prefill_left_s(record), engine.load_share)
+            row = describe_with_progress(self._models, record)
             before = self._rows.get(record.id)
             changed = changed or before is None or before[1] != row
             rows[record.id] = before if before and before[1] == row else (self._version + 1, row)
@@ -232,20 +220,11 @@ class Feed:
             self._notify()
         return any_runs
 
-    def _poll_sessions(self, now: float) -> None:
-        if now >= self._sessions_due and (self._sessions is None or self._sessions.done()):
-            self._sessions = asyncio.create_task(self._read_sessions())
-            self._sessions.add_done_callback(self._end_on_failure)
-
     async def _read_sessions(self) -> None:
-        """Read the part `sessions`, and `tree` if a reader asks for it, if they may have changed.
-
-        Nothing is read if the sessions in the database, the result of `_held_bytes`, and whether a
-        reader asks for `tree` are the same as at the last reading.
-        """
+        """Read `sessions`, and `tree` if a reader asks for it, if they may have changed."""
         loop = asyncio.get_running_loop()
         try:
-            book = (self._models or self._engine).sessions
+            book = self._models.sessions
             held = await asyncio.to_thread(self._held_bytes)
             seen = (await book.rows(RECENT_SESSIONS), held, bool(self._wanted["tree"]))
             if seen == self._sessions_seen:
@@ -264,12 +243,8 @@ class Feed:
         self._sessions_due = loop.time() + min(MAX_SESSIONS_S, max(SESSIONS_S, cost))
 
     def _held_bytes(self) -> Any:
-        """Return figures that change when the content of RAM or disk changes. Waits for the disk.
-
-        They are a tuple: the used bytes of RAM and of disk, the bytes not yet written to disk, and
-        the number of segments.
-        """
-        figures = (self._models or self._engine).figures()
+        """Return figures that change when RAM or disk changes. Waits for the disk."""
+        figures = self._models.figures()
         tiers = [figures.get(tier, {}).get("used_bytes") for tier in ("ram", "disk")]
         return (*tiers, figures.get("pending_bytes"), figures.get("segments"))
 
@@ -277,24 +252,16 @@ class Feed:
 # -- the endpoint ----------------------------------------------------------------------------
 
 
-def routes(deps: Deps) -> list[Route]:
-    """Return the route of the live updates."""
-    return [Route("/v1/live", partial(live, deps, LiveReaders(deps)), methods=["GET"])]
-
-
 class LiveReaders:
-    """Open live streams, counted for each owner, and one feed per owner."""
-
-    def __init__(self, deps: Deps):
-        self._deps = deps
+    def __init__(self, models: Models | LoneModel):
+        self._models = models
         self._feeds: dict[str | None, Feed] = {}
         self._readers: Counter[str | None] = Counter()
 
     def enter(self) -> Callable[[], None]:
         """Count one more live stream of the current owner; return a function that uncounts it.
 
-        Call that function when the stream has ended. Raises TooMany if the owner already has
-        `MAX_READERS` streams.
+        Raises TooMany if the owner already has `MAX_READERS` streams.
         """
         owner = OWNER.get()
         if self._readers[owner] >= MAX_READERS:
@@ -305,16 +272,15 @@ class LiveReaders:
         return partial(self._readers.subtract, (owner,))
 
     async def stream_events(self, parts: list[str]) -> AsyncGenerator[ServerSentEvent, None]:
-        """Yield the items of `Feed.watch` for the current owner as server-sent events."""
         owner = OWNER.get()
         if owner not in self._feeds:
-            self._feeds[owner] = Feed(self._deps.engine, owner, self._deps.models)
+            self._feeds[owner] = Feed(self._models, owner)
         async with aclosing(self._feeds[owner].watch(parts)) as watched:
             async for name, body in watched:
                 yield make_event(body, name=name)
 
 
-async def live(deps: Deps, readers: LiveReaders, request: Request) -> Response:
+async def live(readers: LiveReaders, deps: Deps, request: Request) -> Response:
     """Stream the current state, then each change, as server-sent events.
 
     The stream goes on until the client closes it: do not wait for its end. `?parts=` selects parts
@@ -332,10 +298,7 @@ async def live(deps: Deps, readers: LiveReaders, request: Request) -> Response:
 
 
 class LiveStream(EventSourceResponse):
-    """Response that streams live updates of `GET /v1/live`.
-
-    However it ends, it calls `leave`, the function that `LiveReaders.enter` returned.
-    """
+    """Response that streams live updates. However it ends, it calls `leave`."""
 
     def __init__(
         self, events: AsyncGenerator[Any, None], settings: ApiSettings, leave: Callable[[], None]
@@ -350,7 +313,6 @@ class LiveStream(EventSourceResponse):
         )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send updates until the server stops or the client disconnects or stops reading."""
         try:
             await super().__call__(scope, receive, send)
         except SendTimeoutError:
@@ -358,3 +320,42 @@ class LiveStream(EventSourceResponse):
         finally:
             self._leave()
             await self._events.aclose()
+
+
+# -- trace -----------------------------------------------------------------------------------
+
+
+async def trace(readers: LiveReaders, deps: Deps, request: Request) -> Response:
+    """Stream each request of the caller's key when it ends, as a line of a trace without text.
+
+    The stream goes on until the client closes it: do not wait for its end. The events are `trace`,
+    the first line of a trace file, then `request` for each request, then `end` with a `reason`:
+    `stopped` if the server stops, `failed` if its model failed, `lagging` if the reader is too
+    slow. The status is 429 if too many streams are open.
+    """
+    leave = readers.enter()
+    return LiveStream(_trace(deps, OWNER.get()), deps.settings, leave)
+
+
+async def _trace(deps: Deps, owner: str | None) -> AsyncGenerator[ServerSentEvent, None]:
+    recordings: Recordings = deps.engine.recordings
+    with recordings.record(owner) as recording:
+        growth = {"prefill_growth": deps.engine.prefill_growth}
+        yield make_event(recording.writer.header() | growth, name="trace")
+        while True:
+            line = await recording.take(TRACE_WAIT_S)
+            if line is not None:
+                yield make_event(line, name="request")
+                continue
+            reason: Any = "lagging" if recording.lagging else deps.engine.state
+            if reason in ("lagging", "stopped", "failed"):
+                yield make_event({"reason": reason}, name="end")
+                return
+
+
+def endpoints(models: Models | LoneModel) -> Mapping[str, Any]:
+    """Return the handlers of live streams, which count their readers."""
+    return {
+        "GET /v1/live": partial(live, LiveReaders(models)),
+        "GET /v1/trace": partial(trace, LiveReaders(models)),
+    }

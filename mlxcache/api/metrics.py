@@ -23,15 +23,13 @@ from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, choose_encode
 from prometheus_client.registry import Collector
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
 
 from mlxcache import __version__
-from mlxcache.api.http import Deps
+from mlxcache.api.http import Deps, LoneModel
 
 if TYPE_CHECKING:
     from collections import Counter
 
-    from mlxcache.engine.engine import Engine
     from mlxcache.engine.metrics import Times
     from mlxcache.engine.models import Models
 
@@ -45,10 +43,9 @@ Kind = Literal["counter", "gauge"]
 class Family:
     """Description of a metric that is taken from the engine's figures.
 
-    `name` is the metric's name without the prefix `mlxcache_` and without the `_total` of a
-    counter. `labels` are the names of its labels. `path` is the keys, joined by dots, that lead to
-    the metric's value in the figures: a number, or a mapping from the value of the label to a
-    number. With several labels, the keys of the mapping are tuples of their values.
+    `name` lacks the prefix `mlxcache_` and the `_total` of a counter. `path`: the keys, joined by
+    dots, that lead to a number in the figures, or to a mapping from the value of the label to one;
+    from tuples of values with several labels.
     """
 
     kind: Kind
@@ -60,11 +57,7 @@ class Family:
     def iterate_samples(
         self, figures: Mapping[str, Any]
     ) -> Iterator[tuple[tuple[str, ...], float]]:
-        """Yield (label values, number) for each value of this metric in `figures`.
-
-        `figures`: a result of `arrange_figures`. The label values are in the order of `labels`.
-        Nothing is yielded if `path` leads to no value.
-        """
+        """Yield (label values, number) for each value of this metric."""
         value: Any = figures
         for key in self.path.split("."):
             value = value.get(key) if isinstance(value, Mapping) else None
@@ -82,190 +75,107 @@ RANK_FIGURES = (
     "disk_used_bytes",
     "disk_limit_bytes",
 )
-"""Keys of the numbers that rank 0 of a divided model has of each other rank."""
 
 LEVELS = ("normal", "warning", "critical")
 
 
-def _gauge(name: str, help: str, path: str, *labels: str) -> Family:
-    return Family("gauge", name, help, path, labels)
+def _read(table: str) -> tuple[Family, ...]:
+    """Parse a table of metrics: names with labels, paths, and help texts, two blanks between."""
+    found = []
+    for row in table.strip().splitlines():
+        head, path, help = row.split("  ")
+        name, _, labels = head.removesuffix("}").partition("{")
+        names = tuple(labels.split(",")) if labels else ()
+        kind: Kind = "counter" if name.endswith("_total") else "gauge"
+        found.append(Family(kind, name.removesuffix("_total"), help, path, names))
+    return tuple(found)
 
 
-def _counter(name: str, help: str, path: str, *labels: str) -> Family:
-    return Family("counter", name, help, path, labels)
-
-
-_COUNTS = (
-    _gauge("build_info", "Version and served model.", "build", "version", "model"),
-    _counter("http_errors", "Error responses over HTTP.", "http_errors", "status"),
-    _counter("requests", "Finished requests.", "tally.outcomes", "api", "outcome"),
-    _counter("joined_requests", "Requests that shared another's reply.", "tally.joined"),
-    _counter(
-        "repetition_stops", "Replies ended because they repeated themselves.", "tally.repetitions"
-    ),
-    _counter("stage_seconds", "Time that requests spent in each stage.", "tally.stages", "stage"),
-    _counter(
-        "prefix_losses",
-        "Requests that reused less than they could have.",
-        "tally.losses",
-        *("reason", "cause"),
-    ),
-    _counter(
-        "prefix_lost_tokens", "Tokens computed again after a lost prefix.", "tally.lost", "reason"
-    ),
+_COUNTS = _read(
+    """
+build_info{version,model}  build  Version and served model.
+http_errors_total{status}  http_errors  Error responses over HTTP.
+requests_total{api,outcome}  tally.outcomes  Finished requests.
+joined_requests_total  tally.joined  Requests that shared another's reply.
+repetition_stops_total  tally.repetitions  Replies ended because they repeated themselves.
+stage_seconds_total{stage}  tally.stages  Time that requests spent in each stage.
+prefix_losses_total{reason,cause}  tally.losses  Requests that reused less than they could have.
+prefix_lost_tokens_total{reason}  tally.lost  Tokens computed again after a lost prefix.
+"""
 )
-_REQUESTS = (
-    _counter("admitted_requests", "Requests that were computed.", "admitted", "reuse"),
-    _gauge("queued_requests", "Waiting requests.", "queue.waiting"),
-    _gauge("queue_limit", "Requests that may wait; more are refused.", "queue.limit"),
-    _gauge("running_requests", "Requests being computed.", "running", "phase"),
-    _counter("prompt_tokens", "Prompt tokens of computed requests.", "tokens.prompt"),
-    _counter("cached_tokens", "Prompt tokens that were reused.", "tokens.cached"),
-    _counter("restored_tokens", "Cached tokens that were read from disk.", "tokens.restored"),
-    _counter("fed_tokens", "Prompt tokens that the model computed.", "tokens.fed"),
-    _counter("generated_tokens", "Tokens of replies.", "tokens.generated"),
-    _counter(
-        "drafted_tokens",
-        "Tokens proposed by a draft model or the conversation.",
-        "guesses.drafted",
-        "source",
-    ),
-    _counter(
-        "accepted_tokens",
-        "Drafted tokens that the model generated too.",
-        "guesses.accepted",
-        "source",
-    ),
-    _counter("guess_passes", "Passes that checked drafted tokens.", "guesses.passes", "source"),
-    _gauge(
-        "guess_saved_seconds",
-        "Time that drafted tokens saved, less what they cost.",
-        "guesses.saved_s",
-        "source",
-    ),
-    _counter("saved_tokens", "Cached tokens that saved_seconds covers.", "saved.tokens"),
-    _counter(
-        "saved_seconds", "Time that computing the saved tokens would have taken.", "saved.seconds"
-    ),
-    _counter("anticipated_tokens", "Tokens computed ahead of turns.", "anticipated.tokens"),
-    _counter(
-        "anticipated_used_tokens",
-        "Tokens computed ahead that a turn used.",
-        "anticipated.used_tokens",
-    ),
-    _counter(
-        "contained_exceptions",
-        "Unexpected exceptions that ended at most one request.",
-        "contained.exceptions",
-    ),
-    _counter(
-        "canonicalised_requests", "Requests in which a rule changed text.", "canonicalised", "rule"
-    ),
+FAMILIES = _read(
+    """
+admitted_requests_total{reuse}  admitted  Requests that were computed.
+queued_requests  queue.waiting  Waiting requests.
+queue_limit  queue.limit  Requests that may wait; more are refused.
+running_requests{phase}  running  Requests being computed.
+prompt_tokens_total  tokens.prompt  Prompt tokens of computed requests.
+cached_tokens_total  tokens.cached  Prompt tokens that were reused.
+restored_tokens_total  tokens.restored  Cached tokens that were read from disk.
+fed_tokens_total  tokens.fed  Prompt tokens that the model computed.
+generated_tokens_total  tokens.generated  Tokens of replies.
+drafted_tokens_total{source}  guesses.drafted  Tokens proposed by a draft model or the \
+conversation.
+accepted_tokens_total{source}  guesses.accepted  Drafted tokens that the model generated too.
+guess_passes_total{source}  guesses.passes  Passes that checked drafted tokens.
+guess_saved_seconds{source}  guesses.saved_s  Time that drafted tokens saved, less what they cost.
+saved_tokens_total  saved.tokens  Cached tokens that saved_seconds covers.
+saved_seconds_total  saved.seconds  Time that computing the saved tokens would have taken.
+anticipated_tokens_total  anticipated.tokens  Tokens computed ahead of turns.
+anticipated_used_tokens_total  anticipated.used_tokens  Tokens computed ahead that a turn used.
+contained_exceptions_total  contained.exceptions  Unexpected exceptions that ended at most one \
+request.
+canonicalised_requests_total{rule}  canonicalised  Requests in which a rule changed text.
+sessions  sessions  Sessions in the table.
+tree_tokens  tree_tokens  Tokens in the prefix tree.
+tree_segments  segments  Segments of the prefix tree.
+tree_checkpoints  checkpoints  Checkpoints in the prefix tree.
+cache_bytes{tier,kind}  bytes  Bytes in use by purpose.
+cache_limit_bytes{tier}  limits  Memory budget, and limit of the disk tier.
+ram_high_water_bytes  ram.high_water_bytes  Highest use of the memory budget so far.
+ram_buffers  ram.buffers  MLX arrays in the cache.
+mlx_active_bytes  mlx.active_bytes  Bytes of MLX arrays, including weights.
+mlx_pool_bytes  mlx.pool_bytes  Bytes in MLX's pool of freed buffers.
+footprint_bytes  pressure.footprint_bytes  Bytes of the process, as the system counts them.
+memory_pressure{level}  levels  1 for the current level of memory pressure.
+ram_evictions_total{outcome}  evictions  Evictions from RAM.
+model_loaded{model}  loaded  1 while the model's weights are in memory.
+model_loaded_ratio{model}  loaded_shares  Progress of loading the model, 1 when loaded.
+model_size_bytes{model}  sizes  Memory of the model without KV.
+model_loads_total{model}  loads  Times that dropped weights were read again.
+model_unloads_total{model}  unloads  Times that weights were dropped.
+pending_bytes  pending_bytes  Bytes waiting to be written to disk.
+disk_written_bytes_total  disk.written_bytes  Bytes written to disk.
+disk_written_tokens_total  disk.written_tokens  Tokens written to disk.
+disk_evicted_files_total  disk.evicted_files  Files evicted from disk.
+disk_files  disk.files  Files in the disk tier.
+disk_quarantined_files  disk.quarantined  Damaged files in quarantine.
+disk_suspended  disk.suspended  1 while writing to disk or reading its index fails.
+restores_total{outcome}  restores  Files verified before use.
+remote_available  remote.available  1 if the remote can be read, else 0.
+remote_writable  remote.writable  1 if the remote can be written to, else 0.
+remote_waiting_uploads  remote.exchange.waiting  Uploads that wait.
+remote_bytes_per_second{direction}  remote.bandwidth  Measured bandwidth of recent transfers.
+remote_transferred_bytes_total{direction}  remote.moved_bytes  Bytes of objects moved.
+remote_transferred_objects_total{direction}  remote.moved_objects  Objects moved.
+remote_errors_total  remote.errors  Operations that failed.
+remote_damaged_objects_total  remote.damaged_objects  Objects read and not used.
+remote_fetched_tokens_total  remote.exchange.fetched_tokens  Tokens fetched for prompts.
+ranks  ranks.size  Processes that serve a divided model.
+rank_silent_seconds{rank}  ranks.silent_s  Time since a rank answered.
+rank_operation_seconds{rank}  ranks.operation_s  Duration of a rank's operation.
+rank_memory_bytes{rank}  ranks.footprint_bytes  Memory of a rank's process.
+rank_disk_bytes{rank}  ranks.disk_used_bytes  Size of a rank's disk tier.
+rank_disk_limit_bytes{rank}  ranks.disk_limit_bytes  Limit of a rank's disk tier.
+rank_memory_pressure{rank,level}  ranks.levels  1 for a rank's memory pressure.
+ready  ready  1 while requests are served.
+mlx_thread_silent_seconds  silent_s  Duration of the current step.
+"""
 )
-
-_MEMORY = (
-    _gauge("sessions", "Sessions in the table.", "sessions"),
-    _gauge("tree_tokens", "Tokens in the prefix tree.", "tree_tokens"),
-    _gauge("tree_segments", "Segments of the prefix tree.", "segments"),
-    _gauge("tree_checkpoints", "Checkpoints in the prefix tree.", "checkpoints"),
-    _gauge("cache_bytes", "Bytes in use by purpose.", "bytes", "tier", "kind"),
-    _gauge("cache_limit_bytes", "Memory budget, and limit of the disk tier.", "limits", "tier"),
-    _gauge(
-        "ram_high_water_bytes", "Highest use of the memory budget so far.", "ram.high_water_bytes"
-    ),
-    _gauge("ram_buffers", "MLX arrays in the cache.", "ram.buffers"),
-    _gauge("mlx_active_bytes", "Bytes of MLX arrays, including weights.", "mlx.active_bytes"),
-    _gauge("mlx_pool_bytes", "Bytes in MLX's pool of freed buffers.", "mlx.pool_bytes"),
-    _gauge(
-        "footprint_bytes",
-        "Bytes of the process, as the system counts them.",
-        "pressure.footprint_bytes",
-    ),
-    _gauge("memory_pressure", "1 for the current level of memory pressure.", "levels", "level"),
-    _counter("ram_evictions", "Evictions from RAM.", "evictions", "outcome"),
-)
-
-_MODELS = (
-    _gauge("model_loaded", "1 while the model's weights are in memory.", "loaded", "model"),
-    _gauge(
-        "model_loaded_ratio",
-        "Progress of loading the model, 1 when loaded.",
-        "loaded_shares",
-        "model",
-    ),
-    _gauge("model_size_bytes", "Memory of the model without KV.", "sizes", "model"),
-    _counter("model_loads", "Times that dropped weights were read again.", "loads", "model"),
-    _counter("model_unloads", "Times that weights were dropped.", "unloads", "model"),
-)
-
-_DISK = (
-    _gauge("pending_bytes", "Bytes waiting to be written to disk.", "pending_bytes"),
-    _counter("disk_written_bytes", "Bytes written to disk.", "disk.written_bytes"),
-    _counter("disk_written_tokens", "Tokens written to disk.", "disk.written_tokens"),
-    _counter("disk_evicted_files", "Files evicted from disk.", "disk.evicted_files"),
-    _gauge("disk_files", "Files in the disk tier.", "disk.files"),
-    _gauge("disk_quarantined_files", "Damaged files in quarantine.", "disk.quarantined"),
-    _gauge(
-        "disk_suspended", "1 while writing to disk or reading its index fails.", "disk.suspended"
-    ),
-    _counter("restores", "Files verified before use.", "restores", "outcome"),
-)
-
-_REMOTE = (
-    _gauge("remote_available", "1 if the remote can be read, else 0.", "remote.available"),
-    _gauge("remote_writable", "1 if the remote can be written to, else 0.", "remote.writable"),
-    _gauge("remote_waiting_uploads", "Uploads that wait.", "remote.exchange.waiting"),
-    _gauge(
-        "remote_bytes_per_second",
-        "Measured bandwidth of recent transfers.",
-        "remote.bandwidth",
-        "direction",
-    ),
-    _counter(
-        "remote_transferred_bytes",
-        "Bytes of objects moved.",
-        "remote.moved_bytes",
-        "direction",
-    ),
-    _counter("remote_transferred_objects", "Objects moved.", "remote.moved_objects", "direction"),
-    _counter("remote_errors", "Operations that failed.", "remote.errors"),
-    _counter("remote_damaged_objects", "Objects read and not used.", "remote.damaged_objects"),
-    _counter(
-        "remote_fetched_tokens", "Tokens fetched for prompts.", "remote.exchange.fetched_tokens"
-    ),
-)
-
-_SERVER = (
-    _gauge("ready", "1 while requests are served.", "ready"),
-    _gauge("mlx_thread_silent_seconds", "Duration of the current step.", "silent_s"),
-)
-
-_RANKS = (
-    _gauge("ranks", "Processes that serve a divided model.", "ranks.size"),
-    _gauge("rank_silent_seconds", "Time since a rank answered.", "ranks.silent_s", "rank"),
-    _gauge(
-        "rank_operation_seconds", "Duration of a rank's operation.", "ranks.operation_s", "rank"
-    ),
-    _gauge("rank_memory_bytes", "Memory of a rank's process.", "ranks.footprint_bytes", "rank"),
-    _gauge("rank_disk_bytes", "Size of a rank's disk tier.", "ranks.disk_used_bytes", "rank"),
-    _gauge(
-        "rank_disk_limit_bytes", "Limit of a rank's disk tier.", "ranks.disk_limit_bytes", "rank"
-    ),
-    _gauge(
-        "rank_memory_pressure", "1 for a rank's memory pressure.", "ranks.levels", "rank", "level"
-    ),
-)
-
-FAMILIES = (*_REQUESTS, *_MEMORY, *_MODELS, *_DISK, *_REMOTE, *_RANKS, *_SERVER)
 
 
 def arrange_figures(figures: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the engine's `figures`, with mappings added for the metrics of `FAMILIES`.
-
-    The level of memory pressure becomes a mapping from each possible level to True or False, and
-    the state of the disk a boolean, `suspended`. Totals, such as `total` beside the counts of
-    requests by kind, are left out of the mappings.
-    """
+    """Return the engine's `figures`, with mappings added for the metrics of `FAMILIES`."""
     tiers = {tier: figures.get(tier, {}) for tier in ("ram", "disk")}
     disk, queue = tiers["disk"], figures.get("queue", {})
     level, models = figures.get("pressure", {}).get("level"), figures.get("models", ())
@@ -291,12 +201,6 @@ def arrange_figures(figures: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _arrange_ranks(ranks: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of the metrics `_RANKS`, from the figures `ranks` of a divided model.
-
-    `size` is the number of ranks. Each of `RANK_FIGURES` is a mapping from each rank but rank 0 to
-    its figure, if that is known. `levels` maps (rank, level of memory pressure) to True if the rank
-    is at that level, else False.
-    """
     others = ranks["others"]
     numbers = {
         name: {one["rank"]: one[name] for one in others if one[name] is not None}
@@ -309,12 +213,6 @@ def _arrange_ranks(ranks: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _arrange_remote(remote: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the figures of the remote, with entries added for the metrics `_REMOTE`.
-
-    Added are `bandwidth` (bytes per second), `moved_bytes` and `moved_objects`, each a mapping from
-    the direction, `up` or `down`, to a number; and, from the state of the remote, the booleans
-    `available` (the remote can be read) and `writable`.
-    """
     ways = {"up": "upload", "down": "download"}
     rates = {way: remote[f"{name}_bytes_per_s"] for way, name in ways.items()}
     return {
@@ -327,25 +225,19 @@ def _arrange_remote(remote: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def routes(deps: Deps) -> list[Route]:
-    """Return the route of the metrics."""
-    collector = EngineCollector(deps.engine, deps.error_counts, deps.models)
-    registry = CollectorRegistry(auto_describe=False)
-    registry.register(collector)
-    return [Route("/metrics", partial(metrics, collector, registry), methods=["GET"])]
-
-
-async def metrics(
-    collector: EngineCollector, registry: CollectorRegistry, request: Request
-) -> Response:
+async def metrics(collector: EngineCollector, deps: Deps, request: Request) -> Response:
     """Return all metrics of the server as Prometheus text or, by `Accept`, as OpenMetrics."""
     await collector.refresh()
-    body, type = _encode(registry, request.headers.get("accept", ""))
+    body, type = _encode(collector.registry, request.headers.get("accept", ""))
     return Response(body, headers={"Content-Type": type})
 
 
+def endpoints(deps: Deps) -> Mapping[str, Any]:
+    """Return the handler of the metrics, with its collector."""
+    return {"GET /metrics": partial(metrics, EngineCollector(deps.models, deps.error_counts))}
+
+
 def _encode(registry: CollectorRegistry, accept: str) -> tuple[bytes, str]:
-    """Return the metrics and their content type, in the format that the header `accept` prefers."""
     try:
         encode, type = choose_encoder(accept)
         return encode(registry), type
@@ -354,52 +246,34 @@ def _encode(registry: CollectorRegistry, accept: str) -> tuple[bytes, str]:
 
 
 def _loaded_share(model: Mapping[str, Any]) -> float:
-    """Return how far a model is loaded: 1.0 if it is loaded, 0.0 if it is neither that nor loading.
-
-    While it is being loaded, its `progress` is returned (see `Models.describe`).
-    `model`: the model's entry in the figures `models`.
-    """
     if model["state"] == "loading":
         return float(model.get("progress") or 0.0)
     return 1.0 if model["state"] == "loaded" else 0.0
 
 
 class EngineCollector(Collector):
-    """Prometheus collector of the server's figures and counts. Call it from the event loop.
+    """Prometheus collector of the server's figures and counts. Call it from the event loop."""
 
-    `engine`: that of the default model. `error_counts`: error responses by HTTP status. `models`:
-    all models, if there are several, else None.
-    """
-
-    def __init__(self, engine: Engine, error_counts: Counter[int], models: Models | None = None):
-        self._engine, self._error_counts, self._models = engine, error_counts, models
+    def __init__(self, models: Models | LoneModel, error_counts: Counter[int]):
+        self._models, self._error_counts = models, error_counts
+        self.registry = CollectorRegistry(auto_describe=False)
+        self.registry.register(self)
         self._figures: dict[str, Any] = {}
 
     async def refresh(self) -> None:
-        """Read the figures that the next `collect` reports.
-
-        They are read in another thread, because that waits for the disk.
-        """
-        if self._models is not None:
-            self._figures = await run_sync(self._models.figures)
-            return
-        one, figures = self._engine, await run_sync(self._engine.figures)
-        models = [{"label": one.label, **one.residence}] if one.residence else []
-        self._figures = {**figures, "models": models}
+        """Read the figures that the next `collect` reports, in a thread: it waits for the disk."""
+        figures = await run_sync(self._models.figures)
+        loaded = [one for one in self._models.describe() if figures and "state" in one]
+        self._figures = {"models": loaded, **figures}
 
     def describe(self) -> list[Metric]:
-        """Return no metrics: `prometheus_client` then does not read them at registration.
-
-        There are no values before a model is loaded.
-        """
+        """Return nothing, so that `prometheus_client` reads no metrics at registration."""
         return []
 
     def collect(self) -> Iterator[Metric]:
-        """Yield each metric once, even if it has no value.
-
-        The figures are those of the last `refresh`; those of `Engine.tally` are the present ones.
-        """
-        engine, tally = self._engine, self._engine.tally
+        """Yield each metric once, even if it has no value."""
+        engine = self._models.default
+        tally = engine.tally
         counts = {
             "build": {(__version__, engine.info.id if engine.info else ""): 1},
             "http_errors": self._error_counts,  # of all paths, also those before the engine

@@ -2,98 +2,60 @@
 
 from __future__ import annotations
 
-from functools import partial
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
 
 from mlxcache.api.errors import is_anthropic_client
 from mlxcache.api.http import Deps, json_response, read_number, refuse_owners, require_model
-from mlxcache.errors import BadRequest, NotFound
+from mlxcache.errors import NotFound
 from mlxcache.types import ModelInfo
-from mlxcache.wire import anthropic_models
 
 if TYPE_CHECKING:
     from mlxcache.engine.engine import Engine
 
 
-def routes(deps: Deps) -> list[Route]:
-    """Return the routes of models, in the formats of OpenAI, Anthropic and LM Studio."""
-    reading = {
-        "/v1/models": models,
-        "/v1/models/{id:path}": model,
-        "/api/v0/models": lm_studio_models,
-        "/v1/api/v0/models": lm_studio_models,
-        "/api/v0/models/{id:path}": lm_studio_model,
-        "/v1/api/v0/models/{id:path}": lm_studio_model,
-    }
-    changing = {"/v1/models/{id:path}/load": load, "/v1/models/{id:path}/unload": unload}
-    return [
-        *(Route(path, partial(h, deps), methods=["POST"]) for path, h in changing.items()),
-        *(Route(path, partial(h, deps), methods=["GET"]) for path, h in reading.items()),
-    ]
-
-
 async def models(deps: Deps, request: Request) -> Response:
     """List the models: in Anthropic's form for clients of its API, else in OpenAI's."""
     require_model(deps)
+    page: dict[str, Any]
     if is_anthropic_client(request):
-        opened = [one for one in _infos(deps) if one is not None]
-        return json_response(anthropic_models.list_models(opened, empty=_is_other_page(request)))
-    data = _listed(deps)
-    return json_response(
-        {
-            "object": "list",
-            "data": data,
-            "has_more": False,
-            "first_id": data[0]["id"],
-            "last_id": data[-1]["id"],
-        }
-    )
+        infos = [] if _is_other_page(request) else _infos(deps)
+        page = {"data": [_anthropic_object(info) for info in infos]}
+    else:
+        page = {"object": "list", "data": _listed(deps)}
+    ids = [one["id"] for one in page["data"]] or [None]
+    return json_response(page | {"has_more": False, "first_id": ids[0], "last_id": ids[-1]})
 
 
-def _infos(deps: Deps) -> list[ModelInfo | None]:
-    """Return the description of each model of the server, the default model first.
-
-    None stands for a model that was not loaded since the server started.
-    """
-    engines = deps.models.engines if deps.models is not None else [deps.engine]
-    return [engine.info for engine in engines]
+def _infos(deps: Deps) -> list[ModelInfo]:
+    """Return the descriptions of the models that were loaded, the default model first."""
+    return [engine.info for engine in deps.models.engines if engine.info is not None]
 
 
 def _listed(deps: Deps) -> list[dict[str, Any]]:
-    """Return the objects that `GET /v1/models` lists in OpenAI's form, one for each model.
-
-    They have the fields of `describe_model` or `_unknown`, and those of `Models.describe` without
-    `label`, such as `state`.
-    """
-    infos = _infos(deps)
-    if deps.models is None:
-        engine = deps.engine
-        state = {"aliases": list(engine.aliases), "default": True, **(engine.residence or {})}
-        return [describe_model(info) | state for info in infos if info is not None]
-    return [
-        (describe_model(info, state["label"]) if info is not None else _unknown(state["label"]))
-        | {key: value for key, value in state.items() if key != "label"}
-        for info, state in zip(infos, deps.models.describe(), strict=True)
-    ]
+    engines = deps.models.engines
+    found = []
+    for engine, state in zip(engines, deps.models.describe(), strict=True):
+        shown = {key: value for key, value in state.items() if key != "label"}
+        name = state["label"] if len(engines) > 1 else None  # a lone model goes by its id
+        info = engine.info
+        known = _unknown(state["label"]) if info is None else describe_model(info, name)
+        found.append(known | shown)
+    return found
 
 
-def _unknown(label: str) -> dict[str, Any]:
-    """Return the object of a model that was never loaded, with `label` as its `id`.
-
-    It lacks the fields of `describe_model` that are not known, such as `context_length`; its
-    `created` is 0 and its `state` is `never`.
-    """
+def _unknown(name: str) -> dict[str, Any]:
+    """Return the object of a model that was never loaded: without fields that are not known."""
     return {
-        "id": label,
+        "id": name,
         "object": "model",
         "created": 0,
         "owned_by": "mlxcache",
         "type": "model",
-        "display_name": label,
+        "display_name": name,
         "state": "never",
     }
 
@@ -125,17 +87,11 @@ async def unload(deps: Deps, request: Request) -> Response:
 
 
 async def engine_named(deps: Deps, name: str, *, wait: bool = True) -> Engine:
-    """Return the engine of the model with the name, id or alias `name`.
+    """Return the engine of the model with the name, id or alias `name`. Raises NotFound.
 
-    With `wait`, a model that was never loaded is loaded first, which may take minutes and raises
-    the errors of `Models.of`; without it, the engine is returned as it is. Raises NotFound for an
-    unknown name, and NotReady or ModelError if the default model is not loaded.
+    With `wait`, a model that was never loaded is loaded first, which may take minutes.
     """
     require_model(deps)
-    if deps.models is None:
-        if deps.engine.info is None or name not in (deps.engine.info.id, deps.engine.label):
-            raise NotFound(f"There is no model {name!r}.")
-        return deps.engine
     engine = deps.models.named(name)
     return await deps.models.of(engine.label) if wait else engine
 
@@ -153,32 +109,25 @@ async def model(deps: Deps, request: Request) -> Response:
     name = _name(request)
     info, for_anthropic = _info(deps, name), is_anthropic_client(request)
     if info is None:
-        found = anthropic_models.describe_unknown(name) if for_anthropic else _unknown(name)
+        found = _anthropic_unknown(name) if for_anthropic else _unknown(name)
     else:
-        describe = anthropic_models.describe_model if for_anthropic else describe_model
+        describe = _anthropic_object if for_anthropic else describe_model
         found = describe(info, name)
     return json_response(found)
 
 
 def _info(deps: Deps, name: str) -> ModelInfo | None:
-    """Return the description of the model that serves requests with the model name `name`.
-
-    An unknown name is served by the default model. None if the model was never loaded. Raises
-    NotReady or ModelError if the default model is not loaded.
-    """
-    default = require_model(deps)
-    return default if deps.models is None else deps.models.find(name).info
+    """Return the description of the model that serves `name`; None if it was never loaded."""
+    require_model(deps)
+    return deps.models.find(name).info
 
 
 def _is_other_page(request: Request) -> bool:
     """Return whether a request for Anthropic's list of models must get an empty list.
 
-    All models are on the first page, and all have the lifecycle `active`. So the list is empty if
-    the query has `after_id` or `before_id`, or has `lifecycle` without the value `active`. Raises
-    BadRequest for a `limit` that is not from 1 to 1,000.
+    All models are on the first page, and all have the lifecycle `active`.
     """
-    if not 1 <= read_number(request, "limit", 20) <= 1000:
-        raise BadRequest("`limit` must be from 1 to 1000.", param="limit")
+    read_number(request, "limit", 20, 1000)  # refused unless it is a number
     query = request.query_params
     stages = [*query.getlist("lifecycle"), *query.getlist("lifecycle[]")]
     others = bool(stages) and "active" not in stages
@@ -191,9 +140,8 @@ async def lm_studio_models(deps: Deps, request: Request) -> Response:
     Source: https://lmstudio.ai/docs/developer/rest/endpoints.
     """
     require_model(deps)
-    return json_response(
-        {"object": "list", "data": [_lm_studio_object(one) for one in _infos(deps) if one]}
-    )
+    data = [_lm_studio_object(info) for info in _infos(deps)]
+    return json_response({"object": "list", "data": data})
 
 
 async def lm_studio_model(deps: Deps, request: Request) -> Response:
@@ -218,11 +166,8 @@ def _name(request: Request) -> str:
 def describe_model(info: ModelInfo, name: str | None = None) -> dict[str, Any]:
     """Return a model object with the fields of OpenAI, Anthropic and other local servers.
 
-    Lengths are in tokens: `max_context_length` is the model's own limit, `context_length` and
-    `loaded_context_length` are both this server's. `sampling_defaults` maps sampling parameters to
-    the values used if a request omits them. `created` is in seconds since 1970. `backend` is the
-    library that runs the model. `input_modalities` lists "text", and "image" if the model accepts
-    images. The argument `name` becomes the `id` of the object; None for the model's own id.
+    Lengths are in tokens; `context_length` and `loaded_context_length` are both this server's.
+    `name` becomes the `id`; None for the model's own.
     """
     return {
         "id": name or info.id,
@@ -241,15 +186,10 @@ def describe_model(info: ModelInfo, name: str | None = None) -> dict[str, Any]:
 
 
 def input_modalities(info: ModelInfo) -> list[str]:
-    """Return what a request to the model may contain: "text", and "image" if it accepts images."""
     return ["text", "image"] if info.has_images else ["text"]
 
 
 def _lm_studio_object(info: ModelInfo, name: str | None = None) -> dict[str, Any]:
-    """Return a model object in the format of LM Studio. Fields that are not known are null.
-
-    `name` becomes the `id` of the object; None for the model's own id.
-    """
     publisher, slash, _ = info.id.partition("/")
     return {
         "id": name or info.id,
@@ -263,3 +203,80 @@ def _lm_studio_object(info: ModelInfo, name: str | None = None) -> dict[str, Any
         "max_context_length": info.max_context_length,
         "loaded_context_length": info.context_length,
     }
+
+
+# -- Anthropic's form: https://docs.anthropic.com/en/api/models-list -------------------------
+
+_EFFORTS = ("low", "medium", "high", "xhigh", "max")
+_THINKING_TYPES = ("adaptive", "between_tools", "disabled", "enabled")
+
+
+def _anthropic_object(info: ModelInfo, name: str | None = None) -> dict[str, Any]:
+    """Return the model object of Anthropic's API, with lengths that other local servers have.
+
+    `max_tokens`, the longest reply, is the whole context length, without the prompt subtracted.
+    """
+    return {
+        "id": name or info.id,
+        "type": "model",
+        "display_name": info.id,
+        "created_at": _time(info.created),
+        "lifecycle": "active",
+        "deprecated_at": None,
+        "retires_at": None,
+        "line": None,
+        "max_input_tokens": info.context_length,
+        "max_tokens": info.context_length,
+        "capabilities": _capabilities(info),
+        "context_length": info.context_length,
+        "max_context_length": info.max_context_length,
+        "loaded_context_length": info.context_length,
+    }
+
+
+def _anthropic_unknown(name: str) -> dict[str, Any]:
+    known = {"id": name, "type": "model", "display_name": name, "created_at": _time(0)}
+    unknown = ("max_input_tokens", "max_tokens", "capabilities")
+    return known | {"lifecycle": "active"} | dict.fromkeys(unknown)
+
+
+def _time(seconds: int) -> str:
+    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def _capabilities(info: ModelInfo) -> dict[str, Any]:
+    thinks = info.has_thinking
+    return {
+        "batch": _is(False),
+        "citations": _is(False),
+        "code_execution": _is(False),
+        "context_management": _is(
+            False,
+            clear_thinking_20251015=_is(False),
+            clear_tool_uses_20250919=_is(False),
+            compact_20260112=_is(False),
+        ),
+        "effort": _is(thinks, **{effort: _is(thinks) for effort in _EFFORTS}),
+        "image_input": _is(info.has_images),
+        "pdf_input": _is(False),
+        "server_tools": _is(False, code_execution=_is(False), web_search=_is(False)),
+        "structured_outputs": _is(True),
+        # Every type is accepted, whatever the model.
+        "thinking": _is(thinks, types={kind: _is(True) for kind in _THINKING_TYPES}),
+    }
+
+
+def _is(supported: bool, **more: Any) -> dict[str, Any]:
+    return {"supported": supported, **more}
+
+
+ENDPOINTS = {
+    "POST /v1/models/{id:path}/load": load,
+    "POST /v1/models/{id:path}/unload": unload,
+    "GET /v1/models": models,
+    "GET /v1/models/{id:path}": model,
+    "GET /api/v0/models": lm_studio_models,
+    "GET /v1/api/v0/models": lm_studio_models,
+    "GET /api/v0/models/{id:path}": lm_studio_model,
+    "GET /v1/api/v0/models/{id:path}": lm_studio_model,
+}

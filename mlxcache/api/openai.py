@@ -2,47 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any
+from dataclasses import replace
+from typing import Any, ClassVar
 
+from sse_starlette.event import ServerSentEvent
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
 
-from mlxcache.api.choices import Choices, start_choices
 from mlxcache.api.errors import build_openai_error
-from mlxcache.api.headers import (
-    read_arrival,
-    read_client_name,
-    read_job_options,
-    read_session_label,
-)
-from mlxcache.api.http import (
-    Deps,
-    accepts_images,
-    get_request_id,
-    json_response,
-    read_json,
-    require_model,
-    while_connected,
-)
-from mlxcache.api.late import LateReply
-from mlxcache.api.sse import (
-    Events,
-    EventStream,
-    ReplyProgress,
-    close_stream,
-    make_event,
-    make_raw_event,
-)
+from mlxcache.api.exchange import Exchange, merge
+from mlxcache.api.http import Deps, accepts_images, read_json, require_model
+from mlxcache.api.sse import Events, make_comment, make_event, make_raw_event
 from mlxcache.errors import BadRequest
-from mlxcache.types import Job, Prompt
+from mlxcache.types import Admitted, Event, Job, Progress, Prompt
 from mlxcache.wire import openai_request as wire
-from mlxcache.wire.openai_output import read_format, read_tool_use
 from mlxcache.wire.openai_reply import (
     ChatChunks,
     Chunks,
@@ -54,252 +32,214 @@ from mlxcache.wire.openai_reply import (
     usage_chunk,
 )
 from mlxcache.wire.openai_types import ChatRequest, Generation, TextRequest
-from mlxcache.wire.reply import WholeReply
+from mlxcache.wire.reply import WholeReply, gather_reply
 from mlxcache.wire.titles import title_from_messages, title_from_text
 
 TEXT_MAX_TOKENS = 16
 """OpenAI's default limit for a text completion."""
 
 
-Whole = Callable[[Sequence[WholeReply], Envelope, Wish], dict[str, Any]]
-"""Function that builds the response body from finished replies."""
-
-
-@dataclass(frozen=True, slots=True)
-class Endpoint:
-    """Reply format of one endpoint.
-
-    `id_prefix` begins the ids of replies. `whole` builds a reply that is not streamed, with the
-    value `object` in its JSON field `object`. The class `chunks` builds the chunks of a streamed
-    reply, with the value `chunk_object` in that field. `called` is the `finish_reason` of a reply
-    that calls tools.
-    """
-
-    id_prefix: str
-    object: str
-    chunk_object: str
-    whole: Whole
-    chunks: type[Chunks]
-    called: str = "tool_calls"
-
-
-CHAT = Endpoint(
-    "chatcmpl-", "chat.completion", "chat.completion.chunk", chat_completion, ChatChunks
-)
-CHAT_NAMED = replace(CHAT, called="stop")
-"""Chat whose `tool_choice` names a function. Its `finish_reason` is `stop`, as in OpenAI's API."""
-TEXT = Endpoint("cmpl-", "text_completion", "text_completion", text_completion, TextChunks)
-
-
-def routes(deps: Deps) -> list[Route]:
-    """Return the routes of OpenAI's API."""
-    return [
-        Route("/v1/chat/completions", partial(chat_completions, deps), methods=["POST"]),
-        Route("/v1/completions", partial(completions, deps), methods=["POST"]),
-    ]
-
-
 async def chat_completions(deps: Deps, request: Request) -> Response:
     """Generate a reply to a conversation."""
     body = await read_json(request, ChatRequest, deps)
     wire.check_supported(body)
-
-    async def prepare(deps: Deps) -> Prepared:
-        chat = wire.to_chat(body, images=accepts_images(deps))
-        form = read_format(body)
-        use = read_tool_use(body, chat.tools)
-        fields = _fields(deps, request, body) | {
-            "tools": use.tools,
-            "tool_choice": use.choice,
-            "parallel_tools": use.parallel,
-            "format": form,
-            "max_tokens": wire.read_max_tokens(body, deps.settings.default_max_tokens),
-            "thinking_budget": wire.read_thinking_budget(
-                body, takes_effort=require_model(deps).takes_effort
-            ),
-            "top_logprobs": (body.top_logprobs or 0) if body.logprobs else None,
-            "title": title_from_messages(chat.messages),
-            "api": "chat",
-        }
-        began = time.perf_counter()
-        prompt = await deps.engine.render(chat, session=fields["session"], stop=fields["stop"])
-        job = Job(prompt=prompt, render_s=time.perf_counter() - began, **fields)
-        endpoint = CHAT_NAMED if use.named else CHAT
-        held = form is not None or use.choice.required
-        return Prepared(_jobs([job], body), endpoint, held=held)
-
-    return await _answer(deps, request, body, "chat", prepare)
+    return await ChatExchange(deps, request, body).answer()
 
 
 async def completions(deps: Deps, request: Request) -> Response:
     """Continue a prompt given as text or as token ids, without a chat template."""
     body = await read_json(request, TextRequest, deps)
     wire.check_supported(body)
-    given = wire.read_prompts(body)
+    return await TextExchange(deps, request, body).answer()
 
-    async def prepare(deps: Deps) -> Prepared:
-        form = read_format(body)
-        fields = _fields(deps, request, body) | {
-            "max_tokens": wire.read_max_tokens(
-                body, deps.settings.default_max_tokens or TEXT_MAX_TOKENS
-            ),
+
+class ReplyProgress:
+    """Phase of one reply, to be sent as a comment at least every `ApiSettings.ping_seconds`.
+
+    `load_share` returns the progress of loading the model, from 0 to 1, or None if the model is not
+    being loaded (see `Engine.load_share`).
+    """
+
+    def __init__(self, load_share: Callable[[], float | None] = lambda: None) -> None:
+        self._text: str | None = None
+        self._load_share = load_share
+
+    def update(self, event: Event) -> None:
+        """Set the phase according to an event. Call this for every event of the stream."""
+        match event:
+            case Progress(done, total):
+                self._text = f"prefill {done}/{total}"
+            case Admitted():
+                self._text = f"prefill {event.cached_tokens}/{event.prompt_tokens}"
+            case _:
+                self._text = "decode"
+
+    def to_comment(self) -> ServerSentEvent:
+        """Return a comment: `queued`, `loading 43%`, `prefill 512/18500`, or `decode`."""
+        share = self._load_share() if self._text is None else None
+        queued = "queued" if share is None else f"loading {share:.0%}"
+        return make_comment(self._text or queued)
+
+
+class Completions(Exchange):
+    """A request for completions; each endpoint is a subclass.
+
+    `id_prefix` begins the ids of replies. `object` and `chunk_object` are the values of the JSON
+    field `object` in a whole reply and in the chunks of a streamed one, which `chunks` builds.
+    """
+
+    id_prefix: ClassVar[str]
+    object: ClassVar[str]
+    chunk_object: ClassVar[str]
+    chunks: ClassVar[type[Chunks]]
+    _wish: Wish
+    _envelope: Envelope
+
+    def __init__(self, deps: Deps, request: Request, api: str, body: Generation):
+        super().__init__(deps, request, api, body, body.prompt_cache_key)
+        self._generation = body
+        self._progress = ReplyProgress(lambda: deps.models.find(body.model).load_share)
+
+    @staticmethod
+    @abstractmethod
+    def write(replies: Sequence[WholeReply], envelope: Envelope, wish: Wish) -> dict[str, Any]:
+        """Return the body of a response with finished replies."""
+
+    def choices(self, jobs: Sequence[Job], **wish: Any) -> list[Job]:
+        """Return a job for each of the `n` choices of each prompt, from one job for each prompt.
+
+        They are ordered by prompt. If the request has a seed, the choices of a prompt have
+        different seeds. The first job of all has the id of the request; the others add `-1`, `-2`
+        and so on. `wish`: fields of `Wish` that the endpoint knows.
+        """
+        body, n = self._generation, wire.read_choices(self._generation)
+        usage = bool(body.stream_options and body.stream_options.include_usage)
+        self._wish = Wish(wire.wants_logprobs(body), include_usage=usage, n=n, **wish)
+        self._envelope = Envelope(
+            self.arrival.id.replace("req_", self.id_prefix),
+            body.model or require_model(self.deps).id,
+            self.chunk_object if body.stream else self.object,
+        )
+        made = [
+            replace(job, sampling=wire.of_choice(job.sampling, i)) for job in jobs for i in range(n)
+        ]
+        return [
+            replace(job, id=f"{job.id}-{i}", choice=i) if i else job for i, job in enumerate(made)
+        ]
+
+    async def whole(self) -> dict[str, Any]:
+        tasks = [asyncio.ensure_future(gather_reply(one)) for one in self.streams]
+        try:
+            return self.write(await asyncio.gather(*tasks), self._envelope, self._wish)
+        finally:
+            for task in tasks:
+                task.cancel()
+
+    async def events(self) -> Events:
+        envelope, wish, progress = self._envelope, self._wish, self._progress
+        chunks = [self.chunks(envelope, wish, i) for i in range(len(self.streams))]
+        for one in chunks:
+            for chunk in one.begin():
+                yield make_event(chunk)
+        async with aclosing(merge(self.streams)) as items:
+            async for index, item in items:
+                progress.update(item)
+                for chunk in chunks[index].feed(item):
+                    yield make_event(chunk)
+        usage = usage_chunk(envelope, chunks, wish.n)
+        if wish.include_usage:
+            yield make_event(usage)
+        yield make_raw_event("[DONE]")
+
+    def ping(self) -> ServerSentEvent:
+        return self._progress.to_comment()
+
+    def failure(self, error: Exception) -> ServerSentEvent:
+        return make_event(build_openai_error(error))
+
+
+class ChatExchange(Completions):
+    """A request to /v1/chat/completions."""
+
+    id_prefix = "chatcmpl-"
+    object = "chat.completion"
+    chunk_object = "chat.completion.chunk"
+    chunks = ChatChunks
+    write = staticmethod(chat_completion)
+
+    def __init__(self, deps: Deps, request: Request, body: ChatRequest):
+        super().__init__(deps, request, "chat", body)
+        self._body = body
+
+    async def jobs(self) -> list[Job]:
+        body, deps = self._body, self.deps
+        chat = wire.to_chat(body, images=accepts_images(deps))
+        form = wire.read_format(body)
+        use = wire.read_tool_use(body, chat.tools)
+        info, stop = require_model(deps), wire.read_stop_strings(body)
+        fields = {
+            "sampling": wire.to_sampling(body),
+            "max_tokens": wire.read_max_tokens(body, deps.settings.default_max_tokens),
+            "thinking_budget": wire.read_thinking_budget(body, takes_effort=info.takes_effort),
+        }
+        began = time.perf_counter()
+        job = self.make_job(
+            await deps.engine.render(chat, session=self.arrival.session, stop=stop),
+            began,
+            stop=stop,
+            tools=use.tools,
+            tool_choice=use.choice,
+            parallel_tools=use.parallel,
+            format=form,
+            top_logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+            title=title_from_messages(chat.messages),
+            **fields,
+        )
+        # Of a reply that calls the function that `tool_choice` names, OpenAI's reason is `stop`.
+        called = "stop" if use.named else "tool_calls"
+        return self.choices([job], called=called, whole=form is not None or use.choice.required)
+
+
+class TextExchange(Completions):
+    """A request to /v1/completions."""
+
+    id_prefix = "cmpl-"
+    object = chunk_object = "text_completion"
+    chunks = TextChunks
+    write = staticmethod(text_completion)
+
+    def __init__(self, deps: Deps, request: Request, body: TextRequest):
+        super().__init__(deps, request, "completions", body)
+        self._body, self._given = body, wire.read_prompts(body)
+
+    async def jobs(self) -> list[Job]:
+        body, deps = self._body, self.deps
+        form = wire.read_format(body)
+        require_model(deps)
+        default = deps.settings.default_max_tokens or TEXT_MAX_TOKENS
+        fields = {
+            "sampling": wire.to_sampling(body),
+            "stop": wire.read_stop_strings(body),
+            "max_tokens": wire.read_max_tokens(body, default),
             "top_logprobs": body.logprobs,
-            "api": "completions",
             "raw": True,
             "format": form,
         }
-        shown = given if body.echo else ()
+        shown = self._given if body.echo else ()
         echoes = tuple(one if isinstance(one, str) else deps.engine.decode(one) for one in shown)
-        jobs = [await _text_job(deps, one, fields) for one in given]
-        return Prepared(_jobs(jobs, body), TEXT, echoes, held=form is not None)
+        jobs = [await self._text_job(one, fields) for one in self._given]
+        return self.choices(jobs, echoes=echoes, whole=form is not None)
 
-    return await _answer(deps, request, body, "completions", prepare)
-
-
-async def _text_job(deps: Deps, one: str | Prompt, fields: dict[str, Any]) -> Job:
-    began = time.perf_counter()
-    prompt = await deps.engine.render_text(one) if isinstance(one, str) else one
-    if not len(prompt.ids):
-        raise BadRequest("The prompt is empty.", param="prompt")
-    title = title_from_text(one) if isinstance(one, str) else None
-    return Job(prompt=prompt, title=title, render_s=time.perf_counter() - began, **fields)
+    async def _text_job(self, one: str | Prompt, fields: dict[str, Any]) -> Job:
+        began = time.perf_counter()
+        prompt = await self.deps.engine.render_text(one) if isinstance(one, str) else one
+        if not len(prompt.ids):
+            raise BadRequest("The prompt is empty.", param="prompt")
+        title = title_from_text(one) if isinstance(one, str) else None
+        return self.make_job(prompt, began, title=title, **fields)
 
 
-@dataclass(frozen=True, slots=True)
-class Prepared:
-    """A rendered request: a job for each choice, and the form in which its reply is written.
-
-    `echoes`: the texts of its prompts, if choices must begin with them. `held`: a format or a tool
-    call is required, so that a part of a reply is useless. A reply that was stopped because it
-    repeats itself then has the `finish_reason` `length`.
-    """
-
-    jobs: list[Job]
-    endpoint: Endpoint
-    echoes: tuple[str, ...] = ()
-    held: bool = False
-
-
-def _jobs(jobs: Sequence[Job], body: Generation) -> list[Job]:
-    """Return a job for each of the `n` choices of each prompt, from one job for each prompt.
-
-    They are ordered by prompt. If the request has a seed, the choices of a prompt have different
-    seeds. The first job of all has the id of the request; the others add `-1`, `-2` and so on.
-    """
-    n = wire.read_choices(body)
-    made = [
-        replace(job, sampling=wire.of_choice(job.sampling, i)) for job in jobs for i in range(n)
-    ]
-    return [replace(job, id=f"{job.id}-{i}", choice=i) if i else job for i, job in enumerate(made)]
-
-
-def _fields(deps: Deps, request: Request, body: Generation) -> dict[str, Any]:
-    require_model(deps)
-    return {
-        "id": get_request_id(request),
-        "sampling": wire.to_sampling(body),
-        "stop": wire.read_stop_strings(body),
-        "session": read_session_label(request.headers, prompt_cache_key=body.prompt_cache_key),
-        "client": read_client_name(request.headers),
-        "loaded_s": deps.loaded_s,
-        "speculate": body.speculate is not False,
-        **read_job_options(request.headers),
-    }
-
-
-@dataclass(frozen=True, slots=True)
-class Begun:
-    """A submitted request: the streams of its choices, and the form in which it is answered.
-
-    `count` is the number of choices of all prompts together. `envelope` has the fields that all
-    JSON objects of the answer share, such as its id, and `wish` what the request asked the answer
-    to include, such as log-probabilities.
-    """
-
-    choices: Choices
-    count: int
-    endpoint: Endpoint
-    envelope: Envelope
-    wish: Wish
-
-
-async def _answer(
-    deps: Deps,
-    request: Request,
-    body: Generation,
-    api: str,
-    prepare: Callable[[Deps], Awaitable[Prepared]],
-) -> Response:
-    session = read_session_label(request.headers, prompt_cache_key=body.prompt_cache_key)
-    arrival = read_arrival(request.headers, get_request_id(request), api, session)
-
-    async def begin() -> Begun:
-        own = await deps.of(body.model, arrival)
-        asked = await prepare(own)
-        endpoint = asked.endpoint
-        wish = Wish(
-            logprobs=wire.wants_logprobs(body),
-            include_usage=bool(body.stream_options and body.stream_options.include_usage),
-            n=wire.read_choices(body),
-            echoes=asked.echoes,
-            called=endpoint.called,
-            whole=asked.held,
-        )
-        name = endpoint.chunk_object if body.stream else endpoint.object
-        id = arrival.id.replace("req_", endpoint.id_prefix)
-        envelope = Envelope(id, body.model or require_model(own).id, name)
-        choices = await start_choices(own, asked.jobs)
-        return Begun(choices, len(asked.jobs), endpoint, envelope, wish)
-
-    async def whole() -> dict[str, Any]:
-        begun = await begin()
-        try:
-            replies = await begun.choices.gather()
-            return begun.endpoint.whole(replies, begun.envelope, begun.wish)
-        finally:
-            await close_stream(begun.choices)
-
-    if not body.stream:
-        return json_response(await while_connected(request, whole()))
-    late = LateReply(begin(), arrival, lambda one: close_stream(one.choices))
-    begun = await while_connected(request, late.begun(deps.settings.queue_grace))
-    progress = ReplyProgress(lambda: deps.load_share(body.model))
-    return EventStream(
-        late if begun is None else begun.choices,
-        _late_events(late, progress) if begun is None else _events(begun, progress),
-        deps.settings,
-        ping=progress.to_comment,
-        on_error=_late_error,
-    )
-
-
-async def _late_events(late: LateReply[Begun], progress: ReplyProgress) -> Events:
-    """Yield a progress comment at once, then the events of the reply when it has begun.
-
-    Used if the model is still being loaded when the response begins.
-    """
-    yield progress.to_comment()
-    async with aclosing(_events(await late.get(), progress)) as events:
-        async for item in events:
-            yield item
-
-
-async def _events(begun: Begun, progress: ReplyProgress) -> Events:
-    envelope, wish = begun.envelope, begun.wish
-    chunks = [begun.endpoint.chunks(envelope, wish, i) for i in range(begun.count)]
-    for one in chunks:
-        for chunk in one.begin():
-            yield make_event(chunk)
-    async with aclosing(begun.choices.read()) as items:
-        async for index, item in items:
-            progress.update(item)
-            for chunk in chunks[index].feed(item):
-                yield make_event(chunk)
-    usage = usage_chunk(envelope, chunks, wish.n)
-    if wish.include_usage:
-        yield make_event(usage)
-    yield make_raw_event("[DONE]")
-
-
-def _late_error(error: Exception) -> Any:
-    return make_event(build_openai_error(error))
+ENDPOINTS = {
+    "POST /v1/chat/completions": chat_completions,
+    "POST /v1/completions": completions,
+}

@@ -19,7 +19,7 @@ from starlette.routing import BaseRoute, Route
 
 from mlxcache import __version__
 from mlxcache.api import cache, sessions
-from mlxcache.api.http import json_response
+from mlxcache.api.http import HEALTH, json_response
 from mlxcache.wire import anthropic_types, openai_types, responses_types
 
 PATH = "/openapi.json"
@@ -33,14 +33,9 @@ JSON, EVENTS, BINARY = "application/json", "text/event-stream", "application/oct
 class Operation:
     """Description of one endpoint, besides its path and its handler's docstring.
 
-    - `tag`: group in which it is listed.
-    - `body`: type of its JSON body, or None. If `optional`, the body may be empty.
-    - `raw`: content types of a body that is not, or not always, JSON.
-    - `query`: schema of each query parameter by name.
-    - `answer`: name of the schema of its JSON response.
-    - `types`: content types of the response.
-    - `status`: status of success.
-    - `also`: further statuses that are not errors.
+    `optional`: the body may be empty. `raw`: content types of a body that is not, or not always,
+    JSON. `answer`: schema of its JSON response, `types` the content types. `also`: further statuses
+    that are not errors.
     """
 
     tag: str
@@ -56,7 +51,7 @@ class Operation:
 
 def _number(default: int, least: int = 0, most: int | None = None) -> Schema:
     found = {"type": "integer", "minimum": least, "default": default}
-    return found if most is None else found | {"maximum": most}
+    return found | ({} if most is None else {"maximum": most})
 
 
 def _words(*values: str, default: str | None = None) -> Schema:
@@ -159,12 +154,8 @@ OPERATIONS: Mapping[str, Operation] = {
 }
 """Every endpoint as `METHOD PATH`; a test compares the keys with the routes."""
 
-_PUBLIC = frozenset(
-    {
-        *("GET /", "GET /dashboard", "GET /dashboard/{name}", "GET /docs", "GET /health"),
-        f"GET {PATH}",
-    }
-)
+_PUBLIC_PATHS = ("/", "/dashboard", "/dashboard/{name}", "/docs", HEALTH, PATH)
+_PUBLIC = frozenset(f"GET {path}" for path in _PUBLIC_PATHS)
 """Endpoints that need no key."""
 
 _REASONS = {
@@ -198,20 +189,27 @@ _PARTS = re.compile(r"\{([a-z_]+)(?::path)?\}")
 
 
 def _object(**properties: Any) -> Schema:
-    """Return the schema of an object with these properties, all of them required.
-
-    Other properties are allowed.
-    """
     return {"type": "object", "properties": properties, "required": list(properties)}
 
 
-_COUNT: Schema = {"type": "integer", "minimum": 0}
-_LIST: Schema = {"type": "array", "items": {"type": "object"}}
+def _completion(kind: str) -> Schema:
+    return _object(
+        id=_TEXT,
+        object=_constant(kind),
+        created=_COUNT,
+        model=_TEXT,
+        choices=_LIST,
+        usage=_object(prompt_tokens=_COUNT, completion_tokens=_COUNT, total_tokens=_COUNT),
+    )
 
 
 def _constant(value: str) -> Schema:
     return {"type": "string", "const": value}
 
+
+_COUNT: Schema = {"type": "integer", "minimum": 0}
+_LIST: Schema = {"type": "array", "items": {"type": "object"}}
+_OPTIONAL_TEXT: Schema = {"type": ["string", "null"]}
 
 _ANSWERS: Mapping[str, Schema] = {
     "Object": {"type": "object"},
@@ -219,22 +217,8 @@ _ANSWERS: Mapping[str, Schema] = {
     "Models": _object(data=_LIST),
     "Deleted": _object(id=_TEXT, object=_TEXT, deleted={"const": True}),
     "InputTokens": _object(input_tokens=_COUNT),
-    "ChatCompletion": _object(
-        id=_TEXT,
-        object=_constant("chat.completion"),
-        created=_COUNT,
-        model=_TEXT,
-        choices=_LIST,
-        usage=_object(prompt_tokens=_COUNT, completion_tokens=_COUNT, total_tokens=_COUNT),
-    ),
-    "TextCompletion": _object(
-        id=_TEXT,
-        object=_constant("text_completion"),
-        created=_COUNT,
-        model=_TEXT,
-        choices=_LIST,
-        usage=_object(prompt_tokens=_COUNT, completion_tokens=_COUNT, total_tokens=_COUNT),
-    ),
+    "ChatCompletion": _completion("chat.completion"),
+    "TextCompletion": _completion("text_completion"),
     "Response": _object(
         id=_TEXT,
         object=_constant("response"),
@@ -257,8 +241,8 @@ _ANSWERS: Mapping[str, Schema] = {
             "properties": {
                 "message": _TEXT,
                 "type": _TEXT,
-                "param": {"type": ["string", "null"]},
-                "code": {"type": ["string", "null"]},
+                "param": _OPTIONAL_TEXT,
+                "code": _OPTIONAL_TEXT,
             },
             "required": ["message", "type"],
         }
@@ -267,11 +251,7 @@ _ANSWERS: Mapping[str, Schema] = {
 
 
 def _body_schemas() -> tuple[dict[type, Schema], dict[str, Schema]]:
-    """Return the schema of each type in `Operation.body`, and the components of the document.
-
-    The components are schemas by name, to which the schemas of the types refer. If types of several
-    APIs have the same name, their components' names include the API, such as `openai.Tool`.
-    """
+    """Return the schema of each type in `Operation.body`, and the components of all."""
     types = list(dict.fromkeys(one.body for one in OPERATIONS.values() if one.body is not None))
     template = "#/components/schemas/{name}"
     schemas, components = msgspec.json.schema_components(types, ref_template=template)
@@ -283,11 +263,9 @@ def _body_schemas() -> tuple[dict[type, Schema], dict[str, Schema]]:
 
 
 def _mark_unsupported(schema: Schema, own: Mapping[str, Any]) -> None:
-    """Mark the fields that the server refuses in `schema`, and move them after the other fields.
+    """Mark the fields that the server refuses, and move them after the others.
 
-    `schema`: that of the body of an endpoint. The refused fields get the key `UNSUPPORTED` and a
-    description. They are the fields of `UnsupportedFields`, except those in `own`, the fields that
-    the type of the body defines itself because it supports them.
+    `own`: fields that the type of the body defines itself because it supports them.
     """
     properties: dict[str, Schema] = schema["properties"]
     for name in openai_types.UnsupportedFields.__struct_fields__:
@@ -297,9 +275,8 @@ def _mark_unsupported(schema: Schema, own: Mapping[str, Any]) -> None:
 
 
 def _renamed(value: Any) -> Any:
-    """Return a part of the document, any JSON value, with shorter names of components in it.
-
-    For example, `mlxcache.wire.openai_types.Tool` becomes `openai.Tool`.
+    """Return a part of the document with shorter names: `mlxcache.wire.openai_types.Tool` becomes
+    `openai.Tool`.
     """
     if isinstance(value, dict):
         return {_MODULE.sub(r"\1.", key): _renamed(one) for key, one in value.items()}
@@ -312,10 +289,6 @@ def _renamed(value: Any) -> Any:
 
 
 def build_document(routes: Iterable[BaseRoute]) -> dict[str, Any]:
-    """Return the OpenAPI document of `routes`.
-
-    Raises ValueError if a route is not in `OPERATIONS` or its handler has no docstring.
-    """
     bodies, components = _body_schemas()
     paths: dict[str, dict[str, Any]] = {}
     for route in routes:
@@ -354,7 +327,10 @@ def _operation(
         "operationId": re.sub(r"\W+", "_", f"{method.lower()}{path}").rstrip("_"),
         "tags": [operation.tag],
         "summary": summary,
-        "parameters": [*_path_parameters(path), *_query_parameters(operation)],
+        "parameters": [
+            *(_parameter("path", name, _TEXT) for name in _PARTS.findall(path)),
+            *(_parameter("query", *query) for query in (operation.query or {}).items()),
+        ],
         "responses": _responses(operation, name),
     }
     if text:
@@ -370,10 +346,7 @@ def _operation(
 
 
 def _texts(route: Route, name: str) -> tuple[str, str]:
-    """Return the first paragraph of the docstring of the route's handler, and the rest.
-
-    Raises ValueError if there is no docstring. `name` is that of the endpoint, for the error.
-    """
+    """Return the first paragraph of the docstring of the route's handler, and the rest."""
     handler = route.endpoint
     while isinstance(handler, partial):
         handler = handler.func
@@ -384,18 +357,8 @@ def _texts(route: Route, name: str) -> tuple[str, str]:
     return " ".join(first.split()), rest.strip()
 
 
-def _path_parameters(path: str) -> list[Schema]:
-    return [
-        {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
-        for name in _PARTS.findall(path)
-    ]
-
-
-def _query_parameters(operation: Operation) -> list[Schema]:
-    return [
-        {"name": name, "in": "query", "required": False, "schema": schema}
-        for name, schema in (operation.query or {}).items()
-    ]
+def _parameter(place: str, name: str, schema: Schema) -> Schema:
+    return {"name": name, "in": place, "required": place == "path", "schema": schema}
 
 
 def _responses(operation: Operation, name: str) -> dict[str, Any]:
@@ -407,20 +370,13 @@ def _responses(operation: Operation, name: str) -> dict[str, Any]:
     }
     for status in operation.also:
         found[str(status)] = {"description": _REASONS[status]}
+    error = {JSON: {"schema": {"$ref": "#/components/schemas/Error"}}}
     for status in _errors(operation, name):
-        error = {"$ref": "#/components/schemas/Error"}
-        found[str(status)] = {
-            "description": _REASONS[status],
-            "content": {JSON: {"schema": error}},
-        }
+        found[str(status)] = {"description": _REASONS[status], "content": error}
     return found
 
 
 def _errors(operation: Operation, name: str) -> Sequence[int]:
-    """Return the error statuses with which the endpoint `name` may answer.
-
-    `name` is the method and the URL path, such as `GET /health`.
-    """
     found = {400, 403, 431, 500} | (set() if name in _PUBLIC else {401, 503})
     if name == "GET /health":
         found |= {503}

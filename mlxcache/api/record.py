@@ -23,7 +23,7 @@ RECORDED = {
     "/v1/chat/completions": "chat",
     "/v1/responses": "responses",
 }
-"""URL paths of recorded endpoints, each with the name used in file names."""
+"""URL paths of recorded endpoints, each with its name in file names."""
 
 MAX_FILES = 1000
 MAX_BYTES = 500_000_000
@@ -33,11 +33,10 @@ _NAME = re.compile(r"\d{8}T\d{6}\.\d{6}Z-[a-z]+-req_[0-9a-f]+\.json")
 
 
 class Recorder:
-    """Writer of request bodies to files in `folder`. The oldest files are removed.
+    """Writer of request bodies to files in `folder`, of which the oldest are removed.
 
     At most `files` files and `nbytes` bytes are kept. Folder and files are private to the user, and
-    other files in the folder are not touched. Raises ConfigError if the folder cannot be created or
-    read.
+    other files in the folder are not touched. Raises ConfigError if the folder cannot be used.
     """
 
     def __init__(self, folder: Path, *, files: int = MAX_FILES, nbytes: int = MAX_BYTES):
@@ -52,10 +51,9 @@ class Recorder:
         self._failing = False
 
     def record(self, id: str, path: str, body: bytes) -> None:
-        """Queue a request body to be written, if the request is for an endpoint in `RECORDED`.
+        """Queue the body of a request to `path` to be written, if it is one of `RECORDED`.
 
-        `id` is the id of the request, `path` its URL path. Does not block. A body of more bytes
-        than the folder may hold is not written; an error of writing is only logged.
+        Errors of writing are only logged.
         """
         kind = RECORDED.get(path)
         if kind is not None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Awaitable, Callable
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,7 +12,6 @@ import msgspec
 from starlette.concurrency import iterate_in_threadpool
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
-from starlette.routing import Route
 
 from mlxcache.api.http import (
     Deps,
@@ -23,6 +20,7 @@ from mlxcache.api.http import (
     read_body,
     read_json,
     read_number,
+    read_word,
     require_model,
 )
 from mlxcache.api.models import engine_named
@@ -47,8 +45,6 @@ RESTORE_S = 6 * 3600.0
 SPACE_CHECK_BYTES = 64 << 20
 """Bytes after which free space is checked again, for a file of unknown size."""
 
-Handler = Callable[[Deps, Request], Awaitable[Response]]
-
 
 class Patch(msgspec.Struct, forbid_unknown_fields=True):
     """Changes to a session. Omitted fields stay unchanged; a `name` of null removes the name."""
@@ -67,28 +63,10 @@ class Fork(msgspec.Struct, forbid_unknown_fields=True):
     at_tokens: int | None = None
 
 
-def routes(deps: Deps) -> list[Route]:
-    """Return the routes at and below /v1/sessions."""
-    handlers: list[tuple[str, str, Handler]] = [
-        ("GET", "/v1/sessions", list_sessions),
-        ("POST", "/v1/sessions", restore),
-        ("GET", "/v1/sessions/{id}", show),
-        ("PATCH", "/v1/sessions/{id}", patch),
-        ("DELETE", "/v1/sessions/{id}", delete),
-        ("POST", "/v1/sessions/{id}/fork", fork),
-        ("GET", "/v1/sessions/{id}/snapshot", snapshot),
-    ]
-    return [Route(path, partial(h, deps), methods=[method]) for method, path, h in handlers]
-
-
 def require_sessions(deps: Deps) -> SessionBook | SessionBooks:
-    """Return the sessions of all models.
-
-    Raises NotReady while the default model loads or the server stops, and ModelError if loading it
-    failed.
-    """
+    """Return the sessions of all models. Raises as `require_model`."""
     require_model(deps)
-    return deps.sessions
+    return deps.models.sessions
 
 
 async def list_sessions(deps: Deps, request: Request) -> Response:
@@ -136,9 +114,7 @@ async def fork(deps: Deps, request: Request) -> Response:
 
 async def snapshot(deps: Deps, request: Request) -> Response:
     """Export a session as one file. `?format=` is `mlxcache` (the default) or `mlx-lm`."""
-    id, format = _id(request), request.query_params.get("format", "mlxcache")
-    if format not in ("mlxcache", "mlx-lm"):
-        raise BadRequest("`format` must be 'mlxcache' or 'mlx-lm'.", param="format")
+    id, format = _id(request), read_word(request, "format", "mlxcache", ("mlxcache", "mlx-lm"))
     files = require_sessions(deps).files
     export = files.prompt_cache if format == "mlx-lm" else files.snapshot
     made: SnapshotExport | PromptCacheExport = await export(id)
@@ -189,10 +165,9 @@ async def restore(deps: Deps, request: Request) -> Response:
 
 
 async def _files_for(deps: Deps, model: str | None) -> SessionFiles | SeveralFiles:
-    """Return the object that imports and exports sessions of a model; of all models for None.
+    """Return what imports and exports sessions of a model; of all models for None.
 
-    `model`: the model's name, id or alias. A model that was never loaded is loaded first. Raises
-    NotFound for an unknown name.
+    Loads a model that was never loaded. Raises NotFound for an unknown name.
     """
     sessions = require_sessions(deps)
     return sessions.files if model is None else (await engine_named(deps, model)).sessions.files
@@ -200,3 +175,14 @@ async def _files_for(deps: Deps, model: str | None) -> SessionFiles | SeveralFil
 
 def _id(request: Request) -> str:
     return str(request.path_params["id"])
+
+
+ENDPOINTS = {
+    "GET /v1/sessions": list_sessions,
+    "POST /v1/sessions": restore,
+    "GET /v1/sessions/{id}": show,
+    "PATCH /v1/sessions/{id}": patch,
+    "DELETE /v1/sessions/{id}": delete,
+    "POST /v1/sessions/{id}/fork": fork,
+    "GET /v1/sessions/{id}/snapshot": snapshot,
+}

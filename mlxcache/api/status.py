@@ -4,31 +4,21 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
 
-from mlxcache.api.http import Deps, json_response, read_number
+from mlxcache.api.http import Deps, LoneModel, json_response, read_number
 from mlxcache.api.models import input_modalities
 from mlxcache.engine.metrics import reuse_of
 from mlxcache.errors import NotFound
 from mlxcache.types import RequestRecord
 
+if TYPE_CHECKING:
+    from mlxcache.engine.models import Models
+
 TIMINGS = ("queue_s", "render_s", "match_s", "restore_s", "prefill_s", "first_token_s", "decode_s")
-"""Timings of a request in order, in seconds; null for a stage not reached yet."""
-
-
-def routes(deps: Deps) -> list[Route]:
-    """Return the routes of the server's state, all of which only read."""
-    handlers = {
-        "/health": health,
-        "/v1/requests": requests,
-        "/v1/requests/{id}": one_request,
-    }
-    return [Route(path, partial(h, deps), methods=["GET"]) for path, h in handlers.items()]
 
 
 async def health(deps: Deps, request: Request) -> Response:
@@ -65,8 +55,9 @@ async def health(deps: Deps, request: Request) -> Response:
 
 async def requests(deps: Deps, request: Request) -> Response:
     """List the `?limit=` most recent requests, newest first; 100 by default."""
-    records = deps.requests()[: read_number(request, "limit", 100)]
-    return json_response({"object": "list", "data": [_described(deps, r) for r in records]})
+    records = deps.models.requests()[: read_number(request, "limit", 100)]
+    data = [describe_with_progress(deps.models, record) for record in records]
+    return json_response({"object": "list", "data": data})
 
 
 async def one_request(deps: Deps, request: Request) -> Response:
@@ -75,13 +66,14 @@ async def one_request(deps: Deps, request: Request) -> Response:
     record = await deps.engine.request(id)
     if record is None:
         raise NotFound(f"No recent request has the id {id!r}.")
-    if (engine := deps.engine_of(record)) is not deps.engine:
+    if (engine := deps.models.of_record(record)) is not deps.engine:
         record = await engine.request(id) or record
-    return json_response(_described(deps, record))
+    return json_response(describe_with_progress(deps.models, record))
 
 
-def _described(deps: Deps, record: RequestRecord) -> Mapping[str, Any]:
-    engine = deps.engine_of(record)
+def describe_with_progress(models: Models | LoneModel, record: RequestRecord) -> Mapping[str, Any]:
+    """Return `describe_request` with what the engine that serves the request knows of it."""
+    engine = models.of_record(record)
     return describe_request(record, engine.prefill_left_s(record), engine.load_share)
 
 
@@ -90,9 +82,8 @@ def describe_request(
 ) -> Mapping[str, Any]:
     """Return the object with which `GET /v1/requests` describes a request.
 
-    Times are in seconds, counts in tokens. `left_s` is the estimated time for the rest of its
-    prefill, None if it is not in prefill or there is no estimate yet. `load_share`: the progress of
-    loading its model, from 0 to 1, None if the model is not being loaded.
+    `left_s`: estimated seconds for the rest of its prefill, if known. `load_share`: progress of
+    loading its model, from 0 to 1, None if that is not being loaded.
     """
     computed = record.cached_tokens or record.fed_tokens
     return {
@@ -134,14 +125,10 @@ def measure_progress(
 ) -> dict[str, Any] | None:
     """Return the phase of a request and its progress, or None if it has ended.
 
-    The keys are `phase`, `done_tokens`, `total_tokens`, `tokens_per_s` and `left_s`. A request that
-    waits while its model is loaded is in the phase `loading`, and has the key `share` too: the
-    progress of loading the model, from 0 to 1, given as `load_share`. In prefill, `done_tokens`
-    counts the cached and the computed tokens of the prompt, and `total_tokens` all of it. In
-    `decode`, `done_tokens` counts tokens of the reply, and `total_tokens` is None because it is
-    unknown. `tokens_per_s` is the reply's average so far, None before its second token. `left_s` is
-    the estimated rest of the prefill in seconds. `now`: the time in seconds since 1970, by default
-    the present.
+    In prefill, `done_tokens` counts the cached and the computed tokens of the prompt; in `decode`,
+    the tokens of the reply, whose total is unknown. `tokens_per_s` is the reply's average so far,
+    None before its second token. A request that waits for its model is in the phase `loading`,
+    with `share`. `now`: seconds since 1970.
     """
     if record.status not in ("queued", "prefill", "decode"):
         return None
@@ -162,12 +149,15 @@ def measure_progress(
 
 
 def _speed(record: RequestRecord, now: float) -> float | None:
-    """Return the reply's tokens per second since its first token; None before the second.
-
-    `now` is in seconds since 1970.
-    """
     timing = record.timing
     if "first_token_s" not in timing or record.generated_tokens < 2:
         return None
     first_at = record.created_at + timing["first_token_s"] - timing.get("render_s", 0.0)
     return round((record.generated_tokens - 1) / max(0.001, now - first_at), 1)
+
+
+ENDPOINTS = {
+    "GET /health": health,
+    "GET /v1/requests": requests,
+    "GET /v1/requests/{id}": one_request,
+}

@@ -30,7 +30,6 @@ STOP_REASONS: Mapping[FinishReason, str] = {
     "tool_calls": "tool_use",
     "repetition": "end_turn",
 }
-"""`stop_reason` of replies that ended by themselves; other finish reasons are errors."""
 
 
 class ContentBlocks:
@@ -39,7 +38,7 @@ class ContentBlocks:
     Call `feed` for each piece of the reply, then `close`. White space at the start of a text or
     thinking block is held back until other text follows. A block of white space alone is therefore
     never sent: clients drop it, or are refused when they send it back. If `show_thinking` is False,
-    a thinking block has no text, and the reasoning is only in its signature (see `signatures`).
+    the reasoning is only in the block's signature.
     """
 
     def __init__(self, *, show_thinking: bool = True):
@@ -50,11 +49,7 @@ class ContentBlocks:
         self._started = False
 
     def feed(self, piece: Piece) -> list[StreamEvent]:
-        """Add a piece of the reply and return the stream events that result, maybe none.
-
-        They are of the types `content_block_start`, `content_block_delta` and `content_block_stop`.
-        Raises GenerationFailed if a tool call's arguments are not a JSON object.
-        """
+        """Add a piece of the reply and return the stream events that result, maybe none."""
         if isinstance(piece, ToolCall):
             return [*self.close(), *self._tool_use(piece)]
         ended = [] if type(piece) is self._kind else self.close()
@@ -62,7 +57,6 @@ class ContentBlocks:
         return [*ended, *self._grow(piece.text)]
 
     def close(self) -> list[StreamEvent]:
-        """Close the open block, if there is one, and return the events that end it."""
         return list(self._end())
 
     def _end(self) -> Iterator[StreamEvent]:
@@ -115,10 +109,7 @@ class ContentBlocks:
 
 
 def _parse_arguments(call: ToolCall) -> tuple[str, dict[str, Any]]:
-    """Return a call's arguments as valid JSON text and as an object.
-
-    Raises GenerationFailed if they are not a JSON object.
-    """
+    """Return a call's arguments as valid JSON text and as an object."""
     raw = call.arguments or "{}"
     try:
         return raw, typed.decode(dict[str, Any], raw)
@@ -133,11 +124,10 @@ def _parse_arguments(call: ToolCall) -> tuple[str, dict[str, Any]]:
 
 
 def count_usage(prompt: Prompt, cached: int, generated: int = 0) -> dict[str, int]:
-    """Return the `usage` object of a message, in tokens.
+    """Return the `usage` object of a message: three counts add up to the prompt.
 
-    Three counts add up to the prompt: `cache_read_input_tokens` were cached,
-    `cache_creation_input_tokens` were fed up to the last `cache_control` breakpoint, and
-    `input_tokens` were fed after that. `output_tokens` counts the reply.
+    `cache_read_input_tokens` were cached, `cache_creation_input_tokens` fed up to the last
+    `cache_control` breakpoint, and `input_tokens` fed after that.
     """
     creation = max(0, (prompt.breakpoint or 0) - cached)
     return {
@@ -151,8 +141,7 @@ def count_usage(prompt: Prompt, cached: int, generated: int = 0) -> dict[str, in
 def count_prompt(prompt: Prompt, *, edited: bool = False) -> dict[str, Any]:
     """Return the response body of `POST /v1/messages/count_tokens`.
 
-    `edited`: the request has `context_management`, so the body also has
-    `context_management.original_input_tokens`. It is the same count, because no edit is applied.
+    `edited`: the request has `context_management`, of which no edit is applied.
     """
     count = len(prompt.ids)
     edits = {"context_management": {"original_input_tokens": count}} if edited else {}
@@ -160,20 +149,13 @@ def count_prompt(prompt: Prompt, *, edited: bool = False) -> dict[str, Any]:
 
 
 def edit_fields(body: Request) -> dict[str, Any]:
-    """Return the reply's field `context_management`, which says that no edit was applied.
-
-    Returns {} if the request does not have that field.
-    """
+    """Return the field that says that no edit was applied, if the request asks for edits."""
     if body.context_management is None:
         return {}
     return {"context_management": {"applied_edits": []}}
 
 
 def begin_message(id: str, model: str, usage: Mapping[str, int]) -> dict[str, Any]:
-    """Return a message object for a reply that begins, without content and stop reason.
-
-    `usage` is the object that `count_usage` returns.
-    """
     return {
         "id": id,
         "type": "message",
@@ -190,16 +172,14 @@ REPETITION = {
     "type": "repetition",
     "explanation": "The model repeated the same text again and again, so the reply was ended.",
 }
-"""`stop_details` of a reply that was stopped because it repeated itself."""
 
 
 def end_fields(finished: Finished, *, whole: bool = False) -> dict[str, Any]:
     """Return the fields `stop_reason` and `stop_sequence` of a reply that was not cancelled.
 
-    A reply that was ended because it repeated itself also has `stop_details`. Its `stop_reason` is
-    `end_turn`, because agents request the rest of a reply that has `max_tokens`. But it is
-    `max_tokens` if `whole` (a format or a tool call was required, so that a part of the reply is
-    useless), because clients parse a reply that has `end_turn`.
+    The `stop_reason` of a reply that repeated itself is `end_turn`, because agents request the rest
+    of a reply that has `max_tokens`. But it is `max_tokens` if the reply must be `whole` (a format
+    or a call was required), because clients parse a reply that has `end_turn`.
     """
     cut = whole and finished.reason == "repetition"
     fields: dict[str, Any] = {

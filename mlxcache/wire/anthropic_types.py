@@ -6,15 +6,12 @@ name the block and its type. Source: https://docs.anthropic.com/en/api/messages
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
-import msgspec
 from msgspec import Meta, Struct
 
-from mlxcache import typed
-from mlxcache.errors import BadRequest, Unsupported
-
-T = TypeVar("T")
+from mlxcache.errors import BadRequest
+from mlxcache.wire.decode import convert, unsupported
 
 RawBlock = dict[str, Any]
 Content = str | list[RawBlock]
@@ -25,8 +22,6 @@ class Block(Struct):
 
 
 class Marked(Block, kw_only=True):
-    """Base class of content blocks that may have the field `cache_control`."""
-
     cache_control: Any = None
 
 
@@ -140,7 +135,6 @@ BLOCKS: dict[str, type[Block]] = {
     "tool_removal": ToolChange,
     "fallback": Fallback,
 }
-"""Content blocks by their `type`."""
 
 
 Effort = Literal["low", "medium", "high", "xhigh", "max"]
@@ -252,34 +246,11 @@ class Request(Conversation, kw_only=True):
 
 
 def read_block(raw: RawBlock, where: str) -> Block:
-    """Convert a content block to the type that its `type` names.
-
-    `where` is the block's place in the body, for errors.
-
-    Raises:
-        Unsupported: blocks of this type are not supported.
-        BadRequest: a field is missing or has the wrong type.
-    """
+    """Convert a content block to the type that its `type` names. `where`: its place in the body."""
     kind = raw.get("type")
     if not isinstance(kind, str):
         raise BadRequest(f"{where}.type: a string is required.", param=where)
     shape = BLOCKS.get(kind)
     if shape is None:
-        raise Unsupported(f"{where}: content of type {kind[:64]!r} is not supported.", param=where)
-    return _convert(raw, shape, where)
-
-
-def read_tool(raw: Any, where: str) -> Tool:
-    """Convert an entry of `tools`; `where` is its place in the body.
-
-    Raises BadRequest if a field is missing or has the wrong type.
-    """
-    return _convert(raw, Tool, where)
-
-
-def _convert(raw: Any, shape: type[T], where: str) -> T:
-    try:
-        return typed.convert(shape, raw)
-    except msgspec.ValidationError as error:
-        text = str(error).replace("`$", f"`{where}")
-        raise BadRequest(f"{where}: {text}.", param=where) from error
+        raise unsupported(where, f"content of type {kind[:64]!r} is not supported.")
+    return convert(raw, shape, where)

@@ -17,7 +17,6 @@ from mlxcache.utf8 import NotUtf8, decode_utf8
 from mlxcache.wire import anthropic_request, anthropic_types, openai_request, responses_request
 from mlxcache.wire.decode import decode
 from mlxcache.wire.openai_types import ChatRequest
-from mlxcache.wire.responses_tools import Toolbox
 from mlxcache.wire.responses_types import ResponsesRequest
 
 _RENDERED = frozenset({"messages", "system", "tools", "input", "instructions"})
@@ -35,11 +34,7 @@ _OPENINGS = ("0", "x")
 
 
 def parse_chat_request(body: bytes) -> dict[str, Any]:
-    """Parse a chat request of any API.
-
-    Raises BadRequest if it is not a JSON object with messages, or with `input` in the Responses
-    API.
-    """
+    """Parse a chat request of any API. Raises BadRequest if it is none."""
     request = decode(dict[str, Any], body)
     if is_responses(request):
         return request
@@ -53,16 +48,12 @@ def parse_chat_request(body: bytes) -> dict[str, Any]:
 
 
 def is_responses(request: dict[str, Any]) -> bool:
-    """Return whether a request is of the Responses API: it has `input` and no `messages`."""
     given = request.get("input")
     return "messages" not in request and isinstance(given, str | list) and bool(given)
 
 
 def is_anthropic(request: dict[str, Any]) -> bool:
-    """Return whether a request with `messages` must be of Anthropic's API.
-
-    A request that is also valid in OpenAI's Chat Completions API counts as OpenAI's.
-    """
+    """Return whether a request must be of Anthropic's API; OpenAI's is preferred."""
     tools = request.get("tools") or []
     if "system" in request or any(isinstance(t, dict) and "function" not in t for t in tools):
         return True
@@ -77,9 +68,7 @@ def is_anthropic(request: dict[str, Any]) -> bool:
 def request_to_chat(request: dict[str, Any]) -> Chat:
     """Convert a request of any API to a chat. Images are replaced by text with their digest.
 
-    A field of the request that OpenAI's endpoints would refuse is ignored. Raises Unsupported for
-    a field that Anthropic's would refuse and for messages or tools that no endpoint accepts, and
-    BadRequest if the request is malformed.
+    A field of the request that OpenAI's endpoints would refuse is ignored.
     """
     return _to_chat({"model": "any", **_without_images(request)}, check=False)
 
@@ -97,10 +86,8 @@ def requested_model(body: bytes) -> str | None:
 def chats_to_warm(body: bytes, *, images: bool = False) -> list[Chat]:
     """Convert the body of `POST /v1/cache/warm`: a chat request, or a system prompt as plain text.
 
-    `images`: whether the model accepts images. A request with system and developer messages only,
-    or with none, gives two chats, each with another user message added; the common beginning of
-    their prompts is the prefix to warm. Raises Unsupported if an endpoint would refuse a field, and
-    BadRequest if the body is malformed, or has neither messages, a system prompt nor tools.
+    `images`: whether the model accepts images. A request without a message of a user gives two
+    chats, each with another one added: the common beginning of their prompts is the prefix to warm.
     """
     if not body.lstrip().startswith(b"{"):
         try:
@@ -129,10 +116,10 @@ def chats_to_warm(body: bytes, *, images: bool = False) -> list[Chat]:
 
 
 def _to_chat(request: dict[str, Any], *, check: bool, images: bool = False) -> Chat:
-    """Convert a request of any API to a chat. `images`: whether the model accepts images.
+    """Convert a request of any API to a chat.
 
-    With `check`, a field that OpenAI's endpoints would refuse raises Unsupported, else it is
-    ignored. A field that Anthropic's would refuse always raises Unsupported.
+    With `check`, a field that OpenAI's endpoints would refuse raises Unsupported. One that
+    Anthropic's would refuse always does.
     """
     if is_responses(request):
         return _responses_to_chat(request, check=check, images=images)
@@ -151,7 +138,8 @@ def _responses_to_chat(request: dict[str, Any], *, check: bool, images: bool) ->
     if check:
         responses_request.check_supported(body)
     talk = responses_request.Conversation(responses_request.read_input(body))
-    return responses_request.to_chat(body, talk, Toolbox(body.tools or ()), images=images)
+    tools = responses_request.Toolbox(body.tools or ())
+    return responses_request.to_chat(body, talk, tools, images=images)
 
 
 def _without_images(value: Any) -> Any:
@@ -165,7 +153,6 @@ def _without_images(value: Any) -> Any:
 
 
 def count_images(request: Any) -> int:
-    """Return the number of images in a request of any API, or in a part of one."""
     if isinstance(request, dict):
         kind = request.get("type")
         if isinstance(kind, str) and kind in _IMAGES:
@@ -177,10 +164,8 @@ def count_images(request: Any) -> int:
 def differences_without_effect(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
     """Return the names of differences between two requests that do not change their prompts.
 
-    These are the names of differing fields that are not rendered, such as `temperature`. Then
-    follow `cache_control` if messages, system prompts or tools are equal except for this field, and
-    `the form of messages` if they differ only in the way they are written, such as a text and a
-    list with one text.
+    These are fields that are not rendered, `cache_control`, and `the form of messages` if these
+    differ only in the way they are written, such as a text and a list with one text.
     """
     keys = sorted({*one, *other} - _RENDERED - _TEMPLATE_ARGS)
     found = [key for key in keys if one.get(key) != other.get(key)]
@@ -188,11 +173,6 @@ def differences_without_effect(one: dict[str, Any], other: dict[str, Any]) -> li
 
 
 def _differences_in_form(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
-    """Return the names of differences between equal messages that are written in two ways.
-
-    They are `cache_control` if only one request has this field, or another value of it, and
-    `the form of messages` if, for example, one has a string and the other a list with one text.
-    """
     pairs = [(_head(one), _head(other))]
     pairs += list(zip(_messages(one), _messages(other), strict=False))
     found: list[str] = []
@@ -223,11 +203,7 @@ def _has_mark(value: Any) -> bool:
 
 
 def _plain(value: Any, *, marks_only: bool = False) -> Any:
-    """Return a part of a request without `cache_control`, spelled in one way for comparison.
-
-    A list with one text becomes a string, and tool arguments in JSON text become objects. With
-    `marks_only`, `cache_control` is removed and nothing else changes.
-    """
+    """Return a part of a request without `cache_control`, spelled in one way for comparison."""
     if isinstance(value, list):
         items = [_plain(item, marks_only=marks_only) for item in value]
         texts = [i.get("text") for i in items if isinstance(i, dict) and i.get("type") == "text"]

@@ -10,22 +10,20 @@ import msgspec
 from msgspec import inspect
 
 from mlxcache import typed
-from mlxcache.errors import BadRequest
+from mlxcache.errors import BadRequest, Unsupported
 from mlxcache.utf8 import BOM, NotUtf8, decode_utf8
 
 T = TypeVar("T")
 
 MAX_DEPTH = 100
-"""Maximum levels of nesting in a body."""
 
 
 def decode(type: type[T], body: bytes) -> T:
     """Decode the JSON `body` as a value of `type`.
 
     Half of a surrogate pair, which JavaScript clients send if they cut a string inside an emoji,
-    becomes U+FFFD. Raises BadRequest if the body is not JSON, does not match `type`, or is nested
-    more than `MAX_DEPTH` (100) levels deep. The error's `param` is the wrong field, such as
-    `messages[0].role`, or None if the whole body is wrong.
+    becomes U+FFFD. Raises BadRequest, whose `param` is the wrong field, such as `messages[0].role`,
+    or None if the whole body is wrong, or nested too deeply.
     """
     try:
         try:
@@ -41,9 +39,8 @@ def decode(type: type[T], body: bytes) -> T:
         if message.startswith("Invalid enum value") and (known := _values(type, param or "")):
             where += f": use one of {', '.join(map(repr, known))}"
         raise BadRequest(f"{message}{where}.", param=param) from error
-    except msgspec.DecodeError as error:
-        raise BadRequest(_describe_wrong(body, error)) from error
-    except UnicodeDecodeError as error:  # its position counts from the start of a string
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        # The position of the latter counts from the start of a string.
         raise BadRequest(_describe_wrong(body, error)) from error
     except RecursionError as error:
         raise BadRequest("The body is nested too deeply.") from error
@@ -52,8 +49,28 @@ def decode(type: type[T], body: bytes) -> T:
     return value
 
 
+def convert(raw: Any, type: type[T], where: str) -> T:
+    """Convert decoded JSON to a value of `type`. Raises BadRequest that names the wrong field.
+
+    `where` is the place of `raw` in the body, such as `messages[0].content`.
+    """
+    try:
+        return typed.convert(type, raw)
+    except msgspec.ValidationError as error:
+        raise wrong(where, str(error).replace("`$", f"`{where}") + ".") from error
+
+
+def wrong(where: str, text: str) -> BadRequest:
+    """Return an error for the part of a body at `where`; `text` says what is wrong with it."""
+    return BadRequest(f"{where}: {text}", param=where)
+
+
+def unsupported(where: str, text: str) -> Unsupported:
+    """Return an error for the part of a body at `where`; `text` says what is not supported."""
+    return Unsupported(f"{where}: {text}", param=where)
+
+
 def _describe_wrong(body: bytes, error: Exception) -> str:
-    """Describe why `body` cannot be decoded. `error` is that of the JSON decoder."""
     if body.startswith(BOM):
         return "The body is not valid JSON: it begins with a byte order mark. Send it without."
     try:
@@ -64,10 +81,7 @@ def _describe_wrong(body: bytes, error: Exception) -> str:
 
 
 def _values(type: type[Any], path: str) -> list[bool | str | int | None]:
-    """Return the literal values allowed for a field of `type`; empty if it has none.
-
-    `path` is the field's place in the body, such as `messages[0].role`.
-    """
+    """Return the literal values allowed for the field of `type` at `path`; empty if it has none."""
     found = _options([inspect.type_info(type)])
     for name, item in re.findall(r"([^.\[\]]+)|(\[[^\]]*\])", path):
         below: list[inspect.Type] = []
@@ -84,7 +98,6 @@ def _values(type: type[Any], path: str) -> list[bool | str | int | None]:
 
 
 def _options(types: Iterable[inspect.Type]) -> list[inspect.Type]:
-    """Return `types` with each union replaced by its members."""
     return [
         member
         for one in types
@@ -93,10 +106,7 @@ def _options(types: Iterable[inspect.Type]) -> list[inspect.Type]:
 
 
 def _is_deep(value: object) -> bool:
-    """Return whether `value` is nested more than `MAX_DEPTH` levels deep.
-
-    Deeper values could exceed Python's recursion limit later, such as in a chat template.
-    """
+    """Return whether `value` is nested so deeply that it could exceed the recursion limit later."""
     level = [value]
     for _ in range(MAX_DEPTH):
         below: list[object] = []

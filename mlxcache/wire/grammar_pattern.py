@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from itertools import product
 
 from mlxcache.errors import BadRequest, Unsupported
+from mlxcache.wire.decode import unsupported, wrong
 
 MAX_PATTERN = 100_000
 """Maximum characters of a grammar, and of the regular expression made from it."""
@@ -61,50 +62,34 @@ _TOKEN = re.compile(
 
 
 def pattern_of_regex(definition: str, where: str) -> str:
-    """Return the regular expression `definition`, anchored so that it matches only a whole text.
-
-    `where` is the definition's place in the body, for errors. Raises BadRequest if it is invalid or
-    too long.
-    """
+    """Return `definition`, anchored so that it matches only a whole text. `where`: its place."""
     _check_length(definition, where)
     try:
         re.compile(definition)
     except (re.error, RecursionError, OverflowError) as error:
-        message = f"{where}: not a regular expression: {error}."
-        raise BadRequest(message, param=where) from error
+        raise wrong(where, f"not a regular expression: {error}.") from error
     return f"^(?:{definition})$"
 
 
 def pattern_of_lark(definition: str, where: str) -> str:
     """Return a regular expression for the texts that the rule `start` of a Lark grammar matches.
 
-    `where` is the definition's place in the body, for errors.
-
-    Raises:
-        Unsupported: a rule refers to itself elsewhere than at the beginning or end of an
-            alternative, or through another rule; or the grammar uses templates, `%ignore` or
-            another directive, look-around, the flag `x`, or imports other than those terminals of
-            Lark's library `common` that this module knows (`_COMMON`).
-        BadRequest: the text is not a Lark grammar, a rule is missing, an expression is invalid, or
-            the grammar or the result is too long (`MAX_PATTERN`) or nested too deeply.
+    `where` is the definition's place in the body. Raises Unsupported if a rule refers to itself
+    elsewhere than at the beginning or end of an alternative, or through another rule, and for
+    templates, `%ignore`, look-around, the flag `x`, and imports other than `_COMMON`.
     """
     _check_length(definition, where)
     try:
         pattern = _Expander(_Parser(definition, where).rules(), where).expand("start")
     except RecursionError as error:
-        message = f"{where}: the grammar is nested too deeply: simplify it."
-        raise BadRequest(message, param=where) from error
+        raise wrong(where, "the grammar is nested too deeply: simplify it.") from error
     return pattern_of_regex(pattern, where)
 
 
 def _check_length(text: str, where: str) -> None:
-    """Raise BadRequest if `text` has more than `MAX_PATTERN` characters.
-
-    Longer expressions would take too long to parse. `where` is the grammar's place in the body.
-    """
+    """Raise BadRequest for an expression that would take too long to parse."""
     if len(text) > MAX_PATTERN:
-        message = f"{where}: the grammar is too large: simplify it."
-        raise BadRequest(message, param=where)
+        raise wrong(where, "the grammar is too large: simplify it.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,11 +124,12 @@ class _Parser:
                 yield _Token(str(match.lastgroup), match[0])
 
     def _wrong(self, what: str) -> BadRequest:
-        return BadRequest(f"{self._where}: not a Lark grammar: {what}.", param=self._where)
+        return wrong(self._where, f"not a Lark grammar: {what}.")
 
     def _unsupported(self, what: str) -> Unsupported:
-        message = f"{self._where}: {what}, which is not supported in the grammar of a custom tool."
-        return Unsupported(message, param=self._where)
+        return unsupported(
+            self._where, f"{what}, which is not supported in the grammar of a custom tool."
+        )
 
     def _peek(self) -> _Token:
         return self._tokens[self._at] if self._at < len(self._tokens) else _END
@@ -159,12 +145,7 @@ class _Parser:
         return found
 
     def rules(self) -> dict[str, list[str]]:
-        """Parse the whole grammar; return each rule's alternatives by the rule's name.
-
-        Each alternative is a regular expression, in which a reference to a rule is the rule's name
-        between two NUL characters. Raises BadRequest if the text is not a Lark grammar, and
-        Unsupported for a part of Lark that is not supported.
-        """
+        """Parse the whole grammar; return each rule's alternatives by the rule's name."""
         found = dict[str, list[str]]()
         while (token := self._take()) is not _END:
             if token.kind == "line":
@@ -214,11 +195,10 @@ class _Parser:
         return choices
 
     def _next_alternative(self, *, top: bool) -> bool:
-        """Advance past the `|` of a rule's next alternative, which may be on a later line.
+        """Advance past the `|` of a rule's next alternative; return whether there is one.
 
-        Returns False if there is no further alternative. `top`: the position is outside of
-        parentheses, where a line end ends the rule unless the next line with text begins with `|`.
-        All other line ends are skipped.
+        `top`: outside of parentheses, where a line end ends the rule unless the next line with text
+        begins with `|`.
         """
         begin = self._at
         while self._peek().kind == "line":
@@ -298,15 +278,11 @@ class _Parser:
 
 
 def _without_nul(literal: str) -> str:
-    """Return `literal` with each NUL character, escaped or not, replaced by an escape of it.
-
-    `literal`: a string or a regular expression, as it is written in a grammar.
-    """
+    """Return a string or an expression of a grammar with escapes in place of NUL characters."""
     return re.sub(r"(\\[^\0])|\\?\0", lambda found: found[1] or "\\x00", literal)
 
 
 def _escape(text: str) -> str:
-    """Return a regular expression that matches `text` only, without a NUL character in it."""
     return re.escape(text).replace("\0", "\\x00")
 
 
@@ -317,9 +293,9 @@ def _one_of(choices: Sequence[str]) -> str:
 def _repetition(name: str, choices: Sequence[str]) -> str:
     """Return an expression for the rule `name`, with repetitions in place of references to itself.
 
-    `choices`: expressions of its alternatives. `x: b x | x a | x m x | c` becomes `y (m y)*`, where
-    `y` is `b* c a*`. A reference to itself in the middle of an alternative is kept. If every
-    alternative begins or ends with such a reference that is not optional, all of them are kept.
+    `x: b x | x a | x m x | c` becomes `y (m y)*`, where `y` is `b* c a*`. A reference to itself in
+    the middle of an alternative is kept. If every alternative begins or ends with such a reference
+    that is not optional, all of them are kept.
     """
     itself = f"\0{name}\0"
     optional = f"(?:{itself})?"
@@ -344,20 +320,12 @@ def _repetition(name: str, choices: Sequence[str]) -> str:
 
 
 def _presences(always: bool, sometimes: bool) -> tuple[bool, ...]:
-    """Return the cases for one side of an alternative: with a reference (True), without (False).
-
-    A side is the beginning or the end, and a reference is one of the rule to itself. `always`: the
-    side has a reference. `sometimes`: it has an optional one, which gives both cases.
-    """
+    """Return the cases for one side of an alternative: with a reference, and without."""
     return (True,) if always else (True, False) if sometimes else (False,)
 
 
 class _Expander:
-    """Replacement of the references to rules in regular expressions by the rules' own expressions.
-
-    `rules` maps names to alternatives, each an expression. `where` is the grammar's place in the
-    body, for errors.
-    """
+    """Replacement of the references to rules in expressions by the rules' own expressions."""
 
     def __init__(self, rules: Mapping[str, Sequence[str]], where: str):
         self._rules = {name: _repetition(name, choices) for name, choices in rules.items()}
@@ -366,23 +334,18 @@ class _Expander:
         self._done: dict[str, str] = {}
 
     def expand(self, name: str) -> str:
-        """Return the expression of the rule `name` without references.
-
-        Raises Unsupported if a rule refers to itself in a way that is no repetition, and
-        BadRequest if a rule is missing or the expression has more than `MAX_PATTERN` characters.
-        """
+        """Return the expression of the rule `name` without references."""
         if name in self._done:
             return self._done[name]
         if name in self._open:
-            raise Unsupported(
-                f"{self._where}: the rule {name[:40]!r} refers to itself, which the grammar of a "
-                "custom tool may do only directly, at the beginning or end of an alternative: "
-                "write out the levels of nesting that you need.",
-                param=self._where,
+            raise unsupported(
+                self._where,
+                f"the rule {name[:40]!r} refers to itself, which the grammar of a custom tool may "
+                "do only directly, at the beginning or end of an alternative: write out the levels "
+                "of nesting that you need.",
             )
         if name not in self._rules:
-            message = f"{self._where}: the grammar has no rule {name[:40]!r}."
-            raise BadRequest(message, param=self._where)
+            raise wrong(self._where, f"the grammar has no rule {name[:40]!r}.")
         self._open.append(name)
         first, *rest = self._rules[name].split("\0")
         found = first

@@ -24,11 +24,7 @@ Payload = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Envelope:
-    """Fields that a reply object and all chunks of a reply have.
-
-    `object` is the type of the object, such as `chat.completion`; `created` is in seconds since
-    1970.
-    """
+    """Fields that a reply object and all chunks of a reply have. `created`: seconds since 1970."""
 
     id: str
     model: str
@@ -36,7 +32,6 @@ class Envelope:
     created: int = field(default_factory=lambda: int(time.time()))
 
     def wrap(self, **fields: Any) -> Payload:
-        """Return a reply object or a stream chunk with the envelope's fields and `fields`."""
         return {
             "id": self.id,
             "object": self.object,
@@ -51,11 +46,10 @@ class Envelope:
 class Wish:
     """Properties of a reply that the request asked for.
 
-    `logprobs` includes log-probabilities, and `include_usage` the usage at the end of a stream. `n`
-    is the number of choices of each prompt; choices are ordered by prompt. `echoes` holds the text
-    of each prompt if choices must begin with it, else nothing. `called` is the `finish_reason` of a
-    reply that calls tools; OpenAI uses `stop` if `tool_choice` names the function. `whole` is True
-    if a format or a call was required, so that a part of the reply is useless.
+    `n` is the number of choices of each prompt; choices are ordered by prompt. `echoes` holds the
+    text of each prompt if choices must begin with it. `called` is the `finish_reason` of a reply
+    that calls tools. `whole`: a format or a call was required, so that a part of the reply is
+    useless.
     """
 
     logprobs: bool = False
@@ -66,18 +60,14 @@ class Wish:
     whole: bool = False
 
     def echo(self, index: int) -> str:
-        """Return the prompt text with which choice `index` must begin.
-
-        It is empty if the request has no `echo`.
-        """
+        """Return the prompt text with which choice `index` must begin, maybe none."""
         return self.echoes[index // self.n] if self.echoes else ""
 
 
 def count_usage(lasts: Sequence[Finished], n: int = 1) -> Payload:
-    """Return the `usage` object of all choices, in tokens. `prompt_tokens` includes cached tokens.
+    """Return the `usage` object of all choices; `n` is the number of choices of each prompt.
 
-    `lasts` holds the final event of each choice; `n` is the number of choices of each prompt. A
-    prompt is counted once, with the smallest count of cached tokens of its choices: the others
+    A prompt is counted once, with the smallest count of cached tokens of its choices: the others
     reuse what the first computed.
     """
     prompt = sum(last.prompt_tokens for last in lasts[::n])
@@ -95,11 +85,7 @@ def count_usage(lasts: Sequence[Finished], n: int = 1) -> Payload:
 
 
 def _end_fields(last: Finished, wish: Wish, *, called: bool) -> dict[str, str | None]:
-    """Return the fields `finish_reason` and `stop_reason` (vLLM's) of a choice.
-
-    `called` tells whether the reply has tool calls. `stop_reason` is the stop string that ended the
-    reply, `repetition` if it was ended because it repeated itself, else None.
-    """
+    """Return the fields `finish_reason` and `stop_reason` (vLLM's) of a choice."""
     looped = "repetition" if last.reason == "repetition" else None
     return {
         "finish_reason": _finish_reason(last, wish, called=called),
@@ -108,10 +94,10 @@ def _end_fields(last: Finished, wish: Wish, *, called: bool) -> dict[str, str | 
 
 
 def _finish_reason(last: Finished, wish: Wish, *, called: bool) -> str:
-    """Return `length` if the reply was cut off, `wish.called` if it calls tools, else `stop`.
+    """Return why a choice ended.
 
-    A reply that was ended because it repeated itself counts as cut off only if `wish.whole`: agents
-    request the rest of a reply that has `length`, but clients parse a reply that has `stop`.
+    A reply that repeated itself counts as cut off only if it must be whole: agents request the rest
+    of a reply that has `length`, but clients parse a reply that has `stop`.
     """
     if last.reason == "length" or (wish.whole and last.reason == "repetition"):
         return "length"
@@ -119,7 +105,6 @@ def _finish_reason(last: Finished, wish: Wish, *, called: bool) -> str:
 
 
 def chat_completion(replies: Sequence[WholeReply], envelope: Envelope, wish: Wish) -> Payload:
-    """Return the `chat.completion` object with each of the finished replies as one choice."""
     choices = [_chat_choice(reply, i, wish) for i, reply in enumerate(replies)]
     usage = count_usage([reply.last for reply in replies], wish.n)
     return envelope.wrap(choices=choices, usage=usage)
@@ -143,10 +128,7 @@ def _chat_choice(reply: WholeReply, index: int, wish: Wish) -> Payload:
 
 
 def text_completion(replies: Sequence[WholeReply], envelope: Envelope, wish: Wish) -> Payload:
-    """Return the `text_completion` object with each of the finished replies as one choice.
-
-    The text of a choice includes the reasoning, and first the prompt if the request has `echo`.
-    """
+    """Return the `text_completion` object; the text of a choice includes the reasoning."""
     choices = [
         {
             "index": i,
@@ -162,10 +144,7 @@ def text_completion(replies: Sequence[WholeReply], envelope: Envelope, wish: Wis
 
 
 class Chunks:
-    """Chunks of one streamed choice: call `begin`, then `feed` for each engine event.
-
-    `last` is the final event of the reply: None until then, and if it failed or was cancelled.
-    """
+    """Chunks of one streamed choice: call `begin`, then `feed` for each engine event."""
 
     _empty: ClassVar[Payload]
 
@@ -178,14 +157,10 @@ class Chunks:
         self._called = False
 
     def begin(self) -> list[Payload]:
-        """Return the chunks to send before the first token."""
         return []
 
     def feed(self, event: Event) -> list[Payload]:
-        """Return the chunks to send for an engine event, maybe none.
-
-        Raises GenerationFailed if the model failed, and NotReady if the reply was cancelled.
-        """
+        """Return the chunks to send for an engine event, maybe none."""
         if isinstance(event, Piece):
             probs = self._held.take(event)
             return self._feed(event, self._show(probs))
@@ -215,21 +190,17 @@ class Chunks:
 
 
 def usage_chunk(envelope: Envelope, chunks: Sequence[Chunks], n: int) -> Payload:
-    """Return the last chunk of a stream, with the usage; `n` is the number of choices per prompt.
-
-    Raises the error, GenerationFailed or NotReady, with which a choice ended instead of a reply.
-    """
+    """Return the last chunk of a stream, with the usage."""
     usage = count_usage([finished_or_raise(one.last) for one in chunks], n)
     return envelope.wrap(choices=[], usage=usage)
 
 
 class ChatChunks(Chunks):
-    """Chunks of a streamed chat completion: `chat.completion.chunk` objects."""
+    """Chunks of a streamed chat completion."""
 
     _empty: ClassVar[Payload] = {"delta": {}}
 
     def begin(self) -> list[Payload]:
-        """Return the chunk that has the role `assistant`."""
         return [self._delta({"role": "assistant", "content": ""})]
 
     def _feed(self, piece: Piece, probs: Payload | None) -> list[Payload]:
@@ -251,7 +222,7 @@ class ChatChunks(Chunks):
 
 
 class TextChunks(Chunks):
-    """Chunks of a streamed text completion: `text_completion` objects with a piece of text each."""
+    """Chunks of a streamed text completion."""
 
     _empty: ClassVar[Payload] = {"text": ""}
 
@@ -260,7 +231,6 @@ class TextChunks(Chunks):
         self._lists = TextLogprobs()
 
     def begin(self) -> list[Payload]:
-        """Return a chunk with the prompt's text if the request has `echo`, else nothing."""
         echo = self._wish.echo(self._index)
         return [self._chunk({"text": echo})] if echo else []
 
@@ -289,11 +259,7 @@ def _chat_logprobs(tokens: Sequence[TokenLogprob]) -> dict[str, Any]:
 
 
 def write_logprobs(tokens: Sequence[TokenLogprob]) -> list[dict[str, Any]]:
-    """Return an object for each token: `token`, `logprob`, `bytes` and `top_logprobs`.
-
-    `top_logprobs` lists such objects of the alternatives. Chat Completions and Responses use the
-    same form.
-    """
+    """Return an object for each token, in the form of Chat Completions and Responses."""
     return [
         _logprob(t.token, t.logprob)
         | {"top_logprobs": [_logprob(token, value) for token, _, value in t.top]}
@@ -314,9 +280,8 @@ def _raw(token: str) -> bytes:
 class TextLogprobs:
     """Builder of the object `logprobs` of a text completion, piece by piece.
 
-    The object has four lists with an element for each token: `tokens`, `token_logprobs`,
-    `top_logprobs` and `text_offset`, the index of the character in which the token begins, counted
-    from the start of the choice's text.
+    `text_offset` is the index of the character in which a token begins, counted from the start of
+    the choice's text.
     """
 
     def __init__(self) -> None:
@@ -324,11 +289,7 @@ class TextLogprobs:
         self._decoder = getincrementaldecoder("utf-8")(errors="replace")
 
     def write(self, tokens: Sequence[TokenLogprob]) -> dict[str, Any]:
-        """Return the object `logprobs` for the next tokens.
-
-        An element of `top_logprobs` maps texts of tokens to log-probabilities: those of the
-        alternatives and of the sampled token.
-        """
+        """Return the object `logprobs` for the next tokens."""
         return {
             "tokens": [_legacy_token(t.token) for t in tokens],
             "token_logprobs": [max(t.logprob, -9999.0) for t in tokens],
@@ -337,11 +298,7 @@ class TextLogprobs:
         }
 
     def _advance(self, raw: bytes) -> int:
-        """Count the characters of a token; return the index of the character in which it begins.
-
-        The index counts from the start of the choice's text. `raw`: the token's bytes, which may be
-        a part of a character.
-        """
+        """Count the characters of a token, which may be a part of one; return where it begins."""
         cut_short = bool(self._decoder.getstate()[0]) and raw[:1] != b"" and raw[0] & 0xC0 != 0x80
         start = self._characters + cut_short  # the bytes before it became a U+FFFD
         self._characters += len(self._decoder.decode(raw))

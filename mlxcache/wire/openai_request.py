@@ -1,28 +1,35 @@
-"""Conversion of OpenAI's request bodies to `Chat`, `Prompt`, `Sampling` and limits.
+"""Conversion of OpenAI's request bodies to `Chat`, `Prompt`, `Sampling`, limits, formats and tools.
 
 An unsupported field that would change the answer raises Unsupported with the field's name.
+Sources: https://platform.openai.com/docs/guides/structured-outputs,
+https://platform.openai.com/docs/guides/function-calling and
+https://platform.openai.com/docs/guides/prompt-caching (`prompt_cache_retention`). Extensions are
+listed in `openai_types`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import msgspec
 
 from mlxcache.errors import BadRequest, Unsupported
-from mlxcache.types import DEFAULTED, TEXTS, Chat, Prompt, Sampling, Tokens, token_ids
+from mlxcache.types import (
+    DEFAULTED,
+    TEXTS,
+    Chat,
+    OutputFormat,
+    Prompt,
+    Sampling,
+    Tokens,
+    ToolChoice,
+    token_ids,
+)
+from mlxcache.wire import openai_types as types
 from mlxcache.wire.decode import decode
 from mlxcache.wire.images import ImageReader, Item, join_items
-from mlxcache.wire.openai_types import (
-    ChatRequest,
-    Generation,
-    Message,
-    Part,
-    TextRequest,
-    Tool,
-    UnsupportedFields,
-)
-from mlxcache.wire.retention import hints_from_retention
 
 _TEXT_PARTS = frozenset({"text", "input_text", "output_text"})
 _IMAGE_PARTS = frozenset({"image_url", "input_image", "image"})
@@ -50,40 +57,44 @@ _EFFORT = {"minimal": "low", "xhigh": "high", "max": "high"}
 """Effort that a chat template gets, for efforts that many templates do not know."""
 _INT32 = 2**31 - 1
 
+MINUTES_5, HOUR, DAY = 300.0, 3600.0, 86_400.0
+"""Times for which prompts are kept, in seconds."""
+_RETENTION = {"in_memory": MINUTES_5, "in-memory": MINUTES_5, "24h": DAY}
+
 MAX_CHOICES, MAX_REPLIES = 16, 128
 """Maximum choices of one prompt, and of one request."""
 
+_UNSUPPORTED_OPTIONS = (
+    *("structural_tag", "whitespace_pattern"),
+    *("disable_any_whitespace", "disable_additional_properties"),
+)
+_FORMATS = ("json", "regex", "choice", "grammar", "json_object")
 
-def check_supported(body: Generation) -> None:
-    """Raise Unsupported for the first unsupported field of a completion request.
 
-    Only fields that would change the answer are checked: those of `UnsupportedFields`, then those
-    of chat or text completions. Raises BadRequest if fields contradict each other, or
-    `chat_template_kwargs` has an argument that the server itself passes.
+def check_supported(body: types.Generation) -> None:
+    """Raise Unsupported for the first unsupported field that would change the answer.
+
+    Raises BadRequest if fields contradict each other.
     """
     check_generation(body)
-    if isinstance(body, ChatRequest):
+    if isinstance(body, types.ChatRequest):
         _check_chat(body)
-    elif isinstance(body, TextRequest) and body.echo and body.logprobs is not None:
+    elif isinstance(body, types.TextRequest) and body.echo and body.logprobs is not None:
         message = "`echo` with `logprobs` is not supported: a prompt's are not computed."
         raise Unsupported(message, param="echo")
 
 
-def check_generation(body: Generation) -> None:
-    """Raise Unsupported for the first field of `UnsupportedFields` that a request uses.
-
-    No endpoint supports these, except `echo` in text completions. A value without effect, such as
-    null, is accepted.
-    """
-    echoes = isinstance(body, TextRequest)
-    for field in UnsupportedFields.__struct_fields__:
-        value = None if echoes and field == "echo" else getattr(body, field)
+def check_generation(body: types.Generation) -> None:
+    """Raise Unsupported for the first field of `UnsupportedFields` that a request uses."""
+    echoes = isinstance(body, types.TextRequest)
+    for name in types.UnsupportedFields.__struct_fields__:
+        value = None if echoes and name == "echo" else getattr(body, name)
         if value not in _HARMLESS:
-            instead = _INSTEAD.get(field, "")
-            raise Unsupported(f"`{field}` is not supported{instead}.", param=field)
+            instead = _INSTEAD.get(name, "")
+            raise Unsupported(f"`{name}` is not supported{instead}.", param=name)
 
 
-def _check_chat(body: ChatRequest) -> None:
+def _check_chat(body: types.ChatRequest) -> None:
     for kind in body.modalities or ():
         if kind != "text":
             raise Unsupported(f"The modality {kind!r} is not supported.", param="modalities")
@@ -95,7 +106,6 @@ def _check_chat(body: ChatRequest) -> None:
 
 
 def check_template_args(args: Mapping[str, Any] | None) -> None:
-    """Raise BadRequest if `chat_template_kwargs` has an argument that the server itself passes."""
     for key in args or ():
         if key in _RESERVED_ARGS:
             raise BadRequest(
@@ -104,7 +114,7 @@ def check_template_args(args: Mapping[str, Any] | None) -> None:
             )
 
 
-def _check_continuation(body: ChatRequest) -> None:
+def _check_continuation(body: types.ChatRequest) -> None:
     last = body.messages[-1]
     if last.role != "assistant":
         message = "`continue_final_message` needs an assistant message at the end."
@@ -117,12 +127,10 @@ def _check_continuation(body: ChatRequest) -> None:
     raise BadRequest(message, param="continue_final_message")
 
 
-def to_sampling(body: Generation) -> Sampling:
-    """Convert the sampling fields. The default temperature is 1, as OpenAI documents.
+def to_sampling(body: types.Generation) -> Sampling:
+    """Convert the sampling fields. The model's own defaults apply to omitted ones (`unset`).
 
-    Omitted fields are listed in `Sampling.unset`, so that the model's own defaults apply to them. A
-    `top_p` of 0 leaves only the likeliest token, so it means greedy sampling. A seed is taken
-    modulo 2**63.
+    A `top_p` of 0 leaves only the likeliest token, so it means greedy sampling.
     """
     plain = Sampling()
     greedy = body.top_p == 0
@@ -152,12 +160,8 @@ def _logit_bias(bias: dict[str, float]) -> tuple[tuple[int, float], ...]:
     return tuple((int(key), value) for key, value in bias.items())
 
 
-def read_choices(body: Generation) -> int:
-    """Return `n`, the number of choices of each prompt.
-
-    Raises BadRequest unless it is from 1 to 16, and Unsupported for a `best_of` other than `n`,
-    because choices are not ranked.
-    """
+def read_choices(body: types.Generation) -> int:
+    """Return `n`, the number of choices of each prompt."""
     n = 1 if body.n is None else body.n
     if not 1 <= n <= MAX_CHOICES:
         raise BadRequest(f"`n` must be from 1 to {MAX_CHOICES}.", param="n")
@@ -166,25 +170,20 @@ def read_choices(body: Generation) -> int:
     return n
 
 
-def wants_logprobs(body: Generation) -> bool:
-    """Return whether the request asks for the log-probabilities of the reply's tokens."""
-    if isinstance(body, ChatRequest):
+def wants_logprobs(body: types.Generation) -> bool:
+    if isinstance(body, types.ChatRequest):
         return bool(body.logprobs)
-    return isinstance(body, TextRequest) and body.logprobs is not None
+    return isinstance(body, types.TextRequest) and body.logprobs is not None
 
 
 def of_choice(sampling: Sampling, index: int) -> Sampling:
-    """Return the sampling of choice number `index` of a prompt, from 0.
-
-    Its seed is that of `sampling` plus `index`; without a seed, it is `sampling` itself.
-    """
+    """Return the sampling of choice number `index` of a prompt: each has a seed of its own."""
     if sampling.seed is None:
         return sampling
     return replace(sampling, seed=(sampling.seed + index) % 2**63)
 
 
-def read_stop_strings(body: Generation) -> tuple[str, ...]:
-    """Return the stop strings. Raises BadRequest if one is empty or there are more than 16."""
+def read_stop_strings(body: types.Generation) -> tuple[str, ...]:
     given = [body.stop] if isinstance(body.stop, str) else body.stop or []
     if len(given) > 16:
         raise BadRequest("`stop` takes at most 16 strings.", param="stop")
@@ -193,25 +192,17 @@ def read_stop_strings(body: Generation) -> tuple[str, ...]:
     return tuple(given)
 
 
-def read_max_tokens(body: Generation, default: int | None) -> int | None:
-    """Return the maximum tokens of the reply, or None for no limit.
-
-    `default` is returned if the request states no maximum. -1 in the request means no limit. Raises
-    BadRequest for other values below 1 in the request.
-    """
+def read_max_tokens(body: types.Generation, default: int | None) -> int | None:
+    """Return the maximum tokens of the reply, by default `default`; None for no limit."""
     limit = body.max_tokens
     param = "max_tokens"
-    if isinstance(body, ChatRequest) and body.max_completion_tokens is not None:
+    if isinstance(body, types.ChatRequest) and body.max_completion_tokens is not None:
         limit, param = body.max_completion_tokens, "max_completion_tokens"
     return default if limit is None else limit_tokens(limit, param)
 
 
 def limit_tokens(limit: int, param: str) -> int | None:
-    """Return a limit of the reply in tokens; None for -1 (no limit).
-
-    A limit above 2**31 - 1 is lowered to this number. Raises BadRequest with the field
-    `param` for other values below 1.
-    """
+    """Return a limit of the reply in tokens; None for -1 (no limit)."""
     if limit == -1:
         return None
     if limit < 1:
@@ -219,17 +210,13 @@ def limit_tokens(limit: int, param: str) -> int | None:
     return min(limit, _INT32)
 
 
-def to_chat(body: ChatRequest, *, images: bool = False) -> Chat:
+def to_chat(body: types.ChatRequest, *, images: bool = False) -> Chat:
     """Convert `body` to a chat. `images` tells whether the model accepts images.
 
     The reply continues the final message if `continue_final_message` is true. If that is not set,
     and `add_generation_prompt` is not true, a final assistant message without tool calls is
     continued if it has text, and removed if it has neither text nor reasoning, unless it is the
     only message.
-
-    Raises Unsupported for media other than images, for images if the model accepts none, for tools
-    other than functions, and for `add_generation_prompt` false if no message is continued;
-    BadRequest for a malformed message or tool.
     """
     reader = ImageReader(images)
     messages = [_message(m, i, reader) for i, m in enumerate(body.messages)]
@@ -247,16 +234,14 @@ def to_chat(body: ChatRequest, *, images: bool = False) -> Chat:
         tools=tuple(_tool(t, i) for i, t in enumerate(body.tools or ())),
         template_args=_template_args(body),
         continue_final=continues,
-        keeps=hints_from_retention(body.prompt_cache_retention, len(messages)),
+        keeps=keep_hints(body.prompt_cache_retention, len(messages)),
     )
 
 
-def read_thinking_budget(body: ChatRequest, *, takes_effort: bool) -> int | None:
+def read_thinking_budget(body: types.ChatRequest, *, takes_effort: bool) -> int | None:
     """Return the maximum tokens of thinking, or None for no limit.
 
-    It is the number that the request states; -1 means no limit. If it states none, the effort of
-    reasoning becomes a number by `EFFORT_BUDGETS`, unless `takes_effort`: the chat template uses
-    the effort itself.
+    Without a stated number, the effort becomes one, unless the chat template `takes_effort` itself.
     """
     stated = (
         body.thinking_budget,
@@ -270,11 +255,20 @@ def read_thinking_budget(body: ChatRequest, *, takes_effort: bool) -> int | None
     return None if budget == -1 else budget
 
 
-def _effort(body: ChatRequest) -> str | None:
+def _effort(body: types.ChatRequest) -> str | None:
     return body.reasoning_effort or (body.reasoning.effort if body.reasoning else None)
 
 
-def _template_args(body: ChatRequest) -> dict[str, Any]:
+def keep_hints(retention: Any, messages: int) -> tuple[tuple[int, float], ...]:
+    """Return the keep hint that a value of `prompt_cache_retention` asks for, if it is known.
+
+    It is a pair: the number of `messages`, and the seconds to keep them after each use.
+    """
+    seconds = _RETENTION.get(retention) if isinstance(retention, str) else None
+    return ((messages, seconds),) if seconds else ()
+
+
+def _template_args(body: types.ChatRequest) -> dict[str, Any]:
     args = effort_args(_effort(body))
     if body.thinking and body.thinking.type in ("enabled", "disabled"):
         args["enable_thinking"] = body.thinking.type == "enabled"
@@ -284,32 +278,45 @@ def _template_args(body: ChatRequest) -> dict[str, Any]:
 
 
 def effort_args(effort: str | None) -> dict[str, Any]:
-    """Return the arguments of the chat template for an effort of reasoning; empty for None.
-
-    They are `enable_thinking` false for the effort `none`, else `reasoning_effort` with `low`,
-    `medium` or `high`.
-    """
+    """Return the arguments of the chat template for an effort of reasoning; empty for None."""
     if effort == "none":
         return {"enable_thinking": False}
     return {"reasoning_effort": _EFFORT.get(effort, effort)} if effort else {}
 
 
-def _tool(tool: Tool, index: int) -> dict[str, Any]:
+def _tool(tool: types.Tool, index: int) -> Function:
     if tool.type != "function":
         where = f"tools[{index}].type"
         raise Unsupported(f"Tools of type {tool.type!r} are not supported.", param=where)
     if tool.function is None:
         raise BadRequest("A function tool needs `function`.", param=f"tools[{index}].function")
+    one = tool.function
+    return make_function(one.name, one.description, one.parameters)
+
+
+Function = Mapping[str, Any]
+"""A tool in the form of `Chat.tools`, which chat templates take."""
+
+
+def make_function(
+    name: str, description: str | None, parameters: Mapping[str, Any] | None
+) -> Function:
+    """Return a tool as a function; without `parameters` it takes none."""
     empty = {"type": "object", "properties": {}}
-    function = {
-        "name": tool.function.name,
-        "description": tool.function.description or "",
-        "parameters": empty if tool.function.parameters is None else tool.function.parameters,
+    body = {
+        "name": name,
+        "description": description or "",
+        "parameters": empty if parameters is None else parameters,
     }
-    return {"type": "function", "function": function}
+    return {"type": "function", "function": body}
 
 
-def _message(message: Message, index: int, images: ImageReader) -> dict[str, Any]:
+def with_strict(function: Function) -> Function:
+    """Return `function` with arguments that are always valid. It is not rendered so."""
+    return {**function, "function": {**function["function"], "strict": True}}
+
+
+def _message(message: types.Message, index: int, images: ImageReader) -> dict[str, Any]:
     role = "tool" if message.role == "function" else message.role
     out: dict[str, Any] = {"role": role, "content": _content(message, index, images)}
     if message.name:
@@ -327,7 +334,7 @@ def _message(message: Message, index: int, images: ImageReader) -> dict[str, Any
     return out
 
 
-def _content(message: Message, index: int, images: ImageReader) -> str | list[Item]:
+def _content(message: types.Message, index: int, images: ImageReader) -> str | list[Item]:
     if isinstance(message.content, list):
         where = f"messages[{index}].content"
         allowed = images.supported and message.role in _WITH_IMAGES
@@ -342,13 +349,12 @@ def _content(message: Message, index: int, images: ImageReader) -> str | list[It
     return message.content or message.refusal or ""
 
 
-def _texts(message: Message) -> tuple[str, ...]:
-    """Return the text parts of a message that are not empty; none if its content is a string."""
+def _texts(message: types.Message) -> tuple[str, ...]:
     parts = message.content if isinstance(message.content, list) else []
     return tuple(text for part in parts if (text := part.text or part.refusal))
 
 
-def _text(part: Part, where: str) -> str:
+def _text(part: types.Part, where: str) -> str:
     if part.type in _TEXT_PARTS and part.text is not None:
         return part.text
     if part.type == "refusal" and part.refusal is not None:
@@ -358,7 +364,7 @@ def _text(part: Part, where: str) -> str:
     raise Unsupported(f"Content of type {part.type!r} is not supported.", param=f"{where}.type")
 
 
-def _calls(message: Message, index: int) -> list[dict[str, Any]]:
+def _calls(message: types.Message, index: int) -> list[dict[str, Any]]:
     calls = [(c.id, c.function) for c in message.tool_calls or ()]
     if message.function_call and not calls:
         calls = [(None, message.function_call)]
@@ -375,7 +381,7 @@ def _calls(message: Message, index: int) -> list[dict[str, Any]]:
 def parse_arguments(text: str | dict[str, Any] | None) -> dict[str, Any]:
     """Return the arguments of a tool call as the object that chat templates expect.
 
-    Missing arguments give {}. Text that is not a JSON object becomes the value of the key `_raw`.
+    Text that is not a JSON object becomes the value of the key `_raw`.
     """
     if not isinstance(text, str):
         return text or {}
@@ -387,12 +393,8 @@ def parse_arguments(text: str | dict[str, Any] | None) -> dict[str, Any]:
         return {"_raw": text}
 
 
-def read_prompts(body: TextRequest) -> list[str | Prompt]:
-    """Return the prompts to complete: texts, or `Prompt` objects made of the given token ids.
-
-    Raises BadRequest for an empty list, an invalid token id, a mixture of texts and ids, and more
-    than `MAX_REPLIES` choices in total.
-    """
+def read_prompts(body: types.TextRequest) -> list[str | Prompt]:
+    """Return the prompts to complete: texts, or `Prompt` objects made of the given token ids."""
     given: str | Sequence[str | int | list[int]] = body.prompt
     if isinstance(given, str):
         return [given]
@@ -409,11 +411,8 @@ def read_prompts(body: TextRequest) -> list[str | Prompt]:
             f"have {MAX_REPLIES}.",
             param="prompt",
         )
-    return [one if isinstance(one, str) else Prompt(_ids(_as_ids(one))) for one in given]
-
-
-def _as_ids(given: int | list[int]) -> list[int]:
-    return [given] if isinstance(given, int) else given
+    lists = ([one] if isinstance(one, int) else one for one in given)
+    return [one if isinstance(one, str) else Prompt(_ids(one)) for one in lists]
 
 
 def _ids(ids: Sequence[int]) -> Tokens:
@@ -422,3 +421,204 @@ def _ids(ids: Sequence[int]) -> Tokens:
     if min(ids) < 0 or max(ids) > _INT32:
         raise BadRequest("The prompt holds a number that is not a token id.", param="prompt")
     return token_ids(ids)
+
+
+# -- format ----------------------------------------------------------------------------------
+
+
+def read_format(body: types.Generation) -> OutputFormat | None:
+    """Return the required format of the reply, or None for free text."""
+    found = list(_formats(body))
+    if len(found) > 1:
+        one, other = found[0].param, found[1].param
+        message = f"A reply has one format: use `{one}` or `{other}`, not both."
+        raise BadRequest(message, param=other)
+    return found[0] if found else None
+
+
+def _formats(body: types.Generation) -> Iterator[OutputFormat]:
+    if body.response_format is not None:
+        yield from _response_format(body.response_format)
+    if body.structured_outputs is not None:
+        yield from _structured_outputs(body.structured_outputs)
+    yield from _constraints(
+        ("json_schema", "guided_json", body.guided_json),
+        ("regex", "guided_regex", body.guided_regex),
+        ("choice", "guided_choice", body.guided_choice),
+        ("grammar", "guided_grammar", body.guided_grammar),
+        ("json_schema", "json_schema", body.json_schema),
+        ("grammar", "grammar", body.grammar),
+    )
+
+
+def _response_format(form: types.Format) -> Iterator[OutputFormat]:
+    at = "response_format"
+    match form.type:
+        case "text":
+            return
+        case "json_object" if form.schema is not None:
+            yield format_of_schema(form.schema, f"{at}.schema")
+        case "json_object":
+            yield OutputFormat("json_object", param=at)
+        case "json_schema" if form.json_schema is not None:
+            yield format_of_schema(form.json_schema.schema, f"{at}.json_schema.schema")
+        case "json_schema":
+            raise BadRequest(
+                f"`{at}` of type 'json_schema' needs `json_schema` with `name` and `schema`.",
+                param=f"{at}.json_schema",
+            )
+        case other:
+            raise Unsupported(
+                f"`{at}` {other[:64]!r} is not supported: use 'json_schema', 'json_object' or "
+                "'text', or a field of `structured_outputs`.",
+                param=at,
+            )
+
+
+def _structured_outputs(asked: types.StructuredOutputs) -> Iterator[OutputFormat]:
+    at = "structured_outputs"
+    for option in _UNSUPPORTED_OPTIONS:
+        if getattr(asked, option):
+            raise Unsupported(f"`{at}.{option}` is not supported.", param=f"{at}.{option}")
+    if all(getattr(asked, name) is None for name in _FORMATS):
+        names = ", ".join(f"`{name}`" for name in _FORMATS)
+        raise BadRequest(f"`{at}` has no format: give it one of {names}.", param=at)
+    if asked.json_object:
+        yield OutputFormat("json_object", param=f"{at}.json_object")
+    yield from _constraints(
+        ("json_schema", f"{at}.json", asked.json),
+        ("regex", f"{at}.regex", asked.regex),
+        ("choice", f"{at}.choice", asked.choice),
+        ("grammar", f"{at}.grammar", asked.grammar),
+    )
+
+
+def _constraints(
+    *given: tuple[Literal["json_schema", "regex", "choice", "grammar"], str, Any],
+) -> Iterator[OutputFormat]:
+    """Yield the output format for each (kind, field, value) in `given` that the request sets.
+
+    An empty string counts as not set, because some clients always send the field.
+    """
+    for kind, name, value in given:
+        if value is None or value == "":
+            continue
+        match kind:
+            case "json_schema":
+                yield format_of_schema(_parse_schema(value, name), name)
+            case "choice" if not value:
+                raise BadRequest(f"`{name}` needs at least one string.", param=name)
+            case "choice":
+                yield OutputFormat(kind, msgspec.json.encode(value).decode(), name)
+            case _:
+                yield OutputFormat(kind, value, name)
+
+
+def _parse_schema(value: str | dict[str, Any], field: str) -> dict[str, Any]:
+    if not isinstance(value, str):
+        return value
+    try:
+        return decode(dict[str, Any], value.encode())
+    except BadRequest as error:
+        raise BadRequest(f"`{field}` is not a JSON object: {error}", param=field) from error
+
+
+def format_of_schema(schema: Mapping[str, Any], param: str) -> OutputFormat:
+    """Return the format for JSON that is valid by `schema`, keeping the order of the schema's keys.
+
+    `param` is the field of the request that holds the schema, for errors.
+    """
+    return OutputFormat("json_schema", msgspec.json.encode(schema).decode(), param)
+
+
+# -- tools -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class ToolUse:
+    """Tools that a reply may or must call, as in `Job`.
+
+    `named`: the client forced one function by name, which is then called exactly once.
+    """
+
+    tools: tuple[Function, ...] | None = None
+    choice: ToolChoice = field(default_factory=ToolChoice)
+    parallel: bool = True
+    named: bool = False
+
+
+def read_tool_use(body: types.ChatRequest, rendered: Sequence[Function]) -> ToolUse:
+    """Return which tools may be called, and how, as the body's `tool_choice` asks for.
+
+    `rendered` are the body's tools in the form of `Chat.tools`. All are in the prompt, without
+    `strict`, whatever `tool_choice` is, so that the beginning of the prompt stays the same.
+    """
+    choice = body.tool_choice or "auto"
+    asked = types.ToolChoice(choice) if isinstance(choice, str) else choice
+    if asked.type == "none" or (asked.type == "auto" and not rendered):
+        return ToolUse()
+    known = [tool["function"]["name"] for tool in rendered]
+    found = _tool_choice(asked)
+    if not known:
+        raise BadRequest("`tool_choice` needs `tools`, and there are none.", param="tool_choice")
+    for name in found.names:
+        if name not in known:
+            raise BadRequest(
+                f"`tool_choice` names {name[:64]!r}, which is not one of `tools`.",
+                param="tool_choice",
+            )
+    named = asked.type == "function"
+    return ToolUse(
+        tools=tuple(_with_strict(body.tools or (), rendered)),
+        choice=found,
+        parallel=not named and body.parallel_tool_calls is not False,
+        named=named,
+    )
+
+
+def _tool_choice(asked: types.ToolChoice) -> ToolChoice:
+    match asked.type:
+        case "auto":
+            return ToolChoice()
+        case "required" | "any":
+            return ToolChoice(required=True)
+        case "function" if name := _name(asked):
+            return ToolChoice(required=True, names=(name,))
+        case "function":
+            raise BadRequest(
+                "`tool_choice` of type 'function' needs the function's name.", param="tool_choice"
+            )
+        case "allowed_tools":
+            return _allowed_tools(asked.allowed_tools)
+        case "custom" | "tool":
+            message = f"`tool_choice` {asked.type!r} is not supported: use 'function'."
+            raise Unsupported(message, param="tool_choice")
+    raise BadRequest(
+        "`tool_choice` must be 'auto', 'none', 'required', or an object of type 'function' or "
+        "'allowed_tools'.",
+        param="tool_choice",
+    )
+
+
+def _allowed_tools(allowed: types.AllowedTools | None) -> ToolChoice:
+    at = "tool_choice.allowed_tools"
+    if allowed is None or not allowed.tools:
+        raise BadRequest(f"`{at}` needs `mode`, and `tools` with at least one function.", param=at)
+    names: list[str] = []
+    for i, tool in enumerate(allowed.tools):
+        name = _name(tool)
+        if tool.type != "function" or not name:
+            where = f"{at}.tools[{i}]"
+            raise BadRequest(f"`{where}` must be a function with its name.", param=where)
+        names.append(name)
+    return ToolChoice(required=allowed.mode == "required", names=tuple(dict.fromkeys(names)))
+
+
+def _name(tool: types.ToolChoice | types.AllowedTool) -> str | None:
+    return tool.function.name if tool.function else tool.name
+
+
+def _with_strict(tools: Iterable[types.Tool], rendered: Sequence[Function]) -> Iterator[Function]:
+    for tool, shown in zip(tools, rendered, strict=True):
+        strict = tool.function is not None and tool.function.strict
+        yield with_strict(shown) if strict else shown

@@ -12,10 +12,7 @@ from mlxcache.types import Event, Finished, Piece, Text, Thinking, TokenLogprob,
 
 @dataclass(slots=True)
 class WholeReply:
-    """Text, reasoning, tool calls and log-probabilities of a finished reply.
-
-    `last` is the event that ended it.
-    """
+    """A finished reply; `last` is the event that ended it."""
 
     last: Finished
     text: str = ""
@@ -36,11 +33,7 @@ class HeldLogprobs:
         self._begun = False
 
     def take(self, piece: Piece) -> Sequence[TokenLogprob]:
-        """Add the log-probabilities of `piece`; return all held ones if it has text to send.
-
-        A text piece with an empty text only adds to those held. A piece that is not text drops
-        them.
-        """
+        """Add the log-probabilities of `piece`; return all held ones if it has text to send."""
         if not isinstance(piece, Text):
             self._held, self._begun = [], False
             return ()
@@ -48,7 +41,6 @@ class HeldLogprobs:
         return self._release(piece.text) if piece.text else ()
 
     def end(self, last: Finished) -> Sequence[TokenLogprob]:
-        """Return the remaining log-probabilities, or none if a stop string ended the reply."""
         rest = self._release("")
         return () if last.stop_sequence is not None else rest
 
@@ -61,11 +53,7 @@ class HeldLogprobs:
 
 
 async def gather_reply(events: AsyncIterable[Event]) -> WholeReply:
-    """Read `events` to the end and return the whole reply.
-
-    Raises the errors of `events`, GenerationFailed if the model failed, and NotReady if the reply
-    was cancelled or has no final event.
-    """
+    """Read `events` to the end and return the whole reply."""
     text: list[str] = []
     thinking: list[str] = []
     calls: list[ToolCall] = []
@@ -89,11 +77,10 @@ async def gather_reply(events: AsyncIterable[Event]) -> WholeReply:
 
 
 def finished_or_raise(last: Finished | None) -> Finished:
-    """Return `last`, the final event of a reply, if the reply did not fail and was not cancelled.
+    """Return the final event of a reply that did not fail and was not cancelled.
 
-    Raises GenerationFailed if the model failed, and NotReady if the reply was cancelled or has no
-    final event. The text of NotReady says that the server is stopping: a client that cancelled its
-    reply by disconnecting does not read it.
+    Raises GenerationFailed or NotReady. That the server is stopping is then true: a client that
+    cancelled its reply by disconnecting does not read it.
     """
     if last is not None and last.reason == "error":
         raise GenerationFailed("The model failed while it was answering.")

@@ -8,33 +8,43 @@ from __future__ import annotations
 
 import secrets
 import time
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import msgspec
 
-from mlxcache.types import Event, Finished, Piece, Sampling, Text, Thinking, ToolCall
+from mlxcache.types import (
+    Event,
+    Finished,
+    Piece,
+    Sampling,
+    Text,
+    Thinking,
+    TokenLogprob,
+    ToolCall,
+)
 from mlxcache.wire import responses_types as types
 from mlxcache.wire.openai_reply import write_logprobs
 from mlxcache.wire.reply import HeldLogprobs, finished_or_raise
-from mlxcache.wire.responses_request import wants_encrypted, wants_logprobs
-from mlxcache.wire.responses_tools import Toolbox, write_call
+from mlxcache.wire.responses_request import (
+    Toolbox,
+    wants_encrypted,
+    wants_logprobs,
+    write_call,
+)
 from mlxcache.wire.signatures import sign_thinking
 
 Payload = dict[str, Any]
 Status = Literal["in_progress", "completed", "incomplete", "failed", "cancelled"]
 
 LEFT_OUT_KEY = "mlxcache_left_out_tools"
-"""Key of `metadata` for the types of tools that were left out of the prompt."""
 
 
 def make_response(
     id: str, model: str, body: types.ResponsesRequest, sampling: Sampling, tools: Toolbox
 ) -> Payload:
-    """Return the `response` object of a request before its reply begins: `status` `in_progress`.
-
-    `id` and `model` are the response's. Types of tools that `tools` left out are in `metadata`.
-    """
+    """Return the `response` object of a request before its reply begins."""
     metadata = dict(body.metadata or {})
     if tools.left_out:
         metadata[LEFT_OUT_KEY] = ", ".join(dict.fromkeys(tools.left_out))
@@ -91,7 +101,6 @@ def _without_none(value: Payload) -> Payload:
 
 
 def count_usage(last: Finished) -> Payload:
-    """Return the `usage` object, in tokens. `input_tokens` includes cached tokens."""
     cached = last.cached_tokens
     return {
         "input_tokens": last.prompt_tokens,
@@ -105,40 +114,48 @@ def count_usage(last: Finished) -> Payload:
     }
 
 
+_TEXTS = {"reasoning": "reasoning_text", "message": "output_text"}
+"""Type of the only part of an output item, by the item's own."""
+
+
 @dataclass(slots=True)
 class _Open:
-    """The output item that is being generated, with its text and log-probabilities so far.
-
-    `index` is its index in the response's `output`.
-    """
+    """The output item that is being generated, with its `index` in the response's `output`."""
 
     kind: Literal["reasoning", "message"]
     id: str
     index: int
-    text: str
-    logprobs: list[Payload]
+    text: str = ""
+    logprobs: list[Payload] = field(default_factory=list)
 
-    def append(self, text: str, logprobs: list[Payload]) -> None:
-        """Add a piece of text and its log-probabilities to the item."""
-        self.text += text
-        self.logprobs += logprobs
+    @property
+    def place(self) -> Payload:
+        return {"item_id": self.id, "output_index": self.index, "content_index": 0}
+
+    @property
+    def part(self) -> Payload:
+        part: Payload = {"type": _TEXTS[self.kind], "text": self.text}
+        more = {"annotations": [], "logprobs": self.logprobs} if self.kind == "message" else {}
+        return part | more
+
+    def probs(self, logprobs: list[Payload]) -> Payload:
+        """Return the field for log-probabilities, which only messages have."""
+        return {"logprobs": logprobs} if self.kind == "message" else {}
 
 
 class ResponseWriter:
     """Builder of a `response` object and of the stream events from which clients build the same.
 
     Call `begin`, then `feed` for each engine event, and finally `finish`, or `fail` after an error.
-    `response` is the object so far, with the output items that are complete; `last` is the final
-    engine event, None until it was fed. `whole` is True if a format or a tool call was required: a
-    reply that was ended because it repeated itself is then incomplete. Events are numbered by
-    `sequence_number`.
+    `response` is the object so far, with the output items that are complete. `whole`: a format or a
+    call was required, so that a reply that repeated itself is incomplete.
     """
 
     def __init__(
         self, response: Payload, body: types.ResponsesRequest, tools: Toolbox, *, whole: bool
     ):
         self.response = response
-        self.last: Finished | None = None
+        self._output: list[Payload] = response["output"]
         self._tools = tools
         self._show_logprobs = wants_logprobs(body)
         self._encrypted = wants_encrypted(body)
@@ -146,180 +163,127 @@ class ResponseWriter:
         self._held = HeldLogprobs()
         self._open: _Open | None = None
         self._number = 0
-
-    @property
-    def output(self) -> list[Payload]:
-        """Completed output items of the response."""
-        items: list[Payload] = self.response["output"]
-        return items
+        self._events: list[Payload] = []
 
     def begin(self) -> list[Payload]:
-        """Return the events to send before the first token."""
-        return [self._lifecycle("response.created"), self.ping()]
+        return [self._lifecycle("created"), self.ping()]
 
     def ping(self) -> Payload:
-        """Return the event `response.in_progress`.
-
-        It is sent at the start, and again while there is no other event to send.
-        """
-        return self._lifecycle("response.in_progress")
+        return self._lifecycle("in_progress")
 
     def feed(self, event: Event) -> list[Payload]:
-        """Return the stream events to send for an engine event, maybe none.
-
-        Raises GenerationFailed if the model failed, and NotReady if the reply was cancelled.
-        """
+        """Return the stream events to send for an engine event, maybe none."""
         if isinstance(event, Piece):
-            probs = self._held.take(event)
-            return self._feed(event, write_logprobs(probs) if self._show_logprobs else [])
-        if isinstance(event, Finished):
-            return self._end(finished_or_raise(event))
-        return []
+            self._feed(event, self._held.take(event))
+        elif isinstance(event, Finished):
+            self._end(finished_or_raise(event))
+        events, self._events = self._events, []
+        return events
+
+    def finish(self) -> Payload:
+        """Return the last event of the stream, after all engine events have been fed."""
+        return self._lifecycle(self.response["status"])
 
     def fail(self, code: str, message: str) -> Payload:
-        """Mark the response as failed and return its last stream event, `response.failed`.
-
-        `code` and `message` become its `error`. An output item that was not completed is left out.
-        """
+        """Mark the response as failed and return its last stream event."""
         self.response |= {"status": "failed", "error": {"code": code, "message": message}}
-        return self._lifecycle("response.failed")
+        return self._lifecycle("failed")
 
     def cancel(self) -> None:
-        """Mark the response as cancelled. Its completed output items are kept."""
         self.response["status"] = "cancelled"
 
-    def _feed(self, piece: Piece, probs: list[Payload]) -> list[Payload]:
+    def _feed(self, piece: Piece, tokens: Sequence[TokenLogprob]) -> None:
         match piece:
             case ToolCall():
-                return [*self._close("completed"), *self._write_call(piece)]
+                self._close("completed")
+                self._write_call(piece)
             case Thinking(text) if text:
-                return self._write_text("reasoning", text, [])
+                self._write_text("reasoning", text)
             case Text(text) if text:
-                return self._write_text("message", text, probs)
-        return []
+                self._write_text("message", text, tokens)
 
-    def _end(self, last: Finished) -> list[Payload]:
-        self.last = last
+    def _end(self, last: Finished) -> None:
         rest = self._held.end(last)
         cut = last.reason == "length" or (self._whole and last.reason == "repetition")
         status: Status = "incomplete" if cut else "completed"
-        events: list[Payload] = []
         if rest and self._show_logprobs and self._open and self._open.kind == "message":
-            events += self._write_text("message", "", write_logprobs(rest))
-        events += self._close(status)
+            self._write_text("message", "", rest)
+        self._close(status)
         self.response |= {
             "status": status,
             "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
             "completed_at": None if cut else int(time.time()),
             "usage": count_usage(last),
         }
-        return events
-
-    def finish(self) -> Payload:
-        """Return the last event of the stream, after all engine events have been fed.
-
-        Its type has the response's status: `response.completed` or `response.incomplete`.
-        """
-        return self._lifecycle(f"response.{self.response['status']}")
 
     # -- items -------------------------------------------------------------------------------
 
     def _write_text(
-        self, kind: Literal["reasoning", "message"], text: str, probs: list[Payload]
-    ) -> list[Payload]:
-        events: list[Payload] = []
+        self,
+        kind: Literal["reasoning", "message"],
+        text: str,
+        tokens: Sequence[TokenLogprob] = (),
+    ) -> None:
         if self._open is None or self._open.kind != kind:
-            events += self._close("completed")
-            self._open = _Open(kind, _item_id(kind), len(self.output), "", [])
-            events += self._opening(self._open)
-        item = self._open
-        item.append(text, probs)
-        part = "output_text" if kind == "message" else "reasoning_text"
-        more = {"logprobs": probs} if kind == "message" else {}
-        delta = self._event(f"response.{part}.delta", **self._place(item), delta=text, **more)
-        return [*events, delta]
+            self._close("completed")
+            self._open = _Open(kind, _item_id(kind), len(self._output))
+            self._begin(self._open)
+        item, probs = self._open, write_logprobs(tokens) if self._show_logprobs else []
+        item.text += text
+        item.logprobs += probs
+        self._emit(f"{_TEXTS[kind]}.delta", **item.place, delta=text, **item.probs(probs))
 
-    def _opening(self, item: _Open) -> list[Payload]:
+    def _begin(self, item: _Open) -> None:
         empty = self._item(item, "in_progress") | {"content": []}
         empty.pop("encrypted_content", None)
-        return [
-            self._event("response.output_item.added", output_index=item.index, item=empty),
-            self._event("response.content_part.added", **self._place(item), part=self._part(item)),
-        ]
+        self._emit("output_item.added", output_index=item.index, item=empty)
+        self._emit("content_part.added", **item.place, part=item.part)
 
-    def _close(self, status: Status) -> list[Payload]:
-        """Complete the open output item, if there is one, and return the stream events that end it.
-
-        `status`: the item's status, such as `completed`.
-        """
+    def _close(self, status: Status) -> None:
         item, self._open = self._open, None
         if item is None:
-            return []
-        place = self._place(item)
-        if item.kind == "message":
-            ended = self._event(
-                "response.output_text.done", **place, text=item.text, logprobs=item.logprobs
-            )
-        else:
-            ended = self._event("response.reasoning_text.done", **place, text=item.text)
-        part = self._event("response.content_part.done", **place, part=self._part(item))
-        return [ended, part, self._add(self._item(item, status))]
+            return
+        probs = item.probs(item.logprobs)
+        self._emit(f"{_TEXTS[item.kind]}.done", **item.place, text=item.text, **probs)
+        self._emit("content_part.done", **item.place, part=item.part)
+        self._add(self._item(item, status))
 
-    def _write_call(self, call: ToolCall) -> list[Payload]:
+    def _write_call(self, call: ToolCall) -> None:
         item = write_call(call, self._tools, _item_id("fc"), "completed")
         field = "input" if item["type"] == "custom_tool_call" else "arguments"
         name = "custom_tool_call_input" if field == "input" else "function_call_arguments"
-        place = {"item_id": item["id"], "output_index": len(self.output)}
-        text = item[field]
+        index, text = len(self._output), item[field]
+        begun = {**item, "status": "in_progress", field: ""}
         ended = {field: text} if field == "input" else {field: text, "name": item["name"]}
-        return [
-            self._event(
-                "response.output_item.added",
-                output_index=len(self.output),
-                item={**item, "status": "in_progress", field: ""},
-            ),
-            self._event(f"response.{name}.delta", **place, delta=text),
-            self._event(f"response.{name}.done", **place, **ended),
-            self._add(item),
-        ]
+        self._emit("output_item.added", output_index=index, item=begun)
+        self._emit(f"{name}.delta", item_id=item["id"], output_index=index, delta=text)
+        self._emit(f"{name}.done", item_id=item["id"], output_index=index, **ended)
+        self._add(item)
 
-    def _add(self, item: Payload) -> Payload:
-        self.output.append(item)
-        return self._event(
-            "response.output_item.done", output_index=len(self.output) - 1, item=item
-        )
+    def _add(self, item: Payload) -> None:
+        self._output.append(item)
+        self._emit("output_item.done", output_index=len(self._output) - 1, item=item)
 
     def _item(self, item: _Open, status: Status) -> Payload:
+        head = {"type": item.kind, "id": item.id}
         if item.kind == "message":
-            head = {"type": "message", "id": item.id, "role": "assistant", "status": status}
-            return {**head, "content": [self._part(item)]}
-        found: Payload = {"type": "reasoning", "id": item.id, "summary": [], "status": status}
-        found["content"] = [self._part(item)]
+            return {**head, "role": "assistant", "status": status, "content": [item.part]}
+        found: Payload = {**head, "summary": [], "status": status, "content": [item.part]}
         if self._encrypted:
             found["encrypted_content"] = sign_thinking(item.text)
         return found
 
-    def _part(self, item: _Open) -> Payload:
-        if item.kind == "reasoning":
-            return {"type": "reasoning_text", "text": item.text}
-        return {
-            "type": "output_text",
-            "text": item.text,
-            "annotations": [],
-            "logprobs": item.logprobs,
-        }
-
     # -- events ------------------------------------------------------------------------------
 
-    def _place(self, item: _Open) -> Payload:
-        return {"item_id": item.id, "output_index": item.index, "content_index": 0}
+    def _emit(self, type: str, **fields: Any) -> None:
+        self._events.append(self._event(type, **fields))
 
     def _lifecycle(self, type: str) -> Payload:
-        return self._event(type, response={**self.response, "output": list(self.output)})
+        return self._event(type, response={**self.response, "output": list(self._output)})
 
     def _event(self, type: str, **fields: Any) -> Payload:
         number, self._number = self._number, self._number + 1
-        return {"type": type, "sequence_number": number, **fields}
+        return {"type": f"response.{type}", "sequence_number": number, **fields}
 
 
 def _item_id(kind: str) -> str:

@@ -1,30 +1,42 @@
-"""Conversion of Responses API request bodies to `Chat`, limits and output formats.
+"""Conversion of Responses API request bodies to `Chat`, tools, limits and output formats.
 
 An unsupported field that would change the answer raises Unsupported with the field's name.
+
+Chat templates support only functions. A custom tool becomes a function with one string argument,
+`input`. A tool of the type `namespace` is a named group of tools, which become separate functions.
+
+Sources: https://platform.openai.com/docs/guides/function-calling and
+https://platform.openai.com/docs/api-reference/responses/create#responses-create-tools.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from mlxcache.errors import BadRequest, Unsupported
-from mlxcache.types import TEXTS, Chat, OutputFormat
+from mlxcache.types import TEXTS, Chat, OutputFormat, ToolCall, ToolChoice
 from mlxcache.wire import responses_types as types
-from mlxcache.wire.formats import format_of_schema
+from mlxcache.wire.decode import convert, wrong
+from mlxcache.wire.grammar_pattern import pattern_of_lark, pattern_of_regex
 from mlxcache.wire.images import ImageReader, Item, join_items
-from mlxcache.wire.openai_output import read_format
 from mlxcache.wire.openai_request import (
     EFFORT_BUDGETS,
+    Function,
+    ToolUse,
     check_generation,
     check_template_args,
     effort_args,
+    format_of_schema,
+    keep_hints,
     limit_tokens,
+    make_function,
     parse_arguments,
+    read_format,
+    with_strict,
 )
-from mlxcache.wire.responses_tools import INPUT, LOCAL_SHELL, Toolbox
-from mlxcache.wire.retention import hints_from_retention
 from mlxcache.wire.signatures import recover_thinking
 
 LOGPROBS, ENCRYPTED = "message.output_text.logprobs", "reasoning.encrypted_content"
@@ -37,8 +49,7 @@ _IMAGE_PARTS = frozenset({"input_image", "image_url"})
 def check_supported(body: types.ResponsesRequest) -> None:
     """Raise Unsupported for the first unsupported field that would change the answer.
 
-    Raises BadRequest if fields contradict each other, or `chat_template_kwargs` has an argument
-    that the server itself passes.
+    Raises BadRequest if fields contradict each other.
     """
     check_generation(body)
     if body.n not in (None, 1) or body.best_of not in (None, 1):
@@ -57,7 +68,6 @@ def check_supported(body: types.ResponsesRequest) -> None:
 
 
 def wants_logprobs(body: types.ResponsesRequest) -> bool:
-    """Return whether the request asks for the log-probabilities of the reply's tokens."""
     return LOGPROBS in (body.include or ())
 
 
@@ -67,11 +77,7 @@ def wants_encrypted(body: types.ResponsesRequest) -> bool:
 
 
 def read_max_tokens(body: types.ResponsesRequest, default: int | None) -> int | None:
-    """Return the maximum tokens of the reply, or None for no limit.
-
-    `default` is returned if the request states no maximum. -1 in the request means no limit. Raises
-    BadRequest for other values below 1 in the request.
-    """
+    """Return the maximum tokens of the reply, by default `default`; None for no limit."""
     if body.max_output_tokens is not None:
         return limit_tokens(body.max_output_tokens, "max_output_tokens")
     return limit_tokens(body.max_tokens, "max_tokens") if body.max_tokens is not None else default
@@ -80,8 +86,7 @@ def read_max_tokens(body: types.ResponsesRequest, default: int | None) -> int | 
 def read_thinking_budget(body: types.ResponsesRequest, *, takes_effort: bool) -> int | None:
     """Return the maximum tokens of thinking, or None for no limit.
 
-    It is `reasoning.max_tokens` of the request. If there is none, `reasoning.effort` becomes a
-    number by `EFFORT_BUDGETS`, unless `takes_effort`: the chat template uses the effort itself.
+    Without a stated number, the effort becomes one, unless the chat template `takes_effort` itself.
     """
     reasoning = body.reasoning
     if reasoning is None:
@@ -92,12 +97,7 @@ def read_thinking_budget(body: types.ResponsesRequest, *, takes_effort: bool) ->
 
 
 def read_text_format(body: types.ResponsesRequest) -> OutputFormat | None:
-    """Return the required format of the visible text, or None for free text.
-
-    Raises:
-        Unsupported: the kind of format is not supported.
-        BadRequest: the schema is missing, or two fields require a format.
-    """
+    """Return the required format of the visible text, or None for free text."""
     extension, form = read_format(body), body.text.format if body.text else None
     at = "text.format"
     if form is None or form.type == "text":
@@ -124,19 +124,13 @@ def read_text_format(body: types.ResponsesRequest) -> OutputFormat | None:
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """Input items of a request, after those of the stored responses that it continues.
-
-    `stored` is the number of `items` that come from stored responses.
-    """
+    """Input items of a request, after the `stored` ones of the responses that it continues."""
 
     items: Sequence[types.RawItem]
     stored: int = 0
 
     def path(self, index: int) -> str:
-        """Return the place of the item at `index` of `items`, for errors.
-
-        It is, for example, `input[0]`, or `previous_response_id (item 0)` for a stored item.
-        """
+        """Return the place of the item at `index`, such as `input[0]`, for errors."""
         at = index - self.stored
         return f"input[{at}]" if at >= 0 else f"previous_response_id (item {index})"
 
@@ -153,11 +147,9 @@ def to_chat(
 ) -> Chat:
     """Convert `instructions` and the items of `talk` to a chat.
 
-    `images` tells whether the model accepts images. Raises Unsupported for unsupported items and
-    media, and for images if the model accepts none; BadRequest for a malformed item or an empty
-    conversation.
+    `images` tells whether the model accepts images.
     """
-    writer = MessageWriter(tools, ImageReader(images))
+    writer = _ChatWriter(tools, ImageReader(images))
     if body.instructions:
         writer.messages.append({"role": "system", "content": body.instructions})
     for i, raw in enumerate(talk.items):
@@ -169,23 +161,19 @@ def to_chat(
         messages=writer.messages,
         tools=tuple(tools.functions),
         template_args=args | (body.chat_template_kwargs or {}),
-        keeps=hints_from_retention(body.prompt_cache_retention, len(writer.messages)),
+        keeps=keep_hints(body.prompt_cache_retention, len(writer.messages)),
     )
 
 
 TURNS_AT_ONCE = 8
-"""Turns that `shorten` drops at once.
-
-The next requests then begin alike, and reuse each other's KV.
-"""
+"""Turns that `shorten` drops at once: the next requests then begin alike, and reuse KV."""
 
 
 def shorten(chat: Chat) -> list[Chat]:
     """Return versions of `chat` without its oldest turns, each shorter than the one before.
 
-    Used for `truncation` `auto`. A turn begins with a user message. System and developer messages
-    at the start and the newest turn are kept; other turns are dropped `TURNS_AT_ONCE` (8) at a
-    time. The versions have no keep hints. Returns an empty list if there is only one turn.
+    A turn begins with a user message. System and developer messages at the start and the newest
+    turn are kept. The versions have no keep hints. Returns none if there is only one turn.
     """
     roles = [message["role"] for message in chat.messages]
     head = next((i for i, role in enumerate(roles) if role not in ("system", "developer")), 0)
@@ -197,11 +185,10 @@ def shorten(chat: Chat) -> list[Chat]:
     return [replace(chat, messages=[*first, *chat.messages[cut:]], keeps=()) for cut in cuts]
 
 
-class MessageWriter:
-    """Builder of `messages`, those of a `Chat`, from input items.
+class _ChatWriter:
+    """Builder of `messages`, those of a chat, from input items.
 
-    Call `write` for each item. Reasoning, text and calls of one reply are separate items, which
-    become one assistant message.
+    Reasoning, text and calls of one reply are separate items, which become one assistant message.
     """
 
     def __init__(self, tools: Toolbox, images: ImageReader):
@@ -211,11 +198,7 @@ class MessageWriter:
         self._names: dict[str, str] = {}
 
     def write(self, raw: types.RawItem, where: str) -> None:
-        """Add the messages for one input item. `where` is its place in the body, for errors.
-
-        Raises Unsupported if the item or its content is not supported, and BadRequest if it is
-        malformed.
-        """
+        """Add the messages for the input item at `where`."""
         item = types.read_item(raw, where)
         match item:
             case types.Message(role="assistant"):
@@ -259,10 +242,9 @@ class MessageWriter:
     def _reply(self, *, begins: str) -> dict[str, Any]:
         """Return the assistant message to which an input item belongs; it is added if necessary.
 
-        A reply has reasoning, then text, then calls. `begins` is the part that the item adds, as a
-        key of the message: `reasoning_content`, `content` or `tool_calls`. A new message is added
-        if the last one is not the assistant's, or already has this part or a later one. Calls are
-        the exception: a message may have several.
+        A reply has reasoning, then text, then calls. `begins`: the part that the item adds. A new
+        message is added if the last one is not the assistant's, or already has this part (but it
+        may have several calls) or a later one.
         """
         order = ("reasoning_content", "content", "tool_calls")
         last = self.messages[-1] if self.messages else {}
@@ -286,7 +268,6 @@ class MessageWriter:
         self._reply(begins="tool_calls").setdefault("tool_calls", []).append(call)
 
     def _write_output(self, item: types.CallOutput, where: str) -> None:
-        """Add a message with a tool result. `where` is the item's place in the body, for errors."""
         items = self._items(item.output, f"{where}.output", images=True)
         content = join_items(items, "")
         message = {"role": "tool", "tool_call_id": item.call_id, "content": content}
@@ -295,10 +276,7 @@ class MessageWriter:
         self.messages.append(message)
 
     def _write_reasoning(self, item: types.Reasoning) -> None:
-        """Add a reasoning item to the assistant message of its reply.
-
-        The item's summary is left out, because the model did not write it.
-        """
+        # The summary is left out, because the model did not write it.
         shown = "".join(part.text for part in item.content or ())
         if text := recover_thinking(shown, item.encrypted_content):
             self._reply(begins="reasoning_content")["reasoning_content"] = text
@@ -310,7 +288,212 @@ def _text(part: types.Part, where: str) -> str:
     if part.type in _TEXT_PARTS and part.text is not None:
         return part.text
     if part.type in _TEXT_PARTS or part.type == "refusal":
-        raise BadRequest(f"{where}: a part of type {part.type!r} needs its text.", param=where)
+        raise wrong(where, f"a part of type {part.type!r} needs its text.")
     raise Unsupported(
         f"{where}: content of type {part.type[:64]!r} is not supported.", param=f"{where}.type"
     )
+
+
+# -- tools -----------------------------------------------------------------------------------
+
+INPUT = "input"
+"""Name of the only argument of a custom tool's function."""
+
+LEFT_OUT = frozenset({"web_search", "web_search_preview", "image_generation"})
+"""Types of tools that only OpenAI's servers run, but that Codex sends by default.
+
+They are left out of the prompt and named in the reply's metadata. Other such tools are refused."""
+
+LOCAL_SHELL = "local_shell"
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One callable tool: a function or, if `custom`, a custom tool.
+
+    `rendered` is its name in the prompt, `name` its name for the client, and `namespace` the name
+    of its group of tools, if any. `pattern`: regular expression of a custom tool's input.
+    """
+
+    rendered: str
+    name: str
+    namespace: str | None = None
+    custom: bool = False
+    strict: bool = False
+    pattern: str | None = None
+
+
+class Toolbox:
+    """Tools of one request, in the client's order.
+
+    `functions` holds the tools in the form of `Chat.tools`; `left_out` the types of those that are
+    left out of the prompt.
+    """
+
+    def __init__(self, tools: Sequence[types.Tool]):
+        self.functions: list[Function] = []
+        self.left_out: list[str] = []
+        self._entries: dict[str, Entry] = {}
+        self._rendered: dict[tuple[str, str | None], str] = {}
+        for at, tool, namespace in _flatten(tools):
+            if tool.type in LEFT_OUT:
+                self.left_out.append(tool.type)
+            else:
+                self._add(tool, namespace, at)
+
+    def _add(self, tool: types.Tool, namespace: str | None, at: str) -> None:
+        if tool.type not in ("function", "custom"):
+            raise Unsupported(
+                f"{at}: tools of type {tool.type[:64]!r} are not supported: they run on OpenAI's "
+                "servers only.",
+                param=f"{at}.type",
+            )
+        if not tool.name:
+            raise wrong(f"{at}.name", "a name is required.")
+        rendered = tool.name
+        if rendered in self._entries and namespace:
+            rendered = f"{namespace}__{tool.name}"
+        if rendered in self._entries:
+            raise BadRequest(f"{at}: two tools are named {rendered[:64]!r}.", param=f"{at}.name")
+        if tool.type == "custom":
+            entry, function = _custom(tool, rendered, namespace, at)
+        else:
+            entry = Entry(rendered, tool.name, namespace, strict=bool(tool.strict))
+            function = make_function(rendered, tool.description, tool.parameters)
+        self._entries[rendered] = entry
+        self._rendered.setdefault((tool.name, namespace), rendered)
+        self._rendered.setdefault((tool.name, None), rendered)
+        self.functions.append(function)
+
+    def rendered_name(self, name: str, namespace: str | None) -> str:
+        """Return the name in the prompt of the tool that the client calls `name`.
+
+        A `namespace` of None matches any group. An unknown name is returned unchanged.
+        """
+        return self._rendered.get((name, namespace), name)
+
+    def find(self, rendered: str) -> Entry:
+        """Return the tool with a name in the prompt; a function of this name if it is unknown."""
+        return self._entries.get(rendered) or Entry(rendered, rendered)
+
+    def read_use(self, body: types.ResponsesRequest) -> ToolUse:
+        """Return which tools may be called, and how, as the body's `tool_choice` asks for."""
+        choice = body.tool_choice or "auto"
+        asked = types.ToolChoice(choice) if isinstance(choice, str) else choice
+        if asked.type == "none" or (asked.type == "auto" and not self.functions):
+            return ToolUse()
+        found = self._choice(asked)
+        if not self.functions:
+            message = "`tool_choice` needs `tools`, and there are none."
+            raise BadRequest(message, param="tool_choice")
+        named = asked.type in ("function", "custom")
+        single = named or body.parallel_tool_calls is False or body.max_tool_calls == 1
+        return ToolUse(
+            tools=tuple(self._callable()), choice=found, parallel=not single, named=named
+        )
+
+    def _choice(self, asked: types.ToolChoice) -> ToolChoice:
+        match asked.type:
+            case "auto":
+                return ToolChoice()
+            case "required":
+                return ToolChoice(required=True)
+            case "function" | "custom":
+                return ToolChoice(True, (self._known(asked.name, asked.namespace, "tool_choice"),))
+            case "allowed_tools" if asked.tools:
+                names = [
+                    self._known(tool.name, tool.namespace, f"tool_choice.tools[{i}]")
+                    for i, tool in enumerate(asked.tools)
+                    if tool.type not in LEFT_OUT
+                ]
+                return ToolChoice(asked.mode == "required", tuple(dict.fromkeys(names)))
+            case "allowed_tools":
+                message = "`tool_choice` of type 'allowed_tools' needs `tools`."
+                raise BadRequest(message, param="tool_choice.tools")
+        if asked.type in LEFT_OUT or asked.type in ("file_search", "code_interpreter", "mcp"):
+            message = f"`tool_choice` {asked.type!r}: this tool runs on OpenAI's servers only."
+            raise Unsupported(message, param="tool_choice")
+        raise BadRequest(
+            "`tool_choice` must be 'auto', 'none', 'required', or an object of type 'function', "
+            "'custom' or 'allowed_tools'.",
+            param="tool_choice",
+        )
+
+    def _known(self, name: str | None, namespace: str | None, at: str) -> str:
+        if not name:
+            raise BadRequest(f"`{at}` needs the tool's name.", param=at)
+        rendered = self.rendered_name(name, namespace)
+        if rendered not in self._entries:
+            message = f"`{at}` names {name[:64]!r}, which is not one of `tools`."
+            raise BadRequest(message, param="tool_choice")
+        return rendered
+
+    def _callable(self) -> Iterator[Function]:
+        """Yield the functions with `strict` and patterns, which are not in the prompt."""
+        for entry, function in zip(self._entries.values(), self.functions, strict=True):
+            if entry.pattern is not None:
+                schema = _input_schema(pattern=entry.pattern)
+                inner = function["function"]
+                yield with_strict(make_function(inner["name"], inner["description"], schema))
+            else:
+                yield with_strict(function) if entry.strict else function
+
+
+def _flatten(tools: Sequence[types.Tool]) -> Iterator[tuple[str, types.Tool, str | None]]:
+    """Yield each tool's place in the body, the tool, and its group's name, if it is in one."""
+    for i, tool in enumerate(tools):
+        if tool.type != "namespace":
+            yield f"tools[{i}]", tool, None
+            continue
+        if not tool.name:
+            raise wrong(f"tools[{i}].name", "a name is required.")
+        for j, raw in enumerate(tool.tools or ()):
+            at = f"tools[{i}].tools[{j}]"
+            yield at, convert(raw, types.Tool, at), tool.name
+
+
+def _input_schema(**limits: str) -> dict[str, Any]:
+    return {
+        "type": "object",
+        "properties": {INPUT: {"type": "string", **limits}},
+        "required": [INPUT],
+        "additionalProperties": False,
+    }
+
+
+def _custom(
+    tool: types.Tool, rendered: str, namespace: str | None, at: str
+) -> tuple[Entry, Function]:
+    name, form = tool.name or "", tool.format or types.CustomFormat()
+    description, pattern = tool.description or "", None
+    if form.type == "grammar":
+        if not form.syntax or not form.definition:
+            raise wrong(f"{at}.format", "a grammar needs `syntax` and `definition`.")
+        read = pattern_of_lark if form.syntax == "lark" else pattern_of_regex
+        pattern = read(form.definition, f"{at}.format.definition")
+        kind = "Lark grammar" if form.syntax == "lark" else "regular expression"
+        rule = f"`{INPUT}` must follow this {kind}:\n{form.definition}"
+        description = f"{description}\n\n{rule}" if description else rule
+    entry = Entry(rendered, name, namespace, custom=True, pattern=pattern)
+    return entry, make_function(rendered, description, _input_schema())
+
+
+# -- calls -----------------------------------------------------------------------------------
+
+
+def write_call(call: ToolCall, tools: Toolbox, id: str, status: str) -> dict[str, Any]:
+    """Return the output item of a tool call, with this id and status."""
+    entry = tools.find(call.name)
+    head: dict[str, Any] = {"id": id, "call_id": call.id, "name": entry.name, "status": status}
+    if entry.namespace:
+        head["namespace"] = entry.namespace
+    if entry.custom:
+        return {"type": "custom_tool_call", **head, "input": _read_input(call.arguments)}
+    return {"type": "function_call", **head, "arguments": call.arguments}
+
+
+def _read_input(arguments: str) -> str:
+    """Return the input of a custom tool's call; its JSON if that is no object with only this."""
+    value = json.loads(arguments)
+    text = value.get(INPUT) if isinstance(value, dict) and len(value) == 1 else None
+    return text if isinstance(text, str) else arguments

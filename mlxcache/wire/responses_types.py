@@ -7,16 +7,13 @@ fields are ignored. Source: https://platform.openai.com/docs/api-reference/respo
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
-import msgspec
 from msgspec import Meta, Struct
 
-from mlxcache import typed
 from mlxcache.errors import BadRequest, Unsupported
+from mlxcache.wire.decode import convert
 from mlxcache.wire.openai_types import Effort, Generation, Name
-
-T = TypeVar("T")
 
 RawItem = dict[str, Any]
 """An input item as it was sent. It is stored in this form."""
@@ -26,8 +23,6 @@ RawItem = dict[str, Any]
 
 
 class Part(Struct):
-    """One part of a message or of a tool's output: text, an image, or a refusal."""
-
     type: str
     text: str | None = None
     refusal: str | None = None
@@ -35,17 +30,12 @@ class Part(Struct):
 
 
 class Message(Struct):
-    """One message of a conversation. Its `type` may be omitted."""
-
     role: Literal["system", "developer", "user", "assistant"]
     content: str | list[Part] | None = None
 
 
 class FunctionCall(Struct):
-    """A function call in the history. `arguments` is JSON text, or an object from some clients.
-
-    `namespace` is the name of the function's group of tools, if it is in one.
-    """
+    """A function call in the history. `arguments` is JSON text, or an object from some clients."""
 
     name: Name
     call_id: Name
@@ -54,11 +44,6 @@ class FunctionCall(Struct):
 
 
 class CustomCall(Struct):
-    """A call of a custom tool in the history. `input` is free text.
-
-    `namespace` is the name of the tool's group of tools, if it is in one.
-    """
-
     name: Name
     call_id: Name
     input: str = ""
@@ -66,28 +51,22 @@ class CustomCall(Struct):
 
 
 class CallOutput(Struct):
-    """The result of a call of a function or a custom tool."""
-
     call_id: Name
     output: str | list[Part] | None = None
 
 
 class ReasoningText(Struct):
-    """A piece of reasoning, or of a summary of reasoning."""
-
     text: str = ""
 
 
 class Reasoning(Struct):
-    """Reasoning in the history, as this server sent it. `encrypted_content` has its text."""
-
     content: list[ReasoningText] | None = None
     summary: list[ReasoningText] | None = None
     encrypted_content: str | None = None
 
 
 class LocalShellCall(Struct):
-    """A call of the shell built into older versions of Codex, in the conversation's history."""
+    """A call of the shell built into older versions of Codex."""
 
     call_id: Name | None = None
     id: Name | None = None
@@ -106,21 +85,15 @@ ITEMS: Mapping[str, type[Item]] = {
     "local_shell_call_output": CallOutput,
     "reasoning": Reasoning,
 }
-"""Input items by `type`."""
 
 IGNORED_ITEMS = frozenset({"web_search_call", "image_generation_call"})
 """Types of items to ignore: calls of tools on OpenAI's servers, in a history from there."""
 
 
 def read_item(raw: RawItem, where: str) -> Item | None:
-    """Convert an input item to the type that its `type` names.
+    """Convert an input item to the type that its `type` names. `where`: its place in the body.
 
-    Returns None if the item has no text for the model. `where` is the item's place in the body, for
-    errors.
-
-    Raises:
-        Unsupported: items of this type are not supported.
-        BadRequest: a field is missing or has the wrong type.
+    Returns None if the item has no text for the model.
     """
     kind = raw.get("type", "message" if "role" in raw else None)
     if not isinstance(kind, str):
@@ -136,18 +109,6 @@ def read_item(raw: RawItem, where: str) -> Item | None:
             param=f"{where}.type",
         )
     return convert(raw, shape, where)
-
-
-def convert(raw: Any, shape: type[T], where: str) -> T:
-    """Convert decoded JSON to a value of the type `shape`.
-
-    Raises BadRequest that names the wrong field. `where` is the place of `raw` in the body.
-    """
-    try:
-        return typed.convert(shape, raw)
-    except msgspec.ValidationError as error:
-        text = str(error).replace("`$", f"`{where}")
-        raise BadRequest(f"{where}: {text}.", param=where) from error
 
 
 # -- tools and output ------------------------------------------------------------------------

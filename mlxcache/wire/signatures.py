@@ -27,21 +27,13 @@ def sign_thinking(text: str) -> str:
 
 
 def recover_thinking(shown: str, signature: str | None) -> str:
-    """Return the reasoning of a thinking block that a client sent back.
-
-    It is `shown`, the block's text, if that is not empty, else the text in `signature`. It is empty
-    if the signature is missing, damaged, not made by mlxcache, or of more than 8 MiB unpacked.
-    """
+    """Return the reasoning of a thinking block that a client sent back: `shown`, or else signed."""
     if shown or not signature:
         return shown
     return _read(signature) or ""
 
 
 def _read(signature: str) -> str | None:
-    """Return the reasoning in a signature.
-
-    Returns None if it is damaged, not made by mlxcache, or of more than 8 MiB unpacked.
-    """
     prefix, _, rest = signature.partition(".")
     digest, _, packed = rest.partition(".")
     if prefix != _PREFIX:

@@ -9,7 +9,6 @@ from typing import Any
 from mlxcache.names import to_one_line
 
 MAX_TITLE = 80
-"""Maximum characters of a title."""
 
 _MAX_READ = 500_000
 """Maximum characters of a message to search: lists of skills and instructions can be long."""
@@ -71,10 +70,8 @@ _QUOTED = re.compile(r'"([^"]+)"')
 def title_from_messages(messages: Iterable[Mapping[str, Any]]) -> str | None:
     """Return the title of a conversation, or None if no user message has typed text.
 
-    `messages` are those of a `Chat`. The title is the beginning of the first text that the user
-    typed, at most `MAX_TITLE` (80) characters on one line. Messages that a client writes itself are
-    skipped, and so are machine-made elements at the start of a message, such as
-    `<system-reminder>...</system-reminder>`.
+    It is the beginning of the first text that the user typed. Messages and elements that a client
+    writes itself, such as `<system-reminder>...</system-reminder>`, are skipped.
     """
     texts = [_text(m.get("content")) for m in messages if m.get("role") == "user"]
     restarts = [number for number, text in enumerate(texts, 1) if text.startswith(_RESTART)]
@@ -89,11 +86,7 @@ def _text(content: Any) -> str:
 
 
 def title_from_text(text: str) -> str | None:
-    """Return the beginning of what the user typed in `text`, on one line, as a title.
-
-    It has at most `MAX_TITLE` (80) characters. Returns None if a client wrote the whole text, or
-    the text is blank.
-    """
+    """Return the beginning of what the user typed in `text`, on one line, or None."""
     title = to_one_line(_typed(text[:_MAX_READ]).lstrip()[: 100 * MAX_TITLE])
     quoted = _QUOTED.fullmatch(title)
     title = quoted[1] if quoted else title
@@ -103,10 +96,7 @@ def title_from_text(text: str) -> str | None:
 
 
 def _typed(text: str) -> str:
-    """Return the part of `text` that the user typed; empty if a client wrote all of it.
-
-    `text` is a whole user message, in which a client may have added text around the typed part.
-    """
+    """Return the part of a user message that the user typed; empty if a client wrote all of it."""
     at = 0
     while (match := _ELEMENT.match(text, at)) is not None:
         name = re.sub(r"^user[-_]", "", match[1].lower())
@@ -128,9 +118,8 @@ def _typed(text: str) -> str:
 def _typed_in_task(text: str) -> str:
     """Return what the user typed in a message that Open WebUI made; empty if it is not there.
 
-    The requests of Open WebUI for titles, tags and further questions contain the end of a chat as
-    one text, of which this returns the first user message. In a question about files, the question
-    comes after the contents of the files.
+    Its requests for titles, tags and further questions contain the end of a chat as one text. In a
+    question about files, the question comes after the contents of the files.
     """
     if text.startswith(_ANSWER):
         _, found, typed = text.rpartition("</context>")

@@ -9,7 +9,7 @@ import httpx
 import openai
 import pytest
 
-from mlxcache.api.choices import Choices
+from mlxcache.api.exchange import merge
 from mlxcache.errors import GenerationFailed
 from mlxcache.types import Job, Prompt, Text, token_ids
 from tests.api.conftest import FakeEngine, eventually, reply
@@ -134,7 +134,7 @@ class TestChat:
         engine.script = [Text("a")] * 100
         job = Job("req_1", Prompt(token_ids(range(3))))
         streams: Any = [await engine.submit(job) for _ in range(2)]
-        items = Choices(streams).read()
+        items = merge(streams)
         await anext(items)
         await asyncio.sleep(0.02)
         assert sum(stream.yielded for stream in streams) <= 4

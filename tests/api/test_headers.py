@@ -5,55 +5,72 @@ from __future__ import annotations
 import pytest
 from starlette.datastructures import Headers
 
-from mlxcache.api.headers import read_client_name, read_job_options, read_session_label
+from mlxcache.api.http import (
+    is_retry,
+    read_client_name,
+    read_session_label,
+    read_time_limit,
+    session_of_user_id,
+)
 from mlxcache.errors import BadRequest
 
 UUID = "0e2c1e36-6f0b-4c2e-9f5f-0a6c1b2d3e4f"
 
 
 def test_the_defaults_are_no_retry_and_no_limit() -> None:
-    assert read_job_options({}) == {"retry": False, "timeout_s": None}
+    assert not is_retry({})
+    assert read_time_limit({}) is None
 
 
 @pytest.mark.parametrize(
     ("tries", "retry"), [("0", False), ("1", True), ("12", True), ("x", False)]
 )
 def test_a_counted_attempt_is_a_retry(tries: str, retry: bool) -> None:
-    assert read_job_options({"x-stainless-retry-count": tries})["retry"] is retry
+    assert is_retry({"x-stainless-retry-count": tries}) is retry
 
 
 @pytest.mark.parametrize(("text", "seconds"), [("30", 30.0), (" 1.5 ", 1.5), ("0.25", 0.25)])
 def test_a_time_in_seconds(text: str, seconds: float) -> None:
-    assert read_job_options({"x-request-timeout": text})["timeout_s"] == seconds
+    assert read_time_limit({"x-request-timeout": text}) == seconds
 
 
 @pytest.mark.parametrize("text", ["", "0", "0.0", "-1", "1e3", "nan", "inf", "10s", "9" * 40, "٣"])
 def test_anything_else_is_refused(text: str) -> None:
     with pytest.raises(BadRequest, match="X-Request-Timeout"):
-        read_job_options({"x-request-timeout": text})
+        read_time_limit({"x-request-timeout": text})
 
 
 @pytest.mark.parametrize(
-    ("headers", "fields", "label"),
+    ("headers", "own", "label"),
     [
-        ({}, {}, None),
-        ({}, {"prompt_cache_key": "key"}, "key"),
-        ({}, {"metadata_user_id": "plain"}, None),
-        ({}, {"metadata_user_id": f"user_ab_account__session_{UUID}"}, UUID),
-        ({}, {"metadata_user_id": f'{{"device_id":"d","session_id":"{UUID}"}}'}, UUID),
-        ({}, {"metadata_user_id": '{"session_id":5}', "prompt_cache_key": "key"}, "key"),
-        ({}, {"metadata_user_id": "[" * 100_000}, None),
-        ({"x-claude-code-session-id": "cc"}, {"metadata_user_id": f"_session_{UUID}"}, "cc"),
-        ({"x-session-id": "x", "x-claude-code-session-id": "cc"}, {}, "x"),
-        ({"x-session-id": "  "}, {"prompt_cache_key": "key"}, "key"),
-        ({"x-session-id": "a\tb\x7f"}, {}, "ab"),
-        ({}, {"prompt_cache_key": "k" * 500}, "k" * 200),
+        ({}, None, None),
+        ({}, "key", "key"),
+        ({"x-claude-code-session-id": "cc"}, "key", "cc"),
+        ({"x-session-id": "x", "x-claude-code-session-id": "cc"}, None, "x"),
+        ({"x-session-id": "  "}, "key", "key"),
+        ({"x-session-id": "a\tb\x7f"}, None, "ab"),
+        ({}, "k" * 500, "k" * 200),
     ],
 )
 def test_the_label_comes_from_the_first_place_that_has_one(
-    headers: dict[str, str], fields: dict[str, str], label: str | None
+    headers: dict[str, str], own: str | None, label: str | None
 ) -> None:
-    assert read_session_label(Headers(headers), **fields) == label
+    assert read_session_label(Headers(headers), own) == label
+
+
+@pytest.mark.parametrize(
+    ("user_id", "session"),
+    [
+        ("plain", None),
+        ("", None),
+        (f"user_ab_account__session_{UUID}", UUID),
+        (f'{{"device_id":"d","session_id":"{UUID}"}}', UUID),
+        ('{"session_id":5}', None),
+        ("[" * 100_000, None),
+    ],
+)
+def test_the_session_in_anthropics_user_id(user_id: str, session: str | None) -> None:
+    assert session_of_user_id(user_id) == session
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from mlxcache.api import cache, live
-from mlxcache.api.http import ApiSettings, Deps
+from mlxcache.api.http import ApiSettings, Deps, LoneModel
 from mlxcache.api.live import Feed, LiveReaders, LiveStream
 from mlxcache.errors import TooMany
 from mlxcache.owner import OWNER
@@ -27,14 +27,14 @@ def owner() -> Iterator[None]:
 
 async def opened(watched: LiveReaders, deps: Deps) -> Any:
     request: Any = SimpleNamespace(query_params={"parts": "server"})
-    return await live.live(deps, watched, request)
+    return await live.live(watched, deps, request)
 
 
 async def test_streams_that_have_not_begun_count_and_another_owners_do_not(
     engine: FakeEngine, owner: None
 ) -> None:
-    deps = Deps(engine, ApiSettings())  # type: ignore[arg-type]
-    watched = LiveReaders(deps)
+    deps = Deps(engine, ApiSettings(), LoneModel(engine))  # type: ignore[arg-type]
+    watched = LiveReaders(deps.models)
     streams = [await opened(watched, deps) for _ in range(live.MAX_READERS)]
     with pytest.raises(TooMany):
         await opened(watched, deps)
@@ -71,8 +71,11 @@ async def test_a_disk_that_answers_nothing_holds_up_nobody(
         return plain()
 
     monkeypatch.setattr(engine, "figures", figures)
-    asked = asyncio.create_task(cache.read_figures(Deps(engine, ApiSettings()), None))  # type: ignore[arg-type]
-    watched = Feed(engine, None).watch(["server", "cache"])  # type: ignore[arg-type]
+    models: Any = LoneModel(engine)  # type: ignore[arg-type]
+    request: Any = None
+    deps = Deps(models.default, ApiSettings(), models)
+    asked = asyncio.create_task(cache.read_figures(deps, request))
+    watched = Feed(models, None).watch(["server", "cache"])
     part, _ = await asyncio.wait_for(anext(watched), 20)
     assert part == "server"
     assert not asked.done()

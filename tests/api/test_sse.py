@@ -7,21 +7,16 @@ import json
 from collections.abc import AsyncGenerator
 from typing import Any
 
+import httpx
 import pytest
 from sse_starlette.event import ServerSentEvent
 
-from mlxcache.api.http import ApiSettings, Deps
-from mlxcache.api.sse import (
-    EventStream,
-    ReplyProgress,
-    make_comment,
-    make_event,
-    make_raw_event,
-    start_stream,
-)
+from mlxcache.api.http import ApiSettings
+from mlxcache.api.openai import ReplyProgress
+from mlxcache.api.sse import EventStream, make_comment, make_event, make_raw_event
 from mlxcache.errors import GenerationFailed
 from mlxcache.types import Admitted, Event, Job, Progress, Prompt, Text, Thinking, token_ids
-from tests.api.conftest import FakeEngine, FakeStream, reply, soon
+from tests.api.conftest import FakeEngine, FakeStream, eventually, reply, soon
 
 SETTINGS = ApiSettings()
 JOB = Job("req_1", Prompt(token_ids(range(3))))
@@ -38,11 +33,11 @@ def response(stream: FakeStream, settings: ApiSettings = SETTINGS) -> EventStrea
                 yield make_raw_event(item.text)
 
     return EventStream(
-        stream,
         events(),
         settings,
+        id=stream.record.id,
         ping=lambda: make_comment("ping"),
-        on_error=lambda error: make_raw_event(f"failed: {error}"),
+        close=stream.aclose,
     )
 
 
@@ -129,14 +124,15 @@ async def test_a_stream_is_closed_when_its_task_is_cancelled(engine: FakeEngine)
 
 
 async def test_an_error_after_the_beginning_is_the_last_event(
-    engine: FakeEngine, caplog: pytest.LogCaptureFixture
+    client: httpx.AsyncClient, engine: FakeEngine, caplog: pytest.LogCaptureFixture
 ) -> None:
     engine.script = [*reply("Hi")[:2], GenerationFailed("no")]
-    stream, wire = await opened(engine), Wire()
-    await play(response(stream), wire)
-    assert wire.body == b"data: Hi\n\ndata: failed: no\n\n"
-    assert caplog.messages == [f"{stream.record.id}: stream failed: no"]
-    assert wire.ended
+    body = {"messages": [{"role": "user", "content": "Hi"}], "stream": True}
+    answer = await client.post("/v1/chat/completions", json=body)
+    last = json.loads(answer.text.splitlines()[-2].removeprefix("data: "))
+    assert last["error"]["message"] == "no"
+    (stream,) = engine.streams
+    assert f"{stream.record.id}: stream failed: no" in caplog.messages
     assert stream.closed.is_set()
 
 
@@ -152,24 +148,34 @@ async def test_when_the_server_stops_the_engines_stream_is_ended(engine: FakeEng
     assert stream.cancelled
 
 
-async def test_start_waits_for_admission_only_so_long(engine: FakeEngine) -> None:
-    deps = Deps(engine, ApiSettings(queue_grace=0.05))  # type: ignore[arg-type]
-    engine.cached_tokens = 2
-    _, admitted = await start_stream(deps, JOB)
-    assert admitted == Admitted(3, 2)
-    engine.queue_s = 60.0
-    _, admitted = await asyncio.wait_for(start_stream(deps, JOB), 2)
-    assert admitted is None
+@pytest.fixture
+def settings() -> ApiSettings:
+    return ApiSettings(queue_grace=0.05)
 
 
-async def test_start_closes_its_stream_when_it_is_cancelled(engine: FakeEngine) -> None:
+async def test_a_stream_begins_with_the_cached_tokens_or_after_a_while(
+    client: httpx.AsyncClient, engine: FakeEngine
+) -> None:
+    """The first event of a request that is still in the queue does not know them."""
+    messages = [{"role": "user", "content": "Hi"}]
+    body = {"model": "m", "max_tokens": 9, "messages": messages, "stream": True}
+    engine.cached_tokens, found = 2, []
+    for engine.queue_s in (0.0, 0.2):
+        lines = (await client.post("/v1/messages", json=body)).text.splitlines()
+        start = json.loads(lines[1].removeprefix("data: "))
+        found.append(start["message"]["usage"]["cache_read_input_tokens"])
+    assert found == [2, 0]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_leaves_the_queue_cancels_its_stream(
+    live: str, engine: FakeEngine, stream: bool
+) -> None:
     engine.queue_s = 60.0
-    task = asyncio.create_task(start_stream(Deps(engine, ApiSettings()), JOB))  # type: ignore[arg-type]
-    await asyncio.sleep(0.05)
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task
-    assert engine.streams[0].cancelled
+    body = {"messages": [{"role": "user", "content": "Hi"}], "stream": stream}
+    with pytest.raises(httpx.ReadTimeout):
+        httpx.post(f"{live}/v1/chat/completions", json=body, timeout=0.3)
+    eventually(lambda: engine.streams[0].cancelled)
 
 
 def test_a_pulse_tells_how_far_the_reply_is() -> None:

@@ -11,7 +11,7 @@ import pytest
 import typer
 from rich.console import Console
 
-from mlxcache.api.headers import read_client_name, read_session_label
+from mlxcache.api.http import read_client_name, read_session_label
 from mlxcache.cli import show
 from mlxcache.cli.output import ConsoleHandler, reporting
 from mlxcache.cli.top.state import LiveState

@@ -10,7 +10,7 @@ import pytest
 from mlxcache.errors import BadRequest, Unsupported
 from mlxcache.types import OutputFormat, ToolChoice
 from mlxcache.wire import anthropic_types as wire
-from mlxcache.wire.anthropic_output import (
+from mlxcache.wire.anthropic_request import (
     read_effort,
     read_format,
     read_thinking_budget,

@@ -3,7 +3,7 @@
 import pytest
 
 from mlxcache.errors import BadRequest, Unsupported
-from mlxcache.wire.anthropic_tools import Toolbox
+from mlxcache.wire.anthropic_request import Toolbox
 from mlxcache.wire.anthropic_types import Tool
 
 SCHEMA = {"type": "object", "properties": {"path": {"type": "string"}}}

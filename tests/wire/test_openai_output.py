@@ -9,8 +9,7 @@ import pytest
 
 from mlxcache.errors import BadRequest, Unsupported
 from mlxcache.types import OutputFormat, ToolChoice
-from mlxcache.wire.openai_output import ToolUse, read_format, read_tool_use
-from mlxcache.wire.openai_request import to_chat
+from mlxcache.wire.openai_request import ToolUse, read_format, read_tool_use, to_chat
 from mlxcache.wire.openai_types import ChatRequest, TextRequest
 
 SCHEMA = {"type": "object", "properties": {"b": {"type": "integer"}, "a": {"enum": ["x", 1.5]}}}

@@ -12,7 +12,7 @@ from mlxcache.errors import BadRequest, Unsupported
 from mlxcache.types import TEXTS, Chat
 from mlxcache.wire import responses_request as wire
 from mlxcache.wire.decode import decode
-from mlxcache.wire.responses_tools import INPUT, Toolbox
+from mlxcache.wire.responses_request import INPUT, Toolbox
 from mlxcache.wire.responses_types import ResponsesRequest
 from mlxcache.wire.signatures import sign_thinking
 

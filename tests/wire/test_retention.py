@@ -9,7 +9,7 @@ import pytest
 
 from mlxcache.wire import anthropic_types as wire
 from mlxcache.wire.anthropic_request import to_chat
-from mlxcache.wire.retention import hints_from_retention
+from mlxcache.wire.openai_request import keep_hints
 
 FIVE, HOUR = 300.0, 3600.0
 
@@ -62,10 +62,8 @@ def test_a_malformed_mark_is_accepted(junk):
 
 def test_retention():
     """OpenAI's `prompt_cache_retention`; an unknown value gives no hint."""
-    assert hints_from_retention("24h", 3) == ((3, 86_400.0),)
-    assert (
-        hints_from_retention("in_memory", 3) == hints_from_retention("in-memory", 3) == ((3, FIVE),)
-    )
+    assert keep_hints("24h", 3) == ((3, 86_400.0),)
+    assert keep_hints("in_memory", 3) == keep_hints("in-memory", 3) == ((3, FIVE),)
     unknown: tuple[Any, ...] = (None, "", "1y", 5, ["24h"], {})
     for junk in unknown:
-        assert hints_from_retention(junk, 3) == ()
+        assert keep_hints(junk, 3) == ()
