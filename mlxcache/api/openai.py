@@ -26,7 +26,6 @@ from mlxcache.wire.openai_reply import (
     Chunks,
     Envelope,
     TextChunks,
-    Wish,
     chat_completion,
     text_completion,
     usage_chunk,
@@ -92,7 +91,6 @@ class Completions(Exchange):
     object: ClassVar[str]
     chunk_object: ClassVar[str]
     chunks: ClassVar[type[Chunks]]
-    _wish: Wish
     _envelope: Envelope
 
     def __init__(self, deps: Deps, request: Request, api: str, body: Generation):
@@ -102,23 +100,26 @@ class Completions(Exchange):
 
     @staticmethod
     @abstractmethod
-    def write(replies: Sequence[WholeReply], envelope: Envelope, wish: Wish) -> dict[str, Any]:
+    def write(replies: Sequence[WholeReply], envelope: Envelope) -> dict[str, Any]:
         """Return the body of a response with finished replies."""
 
-    def choices(self, jobs: Sequence[Job], **wish: Any) -> list[Job]:
+    def choices(self, jobs: Sequence[Job], **more: Any) -> list[Job]:
         """Return a job for each of the `n` choices of each prompt, from one job for each prompt.
 
         They are ordered by prompt. If the request has a seed, the choices of a prompt have
         different seeds. The first job of all has the id of the request; the others add `-1`, `-2`
-        and so on. `wish`: fields of `Wish` that the endpoint knows.
+        and so on. `more`: fields of `Envelope`.
         """
         body, n = self._generation, wire.read_choices(self._generation)
         usage = bool(body.stream_options and body.stream_options.include_usage)
-        self._wish = Wish(wire.wants_logprobs(body), include_usage=usage, n=n, **wish)
         self._envelope = Envelope(
             self.arrival.id.replace("req_", self.id_prefix),
             body.model or require_model(self.deps).id,
             self.chunk_object if body.stream else self.object,
+            logprobs=wire.wants_logprobs(body),
+            include_usage=usage,
+            n=n,
+            **more,
         )
         made = [
             replace(job, sampling=wire.of_choice(job.sampling, i)) for job in jobs for i in range(n)
@@ -130,14 +131,14 @@ class Completions(Exchange):
     async def whole(self) -> dict[str, Any]:
         tasks = [asyncio.ensure_future(gather_reply(one)) for one in self.streams]
         try:
-            return self.write(await asyncio.gather(*tasks), self._envelope, self._wish)
+            return self.write(await asyncio.gather(*tasks), self._envelope)
         finally:
             for task in tasks:
                 task.cancel()
 
     async def events(self) -> Events:
-        envelope, wish, progress = self._envelope, self._wish, self._progress
-        chunks = [self.chunks(envelope, wish, i) for i in range(len(self.streams))]
+        envelope, progress = self._envelope, self._progress
+        chunks = [self.chunks(envelope, i) for i in range(len(self.streams))]
         for one in chunks:
             for chunk in one.begin():
                 yield make_event(chunk)
@@ -146,8 +147,8 @@ class Completions(Exchange):
                 progress.update(item)
                 for chunk in chunks[index].feed(item):
                     yield make_event(chunk)
-        usage = usage_chunk(envelope, chunks, wish.n)
-        if wish.include_usage:
+        usage = usage_chunk(envelope, chunks)
+        if envelope.include_usage:
             yield make_event(usage)
         yield make_raw_event("[DONE]")
 

@@ -19,6 +19,7 @@ from mlxcache.types import Finished, FinishReason, Piece, Prompt, Text, Thinking
 from mlxcache.wire.anthropic_request import ID_PREFIX
 from mlxcache.wire.anthropic_types import Request
 from mlxcache.wire.decode import decode
+from mlxcache.wire.reply import is_cut
 from mlxcache.wire.signatures import sign_thinking
 
 StreamEvent = dict[str, Any]
@@ -26,7 +27,6 @@ StreamEvent = dict[str, Any]
 STOP_REASONS: Mapping[FinishReason, str] = {
     "stop": "end_turn",
     "stop_sequence": "stop_sequence",
-    "length": "max_tokens",
     "tool_calls": "tool_use",
     "repetition": "end_turn",
 }
@@ -79,16 +79,12 @@ class ContentBlocks:
             if not self._text.strip():
                 return
             self._started, text = True, self._text
-            yield self._start()
+            thinking = {"type": "thinking", "thinking": "", "signature": ""}
+            yield self._begin({"type": "text", "text": ""} if self._kind is Text else thinking)
         if self._kind is Text and text:
             yield self._delta({"type": "text_delta", "text": text})
         elif self._show_thinking and text:
             yield self._delta({"type": "thinking_delta", "thinking": text})
-
-    def _start(self) -> StreamEvent:
-        if self._kind is Text:
-            return self._begin({"type": "text", "text": ""})
-        return self._begin({"type": "thinking", "thinking": "", "signature": ""})
 
     def _tool_use(self, call: ToolCall) -> Iterator[StreamEvent]:
         raw, arguments = _parse_arguments(call)
@@ -174,16 +170,10 @@ REPETITION = {
 }
 
 
-def end_fields(finished: Finished, *, whole: bool = False) -> dict[str, Any]:
-    """Return the fields `stop_reason` and `stop_sequence` of a reply that was not cancelled.
-
-    The `stop_reason` of a reply that repeated itself is `end_turn`, because agents request the rest
-    of a reply that has `max_tokens`. But it is `max_tokens` if the reply must be `whole` (a format
-    or a call was required), because clients parse a reply that has `end_turn`.
-    """
-    cut = whole and finished.reason == "repetition"
+def end_fields(last: Finished, *, whole: bool = False) -> dict[str, Any]:
+    """Return the fields that tell why a reply ended. `whole`: see `is_cut`."""
     fields: dict[str, Any] = {
-        "stop_reason": "max_tokens" if cut else STOP_REASONS[finished.reason],
-        "stop_sequence": finished.stop_sequence,
+        "stop_reason": "max_tokens" if is_cut(last, whole) else STOP_REASONS[last.reason],
+        "stop_sequence": last.stop_sequence,
     }
-    return fields | ({"stop_details": REPETITION} if finished.reason == "repetition" else {})
+    return fields | ({"stop_details": REPETITION} if last.reason == "repetition" else {})

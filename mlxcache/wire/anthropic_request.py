@@ -176,20 +176,17 @@ class _ChatWriter:
         """
         where += ".content"
         if message.role == "system":
-            self._write_system(message.content or "", where, cleared=cleared)
+            texts, marked = self._blocks.read_texts(message.content or "", where)
+            if any(texts) and not cleared:
+                self._append({"role": "system", "content": _join(texts)}, marked)
+            elif marked:
+                self.mark()
         elif message.content is None:
             raise wrong(where, "a text or a list of blocks is required.")
         elif message.role == "assistant":
             self._write_assistant(message.content, where)
         else:
             self._write_user(message.content, where)
-
-    def _write_system(self, content: types.Content, where: str, *, cleared: bool) -> None:
-        texts, marked = self._blocks.read_texts(content, where)
-        if any(texts) and not cleared:
-            self._append({"role": "system", "content": _join(texts)}, marked)
-        elif marked:
-            self.mark()
 
     def mark(self) -> None:
         self.breakpoint = len(self.messages)

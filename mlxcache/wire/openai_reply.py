@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 
 from mlxcache import __version__
 from mlxcache.types import Event, Finished, Piece, Text, Thinking, TokenLogprob, ToolCall
-from mlxcache.wire.reply import HeldLogprobs, WholeReply, finished_or_raise
+from mlxcache.wire.reply import HeldLogprobs, WholeReply, finished_or_raise, is_cut
 
 FINGERPRINT = f"mlxcache-{__version__}"
 
@@ -24,11 +24,22 @@ Payload = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Envelope:
-    """Fields that a reply object and all chunks of a reply have. `created`: seconds since 1970."""
+    """Fields that a reply object and all chunks of a reply have, and what the request asked for.
+
+    `created`: seconds since 1970. `n` is the number of choices of each prompt; choices are ordered
+    by prompt. `echoes` holds the text of each prompt if choices must begin with it. `called` is the
+    `finish_reason` of a reply that calls tools. `whole`: see `is_cut`.
+    """
 
     id: str
     model: str
     object: str
+    logprobs: bool = False
+    include_usage: bool = False
+    n: int = 1
+    echoes: tuple[str, ...] = ()
+    called: str = "tool_calls"
+    whole: bool = False
     created: int = field(default_factory=lambda: int(time.time()))
 
     def wrap(self, **fields: Any) -> Payload:
@@ -41,27 +52,16 @@ class Envelope:
             **fields,
         }
 
-
-@dataclass(frozen=True, slots=True)
-class Wish:
-    """Properties of a reply that the request asked for.
-
-    `n` is the number of choices of each prompt; choices are ordered by prompt. `echoes` holds the
-    text of each prompt if choices must begin with it. `called` is the `finish_reason` of a reply
-    that calls tools. `whole`: a format or a call was required, so that a part of the reply is
-    useless.
-    """
-
-    logprobs: bool = False
-    include_usage: bool = False
-    n: int = 1
-    echoes: tuple[str, ...] = ()
-    called: str = "tool_calls"
-    whole: bool = False
-
     def echo(self, index: int) -> str:
         """Return the prompt text with which choice `index` must begin, maybe none."""
         return self.echoes[index // self.n] if self.echoes else ""
+
+    def end(self, last: Finished, *, called: bool) -> dict[str, str | None]:
+        """Return the fields `finish_reason` and `stop_reason` (vLLM's) of a choice."""
+        called = called or last.reason == "tool_calls"
+        looped = "repetition" if last.reason == "repetition" else None
+        reason = "length" if is_cut(last, self.whole) else self.called if called else "stop"
+        return {"finish_reason": reason, "stop_reason": last.stop_sequence or looped}
 
 
 def count_usage(lasts: Sequence[Finished], n: int = 1) -> Payload:
@@ -84,62 +84,40 @@ def count_usage(lasts: Sequence[Finished], n: int = 1) -> Payload:
     }
 
 
-def _end_fields(last: Finished, wish: Wish, *, called: bool) -> dict[str, str | None]:
-    """Return the fields `finish_reason` and `stop_reason` (vLLM's) of a choice."""
-    looped = "repetition" if last.reason == "repetition" else None
-    return {
-        "finish_reason": _finish_reason(last, wish, called=called),
-        "stop_reason": last.stop_sequence or looped,
-    }
-
-
-def _finish_reason(last: Finished, wish: Wish, *, called: bool) -> str:
-    """Return why a choice ended.
-
-    A reply that repeated itself counts as cut off only if it must be whole: agents request the rest
-    of a reply that has `length`, but clients parse a reply that has `stop`.
-    """
-    if last.reason == "length" or (wish.whole and last.reason == "repetition"):
-        return "length"
-    return wish.called if called or last.reason == "tool_calls" else "stop"
-
-
-def chat_completion(replies: Sequence[WholeReply], envelope: Envelope, wish: Wish) -> Payload:
-    choices = [_chat_choice(reply, i, wish) for i, reply in enumerate(replies)]
-    usage = count_usage([reply.last for reply in replies], wish.n)
+def chat_completion(replies: Sequence[WholeReply], envelope: Envelope) -> Payload:
+    choices = [_chat_choice(reply, i, envelope) for i, reply in enumerate(replies)]
+    usage = count_usage([reply.last for reply in replies], envelope.n)
     return envelope.wrap(choices=choices, usage=usage)
 
 
-def _chat_choice(reply: WholeReply, index: int, wish: Wish) -> Payload:
+def _chat_choice(reply: WholeReply, index: int, envelope: Envelope) -> Payload:
     message: dict[str, Any] = {"role": "assistant", "content": reply.text, "refusal": None}
     if reply.thinking:
         message["reasoning_content"] = reply.thinking
     if reply.calls:
         message["content"] = reply.text or None
-        message["tool_calls"] = [
-            {"id": call.id, "type": "function", "function": _function(call)} for call in reply.calls
-        ]
+        message["tool_calls"] = [_call(call, call.arguments) for call in reply.calls]
     return {
         "index": index,
         "message": message,
-        "logprobs": _chat_logprobs(reply.logprobs) if wish.logprobs else None,
-        **_end_fields(reply.last, wish, called=bool(reply.calls)),
+        "logprobs": _chat_logprobs(reply.logprobs) if envelope.logprobs else None,
+        **envelope.end(reply.last, called=bool(reply.calls)),
     }
 
 
-def text_completion(replies: Sequence[WholeReply], envelope: Envelope, wish: Wish) -> Payload:
+def text_completion(replies: Sequence[WholeReply], envelope: Envelope) -> Payload:
     """Return the `text_completion` object; the text of a choice includes the reasoning."""
     choices = [
         {
             "index": i,
-            "text": wish.echo(i) + reply.thinking + reply.text,
-            "logprobs": TextLogprobs().write(reply.logprobs) if wish.logprobs else None,
-            **_end_fields(reply.last, wish, called=False),
+            "text": envelope.echo(i) + reply.thinking + reply.text,
+            "logprobs": TextLogprobs().write(reply.logprobs) if envelope.logprobs else None,
+            **envelope.end(reply.last, called=False),
         }
         for i, reply in enumerate(replies)
     ]
     return envelope.wrap(
-        choices=choices, usage=count_usage([reply.last for reply in replies], wish.n)
+        choices=choices, usage=count_usage([reply.last for reply in replies], envelope.n)
     )
 
 
@@ -148,10 +126,9 @@ class Chunks:
 
     _empty: ClassVar[Payload]
 
-    def __init__(self, envelope: Envelope, wish: Wish, index: int = 0):
+    def __init__(self, envelope: Envelope, index: int = 0):
         self.last: Finished | None = None
         self._envelope = envelope
-        self._wish = wish
         self._held = HeldLogprobs()
         self._index = index
         self._called = False
@@ -168,7 +145,7 @@ class Chunks:
             return []
         self.last = finished_or_raise(event)
         rest = self._held.end(event)
-        ended = _end_fields(event, self._wish, called=self._called)
+        ended = self._envelope.end(event, called=self._called)
         return [self._chunk(self._empty, ended, self._show(rest))]
 
     def _feed(self, piece: Piece, probs: Payload | None) -> list[Payload]:
@@ -178,20 +155,20 @@ class Chunks:
         raise NotImplementedError
 
     def _show(self, tokens: Sequence[TokenLogprob]) -> Payload | None:
-        return self._write_logprobs(tokens) if tokens and self._wish.logprobs else None
+        return self._write_logprobs(tokens) if tokens and self._envelope.logprobs else None
 
     def _chunk(
         self, content: Payload, end: Mapping[str, Any] | None = None, probs: Any = None
     ) -> Payload:
-        extra: dict[str, Any] = {"usage": None} if self._wish.include_usage else {}
+        extra: dict[str, Any] = {"usage": None} if self._envelope.include_usage else {}
         ended = {"finish_reason": None} if end is None else end
         choice = {"index": self._index, **content, "logprobs": probs, **ended}
         return self._envelope.wrap(choices=[choice], **extra)
 
 
-def usage_chunk(envelope: Envelope, chunks: Sequence[Chunks], n: int) -> Payload:
+def usage_chunk(envelope: Envelope, chunks: Sequence[Chunks]) -> Payload:
     """Return the last chunk of a stream, with the usage."""
-    usage = count_usage([finished_or_raise(one.last) for one in chunks], n)
+    usage = count_usage([finished_or_raise(one.last) for one in chunks], envelope.n)
     return envelope.wrap(choices=[], usage=usage)
 
 
@@ -211,7 +188,9 @@ class ChatChunks(Chunks):
                 return [self._delta({"reasoning_content": text})]
             case ToolCall():
                 self._called = True
-                return [self._delta({"tool_calls": [delta]}) for delta in _call_deltas(piece)]
+                begun = {"index": piece.index, **_call(piece, "")}
+                rest = {"index": piece.index, "function": {"arguments": piece.arguments}}
+                return [self._delta({"tool_calls": [delta]}) for delta in (begun, rest)]
         return []
 
     def _write_logprobs(self, tokens: Sequence[TokenLogprob]) -> Payload:
@@ -226,12 +205,12 @@ class TextChunks(Chunks):
 
     _empty: ClassVar[Payload] = {"text": ""}
 
-    def __init__(self, envelope: Envelope, wish: Wish, index: int = 0):
-        super().__init__(envelope, wish, index)
+    def __init__(self, envelope: Envelope, index: int = 0):
+        super().__init__(envelope, index)
         self._lists = TextLogprobs()
 
     def begin(self) -> list[Payload]:
-        echo = self._wish.echo(self._index)
+        echo = self._envelope.echo(self._index)
         return [self._chunk({"text": echo})] if echo else []
 
     def _feed(self, piece: Piece, probs: Payload | None) -> list[Payload]:
@@ -242,16 +221,9 @@ class TextChunks(Chunks):
         return self._lists.write(tokens)
 
 
-def _function(call: ToolCall) -> dict[str, str]:
-    return {"name": call.name, "arguments": call.arguments}
-
-
-def _call_deltas(call: ToolCall) -> list[dict[str, Any]]:
-    opening = {"name": call.name, "arguments": ""}
-    return [
-        {"index": call.index, "id": call.id, "type": "function", "function": opening},
-        {"index": call.index, "function": {"arguments": call.arguments}},
-    ]
+def _call(call: ToolCall, arguments: str) -> Payload:
+    function = {"name": call.name, "arguments": arguments}
+    return {"id": call.id, "type": "function", "function": function}
 
 
 def _chat_logprobs(tokens: Sequence[TokenLogprob]) -> dict[str, Any]:

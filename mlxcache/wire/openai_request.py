@@ -9,7 +9,7 @@ listed in `openai_types`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -324,7 +324,9 @@ def _message(message: types.Message, index: int, images: ImageReader) -> dict[st
     if role == "tool" and message.tool_call_id:
         out["tool_call_id"] = message.tool_call_id
     if role == "assistant":
-        if len(texts := _texts(message)) > 1:
+        parts = message.content if isinstance(message.content, list) else []
+        texts = tuple(text for part in parts if (text := part.text or part.refusal))
+        if len(texts) > 1:
             out[TEXTS] = texts
         reasoning = message.reasoning_content or message.reasoning
         if reasoning and isinstance(reasoning, str):
@@ -347,11 +349,6 @@ def _content(message: types.Message, index: int, images: ImageReader) -> str | l
                 items.append(_text(part, at))
         return join_items(items, "\n\n" if message.role in ("system", "developer") else "")
     return message.content or message.refusal or ""
-
-
-def _texts(message: types.Message) -> tuple[str, ...]:
-    parts = message.content if isinstance(message.content, list) else []
-    return tuple(text for part in parts if (text := part.text or part.refusal))
 
 
 def _text(part: types.Part, where: str) -> str:
@@ -569,7 +566,10 @@ def read_tool_use(body: types.ChatRequest, rendered: Sequence[Function]) -> Tool
             )
     named = asked.type == "function"
     return ToolUse(
-        tools=tuple(_with_strict(body.tools or (), rendered)),
+        tools=tuple(
+            with_strict(shown) if tool.function and tool.function.strict else shown
+            for tool, shown in zip(body.tools or (), rendered, strict=True)
+        ),
         choice=found,
         parallel=not named and body.parallel_tool_calls is not False,
         named=named,
@@ -616,9 +616,3 @@ def _allowed_tools(allowed: types.AllowedTools | None) -> ToolChoice:
 
 def _name(tool: types.ToolChoice | types.AllowedTool) -> str | None:
     return tool.function.name if tool.function else tool.name
-
-
-def _with_strict(tools: Iterable[types.Tool], rendered: Sequence[Function]) -> Iterator[Function]:
-    for tool, shown in zip(tools, rendered, strict=True):
-        strict = tool.function is not None and tool.function.strict
-        yield with_strict(shown) if strict else shown

@@ -76,6 +76,15 @@ async def gather_reply(events: AsyncIterable[Event]) -> WholeReply:
     return WholeReply(finished_or_raise(last), "".join(text), "".join(thinking), calls, logprobs)
 
 
+def is_cut(last: Finished, whole: bool) -> bool:
+    """Return whether a reply that was not cancelled counts as cut off.
+
+    One that repeated itself does so only if it must be `whole` (a format or a call was required):
+    agents request the rest of a reply that was cut off, but clients parse one that was not.
+    """
+    return last.reason == "length" or (whole and last.reason == "repetition")
+
+
 def finished_or_raise(last: Finished | None) -> Finished:
     """Return the final event of a reply that did not fail and was not cancelled.
 

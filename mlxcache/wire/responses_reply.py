@@ -26,7 +26,7 @@ from mlxcache.types import (
 )
 from mlxcache.wire import responses_types as types
 from mlxcache.wire.openai_reply import write_logprobs
-from mlxcache.wire.reply import HeldLogprobs, finished_or_raise
+from mlxcache.wire.reply import HeldLogprobs, finished_or_raise, is_cut
 from mlxcache.wire.responses_request import (
     Toolbox,
     wants_encrypted,
@@ -204,7 +204,7 @@ class ResponseWriter:
 
     def _end(self, last: Finished) -> None:
         rest = self._held.end(last)
-        cut = last.reason == "length" or (self._whole and last.reason == "repetition")
+        cut = is_cut(last, self._whole)
         status: Status = "incomplete" if cut else "completed"
         if rest and self._show_logprobs and self._open and self._open.kind == "message":
             self._write_text("message", "", rest)

@@ -25,7 +25,7 @@ from mlxcache.types import (
 )
 from mlxcache.wire.anthropic_reply import ContentBlocks
 from mlxcache.wire.chat_bodies import request_to_chat
-from mlxcache.wire.openai_reply import Envelope, Wish, chat_completion
+from mlxcache.wire.openai_reply import Envelope, chat_completion
 from mlxcache.wire.reply import WholeReply
 from tests.prompt.chats import TOOLS
 from tests.prompt.families import Calls
@@ -131,7 +131,7 @@ class Client:
             "".join(p.text for p in pieces if isinstance(p, Thinking)),
             [p for p in pieces if isinstance(p, ToolCall)],
         )
-        made = chat_completion([reply], Envelope("c", "m", "chat.completion"), Wish())
+        made = chat_completion([reply], Envelope("c", "m", "chat.completion"))
         message: Body = made["choices"][0]["message"]
         for call in message.get("tool_calls", ()):
             arguments = resorted(json.loads(call["function"]["arguments"]))
