@@ -29,9 +29,7 @@ from mlxcache.api import (
     sessions,
     status,
 )
-from mlxcache.api import (
-    models as models_,
-)
+from mlxcache.api import models as models_
 from mlxcache.api.access import (
     CheckMiddleware,
     Keyring,
@@ -43,7 +41,7 @@ from mlxcache.api.access import (
 )
 from mlxcache.api.errors import HANDLERS, error_response, is_anthropic_client
 from mlxcache.api.http import HEALTH, ApiSettings, Deps, LoneModel, get_request_id, make_request_id
-from mlxcache.api.openapi import PATH, Description
+from mlxcache.api.openapi import PATH, describe
 
 if TYPE_CHECKING:
     from mlxcache.engine.engine import Engine
@@ -89,7 +87,7 @@ def create_app(
     for key, handler in endpoints.items():
         method, path = key.split(" ")
         routes.append(Route(path, partial(handler, deps), methods=[method]))
-    routes.append(Route(PATH, Description(routes).openapi, methods=["GET"]))
+    routes.append(Route(PATH, describe(routes), methods=["GET"]))
     return Starlette(
         routes=routes,
         middleware=_middleware(deps),

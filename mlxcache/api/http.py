@@ -47,19 +47,17 @@ _DRAIN_S = 10.0
 class ApiSettings:
     """Settings of the HTTP API. Times are in seconds.
 
-    - `api_key`: accepted key without an owner, or None.
-    - `owned_keys`: further accepted keys, each with its own sessions. Requests need no key if there
-      is neither an `api_key` nor an owned one.
+    - `owned_keys`: accepted keys, each with its own sessions; `api_key` is one without an owner.
+      Requests need no key if there is none of both.
     - `origins`: origins of web pages that may use the API.
     - `max_body_bytes`: largest request body that is held in memory.
-    - `default_max_tokens`: limit of a reply for requests without one, or None.
+    - `default_max_tokens`: limit of a reply for requests without one.
     - `ping_seconds`: a ping is sent in a stream that would otherwise be silent for this long.
     - `stalled_seconds`: duration of a step of the MLX thread after which /health answers 503.
-    - `send_timeout`: time for which a client may stop reading a stream before the stream is ended.
+    - `send_timeout`: time for which a client may stop reading a stream before it is ended.
     - `queue_grace`: longest wait in the queue before a streamed response begins.
     - `any_host`: accept every host name, even without a key.
-    - `recorder`: writes the bodies of chat requests to files, or None.
-    - `id`: id of the server in its cache folder, which /health repeats; "" without one.
+    - `id`: id of the server in its cache folder, which /health repeats.
     """
 
     api_key: str | None = None

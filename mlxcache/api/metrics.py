@@ -68,13 +68,7 @@ class Family:
             yield (), float(value)
 
 
-RANK_FIGURES = (
-    "silent_s",
-    "operation_s",
-    "footprint_bytes",
-    "disk_used_bytes",
-    "disk_limit_bytes",
-)
+RANK_FIGURES = ("silent_s", "operation_s", "footprint_bytes", "disk_used_bytes", "disk_limit_bytes")
 
 LEVELS = ("normal", "warning", "critical")
 

@@ -198,7 +198,7 @@ def _lm_studio_object(info: ModelInfo, name: str | None = None) -> dict[str, Any
         "publisher": publisher if slash and publisher else "local",
         "arch": info.architecture,
         "compatibility_type": "mlx",
-        "quantization": getattr(info, "quantization", None),
+        "quantization": None,
         "state": "loaded",
         "max_context_length": info.max_context_length,
         "loaded_context_length": info.context_length,

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache as cache_result
 from functools import partial
 from typing import Any
 
@@ -38,12 +39,11 @@ class Operation:
     that are not errors.
     """
 
-    tag: str
     body: type[msgspec.Struct] | None = None
+    answer: str = "Object"
     optional: bool = False
     raw: tuple[str, ...] = ()
     query: Mapping[str, Schema] | None = None
-    answer: str = "Object"
     types: tuple[str, ...] = (JSON,)
     status: int = 200
     also: tuple[int, ...] = ()
@@ -62,97 +62,98 @@ _TEXT: Schema = {"type": "string"}
 _LIMIT = {"limit": _number(100)}
 _CHAT = (JSON, EVENTS)
 
-OPERATIONS: Mapping[str, Operation] = {
-    "POST /v1/chat/completions": Operation(
-        "OpenAI", openai_types.ChatRequest, answer="ChatCompletion", types=_CHAT
-    ),
-    "POST /v1/completions": Operation(
-        "OpenAI", openai_types.TextRequest, answer="TextCompletion", types=_CHAT
-    ),
-    "POST /v1/responses": Operation(
-        "OpenAI", responses_types.ResponsesRequest, answer="Response", types=_CHAT
-    ),
-    "POST /v1/responses/input_tokens": Operation(
-        "OpenAI", responses_types.ResponsesRequest, answer="InputTokens"
-    ),
-    "GET /v1/responses/{id}": Operation(
-        "OpenAI", query={"stream": _words("true", "false")}, answer="Response"
-    ),
-    "DELETE /v1/responses/{id}": Operation("OpenAI", answer="Deleted"),
-    "POST /v1/responses/{id}/cancel": Operation("OpenAI", answer="Response"),
-    "GET /v1/responses/{id}/input_items": Operation(
-        "OpenAI",
-        query={
-            "limit": _number(20, 1, 100),
-            "order": _words("asc", "desc", default="desc"),
-            "after": _TEXT,
-        },
-        answer="List",
-    ),
-    "POST /v1/messages": Operation(
-        "Anthropic", anthropic_types.Request, answer="Message", types=_CHAT
-    ),
-    "POST /v1/messages/count_tokens": Operation(
-        "Anthropic", anthropic_types.Conversation, answer="InputTokens"
-    ),
-    "GET /v1/models": Operation(
-        "Models",
-        query={
-            "limit": _number(20, 1, 1000),
-            "after_id": _TEXT,
-            "before_id": _TEXT,
-            "lifecycle": _TEXT,
-        },
-        answer="Models",
-    ),
-    "GET /v1/models/{id}": Operation("Models"),
-    "POST /v1/models/{id}/load": Operation("Models"),
-    "POST /v1/models/{id}/unload": Operation("Models"),
-    "GET /api/v0/models": Operation("Models", answer="List"),
-    "GET /v1/api/v0/models": Operation("Models", answer="List"),
-    "GET /api/v0/models/{id}": Operation("Models"),
-    "GET /v1/api/v0/models/{id}": Operation("Models"),
-    "GET /v1/sessions": Operation("Sessions", query=_LIMIT, answer="List"),
-    "POST /v1/sessions": Operation(
-        "Sessions",
-        raw=(BINARY,),
-        query={"name": _TEXT, "prompt_bytes": _number(0), "model": _TEXT},
-        status=201,
-    ),
-    "GET /v1/sessions/{id}": Operation("Sessions"),
-    "PATCH /v1/sessions/{id}": Operation("Sessions", sessions.Patch),
-    "DELETE /v1/sessions/{id}": Operation("Sessions", answer="Deleted"),
-    "POST /v1/sessions/{id}/fork": Operation("Sessions", sessions.Fork, optional=True, status=201),
-    "GET /v1/sessions/{id}/snapshot": Operation(
-        "Sessions",
-        query={"format": _words("mlxcache", "mlx-lm", default="mlxcache")},
-        types=(BINARY,),
-    ),
-    "GET /v1/cache": Operation("Cache"),
-    "DELETE /v1/cache": Operation("Cache", query={"pinned": _words("true", "false")}),
-    "POST /v1/cache/warm": Operation("Cache", raw=(JSON, "text/plain")),
-    "GET /v1/cache/tree": Operation(
-        "Cache",
-        query={
-            "limit": _number(sessions.DEFAULT_SESSIONS, 1, cache.MAX_SESSIONS),
-            "nodes": _number(cache.DEFAULT_NODES, 1, cache.MAX_NODES),
-        },
-    ),
-    "GET /v1/cache/check": Operation("Cache"),
-    "POST /v1/cache/prune": Operation("Cache", query={"limit_bytes": _number(0)}),
-    "GET /v1/requests": Operation("Server", query=_LIMIT, answer="List"),
-    "GET /v1/requests/{id}": Operation("Server"),
-    "GET /v1/live": Operation("Server", query={"parts": _TEXT}, types=(EVENTS,)),
-    "GET /v1/trace": Operation("Server", types=(EVENTS,)),
-    "GET /health": Operation("Server"),
-    "GET /metrics": Operation("Server", types=("text/plain",)),
-    "GET /": Operation("Server", types=(), status=307),
-    "GET /dashboard": Operation("Server", types=("text/html",), also=(304,)),
-    "GET /dashboard/{name}": Operation("Server", types=("*/*",), also=(304,)),
-    "GET /docs": Operation("Server", types=("text/html",), also=(304,)),
-    f"GET {PATH}": Operation("Server"),
+_GROUPS: Mapping[str, Mapping[str, Operation]] = {
+    "OpenAI": {
+        "POST /v1/chat/completions": Operation(
+            openai_types.ChatRequest, "ChatCompletion", types=_CHAT
+        ),
+        "POST /v1/completions": Operation(openai_types.TextRequest, "TextCompletion", types=_CHAT),
+        "POST /v1/responses": Operation(responses_types.ResponsesRequest, "Response", types=_CHAT),
+        "POST /v1/responses/input_tokens": Operation(
+            responses_types.ResponsesRequest, "InputTokens"
+        ),
+        "GET /v1/responses/{id}": Operation(
+            query={"stream": _words("true", "false")}, answer="Response"
+        ),
+        "DELETE /v1/responses/{id}": Operation(answer="Deleted"),
+        "POST /v1/responses/{id}/cancel": Operation(answer="Response"),
+        "GET /v1/responses/{id}/input_items": Operation(
+            query={
+                "limit": _number(20, 1, 100),
+                "order": _words("asc", "desc", default="desc"),
+                "after": _TEXT,
+            },
+            answer="List",
+        ),
+    },
+    "Anthropic": {
+        "POST /v1/messages": Operation(anthropic_types.Request, "Message", types=_CHAT),
+        "POST /v1/messages/count_tokens": Operation(anthropic_types.Conversation, "InputTokens"),
+    },
+    "Models": {
+        "GET /v1/models": Operation(
+            query={
+                "limit": _number(20, 1, 1000),
+                "after_id": _TEXT,
+                "before_id": _TEXT,
+                "lifecycle": _TEXT,
+            },
+            answer="Models",
+        ),
+        "GET /v1/models/{id}": Operation(),
+        "POST /v1/models/{id}/load": Operation(),
+        "POST /v1/models/{id}/unload": Operation(),
+        "GET /api/v0/models": Operation(answer="List"),
+        "GET /v1/api/v0/models": Operation(answer="List"),
+        "GET /api/v0/models/{id}": Operation(),
+        "GET /v1/api/v0/models/{id}": Operation(),
+    },
+    "Sessions": {
+        "GET /v1/sessions": Operation(query=_LIMIT, answer="List"),
+        "POST /v1/sessions": Operation(
+            raw=(BINARY,),
+            query={"name": _TEXT, "prompt_bytes": _number(0), "model": _TEXT},
+            status=201,
+        ),
+        "GET /v1/sessions/{id}": Operation(),
+        "PATCH /v1/sessions/{id}": Operation(sessions.Patch),
+        "DELETE /v1/sessions/{id}": Operation(answer="Deleted"),
+        "POST /v1/sessions/{id}/fork": Operation(sessions.Fork, optional=True, status=201),
+        "GET /v1/sessions/{id}/snapshot": Operation(
+            query={"format": _words("mlxcache", "mlx-lm", default="mlxcache")}, types=(BINARY,)
+        ),
+    },
+    "Cache": {
+        "GET /v1/cache": Operation(),
+        "DELETE /v1/cache": Operation(query={"pinned": _words("true", "false")}),
+        "POST /v1/cache/warm": Operation(raw=(JSON, "text/plain")),
+        "GET /v1/cache/tree": Operation(
+            query={
+                "limit": _number(sessions.DEFAULT_SESSIONS, 1, cache.MAX_SESSIONS),
+                "nodes": _number(cache.DEFAULT_NODES, 1, cache.MAX_NODES),
+            }
+        ),
+        "GET /v1/cache/check": Operation(),
+        "POST /v1/cache/prune": Operation(query={"limit_bytes": _number(0)}),
+    },
+    "Server": {
+        "GET /v1/requests": Operation(query=_LIMIT, answer="List"),
+        "GET /v1/requests/{id}": Operation(),
+        "GET /v1/live": Operation(query={"parts": _TEXT}, types=(EVENTS,)),
+        "GET /v1/trace": Operation(types=(EVENTS,)),
+        "GET /health": Operation(),
+        "GET /metrics": Operation(types=("text/plain",)),
+        "GET /": Operation(types=(), status=307),
+        "GET /dashboard": Operation(types=("text/html",), also=(304,)),
+        "GET /dashboard/{name}": Operation(types=("*/*",), also=(304,)),
+        "GET /docs": Operation(types=("text/html",), also=(304,)),
+        f"GET {PATH}": Operation(),
+    },
 }
+OPERATIONS = {name: one for group in _GROUPS.values() for name, one in group.items()}
 """Every endpoint as `METHOD PATH`; a test compares the keys with the routes."""
+
+_TAGS = {name: tag for tag, group in _GROUPS.items() for name in group}
 
 _PUBLIC_PATHS = ("/", "/dashboard", "/dashboard/{name}", "/docs", HEALTH, PATH)
 _PUBLIC = frozenset(f"GET {path}" for path in _PUBLIC_PATHS)
@@ -181,7 +182,7 @@ UNSUPPORTED = "x-unsupported"
 """Key in the schema of a field that the server refuses."""
 
 _REFUSED = "Not supported: using it is a 400, unless its value has no effect."
-_MODULE = re.compile(r"mlxcache\.wire\.([a-z]+)_types\.")
+_MODULE = re.compile(rb"mlxcache\.wire\.([a-z]+)_types\.")
 _PARTS = re.compile(r"\{([a-z_]+)(?::path)?\}")
 
 
@@ -255,7 +256,8 @@ def _body_schemas() -> tuple[dict[type, Schema], dict[str, Schema]]:
     types = list(dict.fromkeys(one.body for one in OPERATIONS.values() if one.body is not None))
     template = "#/components/schemas/{name}"
     schemas, components = msgspec.json.schema_components(types, ref_template=template)
-    both = _renamed([*schemas, components])
+    named = msgspec.json.encode([*schemas, components])
+    both = msgspec.json.decode(_MODULE.sub(rb"\1.", named))  # such as `openai.Tool`
     for type in types:
         if issubclass(type, openai_types.UnsupportedFields):
             _mark_unsupported(both[-1][type.__name__], own=type.__annotations__)
@@ -272,17 +274,6 @@ def _mark_unsupported(schema: Schema, own: Mapping[str, Any]) -> None:
         if name in own:
             continue
         properties[name] = properties.pop(name) | {UNSUPPORTED: True, "description": _REFUSED}
-
-
-def _renamed(value: Any) -> Any:
-    """Return a part of the document with shorter names: `mlxcache.wire.openai_types.Tool` becomes
-    `openai.Tool`.
-    """
-    if isinstance(value, dict):
-        return {_MODULE.sub(r"\1.", key): _renamed(one) for key, one in value.items()}
-    if isinstance(value, list):
-        return [_renamed(one) for one in value]
-    return _MODULE.sub(r"\1.", value) if isinstance(value, str) else value
 
 
 # -- the document ----------------------------------------------------------------------------
@@ -325,7 +316,7 @@ def _operation(
     summary, text = _texts(route, name)
     found: dict[str, Any] = {
         "operationId": re.sub(r"\W+", "_", f"{method.lower()}{path}").rstrip("_"),
-        "tags": [operation.tag],
+        "tags": [_TAGS[name]],
         "summary": summary,
         "parameters": [
             *(_parameter("path", name, _TEXT) for name in _PARTS.findall(path)),
@@ -384,9 +375,9 @@ def _errors(operation: Operation, name: str) -> Sequence[int]:
         found |= {404}
     if operation.body is not None or operation.raw:
         found |= {404, 408, 413}
-    if EVENTS in operation.types or operation.tag in ("OpenAI", "Anthropic"):
+    if EVENTS in operation.types or _TAGS[name] in ("OpenAI", "Anthropic"):
         found |= {404, 429, 504, 507}
-    if operation.tag in ("Sessions", "Cache"):
+    if _TAGS[name] in ("Sessions", "Cache"):
         found |= {429, 504, 507}
     return sorted(found)
 
@@ -394,15 +385,12 @@ def _errors(operation: Operation, name: str) -> Sequence[int]:
 # -- routes ----------------------------------------------------------------------------------
 
 
-class Description:
-    """Endpoint that returns the OpenAPI document of `routes`, which include the endpoint itself."""
+def describe(routes: Sequence[BaseRoute]) -> Callable[[Request], Awaitable[Response]]:
+    """Return the endpoint with the OpenAPI document of `routes`, which include it."""
+    build = cache_result(lambda: build_document(routes))
 
-    def __init__(self, routes: Sequence[BaseRoute]):
-        self._routes = routes
-        self._built: dict[str, Any] | None = None
-
-    async def openapi(self, _: Request) -> Response:
+    async def openapi(_: Request) -> Response:
         """Return a description of all endpoints, as an OpenAPI 3.1 document."""
-        if self._built is None:
-            self._built = build_document(self._routes)
-        return json_response(self._built)
+        return json_response(build())
+
+    return openapi

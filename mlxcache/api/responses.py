@@ -30,13 +30,7 @@ from mlxcache.api.http import (
     while_connected,
 )
 from mlxcache.api.sse import Events, make_comment, make_event
-from mlxcache.errors import (
-    BadRequest,
-    Busy,
-    ContextLengthExceeded,
-    NotFound,
-    StoreError,
-)
+from mlxcache.errors import BadRequest, Busy, ContextLengthExceeded, NotFound, StoreError
 from mlxcache.owner import OWNER
 from mlxcache.store.response_rows import StoredResponse
 from mlxcache.types import Chat, Finished, Job, Progress

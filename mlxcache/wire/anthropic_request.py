@@ -29,6 +29,7 @@ from mlxcache.wire.openai_request import (
     Function,
     effort_args,
     format_of_schema,
+    make_call,
     make_function,
     with_strict,
 )
@@ -266,7 +267,9 @@ class _ChatWriter:
                 case types.Thinking():
                     thoughts.append(recover_thinking(block.thinking, block.signature))
                 case types.ToolUse():
-                    calls.append(self._read_call(block))
+                    id = block.id.removeprefix(ID_PREFIX)
+                    self._tool_names[id] = block.name
+                    calls.append(make_call(id, block.name, block.input))
                 case types.RedactedThinking() | types.Fallback():
                     pass
                 case _:
@@ -279,12 +282,6 @@ class _ChatWriter:
         if calls:
             message["tool_calls"] = calls
         self._append(message, marked)
-
-    def _read_call(self, block: types.ToolUse) -> dict[str, Any]:
-        id = block.id.removeprefix(ID_PREFIX)
-        self._tool_names[id] = block.name
-        function = {"name": block.name, "arguments": block.input}
-        return {"id": id, "type": "function", "function": function}
 
 
 # -- blocks ----------------------------------------------------------------------------------

@@ -366,13 +366,14 @@ def _calls(message: types.Message, index: int) -> list[dict[str, Any]]:
     if message.function_call and not calls:
         calls = [(None, message.function_call)]
     return [
-        {
-            "id": id or f"call_{index}_{i}",
-            "type": "function",
-            "function": {"name": function.name, "arguments": parse_arguments(function.arguments)},
-        }
-        for i, (id, function) in enumerate(calls)
+        make_call(id or f"call_{index}_{i}", called.name, parse_arguments(called.arguments))
+        for i, (id, called) in enumerate(calls)
     ]
+
+
+def make_call(id: str, name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a tool call in the form that chat templates take."""
+    return {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
 def parse_arguments(text: str | dict[str, Any] | None) -> dict[str, Any]:

@@ -14,25 +14,11 @@ from typing import Any, Literal
 
 import msgspec
 
-from mlxcache.types import (
-    Event,
-    Finished,
-    Piece,
-    Sampling,
-    Text,
-    Thinking,
-    TokenLogprob,
-    ToolCall,
-)
+from mlxcache.types import Event, Finished, Piece, Sampling, Text, Thinking, TokenLogprob, ToolCall
 from mlxcache.wire import responses_types as types
 from mlxcache.wire.openai_reply import write_logprobs
 from mlxcache.wire.reply import HeldLogprobs, finished_or_raise, is_cut
-from mlxcache.wire.responses_request import (
-    Toolbox,
-    wants_encrypted,
-    wants_logprobs,
-    write_call,
-)
+from mlxcache.wire.responses_request import Toolbox, wants_encrypted, wants_logprobs, write_call
 from mlxcache.wire.signatures import sign_thinking
 
 Payload = dict[str, Any]

@@ -32,6 +32,7 @@ from mlxcache.wire.openai_request import (
     format_of_schema,
     keep_hints,
     limit_tokens,
+    make_call,
     make_function,
     parse_arguments,
     read_format,
@@ -263,8 +264,7 @@ class _ChatWriter:
 
     def _write_call(self, id: str, name: str, arguments: dict[str, Any]) -> None:
         self._names[id] = name
-        function = {"name": name, "arguments": arguments}
-        call = {"id": id, "type": "function", "function": function}
+        call = make_call(id, name, arguments)
         self._reply(begins="tool_calls").setdefault("tool_calls", []).append(call)
 
     def _write_output(self, item: types.CallOutput, where: str) -> None:
