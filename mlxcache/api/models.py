@@ -68,7 +68,7 @@ async def load(deps: Deps, request: Request) -> Response:
     """
     engine = await engine_named(deps, _name(request))
     await engine.load_weights()
-    return json_response(_object(deps, engine))
+    return json_response(_object(engine))
 
 
 async def unload(deps: Deps, request: Request) -> Response:
@@ -83,7 +83,7 @@ async def unload(deps: Deps, request: Request) -> Response:
     engine = await engine_named(deps, _name(request), wait=False)
     if engine.state == "ready":
         await engine.unload_weights()
-    return json_response(_object(deps, engine))
+    return json_response(_object(engine))
 
 
 async def engine_named(deps: Deps, name: str, *, wait: bool = True) -> Engine:
@@ -96,7 +96,7 @@ async def engine_named(deps: Deps, name: str, *, wait: bool = True) -> Engine:
     return await deps.models.of(engine.label) if wait else engine
 
 
-def _object(deps: Deps, engine: Engine) -> dict[str, Any]:
+def _object(engine: Engine) -> dict[str, Any]:
     known = describe_model(engine.info, engine.label) if engine.info else _unknown(engine.label)
     return known | dict(engine.residence or {})
 

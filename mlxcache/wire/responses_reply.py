@@ -214,7 +214,8 @@ class ResponseWriter:
             self._close("completed")
             self._open = _Open(kind, _item_id(kind), len(self._output))
             self._begin(self._open)
-        item, probs = self._open, write_logprobs(tokens) if self._show_logprobs else []
+        item: _Open = self._open
+        probs = write_logprobs(tokens) if self._show_logprobs else []
         item.text += text
         item.logprobs += probs
         self._emit(f"{_TEXTS[kind]}.delta", **item.place, delta=text, **item.probs(probs))
