@@ -309,18 +309,11 @@ LOCAL_SHELL = "local_shell"
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One callable tool: a function or, if `custom`, a custom tool.
+    """One callable tool: its name for the client, and that of its group of tools, if any."""
 
-    `rendered` is its name in the prompt, `name` its name for the client, and `namespace` the name
-    of its group of tools, if any. `pattern`: regular expression of a custom tool's input.
-    """
-
-    rendered: str
     name: str
     namespace: str | None = None
     custom: bool = False
-    strict: bool = False
-    pattern: str | None = None
 
 
 class Toolbox:
@@ -333,6 +326,7 @@ class Toolbox:
     def __init__(self, tools: Sequence[types.Tool]):
         self.functions: list[Function] = []
         self.left_out: list[str] = []
+        self._callable: list[Function] = []  # with `strict` and patterns, which are not rendered
         self._entries: dict[str, Entry] = {}
         self._rendered: dict[tuple[str, str | None], str] = {}
         for at, tool, namespace in _flatten(tools):
@@ -356,14 +350,15 @@ class Toolbox:
         if rendered in self._entries:
             raise BadRequest(f"{at}: two tools are named {rendered[:64]!r}.", param=f"{at}.name")
         if tool.type == "custom":
-            entry, function = _custom(tool, rendered, namespace, at)
+            function, limited = _custom(tool, rendered, at)
         else:
-            entry = Entry(rendered, tool.name, namespace, strict=bool(tool.strict))
             function = make_function(rendered, tool.description, tool.parameters)
-        self._entries[rendered] = entry
+            limited = with_strict(function) if tool.strict else function
+        self._entries[rendered] = Entry(tool.name, namespace, tool.type == "custom")
         self._rendered.setdefault((tool.name, namespace), rendered)
         self._rendered.setdefault((tool.name, None), rendered)
         self.functions.append(function)
+        self._callable.append(limited)
 
     def rendered_name(self, name: str, namespace: str | None) -> str:
         """Return the name in the prompt of the tool that the client calls `name`.
@@ -374,7 +369,7 @@ class Toolbox:
 
     def find(self, rendered: str) -> Entry:
         """Return the tool with a name in the prompt; a function of this name if it is unknown."""
-        return self._entries.get(rendered) or Entry(rendered, rendered)
+        return self._entries.get(rendered) or Entry(rendered)
 
     def read_use(self, body: types.ResponsesRequest) -> ToolUse:
         """Return which tools may be called, and how, as the body's `tool_choice` asks for."""
@@ -388,9 +383,7 @@ class Toolbox:
             raise BadRequest(message, param="tool_choice")
         named = asked.type in ("function", "custom")
         single = named or body.parallel_tool_calls is False or body.max_tool_calls == 1
-        return ToolUse(
-            tools=tuple(self._callable()), choice=found, parallel=not single, named=named
-        )
+        return ToolUse(tools=tuple(self._callable), choice=found, parallel=not single, named=named)
 
     def _choice(self, asked: types.ToolChoice) -> ToolChoice:
         match asked.type:
@@ -428,16 +421,6 @@ class Toolbox:
             raise BadRequest(message, param="tool_choice")
         return rendered
 
-    def _callable(self) -> Iterator[Function]:
-        """Yield the functions with `strict` and patterns, which are not in the prompt."""
-        for entry, function in zip(self._entries.values(), self.functions, strict=True):
-            if entry.pattern is not None:
-                schema = _input_schema(pattern=entry.pattern)
-                inner = function["function"]
-                yield with_strict(make_function(inner["name"], inner["description"], schema))
-            else:
-                yield with_strict(function) if entry.strict else function
-
 
 def _flatten(tools: Sequence[types.Tool]) -> Iterator[tuple[str, types.Tool, str | None]]:
     """Yield each tool's place in the body, the tool, and its group's name, if it is in one."""
@@ -461,21 +444,21 @@ def _input_schema(**limits: str) -> dict[str, Any]:
     }
 
 
-def _custom(
-    tool: types.Tool, rendered: str, namespace: str | None, at: str
-) -> tuple[Entry, Function]:
-    name, form = tool.name or "", tool.format or types.CustomFormat()
-    description, pattern = tool.description or "", None
-    if form.type == "grammar":
-        if not form.syntax or not form.definition:
-            raise wrong(f"{at}.format", "a grammar needs `syntax` and `definition`.")
-        read = pattern_of_lark if form.syntax == "lark" else pattern_of_regex
-        pattern = read(form.definition, f"{at}.format.definition")
-        kind = "Lark grammar" if form.syntax == "lark" else "regular expression"
-        rule = f"`{INPUT}` must follow this {kind}:\n{form.definition}"
-        description = f"{description}\n\n{rule}" if description else rule
-    entry = Entry(rendered, name, namespace, custom=True, pattern=pattern)
-    return entry, make_function(rendered, description, _input_schema())
+def _custom(tool: types.Tool, rendered: str, at: str) -> tuple[Function, Function]:
+    """Return a custom tool as a function, and the same with the grammar of its input, if any."""
+    description, form = tool.description or "", tool.format or types.CustomFormat()
+    if form.type != "grammar":
+        free = make_function(rendered, description, _input_schema())
+        return free, free
+    if not form.syntax or not form.definition:
+        raise wrong(f"{at}.format", "a grammar needs `syntax` and `definition`.")
+    read = pattern_of_lark if form.syntax == "lark" else pattern_of_regex
+    pattern = read(form.definition, f"{at}.format.definition")
+    kind = "Lark grammar" if form.syntax == "lark" else "regular expression"
+    rule = f"`{INPUT}` must follow this {kind}:\n{form.definition}"
+    description = f"{description}\n\n{rule}" if description else rule
+    limited = make_function(rendered, description, _input_schema(pattern=pattern))
+    return make_function(rendered, description, _input_schema()), with_strict(limited)
 
 
 # -- calls -----------------------------------------------------------------------------------
