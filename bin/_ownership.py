@@ -42,7 +42,7 @@ FOREIGN = {
         "base.pre_tokenizer": "as the line above",
     },
     "store.mac_folder": {"library.setxattr.argtypes": "ctypes has no argument for it"},
-    "sessions.mlx_lm_files": {"self._release.atexit": "weakref.finalize has no argument"},
+    "sessions.files": {"self._release.atexit": "weakref.finalize has no argument"},
 }
 """Attributes of other libraries' objects that can only be set by assignment, with the reason."""
 
@@ -69,7 +69,7 @@ RECORDS = {
         frozenset({"tree"}), frozenset({"usage"}), "the part of a node that counts its uses"
     ),
     "RequestRecord": Record(
-        frozenset({"engine", "scheduling"}),
+        frozenset({"engine", "explain", "scheduling"}),
         frozenset({"record"}),
         "what a request did: each stage notes its part",
     ),

@@ -139,7 +139,7 @@ class Chat:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Prompt:
-    """The token ids to which a request renders.
+    """The token ids to which a request renders; `prompt.ChatPrompt` if it has a conversation.
 
     - `ids` identify the prompt in the cache, and are fed to the model unless `tokens` is set.
     - `tokens` are the ids fed for a prompt with images, else None. At the places of `images`, `ids`
@@ -154,9 +154,9 @@ class Prompt:
       text and calls have the form `<tool_call>{json}</tool_call>`.
     - `rules` are the rules of canonicalisation that changed the conversation.
     - `names` maps text that the model writes to the text that the client receives instead.
-    - `source` is the input of the rendering, which the module `prompt.explain` compares.
     - `keeps` are keep hints: pairs of the position up to which to keep the prompt, and the seconds
       to keep it after each use.
+    - `replies` are the keys of the known replies in it.
     """
 
     ids: Tokens
@@ -169,8 +169,8 @@ class Prompt:
     images: tuple[ImageSpan, ...] = ()
     rules: tuple[str, ...] = ()
     names: Mapping[str, str] = field(default_factory=dict)
-    source: Any = field(default=None, repr=False)
     keeps: tuple[tuple[int, float], ...] = ()
+    replies: tuple[bytes, ...] = ()
 
     @property
     def fed(self) -> Tokens:

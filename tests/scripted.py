@@ -28,6 +28,7 @@ import mlx.core as mx
 
 from mlxcache.engine import engine
 from mlxcache.engine.runtime import ModelRuntime
+from mlxcache.prompt.chat_prompt import ChatPrompt
 from mlxcache.scheduling.task import Output, Task
 from tests.forked import served
 from tests.served import Served
@@ -77,8 +78,9 @@ class ScriptedRuntime(ModelRuntime):
 
     def prepare_output(self, task: Task) -> Output:
         output = super().prepare_output(task)
-        source = task.job.prompt.source
-        reply = reply_to(self.lines, source.sent.messages) if source is not None else None
+        prompt = task.job.prompt
+        chat = prompt.sent if isinstance(prompt, ChatPrompt) else None
+        reply = reply_to(self.lines, chat.messages) if chat is not None else None
         if reply is None:
             return output
         says = [ScriptedTokens(reply_ids(self.loaded.tokenizer, reply), len(task.fed))]

@@ -7,17 +7,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
+from mlxcache.explain.audit import audit
+from mlxcache.explain.differences import differences
+from mlxcache.explain.volatile import find_announced
 from mlxcache.model.tool_syntax.families import SYNTAXES
 from mlxcache.model.tool_syntax.schema import Tools
-from mlxcache.prompt.audit import audit
 from mlxcache.prompt.builder import PromptBuilder
 from mlxcache.prompt.canonical.canonicaliser import Canonicaliser
-from mlxcache.prompt.canonical.date_reminder import reminder
-from mlxcache.prompt.differences import differences
-from mlxcache.prompt.volatile import find_announced
+from mlxcache.prompt.canonical.removed import reminder
 from mlxcache.types import Chat
 from mlxcache.wire.titles import title_from_text
 from tests.prompt import kinds, templates
@@ -43,10 +44,7 @@ def audited(unit: str) -> Callable[[int], object]:
     prompt = builder.chat(user("hi"))
 
     def search(n: int) -> object:
-        source = prompt.source
-        assert source is not None
-        shown = type(source)(user(unit * (n // 4)), source.canonical, source.tokenised, 0)
-        return audit(shown, lambda _source, _char: 0, 9)
+        return audit(builder, replace(prompt, sent=user(unit * (n // 4))))
 
     return search
 

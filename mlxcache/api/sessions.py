@@ -34,8 +34,7 @@ from mlxcache.wire.decode import decode
 if TYPE_CHECKING:
     from mlxcache.sessions.book import SessionBook
     from mlxcache.sessions.books import SessionBooks, SeveralFiles
-    from mlxcache.sessions.files import SessionFiles
-    from mlxcache.sessions.mlx_lm_files import PromptCacheExport
+    from mlxcache.sessions.files import PromptCacheExport, SessionFiles
     from mlxcache.store.snapshot_write import SnapshotExport
 
 DEFAULT_SESSIONS = 100

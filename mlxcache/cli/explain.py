@@ -31,8 +31,9 @@ from mlxcache.utf8 import NotUtf8, decode_utf8
 
 if TYPE_CHECKING:
     from mlxcache.cli.remote import Remote
+    from mlxcache.explain.compare import Explanation
     from mlxcache.prompt.builder import PromptBuilder
-    from mlxcache.prompt.explain import Explanation, Side
+    from mlxcache.prompt.chat_prompt import ChatPrompt
 
 _EXPECTED = (
     "Expected the JSON body of a chat request, of OpenAI's chat completions or Anthropic's "
@@ -117,16 +118,16 @@ def explain_pair(one: dict[str, Any], other: dict[str, Any], settings: Settings)
     and the rules of canonicalisation. The object tells the tokens that both prompts share, the
     first difference, its cause and advice. Raises MlxcacheError if a body cannot be rendered.
     """
-    from mlxcache.prompt.explain import Explainer  # noqa: PLC0415
+    from mlxcache.explain.compare import compare_prompts  # noqa: PLC0415
     from mlxcache.wire.chat_bodies import (  # noqa: PLC0415
         count_images,
         differences_without_effect,
     )
 
     builder = make_builder(settings)
-    sides = _side(builder, one), _side(builder, other)
-    explained = Explainer(builder.message_position, builder.decode).explain(*sides)
-    old, new = (len(side.ids) for side in sides)
+    prompts = _prompt(builder, one), _prompt(builder, other)
+    explained = compare_prompts(builder, *prompts)
+    old, new = (len(prompt.ids) for prompt in prompts)
     return {
         "object": "explanation",
         **_model_object(settings),
@@ -175,21 +176,16 @@ def audit_one(one: dict[str, Any], settings: Settings) -> dict[str, Any]:
     advice. `one` is a request body. `settings` name the model and the rules of canonicalisation.
     Raises MlxcacheError if the body cannot be rendered.
     """
-    from mlxcache.prompt.audit import audit  # noqa: PLC0415
+    from mlxcache.explain.audit import audit  # noqa: PLC0415
     from mlxcache.wire.chat_bodies import count_images  # noqa: PLC0415
 
     builder = make_builder(settings)
-    side = _side(builder, one)
-    found = audit(
-        side.source,
-        builder.text_position,
-        len(side.ids),
-        order_kept=settings.rules["tool_order"],
-    )
+    prompt = _prompt(builder, one)
+    found = audit(builder, prompt)
     return {
         "object": "audit",
         **_model_object(settings),
-        "prompt_tokens": len(side.ids),
+        "prompt_tokens": len(prompt.ids),
         "images": count_images(one),
         "data": [
             {
@@ -235,12 +231,10 @@ def make_builder(settings: Settings) -> PromptBuilder:
     return PromptBuilder(tokenizer, settings.chat_template_args, rules=settings.rules)
 
 
-def _side(builder: PromptBuilder, request: dict[str, Any]) -> Side:
-    from mlxcache.prompt.explain import Side  # noqa: PLC0415
+def _prompt(builder: PromptBuilder, request: dict[str, Any]) -> ChatPrompt:
     from mlxcache.wire.chat_bodies import request_to_chat  # noqa: PLC0415
 
-    prompt = builder.chat(request_to_chat(request), "explained")  # rules remember by session
-    return Side(prompt.source, prompt.ids)
+    return builder.chat(request_to_chat(request), "explained")  # rules remember by session
 
 
 def read_request(file: Path, server: Callable[[], Remote]) -> dict[str, Any]:

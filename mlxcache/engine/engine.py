@@ -39,7 +39,7 @@ from mlxcache.model.guidance.lark import STACK_BYTES
 from mlxcache.model.resident_weights import Weights
 from mlxcache.model.sampling import validate
 from mlxcache.owner import OWNER
-from mlxcache.prompt.canonical.restore import ReplyRestorer
+from mlxcache.prompt.canonical.uuids import ReplyRestorer
 from mlxcache.ranks.group import Place, end_process
 from mlxcache.ranks.rank_zero import RankZero
 from mlxcache.residency.memory import Shared

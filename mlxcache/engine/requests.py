@@ -12,7 +12,7 @@ import numpy as np
 from mlxcache.engine.stream import Stream
 from mlxcache.errors import DeadlineExceeded, MlxcacheError, QueueFull, TooMany
 from mlxcache.model.guidance.guide import Guide
-from mlxcache.prompt.canonical.restore import ReplyRestorer
+from mlxcache.prompt.canonical.uuids import ReplyRestorer
 from mlxcache.scheduling.admission import asker_of
 from mlxcache.scheduling.prefill import DECODE_SHARE
 from mlxcache.scheduling.scheduler import Scheduler

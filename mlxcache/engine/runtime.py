@@ -22,6 +22,7 @@ from mlxcache.config.memory import read_pressure
 from mlxcache.engine.metrics import Figures, Totals
 from mlxcache.engine.opening import open_images, open_store, open_tier, watch_pressure
 from mlxcache.errors import BadRequest, Busy, ContextLengthExceeded
+from mlxcache.explain.prefix_loss import PrefixLossReporter
 from mlxcache.guess.drafts import DraftCosts, DraftRule
 from mlxcache.guess.passes import PassCosts
 from mlxcache.mlx_thread import MlxThread
@@ -38,6 +39,7 @@ from mlxcache.model.resident_weights import is_resident
 from mlxcache.model.sampling import make_processors, make_sampler, text_ends, top_logprobs
 from mlxcache.model.vision import too_large
 from mlxcache.prompt.builder import PromptBuilder
+from mlxcache.prompt.chat_prompt import ChatPrompt
 from mlxcache.prompt.replies import GeneratedReply, Replies
 from mlxcache.ranks.rank_zero import RankZero
 from mlxcache.residency.memory import (
@@ -51,14 +53,12 @@ from mlxcache.scheduling.decoder import Drawn, Row
 from mlxcache.scheduling.loop_guard import LoopGuard
 from mlxcache.scheduling.pass_costs import measure_passes, passes_key, stored_passes
 from mlxcache.scheduling.prefill import Limits
-from mlxcache.scheduling.prefix_loss import PrefixLossReporter
 from mlxcache.scheduling.scheduler import Scheduler
 from mlxcache.scheduling.speculation import Speculation
 from mlxcache.scheduling.task import Output, Task
 from mlxcache.sessions.book import SessionBook
-from mlxcache.sessions.files import remove_stale
+from mlxcache.sessions.files import PromptCacheReader, Submit, remove_stale
 from mlxcache.sessions.journal import Served
-from mlxcache.sessions.mlx_lm_files import PromptCacheReader, Submit
 from mlxcache.store.database import Database, TemporaryDatabase
 from mlxcache.store.leaves import conversation_key_tokens, digest_of
 from mlxcache.store.reply_rows import ReplyRow
@@ -331,10 +331,10 @@ class ModelRuntime:
         )
 
     def _result_forms(self, task: Task) -> Mapping[str, Tokens]:
-        source = task.job.prompt.source
-        if source is None:
+        prompt = task.job.prompt
+        if not isinstance(prompt, ChatPrompt):
             return {}
-        return self.builders.of(task.job.owner).forms.of(source.chat.messages)
+        return self.builders.of(task.job.owner).forms.of(prompt.chat.messages)
 
     def learn_forms(self, prompt: Prompt, owner: str | None) -> None:
         """Make and keep the tool results of a conversation as a reply would repeat them, as tokens.
@@ -343,8 +343,8 @@ class ModelRuntime:
         made from these tokens. `prompt`: the prompt of the conversation. Blocks while new results
         are tokenised; does nothing if no guesses are made. Any thread.
         """
-        if self.speculation is not None and prompt.source is not None:
-            self.builders.of(owner).forms.learn(prompt.source.chat.messages)
+        if self.speculation is not None and isinstance(prompt, ChatPrompt):
+            self.builders.of(owner).forms.learn(prompt.chat.messages)
 
     def _make_builder(self, context: int, replies: Replies) -> PromptBuilder:
         loaded, settings = self.loaded, self.settings
@@ -557,9 +557,11 @@ class ModelRuntime:
 
         Does nothing without a remote, or if `reply` is None because it cannot be replayed.
         """
-        found = task.job.prompt.source.canonical.found if reply is not None else None
-        if self.remote is not None and found is not None and reply is not None and found.asked:
-            self.remote.share_reply(task.job.owner, found.asked, reply.row)
+        prompt = task.job.prompt
+        if self.remote is None or reply is None or not isinstance(prompt, ChatPrompt):
+            return
+        if prompt.asked:
+            self.remote.share_reply(task.job.owner, prompt.asked, reply.row)
 
     def note_begin(self, job: Job) -> None:
         """Begin to look up in the remote, if there is one, the session to which a request belongs.

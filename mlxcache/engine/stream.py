@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable
 
 from mlxcache.errors import MlxcacheError
-from mlxcache.prompt.canonical.restore import ReplyRestorer
+from mlxcache.prompt.canonical.uuids import ReplyRestorer
 from mlxcache.types import Admitted, Event, Finished, Progress, RequestRecord, Text, Thinking
 
 BACKLOG = 256

@@ -13,8 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mlxcache.errors import BadRequest
-from mlxcache.prompt.template import Message
-from mlxcache.prompt.traits import Traits
+from mlxcache.prompt.template import Message, Traits
 from mlxcache.types import TEXTS, Image
 
 Content = str | list[str | Image]
@@ -45,10 +44,8 @@ def adapt(
 ) -> list[Message]:
     """Return messages in OpenAI's form, adapted to a template with the given traits.
 
-    If the template does not support tools, `tools` are described in the system text. No user text
-    is dropped: a message that the template refuses in its place is joined to the one before it, or
-    becomes a user message. Raises BadRequest for an unknown role, and for a content that is neither
-    text nor images.
+    No user text is dropped: a message that the template refuses in its place is joined to the one
+    before it, or becomes a user message. Raises BadRequest for an unknown role or content.
     """
     placed = _Adapter(traits)
     if tools and not traits.tools:
@@ -64,10 +61,7 @@ def adapt(
 
 
 def leading_systems(messages: Sequence[Mapping[str, Any]]) -> int:
-    """Return the number of system and developer messages at the start of a conversation.
-
-    Counting stops before a message with the key `SEPARATE`, which is rendered on its own.
-    """
+    """Return the number of system messages at the start, before one with the key `SEPARATE`."""
     for i, message in enumerate(messages):
         if message.get("role") not in ("system", "developer") or message.get(SEPARATE):
             return i
@@ -75,8 +69,6 @@ def leading_systems(messages: Sequence[Mapping[str, Any]]) -> int:
 
 
 class _Adapter:
-    """Builder of the adapted messages: `add` appends one message of the conversation."""
-
     def __init__(self, traits: Traits):
         self.messages: list[Message] = []
         self._traits = traits
@@ -105,7 +97,6 @@ class _Adapter:
         return self.messages[-1]["role"] if self.messages else None
 
     def _append(self, text: Content) -> None:
-        """Append a content to that of the last adapted message, after a blank line."""
         last = self.messages[-1]
         self.messages[-1] = {**last, "content": _joined(last.get("content"), text)}
 
@@ -149,7 +140,6 @@ class _Adapter:
             self._reply({**part, "tool_calls": group} if group else part)
 
     def _callable(self, calls: list[Message]) -> bool:
-        """Return whether the template can render all `calls` of one message as tool calls."""
         traits = self._traits
         single = traits.calls_at_once or not traits.alternates or len(calls) == 1
         return traits.tool_calls and single
@@ -193,10 +183,7 @@ class _Adapter:
 
 
 def _text(content: Any) -> Content:
-    """Convert message content to text: None becomes empty, and text parts are joined.
-
-    A list with images is returned unchanged. Raises BadRequest for any other content.
-    """
+    """Convert message content to text; a list with images is returned unchanged."""
     if isinstance(content, str):
         return content
     if content is None:
@@ -224,11 +211,7 @@ def _listed(content: Content) -> list[str | Image]:
 
 
 def _object(arguments: Any) -> Any:
-    """Parse the JSON arguments of a call into an object.
-
-    None and empty text become {}. Text that is not a JSON object, and any other value, is returned
-    unchanged.
-    """
+    """Parse the JSON arguments of a call into an object, if they are one."""
     if isinstance(arguments, str):
         try:
             parsed = json.loads(arguments or "{}")
@@ -239,17 +222,14 @@ def _object(arguments: Any) -> Any:
 
 
 def _written(call: Message) -> str:
-    """Return a tool call as text, in the form that the system text `GENERIC_TOOLS` asks for."""
+    """Return a tool call as text, in the form that `GENERIC_TOOLS` asks for."""
     function = call["function"]
     body = {"name": function["name"], "arguments": _object(function["arguments"])}
     return f"<tool_call>{json.dumps(body, ensure_ascii=False)}</tool_call>"
 
 
 def _short(call_id: str) -> str:
-    """Derive a call id of nine letters or digits, which some templates require, from any call id.
-
-    Equal ids give equal results.
-    """
+    """Derive a call id of nine letters or digits, which some templates require, from any one."""
     if len(call_id) == 9 and call_id.isascii() and call_id.isalnum():
         return call_id
     number = int.from_bytes(hashlib.sha256(call_id.encode("utf-8", "replace")).digest()[:8])

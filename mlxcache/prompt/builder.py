@@ -9,12 +9,12 @@ from typing import Any
 
 from mlxcache.common_prefix import common_characters, common_length
 from mlxcache.errors import ContextLengthExceeded, MlxcacheError
-from mlxcache.guess.forms import writes_escaped
+from mlxcache.guess.forms import reply_form, writes_escaped
+from mlxcache.lru import LRU
 from mlxcache.prompt.canonical.canonicaliser import LENGTHENING, Canonical, Canonicaliser
-from mlxcache.prompt.codec import Codec
-from mlxcache.prompt.escape import Escape
-from mlxcache.prompt.explain import Source
-from mlxcache.prompt.images import ImageProcessor, ImageTemplate, add_images
+from mlxcache.prompt.chat_prompt import ChatPrompt
+from mlxcache.prompt.codec import Codec, Escape
+from mlxcache.prompt.images import ImageProcessor, ImageTemplate
 from mlxcache.prompt.incremental import (
     ControlTokenFinder,
     Tokenised,
@@ -27,10 +27,18 @@ from mlxcache.prompt.next_turn import next_turns
 from mlxcache.prompt.renderer import Renderer
 from mlxcache.prompt.replay import Replay, ReplayedText
 from mlxcache.prompt.replies import GeneratedReply, PromptKey, ReadReply, Replies, ReplyReader
-from mlxcache.prompt.result_forms import ResultForms
-from mlxcache.prompt.template import Template, check_arguments, too_deep
+from mlxcache.prompt.template import (
+    KEY,
+    LONG_ID,
+    NAME,
+    Message,
+    Template,
+    U,
+    check_arguments,
+    probe,
+    too_deep,
+)
 from mlxcache.prompt.tokenizer import (
-    Added,
     ChatTokenizer,
     added_tokens,
     backend_of,
@@ -38,8 +46,7 @@ from mlxcache.prompt.tokenizer import (
     thinking_markers,
     tool_markers,
 )
-from mlxcache.prompt.traits import KEY, LONG_ID, NAME, U, probe
-from mlxcache.types import Chat, Prompt
+from mlxcache.types import NO_TOKENS, Chat, ImageSpan, Prompt, Tokens
 
 log = logging.getLogger(__name__)
 
@@ -48,27 +55,22 @@ Messages = Sequence[Mapping[str, Any]]
 _SAMPLE = 2048
 """Characters of a conversation that are encoded to learn how many make a token."""
 
+_FORM_BYTES = 16 << 20
+"""Most bytes of tool results and their forms that are kept for one owner."""
+
+_ASKED: Message = {"role": "user", "content": U}
+
 
 class PromptBuilder:
     """Renders and tokenises conversations for one model. Thread-safe.
 
-    The constructor renders and encodes small conversations, which takes tens of milliseconds, to
-    detect the template's features and whether the tokenizer can work incrementally.
+    The constructor renders small conversations, which takes tens of milliseconds, to detect the
+    template's features and whether the tokenizer can work incrementally. Raises ConfigError for
+    `template_args` that the template does not support. Without `read`, which parses the token ids
+    of a reply, no reply is replayed. Others may add to `replies` too.
 
-    `template_args`: arguments of the chat template for every conversation; a conversation's own
-    arguments take precedence. `context`: the model's context length in tokens; far longer texts are
-    refused before they are tokenised. None sets no limit. `processor`: the model's image processor,
-    or None. `rules`: canonicalisation rules by name, True for on; other rules keep their defaults.
-    `read` parses the token ids of a reply; without it no reply is replayed. `replies`: known
-    replies; `remember` adds to them, and other code may too. `label`: that of the model, for the
-    log.
-
-    Attributes: `takes_images`: True if model and template support images. `incremental`: True if
-    only what changed since a session's last turn is tokenised. `openers`: ids of the tokens that
-    open a message. `forms`: token ids of tool results in the form in which a reply would repeat
-    them, from which the next tokens of a reply are guessed.
-
-    Raises ConfigError for `template_args` that the template does not support.
+    Attributes: `incremental`: only what changed since a session's last turn is tokenised.
+    `openers`: ids of the tokens that open a message.
     """
 
     def __init__(
@@ -94,7 +96,13 @@ class PromptBuilder:
         self._think = (tokenizer.think_start, tokenizer.think_end)
         thinking, added = thinking_markers(tokenizer), added_tokens(tokenizer)
         controls = control_tokens(added, template.source, [*thinking, *tool_markers(tokenizer)])
-        escape = _escape(tokenizer, controls, thinking)
+        normalizer = getattr(backend_of(tokenizer), "normalizer", None)
+        escape = Escape(
+            [token.text for token in controls],
+            thinking,
+            [token.text for token in controls if token.normalized],
+            normalize=None if normalizer is None else normalizer.normalize_str,
+        )
         self.traits = probe(template, args)
         self._images = ImageTemplate(template, processor, args, self.traits)
         self.takes_images = self._images.supported
@@ -102,10 +110,10 @@ class PromptBuilder:
             log.warning("model %s: images disabled: its chat template does not render them", label)
         self._renderer = Renderer(template, self.traits, escape, args, self._images)
         self._codec = Codec(tokenizer, added, controls, escape)
-        finder = ControlTokenFinder(added, controls, normalizer=_normalizer(tokenizer) is not None)
+        finder = ControlTokenFinder(added, controls, normalizer=normalizer is not None)
         self.openers = learn_openers(self._renderer, finder)
         self.incremental = self._codec.direct and check_incremental(
-            Tokeniser(self._codec, finder), controls, self._sample()
+            Tokeniser(self._codec, finder), controls, self._probe([_ASKED])
         )
         self._tokeniser = Tokeniser(self._codec, finder, incremental=self.incremental)
         self.forms = ResultForms(self._codec.encode, escaped=writes_escaped(self._shown_call))
@@ -125,10 +133,9 @@ class PromptBuilder:
             )
 
     def text(self, text: str) -> Prompt:
-        """Return the prompt of a plain text.
+        """Return the prompt of a plain text, in which the text of a control token becomes it.
 
-        The text of a control token in it becomes that token. Raises BadRequest if the text is not
-        valid Unicode, and ContextLengthExceeded if it is far longer than the model's context.
+        Raises BadRequest and ContextLengthExceeded.
         """
         self._refuse_too_long(text, "prompt")
         return Prompt(self._codec.encode_raw(text))
@@ -139,34 +146,32 @@ class PromptBuilder:
         session: str | None = None,
         stop: Sequence[str] = (),
         new: Messages = (),
-    ) -> Prompt:
+    ) -> ChatPrompt:
         """Return the prompt of a conversation.
 
         `session`: label under which the text is remembered, so that the next turn is tokenised only
-        from the first difference. `stop`: strings that will end the reply. `new`: messages to
-        append after canonicalisation. Raises BadRequest for a conversation that cannot be rendered,
-        ContextLengthExceeded for one that is far longer than the model's context, and
-        GenerationFailed if the template fails.
+        from the first difference. `new`: messages to append after canonicalisation. Raises
+        BadRequest, ContextLengthExceeded, and GenerationFailed if the template fails.
         """
         try:
             canonical = self._canonicalise(chat, session, stop, new)
             if not set(LENGTHENING).isdisjoint(canonical.rules):
-                prompt = self._prompt_if_short(chat, canonical, session)
-                if prompt is not None:
-                    return prompt
+                try:
+                    prompt = self._prompt(chat, canonical, session)
+                    if self._context is None or len(prompt.ids) <= self._context * 3 // 4:
+                        return prompt
+                except ContextLengthExceeded:
+                    pass
                 canonical = self._canonicalise(chat, session, stop, new, LENGTHENING)
         except RecursionError as error:
             raise too_deep() from error
         return self._prompt(chat, canonical, session)
 
     def next_turn(self, chat: Chat, session: str | None = None, stop: Sequence[str] = ()) -> Prompt:
-        """Return the common prefix of all prompts that can continue a conversation.
+        """Return the common prefix of all prompts that continue a conversation ending with a reply.
 
-        `chat` ends with the reply. `session`: label under which the text is remembered. `stop`:
-        strings that will end the next reply. The prefix ends where the text of the next message
-        begins, and has one arbitrary token more, because at least one token must be fed. A mark is
-        added at the position where the prompt diverges if the client strips white space from the
-        reply. Raises the errors of the method `chat`.
+        It has one arbitrary token more, because at least one token must be fed. A mark is added
+        where the prompt diverges if the client strips white space from the reply.
         """
         one, *others = (self.chat(turn, session, stop, new) for turn, new in next_turns(chat))
         shared = [common_length(one.ids, other.ids) for other in others]
@@ -191,69 +196,55 @@ class PromptBuilder:
             return found
         return replace(found, chat=replace(found.chat, messages=[*found.chat.messages, *new]))
 
-    def _prompt_if_short(
-        self, sent: Chat, canonical: Canonical, session: str | None
-    ) -> Prompt | None:
-        """Return the prompt if it takes at most three quarters of the context length, else None.
-
-        Used for a conversation that canonicalisation has lengthened. `sent`: the conversation as
-        the client sent it. `session`: label under which the text is remembered.
-        """
-        try:
-            prompt = self._prompt(sent, canonical, session)
-        except ContextLengthExceeded:
-            return None
-        fits = self._context is None or len(prompt.ids) <= self._context * 3 // 4
-        return prompt if fits else None
-
-    def _prompt(self, sent: Chat, canonical: Canonical, session: str | None) -> Prompt:
-        chat = canonical.chat
+    def _prompt(self, sent: Chat, canonical: Canonical, session: str | None) -> ChatPrompt:
+        chat, found = canonical.chat, canonical.found
         rendered = self._renderer.render(chat)
         self._refuse_too_long(rendered.text, "messages")
-        replayed = self._splice_replies(rendered.text, chat)
-        prompt = self._tokeniser.encode(replayed.text, session, replayed.splices)
-        generation = spliced_position(rendered.generation, prompt.splices)
-        position = self._tokeniser.position(prompt, generation)
-        marks = find_marks(prompt, self.openers, position)
-        end = self._breakpoint(chat, prompt, position)
-        known = tuple(dict.fromkeys((*canonical.found.keys, *replayed.replies)))
-        history = canonical.found.history
-        key = PromptKey(replayed.digest, len(rendered.text), replayed.tail, history)
-        made = Prompt(
-            ids=prompt.ids,
+        replayed = ReplayedText(rendered.text)
+        if self._replay is not None:
+            enabled = self.canonicaliser.is_on("replay")
+            replayed = self._replay.splice_replies(rendered.text, chat.tools, enabled=enabled)
+        made = self._tokeniser.encode(replayed.text, session, replayed.splices)
+        generation = spliced_position(rendered.generation, made.splices)
+        position = self._tokeniser.position(made, generation)
+        marks = find_marks(made, self.openers, position)
+        end = self._breakpoint(chat, made, position)
+        rules = canonical.rules
+        if made.splices and replayed.changed and "replay" not in rules:
+            rules = (*rules, "replay")
+        ids, tokens = made.ids, None
+        images: tuple[ImageSpan, ...] = ()
+        if rendered.images:
+            tokens = ids
+            ids, images = self._images.locate(ids, rendered.images)
+        return ChatPrompt(
+            ids=ids,
+            tokens=tokens,
+            images=images,
             marks=marks,
             breakpoint=end,
             keeps=keep_positions(chat.keeps, marks, end),
-            thinking_open=self._opens_thinking(generation, prompt, marks),
+            thinking_open=self._opens_thinking(generation, made, marks),
             continued=chat.continue_final,
             generic_tools=bool(chat.tools) and not self.traits.tools,
-            rules=_with_replay(canonical.rules, prompt.splices and replayed.changed),
+            rules=rules,
             names=canonical.names,
-            source=Source(sent, canonical, prompt, generation, key, known),
+            replies=tuple(dict.fromkeys((*found.keys, *replayed.replies))),
+            sent=sent,
+            chat=chat,
+            tokenised=made,
+            generation=generation,
+            key=PromptKey(replayed.digest, len(rendered.text), replayed.tail, found.history),
+            asked=found.asked,
         )
-        return add_images(made, self._images, rendered.images) if rendered.images else made
-
-    def _splice_replies(self, text: str, chat: Chat) -> ReplayedText:
-        if self._replay is None:
-            return ReplayedText(text)
-        enabled = self.canonicaliser.is_on("replay")
-        return self._replay.splice_replies(text, chat.tools, enabled=enabled)
 
     def remember(self, reply: GeneratedReply | None) -> None:
-        """Remember a reply, to replay it when a client sends it back. Returns at once.
-
-        Does nothing for None, or if the builder replays no replies.
-        """
+        """Remember a reply, to replay it when a client sends it back. Returns at once."""
         if self._replay is not None and reply is not None:
             self._replay.replies.add(reply)
 
     def unknown_replies(self, chat: Chat, session: str | None = None) -> tuple[bytes, ...]:
-        """Return a digest of the messages before each reply in `chat` that is not a known reply.
-
-        These are the digests `Found.unknown` of `canonical.replies`, by which the replies can be
-        looked up in the remote. `session`: label of the conversation's session. Raises BadRequest
-        for a conversation that is nested too deeply.
-        """
+        """Return a digest of the messages before each unknown reply, to look it up elsewhere."""
         if self._replay is None or not any(m.get("role") == "assistant" for m in chat.messages):
             return ()
         try:
@@ -262,10 +253,7 @@ class PromptBuilder:
             raise too_deep() from error
 
     def estimate_tokens(self, chat: Chat) -> int:
-        """Return about how many tokens a conversation has, without tokenising all of it.
-
-        The number is the length of its texts times the tokens per character of a sample.
-        """
+        """Return about how many tokens a conversation has, from those of a sample of its texts."""
         texts = list(_texts(chat))
         longest = max(texts, key=len, default="")
         start = max(0, (len(longest) - _SAMPLE) // 2)
@@ -274,16 +262,15 @@ class PromptBuilder:
             return 0
         return sum(map(len, texts)) * len(self._codec.encode(sample)) // len(sample)
 
-    def message_position(self, source: Source, leading: int) -> int:
+    def message_position(self, prompt: ChatPrompt, leading: int) -> int:
         """Return the token position at which the message with index `leading` begins in a prompt.
 
-        `source`: origin of the prompt. `leading` counts from 0 and includes system messages. If it
-        is the number of messages, the result is the position of the generation prompt. Returns 0 if
-        the messages up to this one cannot be rendered.
+        If it is the number of messages, that of the generation prompt. Returns 0 if the messages
+        cannot be rendered.
         """
-        chat, made = source.chat, source.tokenised
+        chat, made = prompt.chat, prompt.tokenised
         if leading >= len(chat.messages):
-            return self._tokeniser.position(made, source.generation)
+            return self._tokeniser.position(made, prompt.generation)
         following = {**chat.messages[leading], "content": U}
         if following["role"] == "assistant":
             following = {"role": "assistant", "content": U}
@@ -295,12 +282,9 @@ class PromptBuilder:
         shared = common_characters(shown.text, made.rendered)
         return made.position_before(spliced_position(shared, made.splices))
 
-    def text_position(self, source: Source, char: int) -> int:
-        """Return the number of tokens of a prompt before character `char` of its rendered text.
-
-        `source`: origin of the prompt.
-        """
-        return self._tokeniser.position(source.tokenised, char)
+    def text_position(self, prompt: ChatPrompt, char: int) -> int:
+        """Return the number of tokens of a prompt before character `char` of its tokenised text."""
+        return self._tokeniser.position(prompt.tokenised, char)
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of token ids, including control tokens."""
@@ -313,79 +297,39 @@ class PromptBuilder:
                 param=param,
             )
 
-    def _breakpoint(self, chat: Chat, prompt: Tokenised, generation: int) -> int | None:
-        """Return the token position at which a conversation's cache breakpoint ends, or None.
-
-        None is returned if the client marked no message. `generation`: token position at which the
-        generation prompt starts.
-        """
+    def _breakpoint(self, chat: Chat, made: Tokenised, generation: int) -> int | None:
         leading = chat.breakpoint
         if leading is None:
             return None
         if leading >= len(chat.messages):
             return generation
-        shared = self._renderer.shared_characters(chat, leading, prompt.rendered)
-        shared = spliced_position(shared, prompt.splices)
-        if len(prompt.at):
-            return prompt.position_before(shared)
-        return self._tokeniser.position(prompt, shared)
+        shared = self._renderer.shared_characters(chat, leading, made.rendered)
+        shared = spliced_position(shared, made.splices)
+        if len(made.at):
+            return made.position_before(shared)
+        return self._tokeniser.position(made, shared)
 
-    def _opens_thinking(self, generation: int, prompt: Tokenised, marks: tuple[int, ...]) -> bool:
-        """Return whether the end of a prompt opens a thinking block without closing it.
-
-        Examines the text after the last of `marks`, which are token positions, or after character
-        `generation`, where the generation prompt starts, whichever comes first.
-        """
+    def _opens_thinking(self, generation: int, made: Tokenised, marks: tuple[int, ...]) -> bool:
+        """Return whether the end of a prompt opens a thinking block without closing it."""
         start, end = self._think
         if not start or not end:
             return False
-        tail = prompt.text[min(generation, prompt.char_before(marks[-1] if marks else 0)) :]
+        tail = made.text[min(generation, made.char_before(marks[-1] if marks else 0)) :]
         return tail.rfind(start) > tail.rfind(end)
 
     def _shown_call(self, value: str) -> str:
-        """Return the text of a conversation that ends with a tool call with the argument `value`.
-
-        Returns "" if the template cannot render it.
-        """
         function = {"name": NAME, "arguments": {KEY: value}}
         call = {"id": LONG_ID, "type": "function", "function": function}
-        reply = {"role": "assistant", "content": "", "tool_calls": [call]}
+        return self._probe([_ASKED, {"role": "assistant", "content": "", "tool_calls": [call]}])
+
+    def _probe(self, messages: list[Message]) -> str:
         try:
-            return self._renderer.probe([{"role": "user", "content": U}, reply], tools=True)
+            return self._renderer.probe(messages, tools=True)
         except MlxcacheError:
             return ""
-
-    def _sample(self) -> str:
-        try:
-            return self._renderer.probe([{"role": "user", "content": U}], tools=True)
-        except MlxcacheError:
-            return ""
-
-
-def _with_replay(rules: tuple[str, ...], replayed: object) -> tuple[str, ...]:
-    """Return the names of the canonicalisation rules that changed a prompt.
-
-    These are `rules`, with "replay" added if `replayed` is true.
-    """
-    return (*rules, "replay") if replayed and "replay" not in rules else rules
-
-
-def _escape(tokenizer: ChatTokenizer, controls: Sequence[Added], thinking: list[str]) -> Escape:
-    return Escape(
-        [token.text for token in controls],
-        thinking,
-        [token.text for token in controls if token.normalized],
-        normalize=_normalizer(tokenizer),
-    )
-
-
-def _normalizer(tokenizer: ChatTokenizer) -> Callable[[str], str] | None:
-    normalizer = getattr(backend_of(tokenizer), "normalizer", None)
-    return None if normalizer is None else normalizer.normalize_str
 
 
 def _texts(chat: Chat) -> Iterator[str]:
-    """Yield the texts of a conversation: contents, thinking, calls and tools."""
     for message in chat.messages:
         content = message.get("content") or ""
         parts = [content] if isinstance(content, str) else content
@@ -394,3 +338,35 @@ def _texts(chat: Chat) -> Iterator[str]:
             str(message[key]) for key in ("reasoning_content", "tool_calls") if key in message
         )
     yield from map(str, chat.tools)
+
+
+class ResultForms:
+    """Tool results of one owner as a reply would repeat them, as token ids. Thread-safe.
+
+    That is without the line numbers that the result showed, and in JSON with escapes, if `escaped`;
+    see `guess.forms.reply_form`. A form is made once per result.
+    """
+
+    def __init__(self, encode: Callable[[str], Tokens], *, escaped: bool):
+        self.escaped = escaped
+        self._encode = encode
+        self._made: LRU[str, tuple[str, Tokens]] = LRU(
+            _FORM_BYTES, lambda made: 2 * len(made[0]) + made[1].nbytes
+        )
+
+    def learn(self, messages: Messages) -> None:
+        """Make the form of each tool result in `messages` for which none is kept. Blocks."""
+        for text in _results(messages):
+            if self._made.get(text) is None:
+                form = reply_form(text, escaped=self.escaped)
+                self._made.put(text, (text, NO_TOKENS if form is None else self._encode(form)))
+
+    def of(self, messages: Messages) -> Mapping[str, Tokens]:
+        """Return the token ids that `learn` made, by result text, where the text changes."""
+        found = ((text, self._made.get(text)) for text in _results(messages))
+        return {text: made[1] for text, made in found if made is not None and len(made[1])}
+
+
+def _results(messages: Messages) -> list[str]:
+    texts = (m.get("content") for m in messages if m.get("role") == "tool")
+    return [text for text in texts if isinstance(text, str)]

@@ -9,16 +9,24 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any, Protocol
 
 import numpy as np
 
 from mlxcache.errors import BadRequest, GenerationFailed, MlxcacheError
 from mlxcache.prompt.adapt import adapt
-from mlxcache.prompt.template import Message, Template
-from mlxcache.prompt.traits import NAME, R2, SHORT_ID, U2, R, Traits, U
-from mlxcache.types import Image, ImageSpan, Prompt, Tokens, token_ids
+from mlxcache.prompt.template import (
+    R2,
+    TOOL_TURN,
+    U2,
+    Message,
+    R,
+    Template,
+    Traits,
+    U,
+    message_of,
+)
+from mlxcache.types import Image, ImageSpan, Tokens, token_ids
 
 PARTS: tuple[Message, ...] = (
     {"type": "image_url", "image_url": {"url": "data:,"}},
@@ -33,10 +41,9 @@ IMAGE_RESULT = "The result is an image; it follows."
 class ImageProcessor(Protocol):
     """Interface of a model's image processor, such as `model.vision.Vision`.
 
-    `image_token`: text that a template writes for an image. `token_id`: id that stands for one
-    embedding row of an image. `text(image)` returns the text of all its embedding rows,
-    `grid(image)` the numbers (rows, columns) of the grid in which they lie, or None if their
-    positions are consecutive, as those of text.
+    `image_token`: text that a template writes for an image. `token_id`: id of one embedding row of
+    an image. `text` returns the text of all its rows, `grid` the (rows, columns) in which they lie,
+    or None if their positions are consecutive, as those of text.
     """
 
     image_token: str
@@ -50,9 +57,8 @@ class ImageProcessor(Protocol):
 class ImageTemplate:
     """Writes images into the input and output of one chat template. Thread-safe.
 
-    The constructor detects, by rendering, which form of image part the template supports, and
-    whether it renders images in tool results. `processor` is None if the model takes no images.
-    `traits`: features of the template.
+    The constructor detects, by rendering, how and where the template supports images. `processor`
+    is None if the model takes none.
     """
 
     def __init__(
@@ -63,25 +69,20 @@ class ImageTemplate:
         traits: Traits,
     ):
         self._processor = processor
-        self._part: Message | None = None
-        self.in_results = False
-        if processor is not None:
-            token = processor.image_token
-            self._part = _find_part(template, token, args)
-            if self._part is not None:
-                self.in_results = _shows_results(template, token, self._part, args, traits)
+        token = processor.image_token if processor is not None else ""
+        self._part = _find_part(template, token, args) if token else None
+        self.in_results = self._part is not None and _shows_results(
+            template, token, self._part, args, traits
+        )
 
     @property
     def supported(self) -> bool:
-        """True if the model and its template support images."""
         return self._part is not None
 
     def place(self, messages: Sequence[Message]) -> list[Message]:
         """Return the messages with images only where the template renders them.
 
-        Images of tool results stay in the results if the template renders them there. Otherwise
-        they are put at the start of the user message that directly follows the results. If no user
-        message follows, a new one with only the images is inserted there.
+        Other images of tool results go to the start of the next user message, or into a new one.
         """
         if self.in_results:
             return list(messages)
@@ -104,10 +105,7 @@ class ImageTemplate:
         return [*placed, {"role": "user", "content": waiting}] if waiting else placed
 
     def prepare(self, messages: Sequence[Message]) -> tuple[list[Message], list[Image]]:
-        """Return the messages with images in the template's form, and the images in order.
-
-        Raises BadRequest if there are images and the template does not support them.
-        """
+        """Return the messages with images in the template's form, and the images in order."""
         found = images_of(messages)
         if found and self._part is None:
             raise BadRequest("this model takes no images", param="messages")
@@ -131,11 +129,7 @@ class ImageTemplate:
         return parts
 
     def expand(self, text: str, images: Sequence[Image]) -> str:
-        """Replace each image's token in a rendered text by the text of all its embedding rows.
-
-        Raises BadRequest if the text does not have one token for each of `images`, or an image
-        cannot be decoded.
-        """
+        """Replace each image's token in a rendered text by the text of all its embedding rows."""
         if not images:
             return text
         assert self._processor is not None
@@ -150,11 +144,7 @@ class ImageTemplate:
         return "".join(written)
 
     def _text(self, image: Image) -> str:
-        """Return the text of all embedding rows of an image.
-
-        Raises BadRequest if the image processor refuses the image. The error names the image's
-        place in the body of the request, if that is known.
-        """
+        """Return the text of an image's rows; an error names its place in the body."""
         assert self._processor is not None
         try:
             return self._processor.text(image)
@@ -166,8 +156,7 @@ class ImageTemplate:
     def locate(self, ids: Tokens, images: Sequence[Image]) -> tuple[Tokens, tuple[ImageSpan, ...]]:
         """Return the ids that identify a prompt in the cache, and the spans of its images.
 
-        `ids`: token ids of the prompt, as the model reads them. Raises GenerationFailed if the
-        image tokens among them do not match `images`.
+        `ids`: as the model reads them. Raises GenerationFailed if they do not match `images`.
         """
         assert self._processor is not None
         at = np.flatnonzero(ids == self._processor.token_id)
@@ -189,7 +178,6 @@ class ImageTemplate:
 
 
 def images_of(messages: Sequence[Mapping[str, Any]]) -> list[Image]:
-    """Return the images of a conversation, in order."""
     return [
         part
         for message in messages
@@ -202,10 +190,10 @@ def images_of(messages: Sequence[Mapping[str, Any]]) -> list[Image]:
 def ids_with_digests(ids: Tokens, spans: Sequence[ImageSpan]) -> Tokens:
     """Return a copy of `ids` with negative ids for images, derived from the content of each image.
 
-    `spans`: the images and their positions in `ids`. The ids of an image's tokens, of the token
-    before it and of the token after it are replaced, each by 31 bits of a hash over the image's
-    digest and the ids that are replaced. The two neighbours are replaced too, so that at least two
-    ids must collide before the embedding row of another image is reused.
+    The ids of an image's tokens, of the token before it and of the token after it are replaced,
+    each by 31 bits of a hash over the image's digest and the ids that are replaced. The two
+    neighbours are replaced too, so that at least two ids must collide before the embedding row of
+    another image is reused.
     """
     known = np.array(ids)
     last = 0
@@ -219,62 +207,33 @@ def ids_with_digests(ids: Tokens, spans: Sequence[ImageSpan]) -> Tokens:
     return token_ids(known)
 
 
-def add_images(prompt: Prompt, template: ImageTemplate, images: Sequence[Image]) -> Prompt:
-    """Return a copy of `prompt` with its images, and with ids that depend on their content.
-
-    `images`: the images in order. The ids of `prompt` become the `tokens` of the copy. Raises
-    GenerationFailed if the image tokens of the prompt do not match `images`.
-    """
-    known, spans = template.locate(prompt.ids, images)
-    return replace(prompt, ids=known, tokens=prompt.ids, images=spans)
-
-
 def _find_part(template: Template, token: str, args: Mapping[str, Any]) -> Message | None:
-    """Return the form of image part that the template renders as `token`: one of `PARTS`, or None.
-
-    `token`: text that a template writes for an image. `args`: arguments of the template.
-    """
+    """Return the form of image part that the template renders as `token`, or None."""
     for part in PARTS:
         content = [{"type": "text", "text": U}, part, {"type": "text", "text": U2}]
-        try:
-            text = template.render([_user(content)], generation=True, args=args)
-        except MlxcacheError:
-            continue
-        start, at, end = (text.find(word) for word in (U, token, U2))
-        if 0 <= start < at < end and text.count(token) == 1:
+        if _shows(template, [message_of("user", content)], args, (U, token, U2)):
             return part
     return None
+
+
+def _shows(
+    template: Template, messages: list[Message], args: Mapping[str, Any], words: tuple[str, ...]
+) -> bool:
+    """Return whether rendered messages contain three words in this order, the second once."""
+    try:
+        text = template.render(messages, generation=True, args=args)
+    except MlxcacheError:
+        return False
+    start, at, end = map(text.find, words)
+    return 0 <= start < at < end and text.count(words[1]) == 1
 
 
 def _shows_results(
     template: Template, token: str, part: Message, args: Mapping[str, Any], traits: Traits
 ) -> bool:
-    """Return whether a template with these traits renders an image in a tool result as `token`.
-
-    `part`: the form of image part that it supports in user messages. `args`: its arguments.
-    """
+    """Return whether the template renders an image in a tool result as `token`."""
     if not traits.tool_role:
         return False
-    call = {"id": SHORT_ID, "type": "function", "function": {"name": NAME, "arguments": {}}}
-    *before, result = adapt(
-        [
-            _user(U),
-            {"role": "assistant", "content": "", "tool_calls": [call]},
-            {"role": "tool", "content": R, "tool_call_id": SHORT_ID},
-        ],
-        (),
-        traits,
-    )
+    *before, result = adapt(TOOL_TURN, (), traits)
     content = [{"type": "text", "text": R}, part, {"type": "text", "text": R2}]
-    try:
-        text = template.render(
-            [*before, {**result, "content": content}], generation=True, args=args
-        )
-    except MlxcacheError:
-        return False
-    start, at, end = (text.find(word) for word in (R, token, R2))
-    return 0 <= start < at < end and text.count(token) == 1
-
-
-def _user(content: Any) -> Message:
-    return {"role": "user", "content": content}
+    return _shows(template, [*before, {**result, "content": content}], args, (R, token, R2))

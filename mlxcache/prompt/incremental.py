@@ -29,8 +29,8 @@ Ints = npt.NDArray[np.int64]
 class Splice:
     """Known token ids for a range of characters.
 
-    Characters [start, end) of the spliced text stand for `ids`, shape (n,); the template rendered
-    `shown` there. `closing`: text of the control token that the ids end with, or empty.
+    Characters [start, end) of the spliced text stand for `ids`; the template rendered `shown`
+    there. `closing`: text of the control token that the ids end with, or empty.
     """
 
     start: int
@@ -40,31 +40,20 @@ class Splice:
     closing: str
 
     def covers(self, char: int) -> bool:
-        """Return whether a character is inside the splice, but not its first character.
-
-        `char`: offset in the spliced text.
-        """
         return self.start < char < self.end
-
-    def same(self, other: Splice) -> bool:
-        """Return whether both splices have the same array of ids and the same start and end."""
-        return self.ids is other.ids and (self.start, self.end) == (other.start, other.end)
 
 
 def first_difference(a: Sequence[Splice], b: Sequence[Splice]) -> int:
-    """Return the character offset of the first splice that only one of two lists has.
-
-    Returns `sys.maxsize` if the lists are equal.
-    """
+    """Return the character of the first splice that only one of two lists has, or `sys.maxsize`."""
     for mine, theirs in zip(a, b, strict=False):
-        if not mine.same(theirs):
+        if mine.ids is not theirs.ids or (mine.start, mine.end) != (theirs.start, theirs.end):
             return min(mine.start, theirs.start)
     rest = a[len(b) :] or b[len(a) :]
     return rest[0].start if rest else sys.maxsize
 
 
 def remove_splices(text: str, splices: Sequence[Splice]) -> str:
-    """Undo splices: return the text as the template rendered it."""
+    """Return the text as the template rendered it."""
     if not splices:
         return text
     parts, at = [], 0
@@ -75,10 +64,7 @@ def remove_splices(text: str, splices: Sequence[Splice]) -> str:
 
 
 def spliced_position(char: int, splices: Sequence[Splice]) -> int:
-    """Convert an offset in the rendered text to one in the spliced text.
-
-    An offset inside a splice becomes the start of the splice.
-    """
+    """Convert an offset in the rendered text; one inside a splice becomes the splice's start."""
     moved = 0
     for splice in splices:
         start = splice.start - moved
@@ -97,9 +83,8 @@ def spliced_position(char: int, splices: Sequence[Splice]) -> int:
 class Tokenised:
     """A spliced text with its token ids and the places of its control tokens.
 
-    Those are control tokens written by the template or inside a splice. `starts` and `ends` are
-    their character offsets in `text`, ascending; `at` are their positions in `ids`. All three have
-    shape (control tokens,), and are empty if `ids` do not have the control tokens of `text`.
+    `starts` and `ends` are their character offsets in `text`, ascending; `at` are their positions
+    in `ids`. All three are empty if `ids` do not have the control tokens of `text`.
     """
 
     text: str
@@ -111,41 +96,32 @@ class Tokenised:
 
     @property
     def rendered(self) -> str:
-        """The whole text as the template rendered it.
-
-        In place of each splice it has the characters that the template rendered there.
-        """
         return remove_splices(self.text, self.splices)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory used, assuming four bytes per character."""
         return 4 * len(self.text) + self.ids.nbytes + 3 * self.starts.nbytes
 
     def position_before(self, char: int) -> int:
-        """Return the token position of the last control token that starts at or before a character.
-
-        `char`: offset in `text`. Returns 0 if there is none.
-        """
-        i = int(np.searchsorted(self.starts, char, side="right")) - 1
-        return int(self.at[i]) if i >= 0 else 0
+        """Return the token position of the last control token at or before a character, or 0."""
+        return self._last_before(self.starts, char, self.at)
 
     def char_before(self, position: int) -> int:
-        """Return the character offset of the last control token at or before a token position.
+        """Return the character of the last control token at or before a token position, or 0."""
+        return self._last_before(self.at, position, self.starts)
 
-        Returns 0 if there is none.
-        """
-        i = int(np.searchsorted(self.at, position, side="right")) - 1
-        return int(self.starts[i]) if i >= 0 else 0
+    @staticmethod
+    def _last_before(sought: Ints, place: int, result: Ints) -> int:
+        i = int(np.searchsorted(sought, place, side="right")) - 1
+        return int(result[i]) if i >= 0 else 0
 
 
 class ControlTokenFinder:
     """Finds the control tokens at which a text can be cut.
 
-    These are the control tokens among `controls` that the tokenizer matches on the raw text, before
-    its normaliser and regardless of neighbouring characters. `added`: all added tokens of the
-    tokenizer. Those that are not in `controls` may take the same characters first, so they are
-    searched too, but not returned. `normalizer`: the tokenizer has a normaliser.
+    These are those that the tokenizer matches on the raw text, before its normaliser and regardless
+    of neighbouring characters. Other added tokens may take the same characters first, so they are
+    searched too, but not returned.
     """
 
     def __init__(self, added: Sequence[Added], controls: Sequence[Added], *, normalizer: bool):
@@ -159,27 +135,17 @@ class ControlTokenFinder:
         self._is_control[list(self._ids.values())] = True
 
     def find_all(self, text: str, start: int = 0, end: int = sys.maxsize) -> list[re.Match[str]]:
-        """Return the control tokens in characters [start, end) of a text, in order.
-
-        They do not overlap. Of the tokens that match at one character, the longest is taken.
-        """
         return [m for m in self._pattern.finditer(text, start, end) if m.group() in self._ids]
 
     def id_of(self, match: re.Match[str]) -> int:
-        """Return the token id of a match."""
         return self._ids[match.group()]
 
     def positions(self, ids: Tokens) -> Ints:
-        """Return the positions of control tokens in `ids`, shape (k,)."""
         clipped = np.minimum(ids, len(self._is_control) - 1)
         return np.flatnonzero(self._is_control[clipped])
 
     def align(self, ids: Tokens, matches: Sequence[re.Match[str]]) -> Ints | None:
-        """Return the position in `ids` of each match of a control token, in order.
-
-        `matches`: control tokens found in the text that `ids` encode. Returns None if `ids` have
-        other control tokens.
-        """
+        """Return the position in `ids` of each match; None if they have other control tokens."""
         at = self.positions(ids)
         found = [self._ids[match.group()] for match in matches]
         if len(at) != len(found) or ids[at].tolist() != found:
@@ -190,10 +156,10 @@ class ControlTokenFinder:
 class Tokeniser:
     """Encodes rendered texts and reuses the ids of recent ones. Thread-safe.
 
-    A text is compared with the latest texts of its session and of all sessions. The ids before the
-    last shared control token are reused, and the text from that token on is encoded. The cut is not
-    after the token, because the text after it would then be encoded as the start of a text, which
-    gives other ids if tokens strip white space or the vocabulary marks the start of a text.
+    The ids before the last control token shared with a recent text are reused, and the text from
+    that token on is encoded. The cut is not after the token, because the text after it would then
+    be encoded as the start of a text, which gives other ids if tokens strip white space or the
+    vocabulary marks the start of a text.
 
     Unless `incremental`, every text is encoded as a whole.
     """
@@ -207,12 +173,10 @@ class Tokeniser:
     def encode(
         self, text: str, session: str | None = None, splices: tuple[Splice, ...] = ()
     ) -> Tokenised:
-        """Tokenise a rendered text, which may contain sentinels, and remember it for later calls.
+        """Tokenise a rendered text, and remember it under the label `session` for later calls.
 
-        `session`: label of the session under which it is remembered, or None. `splices`: ranges of
-        the text with known token ids. If the tokeniser is not `incremental`, or the ids made with
-        the splices do not have the control tokens of the text, the text is tokenised as the
-        template rendered it, without splices. Raises BadRequest if `text` is not valid Unicode.
+        Unless `incremental`, or if the ids made with the splices do not have the control tokens of
+        the text, it is tokenised without splices. Raises BadRequest if `text` is not valid Unicode.
         """
         if not self._incremental:
             return self.encode_whole(remove_splices(text, splices))
@@ -226,11 +190,7 @@ class Tokeniser:
         return new
 
     def encode_whole(self, text: str, splices: tuple[Splice, ...] = ()) -> Tokenised:
-        """Tokenise a text without reusing the ids of recent texts and without remembering it.
-
-        `splices`: ranges of the text with known token ids; they are undone if the ids made with
-        them do not have the control tokens of the text.
-        """
+        """Tokenise a text without the recent ones."""
         ids = self._ids(text, 0, splices)
         matches = self._finder.find_all(text)
         at = self._finder.align(ids, matches)
@@ -238,18 +198,15 @@ class Tokeniser:
             if splices:
                 return self.encode_whole(remove_splices(text, splices))
             matches, at = [], np.zeros(0, dtype=np.int64)
-        return Tokenised(text, ids, _starts(matches), _ends(matches), at, splices)
+        return Tokenised(text, ids, *_spans(matches), at, splices)
 
     def extend(
         self, old: Tokenised, shared: int, text: str, splices: tuple[Splice, ...] = ()
     ) -> Tokenised | None:
-        """Tokenise a text that begins like `old`, reusing its ids for the common beginning.
+        """Tokenise a text whose first `shared` characters are those of `old`, reusing their ids.
 
-        The first `shared` characters of both are equal. The ids before the last control token in
-        them are copied from `old`, the text from that token on is encoded, and both are joined.
-        `splices` are those of `text`. Mutates nothing. Returns None if no control token is shared,
-        or if the new ids do not have the control tokens of the text: the caller then encodes the
-        whole text.
+        Returns None if no control token is shared, or if the new ids do not have the control tokens
+        of the text: the caller then encodes the whole text.
         """
         shared = min(shared, first_difference(old.splices, splices))
         # A control token is shared only if no longer token could start there in either text.
@@ -275,11 +232,12 @@ class Tokeniser:
         if at is None or at[0] != 0:
             return None
         cut = int(old.at[keep])
+        starts, ends = _spans(tail)
         return Tokenised(
             text,
             join_ids(old.ids[:cut], ids),
-            np.concatenate((old.starts[:keep], _starts(tail))),
-            np.concatenate((old.ends[:keep], _ends(tail))),
+            np.concatenate((old.starts[:keep], starts)),
+            np.concatenate((old.ends[:keep], ends)),
             np.concatenate((old.at[:keep], at + cut)),
             splices,
         )
@@ -304,10 +262,7 @@ class Tokeniser:
         return self._codec.encode(closing + text)[1 if closing else 0 :]
 
     def position(self, prompt: Tokenised, char: int) -> int:
-        """Return the number of leading ids that encode the first `char` characters of a prompt.
-
-        An id whose text goes on after these characters is not counted.
-        """
+        """Return the number of leading ids that encode the first `char` characters of a prompt."""
         if char >= len(prompt.text):
             return len(prompt.ids)
         i = int(np.searchsorted(prompt.starts, char, side="right")) - 1
@@ -320,53 +275,40 @@ class Tokeniser:
 
 
 _CONTINUES = 0.75
-"""Share of a recent text that the next turn of the same conversation has in common with it.
-
-Such a turn replaces the recent text.
-"""
+"""Share of a recent text in its next turn, from which on the turn replaces the text."""
 
 
 def _count_outside(chars: Sequence[int], splices: Sequence[Splice]) -> int:
-    """Return how many of `chars` are left without those at the end that are inside a splice.
-
-    `chars`: character offsets in a spliced text, ascending. Inside: see `Splice.covers`.
-    """
+    """Return how many of `chars`, ascending, are left without those at the end inside a splice."""
     n = len(chars)
     while n and any(splice.covers(chars[n - 1]) for splice in splices):
         n -= 1
     return n
 
 
-def _starts(matches: Sequence[re.Match[str]]) -> Ints:
-    return np.fromiter((m.start() for m in matches), dtype=np.int64, count=len(matches))
-
-
-def _ends(matches: Sequence[re.Match[str]]) -> Ints:
-    return np.fromiter((m.end() for m in matches), dtype=np.int64, count=len(matches))
+def _spans(matches: Sequence[re.Match[str]]) -> tuple[Ints, Ints]:
+    starts, ends = (
+        np.fromiter(map(place, matches), dtype=np.int64, count=len(matches))
+        for place in (re.Match.start, re.Match.end)
+    )
+    return starts, ends
 
 
 class RecentTexts:
-    """The latest tokenised texts, with which new texts are compared. Thread-safe.
+    """The latest tokenised texts of each session, with which new texts are compared. Thread-safe.
 
-    Keeps at most `each` texts of a session, `latest` texts of requests without a session, and
-    `count` texts and `limit` bytes in all; the oldest are dropped. A new text is compared with
-    those of its session and with the `latest` newest of all sessions.
+    Keeps at most `each` texts of a session, and `latest` of requests without one.
     """
 
     def __init__(self, *, count: int = 128, each: int = 4, latest: int = 8, limit: int = 64 << 20):
         self._latest = latest
-        self._held: LatestByGroup[str | None, Tokenised] = LatestByGroup(
+        self.held: LatestByGroup[str | None, Tokenised] = LatestByGroup(
             each=each, count=count, limit=limit, size=lambda text: text.nbytes
         )
 
     def find_nearest(self, text: str, session: str | None) -> tuple[Tokenised | None, int]:
-        """Return the remembered text that shares the longest prefix with `text`, and its length.
-
-        The length is that of the shared prefix, in characters. The texts of the session with the
-        label `session`, and the newest of all sessions, are compared. The result is (None, 0) if
-        nothing is shared.
-        """
-        held = self._held.items()
+        """Return the text that shares the longest prefix, and its length in characters."""
+        held = self.held.items()
         latest = held[-self._latest :]
         near = [h for h in held[: -self._latest] if session is not None and h[0] == session]
         best: Tokenised | None = None
@@ -378,21 +320,9 @@ class RecentTexts:
         return best, shared
 
     def add(self, new: Tokenised, session: str | None, continues: Tokenised | None = None) -> None:
-        """Remember a text under the label `session`, or None.
-
-        It replaces the remembered text `continues`, if given, which must be of the same session.
-        """
         replaced = () if continues is None else (continues,)
         each = self._latest if session is None else None
-        self._held.add(session, new, replaced=replaced, each=each)
-
-    def __len__(self) -> int:
-        return len(self._held)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of memory used by the remembered texts."""
-        return self._held.total
+        self.held.add(session, new, replaced=replaced, each=each)
 
 
 # -- the check at load -------------------------------------------------------------------------
@@ -413,13 +343,12 @@ _AWKWARD_TEXTS = (
 def check_incremental(tokeniser: Tokeniser, controls: Sequence[Added], rendered: str) -> bool:
     """Return whether incremental encoding gives the same ids as encoding whole texts.
 
-    `rendered`: a conversation as the template renders it. It is extended step by step by unusual
-    texts and control tokens, and each step is encoded in both ways. Of `controls`, up to 12 that
-    `rendered` contains and 4 others are tried.
+    `rendered`, a conversation, is extended step by step by unusual texts and control tokens.
     """
     inside = [token.text for token in controls if token.text in rendered]
     others = [token.text for token in controls if token.text not in rendered]
-    for a, b in _pairs(inside[:12] + others[:4]):
+    tried = inside[:12] + others[:4]
+    for a, b in zip(tried, [*tried[1:], *tried[:1]], strict=True):
         text = rendered
         for piece, token in zip(_AWKWARD_TEXTS, (a, b) * len(_AWKWARD_TEXTS), strict=False):
             longer = text + piece + token + piece
@@ -429,7 +358,3 @@ def check_incremental(tokeniser: Tokeniser, controls: Sequence[Added], rendered:
                 return False
             text = longer
     return True
-
-
-def _pairs(tokens: Sequence[str]) -> list[tuple[str, str]]:
-    return list(zip(tokens, [*tokens[1:], *tokens[:1]], strict=True))

@@ -1,7 +1,4 @@
-"""Marks: token positions in a prompt at which a checkpoint is useful, the ends of its messages.
-
-The control tokens that open and close a message are learned from the template.
-"""
+"""Token positions in a prompt at which a checkpoint is useful, the ends of its messages."""
 
 from __future__ import annotations
 
@@ -13,8 +10,21 @@ import numpy as np
 from mlxcache.errors import MlxcacheError
 from mlxcache.prompt.incremental import ControlTokenFinder, Tokenised
 from mlxcache.prompt.renderer import Renderer
-from mlxcache.prompt.template import Message
-from mlxcache.prompt.traits import A2, END, LONG_ID, NAME, R2, S2, U2, A, R, S, U
+from mlxcache.prompt.template import (
+    A2,
+    END,
+    LONG_ID,
+    NAME,
+    R2,
+    S2,
+    U2,
+    A,
+    Message,
+    R,
+    S,
+    U,
+    message_of,
+)
 
 MARK_DISTANCE = 8
 """Least distance of two marks in tokens; a closer checkpoint would save too little computing."""
@@ -23,9 +33,7 @@ MARK_DISTANCE = 8
 def learn_openers(renderer: Renderer, finder: ControlTokenFinder) -> frozenset[int]:
     """Return the ids of the control tokens with which the template opens a message.
 
-    Several control tokens can be between the texts of two messages. The one that opens the second
-    message is the first control token of the generation prompt, if it is among them, else the last
-    of them. The result is empty if there are no control tokens between messages.
+    Of several between two messages, that is the first one of the generation prompt, else the last.
     """
     prompt = renderer.generation_prompt()
     first = next((finder.id_of(match) for match in finder.find_all(prompt)), None)
@@ -46,14 +54,10 @@ def learn_openers(renderer: Renderer, finder: ControlTokenFinder) -> frozenset[i
 
 
 def learn_closer(renderer: Renderer, finder: ControlTokenFinder) -> str:
-    """Return the text of the control token with which the template ends a reply.
-
-    It is empty if there is none.
-    """
-    words = ((U, "user"), (A, "assistant"), (END, "user"))
+    """Return the text of the control token with which the template ends a reply, or ""."""
+    words = (("user", U), ("assistant", A), ("user", END))
     try:
-        messages: list[Message] = [{"role": role, "content": word} for word, role in words]
-        text = renderer.probe(messages, tools=False)
+        text = renderer.probe([message_of(role, word) for role, word in words], tools=False)
     except MlxcacheError:
         return ""
     start, end = text.find(A), text.find(END)
@@ -62,27 +66,22 @@ def learn_closer(renderer: Renderer, finder: ControlTokenFinder) -> str:
 
 
 def _conversations() -> list[tuple[tuple[str, ...], list[Message], bool]]:
-    """Return test conversations, each as (words, messages, whether to render an example tool too).
-
-    `words`: texts of consecutive messages, by which these are found in the rendered conversation.
-    """
+    """Return test conversations: texts of messages in order, messages, whether with a tool."""
 
     def call(number: int) -> Message:
         function = {"name": NAME, "arguments": {}}
         return {"id": f"{LONG_ID}{number}", "type": "function", "function": function}
 
     def result(number: int, text: str) -> Message:
-        return {"role": "tool", "content": text, "tool_call_id": f"{LONG_ID}{number}"}
+        return message_of("tool", text) | {"tool_call_id": f"{LONG_ID}{number}"}
 
-    user, reply = {"role": "user", "content": U}, {"role": "assistant", "content": A}
-    system, again = {"role": "system", "content": S}, {"role": "user", "content": U2}
-    calls = {"role": "assistant", "content": A2, "tool_calls": [call(1), call(2)]}
-    last: Message = {"role": "system", "content": S2}
-    end = {"role": "user", "content": END}
+    user, reply, end = message_of("user", U), message_of("assistant", A), message_of("user", END)
+    turns = [message_of("system", S), user, reply, message_of("user", U2)]
+    calls = message_of("assistant", A2) | {"tool_calls": [call(1), call(2)]}
     return [
-        ((S, U, A, U2), [system, user, reply, again], False),
-        ((S, U, A, U2), [system, user, reply, again], True),
-        ((U, S2, A), [user, last, reply, end], False),
+        ((S, U, A, U2), turns, False),
+        ((S, U, A, U2), turns, True),
+        ((U, S2, A), [user, message_of("system", S2), reply, end], False),
         ((U, A2, R, R2, A), [user, calls, result(1, R), result(2, R2), reply, end], True),
     ]
 
@@ -91,13 +90,10 @@ def find_marks(prompt: Tokenised, openers: frozenset[int], generation_at: int) -
     """Return the token positions at which messages and the generation prompt start, ascending.
 
     Position 0, the prompt's length, and positions among the control tokens that begin the text are
-    left out. So is a position fewer than `MARK_DISTANCE` tokens after the one before it in the
-    result, or before the generation prompt. `openers`: ids of tokens that open a message.
-    `generation_at`: token position at which the generation prompt starts.
+    left out, and those too near to the one before or to the generation prompt.
     """
     ids = prompt.ids
-    opens = np.isin(ids[prompt.at], list(openers)) if openers else np.zeros(0, dtype=bool)
-    found = prompt.at[opens].tolist() if openers else []
+    found = prompt.at[np.isin(ids[prompt.at], list(openers))].tolist() if openers else []
     lead = 0
     while lead < len(prompt.at) and prompt.at[lead] == lead:
         lead += 1
@@ -115,10 +111,8 @@ def keep_positions(
 ) -> tuple[tuple[int, float], ...]:
     """Convert a client's keep hints, (leading messages, seconds), to (token position, seconds).
 
-    0 leading messages stand for tools and system prompt, which end at the first mark. Any other
-    hint ends at `breakpoint`, the token position of the cache breakpoint, or at the last mark if
-    that is None. Hints without such a position are left out; a single mark is not taken for the end
-    of the system prompt. `placed`: token positions of the marks, ascending.
+    0 leading messages stand for tools and system prompt, which end at the first mark, unless it is
+    the only one. Any other hint ends at the cache breakpoint, or at the last mark.
     """
     head = placed[0] if len(placed) > 1 else 0
     rest = breakpoint if breakpoint is not None else next(iter(placed[-1:]), 0)

@@ -7,14 +7,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from mlxcache.prompt.canonical.restore import NameRestorer
+from mlxcache.prompt.canonical.uuids import NameRestorer
 from mlxcache.types import Chat, Piece, Text, Thinking, ToolCall
 
 OPENINGS = ("0", "x")
-"""Two texts without a common prefix.
-
-Prompts that differ only in these share everything before them.
-"""
+"""Two texts without a common prefix: prompts that differ only in these share all before them."""
 
 
 def append_reply(
@@ -22,30 +19,44 @@ def append_reply(
 ) -> Chat:
     """Return a conversation with the reply `pieces`, as its client is expected to send it back.
 
-    If the request continued a message, the reply is joined to it. `names` maps texts that the model
-    wrote to those that the client got; see `Prompt.names`. `thoughts`: assume that the client sends
-    thinking back, if there are no earlier replies to tell from.
+    If the request continued a message, the reply is joined to it. `thoughts`: assume that the
+    client sends thinking back, if there are no earlier replies to tell from.
     """
     shown = NameRestorer(names)
+
+    def joined(kind: type[Text | Thinking]) -> str:
+        return shown.map_text("".join(piece.text for piece in pieces if isinstance(piece, kind)))
+
     messages = [*chat.messages]
     begun = messages.pop() if chat.continue_final else {"role": "assistant", "content": ""}
-    reply = {**begun, "content": begun["content"] + shown.map_text(_joined(pieces, Text))}
-    thinking = shown.map_text(_joined(pieces, Thinking))
-    if thinking and _sends_thoughts(chat, otherwise=thoughts):
+    reply = {**begun, "content": begun["content"] + joined(Text)}
+    replies = [message for message in chat.messages if message.get("role") == "assistant"]
+    if replies:
+        thoughts = any(message.get("reasoning_content") for message in replies)
+    if thoughts and (thinking := joined(Thinking)):
         reply["reasoning_content"] = thinking
-    calls = [_call(piece, shown) for piece in pieces if isinstance(piece, ToolCall)]
+    calls = [
+        {
+            "id": piece.id,
+            "type": "function",
+            "function": {
+                "name": piece.name,
+                "arguments": json.loads(shown.map_text(piece.arguments) or "{}"),
+            },
+        }
+        for piece in pieces
+        if isinstance(piece, ToolCall)
+    ]
     if calls:
         reply["tool_calls"] = calls
     return replace(chat, messages=[*messages, reply], breakpoint=None, continue_final=False)
 
 
 def next_turns(chat: Chat) -> list[tuple[Chat, list[Mapping[str, Any]]]]:
-    """Return possible next turns of a conversation that ends with a reply.
+    """Return possible next turns of a conversation that ends with a reply, each with new messages.
 
-    Each is a pair of the conversation, ending with the reply, and the new messages: tool results
-    if the reply has calls, otherwise a user message. The first two turns differ only in the text of
-    the new messages, from its first character on. If the text of the reply has white space at its
-    ends, a third turn has the reply without it.
+    The first two differ only in the text of the new messages, from its first character on. If the
+    text of the reply has white space at its ends, a third one has the reply without it.
     """
     reply = chat.messages[-1]
     calls = reply.get("tool_calls") or ()
@@ -58,24 +69,3 @@ def next_turns(chat: Chat) -> list[tuple[Chat, list[Mapping[str, Any]]]]:
         messages = [*chat.messages[:-1], {**reply, "content": content.strip()}]
         ways.append((replace(chat, messages=messages), ways[0][1]))
     return ways
-
-
-def _sends_thoughts(chat: Chat, *, otherwise: bool) -> bool:
-    """Return whether the client sent thinking back with any earlier reply.
-
-    Returns `otherwise` if the conversation has no replies.
-    """
-    replies = [message for message in chat.messages if message.get("role") == "assistant"]
-    if not replies:
-        return otherwise
-    return any(reply.get("reasoning_content") for reply in replies)
-
-
-def _joined(pieces: Sequence[Piece], kind: type[Text | Thinking]) -> str:
-    return "".join(piece.text for piece in pieces if isinstance(piece, kind))
-
-
-def _call(call: ToolCall, shown: NameRestorer) -> dict[str, Any]:
-    arguments = json.loads(shown.map_text(call.arguments) or "{}")
-    function = {"name": call.name, "arguments": arguments}
-    return {"id": call.id, "type": "function", "function": function}

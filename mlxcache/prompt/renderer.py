@@ -11,23 +11,24 @@ from mlxcache.common_prefix import common_characters
 from mlxcache.errors import BadRequest, GenerationFailed, MlxcacheError
 from mlxcache.lru import LRU
 from mlxcache.prompt.adapt import adapt, leading_systems
-from mlxcache.prompt.escape import Escape
+from mlxcache.prompt.codec import Escape
 from mlxcache.prompt.images import ImageTemplate, images_of
-from mlxcache.prompt.template import RESERVED, Message, Template, too_deep
-from mlxcache.prompt.traits import NAME, SHORT_ID, TOOL, A, R, Traits, U
+from mlxcache.prompt.template import (
+    RESERVED,
+    TOOL,
+    TOOL_TURN,
+    A,
+    Message,
+    Template,
+    Traits,
+    U,
+    message_of,
+    too_deep,
+)
 from mlxcache.types import Chat, Image
 
-_USER: Message = {"role": "user", "content": U}
-_REPLY: Message = {"role": "assistant", "content": A}
-_CALL = {"id": SHORT_ID, "type": "function", "function": {"name": NAME, "arguments": {}}}
-_AFTER: dict[str, list[Message]] = {
-    "user": [_USER],
-    "tool": [
-        _USER,
-        {"role": "assistant", "content": "", "tool_calls": [_CALL]},
-        {"role": "tool", "content": R, "tool_call_id": SHORT_ID},
-    ],
-}
+_USER, _REPLY = message_of("user", U), message_of("assistant", A)
+_AFTER = {"user": (_USER,), "tool": TOOL_TURN}
 _KEPT = 64
 """Most generation prompts that are kept, by the role before them and the template arguments."""
 
@@ -36,9 +37,7 @@ _KEPT = 64
 class Rendered:
     """A rendered text, with sentinels in place of escaped control tokens.
 
-    `generation`: character at which the generation prompt starts. This is the text's length if
-    there is none, for example because the request continues the last message. `images`: images in
-    the text, in order.
+    `generation`: character at which the generation prompt starts, or the text's length.
     """
 
     text: str
@@ -47,11 +46,7 @@ class Rendered:
 
 
 class Renderer:
-    """Escapes, adapts and renders conversations for one template. Thread-safe.
-
-    `traits`: features of the template. `args`: template arguments for every conversation, which
-    those of a conversation override.
-    """
+    """Escapes, adapts and renders conversations for one template. Thread-safe."""
 
     def __init__(
         self,
@@ -68,10 +63,8 @@ class Renderer:
     def render(self, chat: Chat) -> Rendered:
         """Render a conversation.
 
-        Raises BadRequest if it has no messages, nests values too deeply, or has template arguments
-        that the server sets; if the template refuses or does not support it; and if the template
-        fails only with the conversation's template arguments. Raises GenerationFailed if the
-        template fails otherwise.
+        Raises BadRequest if the request is the cause (also by its template arguments), else
+        GenerationFailed.
         """
         try:
             return self._render(chat)
@@ -88,8 +81,7 @@ class Renderer:
         if not chat.messages:
             raise BadRequest("there are no messages: send at least one", param="messages")
         try:
-            args, tools = self._arguments(chat), self._tools(chat)
-            messages = self._messages(chat, len(chat.messages), tools)
+            messages, tools, args = self._adapted(chat, len(chat.messages))
         except RecursionError as error:
             raise too_deep() from error
         images = tuple(images_of(messages))
@@ -105,24 +97,19 @@ class Renderer:
     def shared_characters(self, chat: Chat, leading: int, text: str) -> int:
         """Return how many leading characters `text` shares with a rendering of the first messages.
 
-        `text`: the whole conversation `chat` as it was rendered. `leading`: number of its leading
-        messages that are rendered; 0 means only tools and system text. Returns 0 if the template
-        refuses them.
+        0 of `leading` means only tools and system text. Returns 0 if the template refuses them.
         """
-        args, tools = self._arguments(chat), self._tools(chat)
-        if leading == 0:
-            leading = leading_systems(chat.messages)
-        return self._shared(text, self._messages(chat, leading, tools), tools, args)
+        messages, tools, args = self._adapted(chat, leading or leading_systems(chat.messages))
+        return self._shared(text, messages, tools, args)
 
     def generation_prompt(self) -> str:
         """Return the generation prompt after a user message; empty if it is unknown."""
         return self._generation("user", dict(self._args)) or ""
 
     def probe(self, messages: Sequence[Message], *, tools: bool) -> str:
-        """Render messages that no client sent, to learn about the template.
+        """Render messages that no client sent, with or without an example tool.
 
-        `tools`: also render an example tool. Raises BadRequest if the template refuses the
-        messages, and GenerationFailed if it fails.
+        Raises BadRequest or GenerationFailed if the template refuses them or fails.
         """
         adapted = adapt(messages, (), self._traits)
         return self._text(adapted, [TOOL] if tools else None, self._args, generation=False)
@@ -130,11 +117,7 @@ class Renderer:
     def _shared(
         self, text: str, messages: list[Message], tools: Any, args: Mapping[str, Any]
     ) -> int:
-        """Return how many leading characters of `text` the rendering of `messages` has too.
-
-        `tools`, `args`: the conversation's tools and template arguments. If the template refuses
-        these messages alone, test messages are appended to them.
-        """
+        """Return how many leading characters of `text` the rendering of `messages` has too."""
         asked = bool(messages) and messages[-1]["role"] == "user"
         for shown in (messages, [*messages, *((_REPLY, _USER) if asked else (_USER,))]):
             if not shown:
@@ -146,10 +129,7 @@ class Renderer:
         return 0
 
     def _generation(self, role: str, args: Mapping[str, Any]) -> str | None:
-        """Return the generation prompt after a message of the given role; None if it is unknown.
-
-        `args`: arguments of the template, on which it may depend.
-        """
+        """Return the generation prompt after a message of the given role; None if it is unknown."""
         key = f"{role} {json.dumps(args, sort_keys=True, default=repr)}"
         known = self._generations.get(key)
         if known is None:
@@ -169,12 +149,7 @@ class Renderer:
         return full[len(bare) :] if full.startswith(bare) else None
 
     def _open(self, messages: list[Message], tools: Any, args: Mapping[str, Any]) -> str:
-        """Render messages up to the end of the last message's content, so that it can be continued.
-
-        `tools`, `args`: the conversation's tools and template arguments. Raises BadRequest if the
-        last message is not an assistant message, has tool calls, or cannot be continued with this
-        template.
-        """
+        """Render up to the end of the last message, to be continued, or raise BadRequest."""
         last = messages[-1]
         if last["role"] != "assistant" or last.get("tool_calls"):
             raise BadRequest(
@@ -189,21 +164,18 @@ class Renderer:
             )
         return text[:end]
 
-    def _messages(self, chat: Chat, count: int, tools: list[Any]) -> list[Message]:
-        messages = [self._escape.escape_message(message) for message in chat.messages[:count]]
-        return adapt(self._images.place(messages), tools, self._traits)
-
-    def _tools(self, chat: Chat) -> list[Any]:
-        return [self._escape.escape_value(tool) for tool in chat.tools]
-
-    def _arguments(self, chat: Chat) -> dict[str, Any]:
+    def _adapted(self, chat: Chat, count: int) -> tuple[list[Message], list[Any], dict[str, Any]]:
+        """Return the first `count` messages, the tools and the arguments, for the template."""
         own = set(chat.template_args) & RESERVED
         if own:
             raise BadRequest(
                 f"{min(own)!r} is set by the server and is no template argument: remove it",
                 param="chat_template_kwargs",
             )
-        return {**self._args, **self._escape.escape_value(dict(chat.template_args))}
+        args = {**self._args, **self._escape.escape_value(dict(chat.template_args))}
+        tools = [self._escape.escape_value(tool) for tool in chat.tools]
+        messages = [self._escape.escape_message(message) for message in chat.messages[:count]]
+        return adapt(self._images.place(messages), tools, self._traits), tools, args
 
     def _text(
         self, messages: list[Message], tools: Any, args: Mapping[str, Any], *, generation: bool

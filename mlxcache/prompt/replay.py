@@ -37,12 +37,8 @@ from mlxcache.prompt.replies import (
     Tools,
 )
 
-_LEAST_REACH = 4096
-_REACH = 4
-"""Limit of the text that is searched for the end of a rewritten reply.
-
-It is `_REACH` times the characters of the generated reply, and at least `_LEAST_REACH` characters.
-"""
+_REACH, _LEAST_REACH = 4, 4096
+"""Characters searched for the end of a reply: so often those of the reply, and at least so many."""
 
 _MOST_ENDS = 16
 """Most possible ends of a reply that are tried."""
@@ -55,10 +51,8 @@ _CONTEXT = 256
 class ReplayedText:
     """A rendered text in which known replies were replaced by the text of their generated ids.
 
-    `splices`: the ranges of the replies and their ids. `digest` and `tail`: digest and last
-    characters of the text as rendered, before replies were replaced, for a `PromptKey`. `changed`:
-    the ids of at least one reply differ from the encoding of its text. `replies`: keys of the
-    replaced replies, in order.
+    `digest`, `tail`: those of the text as rendered. `changed`: a reply's ids differ from its
+    encoding.
     """
 
     text: str
@@ -70,11 +64,7 @@ class ReplayedText:
 
 
 class Replay:
-    """Finds known replies in rendered texts. Thread-safe.
-
-    `steady(text)` converts a rendered text to a form that is the same in all processes: sentinels
-    contain a nonce, which differs between processes.
-    """
+    """Finds known replies in rendered texts. Thread-safe."""
 
     def __init__(
         self,
@@ -92,11 +82,9 @@ class Replay:
     def find_reply(
         self, history: bytes, message: Mapping[str, Any], tools: Tools
     ) -> DecodedReply | None:
-        """Return the newest known reply that has the same content as an assistant message.
+        """Return the newest known reply that has the same content as an assistant message, or None.
 
-        Text and calls must be equal, and thinking if the message has any, as such or at the start
-        of its text. `history`: digest of the messages before it, which must be those that the reply
-        answered. `tools`: tools of the conversation. Returns None if there is no such reply.
+        Thinking is compared if the message has any, as such or at the start of its text.
         """
         replies = self.replies.find_by_history(history)
         content = ReplyContent.of_message(message) if replies else None
@@ -104,7 +92,7 @@ class Replay:
             return None
         thinks = any(map(str.strip, content.thoughts))
         for reply in reversed(replies):
-            decoded = self._reader.decode(reply, tools)
+            decoded = reply.decode(self._reader, tools)
             if decoded is None:
                 continue
             said = decoded.content
@@ -115,11 +103,7 @@ class Replay:
         return None
 
     def splice_replies(self, text: str, tools: Tools, *, enabled: bool = True) -> ReplayedText:
-        """Replace every known reply in a rendered text by the text of its generated ids.
-
-        `tools`: tools of the conversation. Unless `enabled`, no reply is replaced: the result has
-        `text` as it is, with its digest and tail.
-        """
+        """Replace known replies in a text by the text of their ids, if `enabled`."""
         walk = hashlib.blake2b(digest_size=16)
         steady = self._steady(text)
         parts: list[str] = []
@@ -150,11 +134,7 @@ class Replay:
     def _find_rendered(
         self, text: str, at: int, replies: Sequence[GeneratedReply], tools: Tools
     ) -> RenderedReply | None:
-        """Find the newest of `replies` that the text contains at character `at`, or None.
-
-        `text`: a rendered conversation, of which the first `at` characters are the prompt of
-        `replies`.
-        """
+        """Find the newest of `replies` that the text contains at character `at`, or None."""
         for reply in reversed(replies):
             known = reply.rendered
             if known is not None and text.startswith(known.guard, at):
@@ -168,32 +148,28 @@ class Replay:
     def _match(
         self, text: str, at: int, reply: GeneratedReply, tools: Tools
     ) -> RenderedReply | None:
-        """Return the form in which a rendered conversation contains `reply` at character `at`.
-
-        `text`: the rendered conversation. `tools`: its tools. Returns None if the text there has
-        another content than the reply, or the reply cannot be replayed.
-        """
-        decoded = self._reader.decode(reply, tools)
+        """Return the form in which a conversation contains `reply` at `at`, or None."""
+        decoded = reply.decode(self._reader, tools)
         if decoded is None:
             return None
         for match in self._find_ends(text, at, decoded):
             shown = text[at : match.start()]
             known = hash(shown)
-            if reply.is_rejected(known):
+            if known in reply.rejected:
                 continue
             if self._has_same_markers(shown, decoded):
                 ids = self._codec.encode(shown).tolist()
                 content = self._reader.read_content(ids, reply, tools)
                 if content is not None and content.same(decoded.content):
                     return self._make_rendered(text, at, match.start(), match.group(), decoded)
-            reply.reject(known)
+            reply.rejected.append(known)
         return None
 
     def _has_same_markers(self, shown: str, decoded: DecodedReply) -> bool:
         """Return whether a rendered reply has the same markers of thinking as the generated one.
 
-        False, for example, if the template leaves out the markers of empty thinking; its rendering
-        is then used. If the reply has several thoughts, which a template may join, any marker
+        False, for example, if the template leaves out those of empty thinking; its rendering is
+        then used. If the reply has several thoughts, which a template may join, any marker
         suffices.
         """
         find, several = self._reader.find_thinking_markers, len(decoded.content.thoughts) > 1
@@ -201,12 +177,7 @@ class Replay:
         return bool(markers) if several else markers == find(decoded.raw)
 
     def _find_ends(self, text: str, at: int, decoded: DecodedReply) -> list[re.Match[str]]:
-        """Return matches of the control tokens that may end a reply in a rendered conversation.
-
-        `text`: the rendered conversation. `at`: character at which the reply starts. `decoded`: the
-        reply as it was generated. There may be several ends, because the reply's content may
-        contain end tokens too.
-        """
+        """Return the control tokens that may end a reply; its content may have some too."""
         ends = {decoded.closing, self._closer} - {""}
         far = at + max(_LEAST_REACH, _REACH * len(decoded.raw))
         found = [m for m in self._finder.find_all(text, at, far) if m.group() in ends]

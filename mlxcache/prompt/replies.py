@@ -6,33 +6,25 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from threading import Lock
 from typing import Any, Protocol
 
-import numpy as np
-
 from mlxcache.lru import LRU
-from mlxcache.prompt.blanks import equal_blocks, join_blocks, message_blocks
-from mlxcache.prompt.canonical.argument_order import equal_values
+from mlxcache.prompt.canonical.remembered import equal_values
 from mlxcache.prompt.incremental import ControlTokenFinder
 from mlxcache.prompt.tokenizer import ChatTokenizer, thinking_markers, tool_markers
 from mlxcache.store.reply_rows import ReplyRow
-from mlxcache.types import Piece, Prompt, Text, Tokens, ToolCall, join_ids, token_ids
+from mlxcache.types import TEXTS, Piece, Text, Tokens, ToolCall, join_ids, token_ids
 
 Tools = Sequence[Mapping[str, Any]]
 
 
 class ReadReply(Protocol):
-    """Interface of a callable that parses the token ids of a whole reply into pieces.
-
-    `tools`: tools that the reply may call. `thinking_open`: the prompt ended inside thinking.
-    `generic_tools`: the template does not support tools, so the server described them in the system
-    text. The values are those with which the reply was parsed when it was generated. Implemented by
-    `model.output.reader`.
-    """
+    """Callable that parses the token ids of a whole reply, such as `model.output.reader`."""
 
     def __call__(
         self,
@@ -46,10 +38,7 @@ class ReadReply(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ReplyContent:
-    """Text, thinking and calls of a reply, independent of its formatting.
-
-    `texts` and `thoughts` are its blocks with their white space; a call is (name, arguments).
-    """
+    """Text, thinking and calls (name, arguments) of a reply, independent of its formatting."""
 
     texts: tuple[str, ...]
     thoughts: tuple[str, ...]
@@ -57,10 +46,7 @@ class ReplyContent:
 
     @classmethod
     def of_pieces(cls, pieces: Iterable[Piece]) -> ReplyContent:
-        """Return the content of parsed pieces.
-
-        Raises ValueError if the arguments of a call are not JSON.
-        """
+        """Return the content of pieces. Raises ValueError if a call's arguments are not JSON."""
         texts: list[str] = []
         thoughts: list[str] = []
         calls: list[tuple[str, Any]] = []
@@ -80,26 +66,20 @@ class ReplyContent:
 
     @classmethod
     def of_message(cls, message: Mapping[str, Any]) -> ReplyContent | None:
-        """Return the content of an assistant message.
-
-        Returns None if the message contains more than text, thinking and calls.
-        """
-        texts, thinking = message_blocks(message), message.get("reasoning_content") or ""
-        if texts is None or not isinstance(thinking, str):
+        """Return the content of an assistant message; None if its content is not text."""
+        text, thinking = message.get("content") or "", message.get("reasoning_content") or ""
+        if not isinstance(text, str) or not isinstance(thinking, str):
             return None
+        texts = tuple(message.get(TEXTS, (text,)))
         functions = [call.get("function") or {} for call in message.get("tool_calls") or ()]
         calls = tuple((str(one.get("name")), one.get("arguments")) for one in functions)
         return cls(texts, (thinking,), calls)
 
     def same(self, other: ReplyContent) -> bool:
-        """Return whether text, thinking and calls are equal.
-
-        White space at the edges of blocks, the order of keys, and `1` for `1.0` make no difference.
-        """
+        """Return whether text, thinking and calls are equal."""
         return equal_blocks(self.thoughts, other.thoughts) and self.same_except_thinking(other)
 
     def same_except_thinking(self, other: ReplyContent) -> bool:
-        """Return whether text and calls are equal; thinking is ignored."""
         return (
             equal_blocks(self.texts, other.texts)
             and len(self.calls) == len(other.calls)
@@ -110,16 +90,12 @@ class ReplyContent:
         )
 
     def same_with_thinking_as_text(self, other: ReplyContent) -> bool:
-        """Return whether `other` has this reply's calls, and its thinking and text as one text.
-
-        Zed sends thinking back in this form, unless its settings have `interleaved_reasoning`.
-        """
+        """Return whether `other` has thinking and text as one text, as Zed sends a reply back."""
         told = replace(self, texts=(*self.thoughts, *self.texts))
         return any(map(str.strip, self.thoughts)) and told.same_except_thinking(other)
 
     @property
     def strings(self) -> tuple[str, ...]:
-        """All strings of the reply: texts, thoughts, and each call as JSON."""
         calls = (json.dumps(call, ensure_ascii=False) for call in self.calls)
         return (*self.texts, *self.thoughts, *calls)
 
@@ -142,15 +118,15 @@ _MOST_STOP_TOKENS = 64
 _MOST_REJECTED = 32
 """Most hashes kept per reply, of texts with a different content."""
 
+SEPARATOR = "\n\n"
+"""Text put between two text blocks that have no white space where they meet."""
+
+_RUNS = re.compile(r"(\s+)|\S+")
+
 
 @dataclass(frozen=True, slots=True)
 class PromptKey:
-    """Key of a prompt, to find the replies to it.
-
-    `digest`, `length` and `tail`: digest, number of characters, and last characters of its rendered
-    text without splices. `history`: digest of its messages, or empty if replies are not looked up
-    by it.
-    """
+    """Digest, length and last characters of a prompt's text, and digest of its messages."""
 
     digest: bytes
     length: int
@@ -162,8 +138,7 @@ class PromptKey:
 class DecodedReply:
     """A reply as token ids, text and content.
 
-    `raw`: text of `ids` with control tokens. `closing`: text of the control token that ended the
-    reply, or empty. `key`: 16-byte digest that identifies the reply.
+    `raw`: text of `ids` with control tokens. `closing`: the last of them, if it ended the reply.
     """
 
     ids: Tokens
@@ -174,28 +149,19 @@ class DecodedReply:
 
     @property
     def text(self) -> str:
-        """Text of the reply in one string, its blocks joined."""
         return join_blocks(self.content.texts)
 
     @property
     def thinking(self) -> str:
-        """Thinking of the reply in one string, its blocks joined."""
         return join_blocks(self.content.thoughts)
-
-    @property
-    def calls(self) -> tuple[tuple[str, Any], ...]:
-        """Tool calls of the reply, as (name, arguments)."""
-        return self.content.calls
 
 
 @dataclass(frozen=True, slots=True)
 class RenderedReply:
     """A generated reply as a template rendered it, and the ids that replace that text in a prompt.
 
-    `shown`: the rendered text, which `ids` and their text `raw` replace. `guard`: `shown` and the
-    text that must follow it. `closing`: text of the control token that `ids` end with, or empty.
-    `changes`: `ids` differ from the encoding of `shown`. `key`: 16-byte digest that identifies the
-    reply.
+    `guard`: `shown` and what must follow it. `raw`: text of `ids`. `closing`: text of the control
+    token that they end with, or empty. `changes`: `ids` differ from the encoding of `shown`.
     """
 
     shown: str
@@ -207,63 +173,38 @@ class RenderedReply:
     key: bytes
 
 
-_COMPARED = tuple(one.name for one in fields(ReplyRow) if one.name != "ids")
-
-
 class GeneratedReply:
-    """One reply: its row in the database, and cached results of decoding and comparing it."""
+    """One reply: its row in the database, and cached results of decoding and comparing it.
+
+    `rendered`: form in which a template last rendered it. `rejected`: hashes of texts that were
+    compared lately and differ from it.
+    """
 
     def __init__(self, row: ReplyRow):
         self.row = row
+        self.rendered: RenderedReply | None = None
+        self.rejected: deque[int] = deque(maxlen=_MOST_REJECTED)
         self._decoded: tuple[DecodedReply | None] | None = None
-        self._rendered: RenderedReply | None = None
-        self._rejected: deque[int] = deque(maxlen=_MOST_REJECTED)
 
     @property
     def nbytes(self) -> int:
         """Bytes of memory used: the ids, and an estimate for the texts made of them."""
         return self.row.ids.nbytes * 6 + _OVERHEAD
 
-    def same(self, other: GeneratedReply) -> bool:
-        """Return whether both replies have the same ids, prompt and parsing options."""
-        same = all(getattr(self.row, name) == getattr(other.row, name) for name in _COMPARED)
-        return same and np.array_equal(self.row.ids, other.row.ids)
-
-    def decode_once(self, decode: Callable[[], DecodedReply | None]) -> DecodedReply | None:
-        """Return the result of `decode`, which is called only the first time."""
+    def decode(self, reader: ReplyReader, tools: Tools) -> DecodedReply | None:
+        """Decode a reply to a conversation with `tools`; return None if it cannot be replayed."""
         if self._decoded is None:
-            self._decoded = (decode(),)
+            self._decoded = (reader.decode(self, tools),)
         return self._decoded[0]
 
-    @property
-    def rendered(self) -> RenderedReply | None:
-        """Form in which a template last rendered the reply; None until `set_rendered`."""
-        return self._rendered
-
     def set_rendered(self, rendered: RenderedReply) -> None:
-        """Remember the form in which a template rendered the reply, to find it faster."""
-        self._rendered = rendered
-
-    def is_rejected(self, text: int) -> bool:
-        """Return whether a rendered text is among the last 32 that were passed to `reject`.
-
-        `text`: its hash.
-        """
-        return text in self._rejected
-
-    def reject(self, text: int) -> None:
-        """Remember a rendered text that was compared and differs from the reply.
-
-        `text`: its hash.
-        """
-        self._rejected.append(text)
+        self.rendered = rendered
 
 
 class ReplyReader:
     """Decodes replies and parses their content. Thread-safe.
 
-    `image_token`: token id that stands for part of an image; a reply that contains it cannot be
-    replayed.
+    A reply that contains an `image_token` cannot be replayed.
     """
 
     def __init__(
@@ -280,22 +221,12 @@ class ReplyReader:
         self._inner = self._thinking.union(tool_markers(tokenizer))
 
     def find_thinking_markers(self, text: str) -> list[str]:
-        """Return the markers in a text that open or close thinking, in order."""
         return [m.group() for m in self.finder.find_all(text) if m.group() in self._thinking]
-
-    def decode(self, reply: GeneratedReply, tools: Tools) -> DecodedReply | None:
-        """Decode a reply to a conversation with `tools`; return None if it cannot be replayed."""
-        return reply.decode_once(lambda: self._decode_reply(reply, tools))
 
     def read_content(
         self, ids: Sequence[int], reply: GeneratedReply, tools: Tools
     ) -> ReplyContent | None:
-        """Parse `ids` with the options with which `reply` was parsed.
-
-        `ids`: token ids of `reply`, or of a rendered text that may be a copy of it. `tools`: tools
-        of the conversation. Returns None if the arguments of a call are not JSON, or are nested too
-        deeply.
-        """
+        """Parse `ids` with the options with which `reply` was parsed; None if calls are no JSON."""
         try:
             return ReplyContent.of_pieces(
                 self._read(
@@ -308,7 +239,7 @@ class ReplyReader:
         except (ValueError, RecursionError):
             return None
 
-    def _decode_reply(self, reply: GeneratedReply, tools: Tools) -> DecodedReply | None:
+    def decode(self, reply: GeneratedReply, tools: Tools) -> DecodedReply | None:
         ids = self._ids_before_stop(reply.row)
         if ids is None or not len(ids) or (ids == self._image_token).any():
             return None
@@ -325,11 +256,7 @@ class ReplyReader:
         return DecodedReply(ids, raw, content, closing, reply.row.key)
 
     def _ids_before_stop(self, reply: ReplyRow) -> Tokens | None:
-        """Return a reply's ids before its stop string; None if they cannot be separated.
-
-        If one token contains text before the stop string and part of the stop string, other tokens
-        are used for that text.
-        """
+        """Return a reply's ids before its stop string; None if they cannot be separated."""
         if not reply.stopped:
             return reply.ids
         text = self._text(reply.ids)
@@ -339,28 +266,21 @@ class ReplyReader:
         at = text.find(reply.stopped, max(before, 0))
         text = text[: at if at >= 0 else max(text.rfind(reply.stopped), 0)]
         for n in range(len(reply.ids), max(0, len(reply.ids) - _MOST_STOP_TOKENS), -1):
-            kept = self._text(reply.ids[:n])
+            ids = reply.ids[:n]
+            kept = self._text(ids)
             if text.startswith(kept):
-                return self._append_text(reply.ids[:n], text, text[len(kept) :])
+                if rest := text[len(kept) :]:
+                    ids = join_ids(ids, token_ids(self._encode(rest, add_special_tokens=False)))
+                return ids if self._text(ids) == text else None
         return None
 
-    def _append_text(self, ids: Tokens, text: str, rest: str) -> Tokens | None:
-        """Append the ids of text `rest` to `ids`.
-
-        Returns None if the result does not decode to `text`, the whole text with `rest` at its end.
-        """
-        if rest:
-            ids = join_ids(ids, token_ids(self._encode(rest, add_special_tokens=False)))
-        return ids if self._text(ids) == text else None
-
     def _text(self, ids: Tokens) -> str:
-        """Return the text of token ids, including special tokens and all white space."""
         options = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
         return str(self._decode(ids.tolist(), **options))
 
 
 class Replies:
-    """Recent replies by prompt, limited in bytes; the least recently used are dropped first.
+    """Recent replies by prompt; the least recently used are dropped first.
 
     Thread-safe; no method waits for a disk.
     """
@@ -372,13 +292,10 @@ class Replies:
         self._keys: tuple[tuple[int, str], ...] | None = ()
 
     def add(self, reply: GeneratedReply) -> None:
-        """Remember a reply beside other replies to the same prompt, of which the latest are kept.
-
-        At most `ALTERNATIVES` replies are kept for one prompt.
-        """
+        """Remember a reply; of replies to one prompt, the latest `ALTERNATIVES` are kept."""
         with self._lock:
             others = self._held.peek(reply.row.digest) or ()
-            same = [o for o in others if o.same(reply)]
+            same = [o for o in others if o.row.key == reply.row.key]
             reply = same[0] if same else reply  # keeps what decoding found out
             kept = [o for o in others if o not in same][-ALTERNATIVES + 1 :]
             for gone in others:
@@ -393,10 +310,7 @@ class Replies:
             self._keys = None
 
     def learn(self, rows: Iterable[ReplyRow]) -> None:
-        """Add replies that were stored in the database, in the given order, oldest first.
-
-        They were stored by other servers, or by this one before a restart.
-        """
+        """Add replies of other servers, or of before a restart, oldest first."""
         for row in rows:
             self.add(GeneratedReply(row))
 
@@ -409,22 +323,15 @@ class Replies:
             self._by_history.pop(history, None)
 
     def find(self, digest: bytes) -> tuple[GeneratedReply, ...]:
-        """Return the replies to the prompt whose `PromptKey.digest` is `digest`, newest last.
-
-        This counts as a use of the replies; those used least recently are dropped first.
-        """
+        """Return the replies to the prompt with the `PromptKey.digest` `digest`, newest last."""
         return self._held.get(digest) or ()
 
     def find_by_history(self, history: bytes) -> tuple[GeneratedReply, ...]:
-        """Return the replies to prompts whose `PromptKey.history` is `history`, newest last."""
+        """Return the replies to prompts with the `PromptKey.history` `history`, newest last."""
         return self._by_history.get(history, ())
 
     def prompt_lengths(self, text: str) -> Iterator[int]:
-        """Yield the lengths, in characters, of known prompts that may be a prefix of a text.
-
-        They are ascending. Only length and last characters are compared; the caller compares
-        digests.
-        """
+        """Yield, ascending, the lengths of known prompts with an end as in `text`."""
         with self._lock:
             if self._keys is None:
                 rows = [held[0].row for held in self._held.values()]
@@ -438,7 +345,6 @@ class Replies:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory used by the replies."""
         return self._held.total
 
 
@@ -446,24 +352,56 @@ def _nbytes(replies: tuple[GeneratedReply, ...]) -> int:
     return sum(reply.nbytes for reply in replies)
 
 
-def make_reply(
-    prompt: Prompt, ids: Sequence[int], *, calls: bool, stopped: str | None
-) -> GeneratedReply | None:
-    """Return the reply to a prompt in the form kept for replay.
+# -- white space at the edges of text blocks, which clients strip, add or replace --------------
 
-    `calls`: the reply was parsed for tool calls. `stopped`: the stop string that ended it, or None.
-    Returns None for an empty reply, or if the prompt was not rendered from a conversation.
+
+def join_blocks(blocks: Iterable[str]) -> str:
+    """Join text blocks, with a blank line between two that have no white space where they meet."""
+    joined = ""
+    for block in blocks:
+        if not block.strip():
+            continue
+        touching = joined and not joined[-1].isspace() and not block[0].isspace()
+        joined += SEPARATOR + block if touching else block
+    return joined
+
+
+def equal_blocks(a: Sequence[str], b: Sequence[str]) -> bool:
+    """Return whether two texts are equal except for white space at the edges of their blocks.
+
+    White space inside a block must be equal, unless the other text has the edge of a block at that
+    place.
     """
-    key = getattr(prompt.source, "key", None)
-    if key is None or not len(ids):
-        return None
-    return GeneratedReply(
-        ReplyRow(
-            **asdict(key),
-            ids=token_ids(ids),
-            calls=calls,
-            thinking_open=prompt.thinking_open,
-            generic_tools=prompt.generic_tools,
-            stopped=stopped,
-        )
+    mine, theirs = _stripped(a), _stripped(b)
+    if mine == theirs:
+        return True
+    if len(mine) <= 1 and len(theirs) <= 1:
+        return False
+    solid, gaps, edges = _split_blanks(mine)
+    other, other_gaps, other_edges = _split_blanks(theirs)
+    return solid == other and all(
+        gaps.get(at) == other_gaps.get(at)
+        for at in gaps.keys() | other_gaps.keys()
+        if at not in edges and at not in other_edges
     )
+
+
+def _stripped(blocks: Iterable[str]) -> list[str]:
+    return [text for block in blocks if (text := block.strip())]
+
+
+def _split_blanks(blocks: Sequence[str]) -> tuple[str, dict[int, str], set[int]]:
+    """Return the characters of blocks, and by their number before, gaps and edges."""
+    words: list[str] = []
+    gaps: dict[int, str] = {}
+    edges: set[int] = set()
+    at = 0
+    for block in blocks:
+        edges.add(at)
+        for run in _RUNS.finditer(block):
+            if run.group(1):
+                gaps[at] = run.group()
+            else:
+                words.append(run.group())
+                at += len(run.group())
+    return "".join(words), gaps, edges

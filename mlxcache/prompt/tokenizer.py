@@ -11,8 +11,7 @@ from typing import Any, Protocol
 class ChatTokenizer(Protocol):
     """Interface of a tokenizer with a chat template, such as mlx-lm's wrapper.
 
-    `_tokenizer`: the wrapped transformers tokenizer. Its `backend_tokenizer`, if any, is the Rust
-    `tokenizers.Tokenizer` that does the work and may be called from many threads.
+    `_tokenizer`: the wrapped transformers tokenizer.
     """
 
     _tokenizer: Any
@@ -33,11 +32,7 @@ class ChatTokenizer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Added:
-    """An added token: its text is matched before the rest of a text is tokenised.
-
-    The fields are those of `tokenizers.AddedToken` (with `text` for its `content`), and the token
-    id.
-    """
+    """An added token, as in `tokenizers`: its text is matched before the rest is tokenised."""
 
     id: int
     text: str
@@ -47,10 +42,7 @@ class Added:
 
 
 def added_tokens(tokenizer: ChatTokenizer) -> tuple[Added, ...]:
-    """Return the added tokens, ascending by id.
-
-    Without a Rust tokenizer they are those that transformers lists.
-    """
+    """Return the added tokens, ascending by id."""
     backend = backend_of(tokenizer)
     if backend is None:
         known = set(getattr(tokenizer._tokenizer, "all_special_tokens", ()))
@@ -68,10 +60,10 @@ def added_tokens(tokenizer: ChatTokenizer) -> tuple[Added, ...]:
 
 
 def backend_of(tokenizer: ChatTokenizer) -> Any:
-    """Return the Rust `tokenizers.Tokenizer` of a tokenizer.
+    """Return the Rust `tokenizers.Tokenizer`, which many threads may call, or None.
 
-    Returns None if there is none, or if a class from outside of transformers overrides `encode`:
-    such a tokenizer may tokenise in another way than the Rust one.
+    A class from outside of transformers that overrides `encode` may tokenise in another way than
+    it.
     """
     inner = tokenizer._tokenizer
     for kind in type(inner).__mro__:
@@ -89,10 +81,8 @@ def control_tokens(
 ) -> tuple[Added, ...]:
     """Return the added tokens that control the model, which message text must never become.
 
-    These are special tokens, tokens whose text is in `source`, the text of the chat template, the
-    `markers` (of thinking and tool calls), and tokens of a form like `<|name|>` or `<unused7>`. If
-    `source` is None, all tokens in angle or square brackets are included. Other added tokens, such
-    as runs of white space or HTML tags, are ordinary text.
+    Without the template's `source`, all tokens in angle or square brackets are included. Runs of
+    white space or HTML tags are ordinary text.
     """
 
     def steers(token: Added) -> bool:
@@ -110,12 +100,10 @@ def control_tokens(
 
 
 def thinking_markers(tokenizer: ChatTokenizer) -> list[str]:
-    """Return the markers that open and close thinking; empty if the model has none."""
     return [text for text in (tokenizer.think_start, tokenizer.think_end) if text]
 
 
 def tool_markers(tokenizer: ChatTokenizer) -> list[str]:
-    """Return the markers that open and close tool calls; empty if the model has none."""
     names = ("tool_call_start", "tool_call_end")
     return [text for name in names if isinstance(text := getattr(tokenizer, name, None), str)]
 
@@ -123,8 +111,7 @@ def tool_markers(tokenizer: ChatTokenizer) -> list[str]:
 def any_of(texts: Iterable[str]) -> re.Pattern[str]:
     """Return a pattern that finds the leftmost of `texts`, the longest of those that start there.
 
-    It never matches if `texts` is empty. Built as a trie, so that thousands of texts cost no more
-    per character than a few.
+    Built as a trie, so that thousands of texts cost no more per character than a few.
     """
     root: dict[str, Any] = {}
     for text in texts:

@@ -21,7 +21,7 @@ from mlxcache.cache.main_conversation import CacheHints
 from mlxcache.common_prefix import common_length
 from mlxcache.errors import MlxcacheError
 from mlxcache.prompt.builder import PromptBuilder
-from mlxcache.prompt.explain import Source
+from mlxcache.prompt.chat_prompt import ChatPrompt
 from mlxcache.prompt.next_turn import append_reply
 from mlxcache.scheduling.prefill import Prefill
 from mlxcache.scheduling.task import Task, for_owner
@@ -283,7 +283,7 @@ class NextTurnRenderer:
     ):
         self._builder, self._add = builder, add
         self._over: deque[tuple[Task, Sequence[Piece]]] = deque(maxlen=MAX_TURNS)
-        self._ended: deque[Source] = deque(maxlen=MAX_ENDED)
+        self._ended: deque[ChatPrompt] = deque(maxlen=MAX_ENDED)
         self._unused = 0
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="mlxcache-anticipate")
 
@@ -294,11 +294,11 @@ class NextTurnRenderer:
         conversations, this also resets the count of replies in a row that no client has continued.
         After more than `MAX_UNUSED` (8) of them, no next turns are rendered.
         """
-        source = job.prompt.source
-        if source is None or job.api == WARMING:
+        prompt = job.prompt
+        if not isinstance(prompt, ChatPrompt) or job.api == WARMING:
             return False
         for ended in self._ended:
-            if _continues(source, ended):
+            if _continues(prompt, ended):
                 self._unused = 0
                 self._ended.remove(ended)
                 break
@@ -312,8 +312,9 @@ class NextTurnRenderer:
         turn is not planned after more than `MAX_UNUSED` (8) replies in a row, this one included,
         that no client continued.
         """
-        if task.record.status == "done" and pieces:
-            self._ended.append(task.job.prompt.source)
+        prompt = task.job.prompt
+        if task.record.status == "done" and pieces and isinstance(prompt, ChatPrompt):
+            self._ended.append(prompt)
             self._unused += not task.job.choice  # the client continues one choice at most
             if self._unused <= MAX_UNUSED:
                 self._over.append((task, pieces))
@@ -333,9 +334,12 @@ class NextTurnRenderer:
 
         Runs on the renderer's thread. Logs errors instead of raising them.
         """
-        job, sent = task.job, task.job.prompt.source.sent
+        job, asked = task.job, task.job.prompt
+        assert isinstance(asked, ChatPrompt)
         try:
-            chat = append_reply(sent, pieces, job.prompt.names, thoughts=job.api == "messages")
+            chat = append_reply(
+                asked.sent, pieces, job.prompt.names, thoughts=job.api == "messages"
+            )
             prompt = self._builder(job.owner).next_turn(chat, job.session, job.stop)
         except MlxcacheError as error:  # for example, the conversation is too long to continue
             log.debug("%s: next turn not anticipated: %s", job.id, error)
@@ -350,7 +354,7 @@ class NextTurnRenderer:
         self._add(job.prompt, before)
 
 
-def _continues(now: Source, then: Source) -> bool:
+def _continues(now: ChatPrompt, then: ChatPrompt) -> bool:
     """Return whether conversation `now` consists of `then`, a reply, and more messages.
 
     Of the messages of `then`, only the last is compared.

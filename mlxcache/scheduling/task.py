@@ -16,7 +16,8 @@ from mlxcache.model.guidance.guide import Guide
 from mlxcache.model.guidance.thinking_budget import ThinkingBudget
 from mlxcache.model.sampling import skip_draws
 from mlxcache.owner import own_ids
-from mlxcache.prompt.replies import GeneratedReply, make_reply
+from mlxcache.prompt.chat_prompt import make_reply
+from mlxcache.prompt.replies import GeneratedReply
 from mlxcache.scheduling.decoder import Drawn, Row
 from mlxcache.scheduling.loop_guard import LoopGuard
 from mlxcache.types import (

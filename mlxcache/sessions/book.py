@@ -1,11 +1,12 @@
-"""The session book: list, rename, pin, fork and delete sessions, and measure their size."""
+"""The session book: lists, changes and measures sessions, and keeps the stored responses."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -17,10 +18,8 @@ from mlxcache.common_prefix import common_length
 from mlxcache.errors import StoreError
 from mlxcache.mlx_thread import MlxThread
 from mlxcache.owner import OWNER
-from mlxcache.sessions.files import SessionFiles
+from mlxcache.sessions.files import PromptCacheReader, SessionFiles, Submit
 from mlxcache.sessions.journal import CLOSE_S, ROW_BYTES, Served, SessionWriter
-from mlxcache.sessions.mlx_lm_files import PromptCacheReader, Submit
-from mlxcache.sessions.reply_feed import Learn, ReplyFeed
 from mlxcache.sessions.tree_view import TreePart
 from mlxcache.store.found import Problem
 from mlxcache.store.leaves import Leaf, LeafRow
@@ -30,6 +29,7 @@ from mlxcache.store.response_rows import StoredResponse
 from mlxcache.store.session_rows import Gain
 from mlxcache.store.sessions import LeafChanged, Session, Sessions
 from mlxcache.store.snapshot_format import SessionInfo
+from mlxcache.store.store import Store
 from mlxcache.types import Job, Tokens
 
 log = logging.getLogger("mlxcache.engine")
@@ -37,10 +37,15 @@ log = logging.getLogger("mlxcache.engine")
 T = TypeVar("T")
 
 SETTLE_S = 10.0
-"""Most seconds to wait for a session that is still being written to disk."""
 
 MEASURED_AT_ONCE = 100
 """Sessions whose token ids may be in memory at once, to measure what RAM holds of them."""
+
+Learn = Callable[[Mapping[str | None, Sequence[ReplyRow]]], None]
+"""Callable that gets new replies by owner, oldest first, on a worker thread."""
+
+WAIT_S = 0.05
+"""Most seconds that a request waits for reading the table. A read usually takes under 1 ms."""
 
 
 async def until_unchanged(read: Callable[[], Awaitable[T]]) -> T:
@@ -53,14 +58,9 @@ async def until_unchanged(read: Callable[[], Awaitable[T]]) -> T:
 class SessionBook:
     """The sessions of one model and the stored responses, with the operations on them.
 
-    Use on the event loop; `add_turn`, `session_of`, `shared_with_sessions` and `close` may be
-    called on any thread. `files`: import and export of sessions. `decode`: converts token ids to
-    text. `submit` queues a request. `prompt_caches` reads mlx-lm's prompt cache files.
-    `before_removal` is called on the MLX thread before KV is removed. `incoming`: folder for files
-    that are being received. `learn`: see `ReplyFeed`. Results include the turns added before,
-    unless writing those to disk takes more than a second. Changes of sessions or responses raise
-    Busy if the table cannot be written for 5 seconds, and NotReady once the book is closed; reading
-    them then raises NotReady too.
+    Use on the event loop, unless a method says otherwise. `before_removal` is called on the MLX
+    thread before KV is removed. Methods may raise StoreError; changes also Busy if the table cannot
+    be written for 5 seconds; all NotReady once the book is closed.
     """
 
     def __init__(
@@ -94,16 +94,7 @@ class SessionBook:
         if self.store is not None:
             self._replies = ReplyFeed(sessions, self.store, learn, label=kv.label)
         self.files = SessionFiles(
-            self.store,
-            model,
-            kv,
-            thread,
-            info=self.info,
-            adopt=self.adopt,
-            settled=self.settled,
-            submit=submit,
-            prompt_caches=prompt_caches,
-            incoming=incoming,
+            self, kv, thread, submit=submit, prompt_caches=prompt_caches, incoming=incoming
         )
 
     def open(self) -> None:
@@ -112,10 +103,7 @@ class SessionBook:
             self._replies.start()
 
     async def refresh_replies(self) -> None:
-        """Load the replies that other servers have written since the last call, for replay.
-
-        Waits 50 milliseconds at most; a slower read continues in its thread.
-        """
+        """Load the replies that other servers have written since; see `ReplyFeed.refresh`."""
         if self._replies is not None and not self._closed:
             await self._replies.refresh()
 
@@ -127,31 +115,22 @@ class SessionBook:
     def add_turn(self, job: Job, ids: Tokens, reply: ReplyRow | None, gain: Gain) -> None:
         """Write a finished request as a turn of its session. Any thread; returns at once.
 
-        `ids`: token ids of its prompt and reply as far as they are cached, shape (n,). `reply`: its
-        reply in the form kept for replay, or None. `gain`: its times and counts of tokens.
+        `ids`: tokens of its prompt and reply as far as they are cached. `reply`: for replay, or
+        None.
         """
         self._writer.add_turn(job, ids, time.time(), reply, gain)
 
     def session_of(self, request: str) -> str | None:
-        """Return the id of the session to which a request was written; None if it is not known.
-
-        It is known once the request's turn is written, and only for the newest 2,000 requests.
-        `request`: id of the request. Any thread; does not block.
-        """
         return self._writer.session_of(request)
 
     async def written(self) -> None:
-        """Wait, for at most one second, until the turns added before are written.
-
-        Raises NotReady once the book is closed.
-        """
+        """Wait, for at most one second, until the turns added before are written."""
         await self._writer.written()
 
     def shared_with_sessions(self, label: str, ids: Tokens) -> list[tuple[bool, int]]:
-        """Compare `ids` with each leaf of the sessions that have the label `label`.
+        """Return (is this model's, shared leading tokens) of the leaves under a label.
 
-        Returns a pair for each leaf: whether it belongs to this model, and the number of leading
-        tokens that it shares with `ids`. Any thread; blocks. Raises StoreError.
+        Any thread; blocks.
         """
         table = self._writer.table
         return [
@@ -167,8 +146,7 @@ class SessionBook:
     ) -> Sequence[Listed]:
         """Return at most `limit` sessions of the current API key, most recently used first.
 
-        Sessions of other models in the same folder are included, except those of the namespaces
-        `omit`; with `own`, only sessions of this model are returned. Raises StoreError.
+        Those of other models too, except of the namespaces `omit`, unless `own`.
         """
 
         def find(table: Sessions) -> Sequence[Session]:
@@ -181,26 +159,17 @@ class SessionBook:
         return await self._measured(find)
 
     async def get(self, id: str) -> Listed:
-        """Return one session of the current API key. Raises NotFound and StoreError."""
         return (await self._measured(lambda table: [table.get(id, OWNER.get())]))[0]
 
     async def row(self, id: str) -> Session:
-        """Return one session of the current API key without its sizes. Raises NotFound."""
         return await self._writer.read(lambda: self._writer.table.get(id, OWNER.get()))
 
     async def related(self, session: Session) -> Sequence[Session]:
-        """Return the other sessions with the label of `session`, most recently used first.
-
-        Those are the sessions of one client's conversation that belong to other models. Empty if
-        `session` has no label.
-        """
+        """Return the sessions of the same conversation (label) that belong to other models."""
         return await self._writer.read(lambda: self._writer.table.related(session))
 
     async def with_ram(self, listed: Sequence[Listed]) -> Sequence[Listed]:
-        """Return `listed` with the KV that this model's RAM holds added to each one's `ram`.
-
-        Raises LeafChanged if a session was changed since it was listed.
-        """
+        """Add the KV that this model's RAM holds to each one's `ram`; may raise LeafChanged."""
         found: list[Listed] = []
         for at in range(0, len(listed), MEASURED_AT_ONCE):
             page = listed[at : at + MEASURED_AT_ONCE]
@@ -213,7 +182,6 @@ class SessionBook:
         return found
 
     async def _in_ram(self, left: dict[str, tuple[LeafRow, ...]]) -> dict[str, Held]:
-        """Return what this model's RAM holds of sessions, whose leaves are given by session id."""
         held: dict[str, Held] = {}
         ids: dict[LeafRow, Tokens] = {}
         while left := {id: leaves for id, leaves in left.items() if id not in held}:
@@ -228,10 +196,7 @@ class SessionBook:
         return {leaf: self._writer.table.ids_of(leaf) for leaf in leaves}
 
     async def tree_parts(self, listed: Sequence[Listed]) -> Sequence[TreePart]:
-        """Return those of `listed` that belong to this model, for the tree view.
-
-        The result has one part, as the tree view expects a part for each model.
-        """
+        """Return those of `listed` that belong to this model, as the one part of a tree view."""
         own = [one for one in listed if one.session.namespace == self.namespace]
         table = self._writer.table
         leaves = [leaf for one in own for leaf in one.leaves]
@@ -241,16 +206,10 @@ class SessionBook:
         return [TreePart(own, dict(zip(leaves, ids, strict=True)), self.decode)]
 
     async def rows(self, limit: int | None = None) -> Sequence[Session]:
-        """Return at most `limit` sessions without their sizes in RAM and on disk.
-
-        They are those of the current API key, most recently used first. Does not wait for the MLX
-        thread and reads no files of KV.
-        """
+        """Return at most `limit` sessions without their sizes; waits for no MLX thread."""
         return await self._writer.read(lambda: self._writer.table.all(limit, OWNER.get()))
 
     async def _measured(self, find: Callable[[Sessions], Sequence[Session]]) -> Sequence[Listed]:
-        """Return the sessions that `find` returns, with their leaves and sizes in both tiers."""
-
         def from_table() -> Sequence[Listed]:
             table = self._writer.table
             listed = table.listed(find(table))
@@ -271,10 +230,7 @@ class SessionBook:
     async def patch(
         self, id: str, *, name: str | None = None, pinned: bool | None = None
     ) -> Listed:
-        """Rename, pin or unpin a session; None leaves a field unchanged.
-
-        A `name` of "" removes the session's name. Raises NotFound and StoreError.
-        """
+        """Rename, pin or unpin a session; None changes nothing, a name of "" removes it."""
         change = partial(self._sessions.update, id, name=name, pinned=pinned, owner=OWNER.get())
         await self._change(id, change)
         if pinned is not None:
@@ -282,10 +238,7 @@ class SessionBook:
         return await self.get(id)
 
     async def fork(self, id: str, *, name: str | None = None, tokens: int | None = None) -> Listed:
-        """Make a new session from the main leaf of session `id`, or from its first `tokens` tokens.
-
-        Raises NotFound, StoreError, and BadRequest if the leaf is shorter.
-        """
+        """Make a new session from the first `tokens` tokens of the main leaf, or all."""
         info, writer = await self.info(id), self._writer
         size = len(info.leaves[0].ids) if info.leaves else 0
 
@@ -296,17 +249,10 @@ class SessionBook:
         return await self.get(made)
 
     async def _change(self, id: str, action: Callable[[], T]) -> T:
-        """Run `action`, which changes session `id`, on the writer's thread; return its result.
-
-        Raises what `action` raises; see `SessionWriter.change`.
-        """
         return await self._writer.run(lambda: self._writer.change(id, action))
 
     async def delete(self, id: str) -> Sequence[Leaf]:
-        """Remove a session, and its KV from both tiers except what other sessions need.
-
-        Returns its leaves. Raises NotFound and StoreError.
-        """
+        """Remove a session, and its KV except what others need; return its leaves."""
         session = await self.row(id)
         leaves = await self._writer.read(lambda: self._writer.table.leaves(id))
         await self.settled()
@@ -316,10 +262,7 @@ class SessionBook:
         return leaves
 
     async def forget(self, namespace: str, leaf: Leaf) -> None:
-        """Remove the KV of a removed `leaf` that no other leaf needs, from both tiers.
-
-        `namespace`: that of the leaf's session. Nothing is removed from the RAM of other models.
-        """
+        """Remove the KV of a removed `leaf` that no other leaf needs; in RAM only this model's."""
         ids = leaf.ids
         others = await self._writer.read(lambda: self._writer.table.sharing(namespace, ids))
         needed = max(others.values(), default=0)
@@ -330,12 +273,9 @@ class SessionBook:
             await self._writer.run(lambda: seen.remove_unshared(self._writer.table, ids))
 
     async def clear(self, *, pinned: bool = False) -> dict[str, int]:
-        """Clear both tiers and remove all sessions, pinned ones only if `pinned`.
+        """Clear both tiers and remove all sessions of the current API key.
 
-        KV in use by requests stays until it is evicted. If the server has API keys, only the
-        sessions of the current key and their KV are removed. Returns a dictionary with `sessions`,
-        the number of removed sessions, and `freed_bytes`, the bytes freed on disk. Raises
-        StoreError.
+        KV in use by requests stays until it is evicted.
         """
         if OWNER.get() is not None:
             return await self._clear_own(pinned)
@@ -354,42 +294,27 @@ class SessionBook:
         return {"sessions": len(gone), "freed_bytes": freed}
 
     def disk_bytes(self) -> int:
-        """Return the bytes of the store folder, with the KV of all models; 0 without a disk tier.
-
-        Blocks while it reads the disk.
-        """
         return self.store.stats().used_bytes if self.store else 0
 
     async def prune(self, limit: int | None = None) -> int:
-        """Remove damaged files, evict files down to `limit` bytes, and return the bytes freed.
-
-        If `limit` is None, nothing is evicted. Reads every file. Returns 0 without a disk tier.
-        Raises StoreError.
-        """
+        """Remove damaged files, evict files down to `limit` bytes, and return the bytes freed."""
         if (store := self.store) is None:
             return 0
         async with self._checking:
             return await asyncio.to_thread(store.prune, limit)
 
     async def check(self) -> Sequence[Problem]:
-        """Return the problems of the files on disk. Reads every file completely.
-
-        Concurrent calls run one after another. Empty without a disk tier. Raises StoreError.
-        """
+        """Return the problems of the files on disk. Reads every file completely."""
         if (store := self.store) is None:
             return ()
         async with self._checking:
             return await asyncio.to_thread(store.check)
 
     async def info(self, id: str) -> SessionInfo:
-        """Return a session as a snapshot stores it. Raises NotFound and StoreError."""
         return await self._writer.read(lambda: self._writer.table.info(id, OWNER.get()))
 
     async def adopt(self, info: SessionInfo, name: str | None) -> Listed:
-        """Add a session that was read from a file, for the current API key. Raises StoreError.
-
-        `name`: its name; None for the name in the file. For its id see `Sessions.adopt`.
-        """
+        """Add a session that was read from a file, by default with the name in it."""
         size, writer = sum(len(leaf.ids) for leaf in info.leaves), self._writer
         enter = partial(self._sessions.adopt, info, time.time(), name, OWNER.get())
         made = await writer.run(lambda: writer.with_room(size, enter))
@@ -398,7 +323,7 @@ class SessionBook:
     # -- stored responses --------------------------------------------------------------------
 
     async def save_response(self, response: StoredResponse) -> None:
-        """Store a response; it is durable once this returns. Raises StoreError, Busy, NotReady."""
+        """Store a response; it is durable once this returns."""
         size, writer = len(response.body) + len(response.items), self._writer
 
         def save() -> None:
@@ -407,31 +332,25 @@ class SessionBook:
         await writer.run(lambda: writer.with_room(size // ROW_BYTES, save))
 
     async def response(self, id: str) -> StoredResponse:
-        """Return one stored response of the current API key. Raises NotFound and StoreError."""
         owner = OWNER.get()
         return await self._writer.read(lambda: self._writer.table.response(id, owner))
 
     async def response_chain(self, id: str) -> Sequence[StoredResponse]:
         """Return a stored response and those that it continues, oldest first.
 
-        `id`: that of the newest. Raises NotFound if one of them is missing or belongs to another
-        API key, or if they are too many or too large; and StoreError.
+        Raises NotFound if one is missing or another key's, or if they are too many or too large.
         """
         owner = OWNER.get()
         return await self._writer.read(lambda: self._writer.table.response_chain(id, owner))
 
     async def delete_response(self, id: str) -> None:
-        """Delete one stored response of the current API key. Raises NotFound and StoreError."""
         owner = OWNER.get()
         await self._writer.run(lambda: self._sessions.delete_response(id, owner))
 
     # -- state ---------------------------------------------------------------------------------
 
     async def settled(self) -> bool:
-        """Wait until no KV is waiting to be written to disk, at most `SETTLE_S` seconds.
-
-        Returns True if all was written, False if the time was over before.
-        """
+        """Wait until no KV is waiting to be written to disk; False after `SETTLE_S` seconds."""
         deadline = time.monotonic() + SETTLE_S
         while await self._thread.ask(lambda: self._kv.writing):
             if time.monotonic() > deadline:
@@ -440,10 +359,7 @@ class SessionBook:
         return True
 
     def close(self) -> None:
-        """Write the turns added before, and stop. Any thread; blocks for about a second at most.
-
-        The number of turns that could not be written in that time is logged.
-        """
+        """Write the turns added before, and stop. Any thread; blocks for about a second at most."""
         self._closed = True
         if self._replies is not None:
             self._replies.close()
@@ -463,3 +379,50 @@ class SessionBook:
     def _clear_ram(self) -> None:
         self._before_removal()
         self._kv.clear()
+
+
+class ReplyFeed:
+    """Passes stored replies, of other servers or of before a restart, to `learn`, for replay.
+
+    Rendering uses only replies in memory: a thread of this object reads the table, and a prompt
+    waits for it only briefly.
+    """
+
+    def __init__(self, sessions: Sessions, store: Store, learn: Learn, *, label: str = "unnamed"):
+        self._label = label
+        self._sessions, self._store, self._learn = sessions, store, learn
+        self._last = 0
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="mlxcache-replies")
+        self._reading: asyncio.Future[None] | None = None
+
+    def start(self) -> None:
+        """Pass all stored replies to `learn`. Blocks on the database."""
+        self._read()
+
+    async def refresh(self) -> None:
+        """Pass replies stored since the last read, waiting at most `WAIT_S` seconds."""
+        if self._reading is None or self._reading.done():
+            self._reading = asyncio.wrap_future(self._pool.submit(self._read))
+        await asyncio.wait({self._reading}, timeout=WAIT_S)
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _read(self) -> None:
+        if not self._store.database.is_there():
+            return  # a read would create a removed folder again
+        try:
+            rows, self._last = self._sessions.replies(self._store.namespace, self._last)
+        except StoreError as error:  # reported where the table is written
+            log.debug(
+                "model %s: cannot read the replies on disk that are kept for replay: %s",
+                *(self._label, error),
+            )
+            return
+        except Exception:  # a prompt is rendered without them
+            log.exception(
+                "model %s: reading the replies on disk failed, they are not replayed", self._label
+            )
+            return
+        if rows:
+            self._learn(rows)

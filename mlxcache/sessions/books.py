@@ -12,9 +12,8 @@ from pathlib import Path
 from mlxcache.errors import NotFound
 from mlxcache.owner import OWNER
 from mlxcache.sessions.book import SessionBook, until_unchanged
-from mlxcache.sessions.files import SessionFiles
+from mlxcache.sessions.files import PromptCacheExport, SessionFiles
 from mlxcache.sessions.journal import Served
-from mlxcache.sessions.mlx_lm_files import PromptCacheExport
 from mlxcache.sessions.tree_view import TreePart
 from mlxcache.store.found import Problem
 from mlxcache.store.listing import Listed
@@ -23,20 +22,14 @@ from mlxcache.store.snapshot_read import read_origin
 from mlxcache.store.snapshot_write import SnapshotExport
 
 FindUnopened = Callable[[str, str], Awaitable[tuple[str, Served]]]
-"""Find a model that was not loaded yet, and return its label and its description.
-
-The arguments are the namespace and the name of the model that a snapshot states. Raises
-SnapshotRefused if there is no such model.
-"""
+"""Find, by a snapshot's namespace and name, the label and description of a model not loaded yet."""
 
 
 class SessionBooks:
-    """The sessions of all models of a server. Use on the event loop.
+    """The sessions of all models of a server, as `SessionBook` has those of one.
 
-    Its methods do for all models what those of `SessionBook` with the same names do for one, and
-    raise the same errors. `opened()` returns the session books of the models that were loaded, by
-    label, that of the default model first. They share one table of sessions. Except in the result
-    of `rows`, the `model` of a session is the label of its model, if that is known.
+    `opened()` returns the books of the loaded models by label, the default model's first. They
+    share one table of sessions.
     """
 
     def __init__(
@@ -48,24 +41,17 @@ class SessionBooks:
 
     @property
     def default(self) -> SessionBook:
-        """The session book of the default model."""
         return next(iter(self._opened().values()))
 
     def by_namespace(self) -> Mapping[str, Mapping[str, SessionBook]]:
-        """Return the session books by namespace, then by label; the default model's is first.
-
-        A namespace has several books if a model is served under several names.
-        """
+        """Return the books by namespace, then by label; several if a model has several names."""
         found: dict[str, dict[str, SessionBook]] = {}
         for label, book in self._opened().items():
             found.setdefault(book.namespace, {})[label] = book
         return found
 
     async def of(self, id: str) -> SessionBook:
-        """Return the session book of the model that session `id` belongs to. Raises NotFound.
-
-        It is that of the default model if the session's model was not loaded.
-        """
+        """Return the book of the model that session `id` belongs to, else the default model's."""
         row = await self._row(id)
         own = self.by_namespace().get(row.namespace)
         return next(iter(own.values())) if own else self.default
@@ -80,10 +66,7 @@ class SessionBooks:
         raise missing
 
     def note_label(self, namespace: str, label: str) -> None:
-        """Remember the label of a model that was not loaded, to show with its sessions.
-
-        `namespace`: that of the model, by which its sessions are found.
-        """
+        """Remember the label of a model that was not loaded, to show with its sessions."""
         self._labels[namespace] = label
 
     def _labelled(self, session: Session) -> Session:
@@ -94,10 +77,7 @@ class SessionBooks:
     # -- asking ------------------------------------------------------------------------------
 
     async def list(self, limit: int | None = None) -> Sequence[Listed]:
-        """Return at most `limit` sessions of the current API key, most recently used first.
-
-        Sessions of models that were not loaded are included, with nothing in RAM.
-        """
+        """Return sessions; those of models that were not loaded have nothing in RAM."""
         newest = await until_unchanged(partial(self._list, limit))
         return [replace(one, session=self._labelled(one.session)) for one in newest]
 
@@ -113,7 +93,6 @@ class SessionBooks:
         return sorted(found.values(), key=lambda one: -one.session.last_used_at)[:limit]
 
     async def get(self, id: str) -> Listed:
-        """Return one session of the current API key. Raises NotFound and StoreError."""
         found = await until_unchanged(partial(self._get, id))
         return replace(found, session=self._labelled(found.session))
 
@@ -124,19 +103,14 @@ class SessionBooks:
         return found
 
     async def rows(self, limit: int | None = None) -> Sequence[Session]:
-        """Return at most `limit` sessions without their sizes; see `SessionBook.rows`."""
         found = {one.id: one for book in self._opened().values() for one in await book.rows(limit)}
         return sorted(found.values(), key=lambda one: -one.last_used_at)[:limit]
 
     async def related(self, session: Session) -> Sequence[Session]:
-        """Return the other sessions with the label of `session`; see `SessionBook.related`."""
         return [self._labelled(one) for one in await self.default.related(session)]
 
     async def tree_parts(self, listed: Sequence[Listed]) -> Sequence[TreePart]:
-        """Return a part for each namespace of loaded models, with those of `listed` in it.
-
-        Sessions of models that were not loaded are left out. The result is for `tree_view`.
-        """
+        """Return a part for each namespace of loaded models, with those of `listed` in it."""
         first = [next(iter(books.items())) for books in self.by_namespace().values()]
         return [
             replace(part, model=label)
@@ -149,20 +123,14 @@ class SessionBooks:
     async def patch(
         self, id: str, *, name: str | None = None, pinned: bool | None = None
     ) -> Listed:
-        """Rename, pin or unpin a session; see `SessionBook.patch`."""
         await (await self.of(id)).patch(id, name=name, pinned=pinned)
         return await self.get(id)
 
     async def fork(self, id: str, *, name: str | None = None, tokens: int | None = None) -> Listed:
-        """Make a new session of the same model; see `SessionBook.fork`."""
         made = await (await self.of(id)).fork(id, name=name, tokens=tokens)
         return await self.get(made.session.id)
 
     async def delete(self, id: str) -> None:
-        """Remove a session, and its KV from both tiers except what other sessions need.
-
-        Raises NotFound and StoreError.
-        """
         book = await self.of(id)
         namespace = (await book.row(id)).namespace
         leaves = await book.delete(id)
@@ -172,7 +140,6 @@ class SessionBooks:
                     await other.forget(namespace, leaf)
 
     async def clear(self, *, pinned: bool = False) -> dict[str, int]:
-        """Clear both tiers and remove the sessions of all models; see `SessionBook.clear`."""
         cleared: Counter[str] = Counter()
         if OWNER.get() is None:
             for book in self._opened().values():
@@ -187,11 +154,9 @@ class SessionBooks:
         return {"sessions": cleared["sessions"], "freed_bytes": freed}
 
     async def prune(self, limit: int | None = None) -> int:
-        """Remove damaged files, and evict files down to `limit` bytes; see `SessionBook.prune`."""
         return await self.default.prune(limit)
 
     async def check(self) -> Sequence[Problem]:
-        """Return the problems of the files on disk; see `SessionBook.check`."""
         return await self.default.check()
 
 
@@ -203,29 +168,22 @@ class SeveralFiles:
         self._find_unopened = find_unopened
 
     async def snapshot(self, id: str) -> SnapshotExport:
-        """Return a snapshot of a session; see `SessionFiles.snapshot`."""
         return await (await self._books.of(id)).files.snapshot(id)
 
     async def prompt_cache(self, id: str) -> PromptCacheExport:
-        """Export a session's main leaf for mlx-lm's tools; see `SessionFiles.prompt_cache`."""
         return await (await self._books.of(id)).files.prompt_cache(id)
 
     def incoming(self, nbytes: int) -> Path:
-        """Return the folder in which to write a file of `nbytes` bytes that `restore` then reads.
-
-        It is the same for all models. See `SessionFiles.incoming`, also for the errors raised.
-        """
         return self._books.default.files.incoming(nbytes)
 
     async def restore(
         self, path: Path, name: str | None = None, prompt: str | None = None
     ) -> Listed:
-        """Import a snapshot or a prompt cache of mlx-lm; see `SessionFiles.restore`.
+        """Import a file; see `SessionFiles.restore`.
 
         The model of a snapshot is found by its weights: it may have any name here, and need not be
         loaded. A prompt cache goes to the model whose path or id it states, else to the default
-        one. Raises SnapshotRefused, with the names of the server's models, for a snapshot of none
-        of them, and the other errors of `SessionFiles.restore`.
+        one.
         """
         namespace, model = await asyncio.to_thread(read_origin, path)
         if namespace is None:
@@ -236,21 +194,12 @@ class SeveralFiles:
         return await self._books.get(made.session.id)
 
     def _files_named(self, model: str) -> SessionFiles:
-        """Return the `files` of the session book of a loaded model, else of the default model's.
-
-        `model`: the path or id of the model.
-        """
         books = [book for own in self._books.by_namespace().values() for book in own.values()]
         named = (book.files for book in books if model in (book.model.path, book.model.name))
         return next(named, self._books.default.files)
 
     async def _files_of(self, namespace: str, model: str) -> tuple[SessionFiles, Served | None]:
-        """Return the object that imports a snapshot of `namespace`, and its model if not loaded.
-
-        If the model of `namespace` is loaded: the `files` of its session book, and None. Otherwise:
-        those of the default model's book, and a description of the model. `model`: its name in the
-        snapshot. Raises SnapshotRefused if there is no such model.
-        """
+        """Return the object that imports a snapshot of `namespace`, and its model if not loaded."""
         for book in self._books.by_namespace().get(namespace, {}).values():
             return book.files, None
         label, served = await self._find_unopened(namespace, model)

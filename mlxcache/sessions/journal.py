@@ -1,7 +1,4 @@
-"""The session writer: writes finished requests as turns to the table of sessions, in order.
-
-A single thread does all the writing; docstrings call it the writer's thread.
-"""
+"""The session writer: writes finished requests as turns to the table of sessions, on one thread."""
 
 from __future__ import annotations
 
@@ -10,15 +7,15 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
+from mlxcache.common_prefix import common_length
 from mlxcache.errors import Busy, DiskFull, NotFound, NotReady, StoreError
 from mlxcache.lru import LRU
-from mlxcache.sessions.late_turns import LateTurn, LateTurns
 from mlxcache.store.database import Locked
 from mlxcache.store.leaves import conversation_key_tokens, digest_of
 from mlxcache.store.reply_rows import ReplyRow
@@ -36,41 +33,34 @@ log = logging.getLogger("mlxcache.engine")
 T = TypeVar("T")
 
 FILES_S = 3.0
-"""Seconds between a turn and the look-up and pinning of its new files.
-
-The files have usually been written by then.
-"""
+"""Seconds from a turn until its new files, usually written by then, are looked up and pinned."""
 
 WRITE_WAIT_S = 5.0
-"""Most seconds that a request waits for the table, because of earlier turns or another process."""
+"""Most seconds that a request waits for the table."""
 
 READ_WAIT_S = 1.0
 """Most seconds that a reader waits for earlier turns to be written."""
 
 CLOSE_S = 1.0
-"""Most seconds for writing turns when the server stops."""
 
 RETRY_S = 3.0
-"""Seconds before turns that could not be written are tried again."""
 
 MAX_RESOLVED = 2000
 """Requests whose session is remembered: more than the requests that the engine lists."""
 
-ROW_BYTES, SPARE_BYTES = 8, 64 << 10
-"""Bytes to make room for on disk: for each token id of a turn, and for the rest of a change.
+MAX_LATE = 64
+"""Turns kept for a retry. Their token ids stay in RAM meanwhile."""
 
-A token id is written twice: to the database's log and to its row.
-"""
+ROW_BYTES, SPARE_BYTES = 8, 64 << 10
+"""Bytes of room on disk for each token id (in the log and in its row), and for the rest."""
 
 
 @dataclass(frozen=True, slots=True)
 class Served:
     """The served model, to which sessions belong.
 
-    `name`: id of the model. `path`: value of `--model`, for mlx-lm's tools. `spec`: dtype and shape
-    per token of each KV tensor that a snapshot has. `vocab_size`: number of token ids. `whole`: the
-    namespace that its snapshots have, which differs from `namespace` if this process has only a
-    part of the model; None if it is `namespace`.
+    `path`: value of `--model`. `spec`: dtype and shape per token of each KV tensor in a snapshot.
+    `whole`: the namespace that its snapshots have, if this process has only a part of the model.
     """
 
     name: str
@@ -82,16 +72,15 @@ class Served:
 
     @property
     def snapshot_namespace(self) -> str:
-        """The namespace that snapshots of the model have."""
         return self.namespace if self.whole is None else self.whole
 
 
 class SessionWriter:
     """The thread that writes a model's sessions to the table of sessions, one action after another.
 
-    `count`: number of sessions in the table after this process's last write. `shared`: exchanges
-    ids and names of sessions with other servers; None without a remote. `label`: that of the model,
-    for the log. `close` ends the thread.
+    `count`: number of sessions in the table after the last write. `shared`: exchanges ids and names
+    of sessions with other servers; None without a remote. `pin`, `delete`, `clear`, `change` and
+    `with_room` are for actions of `run`, on the writer's thread.
     """
 
     def __init__(
@@ -117,8 +106,7 @@ class SessionWriter:
         self._resolved: LRU[str, str] = LRU(MAX_RESOLVED)
         self._closed = False
         self._failing = False
-        self._open = 0
-        self._counted = threading.Condition()
+        self._open: set[Future[None]] = set()
         self._submit(self._pin_all)
 
     def add_turn(
@@ -129,13 +117,7 @@ class SessionWriter:
         reply: ReplyRow | None = None,
         gain: Gain | None = None,
     ) -> None:
-        """Write a finished request as a turn of its session. Any thread; returns at once.
-
-        `ids`: token ids of the prompt and the reply, shape (n,). `at`: when the request finished,
-        in seconds since 1970. `reply`: the reply, to be stored for replay, or None. `gain`: the
-        request's numbers of tokens and seconds, to be added to those of the session, or None. If
-        the table cannot be written, the turn is written later, as long as the server runs.
-        """
+        """Write a finished request as a turn; later, if the table cannot be written. Any thread."""
         prompt = job.prompt
         marks, length = prompt.marks, len(prompt.ids)
         turn = Turn(
@@ -152,24 +134,20 @@ class SessionWriter:
             reply=reply,
             owner=job.owner,
             gain=gain,
-            known=getattr(prompt.source, "replies", ()),
+            known=prompt.replies,
             response=job.response,
         )
         self._submit(lambda: self._write_with_late((job.id, turn)))
 
     def session_of(self, request: str) -> str | None:
-        """Return the id of the session to which a request belongs, or None if it is not known.
-
-        It is known once the request's turn is in `table`, and only for the newest `MAX_RESOLVED`
-        requests. `request`: id of the request. Any thread; does not block.
-        """
+        """Return the session of one of the newest requests, once it is written. Any thread."""
         return self._resolved.peek(request)
 
     def _submit(self, action: Callable[[], None]) -> None:
         if not self._closed:
-            with self._counted:
-                self._open += 1
-            self._pool.submit(self._guarded, action)
+            future = self._pool.submit(self._guarded, action)
+            self._open.add(future)
+            future.add_done_callback(self._open.discard)
 
     def _guarded(self, action: Callable[[], None]) -> None:
         try:
@@ -184,16 +162,9 @@ class SessionWriter:
             self._failing = True
         except Exception:
             log.exception("model %s: writing to the table of sessions failed", self._label)
-        finally:
-            with self._counted:
-                self._open -= 1
-                self._counted.notify_all()
 
     def _write_with_late(self, *turns: tuple[str, Turn]) -> None:
-        """Write, in order, the turns that could not be written before, then `turns`.
-
-        Each turn comes with the id of its request. Raises StoreError.
-        """
+        """Write, in order, the turns that could not be written before, then `turns`."""
         for request, turn in turns:
             self._late.add(request, turn)
         try:
@@ -208,14 +179,16 @@ class SessionWriter:
             self._refresh_count()
 
     def _write(self, late: LateTurn) -> None:
-        """Write one turn to the table on disk. Raises StoreError."""
         turn, shared = late.turn, self._shared
         key = digest_of(turn.ids[: turn.key_tokens])
         origin = shared.find(turn.owner, key) if shared is not None else None
         record = partial(self._sessions.record_turn, turn, late.session, origin)
         id = self.with_room(len(turn.ids), record)
         self._resolved.put(late.request, id)
-        self._note_written(id)
+        if self._store is not None:
+            self._continued.add(id)
+            if self._files_timer is None:
+                self._files_timer = self._later(FILES_S, partial(self._note_files, self._store))
         if shared is not None:
             shared.share(self._sessions.get(id), key)
 
@@ -224,20 +197,12 @@ class SessionWriter:
         self._write_with_late()
 
     def _later(self, seconds: float, action: Callable[[], None]) -> threading.Timer:
-        """Submit `action` to the writer's thread after `seconds`; return the timer."""
         timer = threading.Timer(seconds, lambda: self._submit(action))
         timer.daemon = True
         timer.start()
         return timer
 
-    def _note_written(self, id: str) -> None:
-        if self._store is not None:
-            self._continued.add(id)
-            if self._files_timer is None:
-                self._files_timer = self._later(FILES_S, partial(self._note_files, self._store))
-
     def _note_files(self, store: Store) -> None:
-        """Look up the files of the sessions with new turns, and pin those of pinned sessions."""
         self._files_timer = None
         continued, self._continued = self._continued, set()
         with suppress(StoreError):  # what is not looked up now is when it is listed
@@ -254,30 +219,17 @@ class SessionWriter:
             self.pin(id, pinned=True)
 
     def pin(self, id: str, *, pinned: bool) -> None:
-        """Pin the files of a session, so that they are evicted last; unpin them unless `pinned`.
-
-        `id`: id of the session, whose row is not changed. Does nothing without a disk tier. Call on
-        the writer's thread. Raises StoreError, and NotFound if a session to be pinned is not in the
-        table on disk.
-        """
+        """Pin the files of a session, so that they are evicted last; unpin them unless `pinned`."""
         if self._store is not None:
             self._store.pin_session(self._sessions, id, pinned=pinned)
 
     @property
     def table(self) -> Sessions:
-        """The table of sessions to read, on any thread.
-
-        While some turns could not be written to the table on disk, it is a copy of that table in
-        memory that has these turns too.
-        """
+        """The table of sessions to read, on any thread; see `LateTurns.table`."""
         return self._late.table
 
     def delete(self, id: str) -> None:
-        """Remove the rows of session `id`, and its turns that could not be written yet.
-
-        Its files stay, without its pin. Call on the writer's thread. Raises NotFound if there is no
-        such session, and StoreError.
-        """
+        """Remove the rows of session `id`, and its turns that could not be written yet."""
         late = self._late.sessions()
         with self._freeing():
             try:
@@ -291,11 +243,6 @@ class SessionWriter:
         self._late.forget({id})
 
     def clear(self, *, pinned: bool) -> dict[str, int]:
-        """Remove all sessions and KV files, of all models; pinned ones only if `pinned`.
-
-        Returns a dictionary with `sessions`, the number of removed sessions, and `freed_bytes`, the
-        bytes freed on disk. Call on the writer's thread. Raises StoreError.
-        """
         late = self._late.sessions()
         with self._freeing():
             # the files first: on a full disk, the rows need their space
@@ -307,11 +254,7 @@ class SessionWriter:
         return {"sessions": gone + len(late - on_disk), "freed_bytes": freed}
 
     def change(self, id: str, action: Callable[[], T]) -> T:
-        """Run `action`, which changes the rows of session `id`; return its result.
-
-        Call on the writer's thread. Raises what `action` raises, but DiskFull instead of NotFound
-        if the session could not be written to disk yet.
-        """
+        """Run `action`; NotFound of a session that is in RAM alone becomes DiskFull."""
         try:
             return action()
         except NotFound as error:
@@ -326,12 +269,7 @@ class SessionWriter:
         return nullcontext() if self._store is None else self._store.freeing()
 
     def with_room(self, tokens: int, action: Callable[[], T]) -> T:
-        """Make room on disk for `tokens` token ids in the table, then run `action`.
-
-        Both are one transaction. Without a disk tier, no room is made. Returns the result of
-        `action`. Call on the writer's thread. Raises what `action` raises, and StoreError, which is
-        DiskFull if no room can be made.
-        """
+        """Make room on disk for `tokens` token ids, then run `action`, in one transaction."""
         if self._store is None:
             return action()
         with self._store.database.write():
@@ -341,9 +279,8 @@ class SessionWriter:
     async def run(self, action: Callable[[], T]) -> T:
         """Run `action` on the writer's thread after the turns added before; return its result.
 
-        Raises what `action` raises. Raises Busy, with nothing done, if for `WRITE_WAIT_S` seconds
-        `action` cannot begin or another process keeps the table of sessions locked. Raises NotReady
-        once the writer is closed.
+        Raises Busy, with nothing done, if for `WRITE_WAIT_S` seconds `action` cannot begin or
+        another process keeps the table locked, and NotReady once the writer is closed.
         """
         self._check_open()
         deadline = time.monotonic() + WRITE_WAIT_S
@@ -371,20 +308,12 @@ class SessionWriter:
             log.debug("cannot refresh the number of sessions: %s", error)
 
     async def read(self, action: Callable[[], T]) -> T:
-        """Run `action`, which only reads, in a worker thread; return its result.
-
-        Waits at most `READ_WAIT_S` seconds for the turns added before. Unlike `run`, it does not
-        wait for a locked table. Raises what `action` raises, and NotReady once the writer is
-        closed.
-        """
+        """Run `action`, which only reads, in a worker thread after `written`; return its result."""
         await self.written()
         return await asyncio.to_thread(action)
 
     async def written(self) -> None:
-        """Wait until the turns added before are written, or `READ_WAIT_S` seconds have passed.
-
-        Raises NotReady if the writer is closed.
-        """
+        """Wait until the turns added before are written, or `READ_WAIT_S` seconds have passed."""
         self._check_open()
         written = asyncio.wrap_future(self._pool.submit(_nothing))
         await asyncio.wait({written}, timeout=READ_WAIT_S)
@@ -395,26 +324,121 @@ class SessionWriter:
             raise NotReady("The server is stopping.", retry_after=5.0)
 
     def close(self, seconds: float = CLOSE_S) -> int:
-        """Write the turns added so far, for at most `seconds`, and end the thread.
-
-        Returns the number of turns and other actions that were not written or done in that time; 0
-        if all were. Blocks.
-        """
+        """Write the turns added so far, for at most `seconds`; return how many were not written."""
         self._closed = True
         for timer in (self._files_timer, self._retry_timer):
             if timer is not None:
                 timer.cancel()
         self._pool.shutdown(wait=False)
-        deadline = time.monotonic() + seconds
-        with self._counted:
-            while self._open and (left := deadline - time.monotonic()) > 0:
-                self._counted.wait(left)
-            return self._open + len(self._late)
+        return len(wait(tuple(self._open), seconds).not_done) + len(self._late)
 
 
 def _nothing() -> None:
-    """Do nothing: once the writer's thread has run this action, all earlier ones have run too."""
+    """Do nothing: once this has run on the writer's thread, all earlier actions have too."""
 
 
 def _busy() -> Busy:
     return Busy("Another process is writing the table of sessions: try again.", retry_after=5.0)
+
+
+# -- turns that could not be written yet --------------------------------------------------------
+
+
+@dataclass(slots=True, eq=False)
+class LateTurn:
+    """A turn and its request; `session` is set once the turn is in the copy `LateTurns.table`."""
+
+    request: str
+    turn: Turn
+    session: str | None = None
+
+    def show_in(self, copy: Sessions) -> None:
+        self.session = copy.record_turn(self.turn, self.session)
+
+
+class LateTurns:
+    """Turns that are not in the table of sessions on disk yet, in order; `write` writes them.
+
+    Used on one thread, except `table`: while some turns could not be written, that is a copy of the
+    table in memory that has them too. The id that a new session gets there is also used on disk.
+    """
+
+    def __init__(self, sessions: Sessions):
+        self._sessions = sessions
+        self._turns: list[LateTurn] = []
+        self._copy: Sessions | None = None
+        self._before: Sessions | None = None
+
+    def __len__(self) -> int:
+        return len(self._turns)
+
+    @property
+    def table(self) -> Sessions:
+        return self._copy or self._sessions
+
+    def add(self, request: str, turn: Turn) -> None:
+        """Append a turn. If `MAX_LATE` wait, the oldest that a later one continues is dropped."""
+        if len(self._turns) == MAX_LATE:
+            del self._turns[self._superseded()]
+        self._turns.append(LateTurn(request, turn))
+
+    def _superseded(self) -> int:
+        for index, one in enumerate(self._turns):
+            ids = one.turn.ids
+            for later in self._turns[index + 1 :]:
+                same = later.session == one.session and len(later.turn.ids) >= len(ids)
+                if same and common_length(later.turn.ids, ids) == len(ids):
+                    return index
+        return 0
+
+    def write(self, record: Callable[[LateTurn], None]) -> None:
+        """Call `record` with each turn in order; on StoreError, show those left in `table`."""
+        try:
+            while self._turns:
+                record(self._turns[0])
+                del self._turns[0]
+        except StoreError:
+            self._show()
+            raise
+        self._set_copy(None)
+
+    def shown(self) -> list[tuple[str, str]]:
+        return [(one.request, one.session) for one in self._turns if one.session is not None]
+
+    def sessions(self) -> set[str]:
+        return {one.session for one in self._turns if one.session is not None}
+
+    def forget(self, sessions: set[str]) -> None:
+        self._turns = [one for one in self._turns if one.session not in sessions]
+
+    def refresh(self) -> None:
+        """Make `table`, if it is a copy, a new one, after the table on disk was changed."""
+        if self._copy is not None:
+            self._set_copy(None)
+            self._show()
+
+    def _show(self) -> None:
+        try:
+            copy = self._copy or self._sessions.copy()
+            try:
+                for one in self._turns:
+                    if one.session is None or copy is not self._copy:
+                        one.show_in(copy)
+            except BaseException:
+                if copy is not self._copy:
+                    copy.close()
+                raise
+            if copy is not self._copy:
+                self._set_copy(copy)
+        except StoreError as error:
+            log.debug("session lists lack turns that are not on disk yet: %s", error)
+
+    def _set_copy(self, copy: Sessions | None) -> None:
+        """Replace the copy; threads may still read it, so it is closed only by the next call."""
+        if copy is self._copy is None:
+            before, self._before = self._before, None
+        else:
+            before, self._before = self._before, self._copy
+        self._copy = copy
+        if before is not None:
+            before.close()

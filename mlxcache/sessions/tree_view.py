@@ -23,11 +23,9 @@ MOST_TEXT = 160
 class Branch:
     """One node of the tree view: the tokens [start, end), and the sessions that share them.
 
-    `parent`: None for the root. `text`: beginning of the tokens' text. `ram` and `disk`: number of
-    the node's tokens, counted from its first, that a turn would reuse from that tier. `sessions`:
-    ids of the sessions, as keys. `ends`: leaves of sessions that end here, each with its session's
-    id. `below`: child nodes. `merged`: number of nodes below that are not shown, and the sum of
-    their tokens. `model`: label of the node's model if there are several, else None.
+    `ram`, `disk`: number of its first tokens that a turn would reuse from that tier. `ends`: leaves
+    that end here, with their sessions' ids. `merged`: number and tokens of nodes below that are not
+    shown.
     """
 
     parent: Branch | None
@@ -45,11 +43,7 @@ class Branch:
 
 @dataclass(frozen=True, slots=True)
 class TreePart:
-    """The sessions of one model in the tree view.
-
-    `listed`: the sessions, and `ids` the token ids of their leaves. `decode` converts token ids of
-    the model to text. `model`: label of the model, None if it is the only one.
-    """
+    """The sessions of one model in the tree view, with the token ids of their leaves."""
 
     listed: Sequence[Listed]
     ids: Mapping[LeafRow, Tokens]
@@ -60,13 +54,10 @@ class TreePart:
 def tree_view(
     parts: Sequence[TreePart], *, owner: str | None = None, most: int = 200
 ) -> dict[str, Any]:
-    """Return the body of `GET /v1/cache/tree` for sessions of one owner.
+    """Return the body of `GET /v1/cache/tree` for sessions of one owner, a part for each model.
 
-    `parts`: one for each model. `owner`: owner of all sessions in `parts`, for converting their
-    token ids to those of the model (see `plain_ids`); None if they have none. The body has at most
-    `most` nodes, including the empty root, below which each model has branches of its own. If there
-    are more, the shortest nodes without children are merged into their parents. Takes O(tokens),
-    that is milliseconds per session.
+    Of more than `most` nodes, the shortest without children are merged into their parents. Takes
+    O(tokens), that is milliseconds per session.
     """
     root = Branch(None, 0, 0)
     for part in parts:
@@ -84,10 +75,6 @@ def tree_view(
 
 
 def _grow(root: Branch, part: TreePart, owner: str | None) -> None:
-    """Add the conversations of all sessions of `part` as nodes below `root`.
-
-    `owner`: owner of all these sessions, or None if they have none.
-    """
     tree = PrefixTree(1)
     leaves = [
         (one.session.id, leaf, ram, disk, tree.insert(part.ids[leaf], leaf))
@@ -118,10 +105,7 @@ def _branch(parent: Branch, node: Node, ids: Tokens, part: TreePart, owner: str 
 
 
 def _merge(root: Branch, most: int) -> None:
-    """Merge the nodes with the fewest tokens into their parents until at most `most` are left.
-
-    Only nodes without children are merged. `root` is left in any case.
-    """
+    """Merge the shortest nodes without children until at most `most` are left."""
     nodes = _numbered(root)
     left = len(nodes)
     ends = [(b.end - b.start, number) for number, b in enumerate(nodes) if not b.below and b.parent]

@@ -648,7 +648,7 @@ def test_the_demo_needs_no_server_and_no_weights():
     from mlxcache.model.load import tokenizer_of
 
     prompt = PromptBuilder(tokenizer_of(None)).chat(request_to_chat(first()))
-    assert prompt.source.tokenised.text.startswith("<|im_start|>system\n")
+    assert prompt.tokenised.text.startswith("<|im_start|>system\n")
 
 
 def test_a_missing_model_is_an_error(files, monkeypatch):

@@ -16,10 +16,11 @@ from mlxcache.cli.doctor import disk, mac
 from mlxcache.config import parse_size, sizes
 from mlxcache.config.settings import MOST_DRAFTED
 from mlxcache.engine import keep_awake, metrics
+from mlxcache.explain import compare
 from mlxcache.model import chat_template
-from mlxcache.prompt import explain, marks, replies
+from mlxcache.prompt import marks, replies
 from mlxcache.scheduling import loop_guard
-from mlxcache.sessions import late_turns
+from mlxcache.sessions import journal
 from mlxcache.store import leaves, reply_rows, session_rows, snapshot_replies, store
 from mlxcache.tree import eviction
 from mlxcache.types import Sampling
@@ -55,7 +56,7 @@ FACTS = (
     ("http-api", r"part of the body within (\d+) seconds", http.BODY_PAUSE_S),
     ("http-api", r"the whole body within (\d+) seconds", http.BODY_S),
     ("http-api", r"The last ([\d,]+) requests are kept", metrics.MAX_RECORDS),
-    ("http-api", r"Losses of up to (\d+) tokens are not", explain.LEAST_LOSS),
+    ("http-api", r"Losses of up to (\d+) tokens are not", compare.LEAST_LOSS),
     ("http-api", r"or at most (\d+) tokens of it", metrics.MIN_REUSED_TOKENS),
     ("http-api", r"`minimal` (\d+) tokens", EFFORTS["minimal"]),
     ("http-api", r"`low` ([\d,]+),", EFFORTS["low"]),
@@ -79,7 +80,7 @@ FACTS = (
     ("explain", r"At most ([\d,]+) files and", record.MAX_FILES),
     ("explain", r"files and (\S+ MB) are kept", record.MAX_BYTES),
     ("troubleshooting", r"writing and reading (\S+ MiB)", disk.TEST_BYTES),
-    ("troubleshooting", r"it was missing, at most (\d+), are then added", late_turns.MAX_LATE),
+    ("troubleshooting", r"it was missing, at most (\d+), are then added", journal.MAX_LATE),
     ("troubleshooting", r"4 s and so on, up to every (\d+) s\.", retry.RETRY_S),
 )
 """A page, an expression whose group is the figure, and the figure in the code."""

@@ -12,7 +12,7 @@ from mlxcache.engine.metrics import GUESSES
 from mlxcache.engine.runtime import ModelRuntime
 from mlxcache.guess.passes import LENGTHS, PassCosts
 from mlxcache.model import kv
-from mlxcache.prompt.result_forms import ResultForms
+from mlxcache.prompt.builder import ResultForms
 from mlxcache.scheduling.pass_costs import load_passes, measure_passes, save_passes
 from mlxcache.types import Chat, Finished, Job, Sampling, Tokens, token_ids
 from tests.scheduled import Bench

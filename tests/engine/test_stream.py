@@ -10,7 +10,7 @@ import pytest
 
 from mlxcache.engine.stream import BACKLOG, Stream
 from mlxcache.errors import GenerationFailed
-from mlxcache.prompt.canonical.restore import ReplyRestorer
+from mlxcache.prompt.canonical.uuids import ReplyRestorer
 from mlxcache.types import Admitted, Event, Finished, RequestRecord, Text, Thinking, ToolCall
 
 DONE = Finished("stop", 3, 0, 0, 1)

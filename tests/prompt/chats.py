@@ -6,7 +6,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from mlxcache.prompt.escape import Escape
+from mlxcache.prompt.codec import Escape
 from mlxcache.types import Chat
 from tests.prompt.kinds import CONTROL, MARKS
 

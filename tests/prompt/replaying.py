@@ -10,7 +10,8 @@ from typing import Any
 from mlxcache.common_prefix import common_length
 from mlxcache.model.output import OutputParser, reader
 from mlxcache.prompt.builder import PromptBuilder
-from mlxcache.prompt.replies import Replies, make_reply
+from mlxcache.prompt.chat_prompt import ChatPrompt, make_reply
+from mlxcache.prompt.replies import Replies
 from mlxcache.types import (
     TEXTS,
     Chat,
@@ -43,7 +44,9 @@ class Served:
         )
         self._random = random.Random(seed)
 
-    def asked(self, messages: Sequence[Message], tools: Sequence[Any] = TOOLS) -> Prompt:
+    def asked(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] = TOOLS
+    ) -> ChatPrompt:
         return self.builder.chat(Chat(list(messages), tools), "s")
 
     def ids(self, raw: str) -> list[int]:

@@ -7,7 +7,7 @@ from hypothesis import given
 
 from mlxcache.errors import BadRequest
 from mlxcache.prompt.adapt import adapt
-from mlxcache.prompt.traits import Traits
+from mlxcache.prompt.template import Traits
 from mlxcache.types import Chat
 from tests.prompt.chats import TOOLS, agent_turns, call, result
 

@@ -7,8 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlxcache.errors import BadRequest
-from mlxcache.prompt.codec import Codec
-from mlxcache.prompt.escape import Escape
+from mlxcache.prompt.codec import Codec, Escape
 from mlxcache.prompt.tokenizer import added_tokens, control_tokens
 from tests.prompt import kinds
 from tests.prompt.chats import texts

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlxcache.prompt.escape import CLOSE, OPEN, Escape
+from mlxcache.prompt.codec import CLOSE, OPEN, Escape
 from mlxcache.prompt.tokenizer import any_of
 from tests.prompt.chats import restored, texts
 from tests.prompt.kinds import CONTROL, MARKS

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from mlxcache.errors import BadRequest, GenerationFailed
 from mlxcache.prompt.builder import PromptBuilder
 from mlxcache.prompt.images import IMAGE_RESULT, ImageTemplate, ids_with_digests
-from mlxcache.prompt.template import Template
-from mlxcache.prompt.traits import Traits
+from mlxcache.prompt.template import Template, Traits
 from mlxcache.types import NO_TOKENS, Chat, Image, ImageSpan, token_ids
 from tests.prompt import kinds, templates
 

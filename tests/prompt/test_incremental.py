@@ -9,8 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlxcache.common_prefix import common_characters
-from mlxcache.prompt.codec import Codec
-from mlxcache.prompt.escape import Escape
+from mlxcache.prompt.codec import Codec, Escape
 from mlxcache.prompt.incremental import (
     ControlTokenFinder,
     RecentTexts,
@@ -157,9 +156,9 @@ def test_a_text_that_is_continued_is_replaced_and_others_are_kept() -> None:
     first, second = held("a"), held("ab")
     recent.add(first, "s")
     recent.add(second, "s", first)
-    assert len(recent) == 1
+    assert len(recent.held) == 1
     recent.add(held("abc"), "t", second)
-    assert len(recent) == 2
+    assert len(recent.held) == 2
 
 
 def test_what_is_remembered_is_bounded() -> None:
@@ -168,12 +167,12 @@ def test_what_is_remembered_is_bounded() -> None:
     for i in range(50):
         recent.add(held(f"{i} " * 10), f"s{i % 5}")
         recent.add(held(f"{i} " * 10), None)
-        assert len(recent) <= 10
+        assert len(recent.held) <= 10
     for i in range(20):
         recent.add(held(f"{i}" + "x" * 1000), f"t{i}")
-        assert recent.nbytes <= 50_000
+        assert recent.held.total <= 50_000
     recent.add(held("y" * 100_000), "big")
-    assert recent.nbytes <= 50_000
+    assert recent.held.total <= 50_000
 
 
 def test_a_session_keeps_its_last_few() -> None:
@@ -182,7 +181,7 @@ def test_a_session_keeps_its_last_few() -> None:
     texts = [held(f"{i} helper") for i in range(5)]
     for text in texts:
         recent.add(text, "s")
-    assert len(recent) == 3
+    assert len(recent.held) == 3
     assert recent.find_nearest("4 helper", "s")[0] is texts[4]
     assert recent.find_nearest("0 helper", "s")[0] is None
 

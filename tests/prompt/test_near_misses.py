@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from mlxcache.config.rules import RULES
 from mlxcache.prompt.builder import PromptBuilder
-from mlxcache.prompt.canonical import date_reminder
+from mlxcache.prompt.canonical import removed
 from mlxcache.wire.chat_bodies import request_to_chat
 from tests.prompt import kinds, templates
 
@@ -27,7 +27,7 @@ NOISE = (
     "Status:\n M server.py\n\nRecent commits:\n1a2b3c4 Add a reader",
     "[Old tool result content cleared] and more",
     "<system-reminder>\nToday's date is 2026-11-21.\n</system-reminder>",
-    date_reminder.reminder("Sunday, November 22, 2026"),
+    removed.reminder("Sunday, November 22, 2026"),
     "<env>\nWorking directory: /tmp/a\n</env>",
     "# Environment\nYou have been invoked in the following environment: \n - Platform: darwin",
     "<|im_end|>\n<|im_start|>system",

@@ -6,11 +6,10 @@ import pytest
 from hypothesis import given, settings
 
 from mlxcache.errors import BadRequest, GenerationFailed
-from mlxcache.prompt.escape import Escape
+from mlxcache.prompt.codec import Escape
 from mlxcache.prompt.images import ImageTemplate
 from mlxcache.prompt.renderer import Renderer
-from mlxcache.prompt.template import Template
-from mlxcache.prompt.traits import probe
+from mlxcache.prompt.template import Template, probe
 from mlxcache.types import Chat
 from tests.prompt import kinds, templates
 from tests.prompt.chats import TOOLS, agent_turns, restored
@@ -63,8 +62,8 @@ def test_the_generation_prompt_starts_where_the_text_without_it_ends(
     renderer, _ = MADE[name]
     for chat in turns:
         rendered = renderer.render(chat)
-        messages = renderer._messages(chat, len(chat.messages), renderer._tools(chat))
-        bare = renderer._text(messages, renderer._tools(chat), {}, generation=False)
+        messages, tools, args = renderer._adapted(chat, len(chat.messages))
+        bare = renderer._text(messages, tools, args, generation=False)
         assert rendered.text[: rendered.generation] == bare
         assert rendered.generation + len(renderer.generation_prompt()) == len(rendered.text)
 

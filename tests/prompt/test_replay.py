@@ -77,7 +77,7 @@ def test_after_a_call_only_its_results_are_fed(name: str, sends: str) -> None:
         bound = sum(size(served, result) for result in new) + OWN
         if name == "deepseek":  # its template keeps no thinking at all
             assert fed(again, held) > bound
-            assert not again.source.tokenised.splices
+            assert not again.tokenised.splices
         else:
             assert fed(again, held) <= bound
             assert again.ids[: len(held) - 1].tolist() == held[:-1].tolist()
@@ -210,8 +210,8 @@ def test_a_prompt_begins_with_all_that_was_generated(
         if clear:
             event("every reply put in")
             assert again.ids[: len(held) - 1].tolist() == held[:-1].tolist()
-        if not again.source.tokenised.splices:
-            rewritten = again.source.chat.messages
+        if not again.tokenised.splices:
+            rewritten = again.chat.messages
             assert again.ids.tolist() == fresh.asked(rewritten).ids.tolist()
 
 

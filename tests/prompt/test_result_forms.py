@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from mlxcache.prompt.result_forms import ResultForms
+from mlxcache.prompt.builder import ResultForms
 from mlxcache.types import Tokens, token_ids
 from mlxcache.wire.chat_bodies import request_to_chat
 

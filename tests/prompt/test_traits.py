@@ -2,8 +2,7 @@ from typing import Any
 
 import pytest
 
-from mlxcache.prompt.template import Template
-from mlxcache.prompt.traits import Traits, probe
+from mlxcache.prompt.template import Template, Traits, probe
 from tests.prompt import kinds, templates
 from tests.prompt.kinds import Wrapped
 

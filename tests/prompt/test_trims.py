@@ -10,7 +10,7 @@ import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
-from mlxcache.prompt.blanks import equal_blocks, join_blocks
+from mlxcache.prompt.replies import equal_blocks, join_blocks
 from mlxcache.wire.chat_bodies import request_to_chat
 from tests.prompt.families import FAMILIES
 from tests.prompt.replaying import Served

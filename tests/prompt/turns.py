@@ -9,13 +9,13 @@ from functools import cache
 from typing import Any
 
 from mlxcache.common_prefix import common_length
+from mlxcache.prompt.chat_prompt import ChatPrompt
 from mlxcache.prompt.next_turn import append_reply
 from mlxcache.scheduling.anticipate import NEAR_MARK
 from mlxcache.types import (
     Finished,
     FinishReason,
     Piece,
-    Prompt,
     Text,
     Thinking,
     Tokens,
@@ -159,7 +159,7 @@ class Talk(Client):
         encode = self.model.tokenizer.encode
         return sum(len(encode(text, add_special_tokens=False)) for text in self.news)
 
-    def ask(self, stop: Sequence[str] = ()) -> Prompt:
+    def ask(self, stop: Sequence[str] = ()) -> ChatPrompt:
         """The prompt of what the client has sent."""
         self.prompt = self.model.builder.chat(request_to_chat(self.body), "s", stop)
         return self.prompt
@@ -188,9 +188,9 @@ class Talk(Client):
         """A whole reply as the family's model writes it."""
         return self.replies(self.model.family.writes(thinking, text, calls))
 
-    def _anticipate(self, prompt: Prompt, pieces: list[Piece], stop: Sequence[str]) -> None:
+    def _anticipate(self, prompt: ChatPrompt, pieces: list[Piece], stop: Sequence[str]) -> None:
         thoughts = self.api == "messages"
-        chat = append_reply(prompt.source.sent, pieces, prompt.names, thoughts=thoughts)
+        chat = append_reply(prompt.sent, pieces, prompt.names, thoughts=thoughts)
         ahead = self.model.builder.next_turn(chat, "s", stop)
         target = len(ahead.ids) - 1
         last = max((mark for mark in ahead.marks if mark < target), default=0)

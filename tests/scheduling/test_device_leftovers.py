@@ -21,7 +21,7 @@ from mlxcache.model.mlx_lm_format import PromptCacheFile
 from mlxcache.model.vision import Rows, Vision
 from mlxcache.scheduling.decoder import Drawn
 from mlxcache.scheduling.task import Task
-from mlxcache.sessions.mlx_lm_files import PromptCacheExport
+from mlxcache.sessions.files import PromptCacheExport
 from mlxcache.tree.budget import Budget
 from mlxcache.types import Finished, Image, Piece, Text, TokenLogprob, join_ids, token_ids
 from tests.conftest import ToyMaker

@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 from mlxcache.cli.explain import explain_pair
 from mlxcache.cli.main import app
 from mlxcache.config import load_settings
-from mlxcache.prompt.explain import LEAST_LOSS
+from mlxcache.explain.compare import LEAST_LOSS
 from tests.conftest import ToyMaker
 from tests.scripted import scripted
 from tests.server.api import Api, until

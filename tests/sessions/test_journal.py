@@ -11,8 +11,7 @@ import pytest
 
 from mlxcache.errors import DiskFull, NotFound
 from mlxcache.sessions import journal
-from mlxcache.sessions.journal import Served, SessionWriter
-from mlxcache.sessions.late_turns import MAX_LATE
+from mlxcache.sessions.journal import MAX_LATE, Served, SessionWriter
 from mlxcache.store.database import Database
 from mlxcache.store.sessions import Sessions
 from mlxcache.types import Job, Prompt, Tokens, token_ids

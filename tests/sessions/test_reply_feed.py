@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from mlxcache.sessions.reply_feed import ReplyFeed
+from mlxcache.sessions.book import ReplyFeed
 from mlxcache.store.reply_rows import ReplyRow
 from mlxcache.store.session_rows import Turn
 from mlxcache.store.sessions import Sessions

@@ -18,9 +18,7 @@ SYSTEM = ("system", "developer")
 class Draft:
     """Copies of a conversation's lists of messages and tools, which the rules change.
 
-    The conversation itself and its messages are never changed. `hits`: names of the rules that
-    changed something. `names` maps texts that the model may write to the texts that the client gets
-    instead. `continues`: the reply continues the last message.
+    `hits`: names of the rules that changed something. `names`: see `Canonical`.
     """
 
     def __init__(self, chat: Chat):
@@ -38,7 +36,6 @@ class Draft:
         return content if isinstance(content, str) else ""
 
     def role(self, at: int) -> str:
-        """Return the role of message `at`."""
         return str(self.messages[at].get("role"))
 
     def leading(self) -> int:
@@ -48,11 +45,9 @@ class Draft:
 
     def head(self) -> list[int]:
         """Return the indices of the system messages before the first reply, ascending."""
-        end = next(
-            (i for i in range(len(self.messages)) if self.role(i) == "assistant"),
-            len(self.messages),
-        )
-        return [i for i in range(end) if self.role(i) in SYSTEM]
+        roles = [self.role(i) for i in range(len(self.messages))]
+        end = roles.index("assistant") if "assistant" in roles else len(roles)
+        return [i for i in range(end) if roles[i] in SYSTEM]
 
     def rewrite(self, at: int, text: str) -> None:
         """Replace the text of message `at`; an empty text removes the message."""
@@ -62,27 +57,23 @@ class Draft:
             del self.messages[at], self._origins[at]
 
     def insert(self, at: int, text: str) -> None:
-        """Insert a system message with the content `text` at index `at`."""
+        """Insert a system message."""
         self.messages.insert(at, {"role": "system", "content": text})
         self._origins.insert(at, self._origins[at - 1] if at else -1)
 
     def move(self, at: int, to: int) -> None:
-        """Move the message with index `at` to the earlier index `to`."""
         self.messages.insert(to, self.messages.pop(at))
         self._origins.insert(to, self._origins.pop(at))
 
     def end(self) -> int:
-        """Return the index at which to insert a new last message.
-
-        If the request continues a reply, the index is that of this reply, which must stay last.
-        """
+        """Return the index of a new last message, which is before a reply to be continued."""
         return len(self.messages) - self.continues
 
     def chat(self) -> Chat:
         """Return the rewritten chat.
 
-        Its cache breakpoint is after the last of those messages that were before it in the given
-        chat. A message that a rule inserted directly after that one is before the breakpoint too.
+        Its cache breakpoint is after the last of those messages that were before it, and after a
+        message that a rule inserted directly after that one.
         """
         marked = self._chat.breakpoint
         if marked:
@@ -94,10 +85,7 @@ class Draft:
 
 
 def map_strings(value: Any, change: Callable[[str], str]) -> Any:
-    """Return a copy of a JSON value with `change` applied to every string and object key.
-
-    Numbers, and images in the value, stay as they are.
-    """
+    """Return a copy of a JSON value with `change` applied to every string and object key."""
     if isinstance(value, str):
         return change(value)
     if isinstance(value, Mapping):
@@ -107,52 +95,42 @@ def map_strings(value: Any, change: Callable[[str], str]) -> Any:
     return value
 
 
-def strings(value: Any) -> Iterator[str]:
-    """Yield every string and object key in a JSON value."""
+def strings(value: Any, *, keys: bool = True) -> Iterator[str]:
+    """Yield every string in a JSON value, and every object key if `keys`."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):
         for key, item in value.items():
-            yield str(key)
-            yield from strings(item)
+            if keys:
+                yield str(key)
+            yield from strings(item, keys=keys)
     elif isinstance(value, list | tuple):
         for item in value:
-            yield from strings(item)
+            yield from strings(item, keys=keys)
 
 
 class History:
-    """A running digest of a conversation's messages, in order.
-
-    A different `seed` gives different digests.
-    """
+    """A running digest of a conversation's messages; other seeds give other digests."""
 
     def __init__(self, seed: str):
         self._hash = hashlib.blake2b(seed.encode("utf-8", "surrogatepass"), digest_size=16)
 
     @property
     def digest(self) -> bytes:
-        """Digest of all messages added so far, 16 bytes."""
         return self._hash.digest()
 
     def add(self, message: Message) -> bytes:
-        """Add a message, including its role, texts, calls and images, to the digest.
-
-        Returns the bytes that were added, which `add_bytes` of another history accepts.
-        """
+        """Add a message; return the bytes that were added, for `add_bytes` of another history."""
         encoded = _ENCODER.encode(message).encode()
         self._hash.update(encoded)
         return encoded
 
     def add_bytes(self, encoded: bytes) -> None:
-        """Add the bytes that `add` returned for a message."""
         self._hash.update(encoded)
 
 
 def as_text(value: object) -> str:
-    """Convert a value that is not JSON to text, as the argument `default` of `json.dumps`.
-
-    An image is represented by its digest in hexadecimal, any other value by its `repr`.
-    """
+    """Return an image's digest or a `repr`, as the argument `default` of `json.dumps`."""
     return value.digest.hex() if isinstance(value, Image) else repr(value)
 
 

@@ -1,15 +1,10 @@
 """Rules `thinking` and `replay`: restore replies to the form in which the model wrote them.
 
-Many clients send back only text and calls. A template that keeps thinking, as most do up to the
-next user message, would then render a reply that differs from the computed one. If a template drops
-thinking, it also drops the thinking restored here.
-
-Zed sends the thinking as the beginning of the text, which a template would render as text.
-
-Other clients strip white space from the ends of a text, join two of its blocks, sometimes only in a
-later turn, or format the JSON of calls differently. The message gets the form that the model wrote.
-So it renders the same in each turn, after a restart, and in a prompt that was computed by
-anticipation before the client sent the message.
+Many clients send back only text and calls, or (Zed) thinking as the beginning of the text. A
+template that keeps thinking would then render a reply that differs from the computed one. Others
+strip white space, join blocks, or format the JSON of calls differently. The message gets the form
+that the model wrote. So it renders the same in each turn, after a restart, and in a prompt that was
+computed by anticipation before the client sent the message.
 """
 
 from __future__ import annotations
@@ -17,50 +12,25 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from mlxcache.prompt.canonical.draft import Draft, History, Message
+from mlxcache.prompt.replies import DecodedReply
 from mlxcache.types import TEXTS
 
-
-class Said(Protocol):
-    """Interface of a reply as the model wrote it.
-
-    It has a text, thinking, calls as (name, arguments), and a key that identifies it.
-    """
-
-    @property
-    def text(self) -> str: ...
-
-    @property
-    def thinking(self) -> str: ...
-
-    @property
-    def calls(self) -> Sequence[tuple[str, Any]]: ...
-
-    @property
-    def key(self) -> bytes: ...
-
-
-Tools = Sequence[Mapping[str, Any]]
 _ENCODE = json.JSONEncoder(default=repr).encode
 
-KnownReply = Callable[[bytes, Mapping[str, Any], Tools], Said | None]
-"""Callable that looks up the reply as the model wrote it.
-
-Arguments: the digest of the messages before it, the client's message, and the tools. Text, calls
-and thinking (if the message has any) must be equal, except white space at the edges of blocks. The
-thinking may also be the beginning of the text.
-"""
+KnownReply = Callable[[bytes, Mapping[str, Any], Sequence[Mapping[str, Any]]], DecodedReply | None]
+"""Callable that looks up the reply of which a message is a copy; see `Replay.find_reply`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
     """Known and unknown replies in a conversation.
 
-    `history`: digest of all messages. `keys`: keys of the known replies, in order. `asked`: another
-    digest of all messages, which does not depend on the content of replies. `unknown`: for each
-    reply that is not known, in order, such a digest of the messages before it.
+    `history`: digest of all messages. `keys`: of the known replies. `asked`: another digest, which
+    does not depend on the content of replies. `unknown`: for each reply that is not known, such a
+    digest of the messages before it.
     """
 
     history: bytes = b""
@@ -75,14 +45,13 @@ _REPLY = b"reply"
 """Bytes that stand for any reply in the digest `Found.asked`."""
 
 
-def apply(draft: Draft, known_reply: KnownReply, *, thinking: bool, blanks: bool) -> Found:
+def restore_replies(
+    draft: Draft, known_reply: KnownReply, *, thinking: bool, blanks: bool
+) -> Found:
     """Give replies in the history the form in which the model wrote them, where it is known.
 
-    `thinking`: restore missing thinking. `blanks`: restore white space and the form of calls.
-    `known_reply(history, message, tools)` returns the reply that the model wrote, or None;
-    `history` is the digest of the messages before it. If the request continues the last reply, only
-    missing thinking is restored in it, because the client appends the rest to the text it sent.
-    Returns which replies are known.
+    `thinking`, `blanks`: what to restore. In a reply to be continued that is only thinking, because
+    the client appends the rest to the text it sent.
     """
     history, asked = History("replies"), History("asked")
     keys: list[bytes] = []
@@ -111,11 +80,8 @@ def apply(draft: Draft, known_reply: KnownReply, *, thinking: bool, blanks: bool
     return Found(history.digest, tuple(keys), asked.digest, tuple(unknown))
 
 
-def _thinking_is_text(message: Message, said: Said) -> bool:
-    """Return whether the text of a message consists of the thinking and the text of `said`.
-
-    White space is ignored. `message` is a client's copy of the reply `said`.
-    """
+def _thinking_is_text(message: Message, said: DecodedReply) -> bool:
+    """Return whether the text of a copy of `said` is its thinking and its text."""
     text = message.get("content")
     if message.get("reasoning_content") or not said.thinking.strip() or not isinstance(text, str):
         return False
@@ -123,37 +89,29 @@ def _thinking_is_text(message: Message, said: Said) -> bool:
 
 
 def _restored(
-    draft: Draft, message: Message, said: Said, *, thinking: bool, blanks: bool
+    draft: Draft, message: Message, said: DecodedReply, *, thinking: bool, blanks: bool
 ) -> dict[str, Any]:
-    """Return a copy of an assistant message in the form of `said`, the reply as the model wrote it.
-
-    `thinking`: restore missing thinking. `blanks`: restore white space and the form of calls. Adds
-    the names of the rules that changed the message to `draft.hits`.
-    """
+    """Return a copy of a message in the form of `said`; add the rules to `draft.hits`."""
     restored = dict(message)
-    thought = message.get("reasoning_content")
-    if not thought and thinking and said.thinking:
+    if thinking and said.thinking and not message.get("reasoning_content"):
         restored["reasoning_content"] = said.thinking
         draft.hits.add("thinking")
-    shown = {"content": said.text, "reasoning_content": said.thinking}
-    for key in ("content", "reasoning_content"):
-        if blanks and message.get(key) and message[key] != shown[key]:
-            restored[key] = shown[key]
+    if not blanks:
+        return restored
+    for key, shown in (("content", said.text), ("reasoning_content", said.thinking)):
+        if message.get(key) and message[key] != shown:
+            restored[key] = shown
             draft.hits.add("replay")
     calls = message.get("tool_calls") or ()
-    if blanks and calls:
-        written = [_as_written(*pair) for pair in zip(calls, said.calls, strict=True)]
-        if any(new is not old for new, old in zip(written, calls, strict=True)):
-            restored["tool_calls"] = written
-            draft.hits.add("replay")
+    written = [_as_written(*pair) for pair in zip(calls, said.content.calls, strict=bool(calls))]
+    if any(new is not old for new, old in zip(written, calls, strict=True)):
+        restored["tool_calls"] = written
+        draft.hits.add("replay")
     return restored
 
 
 def _as_written(call: Mapping[str, Any], said: tuple[str, Any]) -> Mapping[str, Any]:
-    """Return a call with the arguments of `said`, (name, arguments), as the model wrote them.
-
-    They are equal in value, but the order of keys and the form of numbers may differ.
-    """
+    """Return a call with the arguments of `said` in the order and form that the model wrote."""
     function = call.get("function") or {}
     if _ENCODE(function.get("arguments")) == _ENCODE(said[1]):
         return call

@@ -1,9 +1,7 @@
 """Rule `uuid`: replace session UUIDs in paths of the system prompt by stable ones.
 
-The path is that of a temporary folder, or of a session's folder of Copilot CLI.
-
 Two sessions of one project then begin with the same tokens. The model reads and writes the stable
-UUIDs, the client its own; `restore` converts the reply.
+UUIDs, the client its own.
 
 The mapping is exact for whole UUIDs: a stable UUID never occurs in the conversation as sent, and no
 two can overlap in a text. A part of a UUID that the model writes, or another form of it (upper
@@ -14,11 +12,12 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from mlxcache.prompt.canonical.draft import Draft, Message, map_strings, strings
-from mlxcache.types import TEXTS
+from mlxcache.types import TEXTS, Event, Finished, Text, Thinking, ToolCall
 
 SEGMENT = re.compile(
     r"(?<=[/\\])[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}(?=[/\\\s\"'`<>(),;:\]]|\.?(?:\s|\Z))"
@@ -40,14 +39,11 @@ _SHORTEST = 4
 """Fewest characters of a UUID at the end of a reply that count as its beginning."""
 
 
-def apply(draft: Draft, stop: Sequence[str] = ()) -> bool:
-    """Replace the UUIDs of a session's folders by stable ones, which are the same in all sessions.
+def replace_uuids(draft: Draft, stop: Sequence[str] = ()) -> bool:
+    """Replace the UUIDs of a session's folders everywhere except in messages of users.
 
-    The UUIDs are those in temporary paths, and in paths of Copilot CLI's sessions, in the system
-    messages before the first reply. They are replaced in the tools and in all messages except those
-    of users. The client's UUIDs are added to `draft.names`, each under its replacement. Nothing is
-    replaced if one of the stop strings `stop` could match part of a UUID, or if a reply to be
-    continued ends inside one. Returns whether anything was replaced.
+    Nothing is replaced if one of the stop strings `stop` could match part of a UUID, or if a reply
+    to be continued ends inside one.
     """
     own = _session_uuids(draft)
     if not own:
@@ -63,17 +59,16 @@ def apply(draft: Draft, stop: Sequence[str] = ()) -> bool:
     for at in range(len(draft.messages)):
         if draft.role(at) != "user":
             draft.messages[at] = _mapped(draft.messages[at], forward)
-    draft.tools = tuple(_mapped_tool(tool, forward) for tool in draft.tools)
+    draft.tools = tuple(
+        {**tool, "function": _mapped_function(tool.get("function") or {}, forward)}
+        for tool in draft.tools
+    )
     draft.names |= {stable: real for real, stable in names.items()}
     return True
 
 
 def _session_uuids(draft: Draft) -> list[str]:
-    """Return the UUIDs of a session's folders in the system messages before the first reply.
-
-    They are segments of temporary paths, or names of session folders of Copilot CLI. At most 16 are
-    returned, in order of appearance, each once.
-    """
+    """Return the UUIDs of temporary or Copilot CLI's folders in the first system messages."""
     found: dict[str, None] = {}
     for at in draft.head():
         text = draft.text(at)
@@ -88,7 +83,7 @@ def _session_uuids(draft: Draft) -> list[str]:
 
 
 def _stable(draft: Draft, count: int) -> list[str]:
-    """Return the first `count` UUIDs of a fixed sequence that the conversation does not contain."""
+    """Return `count` stable UUIDs that the conversation does not contain."""
     texts = [*strings(draft.messages), *strings(draft.tools)]
     found: list[str] = []
     attempt = 0
@@ -101,9 +96,9 @@ def _stable(draft: Draft, count: int) -> list[str]:
 
 
 def _candidate(number: int) -> str:
-    """Return the UUID with index `number` of a fixed sequence of stable UUIDs.
+    """Return the stable UUID with index `number`.
 
-    Its only `d` is at its start, so that no two UUIDs of the sequence can overlap in a text.
+    Its only `d` is at its start, so that no two of them can overlap in a text.
     """
     digits = hashlib.blake2b(f"stable {number}".encode(), digest_size=16).hexdigest()
     digits = digits.replace("d", "e")
@@ -122,10 +117,7 @@ def _meets(stop: Sequence[str], uuids: Sequence[str]) -> bool:
 
 
 def _cut_short(draft: Draft, own: Sequence[str]) -> bool:
-    """Return whether the request continues a reply that ends inside one of the UUIDs `own`.
-
-    False if fewer than 4 characters of the UUID are at the end of the reply.
-    """
+    """Return whether the request continues a reply that ends inside one of the UUIDs `own`."""
     if not draft.continues:
         return False
     text = draft.text(len(draft.messages) - 1)
@@ -133,7 +125,6 @@ def _cut_short(draft: Draft, own: Sequence[str]) -> bool:
 
 
 def _mapped(message: Message, forward: Callable[[str], str]) -> Message:
-    """Return a message with `forward` applied to its text, reasoning and calls' arguments."""
     mapped = dict(message)
     for key in ("content", TEXTS, "reasoning_content"):
         if key in mapped:
@@ -151,10 +142,84 @@ def _mapped_call(call: Mapping[str, Any], forward: Callable[[str], str]) -> Mapp
     return {**call, "function": {**function, "arguments": arguments}}
 
 
-def _mapped_tool(tool: Mapping[str, Any], forward: Callable[[str], str]) -> Mapping[str, Any]:
-    """Return a tool with `forward` applied to all texts except its name, which calls refer to."""
-    function = {
+def _mapped_function(
+    function: Mapping[str, Any], forward: Callable[[str], str]
+) -> Mapping[str, Any]:
+    """Return a tool's function with `forward` applied to all texts except its name."""
+    return {
         key: value if key == "name" else map_strings(value, forward)
-        for key, value in (tool.get("function") or {}).items()
+        for key, value in function.items()
     }
-    return {**tool, "function": function}
+
+
+# -- replies -----------------------------------------------------------------------------------
+
+
+class NameRestorer:
+    """Replaces names, such as stable UUIDs, in a text that arrives in pieces.
+
+    Only characters at the end of a piece that may begin a name are held back until the next piece.
+    Names must not overlap: none may end with the beginning of a name.
+    """
+
+    def __init__(self, names: Mapping[str, str]):
+        self._names = names
+        self._pattern = re.compile("|".join(map(re.escape, names)) or "(?!)")
+        self._starts = {name[:n] for name in names for n in range(1, len(name))}
+        self._longest = max(map(len, self._starts), default=0)
+        self._held = ""
+
+    def feed(self, text: str) -> str:
+        """Add the next piece; return the text that can be sent now, with names replaced."""
+        text = self._held + text
+        keep = len(text)
+        for n in range(1, min(self._longest, len(text)) + 1):
+            if text[-n:] in self._starts:
+                keep = len(text) - n
+        self._held = text[keep:]
+        return self.map_text(text[:keep])
+
+    def flush(self) -> str:
+        """Return and clear the characters that were held back."""
+        held, self._held = self._held, ""
+        return held
+
+    def map_text(self, text: str) -> str:
+        return self._pattern.sub(lambda match: self._names[match.group()], text)
+
+
+class ReplyRestorer:
+    """Replaces names in the events of one reply."""
+
+    def __init__(self, names: Mapping[str, str], on_call: Callable[[ToolCall], None] | None = None):
+        self._restored = NameRestorer(names) if names else None
+        self._on_call = on_call
+        self._kind: type[Text | Thinking] = Text
+
+    def events(self, event: Event) -> Iterator[Event]:
+        """Yield the events to send to the client for one event of the model."""
+        if isinstance(event, ToolCall) and self._on_call is not None:
+            self._on_call(event)
+        if self._restored is None:
+            yield event
+            return
+        if isinstance(event, Text | Thinking):
+            if type(event) is not self._kind:
+                yield from self.flush()
+            self._kind = type(event)
+            text = self._restored.feed(event.text)
+            carries = isinstance(event, Text) and event.logprobs
+            if text or carries or not event.text:
+                yield replace(event, text=text)
+            return
+        if isinstance(event, ToolCall | Finished):
+            yield from self.flush()
+        if isinstance(event, ToolCall):
+            event = replace(event, arguments=self._restored.map_text(event.arguments))
+        yield event
+
+    def flush(self) -> Iterator[Event]:
+        """Yield an event with the text that was held back at the end of the reply, if any."""
+        held = self._restored.flush() if self._restored is not None else ""
+        if held:
+            yield self._kind(held)

@@ -3,7 +3,7 @@
 import pytest
 
 from mlxcache.prompt.canonical.canonicaliser import Canonicaliser
-from mlxcache.prompt.canonical.counter import split, without
+from mlxcache.prompt.canonical.removed import split, without
 from mlxcache.types import Chat
 
 COUNTER = "<total_tokens>199000 tokens left</total_tokens>"

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from mlxcache.prompt.adapt import adapt
 from mlxcache.prompt.canonical.canonicaliser import Canonicaliser
-from mlxcache.prompt.traits import Traits
+from mlxcache.prompt.template import Traits
 from mlxcache.types import Chat
 from tests.prompt.chats import TOOLS
 

@@ -3,7 +3,7 @@
 import pytest
 
 from mlxcache.prompt.canonical.canonicaliser import Canonicaliser
-from mlxcache.prompt.canonical.git_status import _split
+from mlxcache.prompt.canonical.moved import split_status
 from mlxcache.types import Chat
 
 STATUS = """\
@@ -96,7 +96,7 @@ def test_a_status_in_continues_tags_moves_with_them(rules, lines):
 )
 def test_tags_with_other_text_in_them_stay(text):
     """Or without an end."""
-    assert _split(text) == (text, [])
+    assert split_status(text) == (text, [])
 
 
 def test_it_is_off_unless_asked_for():
@@ -111,12 +111,12 @@ def test_it_is_off_unless_asked_for():
 )
 def test_what_only_looks_like_it_stays(text):
     """Another case, another place in the line, nothing behind it."""
-    assert _split(text) == (text, [])
+    assert split_status(text) == (text, [])
 
 
 def test_text_behind_a_status_is_not_eaten():
     """The block ends at the first line that git did not write."""
-    kept, blocks = _split(f"{STATUS}\nRemember: be brief.\n M not a file")
+    kept, blocks = split_status(f"{STATUS}\nRemember: be brief.\n M not a file")
     assert kept == "Remember: be brief.\n M not a file"
     assert blocks == [STATUS]
 

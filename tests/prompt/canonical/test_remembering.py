@@ -5,9 +5,8 @@ import random
 
 import pytest
 
-from mlxcache.prompt.canonical import cleared
-from mlxcache.prompt.canonical.argument_order import equal_values
 from mlxcache.prompt.canonical.canonicaliser import Canonicaliser
+from mlxcache.prompt.canonical.remembered import CLEARED, equal_values
 from mlxcache.types import Chat, ToolCall
 
 USER = {"role": "user", "content": "hi"}
@@ -121,7 +120,7 @@ def test_a_cleared_result_is_rendered_as_it_was():
     rules = Canonicaliser()
     before = (USER, call({"path": "a"}), result(LONG))
     assert rules.canonicalise(Chat(before)).rules == ()
-    after = (USER, call({"path": "a"}), result(cleared.CLEARED), {"role": "user", "content": "on"})
+    after = (USER, call({"path": "a"}), result(CLEARED), {"role": "user", "content": "on"})
     made = rules.canonicalise(Chat(after))
     assert tuple(made.chat.messages) == (*before, after[-1])
     assert made.rules == ("cleared_results",)
@@ -139,19 +138,19 @@ def test_several_cleared_results_all_come_back():
         return Chat((USER, *turns))
 
     rules.canonicalise(chat(texts))
-    made = rules.canonicalise(chat([cleared.CLEARED, cleared.CLEARED, texts[2]]))
+    made = rules.canonicalise(chat([CLEARED, CLEARED, texts[2]]))
     assert made.chat.messages == chat(texts).messages
 
 
 @pytest.mark.parametrize(
     "messages",
     [
-        (USER, call({"path": "b"}), result(cleared.CLEARED)),
-        ({"role": "user", "content": "ho"}, call({"path": "a"}), result(cleared.CLEARED)),
-        (USER, call({"path": "a"}, id="c2"), result(cleared.CLEARED, "c2")),
-        (USER, call({"path": "a"}), result(f"{cleared.CLEARED} ")),
-        (USER, call({"path": "a"}), result(f"It says {cleared.CLEARED}")),
-        (USER, call({"path": "a"}), {"role": "user", "content": cleared.CLEARED}),
+        (USER, call({"path": "b"}), result(CLEARED)),
+        ({"role": "user", "content": "ho"}, call({"path": "a"}), result(CLEARED)),
+        (USER, call({"path": "a"}, id="c2"), result(CLEARED, "c2")),
+        (USER, call({"path": "a"}), result(f"{CLEARED} ")),
+        (USER, call({"path": "a"}), result(f"It says {CLEARED}")),
+        (USER, call({"path": "a"}), {"role": "user", "content": CLEARED}),
     ],
 )
 def test_what_was_cleared_elsewhere_stays_cleared(messages):

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from mlxcache.prompt.builder import PromptBuilder
-from mlxcache.prompt.canonical.cleared import CLEARED
+from mlxcache.prompt.canonical.remembered import CLEARED
 from mlxcache.types import Chat, ToolCall
 from mlxcache.wire import anthropic_request, anthropic_types, openai_request
 from mlxcache.wire.decode import decode

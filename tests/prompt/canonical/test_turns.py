@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from mlxcache.config.rules import RULES
 from mlxcache.prompt.builder import PromptBuilder
 from mlxcache.prompt.canonical.canonicaliser import Canonicaliser
-from mlxcache.prompt.canonical.cleared import CLEARED
+from mlxcache.prompt.canonical.remembered import CLEARED
 from mlxcache.types import Chat
 from tests.prompt import kinds, templates
 

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from mlxcache.prompt.canonical.canonicaliser import Canonicaliser
 from mlxcache.prompt.canonical.draft import strings
-from mlxcache.prompt.canonical.restore import NameRestorer, ReplyRestorer
-from mlxcache.prompt.canonical.uuids import _candidate
+from mlxcache.prompt.canonical.uuids import NameRestorer, ReplyRestorer, _candidate
 from mlxcache.types import Chat, Event, Finished, Text, Thinking, TokenLogprob, ToolCall
 
 OWN = "aaf15967-cfc7-4d52-bfda-e1edd9858ef9"

@@ -5,9 +5,9 @@ from __future__ import annotations
 import itertools
 from functools import lru_cache
 
+from mlxcache.explain.differences import related
+from mlxcache.explain.prefix_loss import EarlierPrompt, EarlierPrompts
 from mlxcache.prompt.builder import PromptBuilder
-from mlxcache.prompt.differences import related
-from mlxcache.prompt.explain import EarlierPrompt, EarlierPrompts, Side
 from mlxcache.types import Chat
 from tests.prompt import kinds, templates
 
@@ -17,22 +17,22 @@ def builder() -> PromptBuilder:
     return PromptBuilder(kinds.tokenizer("byte_level", templates.chatml()))
 
 
-def side(words: str, size: int) -> Side:
+def served(session: str, words: str, size: int, *, cut: int = 0) -> EarlierPrompt:
     prompt = builder().chat(Chat([{"role": "user", "content": f"{words} " * size * 20}]))
-    return Side(prompt.source, prompt.ids)
+    return EarlierPrompt(session, prompt, prompt.ids[: len(prompt.ids) - cut], 10)
 
 
 def test_what_is_kept_for_comparing_is_bounded():
     """In prompts, per session and of all, and in bytes; the oldest go first."""
     held = EarlierPrompts(count=6, each=2, limit=10**9)
     for i in range(20):
-        held.add(EarlierPrompt(f"s{i % 4}", side(f"w{i}", 3), 10))
+        held.add(served(f"s{i % 4}", f"w{i}", 3))
         assert len(held.all()) <= 6
     assert all(sum(one.session == f"s{i}" for one in held.all()) <= 2 for i in range(4))
-    one = EarlierPrompt("s", side("big", 50), 10)
+    one = served("s", "big", 50)
     small = EarlierPrompts(limit=3 * one.nbytes)
     for i in range(8):
-        small.add(EarlierPrompt(f"s{i}", side(f"v{i}", 50), 10))
+        small.add(served(f"s{i}", f"v{i}", 50))
         assert sum(one.nbytes for one in small.all()) <= 3 * one.nbytes
     assert len(small.all()) >= 2
     tiny = EarlierPrompts(limit=1)
@@ -43,16 +43,15 @@ def test_what_is_kept_for_comparing_is_bounded():
 def test_a_prompt_takes_the_place_of_the_one_it_goes_on_with():
     """A long conversation is kept once."""
     held = EarlierPrompts()
-    one = side("w", 30)
-    held.add(EarlierPrompt("s", Side(one.source, one.ids[:-5]), 10))
-    held.add(EarlierPrompt("s", one, 10))
+    held.add(served("s", "w", 30, cut=5))
+    held.add(served("s", "w", 30))
     assert len(held.all()) == 1
 
 
 def test_the_newest_of_those_that_share_as_much_comes_first():
     """And those of the session before any other."""
-    held = [EarlierPrompt(session, side("w", 9), 10) for session in ("a", "b", "a", "b")]
-    found = EarlierPrompts.ranked(held, "a", held[0].side.ids)
+    held = [served(session, "w", 9) for session in ("a", "b", "a", "b")]
+    found = EarlierPrompts.ranked(held, "a", held[0].ids)
     assert [one for one, _ in found] == [held[2], held[0], held[3], held[1]]
 
 

@@ -5,10 +5,7 @@ from __future__ import annotations
 _UNCHANGED = "Send old messages unchanged."
 
 COMPARE = "To see both requests, serve with --record DIR and run mlxcache explain."
-"""Advice of a server that is added for a cause that does not tell what changed.
-
-`mlxcache explain` itself shows both texts.
-"""
+"""Added for a cause that does not tell what changed; `mlxcache explain` itself shows it."""
 
 ADVICE: dict[str, str] = {
     "attribution": "Set CLAUDE_CODE_ATTRIBUTION_HEADER=0 for the client, or leave "
@@ -74,11 +71,7 @@ _OTHER_SYSTEM = (
 
 
 def advice_for(cause: str, reason: str = "") -> str:
-    """Return the advice to show for a prefix loss with the given cause, a key of `ADVICE`.
-
-    An unknown cause gets general advice. `reason`: one of the reasons in docs/explain.md, such as
-    `system_changed`, or "" if it is not known.
-    """
+    """Return the advice to show for a prefix loss with the given cause and reason."""
     if (reason, cause) == ("system_changed", "text"):
         return _OTHER_SYSTEM
     return ADVICE.get(cause, _UNCHANGED)

@@ -14,7 +14,7 @@ import pytest_asyncio
 
 from mlxcache.cli.output import log_line
 from mlxcache.engine.engine import Engine
-from mlxcache.prompt.explain import LEAST_LOSS
+from mlxcache.explain.compare import LEAST_LOSS
 from mlxcache.types import Chat, Job, Progress, RequestRecord, Text, Thinking, ToolCall
 from tests.engine.running import started
 from tests.scripted import ScriptedRuntime

@@ -15,9 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlxcache.common_prefix import common_length
+from mlxcache.explain.compare import LEAST_LOSS
+from mlxcache.explain.prefix_loss import PrefixLossReporter
 from mlxcache.prompt.builder import PromptBuilder
-from mlxcache.prompt.explain import LEAST_LOSS
-from mlxcache.scheduling.prefix_loss import PrefixLossReporter
 from mlxcache.scheduling.task import Task
 from mlxcache.types import Admitted, Chat, Job, RequestRecord, Tokens
 from tests.prompt import kinds, templates

@@ -31,10 +31,7 @@ _OWNERS = r"(?:session|request|conversation|thread|trace|span|run|turn|message|c
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A pattern of changing text, and the cause of a prefix loss when such a text changes.
-
-    `cause`: such as "date" or "uuid". The pattern's group `value` is the part that changes.
-    """
+    """A pattern whose group `value` changes, and the cause of a prefix loss when it does."""
 
     cause: str
     pattern: re.Pattern[str]
@@ -42,10 +39,7 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A match of a `Shape` in a text: its cause, and the range [start, end) of its `value`.
-
-    The range is in characters of the text.
-    """
+    """A match of a `Shape` in a text: its cause, and the range [start, end) of its `value`."""
 
     cause: str
     start: int
@@ -159,10 +153,7 @@ VALUES: tuple[Shape, ...] = (
 
 
 def find_announced(text: str) -> Iterator[Found]:
-    """Yield the matches of the patterns `ANNOUNCED` in a text, in the order of their values.
-
-    Of values that overlap, only the one that starts first is included, or the longest of these.
-    """
+    """Yield the matches of `ANNOUNCED` in a text, of those that overlap the first or longest."""
     found = sorted(_all(ANNOUNCED, text), key=lambda one: (one.start, -one.end))
     end = 0
     for one in found:
@@ -172,11 +163,7 @@ def find_announced(text: str) -> Iterator[Found]:
 
 
 def causes_touching(shapes: tuple[Shape, ...], text: str, start: int, end: int) -> list[str]:
-    """Return the causes of the matches of `shapes` whose `value` overlaps a range of `text`.
-
-    The range is characters [start, end). If it is empty, a value next to it counts too. There is
-    one cause for each such match, so causes can repeat; they are in the order of `shapes`.
-    """
+    """Return the causes of the matches whose `value` overlaps or touches [start, end)."""
     return [
         one.cause
         for one in _all(shapes, text)

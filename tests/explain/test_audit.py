@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from mlxcache.config.rules import RULES
-from mlxcache.prompt.audit import Finding, audit
+from mlxcache.explain.audit import Finding, audit
 from mlxcache.prompt.builder import PromptBuilder
 from mlxcache.types import Chat
 from tests.prompt import kinds, templates
@@ -181,7 +181,7 @@ def builder() -> PromptBuilder:
 def audited(chat: Chat) -> tuple[list[Finding], int]:
     made = builder()
     prompt = made.chat(chat, "s")
-    return audit(prompt.source, made.text_position, len(prompt.ids)), len(prompt.ids)
+    return audit(made, prompt), len(prompt.ids)
 
 
 def test_a_clean_request_raises_no_alarm():
@@ -251,9 +251,10 @@ def test_tools_out_of_order_are_told():
 
 def test_tools_out_of_order_are_no_matter_where_the_order_is_kept():
     """That is what the rule tool_order is for."""
-    made, tools = builder(), request().tools
-    prompt = made.chat(Chat(request().messages, [*tools[1:], tools[0]]))
-    (one,) = audit(prompt.source, made.text_position, len(prompt.ids), order_kept=True)
+    tokenizer = kinds.tokenizer("byte_level", templates.chatml())
+    made = PromptBuilder(tokenizer, rules=dict.fromkeys(RULES, False) | {"tool_order": True})
+    tools = request().tools
+    (one,) = audit(made, made.chat(Chat(request().messages, [*tools[1:], tools[0]])))
     assert (one.cause, one.rule, one.tokens_behind) == ("tool_order", "tool_order", 0)
 
 
@@ -266,7 +267,7 @@ def test_shapes_take_linear_time_on_hostile_text():
     def cpu_seconds(text: str) -> float:
         prompt = made.chat(Chat([{"role": "system", "content": text}]))
         began = time.thread_time()
-        audit(prompt.source, made.text_position, len(prompt.ids))
+        audit(made, prompt)
         return time.thread_time() - began
 
     for text in hostile:

@@ -9,7 +9,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlxcache.prompt.shared_runs import LEAST_RUN, count_within, shared_runs
+from mlxcache.explain.compare import LEAST_RUN, count_within, shared_runs
 from mlxcache.types import NO_TOKENS, Tokens, join_ids, token_ids
 
 parts = st.lists(

@@ -1,0 +1,137 @@
+"""Rules that remove lines of the client: `attribution`, `counter`, `date_reminder`."""
+
+from __future__ import annotations
+
+import re
+
+from mlxcache.prompt.canonical.draft import SYSTEM, Draft
+
+# -- attribution: the billing header line of Claude Code's system prompt ----------------------
+
+_PAIR = r" {0,4}cc[a-z_]{0,40}=[^\s;=]{0,200}"
+LINE = re.compile(
+    rf"x-anthropic-billing-header:(?:(?:{_PAIR};)*{_PAIR};?[ \t]*(?:(?:\r?\n)+|\Z)"
+    rf"|(?:{_PAIR};)+ (?!cc[a-z_]*=)(?=\S[^\r\n]*\Z))"
+)
+"""The whole attribution line, only `key=value` pairs, with the line ends after it.
+
+For example `x-anthropic-billing-header: cc_version=2.1.329.0a8; cc_entrypoint=cli; cch=36ee5;`. In
+a system prompt that is one line, as anyclaude sends it, the pairs end before a space.
+"""
+
+
+def remove_attribution(draft: Draft) -> bool:
+    """Remove the attribution line from leading system messages; return whether there was one."""
+    found = False
+    for at in reversed(range(draft.leading())):
+        match = LINE.match(draft.text(at))
+        if match:
+            draft.rewrite(at, draft.text(at)[match.end() :])
+            found = True
+    return found
+
+
+# -- counter, newest_counter: Claude Code's counters of remaining tokens ----------------------
+
+COUNTER = re.compile(r"<total_tokens>[0-9][0-9,]{0,30} tokens left</total_tokens>")
+
+
+def remove_counters(draft: Draft, *, keep: bool = False) -> bool:
+    """Remove counters of remaining tokens from system messages.
+
+    `keep`: append the newest one to the conversation, after everything shared with the next
+    request.
+    """
+    newest = ""
+    leading = draft.leading()
+    for at in reversed(range(len(draft.messages))):
+        if draft.role(at) not in SYSTEM:
+            continue
+        text, counters = (split if at < leading else without)(draft.text(at))
+        if counters:
+            newest = newest or counters[-1]
+            draft.rewrite(at, text)
+    if newest and keep:
+        draft.insert(draft.end(), newest)
+    return bool(newest)
+
+
+def without(text: str) -> tuple[str, list[str]]:
+    """Remove paragraphs that are counters, and counters in the last lines, and return them too.
+
+    Unlike a system prompt, such a message is written by the client alone.
+    """
+    paragraphs = text.split("\n\n")
+    counters = [part.strip() for part in paragraphs if COUNTER.fullmatch(part.strip())]
+    if counters:
+        kept = [part for part in paragraphs if not COUNTER.fullmatch(part.strip())]
+        text = "\n\n".join(kept)
+    text, trailing = split(text)
+    return text, counters + trailing
+
+
+def split(text: str) -> tuple[str, list[str]]:
+    """Remove counters from the start and end of a system prompt, and return them too.
+
+    Elsewhere, or beside other text, a counter could be a user's text, so it stays.
+    """
+    leading: list[str] = []
+    first, blank, rest = text.partition("\n\n")
+    while blank and COUNTER.fullmatch(first.strip()):
+        text = rest.lstrip("\n")
+        leading.append(first.strip())
+        first, blank, rest = text.partition("\n\n")
+    trailing: list[str] = []
+    while True:
+        before, _, line = text.rstrip().rpartition("\n")
+        if not COUNTER.fullmatch(line.strip()):
+            return text, leading + trailing[::-1]
+        text = before.rstrip()
+        trailing.append(line.strip())
+
+
+# -- date_reminder: Qwen Code's reminder of a date that its first message already has ---------
+
+# Qwen Code writes the reminder only into the newest message. When a conversation is continued with
+# `-c`, the older messages no longer have it, so everything after them would be computed again.
+
+_STARTED = re.compile(
+    r"<system-reminder>\nThis is the Qwen Code\. We are setting up the context for our chat\.\n"
+    r"Today's date is ([^\n]{1,60})\.\n"
+)
+"""Start of Qwen Code's first message; the group is the date."""
+
+_BLOCK = re.compile(r"<system-reminder>\n.*?\n</system-reminder>\n*", re.S)
+
+
+def reminder(date: str) -> str:
+    """Return the `<system-reminder>` by which Qwen Code states the current date, with its tags."""
+    return (
+        f"<system-reminder>\nThe current date is: {date}. Note: This is the authoritative current "
+        'date — it may differ from the "Today\'s date" mentioned earlier in the conversation '
+        "startup context.\n</system-reminder>"
+    )
+
+
+def remove_date_reminders(draft: Draft) -> bool:
+    """Remove Qwen Code's reminders of a date if the first user message states the same date.
+
+    Only among the reminders at the start of a user message, and only if other text follows.
+    """
+    first = draft.leading()
+    started = _STARTED.search(draft.text(first)) if first < len(draft.messages) else None
+    if started is None or draft.role(first) != "user":
+        return False
+    told = reminder(started[1])
+    found = False
+    for at in range(first, len(draft.messages)):
+        text = draft.text(at)
+        if draft.role(at) == "user" and told in text:
+            start = 0
+            while block := _BLOCK.match(text, start):
+                if block[0].rstrip("\n") == told and text[block.end() :].strip():
+                    draft.rewrite(at, text[:start] + text[start + len(told) :])
+                    found = True
+                    break
+                start = block.end()
+    return found
