@@ -67,11 +67,9 @@ _OTHER_SYSTEM = (
     "Sessions in a terminal, sessions with -p or exec, and agents have different system prompts; "
     "each of these is computed once. Within one session, send the system prompt unchanged."
 )
-"""Advice on other text of a system prompt, which is usual between two sessions."""
 
 
 def advice_for(cause: str, reason: str = "") -> str:
-    """Return the advice to show for a prefix loss with the given cause and reason."""
     if (reason, cause) == ("system_changed", "text"):
         return _OTHER_SYSTEM
     return ADVICE.get(cause, _UNCHANGED)

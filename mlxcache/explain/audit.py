@@ -18,7 +18,6 @@ from mlxcache.types import Chat
 _MACHINE = re.compile(r"<(system-reminder|env|environment_context|context)>")
 """Opening tag of text in a user's message that clients generate for each session."""
 _KEY = 120
-"""Number of characters before and after a place that identify it in the rendered text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +41,6 @@ class Finding:
 
     @property
     def advice(self) -> str:
-        """Advice to the user on how to avoid the change, chosen by `cause`."""
         return advice_for(self.cause)
 
 
@@ -85,7 +83,6 @@ def _found(builder: PromptBuilder, prompt: ChatPrompt, chat: Chat) -> Iterator[F
 def _position(
     builder: PromptBuilder, prompt: ChatPrompt, char: int | None
 ) -> tuple[int | None, int]:
-    """Return the token position of a character, and the number of tokens from it on."""
     if char is None:
         return None, 0
     at = builder.text_position(prompt, char)
@@ -128,7 +125,6 @@ def _machine_made(text: str) -> Iterator[str]:
 
 
 def _place(rendered: str, part: str, at: int, *, as_json: bool) -> int | None:
-    """Return the character of a rendered prompt at which `part[at]` is, or None."""
     start = max(0, at - _KEY)
     before, key = part[start:at], part[start : at + _KEY]
     forms = [(before, key)]

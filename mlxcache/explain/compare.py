@@ -42,7 +42,6 @@ _BACK, _AHEAD = 12, 40
 _BLOCK = 8
 """Tokens per hash: `2 * _BLOCK - 1` equal tokens always contain a whole block of the old prompt."""
 _TRIED = 4
-"""Places of the old prompt that are compared for each block."""
 _FACTOR = np.uint64(0x9E3779B97F4A7C15)
 
 Runs = tuple[tuple[int, int], ...]
@@ -111,7 +110,6 @@ def compare_prompts(
 
 
 def text_of(builder: PromptBuilder, ids: Tokens, at: int) -> str:
-    """Return the text of the tokens around position `at`, without those of images."""
     shown = ids[max(0, at - _BACK) : at + _AHEAD]
     return builder.decode([int(i) for i in shown if i >= 0])
 
@@ -175,7 +173,6 @@ def _drift(
 
 
 def _removed(old: ChatPrompt, new: ChatPrompt) -> tuple[tuple[str, Difference], ...]:
-    """Return the differences that canonicalisation removed, as (name of the rule, difference)."""
     rules = {*old.rules, *new.rules}
     if not rules:
         return ()
@@ -231,7 +228,6 @@ def shared_runs(old: Tokens, new: Tokens) -> Runs:
 
 
 def count_within(runs: Iterable[tuple[int, int]], start: int, end: int) -> int:
-    """Return how many tokens of the ranges `runs` lie in [start, end)."""
     return sum(max(0, min(end, last) - max(start, first)) for first, last in runs)
 
 

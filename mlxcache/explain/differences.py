@@ -23,25 +23,21 @@ _LEFT, _RIGHT = 60, 140
 _CLOSE = 8
 """Number of equal characters at the start of the texts in `Difference.shows`."""
 _LINE = 400
-"""Characters of a line examined before and after the first difference."""
 _GIT = re.compile(r"gitStatus|[Gg]it status|Git snapshot at|^(?:Current|Git) branch:", re.MULTILINE)
 _GIT_LINE = re.compile(
     r"(?:\w+: )?(?:[ MADRCTU?!]{1,2} \S|[0-9a-f]{7,40} |\(clean\)|Status:|Recent commits:"
     r"|(?:Current|Main|Git) branch)"
 )
 _GIT_REACH = 4000
-"""Characters before a change that are searched for the heading of a git status."""
 _NUMBER = re.compile(r"\d[\d,_]*(?:\.\d+)?")
 
 _SHIFTS = 16
-"""Most messages inserted or dropped at one place that are recognised as such."""
 _SUMMARY = re.compile(
     r"continued from a previous conversation|conversation (?:is|was|has been) (?:summari[sz]ed"
     r"|compacted)|summary of the conversation|<(?:conversation_|context_)?summary>",
     re.IGNORECASE,
 )
 _IMAGE = 80
-"""Characters around a change in which a changed image is searched."""
 _CLEARED = re.compile(
     r"\[(?:Old )?tool (?:result|output|use)[^\]\n]{0,80}(?:cleared|removed|omitted)"
 )
@@ -80,9 +76,12 @@ def differences(old: Chat, new: Chat) -> list[Difference]:
     Messages that only one of them has at its end are no difference.
     """
     was, now = dict(old.template_args), dict(new.template_args)
-    found = [] if was == now else [_arguments(_as_json(was), _as_json(now))]
-    found += _tools(old.tools, new.tools)
-    return [*found, *_messages(_Talk(old), _Talk(new))]
+    found = [*_tools(old.tools, new.tools), *_messages(_Talk(old), _Talk(new))]
+    if was == now:
+        return found
+    texts = _as_json(was), _as_json(now)
+    args = Difference("template arguments", "template_drift", "template_args", *texts, ("", ""))
+    return [args, *found]
 
 
 def first_new(old: Chat, new: Chat) -> int:
@@ -140,8 +139,6 @@ def begins_anew(first: Difference | None, new: Chat) -> bool:
 
 
 class _Said:
-    """A message with its index; its text, and it as JSON, are made once."""
-
     def __init__(self, at: int, message: Message):
         self.at, self.message = at, message
         self.role = message.get("role")
@@ -166,8 +163,6 @@ class _Said:
 
 
 class _Talk:
-    """The messages of a conversation; the first `heads` are system messages."""
-
     def __init__(self, chat: Chat):
         self.all = [_Said(at, message) for at, message in enumerate(chat.messages)]
         others = (one.at for one in self.all if one.role not in SYSTEM)
@@ -211,7 +206,6 @@ def _messages(was: _Talk, now: _Talk) -> Iterator[Difference]:
 
 
 def _in_place(was: _Talk, now: _Talk, i: int) -> bool:
-    """Return whether message `i` was edited, and not inserted or dropped."""
     goes_on = bool(was.keys(i + 1, 1)) and was.keys(i + 1, 1) == now.keys(i + 1, 1)
     return was.role(i) == now.role(i) and (i < now.heads or goes_on)
 
@@ -246,7 +240,6 @@ def _begins_again(old: _Said, now: _Talk, i: int) -> bool:
 
 
 def _shifted(was: _Talk, now: _Talk, i: int) -> str | None:
-    """Return the cause if a message was inserted or dropped before equal or almost equal ones."""
     old, new = was.all[i], now.all[i]
     before, after = (talk.all[i + 1 : i + 1 + _SHIFTS] for talk in (was, now))
     for n in range(_SHIFTS):
@@ -362,7 +355,6 @@ def _special(role: str | None, old: str, new: str) -> str | None:
 
 
 def _begins_alike(was: _Talk, now: _Talk) -> bool:
-    """Return whether the first messages after the system texts are half equal."""
     first, second = was.all[was.heads :][:1], now.all[now.heads :][:1]
     if not first or not second or first[0].role != second[0].role:
         return False
@@ -391,10 +383,6 @@ def _similarity(was: str, now: str) -> float:
 
 
 # -- template arguments and tools --------------------------------------------------------------
-
-
-def _arguments(was: str, now: str) -> Difference:
-    return Difference("template arguments", "template_drift", "template_args", was, now, ("", ""))
 
 
 def _as_json(value: Any) -> str:
@@ -437,7 +425,6 @@ def _seen_of(tools: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _described(was: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
-    """Return the kind of an invisible difference between descriptions of two tools."""
     old, new = dict(_function_of(was)), dict(_function_of(now))
     texts = str(old.pop("description", "")), str(new.pop("description", ""))
     return invisible_form(*texts) if old == new else None
@@ -507,7 +494,6 @@ def _cause(old: str, new: str, at: int, *, machine: bool) -> str:
 
 
 def _line(text: str, at: int) -> tuple[str, int]:
-    """Return the line (or the near part of a long one) with character `at`, and where it starts."""
     start = max(at - _LINE, text.rfind("\n", 0, at) + 1)
     end = text.find("\n", at, at + _LINE)
     return text[start : end if end >= 0 else at + _LINE], start
@@ -523,7 +509,6 @@ def _in_git(text: str, at: int, line: str) -> bool:
 
 
 def invisible_form(old: str, new: str) -> str | None:
-    """Return the name of the difference if two texts differ invisibly, else None."""
     if old == new:
         return None
     if old.replace("\r\n", "\n").rstrip("\r") == new.replace("\r\n", "\n").rstrip("\r"):

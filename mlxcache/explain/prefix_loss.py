@@ -182,7 +182,6 @@ class PrefixLossReporter:
             await asyncio.wait({answer})
 
     def close(self) -> None:
-        """Cancel the queued analyses and stop the thread without waiting for it."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     # -- on the reporter's thread ------------------------------------------------------------------
@@ -217,7 +216,6 @@ class PrefixLossReporter:
         return Loss(loss.described | {"where": first.where, "advice": advice}, loss.runs)
 
     def _unknown(self, job: Job, prompt: ChatPrompt, reuse: Reuse) -> Loss:
-        """Return the loss of a prompt that resembles none in memory; the disk's are compared."""
         cached, label = reuse.cached, job.session
         known = self._shared_with_sessions(label, prompt.ids) if label else []
         own, most = max(known, key=lambda found: (found[1], found[0]), default=(True, 0))
@@ -229,7 +227,6 @@ class PrefixLossReporter:
         return _loss("namespace", "other_model", cached, ((cached, most),), (around, around))
 
     def _gone(self, reuse: Reuse, kept: int, prompt: ChatPrompt) -> Loss:
-        """Return the loss of a prefix whose tokens are unchanged but whose KV is not usable now."""
         if reuse.damaged:
             what = "corrupt", "checksum"
         elif reuse.matched > reuse.cached + LEAST_LOSS and reuse.matched + LEAST_LOSS >= kept:
@@ -258,7 +255,6 @@ def _loss(
 
 
 def _explained_prompt(job: Job) -> ChatPrompt | None:
-    """Return the prompt if it has a conversation and does not only warm the cache, else None."""
     prompt = job.prompt
     return prompt if isinstance(prompt, ChatPrompt) and job.api != WARMING else None
 

@@ -29,25 +29,19 @@ _UNITS = r"(?:tokens?|messages?|turns?|steps?|requests?|tool calls?|seconds?|min
 _OWNERS = r"(?:session|request|conversation|thread|trace|span|run|turn|message|chat|invocation)"
 
 
-@dataclass(frozen=True, slots=True)
-class Shape:
-    """A pattern whose group `value` changes, and the cause of a prefix loss when it does."""
-
-    cause: str
-    pattern: re.Pattern[str]
+Shape = tuple[str, re.Pattern[str]]
+"""Cause of a prefix loss when a text changes, and its pattern, whose group `value` changes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A match of a `Shape` in a text: its cause, and the range [start, end) of its `value`."""
-
     cause: str
     start: int
     end: int
 
 
 def _shape(cause: str, pattern: str) -> Shape:
-    return Shape(cause, re.compile(pattern, re.MULTILINE))
+    return cause, re.compile(pattern, re.MULTILINE)
 
 
 ANNOUNCED: tuple[Shape, ...] = (
@@ -172,7 +166,6 @@ def causes_touching(shapes: tuple[Shape, ...], text: str, start: int, end: int) 
 
 
 def _all(shapes: tuple[Shape, ...], text: str) -> Iterator[Found]:
-    for shape in shapes:
-        for match in shape.pattern.finditer(text):
-            start, end = match.span("value")
-            yield Found(shape.cause, start, end)
+    for cause, pattern in shapes:
+        for match in pattern.finditer(text):
+            yield Found(cause, *match.span("value"))

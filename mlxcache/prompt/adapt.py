@@ -17,7 +17,6 @@ from mlxcache.prompt.template import Message, Traits
 from mlxcache.types import TEXTS, Image
 
 Content = str | list[str | Image]
-"""Content of a message: its text, or its texts and images in order."""
 
 SEPARATE = "apart"
 """Key that marks a system message that must not be joined to the first one."""
@@ -36,7 +35,6 @@ To call one, write its name and its arguments as JSON between these two marks, a
 <tool_call>{{"name": NAME, "arguments": {{...}}}}</tool_call>
 
 For several calls, write one after the other. Each result comes back in the next message."""
-"""Description of tools for templates that do not support tools."""
 
 
 def adapt(
@@ -125,7 +123,8 @@ class _Adapter:
     def _assistant(self, message: Message) -> None:
         traits = self._traits
         calls = [self._call(call) for call in message.pop("tool_calls", None) or ()]
-        if calls and not self._callable(calls):
+        single = traits.calls_at_once or not traits.alternates or len(calls) == 1
+        if calls and not (traits.tool_calls and single):
             for call in calls:
                 message["content"] = _joined(message["content"], _written(call), "\n")
             calls = []
@@ -138,11 +137,6 @@ class _Adapter:
         for i, group in enumerate(groups):
             part = message if i == 0 else {"role": "assistant", "content": ""}
             self._reply({**part, "tool_calls": group} if group else part)
-
-    def _callable(self, calls: list[Message]) -> bool:
-        traits = self._traits
-        single = traits.calls_at_once or not traits.alternates or len(calls) == 1
-        return traits.tool_calls and single
 
     def _reply(self, message: Message) -> None:
         if self._last_role == "assistant" and self._traits.alternates:
@@ -183,7 +177,6 @@ class _Adapter:
 
 
 def _text(content: Any) -> Content:
-    """Convert message content to text; a list with images is returned unchanged."""
     if isinstance(content, str):
         return content
     if content is None:
@@ -211,7 +204,6 @@ def _listed(content: Content) -> list[str | Image]:
 
 
 def _object(arguments: Any) -> Any:
-    """Parse the JSON arguments of a call into an object, if they are one."""
     if isinstance(arguments, str):
         try:
             parsed = json.loads(arguments or "{}")
@@ -222,7 +214,6 @@ def _object(arguments: Any) -> Any:
 
 
 def _written(call: Message) -> str:
-    """Return a tool call as text, in the form that `GENERIC_TOOLS` asks for."""
     function = call["function"]
     body = {"name": function["name"], "arguments": _object(function["arguments"])}
     return f"<tool_call>{json.dumps(body, ensure_ascii=False)}</tool_call>"

@@ -56,7 +56,6 @@ _SAMPLE = 2048
 """Characters of a conversation that are encoded to learn how many make a token."""
 
 _FORM_BYTES = 16 << 20
-"""Most bytes of tool results and their forms that are kept for one owner."""
 
 _ASKED: Message = {"role": "user", "content": U}
 
@@ -283,11 +282,9 @@ class PromptBuilder:
         return made.position_before(spliced_position(shared, made.splices))
 
     def text_position(self, prompt: ChatPrompt, char: int) -> int:
-        """Return the number of tokens of a prompt before character `char` of its tokenised text."""
         return self._tokeniser.position(prompt.tokenised, char)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of token ids, including control tokens."""
         return str(self._decode(list(ids)))
 
     def _refuse_too_long(self, text: str, param: str) -> None:
@@ -310,7 +307,6 @@ class PromptBuilder:
         return self._tokeniser.position(made, shared)
 
     def _opens_thinking(self, generation: int, made: Tokenised, marks: tuple[int, ...]) -> bool:
-        """Return whether the end of a prompt opens a thinking block without closing it."""
         start, end = self._think
         if not start or not end:
             return False

@@ -33,7 +33,6 @@ _PROBES = (
 
 
 _LEAST_PIECE = 1 << 16
-"""Fewest characters per piece in which the tokens of a long text are counted."""
 _CHARS_PER_TOKEN = 8
 """Characters of such a piece for each token of the limit, if that is more than `_LEAST_PIECE`."""
 
@@ -246,7 +245,6 @@ class Codec:
         return self._tokenizer.encode(text, add_special_tokens=False)
 
     def _encode_cut(self, pieces: list[tuple[str, bool]]) -> list[int]:
-        """Encode parts separately, cut after the first character of escaped text."""
         ids: list[int] = []
         run = ""
         for text, escaped in pieces:
@@ -302,7 +300,6 @@ class _Plain:
     def of(
         cls, backend: Any, added: Sequence[Added], controls: Sequence[Added], texts: Sequence[str]
     ) -> _Plain | None:
-        """Make a tokenizer in which control tokens are renamed, or return None if impossible."""
         nonce = f"{secrets.randbelow(10**20):020d}"
         names = {token.text: f"<{nonce}{i}>" for i, token in enumerate(controls)}
         for model in (backend.model, None):

@@ -32,7 +32,6 @@ PARTS: tuple[Message, ...] = (
     {"type": "image_url", "image_url": {"url": "data:,"}},
     {"type": "image", "image": "data:,"},
 )
-"""Forms of an image part in a message's content that templates support."""
 
 IMAGE_RESULT = "The result is an image; it follows."
 """Text of a tool result of images alone, if the template does not render them there."""
@@ -105,7 +104,6 @@ class ImageTemplate:
         return [*placed, {"role": "user", "content": waiting}] if waiting else placed
 
     def prepare(self, messages: Sequence[Message]) -> tuple[list[Message], list[Image]]:
-        """Return the messages with images in the template's form, and the images in order."""
         found = images_of(messages)
         if found and self._part is None:
             raise BadRequest("this model takes no images", param="messages")
@@ -208,7 +206,6 @@ def ids_with_digests(ids: Tokens, spans: Sequence[ImageSpan]) -> Tokens:
 
 
 def _find_part(template: Template, token: str, args: Mapping[str, Any]) -> Message | None:
-    """Return the form of image part that the template renders as `token`, or None."""
     for part in PARTS:
         content = [{"type": "text", "text": U}, part, {"type": "text", "text": U2}]
         if _shows(template, [message_of("user", content)], args, (U, token, U2)):
@@ -231,7 +228,6 @@ def _shows(
 def _shows_results(
     template: Template, token: str, part: Message, args: Mapping[str, Any], traits: Traits
 ) -> bool:
-    """Return whether the template renders an image in a tool result as `token`."""
     if not traits.tool_role:
         return False
     *before, result = adapt(TOOL_TURN, (), traits)

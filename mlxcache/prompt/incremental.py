@@ -53,7 +53,6 @@ def first_difference(a: Sequence[Splice], b: Sequence[Splice]) -> int:
 
 
 def remove_splices(text: str, splices: Sequence[Splice]) -> str:
-    """Return the text as the template rendered it."""
     if not splices:
         return text
     parts, at = [], 0
@@ -190,7 +189,6 @@ class Tokeniser:
         return new
 
     def encode_whole(self, text: str, splices: tuple[Splice, ...] = ()) -> Tokenised:
-        """Tokenise a text without the recent ones."""
         ids = self._ids(text, 0, splices)
         matches = self._finder.find_all(text)
         at = self._finder.align(ids, matches)
@@ -275,11 +273,9 @@ class Tokeniser:
 
 
 _CONTINUES = 0.75
-"""Share of a recent text in its next turn, from which on the turn replaces the text."""
 
 
 def _count_outside(chars: Sequence[int], splices: Sequence[Splice]) -> int:
-    """Return how many of `chars`, ascending, are left without those at the end inside a splice."""
     n = len(chars)
     while n and any(splice.covers(chars[n - 1]) for splice in splices):
         n -= 1

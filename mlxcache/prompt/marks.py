@@ -66,8 +66,6 @@ def learn_closer(renderer: Renderer, finder: ControlTokenFinder) -> str:
 
 
 def _conversations() -> list[tuple[tuple[str, ...], list[Message], bool]]:
-    """Return test conversations: texts of messages in order, messages, whether with a tool."""
-
     def call(number: int) -> Message:
         function = {"name": NAME, "arguments": {}}
         return {"id": f"{LONG_ID}{number}", "type": "function", "function": function}

@@ -30,7 +30,6 @@ from mlxcache.types import Chat, Image
 _USER, _REPLY = message_of("user", U), message_of("assistant", A)
 _AFTER = {"user": (_USER,), "tool": TOOL_TURN}
 _KEPT = 64
-"""Most generation prompts that are kept, by the role before them and the template arguments."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +45,6 @@ class Rendered:
 
 
 class Renderer:
-    """Escapes, adapts and renders conversations for one template. Thread-safe."""
-
     def __init__(
         self,
         template: Template,
@@ -117,7 +114,6 @@ class Renderer:
     def _shared(
         self, text: str, messages: list[Message], tools: Any, args: Mapping[str, Any]
     ) -> int:
-        """Return how many leading characters of `text` the rendering of `messages` has too."""
         asked = bool(messages) and messages[-1]["role"] == "user"
         for shown in (messages, [*messages, *((_REPLY, _USER) if asked else (_USER,))]):
             if not shown:
@@ -129,7 +125,6 @@ class Renderer:
         return 0
 
     def _generation(self, role: str, args: Mapping[str, Any]) -> str | None:
-        """Return the generation prompt after a message of the given role; None if it is unknown."""
         key = f"{role} {json.dumps(args, sort_keys=True, default=repr)}"
         known = self._generations.get(key)
         if known is None:
@@ -165,7 +160,6 @@ class Renderer:
         return text[:end]
 
     def _adapted(self, chat: Chat, count: int) -> tuple[list[Message], list[Any], dict[str, Any]]:
-        """Return the first `count` messages, the tools and the arguments, for the template."""
         own = set(chat.template_args) & RESERVED
         if own:
             raise BadRequest(

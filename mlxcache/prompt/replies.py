@@ -287,7 +287,9 @@ class Replies:
 
     def __init__(self, limit: int = LIMIT_BYTES):
         self._lock = Lock()
-        self._held: LRU[bytes, tuple[GeneratedReply, ...]] = LRU(limit, _nbytes)
+        self._held: LRU[bytes, tuple[GeneratedReply, ...]] = LRU(
+            limit, lambda replies: sum(reply.nbytes for reply in replies)
+        )
         self._by_history: dict[bytes, tuple[GeneratedReply, ...]] = {}
         self._keys: tuple[tuple[int, str], ...] | None = ()
 
@@ -346,10 +348,6 @@ class Replies:
     @property
     def nbytes(self) -> int:
         return self._held.total
-
-
-def _nbytes(replies: tuple[GeneratedReply, ...]) -> int:
-    return sum(reply.nbytes for reply in replies)
 
 
 # -- white space at the edges of text blocks, which clients strip, add or replace --------------

@@ -54,7 +54,10 @@ class Template:
     def __init__(self, tokenizer: ChatTokenizer):
         self._tokenizer = tokenizer
         self.exists = bool(tokenizer.has_chat_template)
-        self.source = _source(getattr(tokenizer._tokenizer, "chat_template", None))
+        source = getattr(tokenizer._tokenizer, "chat_template", None)
+        if isinstance(source, Mapping):
+            source = "\n".join(map(str, source.values()))
+        self.source: str | None = source if isinstance(source, str) else None
 
     def render(
         self,
@@ -134,14 +137,6 @@ def render_plain(messages: Sequence[Message], start: str, *, generation: bool) -
     parts = [start]
     parts += [f"{message['role'].capitalize()}: {message['content']}\n\n" for message in messages]
     return "".join(parts) + ("Assistant:" if generation else "")
-
-
-def _source(template: Any) -> str | None:
-    if isinstance(template, str):
-        return template
-    if isinstance(template, Mapping):
-        return "\n".join(str(text) for text in template.values())
-    return None
 
 
 # -- features ----------------------------------------------------------------------------------

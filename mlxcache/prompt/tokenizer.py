@@ -42,7 +42,6 @@ class Added:
 
 
 def added_tokens(tokenizer: ChatTokenizer) -> tuple[Added, ...]:
-    """Return the added tokens, ascending by id."""
     backend = backend_of(tokenizer)
     if backend is None:
         known = set(getattr(tokenizer._tokenizer, "all_special_tokens", ()))

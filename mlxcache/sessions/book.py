@@ -49,7 +49,6 @@ WAIT_S = 0.05
 
 
 async def until_unchanged(read: Callable[[], Awaitable[T]]) -> T:
-    """Call `read` again as long as it raises LeafChanged; return its result."""
     while True:
         with suppress(LeafChanged):
             return await read()
@@ -109,7 +108,6 @@ class SessionBook:
 
     @property
     def count(self) -> int:
-        """Number of sessions of all models and API keys, as of this book's last write."""
         return self._writer.count
 
     def add_turn(self, job: Job, ids: Tokens, reply: ReplyRow | None, gain: Gain) -> None:
@@ -124,7 +122,6 @@ class SessionBook:
         return self._writer.session_of(request)
 
     async def written(self) -> None:
-        """Wait, for at most one second, until the turns added before are written."""
         await self._writer.written()
 
     def shared_with_sessions(self, label: str, ids: Tokens) -> list[tuple[bool, int]]:
@@ -182,6 +179,9 @@ class SessionBook:
         return found
 
     async def _in_ram(self, left: dict[str, tuple[LeafRow, ...]]) -> dict[str, Held]:
+        def read_ids(leaves: Sequence[LeafRow]) -> dict[LeafRow, Tokens]:
+            return {leaf: self._writer.table.ids_of(leaf) for leaf in leaves}
+
         held: dict[str, Held] = {}
         ids: dict[LeafRow, Tokens] = {}
         while left := {id: leaves for id, leaves in left.items() if id not in held}:
@@ -189,11 +189,8 @@ class SessionBook:
             asked = dict(zip(left, found, strict=False))
             held |= {id: one for id, one in asked.items() if one is not None}
             if unknown := [leaf for id in asked.keys() - held.keys() for leaf in left[id]]:
-                ids |= await self._writer.read(partial(self._read_ids, unknown))
+                ids |= await self._writer.read(partial(read_ids, unknown))
         return held
-
-    def _read_ids(self, leaves: Sequence[LeafRow]) -> dict[LeafRow, Tokens]:
-        return {leaf: self._writer.table.ids_of(leaf) for leaf in leaves}
 
     async def tree_parts(self, listed: Sequence[Listed]) -> Sequence[TreePart]:
         """Return those of `listed` that belong to this model, as the one part of a tree view."""
@@ -232,24 +229,19 @@ class SessionBook:
     ) -> Listed:
         """Rename, pin or unpin a session; None changes nothing, a name of "" removes it."""
         change = partial(self._sessions.update, id, name=name, pinned=pinned, owner=OWNER.get())
-        await self._change(id, change)
+        await self._writer.change(id, change)
         if pinned is not None:
             await self._writer.run(lambda: self._writer.pin(id, pinned=pinned))
         return await self.get(id)
 
     async def fork(self, id: str, *, name: str | None = None, tokens: int | None = None) -> Listed:
         """Make a new session from the first `tokens` tokens of the main leaf, or all."""
-        info, writer = await self.info(id), self._writer
+        info = await self.info(id)
         size = len(info.leaves[0].ids) if info.leaves else 0
-
-        def make() -> str:
-            return self._sessions.fork(id, time.time(), name, tokens)
-
-        made = await self._change(id, lambda: writer.with_room(size, make))
+        made = await self._writer.change(
+            id, lambda: self._sessions.fork(id, time.time(), name, tokens), tokens=size
+        )
         return await self.get(made)
-
-    async def _change(self, id: str, action: Callable[[], T]) -> T:
-        return await self._writer.run(lambda: self._writer.change(id, action))
 
     async def delete(self, id: str) -> Sequence[Leaf]:
         """Remove a session, and its KV except what others need; return its leaves."""
@@ -267,7 +259,7 @@ class SessionBook:
         others = await self._writer.read(lambda: self._writer.table.sharing(namespace, ids))
         needed = max(others.values(), default=0)
         if namespace == self.namespace:
-            await self._thread.ask(lambda: self._remove_from_ram(ids, needed))
+            await self._remove(lambda: self._kv.forget(ids, needed))
         if self.store is not None:
             seen = self.store.for_namespace(namespace)
             await self._writer.run(lambda: seen.remove_unshared(self._writer.table, ids))
@@ -277,21 +269,24 @@ class SessionBook:
 
         KV in use by requests stays until it is evicted.
         """
-        if OWNER.get() is not None:
-            return await self._clear_own(pinned)
-        await self.settled()
-        removed = await self._writer.run(lambda: self._writer.clear(pinned=pinned))
-        await self._thread.ask(self._clear_ram)
-        return removed
-
-    async def _clear_own(self, pinned: bool) -> dict[str, int]:
+        if OWNER.get() is None:
+            await self.settled()
+            removed = await self._writer.run(lambda: self._writer.clear(pinned=pinned))
+            await self._remove(self._kv.clear)
+            return removed
         before = self.disk_bytes()
-        own = await self._writer.read(lambda: self._writer.table.all(None, OWNER.get()))
-        gone = [session for session in own if pinned or not session.pinned]
+        gone = [session for session in await self.rows() if pinned or not session.pinned]
         for session in gone:
             await self.delete(session.id)
         freed = max(0, before - self.disk_bytes())
         return {"sessions": len(gone), "freed_bytes": freed}
+
+    async def _remove(self, action: Callable[[], object]) -> None:
+        def remove() -> None:
+            self._before_removal()
+            action()
+
+        await self._thread.ask(remove)
 
     def disk_bytes(self) -> int:
         return self.store.stats().used_bytes if self.store else 0
@@ -304,7 +299,6 @@ class SessionBook:
             return await asyncio.to_thread(store.prune, limit)
 
     async def check(self) -> Sequence[Problem]:
-        """Return the problems of the files on disk. Reads every file completely."""
         if (store := self.store) is None:
             return ()
         async with self._checking:
@@ -314,22 +308,17 @@ class SessionBook:
         return await self._writer.read(lambda: self._writer.table.info(id, OWNER.get()))
 
     async def adopt(self, info: SessionInfo, name: str | None) -> Listed:
-        """Add a session that was read from a file, by default with the name in it."""
-        size, writer = sum(len(leaf.ids) for leaf in info.leaves), self._writer
         enter = partial(self._sessions.adopt, info, time.time(), name, OWNER.get())
-        made = await writer.run(lambda: writer.with_room(size, enter))
-        return await self.get(made)
+        size = sum(len(leaf.ids) for leaf in info.leaves)
+        return await self.get(await self._writer.run(enter, tokens=size))
 
     # -- stored responses --------------------------------------------------------------------
 
     async def save_response(self, response: StoredResponse) -> None:
         """Store a response; it is durable once this returns."""
-        size, writer = len(response.body) + len(response.items), self._writer
-
-        def save() -> None:
-            self._sessions.save_response(response)
-
-        await writer.run(lambda: writer.with_room(size // ROW_BYTES, save))
+        size = len(response.body) + len(response.items)
+        save = partial(self._sessions.save_response, response)
+        await self._writer.run(save, tokens=size // ROW_BYTES)
 
     async def response(self, id: str) -> StoredResponse:
         owner = OWNER.get()
@@ -370,16 +359,6 @@ class SessionBook:
                 *(self._kv.label, left, CLOSE_S),
             )
 
-    # -- on the MLX thread -------------------------------------------------------------------------
-
-    def _remove_from_ram(self, ids: Tokens, keep: int) -> None:
-        self._before_removal()
-        self._kv.forget(ids, keep)
-
-    def _clear_ram(self) -> None:
-        self._before_removal()
-        self._kv.clear()
-
 
 class ReplyFeed:
     """Passes stored replies, of other servers or of before a restart, to `learn`, for replay.
@@ -396,7 +375,6 @@ class ReplyFeed:
         self._reading: asyncio.Future[None] | None = None
 
     def start(self) -> None:
-        """Pass all stored replies to `learn`. Blocks on the database."""
         self._read()
 
     async def refresh(self) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from mlxcache.errors import NotFound
 from mlxcache.owner import OWNER
 from mlxcache.sessions.book import SessionBook, until_unchanged
-from mlxcache.sessions.files import PromptCacheExport, SessionFiles
+from mlxcache.sessions.files import PromptCacheExport
 from mlxcache.sessions.journal import Served
 from mlxcache.sessions.tree_view import TreePart
 from mlxcache.store.found import Problem
@@ -66,7 +66,6 @@ class SessionBooks:
         raise missing
 
     def note_label(self, namespace: str, label: str) -> None:
-        """Remember the label of a model that was not loaded, to show with its sessions."""
         self._labels[namespace] = label
 
     def _labelled(self, session: Session) -> Session:
@@ -110,7 +109,6 @@ class SessionBooks:
         return [self._labelled(one) for one in await self.default.related(session)]
 
     async def tree_parts(self, listed: Sequence[Listed]) -> Sequence[TreePart]:
-        """Return a part for each namespace of loaded models, with those of `listed` in it."""
         first = [next(iter(books.items())) for books in self.by_namespace().values()]
         return [
             replace(part, model=label)
@@ -161,8 +159,6 @@ class SessionBooks:
 
 
 class SeveralFiles:
-    """Exports sessions of several models to files and imports them, as `SessionFiles` does."""
-
     def __init__(self, books: SessionBooks, find_unopened: FindUnopened):
         self._books = books
         self._find_unopened = find_unopened
@@ -186,22 +182,16 @@ class SeveralFiles:
         one.
         """
         namespace, model = await asyncio.to_thread(read_origin, path)
+        groups, served = self._books.by_namespace(), None
+        book = self._books.default
         if namespace is None:
-            files, served = self._files_named(model), None
+            books = [book for own in groups.values() for book in own.values()]
+            named = (one for one in books if model in (one.model.path, one.model.name))
+            book = next(named, book)
+        elif namespace in groups:
+            book = next(iter(groups[namespace].values()))
         else:
-            files, served = await self._files_of(namespace, model)
-        made = await files.restore(path, name, prompt, served)
+            label, served = await self._find_unopened(namespace, model)
+            self._books.note_label(namespace, label)
+        made = await book.files.restore(path, name, prompt, served)
         return await self._books.get(made.session.id)
-
-    def _files_named(self, model: str) -> SessionFiles:
-        books = [book for own in self._books.by_namespace().values() for book in own.values()]
-        named = (book.files for book in books if model in (book.model.path, book.model.name))
-        return next(named, self._books.default.files)
-
-    async def _files_of(self, namespace: str, model: str) -> tuple[SessionFiles, Served | None]:
-        """Return the object that imports a snapshot of `namespace`, and its model if not loaded."""
-        for book in self._books.by_namespace().get(namespace, {}).values():
-            return book.files, None
-        label, served = await self._find_unopened(namespace, model)
-        self._books.note_label(namespace, label)
-        return self._books.default.files, served

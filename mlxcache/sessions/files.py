@@ -51,7 +51,6 @@ if TYPE_CHECKING:
 log = logging.getLogger("mlxcache.engine")
 
 INCOMING = re.compile(r"restore-(\d+)-.*")
-"""Names of files being received: the process id and random characters."""
 
 ANSWER_S = 120.0
 """Most seconds to wait for a part of a file while the MLX thread is in a long pass."""
@@ -61,7 +60,6 @@ Submit = Callable[[Job], Awaitable[Any]]
 
 
 def remove_stale(folder: Path) -> None:
-    """Remove the files in `folder` that servers were still receiving when they were killed."""
     for path in folder.glob("restore-*"):
         match = INCOMING.fullmatch(path.name)
         if match and not is_running(int(match[1])):

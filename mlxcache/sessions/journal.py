@@ -36,7 +36,6 @@ FILES_S = 3.0
 """Seconds from a turn until its new files, usually written by then, are looked up and pinned."""
 
 WRITE_WAIT_S = 5.0
-"""Most seconds that a request waits for the table."""
 
 READ_WAIT_S = 1.0
 """Most seconds that a reader waits for earlier turns to be written."""
@@ -79,8 +78,8 @@ class SessionWriter:
     """The thread that writes a model's sessions to the table of sessions, one action after another.
 
     `count`: number of sessions in the table after the last write. `shared`: exchanges ids and names
-    of sessions with other servers; None without a remote. `pin`, `delete`, `clear`, `change` and
-    `with_room` are for actions of `run`, on the writer's thread.
+    of sessions with other servers; None without a remote. `pin`, `delete` and `clear` are for
+    actions of `run`, on the writer's thread.
     """
 
     def __init__(
@@ -140,7 +139,6 @@ class SessionWriter:
         self._submit(lambda: self._write_with_late((job.id, turn)))
 
     def session_of(self, request: str) -> str | None:
-        """Return the session of one of the newest requests, once it is written. Any thread."""
         return self._resolved.peek(request)
 
     def _submit(self, action: Callable[[], None]) -> None:
@@ -164,7 +162,6 @@ class SessionWriter:
             log.exception("model %s: writing to the table of sessions failed", self._label)
 
     def _write_with_late(self, *turns: tuple[str, Turn]) -> None:
-        """Write, in order, the turns that could not be written before, then `turns`."""
         for request, turn in turns:
             self._late.add(request, turn)
         try:
@@ -183,7 +180,7 @@ class SessionWriter:
         key = digest_of(turn.ids[: turn.key_tokens])
         origin = shared.find(turn.owner, key) if shared is not None else None
         record = partial(self._sessions.record_turn, turn, late.session, origin)
-        id = self.with_room(len(turn.ids), record)
+        id = self._with_room(len(turn.ids), record)
         self._resolved.put(late.request, id)
         if self._store is not None:
             self._continued.add(id)
@@ -219,13 +216,11 @@ class SessionWriter:
             self.pin(id, pinned=True)
 
     def pin(self, id: str, *, pinned: bool) -> None:
-        """Pin the files of a session, so that they are evicted last; unpin them unless `pinned`."""
         if self._store is not None:
             self._store.pin_session(self._sessions, id, pinned=pinned)
 
     @property
     def table(self) -> Sessions:
-        """The table of sessions to read, on any thread; see `LateTurns.table`."""
         return self._late.table
 
     def delete(self, id: str) -> None:
@@ -253,38 +248,27 @@ class SessionWriter:
         self._late.forget(late - left)
         return {"sessions": gone + len(late - on_disk), "freed_bytes": freed}
 
-    def change(self, id: str, action: Callable[[], T]) -> T:
-        """Run `action`; NotFound of a session that is in RAM alone becomes DiskFull."""
-        try:
-            return action()
-        except NotFound as error:
-            if id not in self._late.sessions():
-                raise
-            raise DiskFull(
-                f"The session {id} is in RAM alone, because it could not be written to disk yet: "
-                "it can be removed, and changed once the disk has space."
-            ) from error
-
     def _freeing(self) -> AbstractContextManager[None]:
         return nullcontext() if self._store is None else self._store.freeing()
 
-    def with_room(self, tokens: int, action: Callable[[], T]) -> T:
-        """Make room on disk for `tokens` token ids, then run `action`, in one transaction."""
+    def _with_room(self, tokens: int, action: Callable[[], T]) -> T:
         if self._store is None:
             return action()
         with self._store.database.write():
             self._store.make_room(tokens * ROW_BYTES + SPARE_BYTES)
             return action()
 
-    async def run(self, action: Callable[[], T]) -> T:
+    async def run(self, action: Callable[[], T], *, tokens: int | None = None) -> T:
         """Run `action` on the writer's thread after the turns added before; return its result.
 
-        Raises Busy, with nothing done, if for `WRITE_WAIT_S` seconds `action` cannot begin or
-        another process keeps the table locked, and NotReady once the writer is closed.
+        `tokens`: token ids for which to make room on disk, in the same transaction. Raises Busy,
+        with nothing done, if for `WRITE_WAIT_S` seconds `action` cannot begin or another process
+        keeps the table locked, and NotReady once the writer is closed.
         """
         self._check_open()
         deadline = time.monotonic() + WRITE_WAIT_S
-        future = self._pool.submit(self._run_within, action, deadline)
+        whole = action if tokens is None else partial(self._with_room, tokens, action)
+        future = self._pool.submit(self._run_within, whole, deadline)
         waited = asyncio.wrap_future(future)
         await asyncio.wait({waited}, timeout=WRITE_WAIT_S)
         if not waited.done() and future.cancel():
@@ -307,15 +291,30 @@ class SessionWriter:
         except StoreError as error:  # what was asked for is done all the same
             log.debug("cannot refresh the number of sessions: %s", error)
 
+    async def change(self, id: str, action: Callable[[], T], *, tokens: int | None = None) -> T:
+        """Do as `run`; NotFound of a session `id` that is in RAM alone becomes DiskFull."""
+
+        def change() -> T:
+            try:
+                return action()
+            except NotFound as error:
+                if id not in self._late.sessions():
+                    raise
+                raise DiskFull(
+                    f"The session {id} is in RAM alone, because it could not be written to disk "
+                    "yet: it can be removed, and changed once the disk has space."
+                ) from error
+
+        return await self.run(change, tokens=tokens)
+
     async def read(self, action: Callable[[], T]) -> T:
         """Run `action`, which only reads, in a worker thread after `written`; return its result."""
         await self.written()
         return await asyncio.to_thread(action)
 
     async def written(self) -> None:
-        """Wait until the turns added before are written, or `READ_WAIT_S` seconds have passed."""
         self._check_open()
-        written = asyncio.wrap_future(self._pool.submit(_nothing))
+        written = asyncio.wrap_future(self._pool.submit(int))  # all before have run then
         await asyncio.wait({written}, timeout=READ_WAIT_S)
         written.cancel()
 
@@ -331,10 +330,6 @@ class SessionWriter:
                 timer.cancel()
         self._pool.shutdown(wait=False)
         return len(wait(tuple(self._open), seconds).not_done) + len(self._late)
-
-
-def _nothing() -> None:
-    """Do nothing: once this has run on the writer's thread, all earlier actions have too."""
 
 
 def _busy() -> Busy:

@@ -10,11 +10,10 @@ from typing import Any
 from mlxcache.owner import plain_ids
 from mlxcache.store.leaves import LeafRow
 from mlxcache.store.listing import Listed
-from mlxcache.tree.prefix_tree import Node, PrefixTree
+from mlxcache.tree.prefix_tree import PrefixTree
 from mlxcache.types import Tokens
 
 SHOWN_TOKENS = 24
-"""Number of tokens of a node that are shown as text, from its start."""
 
 MOST_TEXT = 160
 
@@ -43,8 +42,6 @@ class Branch:
 
 @dataclass(frozen=True, slots=True)
 class TreePart:
-    """The sessions of one model in the tree view, with the token ids of their leaves."""
-
     listed: Sequence[Listed]
     ids: Mapping[LeafRow, Tokens]
     decode: Callable[[Sequence[int]], str]
@@ -88,20 +85,16 @@ def _grow(root: Branch, part: TreePart, owner: str | None) -> None:
         at: Branch = root
         for node in end.path()[1:]:
             if id(node) not in known:
-                known[id(node)] = _branch(at, node, part.ids[leaf], part, owner)
+                ids = part.ids[leaf][: min(node.end, node.start + SHOWN_TOKENS)]
+                shown = plain_ids(ids, owner)[node.start :]
+                text = part.decode([int(i) for i in shown if i >= 0])[:MOST_TEXT]
+                known[id(node)] = Branch(at, node.start, node.end, text, model=part.model)
+                at.below.append(known[id(node)])
             at = known[id(node)]
             at.sessions[session] = None
             at.ram = max(at.ram, min(ram, at.end) - at.start)
             at.disk = max(at.disk, min(disk, at.end) - at.start)
         at.ends.append((session, leaf))
-
-
-def _branch(parent: Branch, node: Node, ids: Tokens, part: TreePart, owner: str | None) -> Branch:
-    shown = plain_ids(ids[: min(node.end, node.start + SHOWN_TOKENS)], owner)[node.start :]
-    text = part.decode([int(i) for i in shown if i >= 0])[:MOST_TEXT]
-    made = Branch(parent, node.start, node.end, text, model=part.model)
-    parent.below.append(made)
-    return made
 
 
 def _merge(root: Branch, most: int) -> None:

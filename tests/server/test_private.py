@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -96,10 +97,11 @@ def test_what_comes_in_is_private_while_it_comes(tmp_path: Path) -> None:
 
     before = os.umask(0)
     try:
-        nothing: Any = None
+        unused: Any = Mock()
         folder = tmp_path / "c" / "incoming"
-        unused: Any = dict.fromkeys(("info", "adopt", "settled", "submit", "prompt_caches"))
-        files = SessionFiles(*[nothing] * 4, **unused, incoming=folder)
+        files = SessionFiles(
+            unused, unused, unused, submit=unused, prompt_caches=unused, incoming=folder
+        )
         files.incoming(0)
     finally:
         os.umask(before)

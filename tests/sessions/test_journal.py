@@ -106,9 +106,7 @@ async def test_turns_that_cannot_be_written_are_listed(
     assert len((await book.read(lambda: book.table.leaves(found[2].id)))[0].ids) == 200
     assert len(sessions.all()) == 1
     with pytest.raises(DiskFull, match="in RAM alone"):
-        await book.run(
-            lambda: book.change(found[0].id, lambda: sessions.update(found[0].id, name="x"))
-        )
+        await book.change(found[0].id, lambda: sessions.update(found[0].id, name="x"))
     with pytest.raises(NotFound):
         await book.run(lambda: book.delete("ses_none"))
     await book.run(lambda: sessions.update(found[2].id, name="kept"))

@@ -16,10 +16,8 @@ LENGTHENING = ("cleared_results", "thinking")
 """Rules that can make a prompt longer than the client's text."""
 
 MOST_ORDERS = 256
-"""Most sets of tools for which an order is remembered."""
 
 MOST_PLACES = 4096
-"""Most git statuses for which a position is remembered."""
 
 MOST_CHARACTERS = 16 << 20
 """Most characters of call arguments, and of tool results, that are remembered."""
@@ -102,10 +100,8 @@ class Canonicaliser:
         return Canonical(draft.chat(), rules, draft.names, found)
 
     def is_on(self, rule: str) -> bool:
-        """Return whether a rule is enabled."""
         return self._on[rule]
 
     def remember_call(self, call: ToolCall) -> None:
-        """Remember the form in which the model wrote a call, for the rule `argument_order`."""
         if self._on["argument_order"]:
             remembered.remember_call(call, self._calls)

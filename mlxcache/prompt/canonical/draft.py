@@ -39,12 +39,10 @@ class Draft:
         return str(self.messages[at].get("role"))
 
     def leading(self) -> int:
-        """Return the number of system messages at the start."""
         roles = (self.role(i) not in SYSTEM for i in range(len(self.messages)))
         return next((i for i, other in enumerate(roles) if other), len(self.messages))
 
     def head(self) -> list[int]:
-        """Return the indices of the system messages before the first reply, ascending."""
         roles = [self.role(i) for i in range(len(self.messages))]
         end = roles.index("assistant") if "assistant" in roles else len(roles)
         return [i for i in range(end) if roles[i] in SYSTEM]
@@ -57,7 +55,6 @@ class Draft:
             del self.messages[at], self._origins[at]
 
     def insert(self, at: int, text: str) -> None:
-        """Insert a system message."""
         self.messages.insert(at, {"role": "system", "content": text})
         self._origins.insert(at, self._origins[at - 1] if at else -1)
 
@@ -85,7 +82,6 @@ class Draft:
 
 
 def map_strings(value: Any, change: Callable[[str], str]) -> Any:
-    """Return a copy of a JSON value with `change` applied to every string and object key."""
     if isinstance(value, str):
         return change(value)
     if isinstance(value, Mapping):
@@ -96,7 +92,6 @@ def map_strings(value: Any, change: Callable[[str], str]) -> Any:
 
 
 def strings(value: Any, *, keys: bool = True) -> Iterator[str]:
-    """Yield every string in a JSON value, and every object key if `keys`."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):
@@ -130,7 +125,6 @@ class History:
 
 
 def as_text(value: object) -> str:
-    """Return an image's digest or a `repr`, as the argument `default` of `json.dumps`."""
     return value.digest.hex() if isinstance(value, Image) else repr(value)
 
 

@@ -57,7 +57,6 @@ def move_environment(draft: Draft) -> bool:
 
 
 def _find_message(draft: Draft, at: int) -> int | None:
-    """Return the index of the system message directly after the user's first message."""
     end = len(draft.messages) - 1
     while at < end and draft.role(at) == "user":
         at += 1
@@ -69,13 +68,14 @@ def _find_message(draft: Draft, at: int) -> int | None:
 
 
 def _split_environment(text: str) -> tuple[str, str]:
-    """Split a system message into (environment description, other text)."""
     paragraphs = text.split("\n\n")
     end = next((i for i, p in enumerate(paragraphs) if _ASKED.match(p)), len(paragraphs))
     start = next((i for i, p in enumerate(paragraphs[:end]) if _TOLD.match(p)), end)
     before, told = paragraphs[:start], paragraphs[start:end]
     opens = [found.group() for found in map(_TOLD.match, told) if found]
-    if not told or not _closes(told[-1]) or any(map(_CALLED.match, told)):
+    if not told or any(map(_CALLED.match, told)):
+        return "", text
+    if not _TOLD.match(told[-1]) and not any(map(_ENDS.match, told[-1].splitlines())):
         return "", text
     if len(set(opens)) < len(opens):
         return "", text  # one is part of a file or a description
@@ -84,10 +84,6 @@ def _split_environment(text: str) -> tuple[str, str]:
     if not any(map(_CALLED.match, before)):
         before, told = [], before + told
     return "\n\n".join(told), "\n\n".join(before + paragraphs[end:])
-
-
-def _closes(paragraph: str) -> bool:
-    return bool(_TOLD.match(paragraph) or any(map(_ENDS.match, paragraph.splitlines())))
 
 
 # -- git_status: from the system prompt to the turn in which it was new -----------------------
@@ -117,7 +113,6 @@ Places = LRU[bytes, str]
 
 
 def take_status(draft: Draft) -> str:
-    """Remove the git status from the first system messages, and return its text."""
     blocks: list[str] = []
     for at in reversed(draft.head()):
         kept, found = split_status(draft.text(at))
@@ -151,7 +146,6 @@ def place_status(draft: Draft, status: str, places: Places, session: str | None)
 
 
 def split_status(text: str) -> tuple[str, list[str]]:
-    """Return a system text without its git status blocks, and these blocks."""
     lines = text.split("\n")
     kept: list[str] = []
     blocks: list[str] = []

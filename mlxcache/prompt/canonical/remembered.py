@@ -24,7 +24,6 @@ CLEARED = "[Old tool result content cleared]"
 """Text that clients put in place of a result, to send fewer tokens; here its KV is cached."""
 
 LEAST = 200
-"""Fewest characters of a result that is remembered."""
 
 
 def keep_tool_order(draft: Draft, orders: Orders) -> bool:

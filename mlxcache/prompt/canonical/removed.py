@@ -21,7 +21,6 @@ a system prompt that is one line, as anyclaude sends it, the pairs end before a 
 
 
 def remove_attribution(draft: Draft) -> bool:
-    """Remove the attribution line from leading system messages; return whether there was one."""
     found = False
     for at in reversed(range(draft.leading())):
         match = LINE.match(draft.text(at))
@@ -105,7 +104,6 @@ _BLOCK = re.compile(r"<system-reminder>\n.*?\n</system-reminder>\n*", re.S)
 
 
 def reminder(date: str) -> str:
-    """Return the `<system-reminder>` by which Qwen Code states the current date, with its tags."""
     return (
         f"<system-reminder>\nThe current date is: {date}. Note: This is the authoritative current "
         'date — it may differ from the "Today\'s date" mentioned earlier in the conversation '

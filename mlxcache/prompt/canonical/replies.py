@@ -81,7 +81,6 @@ def restore_replies(
 
 
 def _thinking_is_text(message: Message, said: DecodedReply) -> bool:
-    """Return whether the text of a copy of `said` is its thinking and its text."""
     text = message.get("content")
     if message.get("reasoning_content") or not said.thinking.strip() or not isinstance(text, str):
         return False
@@ -91,7 +90,6 @@ def _thinking_is_text(message: Message, said: DecodedReply) -> bool:
 def _restored(
     draft: Draft, message: Message, said: DecodedReply, *, thinking: bool, blanks: bool
 ) -> dict[str, Any]:
-    """Return a copy of a message in the form of `said`; add the rules to `draft.hits`."""
     restored = dict(message)
     if thinking and said.thinking and not message.get("reasoning_content"):
         restored["reasoning_content"] = said.thinking
@@ -111,7 +109,6 @@ def _restored(
 
 
 def _as_written(call: Mapping[str, Any], said: tuple[str, Any]) -> Mapping[str, Any]:
-    """Return a call with the arguments of `said` in the order and form that the model wrote."""
     function = call.get("function") or {}
     if _ENCODE(function.get("arguments")) == _ENCODE(said[1]):
         return call

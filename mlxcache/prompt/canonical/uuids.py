@@ -22,19 +22,15 @@ from mlxcache.types import TEXTS, Event, Finished, Text, Thinking, ToolCall
 SEGMENT = re.compile(
     r"(?<=[/\\])[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}(?=[/\\\s\"'`<>(),;:\]]|\.?(?:\s|\Z))"
 )
-"""A UUID that is a whole segment of a path."""
 
 TEMPORARY = frozenset({"tmp", "temp", "Temp", "T", "scratch", "scratchpad"})
-"""Path segments that mark a path as temporary."""
 
 SESSIONS = re.compile(r"[/\\]\.copilot[/\\]session-state[/\\]\Z")
 """End of the path of Copilot CLI's folder that has a folder for each session."""
 
 _PATH_ENDS = re.compile(r"[\s\"'`<>(),;]")
 _FAR = 512
-"""Characters of a path before and after a UUID that are examined."""
 _MOST = 16
-"""Most UUIDs that are replaced in one conversation."""
 _SHORTEST = 4
 """Fewest characters of a UUID at the end of a reply that count as its beginning."""
 
@@ -59,10 +55,7 @@ def replace_uuids(draft: Draft, stop: Sequence[str] = ()) -> bool:
     for at in range(len(draft.messages)):
         if draft.role(at) != "user":
             draft.messages[at] = _mapped(draft.messages[at], forward)
-    draft.tools = tuple(
-        {**tool, "function": _mapped_function(tool.get("function") or {}, forward)}
-        for tool in draft.tools
-    )
+    draft.tools = tuple(_mapped_function(tool, forward) for tool in draft.tools)
     draft.names |= {stable: real for real, stable in names.items()}
     return True
 
@@ -83,7 +76,6 @@ def _session_uuids(draft: Draft) -> list[str]:
 
 
 def _stable(draft: Draft, count: int) -> list[str]:
-    """Return `count` stable UUIDs that the conversation does not contain."""
     texts = [*strings(draft.messages), *strings(draft.tools)]
     found: list[str] = []
     attempt = 0
@@ -106,7 +98,6 @@ def _candidate(number: int) -> str:
 
 
 def _meets(stop: Sequence[str], uuids: Sequence[str]) -> bool:
-    """Return whether a stop string could match characters of one of `uuids` within any text."""
     return any(
         text in uuid
         or uuid in text
@@ -117,7 +108,6 @@ def _meets(stop: Sequence[str], uuids: Sequence[str]) -> bool:
 
 
 def _cut_short(draft: Draft, own: Sequence[str]) -> bool:
-    """Return whether the request continues a reply that ends inside one of the UUIDs `own`."""
     if not draft.continues:
         return False
     text = draft.text(len(draft.messages) - 1)
@@ -130,26 +120,17 @@ def _mapped(message: Message, forward: Callable[[str], str]) -> Message:
         if key in mapped:
             mapped[key] = map_strings(mapped[key], forward)
     if mapped.get("tool_calls"):
-        mapped["tool_calls"] = [_mapped_call(call, forward) for call in mapped["tool_calls"]]
+        mapped["tool_calls"] = [_mapped_function(call, forward) for call in mapped["tool_calls"]]
     return mapped
 
 
-def _mapped_call(call: Mapping[str, Any], forward: Callable[[str], str]) -> Mapping[str, Any]:
-    function = call.get("function")
-    if not function or "arguments" not in function:
-        return call
-    arguments = map_strings(function["arguments"], forward)
-    return {**call, "function": {**function, "arguments": arguments}}
-
-
-def _mapped_function(
-    function: Mapping[str, Any], forward: Callable[[str], str]
-) -> Mapping[str, Any]:
-    """Return a tool's function with `forward` applied to all texts except its name."""
-    return {
+def _mapped_function(one: Mapping[str, Any], forward: Callable[[str], str]) -> Mapping[str, Any]:
+    """Return a tool or a call with `forward` applied to all texts of its function but the name."""
+    function = {
         key: value if key == "name" else map_strings(value, forward)
-        for key, value in function.items()
+        for key, value in (one.get("function") or {}).items()
     }
+    return {**one, "function": function}
 
 
 # -- replies -----------------------------------------------------------------------------------
@@ -170,7 +151,6 @@ class NameRestorer:
         self._held = ""
 
     def feed(self, text: str) -> str:
-        """Add the next piece; return the text that can be sent now, with names replaced."""
         text = self._held + text
         keep = len(text)
         for n in range(1, min(self._longest, len(text)) + 1):
@@ -180,7 +160,6 @@ class NameRestorer:
         return self.map_text(text[:keep])
 
     def flush(self) -> str:
-        """Return and clear the characters that were held back."""
         held, self._held = self._held, ""
         return held
 
@@ -189,15 +168,12 @@ class NameRestorer:
 
 
 class ReplyRestorer:
-    """Replaces names in the events of one reply."""
-
     def __init__(self, names: Mapping[str, str], on_call: Callable[[ToolCall], None] | None = None):
         self._restored = NameRestorer(names) if names else None
         self._on_call = on_call
         self._kind: type[Text | Thinking] = Text
 
     def events(self, event: Event) -> Iterator[Event]:
-        """Yield the events to send to the client for one event of the model."""
         if isinstance(event, ToolCall) and self._on_call is not None:
             self._on_call(event)
         if self._restored is None:
@@ -219,7 +195,6 @@ class ReplyRestorer:
         yield event
 
     def flush(self) -> Iterator[Event]:
-        """Yield an event with the text that was held back at the end of the reply, if any."""
         held = self._restored.flush() if self._restored is not None else ""
         if held:
             yield self._kind(held)
