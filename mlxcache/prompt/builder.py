@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,6 +12,7 @@ from mlxcache.errors import ContextLengthExceeded, MlxcacheError
 from mlxcache.guess.forms import reply_form, writes_escaped
 from mlxcache.lru import LRU
 from mlxcache.prompt.canonical.canonicaliser import LENGTHENING, Canonical, Canonicaliser
+from mlxcache.prompt.canonical.draft import strings
 from mlxcache.prompt.chat_prompt import ChatPrompt
 from mlxcache.prompt.codec import Codec, Escape
 from mlxcache.prompt.images import ImageProcessor, ImageTemplate
@@ -253,7 +254,9 @@ class PromptBuilder:
 
     def estimate_tokens(self, chat: Chat) -> int:
         """Return about how many tokens a conversation has, from those of a sample of its texts."""
-        texts = list(_texts(chat))
+        said = ("content", "reasoning_content", "tool_calls")
+        parts = [message.get(key) for message in chat.messages for key in said]
+        texts = [*strings(parts), *strings(chat.tools)]
         longest = max(texts, key=len, default="")
         start = max(0, (len(longest) - _SAMPLE) // 2)
         sample = longest[start : start + _SAMPLE].encode("utf-8", "replace").decode()
@@ -323,17 +326,6 @@ class PromptBuilder:
             return self._renderer.probe(messages, tools=True)
         except MlxcacheError:
             return ""
-
-
-def _texts(chat: Chat) -> Iterator[str]:
-    for message in chat.messages:
-        content = message.get("content") or ""
-        parts = [content] if isinstance(content, str) else content
-        yield from (part for part in parts if isinstance(part, str))
-        yield from (
-            str(message[key]) for key in ("reasoning_content", "tool_calls") if key in message
-        )
-    yield from map(str, chat.tools)
 
 
 class ResultForms:

@@ -94,11 +94,6 @@ class ReplyContent:
         told = replace(self, texts=(*self.thoughts, *self.texts))
         return any(map(str.strip, self.thoughts)) and told.same_except_thinking(other)
 
-    @property
-    def strings(self) -> tuple[str, ...]:
-        calls = (json.dumps(call, ensure_ascii=False) for call in self.calls)
-        return (*self.texts, *self.thoughts, *calls)
-
 
 LIMIT_BYTES = 32 << 20
 """Most bytes of replies that are remembered."""
@@ -249,7 +244,10 @@ class ReplyReader:
             return None
         content = self.read_content(ids.tolist(), reply, tools)
         # A control token that was parsed as text comes back as text, never as a control token.
-        if content is None or any(self.finder.find_all(text) for text in content.strings):
+        if content is None:
+            return None
+        calls = (json.dumps(call, ensure_ascii=False) for call in content.calls)
+        if any(map(self.finder.find_all, (*content.texts, *content.thoughts, *calls))):
             return None
         last = found[-1].group() if found and found[-1].end() == len(raw) else ""
         closing = "" if last in self._inner else last
