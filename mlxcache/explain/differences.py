@@ -164,13 +164,18 @@ class _Said:
 
 class _Talk:
     def __init__(self, chat: Chat):
-        self.all = [_Said(at, message) for at, message in enumerate(chat.messages)]
-        others = (one.at for one in self.all if one.role not in SYSTEM)
-        self.heads = next(others, len(self.all))
+        self._messages = chat.messages
+        others = (at for at, one in enumerate(chat.messages) if one.get("role") not in SYSTEM)
+        self.heads = next(others, len(chat.messages))
+
+    @cached_property
+    def all(self) -> list[_Said]:
+        return [_Said(at, message) for at, message in enumerate(self._messages)]
 
     @cached_property
     def head(self) -> str:
-        return "\n\n".join(one.text for one in self.all[: self.heads])
+        """The system text; made without the other messages, as most comparisons end with it."""
+        return "\n\n".join(_Said(0, one).text for one in self._messages[: self.heads])
 
     def role(self, at: int) -> str | None:
         return self.all[at].role if at < len(self.all) else None
