@@ -12,8 +12,8 @@ from dataclasses import replace
 import pytest
 
 from mlxcache.explain.audit import audit
+from mlxcache.explain.causes import find_announced
 from mlxcache.explain.differences import differences
-from mlxcache.explain.volatile import find_announced
 from mlxcache.model.tool_syntax.families import SYNTAXES
 from mlxcache.model.tool_syntax.schema import Tools
 from mlxcache.prompt.builder import PromptBuilder

@@ -7,9 +7,8 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from mlxcache.explain.advice import advice_for
+from mlxcache.explain.causes import advice_for, find_announced
 from mlxcache.explain.differences import excerpt
-from mlxcache.explain.volatile import find_announced
 from mlxcache.prompt.builder import PromptBuilder
 from mlxcache.prompt.canonical.draft import SYSTEM, strings
 from mlxcache.prompt.chat_prompt import ChatPrompt

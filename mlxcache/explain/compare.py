@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mlxcache.common_prefix import common_characters, common_length
-from mlxcache.explain.advice import advice_for
+from mlxcache.explain.causes import advice_for
 from mlxcache.explain.differences import Difference, begins_anew, differences, first_new, related
 from mlxcache.prompt.builder import PromptBuilder
 from mlxcache.prompt.chat_prompt import ChatPrompt

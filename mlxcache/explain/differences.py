@@ -12,7 +12,7 @@ from functools import cached_property
 from typing import Any
 
 from mlxcache.common_prefix import common_characters
-from mlxcache.explain.volatile import ANNOUNCED, VALUES, causes_touching
+from mlxcache.explain.causes import ANNOUNCED, VALUES, causes_touching
 from mlxcache.prompt.canonical.draft import SYSTEM, Message, as_text
 from mlxcache.types import Chat, Image
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mlxcache.common_prefix import common_length
-from mlxcache.explain.advice import COMPARE, advice_for
+from mlxcache.explain.causes import COMPARE, advice_for
 from mlxcache.explain.compare import LEAST_LOSS, Runs, compare_prompts, count_within, text_of
 from mlxcache.explain.differences import related
 from mlxcache.lru import LatestByGroup

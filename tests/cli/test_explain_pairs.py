@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from mlxcache.explain.advice import advice_for
+from mlxcache.explain.causes import advice_for
 from mlxcache.prompt.builder import PromptBuilder
 from tests.cli.test_explain import (
     EDITED,

@@ -15,38 +15,11 @@ from mlxcache.prompt.builder import PromptBuilder
 from mlxcache.types import Chat
 from tests.prompt import kinds, templates
 
-WORDS = [
-    "the",
-    "file",
-    "path",
-    "tool",
-    "command",
-    "agent",
-    "session",
-    "request",
-    "turn",
-    "message",
-    "token",
-    "budget",
-    "date",
-    "time",
-    "status",
-    "branch",
-    "commit",
-    "hash",
-    "version",
-    "context",
-    "left",
-    "remaining",
-    "read",
-    "write",
-    "edit",
-    "run",
-    "test",
-    "build",
-    "result",
-    "when",
-]
+WORDS = """
+    the file path tool command agent session request turn message token budget date time
+    status branch commit hash version context left remaining read write edit run test build
+    result when
+""".split()  # noqa: SIM905 - read as a text
 
 CLEAN = """\
 # Versions
