@@ -14,8 +14,8 @@ import pytest
 from mlxcache.explain.audit import audit
 from mlxcache.explain.causes import find_announced
 from mlxcache.explain.differences import differences
-from mlxcache.model.tool_syntax.families import SYNTAXES
-from mlxcache.model.tool_syntax.schema import Tools
+from mlxcache.model.tool_syntax.arguments import Tools
+from mlxcache.model.tool_syntax.families import FAMILIES
 from mlxcache.prompt.builder import PromptBuilder
 from mlxcache.prompt.canonical.canonicaliser import Canonicaliser
 from mlxcache.prompt.canonical.removed import reminder
@@ -64,7 +64,7 @@ def canonicalised(chat: Callable[[int], Chat]) -> Callable[[int], object]:
 def read(family: str, text: Callable[[int], str]) -> Callable[[int], object]:
     def search(n: int) -> object:
         with pytest.raises(ValueError, match=r"."):
-            SYNTAXES[family].read(text(n), Tools())
+            FAMILIES[family].reader.read(text(n), Tools())
         return None
 
     return search

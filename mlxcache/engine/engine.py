@@ -35,7 +35,7 @@ from mlxcache.errors import (
 from mlxcache.model import load
 from mlxcache.model.generation import resolve
 from mlxcache.model.guidance.guide import Guide
-from mlxcache.model.guidance.lark import STACK_BYTES
+from mlxcache.model.lark import STACK_BYTES
 from mlxcache.model.resident_weights import Weights
 from mlxcache.model.sampling import validate
 from mlxcache.owner import OWNER

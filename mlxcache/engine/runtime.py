@@ -28,8 +28,8 @@ from mlxcache.guess.passes import PassCosts
 from mlxcache.mlx_thread import MlxThread
 from mlxcache.model import device, kv, serialise
 from mlxcache.model.generation import describe
-from mlxcache.model.guidance.guided import Guides
-from mlxcache.model.guidance.thinking_budget import ThinkingBudget, read_closing
+from mlxcache.model.guidance.grammar import Guides
+from mlxcache.model.guidance.thinking import ThinkingBudget, read_closing
 from mlxcache.model.load import Loaded
 from mlxcache.model.mlx_lm_format import PromptCache, agrees, prompt_ids
 from mlxcache.model.output import OutputParser, reader

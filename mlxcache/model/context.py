@@ -8,9 +8,7 @@ from typing import Any
 from mlxcache.errors import ModelError
 
 UNSTATED = 131_072
-"""Context length in tokens if a model's files state none, as those of recurrent models often do
-not.
-"""
+"""Context length in tokens if a model's files state none, as those of many recurrent models."""
 
 _KEYS = (
     "max_position_embeddings",
@@ -28,11 +26,10 @@ _SANE = 1 << 27  # tokenizers state 10**30 for no limit
 def native_length(config: Mapping[str, Any], tokenizer_length: object = None) -> int | None:
     """Return the context length that a model's files state, in tokens, or None.
 
-    `config`: the parsed config.json. The text model's own section takes precedence over the top
-    level. If it states the length before RoPE is scaled and the factor of the scaling, the product
-    of the two counts if it is larger: model cards tell users to add YaRN without raising
-    `max_position_embeddings` (https://arxiv.org/abs/2309.00071). `tokenizer_length`: the
-    tokenizer's `model_max_length`, used if `config` states no length.
+    The text model's own section takes precedence over the top level. If it states the length before
+    RoPE is scaled and the factor of the scaling, the product of the two counts if it is larger:
+    model cards tell users to add YaRN without raising `max_position_embeddings`
+    (https://arxiv.org/abs/2309.00071).
     """
     for section in _sections(config):
         stated = next((n for key in _KEYS if (n := _count(section.get(key)))), None)
@@ -42,10 +39,9 @@ def native_length(config: Mapping[str, Any], tokenizer_length: object = None) ->
 
 
 def context_length(native: int | None, asked: int | None) -> int:
-    """Return the context length to serve, in tokens.
+    """Return the context length to serve: what is asked for, else the model's own.
 
-    This is `asked`, or `native` (the model's own) if `asked` is None, or `UNSTATED` if both are
-    None. Raises ModelError if `asked` exceeds `native` or is below 1.
+    Raises ModelError if `asked` exceeds `native` or is below 1.
     """
     if asked is None:
         return native or UNSTATED

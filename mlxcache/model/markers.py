@@ -19,18 +19,26 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from mlxcache.model.tool_syntax.families import GENERIC, HARMONY, syntax_of
-from mlxcache.model.tool_syntax.syntax import Syntax
-from mlxcache.model.tools import ForeignSyntax
+from mlxcache.model.tool_syntax.families import (
+    GENERIC,
+    GENERIC_END,
+    GENERIC_START,
+    HARMONY,
+    reader_of,
+)
+from mlxcache.model.tool_syntax.syntax import NO_SYNTAX, Syntax
 
 NORMAL, REASONING, TOOL = "normal", "reasoning", "tool"
-"""Parser states that carry text, named as in mlx-lm. Text in any other state is a message header.
-"""
+"""Parser states that carry text, named as in mlx-lm. Text in any other is a message header."""
 
+HEADER = "header"
 ROUTED = "routed"
 """Target of a transition whose next state is decided by the message header read so far."""
 
-GENERIC_START, GENERIC_END = "<tool_call>", "</tool_call>"
+MESSAGE = "<|message|>"
+_HARMONY_TOKENS = ("<|start|>", "<|channel|>", MESSAGE, "<|end|>")
+_HEADER_BEGINNINGS = ("<|channel|>", "<|start|>", "to=", "assistant")
+_RECIPIENT = re.compile(r"to=([^\s<]+)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,21 +49,17 @@ class Grammar:
     `edges`: for each state, the markers that end it, each with the state that follows it. `tokens`:
     the ids of those markers that are a single token of the vocabulary. `initial`: the state in
     which every reply begins, or None if that depends on the prompt. `syntax`: the reader of tool
-    calls in the text of a tool block, or None if none are recognised. `opening`: the marker that
-    begins a tool block, or "". `open_ended`: a tool block has no closing marker, and lasts to the
-    end of the reply. `harmony`: the format is that of gpt-oss. `whole`: `syntax` reads the text of
-    a tool block together with the text that opened it.
+    calls in the text of a tool block. `opening`: the marker that begins a tool block, or "".
     """
 
     edges: Mapping[str, Mapping[str, str]]
     tokens: Mapping[str, int] = field(default_factory=dict)
     initial: str | None = None
-    syntax: Syntax | None = None
+    syntax: Syntax = NO_SYNTAX
     opening: str = ""
     open_ended: bool = False
     """True if a tool block has no closing marker and lasts to the end of the reply."""
     harmony: bool = False
-    """True for the format of gpt-oss."""
     whole: bool = False
     """True if `syntax` reads a tool block together with its opening text."""
 
@@ -67,26 +71,25 @@ PLAIN = Grammar(edges={NORMAL: {}, TOOL: {}})
 def grammar(tokenizer: Any, *, tools: bool, generic: bool) -> Grammar:
     """Return the markers of the model family of `tokenizer`, mlx-lm's TokenizerWrapper.
 
-    The edges of the result are those of gpt-oss's format, or of another family's in
-    `mlx_lm.generate.make_text_state_machine`, with markers as strings. With `tools` False, no tool
-    calls are recognised. With `generic`, tool blocks are written as
-    `<tool_call>{json}</tool_call>` instead of the family's own form.
+    The edges are those of gpt-oss's format, or of another family's in
+    `mlx_lm.generate.make_text_state_machine`. With `tools` False, no tool calls are recognised.
+    With `generic`, tool blocks are written as `<tool_call>{json}</tool_call>` instead of the
+    family's own form.
     """
     if is_harmony(tokenizer):
         return _harmony(tokenizer, tools, generic)
     start, end = tokenizer.tool_call_start, tokenizer.tool_call_end
-    parse = tokenizer.tool_parser
-    syntax = None if parse is None else syntax_of(parse) or ForeignSyntax(parse)
+    syntax = reader_of(tokenizer, generic=generic)
     if generic:
-        start, end, syntax = GENERIC_START, GENERIC_END, GENERIC
-    if not tools or syntax is None:
+        start, end = GENERIC_START, GENERIC_END
+    if not tools or syntax is NO_SYNTAX:
         start = end = None
     edges = _edges(tokenizer, start, end, generic)
     return Grammar(
         edges=edges,
         tokens=_single_tokens(tokenizer, edges),
         initial=tokenizer.response_initial_state,
-        syntax=syntax if start else None,
+        syntax=syntax if start else NO_SYNTAX,
         opening=start or "",
         open_ended=start is not None and not end,
     )
@@ -96,27 +99,32 @@ def is_harmony(tokenizer: Any) -> bool:
     """Return whether the model's output must be parsed in gpt-oss's format (harmony).
 
     True if the vocabulary has harmony's control tokens and mlx-lm itself describes no markers of
-    thinking for the model. `tokenizer`: mlx-lm's TokenizerWrapper.
+    thinking for the model.
     """
-    return not tokenizer.has_thinking and _speaks_harmony(tokenizer)
+    if tokenizer.has_thinking:
+        return False
+    ids = [tokenizer.convert_tokens_to_ids(token) for token in _HARMONY_TOKENS]
+    return None not in ids and tokenizer.unk_token_id not in ids
 
 
 def thinks(tokenizer: Any) -> bool:
-    """Return whether the model's output format has markers or messages for thinking.
-
-    `tokenizer`: mlx-lm's TokenizerWrapper.
-    """
+    """Return whether the model's output format has markers or messages for thinking."""
     found = grammar(tokenizer, tools=False, generic=False)
     return found.harmony or any(REASONING in edges.values() for edges in found.edges.values())
 
 
 def _harmony(tokenizer: Any, tools: bool, generic: bool) -> Grammar:
-    edges = _harmony_edges(ROUTED)
-    syntax = HARMONY if tools else None
+    edges = {
+        HEADER: {MESSAGE: ROUTED},
+        NORMAL: {"<|end|>": HEADER, "<|start|>": HEADER},
+        REASONING: {"<|end|>": HEADER, "<|start|>": HEADER},
+        TOOL: {"<|call|>": HEADER, "<|end|>": HEADER},
+    }
+    syntax = HARMONY if tools else NO_SYNTAX
     if generic and tools:
         edges[NORMAL][GENERIC_START] = TOOL
         edges[TOOL] = {GENERIC_END: NORMAL}
-        syntax = GENERIC
+        syntax = GENERIC.reader
     return Grammar(
         edges=edges,
         tokens=_single_tokens(tokenizer, edges),
@@ -160,45 +168,14 @@ def _single_tokens(tokenizer: Any, edges: Mapping[str, Mapping[str, str]]) -> di
     return tokens
 
 
-HEADER = "header"
-MESSAGE = "<|message|>"
-_HARMONY_TOKENS = ("<|start|>", "<|channel|>", MESSAGE, "<|end|>")
-_HEADER_BEGINNINGS = ("<|channel|>", "<|start|>", "to=", "assistant")
-_RECIPIENT = re.compile(r"to=([^\s<]+)")
-
-
-def _speaks_harmony(tokenizer: Any) -> bool:
-    """Return whether the vocabulary has the control tokens of gpt-oss's format (harmony).
-
-    `tokenizer`: mlx-lm's TokenizerWrapper.
-    """
-    ids = [tokenizer.convert_tokens_to_ids(token) for token in _HARMONY_TOKENS]
-    return None not in ids and tokenizer.unk_token_id not in ids
-
-
-def _harmony_edges(to: str) -> dict[str, dict[str, str]]:
-    """Return the edges of a `Grammar` for gpt-oss's format.
-
-    `to`: the state after a message header, or ROUTED if `harmony_route` chooses it.
-    """
-    return {
-        HEADER: {MESSAGE: to},
-        "normal": {"<|end|>": HEADER, "<|start|>": HEADER},
-        "reasoning": {"<|end|>": HEADER, "<|start|>": HEADER},
-        "tool": {"<|call|>": HEADER, "<|end|>": HEADER},
-    }
-
-
 def harmony_route(header: str) -> str:
     """Return the state of the parser for the text after a message header of gpt-oss.
 
-    `header`: the text before `<|message|>`, with its control tokens written out. The state is
-    "tool" if the header names a recipient (`to=NAME`), "reasoning" if its channel is analysis, and
-    "normal" otherwise.
+    `header`: the text before `<|message|>`, with its control tokens written out.
     """
     if _RECIPIENT.search(header):
-        return "tool"
-    return "reasoning" if "<|channel|>analysis" in header else "normal"
+        return TOOL
+    return REASONING if "<|channel|>analysis" in header else NORMAL
 
 
 def may_be_header(text: str) -> bool:

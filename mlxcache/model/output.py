@@ -16,34 +16,29 @@ from mlxcache.model.markers import (
     harmony_route,
     may_be_header,
 )
-from mlxcache.model.tool_block import Follow, ToolBlock
-from mlxcache.model.tool_syntax.syntax import Closing
-from mlxcache.model.tools import CallReader, NoSyntax
+from mlxcache.model.tool_block import CallReader, Follow, ToolBlock
+from mlxcache.model.tool_syntax.syntax import NO_SYNTAX, Closing
 from mlxcache.types import FinishReason, Piece, Text, Thinking, ToolCall
 
 log = logging.getLogger(__name__)
 
-_MOST_BLOCKS = 20
-"""Most tool blocks that are parsed again when a reply ends, so that its end takes linear time."""
-
-_REREAD = -2
-"""Token id that stands for text which is parsed again."""
+_MOST_BLOCKS = 20  # that are parsed again when a reply ends, so that its end takes linear time
+_REREAD = -2  # token id that stands for text which is parsed again
 
 
 class OutputParser:
     """Parser of one reply: turns tokens into pieces, and decides when the reply ends.
 
-    A piece is a `Text`, a `Thinking` or a `ToolCall` of `mlxcache.types`. `done` is the reason why
-    the reply has ended, or None while it has not.
+    A piece is a `Text`, a `Thinking` or a `ToolCall` of `mlxcache.types`.
 
-    `tokenizer`: mlx-lm's TokenizerWrapper. `tools`: definitions of the tools; if None or empty,
-    tool calls are returned as text. `parallel_tools` False: the first call ends the reply. `stop`:
-    strings in visible text that end the reply. `thinking_open`: the prompt ends inside a think
-    block. `continued`: the prompt ends inside the visible text of a message. `generic_tools`: calls
-    are written as `<tool_call>{json}</tool_call>` instead of the model family's own syntax.
-    `stop_at_eos` False: ignore tokens that end the turn. `plain`: all output is text. `prime`: the
-    last tokens of the prompt, if the reply continues the prompt's text: without them, a detokenizer
-    removes the space before the reply's first word. `id`: that of the request, for the log.
+    `tokenizer`: mlx-lm's TokenizerWrapper. Without `tools`, tool calls are returned as text.
+    `parallel_tools` False: the first call ends the reply. `stop`: strings in visible text that end
+    the reply. `thinking_open`: the prompt ends inside a think block. `continued`: the prompt ends
+    inside the visible text of a message. `generic_tools`: calls are written as
+    `<tool_call>{json}</tool_call>` instead of the model family's own syntax. `plain`: all output is
+    text. `prime`: the last tokens of the prompt, if the reply continues the prompt's text: without
+    them, a detokenizer removes the space before the reply's first word. `id`: that of the request,
+    for the log.
 
     A marker (a string that opens or closes thinking or a tool call) is recognised in one token or
     in many, with two exceptions for text about markers: if the vocabulary has the marker as one
@@ -62,7 +57,6 @@ class OutputParser:
         thinking_open: bool = False,
         continued: bool = False,
         generic_tools: bool = False,
-        stop_at_eos: bool = True,
         plain: bool = False,
         prime: Sequence[int] = (),
         id: str = "no request",
@@ -73,8 +67,7 @@ class OutputParser:
         self._grammar = PLAIN if plain else framing
         self._finders = {state: Finder(found) for state, found in self._grammar.edges.items()}
         self._eos = tokenizer.eos_token_ids
-        self._stop_at_eos = stop_at_eos
-        self._reader = CallReader(self._grammar.syntax or NoSyntax(), tools or ())
+        self._reader = CallReader(self._grammar.syntax, tools or ())
         self._parallel = parallel_tools
         self._detokenizer = tokenizer.detokenizer
         prime = list(prime)
@@ -89,13 +82,11 @@ class OutputParser:
         self._thought = Thought()
         self._block: ToolBlock | None = None
         self._framing, self._crossed = "", False
-        self._calls = 0
         self._token = -1
         self._out: list[Piece] = []
         self.done: FinishReason | None = None
         """Reason why the reply has ended, or None. Once it is set, `feed` ignores tokens."""
         self.stop_sequence: str | None = None
-        """Stop string that ended the reply, or None."""
         self.reasoning_tokens = 0
         """Number of tokens fed while a think block was open, its closing marker included."""
 
@@ -105,23 +96,22 @@ class OutputParser:
 
         False once the reply has a tool call.
         """
-        return self._state == NORMAL and not self._calls
+        return self._state == NORMAL and not self._reader.calls
 
     @property
     def thinking(self) -> bool:
-        """True if the next token is inside a think block, or closes it."""
         return self._state == REASONING
 
     def feed(self, token: int) -> list[Piece]:
         """Parse the next token, and return the pieces that it completes, in order.
 
         The list is often empty, and always once `done` is set. For a token that ends the turn, the
-        result is that of `finish("stop")`, or an empty list if `stop_at_eos` is False.
+        result is that of `finish("stop")`.
         """
         if self.done is not None:
             return []
         if token in self._eos:
-            return self.finish("stop") if self._stop_at_eos else []
+            return self.finish("stop")
         self.reasoning_tokens += self._state == REASONING
         self._token = token
         self._advance(self._decode(token))
@@ -150,14 +140,10 @@ class OutputParser:
         if self.done is None:
             self._flush()
             ended = reason in ("stop", "repetition")  # calls before a loop are whole
-            self.done = "tool_calls" if self._calls and ended else reason
+            self.done = "tool_calls" if self._reader.calls and ended else reason
         return self._taken()
 
     def _drain(self) -> None:
-        """Append text held back as a possible marker to the current part of the reply.
-
-        If this ends a tool block, what follows the block is parsed again.
-        """
         while self.done is None and (held := self._finders[self._state].flush()):
             state = self._state
             self._carry(held)
@@ -204,19 +190,15 @@ class OutputParser:
         return self._grammar.tokens.get(marker, self._token) == self._token
 
     def _carry(self, text: str) -> None:
-        """Append text to the part of the reply that the parser is in.
-
-        The part is visible text, thinking, a tool block or a message header.
-        """
         if not text:
             return
         if self._state == NORMAL:
             self._say(text)
         elif self._state == REASONING:
-            self._think(self._thought.add(text))
+            self._emit(Thinking, self._thought.add(text))
         elif self._block is not None:
             self._block.add(text)
-            if found := self._block.confirmed(self._reader.read):
+            if found := self._block.confirmed():
                 end, calls = found
                 self._end_block(self._block, end.target, calls, end.after)
         elif self._state != TOOL:
@@ -225,37 +207,26 @@ class OutputParser:
                 self._state = NORMAL
 
     def _reread(self) -> str:
-        """Return the text that must be parsed again, and clear it.
-
-        This is the rest after a tool block, or text that turned out not to be a message
-        header.
-        """
+        """Return text that is to be parsed again: after a tool block, or no message header."""
         text, self._framing = self._framing, ""
         return text
 
     def _say(self, text: str) -> None:
-        if self._calls:
+        if self._reader.calls:
             if text.strip():
                 self.done = "tool_calls"
             return
-        self._emit(self._visible.add(text))
+        self._emit(Text, self._visible.add(text))
         if self._visible.stop is not None:
             self.done, self.stop_sequence = "stop_sequence", self._visible.stop
 
-    def _emit(self, text: str) -> None:
-        if self._out and isinstance(last := self._out[-1], Text):
-            self._out[-1] = Text(last.text + text)
+    def _emit(self, kind: type[Text | Thinking], text: str) -> None:
+        if self._out and isinstance(last := self._out[-1], kind):
+            self._out[-1] = kind(last.text + text)
         elif text:
-            self._out.append(Text(text))
-
-    def _think(self, text: str) -> None:
-        if self._out and isinstance(last := self._out[-1], Thinking):
-            self._out[-1] = Thinking(last.text + text)
-        elif text:
-            self._out.append(Thinking(text))
+            self._out.append(kind(text))
 
     def _cross(self, marker: str) -> None:
-        """Change the parser's state to the one that follows `marker`."""
         self._crossed = True
         source, target = self._state, self._grammar.edges[self._state][marker]
         if source == TOOL:
@@ -269,10 +240,10 @@ class OutputParser:
         if target == TOOL:
             self._open_block(opening, source)
         elif target == REASONING:
-            if self._calls:
+            if self._reader.calls:
                 self.done = "tool_calls"
                 return
-            self._emit(self._visible.before_thinking())
+            self._emit(Text, self._visible.before_thinking())
             self._thought = Thought()
         elif source == REASONING:
             self._visible.after_thinking()
@@ -281,7 +252,7 @@ class OutputParser:
         thinking = (m for m, to in self._grammar.edges[NORMAL].items() if to == REASONING)
         marker = self._grammar.opening
         self._block = ToolBlock(
-            self._reader.scanner(),
+            self._reader,
             opening=opening,
             source=source,
             marker=marker,
@@ -290,10 +261,7 @@ class OutputParser:
         )
 
     def _close_block(self, marker: str, target: str) -> None:
-        """End the tool block at `marker`, or continue it if the marker may be part of an argument.
-
-        `target`: the state that follows the marker.
-        """
+        """End the tool block at `marker`, or continue it if the marker may be in an argument."""
         block = self._block
         if block is None:
             self._state = target
@@ -301,7 +269,7 @@ class OutputParser:
         verdict = block.closing()
         if verdict in (Closing.INSIDE, Closing.MAYBE):
             block.close(marker, target, verdict)
-        elif calls := block.whole(self._reader.read):
+        elif calls := block.calls():
             self._end_block(block, target, calls, None)
         elif verdict is Closing.UNKNOWN and not self._is_token(marker):
             # the marker is spelled out inside an argument; its token follows later
@@ -311,14 +279,12 @@ class OutputParser:
             self._return_block(block, target)
 
     def _end_in_block(self, block: ToolBlock, reason: FinishReason, *, again: bool) -> None:
-        """End the reply inside a tool block: add its calls to the reply, or emit it as text.
+        """Add the calls of the last tool block to the reply, or emit it as text.
 
-        The block is emitted as text if `ToolBlock.finished` finds no calls in it; with `again`,
-        only up to its first closing marker, and the rest is left to be parsed again. `reason`: the
-        reason why the reply ends.
+        With `again`, it is emitted only up to its first closing marker.
         """
         complete = reason == "stop" or self._grammar.open_ended
-        if found := block.finished(self._reader.read, NORMAL, complete=complete):
+        if found := block.finished(NORMAL, complete=complete):
             end, calls = found
             self._end_block(block, end.target, calls, end.after)
         else:
@@ -329,43 +295,33 @@ class OutputParser:
     def _end_block(
         self, block: ToolBlock, target: str, calls: Sequence[ToolCall], after: int | None
     ) -> None:
-        """Add the calls of a tool block to the reply, and change to the state `target`.
-
-        The text of the block from position `after` on is parsed again, unless `after` is None.
-        """
+        """Add the calls of a tool block to the reply; parse its text from `after` on again."""
         if after is not None and block.follow() is Follow.TEXT:
             log.warning("%s: text after a complete tool call left out of the reply", self._id)
         self._block, self._state = None, target
         calls = calls if self._parallel else calls[:1]
+        if not self._reader.calls:
+            self._emit(Text, self._visible.before_call())
         self._reader.take(calls)
-        if not self._calls:
-            self._emit(self._visible.before_call())
         self._out.extend(calls)
-        self._calls += len(calls)
         self._read_again(block, after)
         if not self._parallel:
             self.done = "tool_calls"
 
     def _read_again(self, block: ToolBlock, after: int | None) -> str:
-        """Leave a tool block's text from position `after` on to be parsed again.
-
-        Returns the text before it, with the text that opened the block. With None, returns all text
-        of the block, and nothing is parsed again.
-        """
+        """Leave a tool block's text from `after` on to be parsed again; return the rest of it."""
         text, rest = block.split(after)
         if rest:
             self._framing, self._token = rest, _REREAD
         return text
 
     def _return_block(self, block: ToolBlock, target: str, *, whole: bool = False) -> None:
-        """Emit a tool block without a valid call as text.
+        """Emit a tool block without a valid call, up to its first closing marker, as text.
 
-        The text is thinking if the block began inside thinking, else visible text. What follows its
-        first closing marker is left to be parsed again; with `whole`, it is emitted too.
-        `target`: the parser's next state, unless the block began in thinking.
+        With `whole`, what follows that marker is emitted too.
         """
         text = self._read_again(block, None if whole else block.first)
-        if self._grammar.syntax is not None:
+        if self._grammar.syntax is not NO_SYNTAX:
             log.warning(
                 "%s: malformed tool call of %d characters returned as text: %s",
                 *(self._id, len(text), self._reader.problem),
@@ -373,31 +329,30 @@ class OutputParser:
         self._block = None
         thinking = block.source == REASONING
         self._state = REASONING if thinking else target
-        if self._calls:
-            self._emit(text)
+        if self._reader.calls:
+            self._emit(Text, text)
             self.done = "tool_calls"
         elif thinking:
-            self._think(self._thought.add(text))
+            self._emit(Thinking, self._thought.add(text))
         else:
             self._say(text)
 
     def _flush(self) -> None:
-        """Emit all text that was held back, at the end of the reply."""
         if self._state == REASONING:
-            self._think(self._thought.flush())
-        if self._calls:
+            self._emit(Thinking, self._thought.flush())
+        if self._reader.calls:
             return
-        self._emit(self._visible.flush())
+        self._emit(Text, self._visible.flush())
         if self._grammar.harmony and "{" in self._framing:
             # arguments of a call whose header is damaged
-            self._emit(self._framing)
+            self._emit(Text, self._framing)
         elif not (self._grammar.harmony or self._visible.begun or self._crossed):
             # the reply lacks the header that its format requires, or was cut off within it
             framing = self._framing.strip()
             if not any(
                 marker.startswith(framing) for marker in self._finders[self._state].patterns
             ):
-                self._emit(self._framing)
+                self._emit(Text, self._framing)
 
     def _taken(self) -> list[Piece]:
         out, self._out = self._out, []
@@ -407,8 +362,7 @@ class OutputParser:
 def reader(tokenizer: Any) -> Callable[..., list[Piece]]:
     """Make a function `read(ids, **options)` that returns the pieces of a whole reply.
 
-    `ids`: the reply's tokens. The options are the keyword arguments of OutputParser. The function
-    may be called on any thread, for any number of replies. `tokenizer`: mlx-lm's TokenizerWrapper.
+    The options are those of OutputParser. The function may be called on any thread.
     """
 
     def read(ids: Sequence[int], **how: Any) -> list[Piece]:
@@ -436,9 +390,8 @@ class Finder:
     def feed(self, text: str) -> tuple[str, str | None, str]:
         """Add text; return the text before the string found, the string, and the rest.
 
-        If no string is found, returns the text that cannot be part of one, None and "", and
-        holds back the end of the text that may begin a string. If one is found, nothing is held
-        back, and the rest has not been searched: to search it, the caller feeds it again.
+        If no string is found, returns the text that cannot be part of one, None and "". If one is
+        found, the rest has not been searched: to search it, the caller feeds it again.
         """
         text = self._held + text
         found = min(
@@ -456,15 +409,11 @@ class Finder:
     def _cut(self, text: str) -> int:
         """Return the start of the longest suffix of `text` that may begin one of the strings."""
         for at in range(max(0, len(text) - self._reach), len(text)):
-            if text[at] in self._starts and self._begins(text[at:]):
+            if text[at] in self._starts and any(p.startswith(text[at:]) for p in self.patterns):
                 return at
         return len(text)
 
-    def _begins(self, tail: str) -> bool:
-        return any(p.startswith(tail) for p in self.patterns)
-
     def flush(self) -> str:
-        """Return the text held back, which is not searched any more."""
         held, self._held = self._held, ""
         return held
 
@@ -475,8 +424,7 @@ class Visible:
     Chat templates put newlines between thinking, text and tool calls, and add them again when they
     render the message. So all newlines directly after a think block and one newline directly before
     a tool call are left out. So is white space before a think block or a tool call if the message
-    has no other visible text yet. The argument `stop`: the stop strings. The argument `begun`: the
-    reply continues a message that has visible text already.
+    has no other visible text yet. `begun`: the reply continues a message that has visible text.
     """
 
     def __init__(self, stop: Iterable[str], *, begun: bool = False):
@@ -487,13 +435,11 @@ class Visible:
         self.begun = begun
         """True once there is text other than white space, emitted or held back."""
         self.stop: str | None = None
-        """Stop string that ended the text, or None."""
 
     def add(self, text: str) -> str:
         """Add visible text; return what can be emitted now, text held back before included.
 
-        If the added text completes a stop string, sets the attribute `stop` to that string; no
-        text may be added afterwards.
+        Sets `stop` if a stop string is complete; no text may be added afterwards.
         """
         if self._after_thinking:
             text = text.lstrip("\n")
@@ -510,27 +456,18 @@ class Visible:
         return self._out(text)
 
     def before_thinking(self) -> str:
-        """Return the visible text that was held back, because a think block begins.
-
-        Returns "" if the reply has no visible text but white space so far.
-        """
+        """Return the text that was held back; "" if there was only white space so far."""
         text = self.flush()
         return text if self._said else ""
 
     def after_thinking(self) -> None:
-        """Record the end of a think block: the newlines that follow it are left out."""
         self._after_thinking = True
 
     def before_call(self) -> str:
-        """Return the visible text that was held back, because a tool call begins.
-
-        Its last newline is left out. Returns "" if the reply has no visible text but white
-        space so far.
-        """
+        """Return the text that was held back, without its last newline."""
         return self.before_thinking().removesuffix("\n")
 
     def flush(self) -> str:
-        """Return the visible text held back, at the end of the reply."""
         text, self._held = self._held + self._finder.flush(), ""
         return self._out(text)
 
@@ -551,10 +488,7 @@ class Thought:
         self._begun = False
 
     def add(self, text: str) -> str:
-        """Add text of the think block; return what can be emitted now.
-
-        A newline at the end is held back, and so is all white space before the first other text.
-        """
+        """Add text of the think block; return what can be emitted now."""
         text, self._held = self._held + text, ""
         if not self._begun:
             if not text.strip():

@@ -1,4 +1,4 @@
-"""One tool block of a reply while it arrives, and the positions at which it may end.
+"""One tool block of a reply while it arrives: the positions at which it may end, and its calls.
 
 A tool block is the text between the markers that open and close tool calls. The marker that closes
 it may also occur in an argument, spelled out or as a token. A marker inside a value belongs to that
@@ -10,11 +10,14 @@ counts.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import secrets
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
+from typing import Any
 
-from mlxcache.model.tool_syntax.syntax import Closing, Scanner
+from mlxcache.model.tool_syntax.arguments import Tools, dumps, loads
+from mlxcache.model.tool_syntax.syntax import Closing, Scanner, Syntax
 from mlxcache.types import ToolCall
 
 LOOK_ON = 8_000
@@ -23,17 +26,87 @@ LOOK_ON = 8_000
 _MOST_TRIED = 8  # ends of a block at which it is read, so that a long block takes linear time
 _SHOWN = 64  # characters that tell if a marker follows
 
+# parsers of mlx-lm use json, ast and regular expressions on the model's text, and catch no errors
+_MALFORMED = (
+    ValueError,
+    TypeError,
+    LookupError,
+    AttributeError,
+    SyntaxError,
+    ArithmeticError,
+    RecursionError,
+    MemoryError,
+)
+
+
+class CallReader:
+    """Reader of the tool blocks of one reply. It gives each call an index and an id."""
+
+    def __init__(self, syntax: Syntax, tools: Sequence[Mapping[str, Any]]):
+        self._syntax = syntax
+        self._tools = Tools(tools)
+        self._ids: set[str] = set()
+        self.calls = 0
+        """Number of calls that became part of the reply."""
+        self.problem = ""
+        """Reason why the last tool block that was read is no call."""
+
+    def scanner(self) -> Scanner:
+        return self._syntax.scanner()
+
+    def read(self, text: str) -> list[ToolCall]:
+        """Read the calls in one tool block; return an empty list if any part is malformed.
+
+        A call of a tool that the request does not have is accepted, because the client reports it
+        to the model. The calls are not counted before they are passed to `take`.
+        """
+        self.problem = "it holds no call"
+        ids = set(self._ids)
+        try:
+            found = self._syntax.read(text, self._tools)
+            return [_call(raw, self.calls + i, ids) for i, raw in enumerate(found)]
+        except _MALFORMED as error:
+            self.problem = f"{type(error).__name__}: {str(error)[:200]}"
+            return []
+
+    def take(self, calls: Sequence[ToolCall]) -> None:
+        """Count calls that become part of the reply, so that later ones get new indices and ids."""
+        self.calls += len(calls)
+        self._ids.update(call.id for call in calls)
+
+
+def _call(raw: Any, index: int, taken: set[str]) -> ToolCall:
+    function = raw.get("function")
+    body = function if isinstance(function, dict) else raw
+    name = body.get("name", function)
+    if not isinstance(name, str) or not name.strip():
+        raise ValueError("the call has no name")
+    name.encode()  # raises for half a surrogate pair, which cannot be sent
+    arguments = _arguments(body.get("arguments", body.get("parameters")))
+    given = raw.get("id")
+    if not isinstance(given, str) or not given or given in taken:
+        given = f"call_{secrets.token_hex(12)}"
+    taken.add(given)
+    return ToolCall(index=index, id=given, name=name.strip(), arguments=arguments)
+
+
+def _arguments(value: Any) -> str:
+    if isinstance(value, str) and value.strip():
+        value = loads(value)
+    if value is None or value == "":
+        value = {}
+    if not isinstance(value, dict):
+        raise ValueError("the arguments are not a JSON object")
+    return dumps(value)
+
 
 class Follow(Enum):
-    """Kind of text that follows the last possible end of a tool block.
-
-    NOTHING yet, a MARKER that confirms the end, or other TEXT, which may continue an argument.
-    """
+    """Kind of text that follows the last possible end of a tool block."""
 
     NOTHING = auto()
     """Nothing yet, or the possible beginning of a marker."""
     MARKER = auto()
-    """The marker of another call, or of thinking."""
+    """The marker of another call, or of thinking, which confirms the end."""
     TEXT = auto()
     """Text that may continue an argument."""
 
@@ -53,23 +126,23 @@ class End:
     clean: bool
 
 
-Read = Callable[[str], list[ToolCall]]
-"""Reader of the calls in a text; it returns an empty list if the text is not a block of calls."""
+Ended = tuple[End, list[ToolCall]]
+"""The end of a tool block, and the calls before it."""
 
 
 class ToolBlock:
     """A tool block that began while the parser was in the state `source`.
 
-    `scanner`: tells which closing markers may end the block. `opening`: the marker that opened the
-    block, as the model wrote it, with the message header before it if the format has one. `marker`:
-    the marker that opens tool blocks in general, which is looked for inside the block; "" if there
-    is none. `confirming`: markers that confirm a possible end if they follow it. `head`: `opening`
-    if the syntax reads it as part of the block, otherwise empty.
+    `opening`: the marker that opened the block, as the model wrote it, with the message header
+    before it if the format has one. `marker`: the marker that opens tool blocks in general, which
+    is looked for inside the block; "" if there is none. `confirming`: markers that confirm a
+    possible end if they follow it. `head`: `opening` if the syntax reads it as part of the block,
+    otherwise empty.
     """
 
     def __init__(
         self,
-        scanner: Scanner,
+        reader: CallReader,
         *,
         opening: str,
         source: str,
@@ -78,16 +151,17 @@ class ToolBlock:
         head: str = "",
     ):
         self.opening, self.source = opening, source
-        self._scanner, self._head = scanner, head
+        self.first: int | None = None
+        """Length of the text up to the end of the first closing marker, also inside a value."""
+        self._reader, self._scanner, self._head = reader, reader.scanner(), head
         self._marker, self._confirming = marker, tuple(confirming)
         self._parts: list[str] = []
         self._size = 0
         self._run: list[str] = []
         self._depth = 0
         self._ends: list[End] = []
-        self._first: int | None = None
         self._next, self._beyond, self._judged = "", 0, False
-        scanner.add(head)
+        self._scanner.add(head)
 
     @property
     def text(self) -> str:
@@ -97,7 +171,6 @@ class ToolBlock:
         return self._parts[0] if self._parts else ""
 
     def add(self, text: str) -> None:
-        """Append text to the tool block."""
         self._scanner.add(text)
         self._parts.append(text)
         self._run.append(text)
@@ -108,21 +181,18 @@ class ToolBlock:
                 self._next = (self._next + text).lstrip()[:_SHOWN]
 
     def closing(self) -> Closing:
-        """Return the `Closing`: the role that a closing marker would have if it came next."""
         return self._scanner.closing()
 
     def close(self, marker: str, target: str, verdict: Closing) -> None:
-        """Append a closing marker to the tool block, as one of its possible ends.
+        """Append a closing marker, as a possible end unless its role `verdict` is INSIDE.
 
-        `verdict`: the role of the marker, as `closing` returns it. With INSIDE, the marker is
-        appended as a part of a value, and not as an end. `target`: the parser's state after the
-        marker.
+        `target`: the parser's state after the marker.
         """
         clean = self._count_markers()
         body = self._size
         self.add(marker)
         self._run.clear()
-        self._first = self._size if self._first is None else self._first
+        self.first = self._size if self.first is None else self.first
         if verdict is not Closing.INSIDE:
             self._ends.append(End(body, self._size, target, clean))
             self._next, self._beyond, self._judged = "", 0, False
@@ -130,8 +200,7 @@ class ToolBlock:
     def _count_markers(self) -> bool:
         """Pair the closing marker that comes next with an unclosed opening marker inside the block.
 
-        Returns True if no opening marker inside the block is unclosed, so that the closing marker
-        closes the block itself. Arguments can have both markers, such as text about tool calls.
+        Returns True if there is none, so that it closes the block itself.
         """
         self._depth += "".join(self._run).count(self._marker) if self._marker else 0
         if not self._depth:
@@ -147,14 +216,12 @@ class ToolBlock:
             return Follow.NOTHING
         return Follow.TEXT
 
-    def confirmed(self, read: Read) -> tuple[End, list[ToolCall]] | None:
+    def confirmed(self) -> Ended | None:
         """Return the end of the tool block once later text confirms it, with the calls before it.
 
         A marker of another call or of thinking confirms the last possible end, if nothing but white
-        space is between them. If more than `LOOK_ON` (8,000) characters of other text follow the
-        last possible end, the result is that of `best`; if `best` finds none, all ends so far are
-        discarded. Returns None if no end is confirmed, or if no calls can be read before it. `read`
-        returns the calls in a text, and is called with the block's text before an end.
+        space is between them. If more than `LOOK_ON` characters of other text follow the last
+        possible end, the best one counts; if none can be read, all ends so far are discarded.
         """
         if not self._ends or self._judged:
             return None
@@ -162,79 +229,60 @@ class ToolBlock:
         if follow is Follow.MARKER:
             self._judged = True
             last = self._ends[-1]
-            if last.clean and len(self._ends) <= _MOST_TRIED and (calls := self._read(last, read)):
+            if last.clean and len(self._ends) <= _MOST_TRIED and (calls := self._before(last)):
                 return last, calls
         elif follow is Follow.TEXT and self._beyond > LOOK_ON:
-            if found := self.best(read):
+            if found := self._best():
                 return found
             self._ends.clear()
         return None
 
-    def finished(
-        self, read: Read, target: str, *, complete: bool
-    ) -> tuple[End, list[ToolCall]] | None:
+    def finished(self, target: str, *, complete: bool) -> Ended | None:
         """Choose the end of the tool block that is open when the reply ends.
 
-        Returns the end with the calls before it, or None if no calls can be read. `read` returns
-        the calls in a text, and is called with the block's text before an end. `complete`: the
-        block may also end where the reply does, without a closing marker; `target` is the parser's
-        state then. Otherwise calls are read only if nothing, white space or a confirming marker
-        (see `ToolBlock`) follows the last possible end: other text may belong to an argument that
+        `complete`: the block may also end where the reply does, without a closing marker; `target`
+        is the parser's state then. Otherwise calls are read only if nothing, white space or a
+        confirming marker follows the last possible end: other text may belong to an argument that
         was cut off.
         """
         ended = bool(self._ends) and self.follow() is not Follow.TEXT
         if not complete:
-            return self.best(read) if ended else None
-        if not ended and (self._first is None or self.closing() is not Closing.INSIDE):
+            return self._best() if ended else None
+        if not ended and (self.first is None or self.closing() is not Closing.INSIDE):
             self.close("", target, Closing.MAYBE)
-        return self.best(read)
+        return self._best()
 
-    def best(self, read: Read) -> tuple[End, list[ToolCall]] | None:
+    def _best(self) -> Ended | None:
         """Return the last end at which the tool block can be read, with the calls before it.
 
-        An end can be read if `read` finds calls in the text of the block before it. The newest 8
-        clean ends (see `End`) are tried first, the last one first. If none of them can be read:
+        The newest 8 clean ends (see `End`) are tried first, the last one first. If none of them can
+        be read:
 
         - If the block's first closing marker is an end, only that end is tried.
         - Otherwise the newest 8 of all ends are tried, the last one first. One of them counts only
           if the text after the last opening marker before it is not a call of its own.
-
-        Returns None if no end can be read.
         """
         clean = [end for end in self._ends if end.clean][-_MOST_TRIED:]
         for end in reversed(clean):
-            if calls := self._read(end, read):
+            if calls := self._before(end):
                 return end, calls
-        if self._ends and self._ends[0].after == self._first:
-            calls = self._read(self._ends[0], read)
+        if self._ends and self._ends[0].after == self.first:
+            calls = self._before(self._ends[0])
             return (self._ends[0], calls) if calls else None
         for end in reversed(self._ends[-_MOST_TRIED:]):
             opened = self.text.rfind(self._marker, 0, end.body) + len(self._marker)
-            if not read(self.text[opened : end.body]) and (calls := self._read(end, read)):
+            own = self._reader.read(self.text[opened : end.body])
+            if not own and (calls := self._before(end)):
                 return end, calls
         return None
 
-    def _read(self, end: End, read: Read) -> list[ToolCall]:
-        return read(self._head + self.text[: end.body])
+    def _before(self, end: End) -> list[ToolCall]:
+        return self._reader.read(self._head + self.text[: end.body])
 
-    def whole(self, read: Read) -> list[ToolCall]:
-        """Return the calls that `read` finds in all text of the tool block so far."""
-        return read(self._head + self.text)
+    def calls(self) -> list[ToolCall]:
+        return self._reader.read(self._head + self.text)
 
     def split(self, after: int | None) -> tuple[str, str]:
-        """Return the tool block's text before position `after`, and the text from there on.
-
-        The first of the two begins with the text that opened the block, which `after` does not
-        count. `after` None stands for the end of the text.
-        """
+        """Return the opening and the text before position `after` (None: all), and the rest."""
         after = self._size if after is None else after
         return self.opening + self.text[:after], self.text[after:]
-
-    @property
-    def first(self) -> int | None:
-        """Length of the tool block's text up to the end of the first closing marker in it.
-
-        In characters. None if the block has no closing marker so far. A closing marker inside an
-        argument counts too, so the block may be longer.
-        """
-        return self._first

@@ -21,7 +21,7 @@ from mlx.nn import Module
 from mlxcache.errors import GenerationFailed
 from mlxcache.model import device
 from mlxcache.model.guidance.guide import Bitmask, Guide
-from mlxcache.model.guidance.thinking_budget import Steering
+from mlxcache.model.guidance.thinking import Steering
 from mlxcache.model.kv import Caches
 from mlxcache.model.lockstep import ALONE, Lockstep
 from mlxcache.model.sampling import masked

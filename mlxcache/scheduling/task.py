@@ -13,7 +13,7 @@ from mlxcache.cache.kv_cache import Lease
 from mlxcache.cache.restore import DiskLookup
 from mlxcache.errors import MlxcacheError
 from mlxcache.model.guidance.guide import Guide
-from mlxcache.model.guidance.thinking_budget import ThinkingBudget
+from mlxcache.model.guidance.thinking import ThinkingBudget
 from mlxcache.model.sampling import skip_draws
 from mlxcache.owner import own_ids
 from mlxcache.prompt.chat_prompt import make_reply

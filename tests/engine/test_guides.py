@@ -17,9 +17,9 @@ from llguidance import LLMatcher, LLTokenizer
 from mlxcache.engine.engine import COMPILE_THREADS
 from mlxcache.errors import BadRequest, Busy, GenerationFailed
 from mlxcache.model.guidance import guide
+from mlxcache.model.guidance.grammar import Guides
 from mlxcache.model.guidance.guide import Guide
-from mlxcache.model.guidance.guided import Guides
-from mlxcache.model.guidance.lark import LONGEST_GRAMMAR
+from mlxcache.model.lark import LONGEST_GRAMMAR
 from mlxcache.types import Job, OutputFormat
 from tests.conftest import ToyMaker
 from tests.engine.guided import POINT, SCHEMAS, as_format, ask

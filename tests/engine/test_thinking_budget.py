@@ -17,7 +17,7 @@ import pytest
 from mlxcache.config import Settings
 from mlxcache.engine.engine import Engine
 from mlxcache.engine.runtime import ModelRuntime
-from mlxcache.model.guidance.thinking_budget import ThinkingBudget, read_closing
+from mlxcache.model.guidance.thinking import ThinkingBudget, read_closing
 from mlxcache.model.load import Loaded
 from mlxcache.model.output import OutputParser
 from mlxcache.model.sampling import make_sampler

@@ -173,12 +173,6 @@ def test_the_end_of_turn_is_never_text(qwen: TokenizerWrapper) -> None:
     assert parser.done == "stop"
 
 
-def test_the_end_of_turn_can_be_ignored(qwen: TokenizerWrapper) -> None:
-    """Then it is neither an end nor text."""
-    pieces, parser = run(qwen, f"hello{EOS} more", "length", stop_at_eos=False)
-    assert (pieces, parser.done) == ([Text("hello more")], "length")
-
-
 def test_a_token_without_a_name_is_no_text() -> None:
     """Padded output heads can draw ids beyond the vocabulary."""
     tokenizer = wrapped(kind="spm")

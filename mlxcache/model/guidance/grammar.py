@@ -1,32 +1,80 @@
-"""Grammars that replies must follow, for output formats and tool calls.
-
-They are written in the form that llguidance compiles.
-"""
+"""Grammars that replies must follow, for output formats and tool calls, and the guides by them."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from threading import Lock
 from typing import Any
 
 from llguidance.gbnf_to_lark import any_to_lark
 
 from mlxcache.errors import BadRequest
-from mlxcache.model.guidance import json_schema
-from mlxcache.model.guidance.lark import Lark, compile_error, literal, one_of, regex
-from mlxcache.model.guidance.reply_frames import Frame, anything_but, frame_of
-from mlxcache.model.guidance.schema_facts import Schema
-from mlxcache.model.guidance.tool_grammar import read_tool, syntax_of
+from mlxcache.model import json_schema
+from mlxcache.model.guidance.guide import Grammars, Guide
+from mlxcache.model.guidance.thinking import AfterThinking, ThinkFormat, read_format
+from mlxcache.model.lark import Lark, compile_error, escaped, literal, one_of, regex
+from mlxcache.model.markers import MESSAGE, is_harmony
+from mlxcache.model.tool_syntax.families import grammar_of
+from mlxcache.model.tool_syntax.writing import CODE, FREE, PARAM, Signature, arguments_json
 from mlxcache.types import Job, OutputFormat
 
 _USER = "user"
+_TEXT = "/(?s:.+)/"
+
+
+class Guides:
+    """Factory of the guides of one model's replies. Its methods may be called on any thread.
+
+    `tokenizer`: mlx-lm's TokenizerWrapper. `vocab_size`: the width of the logits. `label`: that of
+    the model, for the log.
+    """
+
+    def __init__(self, tokenizer: Any, vocab_size: int, label: str = "unnamed"):
+        self._tokenizer = tokenizer
+        self._grammars = Grammars(tokenizer, vocab_size, label)
+        self._lock = Lock()
+        self._thinking: list[ThinkFormat | None] = []
+
+    def prepare(self) -> None:
+        """Read the vocabulary and the form of thinking, once: blocks for seconds if it is large.
+
+        Raises Unsupported if the model's tokenizer cannot be used.
+        """
+        self._think_format()
+
+    def needed(self, job: Job) -> bool:
+        return is_constrained(job)
+
+    def make(self, job: Job) -> Guide | None:
+        """Return a guide at the beginning of the reply to `job`, or None if the reply is free.
+
+        Blocks, mostly for milliseconds after `prepare`. Raises BadRequest if the format, or the
+        schema of a tool, is wrong or cannot be enforced, and Unsupported if the model's tokenizer
+        cannot be used or the syntax of its tool calls is unknown.
+        """
+        text = grammar_text(job, self._tokenizer)
+        if text is None:
+            return None
+        field = job.format.param if job.format is not None else PARAM
+        guide, prompt = self._grammars.guide(text, field), job.prompt
+        form = None if job.raw else self._think_format()
+        if form is None:
+            return guide
+        may_think = not (prompt.continued or form.is_closed_by(prompt.fed[-32:].tolist()))
+        return AfterThinking(form, guide, thinking=prompt.thinking_open, may_think=may_think)
+
+    def _think_format(self) -> ThinkFormat | None:
+        with self._lock:
+            if not self._thinking:
+                self._thinking.append(read_format(self._tokenizer, self._grammars.vocabulary()))
+            return self._thinking[0]
 
 
 def is_constrained(job: Job) -> bool:
     """Return whether the reply to `job` has to follow a grammar.
 
-    True if `job` has an output format, or if it has tools and a call is required, only some of the
-    tools may be called, or a tool has `strict` true.
+    It has to for an output format, a required call, a choice of tools, or a strict tool.
     """
     if job.format is not None:
         return True
@@ -41,83 +89,53 @@ def grammar_text(job: Job, tokenizer: Any) -> str | None:
     """Return the llguidance grammar of the reply to `job`, or None if the reply is free.
 
     The grammar describes the text after the thinking and the white space that follows it; in
-    gpt-oss and Muse Spark that text begins with the header of the next message. `tokenizer` is
-    mlx-lm's TokenizerWrapper. May be called on any thread; a large schema takes milliseconds.
-    Raises BadRequest for a schema, expression or grammar that is wrong or cannot be enforced, and
-    Unsupported for tool calls of a model family whose syntax is unknown.
+    gpt-oss and Muse Spark that text begins with the header of the next message. Raises what
+    `Guides.make` raises.
     """
     if not is_constrained(job):
         return None
     lark = Lark(tokenizer)
-    frame = frame_of(lark, tokenizer)
+    frame = _frame_of(lark, tokenizer)
+    form, required = job.format, job.tool_choice.required
     options = []
-    if job.format is not None and not (job.tools and job.tool_choice.required):
+    if form is not None and not (job.tools and required):
         # the text of a raw completion has no header, that of a continued message had it before
-        around = Frame(lark) if job.raw or job.prompt.continued else frame
-        options.append(around.text(_Format(job.format).expression(lark), job.format.kind))
+        around = _Frame(lark) if job.raw or job.prompt.continued else frame
+        options.append(around.text(_format(lark, form), form.kind))
     if job.tools:
-        calls = _Calls(lark, tokenizer, job, frame)
-        if job.tool_choice.required or options:
-            options.append(calls.forced())
-        else:
-            options.append(calls.free())
-    body = one_of(options)
-    text = lark.text(body)
-    if job.format is None or job.format.kind != "grammar" or job.tool_choice.required:
+        options.append(_calls(lark, tokenizer, job, frame, free=not (required or options)))
+    text = lark.text(one_of(options))
+    if form is None or form.kind != "grammar" or required:
         return text
-    user = {"name": _USER, "lark_grammar": _lark(job.format)}
+    user = {"name": _USER, "lark_grammar": _lark(form)}
     return json.dumps({"grammars": [{"lark_grammar": text}, user]})
 
 
-def _is_strict(tool: Mapping[str, Any]) -> bool:
-    return (tool.get("function") or {}).get("strict") is True
+# formats
 
 
-class _Calls:
-    """Writer of grammar expressions for the tool calls that the reply to a job may make.
-
-    `lark`: the grammar to which rules are added. `tokenizer`: mlx-lm's TokenizerWrapper. `frame`:
-    the writer of the message headers around calls. Creating one raises BadRequest if no tool has a
-    name that the job's tool choice lists, or if a schema cannot be enforced, and Unsupported if the
-    syntax of the model's calls is unknown.
-    """
-
-    def __init__(self, lark: Lark, tokenizer: Any, job: Job, frame: Frame):
-        self._lark = lark
-        self._frame = frame
-        self._several = job.parallel_tools
-        self._generic = job.prompt.generic_tools
-        forced, names = job.tool_choice.required, job.tool_choice.names
-        self._tools = [
-            read_tool(tool, checked=forced or _is_strict(tool))
-            for tool in job.tools or ()
-            if not names or tool["function"]["name"] in names
-        ]
-        if not self._tools:
-            listed = ", ".join(json.dumps(name) for name in names)
-            raise BadRequest(f"none of the tools has a name of {listed}", param="tool_choice")
-        self._syntax = (
-            None
-            if frame.has_recipients and not self._generic
-            else syntax_of(tokenizer, generic=self._generic)
-        )
-
-    def forced(self) -> str:
-        """Return a grammar expression for a reply that consists of tool calls.
-
-        It is one call, or one or more if the job allows several.
-        """
-        if self._syntax is None:
-            return self._frame.calls(self._tools, several=self._several)
-        calls = self._syntax.calls(self._lark, self._tools, several=self._several)
-        return self._frame.text(calls) if self._generic else self._frame.block(calls)
-
-    def free(self) -> str:
-        """Return a grammar expression for any reply in which each tool call is valid."""
-        if self._syntax is None:
-            return self._frame.free_calls(self._tools, several=self._several)
-        rest = self._syntax.rest(self._lark, self._tools, several=self._several)
-        return anything_but(self._lark, self._syntax.opening, rest)
+def _format(lark: Lark, form: OutputFormat) -> str:
+    param = _param(form)
+    if form.kind == "json_object":
+        return lark.json(FREE.text(FREE.root))
+    if form.kind == "json_schema":
+        try:
+            given = json.loads(form.value)
+        except (ValueError, RecursionError) as error:
+            reason = f"the schema is not JSON: {error}"
+            raise BadRequest(reason, param=param, code=json_schema.CODE) from error
+        schema = json_schema.check(given, param=param)
+        return lark.json(schema.text(schema.root))
+    if form.kind == "regex":
+        name = lark.terminal(regex(form.value))
+        _try(lark.text(name), "regular expression", param)
+        return name
+    if form.kind == "choice":
+        choices = json.loads(form.value)
+        if not choices or not all(isinstance(choice, str) for choice in choices):
+            raise BadRequest("expected a list of strings to choose from", param=param)
+        return lark.terminal(one_of(literal(choice) for choice in choices))
+    return f"@{_USER}"
 
 
 def _param(form: OutputFormat) -> str:
@@ -125,10 +143,7 @@ def _param(form: OutputFormat) -> str:
 
 
 def _lark(form: OutputFormat) -> str:
-    """Return the user's grammar in Lark syntax, converting it from llama.cpp's GBNF if needed.
-
-    `form`: an output format of kind "grammar". Raises BadRequest if the grammar cannot be compiled.
-    """
+    """Return the user's grammar in Lark syntax, converting it from llama.cpp's GBNF if needed."""
     try:
         text = any_to_lark(form.value)
     except RecursionError as error:
@@ -140,51 +155,155 @@ def _lark(form: OutputFormat) -> str:
     return text
 
 
-class _Format:
-    """Writer of the grammar for one output format of a request.
-
-    `expression(lark)` adds the rules that it needs to `lark` and returns the expression for the
-    reply.
-    """
-
-    def __init__(self, form: OutputFormat):
-        self._form = form
-        self._param = _param(form)
-
-    def expression(self, lark: Lark) -> str:
-        return str(getattr(self, f"_{self._form.kind}")(lark))
-
-    def _json_object(self, lark: Lark) -> str:
-        return lark.json(Schema({"type": "object"}))
-
-    def _json_schema(self, lark: Lark) -> str:
-        try:
-            schema = json.loads(self._form.value)
-        except (ValueError, RecursionError) as error:
-            reason = f"the schema is not JSON: {error}"
-            raise BadRequest(reason, param=self._param, code=json_schema.CODE) from error
-        return lark.json(json_schema.check(schema, param=self._param))
-
-    def _regex(self, lark: Lark) -> str:
-        name = lark.terminal(regex(self._form.value))
-        _try(lark.text(name), "regular expression", self._param)
-        return name
-
-    def _choice(self, lark: Lark) -> str:
-        choices = json.loads(self._form.value)
-        if not choices or not all(isinstance(choice, str) for choice in choices):
-            raise BadRequest("expected a list of strings to choose from", param=self._param)
-        return lark.terminal(one_of(literal(choice) for choice in choices))
-
-    def _grammar(self, lark: Lark) -> str:
-        return f"@{_USER}"
-
-
 def _try(grammar: str, what: str, param: str) -> None:
-    """Raise BadRequest if llguidance cannot compile `grammar`.
-
-    `what`: the noun for the grammar in the error's message. `param`: the field of the request that
-    the grammar comes from.
-    """
     if (reason := compile_error(grammar)) is not None:
         raise BadRequest(f"invalid {what}: {reason}", param=param)
+
+
+# tool calls
+
+
+def _is_strict(tool: Mapping[str, Any]) -> bool:
+    return (tool.get("function") or {}).get("strict") is True
+
+
+def _calls(lark: Lark, tokenizer: Any, job: Job, frame: _Frame, *, free: bool) -> str:
+    """Return an expression for a reply of tool calls, as many as the job allows.
+
+    With `free`, the reply may be anything in which each call is valid.
+    """
+    tools, generic, several = _callable(job), job.prompt.generic_tools, job.parallel_tools
+    if isinstance(frame, _Harmony) and not generic:
+        return frame.calls(tools, several=several, free=free)
+    grammar = grammar_of(tokenizer, generic=generic)
+    if free:
+        return _anything_but(lark, grammar.opening, grammar.rest(lark, tools, several=several))
+    calls = grammar.calls(lark, tools, several=several)
+    return frame.text(calls) if generic else frame.block(calls)
+
+
+def _callable(job: Job) -> list[Signature]:
+    forced, names = job.tool_choice.required, job.tool_choice.names
+    tools = [
+        _signature(tool["function"], checked=forced or _is_strict(tool))
+        for tool in job.tools or ()
+        if not names or tool["function"]["name"] in names
+    ]
+    if not tools:
+        listed = ", ".join(json.dumps(name) for name in names)
+        raise BadRequest(f"none of the tools has a name of {listed}", param="tool_choice")
+    return tools
+
+
+def _signature(function: Mapping[str, Any], *, checked: bool) -> Signature:
+    name = str(function["name"])
+    if not checked:
+        return Signature(name, FREE)
+    parameters = function.get("parameters") or {"type": "object", "properties": {}}
+    at = f"the schema of tool {json.dumps(name)}"
+    schema = json_schema.check(parameters, param=PARAM, at=at)
+    if "object" not in schema.types(schema.root):
+        raise BadRequest(f"{at}: expected an object of arguments", param=PARAM, code=CODE)
+    return Signature(name, schema)
+
+
+class _Frame:
+    """Frame around the text and the tool calls of a reply: nothing, or a message header."""
+
+    def __init__(self, lark: Lark):
+        self.lark = lark
+
+    def text(self, body: str, kind: str = "") -> str:
+        """Return an expression for a reply whose visible text is the expression `body`.
+
+        `kind`: that of the output format, which a header may name.
+        """
+        return body
+
+    def block(self, calls: str) -> str:
+        return calls
+
+
+class _Harmony(_Frame):
+    """gpt-oss's messages, whose headers name a channel and, before a call, the tool.
+
+    `call_ends`: the token after a call ends the reply, so that only one call can be made.
+    """
+
+    def __init__(self, lark: Lark, *, call_ends: bool):
+        super().__init__(lark)
+        self._call_ends = call_ends
+
+    def text(self, body: str, kind: str = "") -> str:
+        header = self.lark.marker("<|channel|>final")
+        if kind.startswith("json") and "<|constrain|>" in self.lark.added:
+            header += f" ({literal(' ')} {self.lark.marker('<|constrain|>json')})?"
+        return f"{header} {self.lark.marker(MESSAGE)} {body}"
+
+    def calls(self, tools: Sequence[Signature], *, several: bool, free: bool) -> str:
+        """Return an expression for messages that call `tools`; if `free`, also for any others."""
+        if not free:
+            return self._sequence(tools, several=several)
+        spoken = one_of(
+            f"{self.lark.marker(f'<|channel|>{channel}{MESSAGE}')} {_TEXT}"
+            for channel in ("analysis", "final", "commentary")
+        )
+        before = self.lark.rule(f"{spoken} {self._next('<|end|>')}")
+        return f"{before}* {one_of((spoken, self._sequence(tools, several=several)))}"
+
+    def _next(self, end: str) -> str:
+        return self.lark.marker(f"{end}<|start|>assistant")
+
+    def _sequence(self, tools: Sequence[Signature], *, several: bool) -> str:
+        call = self.lark.rule(one_of(map(self._call, tools)))
+        if self._call_ends:
+            return call
+        end = self.lark.marker("<|call|>")
+        if not several:
+            return f"{call} {end}"
+        return f"{call} ({self._next('<|call|>')} {call})* {end}"
+
+    def _call(self, tool: Signature) -> str:
+        header = f"<|channel|>commentary to=functions.{tool.name} "
+        header += "<|constrain|>json" if "<|constrain|>" in self.lark.added else "json"
+        return f"{self.lark.marker(header + MESSAGE)} {arguments_json(self.lark, tool)}"
+
+
+class _Recipients(_Frame):
+    """Muse Spark's messages, whose headers name a recipient: ` to=user<|message|>`."""
+
+    def _reply(self, to: str, body: str) -> str:
+        return f"{literal(' ')}? {to} {self.lark.marker(MESSAGE)} {body}"
+
+    def text(self, body: str, kind: str = "") -> str:
+        return self._reply(literal("to=user"), body)
+
+    def block(self, calls: str) -> str:
+        return self._reply(self.lark.terminal(r"/to=[\w.-]{1,64}/"), calls)
+
+
+def _frame_of(lark: Lark, tokenizer: Any) -> _Frame:
+    if is_harmony(tokenizer):
+        call = lark.added.get("<|call|>")
+        return _Harmony(lark, call_ends=call is None or call in tokenizer.eos_token_ids)
+    if tokenizer.response_initial_state == "header":
+        return _Recipients(lark)
+    return _Frame(lark)
+
+
+def _anything_but(lark: Lark, opening: str, rest: str) -> str:
+    """Return an expression for any text in which the expression `rest` follows each `opening`.
+
+    `opening`: a text, such as the marker of a tool call. The text may contain control tokens.
+    """
+    first, *later = lark.parts(opening)
+    controls = sorted(token for text, token in lark.added.items() if text != first)
+    other = [f"<[{','.join(map(str, controls))}]>"] if controls else []
+    after = " ".join([*(lark.marker(part) for part in later), rest])
+    if first in lark.added:
+        part = one_of([_TEXT, *other, f"{lark.marker(first)} {after}"])
+        return f"({part})*"
+    # the text that opens a call ends this terminal, so what follows it is constrained
+    head = lark.lazy(f"/(?s:.*)({escaped(first)})/")
+    part = one_of([f"{head} {after}", *(f"{_TEXT} {one}" for one in other), *other])
+    return f"({part})* ({_TEXT})?"

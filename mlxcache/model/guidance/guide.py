@@ -21,7 +21,7 @@ from llguidance import LLMatcher, LLTokenizer
 
 from mlxcache.errors import BadRequest, Unsupported
 from mlxcache.model import markers
-from mlxcache.model.guidance.lark import too_large
+from mlxcache.model.lark import too_large
 from mlxcache.typed import decode
 
 log = logging.getLogger(__name__)
@@ -29,11 +29,9 @@ log = logging.getLogger(__name__)
 Bitmask = npt.NDArray[np.int32]
 """Allowed tokens, shape (ceil(vocabulary / 32),): bit i % 32 of word i // 32 is token i."""
 
-_NO_TEXT = "NoExtensionBias"
-"""llguidance's error for a grammar that can neither end nor continue."""
-
-_NOT_ALLOWED = "doesn't satisfy the grammar"
-"""Part of llguidance's error for a token that is not allowed; all others are limits of its own."""
+# llguidance's errors: a grammar can neither end nor continue; a token is not allowed. All others
+# are limits of its own.
+_NO_TEXT, _NOT_ALLOWED = "NoExtensionBias", "doesn't satisfy the grammar"
 
 
 class Guide(Protocol):
@@ -47,21 +45,17 @@ class Guide(Protocol):
         """Advance the guide by a token. Raises ValueError if the token was not allowed."""
 
     def mask(self) -> Bitmask | None:
-        """Return the mask of tokens that may come next in the reply, or None if all may.
-
-        It has one bit per token of the vocabulary, as `Bitmask` describes.
-        """
+        """Return the mask of tokens that may come next in the reply, or None if all may."""
 
     def copy(self) -> Guide:
         """Return an independent guide in the same state."""
 
 
 class GrammarGuide:
-    """Guide that follows a grammar compiled as `matcher`.
+    """Guide that follows a compiled grammar, from the field `param` of the request.
 
-    `vocab_size`: the width of the logits. `param`: the field of the request that the grammar comes
-    from, or "". All tokens that end a turn are allowed where the grammar may end, and only those
-    where it must end.
+    All tokens that end a turn are allowed where the grammar may end, and only those where it must
+    end. `accept` and `mask` raise BadRequest if they take more work than llguidance's limits allow.
     """
 
     def __init__(self, matcher: LLMatcher, vocab_size: int, param: str):
@@ -70,11 +64,6 @@ class GrammarGuide:
         self._param = param
 
     def accept(self, token: int) -> None:
-        """Advance the guide by a token of the reply.
-
-        Raises ValueError for a token that was not allowed, and BadRequest if it takes more work
-        than llguidance's limits allow.
-        """
         if self._matcher.consume_token(token):
             return
         why = _why(self._matcher)
@@ -83,10 +72,6 @@ class GrammarGuide:
         raise _too_complex(why, self._param)
 
     def mask(self) -> Bitmask:
-        """Return the mask of tokens that may come next in the reply.
-
-        Raises BadRequest if computing it takes more work than llguidance's limits allow.
-        """
         found = self._matcher.compute_bitmask()  # has a bit more than there are tokens
         words = np.frombuffer(found, np.int32, (self._vocab_size + 31) // 32)
         if self._matcher.is_error():
@@ -94,7 +79,6 @@ class GrammarGuide:
         return words
 
     def copy(self) -> GrammarGuide:
-        """Return an independent guide in the same state."""
         return GrammarGuide(self._matcher.deep_copy(), self._vocab_size, self._param)
 
 
@@ -102,11 +86,10 @@ class Grammars:
     """Compiler of one model's grammars.
 
     `tokenizer`: mlx-lm's TokenizerWrapper. `vocab_size`: the width of the logits, which may exceed
-    the number of tokens. `label`: that of the model, for the log. Control tokens are not text: no
-    string or regular expression of a grammar allows them. Control tokens are the special tokens,
-    those that end a turn, and the markers of thinking and tool calls that are one token of the
-    vocabulary; a Lark grammar names one by `<[id]>`. Methods may be called on any thread; they
-    block.
+    the number of tokens. Control tokens are not text: no string or regular expression of a grammar
+    allows them. They are the special tokens, those that end a turn, and the markers of thinking and
+    tool calls that are one token of the vocabulary; a Lark grammar names one by `<[id]>`. Methods
+    may be called on any thread; they block.
     """
 
     def __init__(self, tokenizer: Any, vocab_size: int, label: str = "unnamed"):
@@ -117,11 +100,10 @@ class Grammars:
         self._lock = Lock()
 
     def guide(self, grammar: str, param: str = "") -> GrammarGuide:
-        """Compile `grammar`, and return a guide at its beginning.
+        """Compile a Lark grammar, or one in llguidance's JSON form, and return its guide.
 
-        `grammar`: a Lark grammar, or one in llguidance's JSON form. `param`: the field of the
-        request that it comes from, named in errors, or "". Raises BadRequest if the grammar is
-        wrong or too large, and Unsupported if the model's tokenizer cannot be used.
+        `param`: the field of the request that it comes from. Raises BadRequest if it is wrong or
+        too large, and Unsupported if the model's tokenizer cannot be used.
         """
         if (large := too_large(grammar)) is not None:
             raise _too_complex(large, param)
@@ -163,10 +145,6 @@ def _vocabulary(tokenizer: Any, vocab_size: int) -> LLTokenizer:
 
 
 def _control_ids(tokenizer: Any) -> set[int]:
-    """Return the ids of tokens that end a turn or are markers of thinking or tool calls.
-
-    `tokenizer`: mlx-lm's TokenizerWrapper.
-    """
     kinds = [markers.grammar(tokenizer, tools=True, generic=generic) for generic in (False, True)]
     found = {token for kind in kinds for token in kind.tokens.values()}
     return found | set(tokenizer.eos_token_ids)
@@ -175,9 +153,8 @@ def _control_ids(tokenizer: Any) -> set[int]:
 def _as_grammars_need(tokenizer_json: str, ids: Iterable[int]) -> str:
     """Mark the added tokens with these ids as special, and return the changed tokenizer.json.
 
-    `tokenizer_json`: the text of a tokenizer.json; the result neither pads nor truncates. It loses
-    the Unicode normaliser, with which llguidance would require other tokens than those of the text
-    that a grammar requires.
+    The result neither pads nor truncates. It loses the Unicode normaliser, with which llguidance
+    would require other tokens than those of the text that a grammar requires.
     """
     # the megabytes of vocabulary and merges stay text: parsing them would hold the interpreter
     content: dict[str, Any] = {**decode(dict[str, msgspec.Raw], tokenizer_json)}

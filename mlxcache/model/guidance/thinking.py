@@ -1,8 +1,16 @@
-"""Thinking in guided replies: free up to its closing marker, after which the guide decides."""
+"""Thinking in replies: free in front of an answer by a grammar, and ended at its budget.
+
+Before a guided answer, thinking is free up to its closing marker, after which the guide decides. A
+think block is ended by a guide that the reply gets when its budget is nearly spent. Until then the
+reply is free, and decoding does not wait for each token. The budget includes the closing words.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import logging
+import math
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -11,14 +19,16 @@ import numpy as np
 from llguidance import LLTokenizer
 
 from mlxcache.model import markers
+from mlxcache.model.chat_template import apply_chat_template
 from mlxcache.model.guidance.guide import Bitmask, Guide
 
-HARMONY = ("<|channel|>analysis<|message|>", "<|end|>", "<|start|>assistant")
+log = logging.getLogger(__name__)
+
+_HARMONY = ("<|channel|>analysis<|message|>", "<|end|>", "<|start|>assistant")
 """Opening of a think block of gpt-oss, its closing marker, and the text before the next message."""
 
 BLANKS = ("\n", "\n\n")
-"""White space that templates write between thinking and the answer; a reply may have one of these.
-"""
+"""White space between thinking and the answer; a reply may have one of these."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,21 +36,19 @@ class ThinkFormat:
     """Form in which a model family writes its thinking, in token ids.
 
     `opening`: ids that open a think block; empty if only the prompt opens one. `closing`: ids of
-    the marker that ends the block, and `marker` its text. `spelled`: the marker also counts when
-    other tokens spell it. `after`: ids that come between the block and the text after it. `again`:
-    further blocks may follow. `free`: mask of the tokens that a think block may consist of, those
-    of the closing marker included. `blanks`: tokens of white space, one of which may come between
-    the block and the answer. `beyond`: maps the missing rest of a partly spelled marker to the
-    tokens that would complete the marker together with the beginning of the answer. `vocabulary`:
-    the model's vocabulary in llguidance's form.
+    the marker that ends the block, and `marker` its text. `after`: ids that come between the block
+    and the text after it, the header of the next message. With such headers further blocks may
+    follow, and the marker does not count when other tokens spell it. `free`: mask of the tokens
+    that a think block may consist of, those of the closing marker included. `blanks`: tokens of
+    white space, one of which may come between the block and the answer. `beyond`: maps the missing
+    rest of a partly spelled marker to the tokens that would complete the marker together with the
+    beginning of the answer.
     """
 
     opening: tuple[int, ...]
     closing: tuple[int, ...]
     marker: bytes
-    spelled: bool
     after: tuple[int, ...]
-    again: bool
     free: Bitmask
     blanks: frozenset[int]
     beyond: Mapping[bytes, tuple[int, ...]]
@@ -49,26 +57,23 @@ class ThinkFormat:
     def is_closed_by(self, prompt: Sequence[int]) -> bool:
         """Return whether a prompt ends with a closed think block, so that the reply has none.
 
-        `prompt`: its token ids, or only the last ones, at least two more than `closing` has. The
-        block may be followed by up to two tokens of white space. Always False if not `spelled`.
+        The block may be followed by up to two tokens of white space. Always False with headers.
         """
         end = list(prompt[-len(self.closing) - 2 :])
         while end and end[-1] in self.blanks:
             end.pop()
-        return self.spelled and tuple(end[-len(self.closing) :]) == self.closing
+        return not self.after and tuple(end[-len(self.closing) :]) == self.closing
 
 
 def read_format(tokenizer: Any, vocabulary: LLTokenizer) -> ThinkFormat | None:
-    """Return the form of thinking of the model family of `tokenizer`.
+    """Return the form of thinking of the model family of `tokenizer`, mlx-lm's TokenizerWrapper.
 
-    Returns None if mlx-lm describes no thinking for it. `tokenizer` is mlx-lm's TokenizerWrapper.
-    Takes about 0.1 s.
+    Returns None if mlx-lm describes no thinking for it. Takes about 0.1 s.
     """
     words = _words(tokenizer)
     if words is None:
         return None
     opening, marker, after = words
-    headers = after != ""
 
     def encode(text: str) -> tuple[int, ...]:
         return tuple(tokenizer.encode(text, add_special_tokens=False)) if text else ()
@@ -77,14 +82,12 @@ def read_format(tokenizer: Any, vocabulary: LLTokenizer) -> ThinkFormat | None:
     pieces = [vocabulary.decode_bytes([token]) for token in range(vocabulary.vocab_size)]
     texts = [i for i in range(len(pieces)) if not vocabulary.is_special_token(i)]
     raw = marker.encode()
-    rests = {} if headers else {raw[k:]: _beyond(raw[k:], texts, pieces) for k in range(len(raw))}
+    rests = {} if after else {raw[k:]: _beyond(raw[k:], texts, pieces) for k in range(len(raw))}
     return ThinkFormat(
         opening=encode(opening),
         closing=closing,
         marker=raw,
-        spelled=not headers,
         after=encode(after),
-        again=headers,
         free=bitmask([*texts, *closing], vocabulary.vocab_size),
         blanks=frozenset(i for i in texts if pieces[i].decode(errors="replace") in BLANKS),
         beyond=rests,
@@ -93,14 +96,13 @@ def read_format(tokenizer: Any, vocabulary: LLTokenizer) -> ThinkFormat | None:
 
 
 def _words(tokenizer: Any) -> tuple[str, str, str] | None:
-    """Return the texts around a think block, as a model family writes them.
+    """Return the texts around a think block, or None if the model family does not think.
 
     These are its opening, its closing marker, and the beginning of the next message's header, which
-    is empty if messages have no headers. Returns None if the family does not think. `tokenizer`:
-    mlx-lm's TokenizerWrapper.
+    is empty if messages have no headers.
     """
     if markers.is_harmony(tokenizer):
-        return HARMONY
+        return _HARMONY
     headers = tokenizer.response_transitions.get(tokenizer.response_initial_state, ())
     for opening, state in headers:
         if state == markers.REASONING:
@@ -112,10 +114,9 @@ def _words(tokenizer: Any) -> tuple[str, str, str] | None:
 
 
 def _beyond(rest: bytes, tokens: Iterable[int], pieces: list[bytes]) -> tuple[int, ...]:
-    """Return those of `tokens` that complete a marker together with the beginning of the answer.
+    """Return tokens that complete a marker's `rest` together with the beginning of the answer.
 
-    `rest`: the bytes of the marker that are not written yet. `pieces`: the bytes of each token of
-    the vocabulary, by id. A token that adds only line ends after `rest` is not returned.
+    Line ends after `rest` are no beginning.
     """
     return tuple(
         i for i in tokens if pieces[i].startswith(rest) and pieces[i][len(rest) :].strip(b"\n")
@@ -130,7 +131,6 @@ def bitmask(tokens: Iterable[int], vocab_size: int) -> Bitmask:
 
 
 def allows(mask: Bitmask, token: int) -> bool:
-    """Return whether `mask`, with one bit per token, allows `token`."""
     return token // 32 < mask.size and bool(mask[token // 32] >> (token % 32) & 1)
 
 
@@ -145,9 +145,8 @@ block. `between`: the ids `ThinkFormat.after` that follow the block. `answer`: t
 class AfterThinking:
     """Guide for the answer only: thinking before it is free, but must end with its marker.
 
-    `guide`: the guide of the answer, at its beginning. `form`: how the model writes its thinking.
-    `thinking`: the prompt ends inside a think block. `may_think`: the reply may open a think block.
-    Before the answer the model cannot end its reply, and no tool can be called.
+    `guide`: the guide of the answer, at its beginning. `thinking`: the prompt ends inside a think
+    block. Before the answer the model cannot end its reply, and no tool can be called.
     """
 
     def __init__(self, form: ThinkFormat, guide: Guide, *, thinking: bool, may_think: bool):
@@ -162,11 +161,9 @@ class AfterThinking:
 
     @property
     def thinking(self) -> bool:
-        """True if a think block is open."""
         return self._state == "thinking"
 
     def mask(self) -> Bitmask | None:
-        """Return the mask of tokens that may come next in the reply, or None if all may."""
         form = self._form
         if self._state == "answer":
             return self._guide.mask()
@@ -184,7 +181,6 @@ class AfterThinking:
         return extra if own is None else extra | own
 
     def accept(self, token: int) -> None:
-        """Advance the guide by a token. Raises ValueError if the token was not allowed."""
         if self._state == "answer":
             self._guide.accept(token)
         elif self._state == "thinking":
@@ -195,18 +191,13 @@ class AfterThinking:
             self._begin(token)
 
     def copy(self) -> AfterThinking:
-        """Return an independent guide in the same state."""
         other = copy(self)
         other._guide = self._guide.copy()
         other._trial = self._trial.copy() if self._trial is not None else None
         return other
 
     def _free(self) -> Bitmask:
-        """Return the mask of tokens that thinking may continue with.
-
-        Tokens that complete the closing marker together with the beginning of the answer are
-        excluded.
-        """
+        """Allow no token that completes the closing marker and begins the answer."""
         form = self._form
         banned = [
             token
@@ -222,10 +213,10 @@ class AfterThinking:
             raise ValueError(f"token {token} cannot be part of thinking")
         self._tail += form.vocabulary.decode_bytes([token])
         closes = self._tail.rstrip(b"\n").endswith(form.marker)
-        if closes and (form.spelled or token in form.closing):
-            self._blank_allowed = form.spelled and self._tail.endswith(form.marker)
+        if closes and (not form.after or token in form.closing):
+            self._blank_allowed = not form.after and self._tail.endswith(form.marker)
             self._state = "between" if form.after else "begin"
-            self._opening = form.opening if form.again else ()
+            self._opening = form.opening if form.after else ()
             self._at, self._tail = 0, b""
             self._trial = self._guide.copy()
         else:
@@ -239,11 +230,6 @@ class AfterThinking:
             self._state, self._at = "begin", 0
 
     def _begin(self, token: int) -> None:
-        """Advance the guide by a token before the answer.
-
-        Raises ValueError for a token that neither belongs to the marker that opens a think block,
-        nor is allowed white space, nor may begin the answer.
-        """
         trial = self._trial
         own = trial.mask() if trial is not None else None
         fits = trial is not None and (own is None or allows(own, token))
@@ -262,3 +248,286 @@ class AfterThinking:
             self._blank_allowed = False
         else:
             raise ValueError(f"token {token} does not fit the beginning of the answer")
+
+
+# the budget
+
+Steering = Callable[[Guide | None, Sequence[int]], Guide | None]
+"""Function that changes a reply's guide.
+
+It takes the guide so far and the tokens drawn since the change was requested, and returns the new
+guide. Both guides have accepted these tokens.
+"""
+
+QWEN_WORDS = (
+    "\n\nConsidering the limited time by the user, I have to give the solution based on the "
+    "thinking directly now."
+)
+"""Closing words on which Qwen3 was trained. Source: https://arxiv.org/abs/2505.09388, 4.3."""
+
+LEAST_FOR_WORDS = 128
+"""Smallest budget in tokens with closing words; thinking with a smaller one ends without them."""
+
+MOST_WAITING = 6
+"""Maximum number of tokens that are allowed to complete a partly written character or marker."""
+
+_RECENT = 32  # tokens of thinking that are searched for a partly written marker
+
+
+@dataclass(frozen=True, slots=True)
+class ThinkEnd:
+    """Token ids that end a think block of one model family.
+
+    `words`: a sentence with which the model stops thinking, if its family has one, then the end of
+    the block. `plain`: the end only. `after`: how many ids at the end of both come after the
+    block's closing marker. `header`: how many of those, at their end, are the header of a message
+    with visible text. This header is left out if the reply may call tools or follows a grammar;
+    then one of the token ids in `options` must follow. `vocab_size`: the width of the logits.
+    """
+
+    vocab_size: int
+    words: tuple[int, ...]
+    plain: tuple[int, ...]
+    after: int = 0
+    header: int = 0
+    options: tuple[int, ...] = ()
+
+
+def read_closing(
+    tokenizer: Any, architecture: str, vocab_size: int, label: str = "unnamed"
+) -> ThinkEnd | None:
+    """Return the token ids that end thinking in the model family of `tokenizer`.
+
+    Returns None if mlx-lm describes no thinking for it. `architecture`: the model_type of
+    config.json. `vocab_size`: the width of the logits.
+    """
+
+    def encode(text: str) -> tuple[int, ...]:
+        return tuple(tokenizer.encode(text, add_special_tokens=False))
+
+    words = _words(tokenizer)
+    if words is None:
+        return None
+    _, marker, following = words
+    if markers.is_harmony(tokenizer):
+        header, after = encode("final<|message|>"), encode(f"{following}<|channel|>")
+        plain = encode(marker) + after + header
+        options = header[:1] + encode("commentary")[:1]
+        return ThinkEnd(vocab_size, plain, plain, len(after + header), len(header), options)
+    if following:
+        plain = encode(marker) + encode(following)
+        return ThinkEnd(vocab_size, plain, plain, len(encode(following)))
+    before, behind = _blanks(tokenizer, label)
+    plain = encode(before + marker)
+    spoken = encode(QWEN_WORDS + before + marker) if architecture.startswith("qwen3") else plain
+    follow = encode(behind) if behind else ()
+    return ThinkEnd(vocab_size, spoken + follow, plain + follow, len(follow))
+
+
+def _blanks(tokenizer: Any, label: str) -> tuple[str, str]:
+    """Return the white space that the template writes before and after the closing marker.
+
+    It is one line break before and two after if the template does not show it.
+    """
+    thought, text = "zqthink7", "zqtext7"
+    messages = [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": text, "reasoning_content": thought},
+    ]
+    try:
+        shown = str(apply_chat_template(tokenizer, messages, tokenize=False))
+    except Exception as error:  # noqa: BLE001 - a template may raise anything
+        log.debug(
+            "model %s: chat template failed, line breaks assumed around the end of thinking: %s",
+            *(label, error),
+        )
+        return "\n", "\n\n"
+    between = shown.partition(thought)[2].partition(text)[0]
+    before, marker, after = between.partition(tokenizer.think_end)
+    return (before, after) if marker and not between.replace(marker, "").strip() else ("\n", "\n\n")
+
+
+class ThinkingBudget:
+    """Limit of the thinking in one reply, which requests a guide that ends it.
+
+    `limit`: maximum number of tokens in all think blocks together, exceeded by `MOST_WAITING`
+    tokens at most; with None there is no limit until `end` is called. `ahead`: maximum number of
+    tokens that are drawn before a new guide takes effect. `tools`: the reply's calls are parsed.
+    """
+
+    def __init__(
+        self, closing: ThinkEnd, tokenizer: Any, limit: int | None, *, ahead: int, tools: bool
+    ):
+        self._closing = closing
+        self._tokenizer = tokenizer
+        self._limit = math.inf if limit is None else limit
+        self._ahead = ahead
+        self._tools = tools
+        self._recent: deque[int] = deque(maxlen=_RECENT)
+        self._since = -1  # tokens since the end was asked for; -1: it was not
+        least = max(LEAST_FOR_WORDS, 2 * len(closing.words))
+        self._spoken = self._limit < least
+
+    def note(self, token: int, *, thinking: bool, used: int) -> Steering | None:
+        """Record a token of the reply; return a change of the reply's guide, or None.
+
+        `thinking`: a think block is open after the token. `used`: tokens in think blocks so far.
+        """
+        self._recent.append(token)
+        if self._since >= 0:
+            self._since += 1
+            if not thinking:
+                return self._stop
+            if self._since <= len(self._ids) + self._ahead + MOST_WAITING + 2:
+                return None
+            # what looked like the end of the block was not
+        elif not thinking or used < self._limit - self._within - self._ahead:
+            return None
+        self._since = 0
+        return self._start
+
+    def may_steer(self, used: int, within: int) -> bool:
+        """Return whether the guide may change within the next `within` tokens of thinking."""
+        return self._since >= 0 or used + within >= self._limit - self._within - self._ahead
+
+    def begin(self, guide: Guide | None) -> Guide | None:
+        """Return the guide of a reply that begins inside a think block.
+
+        This is `guide` unless the limit is so small that the block must be closed at once.
+        """
+        if self._limit > self._within + self._ahead:
+            return guide
+        self._since = 0
+        return self._start(guide, ())
+
+    def end(self) -> Steering | None:
+        """Request the end of the open think block, and of any later one, unless it is already."""
+        if self._limit == 0 or self._since >= 0:
+            return None
+        self._limit = self._since = 0
+        return self._start
+
+    @property
+    def _ids(self) -> tuple[int, ...]:
+        return self._closing.plain if self._spoken else self._closing.words
+
+    @property
+    def _within(self) -> int:
+        """Number of closing tokens that count as thinking: up to and with the closing marker."""
+        return len(self._ids) - self._closing.after
+
+    def _start(self, guide: Guide | None, newer: Sequence[int]) -> Guide:
+        inner = guide.inner if isinstance(guide, CloseThinking) else guide
+        ids, header = self._ids, self._closing.header
+        options: tuple[int, ...] = ()
+        if header and (self._tools or inner is not None):
+            ids, options = ids[:-header], self._closing.options
+        framing = markers.grammar(self._tokenizer, tools=self._tools, generic=False)
+        closing = CloseThinking(
+            ids,
+            inner,
+            within=self._within,
+            options=options,
+            leaves=tuple(framing.edges.get(markers.REASONING, ())),
+            decode=lambda tokens: str(self._tokenizer.decode(list(tokens))),
+            tail=self._recent,
+            vocab_size=self._closing.vocab_size,
+        )
+        for token in newer:
+            closing.follow(token)
+        self._spoken = True  # a second block ends without words
+        return closing
+
+    def _stop(self, guide: Guide | None, newer: Sequence[int]) -> Guide | None:
+        """Remove the guide that ended a think block if it is done."""
+        if isinstance(guide, CloseThinking):
+            if not guide.done:
+                return guide
+            guide = guide.inner
+        self._since = -1
+        return guide
+
+
+class CloseThinking:
+    """Guide that ends a think block with the tokens `ids`, then follows only `inner`.
+
+    `inner`: the guide that the reply had before, which also restricts `ids`; None allows
+    everything. `within`: how many of `ids` belong to the block. `options`: tokens, one of which
+    follows `ids`; may be empty. `leaves`: markers by which the model may end the block itself
+    before. `tail`: the newest tokens of the block so far. `decode`: returns the text of tokens.
+    """
+
+    def __init__(
+        self,
+        ids: Sequence[int],
+        inner: Guide | None,
+        *,
+        within: int,
+        options: Sequence[int],
+        leaves: Sequence[str],
+        decode: Callable[[Sequence[int]], str],
+        tail: Iterable[int],
+        vocab_size: int,
+    ):
+        self.inner = inner
+        self._ids = tuple(ids)
+        self._within = within
+        self._options = tuple(options)
+        self._leaves = tuple(leaves)
+        self._decode = decode
+        self._tail = tuple(tail)
+        self._begun = self._open = len(self._tail)
+        self._vocab_size = vocab_size
+        self._at = 0
+        self.done = False
+        """True once the think block is closed and the tokens that must follow it are written."""
+
+    def accept(self, token: int) -> None:
+        """Advance by a token, which only `inner` may refuse: some were drawn before this guide."""
+        if self.inner is not None:
+            self.inner.accept(token)
+        self.follow(token)
+
+    def follow(self, token: int) -> None:
+        """Advance this guide, but not its `inner` guide, which has accepted `token` already."""
+        if self.done:
+            return
+        if token in self._wanted():
+            self._at += 1
+            self.done = self._at == len(self._ids) + bool(self._options)
+        elif self._at >= self._within:
+            self.done = True  # the inner guide had it otherwise
+        else:
+            self._at = 0
+        self._tail = (*self._tail, token)
+        if self._at < self._within and self._has_left():
+            self.done = True
+
+    def mask(self) -> Bitmask | None:
+        own = self.inner.mask() if self.inner is not None else None
+        if self.done or (self._at == 0 and self._waits()):
+            return own
+        wanted = [t for t in self._wanted() if own is None or allows(own, t)]
+        return bitmask(wanted, self._vocab_size) if wanted else own
+
+    def copy(self) -> CloseThinking:
+        other = copy(self)
+        other.inner = self.inner.copy() if self.inner is not None else None
+        return other
+
+    def _wanted(self) -> tuple[int, ...]:
+        return self._ids[self._at : self._at + 1] or self._options
+
+    def _has_left(self) -> bool:
+        before = self._decode(self._tail[: self._begun])
+        text = self._decode(self._tail)
+        return any(text.find(m, max(0, len(before) - len(m) + 1)) >= 0 for m in self._leaves)
+
+    def _waits(self) -> bool:
+        """Return whether the closing tokens wait for the rest of a character or one of `leaves`."""
+        if len(self._tail) - self._begun >= MOST_WAITING:
+            return False
+        text = self._decode(self._tail[-_RECENT:])
+        return text.endswith("\ufffd") or any(
+            text.endswith(marker[:n]) for marker in self._leaves for n in range(1, len(marker))
+        )

@@ -1,7 +1,7 @@
-"""The tool-call syntaxes of model families, by the names of mlx-lm's parsers.
+"""The tool calls of model families: one row each, with its reader and its grammar.
 
-The forms are those of the families' chat templates and of their documentation:
-https://huggingface.co/Qwen/Qwen3-Coder-30B-A3B-Instruct (qwen3_coder),
+Rows are named like mlx-lm's parsers. The forms are those of the families' chat templates and of
+their documentation: https://huggingface.co/Qwen/Qwen3-Coder-30B-A3B-Instruct (qwen3_coder),
 https://github.com/MiniMax-AI/MiniMax-M2.5/blob/main/docs/tool_calling_guide.md (minimax_m2),
 https://huggingface.co/zai-org/GLM-4.7 (glm47, laguna), and of the others on the same site.
 """
@@ -10,96 +10,276 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
-from mlxcache.model.tool_syntax.gemma import GemmaSyntax
-from mlxcache.model.tool_syntax.json_calls import HeadedCalls, JsonCalls
-from mlxcache.model.tool_syntax.kimi_k3 import KimiK3Calls
-from mlxcache.model.tool_syntax.pythonic import PythonicCalls
-from mlxcache.model.tool_syntax.syntax import Syntax
-from mlxcache.model.tool_syntax.tags import NamedCalls, TagSyntax
+from mlxcache.errors import Unsupported
+from mlxcache.model.tool_syntax.gemma import GemmaGrammar, GemmaSyntax
+from mlxcache.model.tool_syntax.json_calls import (
+    HeadedCalls,
+    JsonCalls,
+    PythonicCalls,
+    json_call,
+    kimi_k2_call,
+    listed_call,
+    mistral_call,
+    pythonic_call,
+)
+from mlxcache.model.tool_syntax.syntax import NO_SYNTAX, ForeignSyntax, Syntax
+from mlxcache.model.tool_syntax.tags import (
+    KimiK3Calls,
+    NamedCalls,
+    TagGrammar,
+    TagSyntax,
+    kimi_k3_call,
+)
+from mlxcache.model.tool_syntax.writing import ANY_NAME, PARAM, CallGrammar
+
+GENERIC_START, GENERIC_END = "<tool_call>", "</tool_call>"
 
 _NAME = r'"?(?P<name>[^"<>\n]{1,256})"?'
 _CALL = r'"?(?P<call>[^"<>\n]{1,256})"?'
 _ATTRIBUTES = r"[^<>]{0,200}"
 
 
-def _key_value(prefix: str) -> Syntax:
-    return NamedCalls(
+@dataclass(frozen=True, slots=True)
+class Family:
+    """How a model family writes tool calls.
+
+    `grammar`: that of its calls, or a function that returns the one of a tokenizer; without one,
+    calls cannot be forced.
+    """
+
+    reader: Syntax
+    grammar: CallGrammar | Callable[[Any], CallGrammar] | None = None
+
+
+def _arg_tags(prefix: str, *, forced: bool = True) -> Family:
+    """Return the row of a family with the tags of GLM, such as `<arg_key>`."""
+    key, value, block = f"{prefix}arg_key", f"{prefix}arg_value", f"{prefix}tool_call"
+    reader = NamedCalls(
         call=r"(?P<call>[^\s<>{}\[\]()\"']{1,256})",
-        parameter=(
-            rf"<{prefix}arg_key>(?P<name>[^<>]{{1,256}})</{prefix}arg_key>"
-            rf"(?:\\n|\s)*<{prefix}arg_value>"
-        ),
-        close=f"</{prefix}arg_value>",
+        parameter=rf"<{key}>(?P<name>[^<>]{{1,256}})</{key}>(?:\\n|\s)*<{value}>",
+        close=f"</{value}>",
+        end="",
         blank=r"(?:\\n|\s)*",
+        several=False,
     )
+    ends = (f"</{value}>", f"</{block}>")
+    call = TagGrammar(
+        "{}", "", f"<{key}>{{}}</{key}>", f"</{value}>", ends, after_key=f"<{value}>", line=True
+    )
+    return Family(reader, CallGrammar(f"<{block}>", f"</{block}>", call) if forced else None)
 
 
-GENERIC: Syntax = JsonCalls()
+_GENERIC_GRAMMAR = CallGrammar(GENERIC_START, GENERIC_END, json_call, names=ANY_NAME)
+GENERIC = Family(JsonCalls(), _GENERIC_GRAMMAR)
 """Calls that models are told to write if their chat template has no tools."""
 
 HARMONY: Syntax = HeadedCalls(
     r"(?:(?!<\|message\|>).){0,400}?\bto=(?:functions\.)?(?P<call>[^\s<]{1,256})"
     r"(?:(?!<\|message\|>).){0,400}?<\|message\|>"
 )
-"""Syntax of gpt-oss's calls: the header of a message, then JSON arguments."""
+"""Reader of gpt-oss's calls: the header of a message, then JSON arguments."""
 
-SYNTAXES: dict[str, Syntax] = {
-    "function_gemma": GemmaSyntax("<escape>"),
-    "gemma4": GemmaSyntax('<|"|>'),
-    "glm47": _key_value(""),
-    "json_tools": JsonCalls(),
-    "kimi_k2": HeadedCalls(
-        r"(?:<\|tool_call_begin\|>)?\s*"
-        r"(?P<call_id>(?:functions\.)?(?P<call>[^\s<>]{1,256}?):\d+)"
-        r"\s*<\|tool_call_argument_begin\|>",
-        r"<\|tool_call_end\|>|\Z",
+
+def _mistral(tokenizer: Any) -> CallGrammar:
+    """Return the grammar of `NAME[ARGS]{...}` if the model knows `[ARGS]`, else of a JSON list."""
+    if "[ARGS]" in tokenizer.get_added_vocab() or "[ARGS]" in str(tokenizer.chat_template):
+        names = re.compile(r"[\w-]+")
+        return CallGrammar("[TOOL_CALLS]", "", mistral_call, apart="", names=names)
+    return CallGrammar("[TOOL_CALLS][", "]", listed_call, between=", ", names=ANY_NAME)
+
+
+FAMILIES: dict[str, Family] = {
+    "function_gemma": Family(
+        GemmaSyntax("<escape>"),
+        CallGrammar(
+            "<start_function_call>",
+            "<end_function_call>",
+            GemmaGrammar("<escape>"),
+            apart="",
+            names=re.compile(r"\w+"),
+        ),
     ),
-    "kimi_k3": KimiK3Calls(),
-    "laguna": _key_value(""),
-    "longcat": _key_value("longcat_"),
-    "minicpm5": TagSyntax(
-        call=r"(?:<function\s+name\s*=\s*+)?[\"']?(?P<call>[^\"'<>\s]{1,256})[\"']?\s{0,9}>",
-        parameter=r"<param\s+name\s*=\s*+[\"']?(?P<name>[^\"'<>\n]{1,256})[\"']?\s{0,9}>",
-        close="</param>",
-        end=r"(?:</function>)?",
-        several=True,
-        cdata=True,
+    "gemma4": Family(
+        GemmaSyntax('<|"|>'),
+        CallGrammar(
+            "<|tool_call>",
+            "<tool_call|>",
+            GemmaGrammar('<|"|>'),
+            apart="",
+            names=re.compile(r"[\w-]+"),
+        ),
     ),
-    "minimax_m2": TagSyntax(
-        call=rf"<invoke name={_CALL}>",
-        parameter=rf"<parameter name={_NAME}>",
-        close="</parameter>",
-        end="</invoke>",
-        several=True,
+    "glm47": _arg_tags(""),
+    "json_tools": GENERIC,
+    "kimi_k2": Family(
+        HeadedCalls(
+            r"(?:<\|tool_call_begin\|>)?\s*"
+            r"(?P<call_id>(?:functions\.)?(?P<call>[^\s<>]{1,256}?):\d+)"
+            r"\s*<\|tool_call_argument_begin\|>",
+            r"<\|tool_call_end\|>|\Z",
+        ),
+        CallGrammar(
+            "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>", kimi_k2_call, between=""
+        ),
     ),
-    "mistral": HeadedCalls(
-        r"(?:\[TOOL_CALLS\])?\s*(?P<call>[^\s\[\]{}]{1,256})\s*(?:\[CALL_ID\]\w{1,64})?\[ARGS\]",
-        listed=True,
+    "kimi_k3": Family(
+        KimiK3Calls(),
+        CallGrammar("<|open|>tools<|sep|>", "<|close|>tools<|sep|>", kimi_k3_call, between=""),
     ),
-    "muse_spark": TagSyntax(
-        call=rf'<atem:invoke\b{_ATTRIBUTES}?\bname="(?P<call>[^"<>]{{1,256}})"{_ATTRIBUTES}>',
-        parameter=rf'<atem:parameter\b{_ATTRIBUTES}?\bname="(?P<name>[^"<>]{{1,256}})"{_ATTRIBUTES}>',
-        close="</atem:parameter>",
-        end="</atem:invoke>",
-        several=True,
+    "laguna": _arg_tags("", forced=False),
+    "longcat": _arg_tags("longcat_"),
+    "minicpm5": Family(
+        TagSyntax(
+            call=r"(?:<function\s+name\s*=\s*+)?[\"']?(?P<call>[^\"'<>\s]{1,256})[\"']?\s{0,9}>",
+            parameter=r"<param\s+name\s*=\s*+[\"']?(?P<name>[^\"'<>\n]{1,256})[\"']?\s{0,9}>",
+            close="</param>",
+            end=r"(?:</function>)?",
+            cdata=True,
+        ),
+        CallGrammar(
+            "<function name=",
+            "</function>",
+            TagGrammar(
+                '"{}">',
+                "",
+                '<param name="{}">',
+                "</param>",
+                ("</param>", "</function>"),
+                cdata=True,
+            ),
+        ),
     ),
-    "pythonic": PythonicCalls(),
-    "qwen3_coder": TagSyntax(
-        call=r"<function=(?P<call>[^<>\n]{1,256})>",
-        parameter=r"<parameter=(?P<name>[^<>\n]{1,256})>",
-        close="</parameter>",
-        end="</function>",
-        wrap="\n",
+    "minimax_m2": Family(
+        TagSyntax(
+            call=rf"<invoke name={_CALL}>",
+            parameter=rf"<parameter name={_NAME}>",
+            close="</parameter>",
+            end="</invoke>",
+        ),
+        CallGrammar(
+            "<minimax:tool_call>\n",
+            "</minimax:tool_call>",
+            TagGrammar(
+                '<invoke name="{}">\n',
+                "</invoke>\n",
+                '<parameter name="{}">',
+                "</parameter>\n",
+                ("</parameter>", "</invoke>", "</minimax:tool_call>", "<parameter name="),
+            ),
+            between="",
+        ),
+    ),
+    "mistral": Family(
+        HeadedCalls(
+            r"(?:\[TOOL_CALLS\])?\s*(?P<call>[^\s\[\]{}]{1,256})\s*(?:\[CALL_ID\]\w{1,64})?\[ARGS\]",
+            listed=True,
+        ),
+        _mistral,
+    ),
+    "muse_spark": Family(
+        TagSyntax(
+            call=rf'<atem:invoke\b{_ATTRIBUTES}?\bname="(?P<call>[^"<>]{{1,256}})"{_ATTRIBUTES}>',
+            parameter=(
+                rf'<atem:parameter\b{_ATTRIBUTES}?\bname="(?P<name>[^"<>]{{1,256}})"{_ATTRIBUTES}>'
+            ),
+            close="</atem:parameter>",
+            end="</atem:invoke>",
+        ),
+        CallGrammar(
+            "<atem:function_calls>\n",
+            "</atem:function_calls>",
+            TagGrammar(
+                '<atem:invoke name="{}">\n',
+                "</atem:invoke>\n",
+                '<atem:parameter name="{}">',
+                "</atem:parameter>\n",
+                (
+                    "</atem:parameter>",
+                    "</atem:invoke>",
+                    "</atem:function_calls>",
+                    "<atem:parameter",
+                ),
+            ),
+            between="",
+        ),
+    ),
+    "pythonic": Family(
+        PythonicCalls(),
+        CallGrammar(
+            "<|tool_call_start|>[",
+            "]<|tool_call_end|>",
+            pythonic_call,
+            between=", ",
+            names=re.compile(r"[A-Za-z_][\w.]*"),
+        ),
+    ),
+    "qwen3_coder": Family(
+        TagSyntax(
+            call=r"<function=(?P<call>[^<>\n]{1,256})>",
+            parameter=r"<parameter=(?P<name>[^<>\n]{1,256})>",
+            close="</parameter>",
+            end="</function>",
+            several=False,
+            wrap="\n",
+        ),
+        CallGrammar(
+            "<tool_call>\n",
+            "\n</tool_call>",
+            TagGrammar(
+                "<function={}>\n",
+                "</function>",
+                "<parameter={}>\n",
+                "\n</parameter>\n",
+                ("</parameter>", "</function>", "</tool_call>", "<parameter="),
+            ),
+        ),
     ),
 }
 
 
-def syntax_of(parser: Callable[..., Any]) -> Syntax | None:
-    """Return the syntax that a parser of mlx-lm reads, or None for an unknown parser.
+def reader_of(tokenizer: Any, *, generic: bool) -> Syntax:
+    """Return the reader of a model's tool calls, NO_SYNTAX if mlx-lm has no parser of them.
 
-    `parser`: the function `parse_tool_call` of a module in `mlx_lm.tool_parsers`.
+    `tokenizer`: mlx-lm's TokenizerWrapper. `generic`: True if the tools are described in the system
+    text, because the chat template cannot write tools.
     """
-    found = re.fullmatch(r"mlx_lm\.tool_parsers\.(\w+)", str(getattr(parser, "__module__", "")))
-    return SYNTAXES.get(found[1]) if found else None
+    if generic:
+        return GENERIC.reader
+    parse = tokenizer.tool_parser
+    if parse is None:
+        return NO_SYNTAX
+    row = FAMILIES.get(_name_of(parse))
+    return row.reader if row else ForeignSyntax(parse)
+
+
+def grammar_of(tokenizer: Any, *, generic: bool) -> CallGrammar:
+    """Return the grammar of a model's tool calls. The arguments are those of `reader_of`.
+
+    Raises Unsupported if it is unknown.
+    """
+    if generic:
+        return _GENERIC_GRAMMAR
+    parse = tokenizer.tool_parser
+    row = FAMILIES.get(_name_of(parse))
+    if row is not None and row.grammar is not None:
+        found = row.grammar
+        return found if isinstance(found, CallGrammar) else found(tokenizer)
+    if parse is None:
+        why = "tool calls cannot be forced: the syntax of this model's calls is not known; request "
+        raise Unsupported(
+            why + "neither a forced call, a strict tool, nor a format with tools", param=PARAM
+        )
+    family = parse.__module__.rpartition(".")[2]
+    raise Unsupported(
+        f"tool calls cannot be forced for the family {family!r}; request neither a forced "
+        "call, a strict tool, nor a format with tools",
+        param=PARAM,
+    )
+
+
+def _name_of(parse: Any) -> str:
+    found = re.fullmatch(r"mlx_lm\.tool_parsers\.(\w+)", str(getattr(parse, "__module__", "")))
+    return found[1] if found else ""

@@ -7,120 +7,88 @@ of FunctionGemma (delimiter `<escape>`) and Gemma 4 (delimiter `<|"|>`).
 
 from __future__ import annotations
 
+import json
 import re
+from collections.abc import Callable, Iterator
 from typing import Any
 
-from mlxcache.model.tool_syntax.readings import Block, Cut
-from mlxcache.model.tool_syntax.scanning import BlockScanner
-from mlxcache.model.tool_syntax.schema import Parsed, Tool, Tools
-from mlxcache.model.tool_syntax.syntax import Call, Malformed, Scanner
-from mlxcache.model.tool_syntax.values import loads
+from mlxcache.model.json_schema import Node, Schema, item_schemas, kind, listed_values
+from mlxcache.model.lark import Lark, literal, one_of, repeated
+from mlxcache.model.tool_syntax.arguments import (
+    DEEPEST_LITERAL,
+    LiteralReader,
+    Tool,
+    loads,
+    skip,
+)
+from mlxcache.model.tool_syntax.readings import Cut, Tag, UnescapedCalls, Whole
+from mlxcache.model.tool_syntax.syntax import Malformed
+from mlxcache.model.tool_syntax.writing import (
+    Plain,
+    Signature,
+    Unwritable,
+    alternatives,
+    is_free,
+    members_of,
+    object_shapes,
+    of_kinds,
+    separated,
+    text_terminal,
+)
 
 _BARE = re.compile(r"[^,{}\[\]]*")
-_CLOSERS = re.compile(r"[\s\]}]*")
 _WORDS = {"None": None, "True": True, "False": False}
 
+# reading
 
-class GemmaSyntax:
-    """Syntax of one of Gemma's formats. `delimiter` is the text before and after each string."""
+
+class GemmaSyntax(UnescapedCalls):
+    """Reader of one of Gemma's formats. `delimiter` is the text before and after each string."""
 
     def __init__(self, delimiter: str):
         mark = re.escape(delimiter)
-        key = rf"(?:{mark})?(?P<key>[^\s:,{{}}\[\]<>]{{1,256}})(?:{mark})?:"
+        key = rf"\s*(?:{mark})?(?P<name>[^\s:,{{}}\[\]<>]{{1,256}})(?:{mark})?:"
+        call = r"(?:,\s*+)?call:(?P<call>[^\s:,{}\[\]<>]{1,256})\s*\{"
+        super().__init__(call=call, parameter=key, end=r"\}")
         self._delimiter = delimiter
-        self._key = re.compile(rf"\s*{key}")
-        self._call = re.compile(r"\s*+(?:,\s*+)?call:(?P<call>[^\s:,{}\[\]<>]{1,256})\s*\{")
-        self._place = re.compile(rf",{self._key.pattern}|\}}")
-        self._over = re.compile(r"\s*\}\s*")
+        self._place = re.compile(rf",{key}|\}}")
         self._ending = re.compile(rf"(?:{mark}|[\]}}\w.+-])\s*\}}\s*\Z")
 
-    def scanner(self) -> Scanner:
-        """Make a scanner that finds the end of one tool block while it arrives."""
-        return BlockScanner(self._begins, lambda tail: self._ending.search(tail) is not None)
+    def ends(self, tail: str) -> bool:
+        return self._ending.search(tail) is not None
 
-    def read(self, text: str, tools: Tools) -> list[Call]:
-        """Read the calls in a tool block. Raises Malformed or ValueError if it cannot be read.
-
-        `tools`: the tools of the request, whose schemas decide the types of values, and which of
-        several possible readings is right.
-        """
-        head = self._opened(text, 0, 0, ())
-        if head is None:
-            raise Malformed("the block does not begin with a call")
-        if head.name is None:
-            return [{"name": name, "arguments": {}} for name in head.calls]
+    def _cuts(self, text: str, start: int) -> tuple[list[Cut], list[Tag]]:
         cuts = []
-        for found in self._place.finditer(text, head.start):
-            if found["key"] is not None:
-                cuts.append(Cut(found.start(), found.end(), found["key"]))
-            elif cut := self._closed(text, found.start(), ()):
+        for found in self._place.finditer(text, start):
+            if found["name"] is not None:
+                cuts.append(self._cut(found.start(), found))
+            elif cut := self._closed(text, found.start(), found.end()):
                 cuts.append(cut)
+        return cuts, []
+
+    def _whole(self, text: str) -> Whole:
         ends: dict[int, int] = {}
 
         def whole(start: int, end: int) -> bool:
             if start not in ends:
                 ends[start] = self._end_of_container(text, start)
-            return self._whole(text, start, end, ends[start])
+            return self._is_value(text, start, end, ends[start])
 
-        return Block(text, head, cuts, whole=whole).read(tools, self._convert)
-
-    def _begins(self, text: str) -> bool:
-        """Return whether a tool block begins with a call that has parameters."""
-        head = self._opened(text, 0, 0, ())
-        return head is not None and head.name is not None
-
-    def _opened(self, text: str, end: int, at: int, calls: tuple[str, ...]) -> Cut | None:
-        """Return the cut from the last value before `at` to the first value of the calls at `at`.
-
-        A cut is a place where one value may end and the next may begin. Calls without parameters
-        have no values: the cut goes over them, to the next call with parameters or to the end of
-        the block. Returns None if no call begins at `at`, or if other text follows such a call.
-        `end`: the end position of the last value. `calls`: names of tools called without parameters
-        between `end` and `at`.
-        """
-        while found := self._call.match(text, at):
-            calls = (*calls, found["call"])
-            if key := self._key.match(text, found.end()):
-                return Cut(end, key.end(), key["key"], calls)
-            over = self._over.match(text, found.end())
-            if over is None:
-                return None
-            if over.end() == len(text):
-                return Cut(end, len(text), None, calls)
-            at = over.end()
-        return None
-
-    def _closed(self, text: str, end: int, calls: tuple[str, ...]) -> Cut | None:
-        """Return the cut at the end of a call.
-
-        A cut is a place where one value may end and the next may begin. Returns None if neither
-        another call nor the end of the block follows. `end`: position of the bracket that ends the
-        call, which is also the end of its last value. `calls`: names of tools to put first in the
-        cut's `calls`.
-        """
-        at = end + 1
-        if not text[at : at + 400].strip() and not text[at:].strip():
-            return Cut(end, len(text), None, calls)
-        return self._opened(text, end, at, calls)
+        return whole
 
     def _end_of_container(self, text: str, start: int) -> int:
-        """Return the end position of the object or list that begins at `start`.
-
-        White space may be between `start` and its bracket. Returns -1 if no object or list begins
-        there, and 0 if one does but is malformed or incomplete.
-        """
+        """Return the end of the object or list at `start`; -1 for none, 0 for a malformed one."""
         if not text[start : start + 400].lstrip().startswith(("{", "[")):
             return -1
         try:
-            return _Reader(text, self._delimiter).read(start)[1]
-        except (Malformed, ValueError):
+            reader = _Reader(text, self._delimiter, start)
+            reader.value()
+        except ValueError:
             return 0
+        return reader.at
 
-    def _whole(self, text: str, start: int, end: int, container: int) -> bool:
-        """Return whether characters [start, end) of `text` can be one whole value.
-
-        `container`: the result of `_end_of_container` for `start`.
-        """
+    def _is_value(self, text: str, start: int, end: int, container: int) -> bool:
+        """Return whether characters [start, end) of `text` can be one whole value."""
         if container >= 0:
             return container <= end < container + 400 and not text[container:end].strip()
         value = text[start:end] if end - start < 400 else text[start : start + 200]
@@ -131,111 +99,74 @@ class GemmaSyntax:
         first = text.find(self._delimiter, start) + len(self._delimiter)
         return text.endswith(self._delimiter, first, end)
 
-    def _convert(self, tool: Tool, cut: Cut, text: str) -> Parsed:
+    def _convert(self, tool: Tool, cut: Cut, text: str) -> tuple[Any, bool]:
         name, mark = str(cut.name), self._delimiter
         value = text.strip()
         if value.startswith(mark):
             inner = value[len(mark) : -len(mark)]
             parsed = tool.parse(name, inner, "string")
-            return parsed if parsed.valid else tool.parse(name, inner)
+            return parsed if parsed[1] else tool.parse(name, inner)
         if value.startswith(("{", "[")):
-            return tool.check(name, _Reader(value, mark).read(0)[0])
+            read = _Reader(value, mark).value()
+            return read, tool.fits(name, read)
         return tool.parse(name, "null" if value == "None" else value)
 
 
-class _Reader:
-    """Reader of an object or a list in Gemma's notation, from left to right.
+class _Reader(LiteralReader):
+    """Reader of a value in Gemma's notation, from left to right.
 
-    `delimiter`: the text before and after each string. A string may contain it, and ends at the
-    first delimiter that valid text follows: brackets that close open objects and lists, then a
-    comma and another item, or the end.
+    A string may contain the delimiter, and ends at the first one that valid text follows: brackets
+    that close open objects and lists, then a comma and another item, or the end.
     """
 
-    def __init__(self, text: str, delimiter: str):
-        self._text = text
+    def __init__(self, text: str, delimiter: str, at: int = 0):
+        super().__init__(text)
+        self.at = at
         self._mark = delimiter
-        self._stack: list[Any] = []
-        self._keys: list[str] = []
+        self._open: list[str] = []  # the brackets that will close objects and lists
         mark = re.escape(delimiter)
         self._key = re.compile(rf"\s*(?:{mark})?([^\s:,{{}}\[\]<>]{{1,256}})(?:{mark})?\s*:\s*")
         self._item = re.compile(rf"\s*(?:{mark}|[\[{{\w.+-])")
-        self._blank = re.compile(r"\s*")
 
-    def read(self, at: int) -> tuple[Any, int]:
-        """Read the value at position `at`; return it and the position of its end.
-
-        Raises Malformed if no complete value begins there.
-        """
-        at = self._skip(at)
-        while True:
-            value, at = self._value(at)
-            while value is not _OPEN:
-                if not self._stack:
-                    return value, at
-                self._put(value)
-                at = self._skip(at)
-                if self._text.startswith(",", at):
-                    at = self._skip(at + 1)
-                    break
-                value, at = self._close(at)
-            if self._stack and isinstance(self._stack[-1], dict) and not self._empty_next(at):
-                at = self._read_key(at)
-
-    def _value(self, at: int) -> tuple[Any, int]:
-        """Read a string or an unquoted value at position `at`, or open an object or list there.
-
-        Returns the value and the position after it. If a container is opened that is not empty,
-        `_OPEN` stands in place of the value, and the position is that of its content.
-        """
-        text = self._text
-        if text.startswith(self._mark, at):
-            end = self._string_end(at + len(self._mark))
-            return text[at + len(self._mark) : end], end + len(self._mark)
-        if text.startswith(("{", "["), at):
-            self._stack.append({} if text[at] == "{" else [])
-            after = self._skip(at + 1)
-            return (_OPEN, after) if not self._empty_next(after) else self._close(after)
-        found = _BARE.match(text, at)
+    def value(self, depth: int = 0) -> Any:
+        if depth > DEEPEST_LITERAL:
+            raise Malformed("nested too deeply")
+        if self.has(self._mark):
+            start, end = self.at, self._string_end()
+            self.at = end + len(self._mark)
+            return self._text[start:end]
+        if self.has("{"):
+            return self._object(depth)
+        if self.has("["):
+            return [self.value(depth + 1) for _ in self._until("]")]
+        found = _BARE.match(self._text, self.at)
         bare = found[0].strip() if found else ""
         if not bare:
             raise Malformed("a value is missing")
-        value = _WORDS[bare] if bare in _WORDS else loads(bare)
-        return value, at + len(found[0] if found else "")
+        self.at += len(found[0] if found else "")
+        return _WORDS[bare] if bare in _WORDS else loads(bare)
 
-    def _empty_next(self, at: int) -> bool:
-        closer = "}" if isinstance(self._stack[-1], dict) else "]"
-        return not self._stack[-1] and self._text.startswith(closer, at)
+    def _object(self, depth: int) -> dict[str, Any]:
+        value: dict[str, Any] = {}
+        for _ in self._until("}"):
+            key = self.name(self._key)
+            if key in value:
+                raise Malformed("an object has a key twice")
+            value[key] = self.value(depth + 1)
+        return value
 
-    def _read_key(self, at: int) -> int:
-        found = self._key.match(self._text, at)
-        if found is None or found[1] in self._stack[-1]:
-            raise Malformed("an object has no key, or one twice")
-        self._keys.append(found[1])
-        return found.end()
+    def _until(self, closer: str) -> Iterator[None]:
+        self._open.append(closer)
+        begun = False
+        while not self.has(closer):
+            if begun:
+                self.take(",")
+            yield
+            begun = True
+        self._open.pop()
 
-    def _put(self, value: Any) -> None:
-        container = self._stack[-1]
-        if isinstance(container, dict):
-            container[self._keys.pop()] = value
-        else:
-            container.append(value)
-
-    def _close(self, at: int) -> tuple[Any, int]:
-        """Close the innermost open object or list with the bracket at position `at`.
-
-        Returns its value and the position after the bracket. Raises Malformed for another bracket.
-        """
-        container = self._stack.pop()
-        if not self._text.startswith("}" if isinstance(container, dict) else "]", at):
-            raise Malformed("a list or an object has no end")
-        return container, at + 1
-
-    def _string_end(self, at: int) -> int:
-        """Return the position of the delimiter that ends a string.
-
-        `at`: the position of the string's first character. Raises Malformed if no delimiter from
-        there on can end it.
-        """
+    def _string_end(self) -> int:
+        at = self.at
         while (at := self._text.find(self._mark, at)) >= 0:
             if self._can_follow(at + len(self._mark)):
                 return at
@@ -243,25 +174,144 @@ class _Reader:
         raise Malformed("a string has no end")
 
     def _can_follow(self, at: int) -> bool:
-        """Return whether the text at `at` can follow a string in the objects and lists now open."""
-        depth = len(self._stack)
-        at = self._skip(at)
+        depth = len(self._open)
+        at = skip(self._text, at)
         while depth and self._text.startswith(("]", "}"), at):
-            closer = "}" if isinstance(self._stack[depth - 1], dict) else "]"
-            if not self._text.startswith(closer, at):
+            if not self._text.startswith(self._open[depth - 1], at):
                 return False
             depth -= 1
-            at = self._skip(at + 1)
+            at = skip(self._text, at + 1)
         if not self._text.startswith(",", at):
             return depth == 0 and (at == len(self._text) or self._text.startswith("}", at))
-        if depth and isinstance(self._stack[depth - 1], list):
-            return self._item.match(self._text, at + 1) is not None
-        return self._key.match(self._text, at + 1) is not None
-
-    def _skip(self, at: int) -> int:
-        found = self._blank.match(self._text, at)
-        return at if found is None else found.end()
+        following = self._item if depth and self._open[depth - 1] == "]" else self._key
+        return following.match(self._text, at + 1) is not None
 
 
-_OPEN: Any = object()
-"""Value of a container that was opened and is not read yet."""
+# writing
+
+
+class GemmaGrammar:
+    """Grammar of Gemma's calls. `quote` is the text before and after each string."""
+
+    def __init__(self, quote: str):
+        self._quote = quote
+
+    def __call__(self, lark: Lark, tool: Signature) -> str:
+        written = _Values(lark, tool.schema, self._quote)
+        options = (
+            [written.any_object()]
+            if is_free(tool.schema)
+            else map(written.object, object_shapes(tool.schema))
+        )
+        return f"{literal(f'call:{tool.name}')} {one_of(options)}"
+
+
+class _Values:
+    def __init__(self, lark: Lark, schema: Schema, quote: str):
+        self._lark = lark
+        self._schema = schema
+        self._quote = quote
+        self._names: dict[str, str] = {}
+
+    def value(self, node: Node) -> str:
+        if isinstance(node, dict) and set(node) == {"$ref"}:
+            ref = node["$ref"]
+            return self._named(ref, lambda: self._any_of(self._schema.target(ref)))
+        return self._any_of(node)
+
+    def _named(self, key: str, body: Callable[[], str]) -> str:
+        if key not in self._names:
+            self._names[key] = self._lark.reserve()
+            self._lark.define(self._names[key], body())
+        return self._names[key]
+
+    def _any_of(self, node: Node) -> str:
+        plain = alternatives(self._schema, node)
+        options = [option for one in plain for option in self._kinds(one)]
+        if not options:
+            raise Unwritable("type")
+        return one_of(options)
+
+    def _kinds(self, node: Plain) -> list[str]:
+        kinds = self._schema.types(node)
+        if (listed := listed_values(node)) is not None:
+            allowed = [value for value in listed if kind(value) in kinds]
+            return [self._lark.marker(self._constant(value)) for value in allowed]
+        options = []
+        kinds = frozenset(one for one in kinds if self._allows(node, one))
+        if "string" in kinds and (text := self._text(node)) is not None:
+            options.append(text)
+        if scalars := kinds & {"null", "boolean", "integer", "fraction"}:
+            options.append(self._lark.json(self._schema.text(of_kinds(node, scalars))))
+        if "array" in kinds:
+            options.append(self._array(node))
+        if "object" in kinds:
+            free = node in ({}, {"type": "object"})
+            options.append(self.any_object() if free else self.object(node))
+        return options
+
+    def _allows(self, node: Plain, one: str) -> bool:
+        return self._schema.is_satisfiable(of_kinds(node, frozenset({one})))
+
+    def _text(self, node: Plain) -> str | None:
+        quote = self._lark.marker(self._quote)
+        if self._quote in self._lark.added:
+            text = text_terminal(self._schema, node, ())
+            return None if text is None else f"{quote} {self._lark.terminal(text)} {quote}"
+        text = text_terminal(self._schema, node, (self._quote,))
+        return None if text is None else f"{quote} {self._lark.terminal(f'({text}) {quote}')}"
+
+    def _constant(self, value: Any) -> str:
+        if isinstance(value, str):
+            if self._quote in value:
+                raise Unwritable("const")
+            return f"{self._quote}{value}{self._quote}"
+        if isinstance(value, list):
+            return "[" + ",".join(map(self._constant, value)) + "]"
+        if isinstance(value, dict):
+            members = (f"{_bare(key)}:{self._constant(one)}" for key, one in value.items())
+            return "{" + ",".join(members) + "}"
+        return json.dumps(value)
+
+    def _array(self, node: Plain) -> str:
+        prefix, items = item_schemas(node)
+        least, most = node.get("minItems", 0), node.get("maxItems")
+        if prefix and (least not in (0, len(prefix)) or most not in (None, len(prefix))):
+            raise Unwritable("prefixItems")
+        if prefix:
+            first = literal(",").join(f" {self.value(one)} " for one in prefix)
+            open_ended = most is None and items is not False
+            more = f"({literal(',')} {self._item(items)})*" if open_ended else ""
+            whole = f'"[" {first} {more} "]"'
+            return whole if least else one_of((whole, literal("[]")))
+        if items is False or most == 0:
+            return literal("[]")
+        item = self._item(items)
+        low, high = max(least - 1, 0), "" if most is None else most - 1
+        filled = f'"[" {item} ("," {item}){{{low},{high}}} "]"'
+        return filled if least else one_of((filled, literal("[]")))
+
+    def _item(self, node: Node) -> str:
+        return self._any() if node in (True, {}) else self.value(node)
+
+    def object(self, node: Plain) -> str:
+        def write(name: str, value: Node) -> str:
+            return f"{literal(_bare(name) + ':')} {self._item(value)}"
+
+        for keyword in ("patternProperties", "minProperties", "maxProperties"):
+            if node.get(keyword):
+                raise Unwritable(keyword)
+        return f'"{{" {separated(self._lark, members_of(self._schema, node, write), ",")} "}}"'
+
+    def any_object(self) -> str:
+        key = self._lark.terminal("/[A-Za-z_][0-9A-Za-z_]{0,63}:/")
+        return f'"{{" ({repeated(f"{key} {self._any()}", literal(","))})? "}}"'
+
+    def _any(self) -> str:
+        return self._named("", lambda: one_of(self._kinds({})))
+
+
+def _bare(name: str) -> str:
+    if not re.fullmatch(r"\w+", name):
+        raise Unwritable(f"properties/{name}")
+    return name

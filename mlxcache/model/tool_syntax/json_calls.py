@@ -1,68 +1,44 @@
-"""Tool calls with JSON arguments, as several families and models without a syntax write them.
+"""Tool calls with JSON arguments, or with Python's, as models without a syntax write them too.
 
-JSON escapes the characters that end its strings. So a tool block has at most one reading, and a
-closing marker inside a string belongs to the string.
+Quotes in strings are escaped. So a tool block has at most one reading, and a closing marker inside
+a string belongs to the string.
 """
 
 from __future__ import annotations
 
+import json
 import re
 from typing import Any
 
-from mlxcache.model.tool_syntax.schema import Tools
-from mlxcache.model.tool_syntax.syntax import Call, Closing, Malformed, Scanner
-from mlxcache.model.tool_syntax.values import loads, raw_decode
+from mlxcache.model.json_schema import Node, Schema
+from mlxcache.model.lark import Lark, literal, one_of, repeated
+from mlxcache.model.tool_syntax.arguments import LiteralReader, Tools, loads, raw_decode, skip
+from mlxcache.model.tool_syntax.syntax import Call, JsonScanner, Malformed, Scanner
+from mlxcache.model.tool_syntax.writing import (
+    LINE,
+    Signature,
+    Unwritable,
+    arguments_json,
+    is_free,
+    members_of,
+    object_shapes,
+    separated,
+)
 
-_BLANK = re.compile(r"\s*")
+_NAME = re.compile(r"\s*([^\s\[\](),='\"]{1,256})\s*\(\s*")
+_KEY = re.compile(r"\s*([^\s\[\](),='\"]{1,256})\s*=\s*")
 
-
-class JsonScanner:
-    """Scanner that tracks whether the text of a tool block so far ends inside a string.
-
-    `quotes`: the characters that begin and end strings.
-    """
-
-    def __init__(self, quotes: str = '"'):
-        self._mark = re.compile(rf"\\.|[{quotes}]|\\\Z", re.DOTALL)
-        self._quote = ""
-        self._escaped = False
-
-    def add(self, text: str) -> None:
-        """Scan `text`, which continues the tool block."""
-        at = int(self._escaped and bool(text))
-        if at:
-            self._escaped = False
-        for found in self._mark.finditer(text, at):
-            mark = found[0]
-            if mark == "\\":
-                self._escaped = True
-            elif len(mark) == 1:
-                if not self._quote:
-                    self._quote = mark
-                elif self._quote == mark:
-                    self._quote = ""
-
-    def closing(self) -> Closing:
-        """Return the `Closing`: the role that a closing marker would have if it came next."""
-        return Closing.INSIDE if self._quote else Closing.FINAL
+# reading
 
 
 class JsonCalls:
-    """Syntax of calls written as `{"name": ..., "arguments": {...}}`, or a list of these.
-
-    Hermes and Qwen write it. Models whose chat template has no tools are told to write it.
-    """
+    """Reader of calls written as `{"name": ..., "arguments": {...}}`, or a list of these."""
 
     def scanner(self) -> Scanner:
-        """Make a scanner that finds the end of one tool block while it arrives."""
         return JsonScanner()
 
     def read(self, text: str, _tools: Tools) -> list[Call]:
-        """Return the JSON objects in a tool block, one for each call, as the model wrote them.
-
-        Their keys are not checked. Raises ValueError if the text is neither a JSON object nor a
-        list of objects.
-        """
+        """Return the JSON objects in a tool block as the model wrote them; keys are not checked."""
         parsed: Any = loads(text.strip())
         calls = parsed if isinstance(parsed, list) else [parsed]
         if not all(isinstance(call, dict) for call in calls):
@@ -71,7 +47,7 @@ class JsonCalls:
 
 
 class HeadedCalls:
-    """Syntax of calls with a header before their JSON arguments.
+    """Reader of calls with a header before their JSON arguments.
 
     `header`: a regular expression with the group `call` for the tool's name, and optionally the
     group `call_id` for an id that the model gave. `footer`: a regular expression for the text after
@@ -83,15 +59,10 @@ class HeadedCalls:
         self._listed = listed
 
     def scanner(self) -> Scanner:
-        """Make a scanner that finds the end of one tool block while it arrives."""
         return JsonScanner()
 
     def read(self, text: str, tools: Tools) -> list[Call]:
-        """Read the calls in a tool block.
-
-        Raises ValueError if a header or a footer is missing, or arguments are not JSON.
-        """
-        at = _skip(text, 0)
+        at = skip(text, 0)
         if self._listed and text.startswith("[", at):
             return JsonCalls().read(text, tools)
         calls: list[Call] = []
@@ -101,27 +72,108 @@ class HeadedCalls:
         return calls
 
     def _one(self, text: str, at: int) -> tuple[Call, int]:
-        """Read the call that begins at `at`; return it and the position of the text after it.
-
-        White space after the call is skipped. A call without JSON has the arguments {}. Raises
-        ValueError if the header or the footer is missing, or the arguments are not JSON.
-        """
+        """Read the call at `at`; return it and the position after it and white space."""
         header = self._header.match(text, at)
         if header is None:
             raise Malformed(f"no call begins with {text[at : at + 40]!r}")
-        at = _skip(text, header.end())
+        at = skip(text, header.end())
         arguments: Any = {}
         if at < len(text) and self._footer.fullmatch(text, at) is None:
             arguments, at = raw_decode(text, at)
-        footer = self._footer.match(text, _skip(text, at))
+        footer = self._footer.match(text, skip(text, at))
         if footer is None:
             raise Malformed("a call has no end")
         call = {"name": header["call"], "arguments": arguments}
         if "call_id" in header.re.groupindex:
             call["id"] = header["call_id"]
-        return call, _skip(text, footer.end())
+        return call, skip(text, footer.end())
 
 
-def _skip(text: str, at: int) -> int:
-    found = _BLANK.match(text, at)
-    return at if found is None else found.end()
+class PythonicCalls:
+    """Reader of LFM2's calls: `[NAME(KEY=VALUE, ...), ...]`.
+
+    Lists and objects may be JSON or Python. The form is that of the chat templates of LFM2 and
+    LFM2.5: https://docs.liquid.ai/lfm/key-concepts/tool-use
+    """
+
+    def scanner(self) -> Scanner:
+        return JsonScanner("'\"")
+
+    def read(self, text: str, tools: Tools) -> list[Call]:
+        """Read the calls in a tool block.
+
+        A number or constant of a type that the tool's schema does not allow is converted to one
+        that it allows, such as text, if possible.
+        """
+        reader = LiteralReader(text)
+        reader.take("[")
+        calls: list[Call] = []
+        while not calls or reader.has(","):
+            calls.append(_pythonic(reader, text, tools))
+        reader.take("]")
+        if text[reader.at :].strip():
+            raise Malformed("text follows the calls")
+        return calls
+
+
+def _pythonic(reader: LiteralReader, text: str, tools: Tools) -> Call:
+    name = reader.name(_NAME)
+    arguments: dict[str, Any] = {}
+    while not reader.has(")"):
+        if arguments:
+            reader.take(",")
+        key = reader.name(_KEY)
+        if key in arguments:
+            raise Malformed("an argument is given twice")
+        start = reader.at
+        value = reader.value()
+        if not isinstance(value, str | dict | list) and not tools[name].fits(key, value):
+            value, _ = tools[name].parse(key, text[start : reader.at])
+        arguments[key] = value
+    return {"name": name, "arguments": arguments}
+
+
+# writing
+
+
+def json_call(lark: Lark, tool: Signature) -> str:
+    """Return an expression for a call as `JsonCalls` reads it, on a line of its own."""
+    return f"{LINE} {listed_call(lark, tool)} {LINE}"
+
+
+def listed_call(lark: Lark, tool: Signature) -> str:
+    """Return an expression for a call as `JsonCalls` reads it in a list."""
+    name = literal(f'{{"name": {json.dumps(tool.name, ensure_ascii=False)}, "arguments": ')
+    return f'{name} {arguments_json(lark, tool)} "}}"'
+
+
+def mistral_call(lark: Lark, tool: Signature) -> str:
+    return f"{lark.marker(tool.name + '[ARGS]')} {arguments_json(lark, tool)}"
+
+
+def kimi_k2_call(lark: Lark, tool: Signature) -> str:
+    number = lark.terminal(f"{literal(f'functions.{tool.name}:')} /[0-9]{{1,4}}/")
+    arguments = arguments_json(lark, tool)
+    begin, argument, end = (
+        lark.marker(f"<|tool_call_{part}|>") for part in ("begin", "argument_begin", "end")
+    )
+    return f"{begin} {number} {argument} {arguments} {end}"
+
+
+def pythonic_call(lark: Lark, tool: Signature) -> str:
+    """Return an expression for `name(key=value, ...)`; the values are JSON."""
+    schema = tool.schema
+
+    def write(name: str, node: Node) -> str:
+        if not name.isidentifier():
+            raise Unwritable(f"properties/{name}")
+        return f"{literal(name + '=')} {lark.json(schema.text(node))}"
+
+    if is_free(schema):
+        key = lark.terminal("/[A-Za-z_]{1}[A-Za-z0-9_]{0,63}=/")
+        free = f"{key} {lark.json(Schema(True).text(True))}"
+        inside = f"({repeated(free, literal(', '))})?"
+    else:
+        shapes = object_shapes(schema)
+        inside = one_of(separated(lark, members_of(schema, one, write), ", ") for one in shapes)
+    return f"{literal(tool.name + '(')} {inside} {literal(')')}"

@@ -1,4 +1,4 @@
-"""Choice between the readings of one tool block whose values may contain the syntax's own tags.
+"""Readers of tool blocks whose values may contain the syntax's own tags.
 
 A tool block is a sequence of values, with *cuts* between them: places where one value may end and
 the next may begin.
@@ -15,12 +15,15 @@ then.
 
 from __future__ import annotations
 
+import re
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
+from typing import Any
 
-from mlxcache.model.tool_syntax.schema import Parsed, Tool, Tools
-from mlxcache.model.tool_syntax.syntax import Call, Malformed
+from mlxcache.model.tool_syntax.arguments import Tool, Tools
+from mlxcache.model.tool_syntax.syntax import BlockScanner, Call, Malformed, Scanner
 
 MOST_READINGS = 64
 """Maximum number of readings of one tool block that are compared; one with more is ambiguous."""
@@ -32,8 +35,8 @@ class Cut:
 
     `end`: the position where the value ends. `start`: the position where the next one begins.
     `name`: the parameter of the next value, or None if the block is complete. `calls`: names of the
-    tools whose calls begin between the two values. `hint`: the type that the model wrote for the
-    next value, or "".
+    tools whose calls begin between the two values; all but the last have no parameters. `hint`: the
+    type that the model wrote for the next value, or "".
     """
 
     end: int
@@ -43,58 +46,52 @@ class Cut:
     hint: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Tag:
-    """A tag at position `at` of a tool block; it opens a parameter if `opens`, else closes one."""
-
-    at: int
-    opens: bool
-
+Tag = tuple[int, bool]
 
 Reading = tuple[Cut, ...]
 """The cuts that a reading takes, in order. The last one ends the tool block."""
 
-Convert = Callable[[Tool, Cut, str], Parsed]
-"""Function that converts the text of the value that begins at a cut."""
-
+Convert = Callable[[Tool, Cut, str], tuple[Any, bool]]
+"""Conversion of the text of the value that begins at a cut; also tells if it fits its schema."""
 
 Whole = Callable[[int, int], bool]
 """Function that returns whether the text between two positions can be a value."""
 
 
-@dataclass(slots=True)
-class _Place:
-    """Position in a tool block up to which calls and parameters have been read.
+class _Path:
+    """A reading while cuts are taken from the left, and what the current call has so far."""
 
-    `tool`: the name of the tool that is called. `first`: the call's first parameter, or None.
-    `seen`: its parameters so far. `position`: the start of the current value.
-    """
+    def __init__(self, head: Cut):
+        self.cuts: list[Cut] = []
+        self._enter(head)
 
-    tool: str
-    first: str | None
-    seen: set[str | None]
-    position: int
+    def _enter(self, cut: Cut) -> None:
+        if cut.calls:
+            self._tool, self.first = cut.calls[-1], cut.name
+            self._seen: set[str | None] = set()
+        self._seen.add(cut.name)
+        self.position = cut.start
 
+    def take(self, cut: Cut) -> None:
+        self.cuts.append(cut)
+        self._enter(cut)
 
-@dataclass(frozen=True, slots=True)
-class _Walk:
-    """One reading of a tool block, and why some cuts (places where a value may end) were not used.
+    def has(self, cut: Cut) -> bool:
+        """Return whether the call has the parameter that begins at `cut` already."""
+        return cut.name in self._seen and not cut.calls
 
-    `reading` is None if there is none. `clash`: at an unused cut began a parameter that the call
-    already had. `refused`: at an unused cut began a parameter or a call with an unknown name.
-    """
-
-    reading: Reading | None
-    clash: bool
-    refused: bool
+    def knows(self, cut: Cut, tools: Tools) -> bool:
+        """Return whether the tool has the parameter, or the tools exist, that begin at `cut`."""
+        if cut.calls or cut.name is None:
+            return all(name in tools for name in cut.calls)
+        return tools[self._tool].open or tools[self._tool].has(cut.name)
 
 
 class Block:
-    """A tool block with its *cuts*: places where one value may end and the next may begin.
+    """A tool block with its cuts.
 
     `head`: the first cut, which opens the first call; its `end` is not used. `cuts`: the others, in
-    order. `tags`: all tags of parameters. `whole(start, end)` returns whether the text between two
-    positions can be a value.
+    order. `tags`: all tags of parameters.
     """
 
     def __init__(
@@ -102,63 +99,57 @@ class Block:
         text: str,
         head: Cut,
         cuts: Sequence[Cut],
+        tools: Tools,
+        *,
+        whole: Whole,
+        convert: Convert,
         tags: Sequence[Tag] = (),
-        whole: Whole | None = None,
     ):
         self._text = text
-        self._whole = whole
         self._head = head
         self._cuts = cuts
+        self._tools = tools
+        self._whole = whole
+        self._convert = convert
         self._tags = tags
 
-    def read(self, tools: Tools, convert: Convert) -> list[Call]:
+    def read(self) -> list[Call]:
         """Read the calls in the tool block.
 
-        A reading is a choice of the cuts at which values end. If there are several, the one whose
-        calls fit the tools' schemas is used; if several fit, one in which tags inside values come
-        in pairs may be used. If there is only one, its calls are returned even if they do not fit,
-        because the client reports this to the model. `convert(tool, cut, text)` converts `text`,
-        the value that begins at `cut`, for a call of `tool`. Raises Malformed if there is no
-        reading, or if it cannot be decided which of several is meant.
+        If there are several readings, the one whose calls fit the tools' schemas is used; if
+        several fit, one in which tags inside values come in pairs may be used. If there is only
+        one, its calls are returned even if they do not fit, because the client reports this to the
+        model. Raises Malformed if there is no reading, or if it cannot be decided which of several
+        is meant.
         """
-        plain = self._walk(tools)
-        if plain.reading is None:
-            if not plain.refused:
-                raise Malformed("a value has no end")
-            plain = self._walk(tools, any_name=True)
-            if plain.reading is None:
-                raise Malformed("a value has no end")
-        found, nested = [plain.reading], None
-        if plain.clash:
-            found += self._moved(plain.reading)
-        if sum(tag.opens for tag in self._tags) > len(plain.reading):
-            nested = self._nested(tools)
+        plain, clash, refused = self._walk()
+        if plain is None and refused:
+            plain, clash, refused = self._walk(any_name=True)
+        if plain is None:
+            raise Malformed("a value has no end")
+        found, nested = [plain], None
+        if clash:
+            found += self._moved(plain)
+        if sum(opens for _, opens in self._tags) > len(plain):
+            nested = self._nested()
         if nested is not None and nested not in found:
             found.append(nested)
-        wide = self._wide(tools, plain, found)
-        return self._choose(found, nested if plain.clash else None, wide, tools, convert)
+        wide = self._wide(found) if refused else None
+        return self._choose(found, nested if clash else None, wide)
 
     def _choose(
-        self,
-        found: list[Reading],
-        preferred: Reading | None,
-        wide: Reading | None,
-        tools: Tools,
-        convert: Convert,
+        self, found: list[Reading], preferred: Reading | None, wide: Reading | None
     ) -> list[Call]:
-        """Return the calls of one reading, preferably of one that fits the tools' schemas.
+        """Return the calls of one of the readings `found`, of which the likeliest is first.
 
-        A reading is a choice of the cuts at which values end. `found`: the readings to choose from,
-        the likeliest first. `preferred`: the one to choose if several of `found` fit, or None.
-        `wide`: the reading in which unknown names begin parameters, or None. It is chosen if it
-        fits, or if `found` has only one reading and that one does not fit. `convert`: as in `read`.
-        Raises Malformed if none of several readings can be chosen.
+        `preferred`: the one to choose if several of them fit. `wide`: the one in which unknown
+        names begin parameters, chosen if it fits or the only other one does not.
         """
         if wide is not None:
-            calls, fits = self._calls(wide, tools, convert)
-            if fits or (len(found) == 1 and not self._calls(found[0], tools, convert)[1]):
+            calls, fits = self._calls(wide)
+            if fits or (len(found) == 1 and not self._calls(found[0])[1]):
                 return calls
-        readings = [(reading, *self._calls(reading, tools, convert)) for reading in found]
+        readings = [(reading, *self._calls(reading)) for reading in found]
         valid = [(reading, calls) for reading, calls, fits in readings if fits]
         for reading, calls in valid:
             if len(valid) == 1 or reading == preferred:
@@ -167,123 +158,101 @@ class Block:
             raise Malformed("the block can be read in two ways")
         return readings[0][1]
 
-    def _calls(self, reading: Reading, tools: Tools, convert: Convert) -> tuple[list[Call], bool]:
-        """Return the calls that a reading gives, and whether they all fit the tools' schemas.
-
-        A reading is a choice of the cuts at which values end. `convert(tool, cut, text)` converts
-        `text`, the value that begins at `cut`, for a call of `tool`.
-        """
+    def _calls(self, reading: Reading) -> tuple[list[Call], bool]:
+        """Return the calls that a reading gives, and whether they all fit the tools' schemas."""
         calls: list[Call] = []
         fits = True
         for opening, closing in zip((self._head, *reading), (*reading, None), strict=True):
             calls += [{"name": name, "arguments": {}} for name in opening.calls]
             if closing is None or opening.name is None:
                 continue
-            tool = tools[calls[-1]["name"]]
-            parsed = convert(tool, opening, self._text[opening.start : closing.end])
-            calls[-1]["arguments"][opening.name] = parsed.value
-            fits = fits and parsed.valid
-        return calls, fits and all(tools[c["name"]].valid(c["arguments"]) for c in calls)
+            tool = self._tools[calls[-1]["name"]]
+            value, valid = self._convert(tool, opening, self._text[opening.start : closing.end])
+            calls[-1]["arguments"][opening.name] = value
+            fits = fits and valid
+        return calls, fits and all(self._tools[c["name"]].accepts(c["arguments"]) for c in calls)
 
-    def _walk(self, tools: Tools, *, any_name: bool = False) -> _Walk:
+    def _walk(self, *, any_name: bool = False) -> tuple[Reading | None, bool, bool]:
         """Read the tool block from the left, and end each value at the first cut that can end it.
 
-        At such a cut, a parameter begins that the schema has and the call does not have yet, or the
-        call ends. With `any_name`, parameters may have names that no schema has.
+        At such a cut, a parameter begins that the schema has (with `any_name`, any) and the call
+        does not have yet, or the call ends. Returns the reading, whether a parameter that the call
+        already had began at an unused cut, and whether an unknown name did.
         """
-        taken: list[Cut] = []
         clash = refused = False
-        at = _begin(self._head)
+        path = _Path(self._head)
         for cut in self._cuts:
-            if cut.end < at.position or not self._can_end(at, cut):
+            if cut.end < path.position or not self._whole(path.position, cut.end):
                 continue
-            if cut.name in at.seen and not cut.calls:
-                clash |= cut.name != at.first
-            elif not any_name and not _known(cut, at.tool, tools):
+            if path.has(cut):
+                clash |= cut.name != path.first
+            elif not any_name and not path.knows(cut, self._tools):
                 refused = True
             else:
-                taken.append(cut)
+                path.take(cut)
                 if cut.name is None:
-                    return _Walk(tuple(taken), clash, refused)
-                at = _advance(at, cut)
-        return _Walk(None, clash, refused)
+                    return tuple(path.cuts), clash, refused
+        return None, clash, refused
 
-    def _can_end(self, at: _Place, cut: Cut) -> bool:
-        return self._whole is None or self._whole(at.position, cut.end)
+    def _nested(self) -> Reading | None:
+        """Return the reading in which every tag opened inside a value is closed there.
 
-    def _nested(self, tools: Tools) -> Reading | None:
-        """Return the reading in which every parameter tag opened inside a value is closed there.
-
-        Values that quote a tool call have such tags. A reading is a choice of the cuts at which
-        values end. Returns None if there is no such reading.
+        Values that quote a tool call have such tags.
         """
         cuts = {cut.end: cut for cut in self._cuts}
-        taken: list[Cut] = []
-        at, depth = _begin(self._head), 0
-        for tag in self._tags:
-            if tag.at < at.position:
+        path, depth = _Path(self._head), 0
+        for at, opens in self._tags:
+            if at < path.position:
                 continue
-            if tag.opens:
+            if opens:
                 depth += 1
             elif depth:
                 depth -= 1
-            elif cut := cuts.get(tag.at):
-                seen = cut.name in at.seen and not cut.calls
-                if seen or not _known(cut, at.tool, tools) or not self._can_end(at, cut):
+            elif cut := cuts.get(at):
+                known = path.knows(cut, self._tools) and self._whole(path.position, cut.end)
+                if path.has(cut) or not known:
                     continue
-                taken.append(cut)
+                path.take(cut)
                 if cut.name is None:
-                    return tuple(taken)
-                at = _advance(at, cut)
+                    return tuple(path.cuts)
         return None
 
-    def _wide(self, tools: Tools, plain: _Walk, found: list[Reading]) -> Reading | None:
+    def _wide(self, found: list[Reading]) -> Reading | None:
         """Return the reading in which unknown names begin parameters, or None if it is unlikely.
 
-        A reading says where each value ends. `plain`: the result of the search that accepted known
-        names only. `found`: the readings found before, the likeliest first. A model that invents a
-        parameter writes matching tags, so the reading is likely only if it leaves no unpaired tag
-        inside a value, while the reading `found[0]` does.
+        A model that invents a parameter writes matching tags, so the reading is likely only if it
+        leaves no unpaired tag inside a value, while the reading `found[0]` does.
         """
-        if not plain.refused or self._balanced(found[0]):
+        if self._balanced(found[0]):
             return None
-        wide = self._walk(tools, any_name=True).reading
+        wide, _, _ = self._walk(any_name=True)
         return wide if wide and wide not in found and self._balanced(wide) else None
 
     def _balanced(self, reading: Reading) -> bool:
-        """Return whether tags that lie inside the values of `reading` come in pairs.
-
-        A reading is a choice of the cuts at which values end. A pair is a tag that opens a
-        parameter and a later one in the same value that closes it.
-        """
+        """Return whether tags that lie inside the values of `reading` come in pairs."""
         values = self._values(reading)
         start, end = next(values)
         depth = 0
-        for tag in self._tags:
-            while tag.at >= end:
+        for at, opens in self._tags:
+            while at >= end:
                 if depth:
                     return False
                 following = next(values, None)
                 if following is None:
                     return True
                 start, end = following
-            if tag.at >= start:
-                depth += 1 if tag.opens else -1
+            if at >= start:
+                depth += 1 if opens else -1
                 if depth < 0:
                     return False
         return depth == 0
 
     def _values(self, reading: Reading) -> Iterator[tuple[int, int]]:
-        """Yield the positions [start, end) of each value in the tool block, by `reading`'s cuts."""
         for opening, closing in zip((self._head, *reading), reading, strict=False):
             yield opening.start, closing.end
 
     def _moved(self, plain: Reading) -> list[Reading]:
-        """Return all other readings with the same parameters as `plain`, but with other cuts.
-
-        A cut is a place where one value ends and the next may begin. Raises Malformed if `plain`
-        has several calls, or if there are more than `MOST_READINGS` choices of cuts.
-        """
+        """Return all other readings with the same parameters as `plain`, but with other cuts."""
         if any(cut.calls for cut in plain):
             raise Malformed("a parameter of one of several calls begins at several places")
         places: dict[str | None, list[Cut]] = {cut.name: [] for cut in plain}
@@ -296,30 +265,102 @@ class Block:
             if count > MOST_READINGS:
                 raise Malformed("parameters begin at too many places")
         readings = [tuple(sorted(p, key=lambda cut: cut.end)) for p in product(*places.values())]
-        return [reading for reading in readings if reading != plain and self._values_whole(reading)]
+        return [
+            reading
+            for reading in readings
+            if reading != plain and all(self._whole(*value) for value in self._values(reading))
+        ]
 
-    def _values_whole(self, reading: Reading) -> bool:
-        """Return whether every text between two consecutive cuts of `reading` can be a value."""
-        whole = self._whole
-        return whole is None or all(whole(start, end) for start, end in self._values(reading))
 
+class UnescapedCalls(ABC):
+    """Reader of a syntax whose values are not escaped, given as regular expressions.
 
-def _known(cut: Cut, tool: str, tools: Tools) -> bool:
-    """Return whether the schema has the parameter that begins at `cut`, in a call of `tool`.
-
-    If further calls begin at `cut`, returns whether their tools exist instead.
+    They match in bounded time. `call` opens a call, with the group `call` for its name.
+    `parameter` opens a parameter, with the group `name`, and the group `hint` if the model writes
+    the type. `end` closes a call. `blank` may occur between these. `several`: a block may have
+    several calls. `unescape` reverts the template's escaping of names.
     """
-    if cut.calls or cut.name is None:
-        return all(name in tools for name in cut.calls)
-    return tools[tool].open or tools[tool].has(cut.name)
 
+    def __init__(
+        self,
+        *,
+        call: str,
+        parameter: str,
+        end: str,
+        blank: str = r"\s*",
+        several: bool = True,
+        unescape: Callable[[str], str] = str,
+    ):
+        self._call, self._parameter = re.compile(call), re.compile(parameter)
+        self._end, self._blank = re.compile(end), re.compile(blank)
+        self._several, self._unescape = several, unescape
 
-def _begin(cut: Cut) -> _Place:
-    return _Place(cut.calls[-1], cut.name, {cut.name}, cut.start)
+    @abstractmethod
+    def ends(self, tail: str) -> bool:
+        """Return whether a tool block that ends with `tail` may be complete."""
 
+    @abstractmethod
+    def _cuts(self, text: str, start: int) -> tuple[list[Cut], list[Tag]]:
+        """Return the cuts and the tags of parameters from `start` on."""
 
-def _advance(at: _Place, cut: Cut) -> _Place:
-    if cut.calls:
-        return _begin(cut)
-    at.seen.add(cut.name)
-    return _Place(at.tool, at.first, at.seen, cut.start)
+    @abstractmethod
+    def _whole(self, text: str) -> Whole: ...
+
+    @abstractmethod
+    def _convert(self, tool: Tool, cut: Cut, text: str) -> tuple[Any, bool]: ...
+
+    def scanner(self) -> Scanner:
+        return BlockScanner(self.begins, self.ends)
+
+    def read(self, text: str, tools: Tools) -> list[Call]:
+        head = self._opened(text, 0, 0)
+        if head is None:
+            raise Malformed("the block does not begin with a call")
+        if head.name is None:
+            return [{"name": name, "arguments": {}} for name in head.calls]
+        cuts, tags = self._cuts(text, head.start)
+        whole = self._whole(text)
+        block = Block(text, head, cuts, tools, whole=whole, convert=self._convert, tags=tags)
+        return block.read()
+
+    def begins(self, text: str) -> bool:
+        """Return whether a tool block begins with a call that has parameters."""
+        head = self._opened(text, 0, 0)
+        return head is not None and head.name is not None
+
+    def _opened(self, text: str, end: int, at: int) -> Cut | None:
+        """Return the cut from the value that ends at `end` to the first value of the calls at `at`.
+
+        Calls without parameters have no values: the cut goes over them. Returns None if no call
+        begins at `at`, or if other text follows such a call.
+        """
+        calls: tuple[str, ...] = ()
+        while found := self._call.match(text, self._skip(text, at)):
+            calls = (*calls, self._unescape(found["call"]).strip())
+            at = self._skip(text, found.end())
+            if parameter := self._parameter.match(text, at):
+                return self._cut(end, parameter, calls)
+            ended = self._end.match(text, at)
+            if ended is None:
+                return None
+            at = self._skip(text, ended.end())
+            if at == len(text):
+                return Cut(end, at, None, calls)
+            if not self._several:
+                return None
+        return None
+
+    def _closed(self, text: str, end: int, at: int) -> Cut | None:
+        """Return the cut from the value that ends at `end`, whose call is closed up to `at`."""
+        at = self._skip(text, at)
+        if at == len(text):
+            return Cut(end, at, None)
+        return self._opened(text, end, at) if self._several else None
+
+    def _cut(self, end: int, found: re.Match[str], calls: tuple[str, ...] = ()) -> Cut:
+        hint = found["hint"] if "hint" in found.re.groupindex else None
+        return Cut(end, found.end(), self._unescape(found["name"]).strip(), calls, hint or "")
+
+    def _skip(self, text: str, at: int) -> int:
+        found = self._blank.match(text, at)
+        return at if found is None else found.end()

@@ -1,181 +1,115 @@
 """Tool calls whose parameters are between tags, as text or as JSON.
 
 A string is written without quotes or escapes; any other value is JSON. So a string may contain the
-tags themselves, and the text after a closing tag decides where the string ends: see `readings`.
+tags themselves, and the text after a closing tag decides where the string ends: see `readings`. A
+grammar allows no string that contains a tag which would end it.
 """
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Callable
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
-from mlxcache.model.tool_syntax.json_calls import JsonCalls
-from mlxcache.model.tool_syntax.readings import Block, Cut, Tag
-from mlxcache.model.tool_syntax.scanning import BlockScanner, begins_as_json
-from mlxcache.model.tool_syntax.schema import Parsed, Tool, Tools
-from mlxcache.model.tool_syntax.syntax import Call, Malformed, Scanner
-from mlxcache.model.tool_syntax.values import loads
+from mlxcache.model.json_schema import TYPES, Node, Schema
+from mlxcache.model.lark import Lark, any_text, literal, one_of
+from mlxcache.model.tool_syntax.arguments import Tool, Tools, loads
+from mlxcache.model.tool_syntax.json_calls import HeadedCalls, JsonCalls
+from mlxcache.model.tool_syntax.readings import Cut, Tag, UnescapedCalls, Whole
+from mlxcache.model.tool_syntax.syntax import (
+    BlockScanner,
+    Call,
+    Malformed,
+    Scanner,
+    begins_as_json,
+)
+from mlxcache.model.tool_syntax.writing import (
+    FREE_NAME,
+    LINE,
+    Signature,
+    Unwritable,
+    arguments_json,
+    in_order,
+    is_free,
+    names_of,
+    of_kinds,
+    text_terminal,
+)
 
-BLANK = r"\s*"
 CDATA, CDATA_END = "<![CDATA[", "]]>"
 
+# reading
 
-class TagSyntax:
-    """Syntax of a family with tags, given as regular expressions that match in bounded time.
 
-    `call` opens a call, with the group `call` for its name. `parameter` opens a parameter, with the
-    group `name`, and the group `hint` if the model writes the type. `close` (a plain text) closes a
-    parameter. `end` closes a call; it is empty if the tool block's own marker does so. `blank` may
-    occur between tags. `several`: a block may have several calls. `wrap`: the text that the
-    template adds at both ends of a value. `cdata`: values with markup are written as
-    `<![CDATA[...]]>`. `unescape` reverts the template's escaping of names.
+class TagSyntax(UnescapedCalls):
+    """Reader of a family with tags; its other arguments are those of `UnescapedCalls`.
+
+    `close` (a plain text) closes a parameter. `end` is empty if the tool block's own marker closes
+    the call. `wrap`: the text that the template adds at both ends of a value. `cdata`: values with
+    markup are written as `<![CDATA[...]]>`.
     """
 
     def __init__(
-        self,
-        *,
-        call: str,
-        parameter: str,
-        close: str,
-        end: str = "",
-        blank: str = BLANK,
-        several: bool = False,
-        wrap: str = "",
-        cdata: bool = False,
-        unescape: Callable[[str], str] = str,
+        self, *, parameter: str, close: str, wrap: str = "", cdata: bool = False, **calls: Any
     ):
-        self._call, self._parameter = re.compile(call), re.compile(parameter)
-        self._close, self._blank, self._end = close, re.compile(blank), re.compile(end)
+        super().__init__(parameter=parameter, **calls)
+        self._close = close
         self._tag = re.compile(f"(?P<close>{re.escape(close)})|{parameter}")
-        self._several = several
-        self._wrap, self._cdata, self._unescape = wrap, cdata, unescape
-
-    def scanner(self) -> Scanner:
-        """Make a scanner that finds the end of one tool block while it arrives."""
-        return BlockScanner(self.begins, self.ends)
+        self._wrap, self._cdata = wrap, cdata
 
     def read(self, text: str, tools: Tools) -> list[Call]:
-        """Read the calls in a tool block, which may also be written as JSON.
-
-        Raises Malformed if there are none or if it cannot be decided which are meant, and
-        ValueError for wrong JSON.
-        """
         if begins_as_json(text):
             return JsonCalls().read(text, tools)
-        head = self._head(text)
-        if head is None:
-            raise Malformed("the block does not begin with a call")
-        if head.name is None:
-            return [{"name": name, "arguments": {}} for name in head.calls]
-        cuts: list[Cut] = []
-        tags: list[Tag] = []
-        for found in self._tag.finditer(text, head.start):
-            closes = found["close"] is not None
-            tags.append(Tag(found.start(), not closes))
-            if closes and (cut := self._follow(text, found.start(), found.end())):
-                cuts.append(cut)
-
-        def whole(start: int, end: int) -> bool:
-            opened = self._cdata and text.startswith(CDATA, start)
-            return not opened or text.endswith(CDATA_END, start + len(CDATA), end)
-
-        return Block(text, head, cuts, tags, whole).read(tools, self._convert)
-
-    def begins(self, text: str) -> bool:
-        """Return whether a tool block begins with a call that has parameters."""
-        head = self._head(text)
-        return head is not None and head.name is not None
-
-    def _head(self, text: str) -> Cut | None:
-        """Return the cut at the beginning of a tool block, or None if no call begins there.
-
-        A cut is a place where one value may end and the next may begin; no value ends at this one.
-        It has the name of the first parameter, and those of the calls that begin before it.
-        """
-        return self._opened(text, 0, self._skip(text, 0), ())
+        return super().read(text, tools)
 
     def ends(self, tail: str) -> bool:
-        """Return whether a tool block that ends with `tail` may be complete."""
         at = tail.rfind(self._close)
         found = self._follow(tail, at, at + len(self._close)) if at >= 0 else None
         return found is not None and found.name is None
 
-    def _follow(self, text: str, end: int, at: int) -> Cut | None:
-        """Return the cut at the closing tag of a parameter, or None if the text goes on otherwise.
+    def _cuts(self, text: str, start: int) -> tuple[list[Cut], list[Tag]]:
+        cuts: list[Cut] = []
+        tags: list[Tag] = []
+        for found in self._tag.finditer(text, start):
+            closes = found["close"] is not None
+            tags.append((found.start(), not closes))
+            if closes and (cut := self._follow(text, found.start(), found.end())):
+                cuts.append(cut)
+        return cuts, tags
 
-        After the tag must come a parameter, or the end of the call. The tag is at positions
-        [end, at) of `text`. A cut is a place where one value may end and the next may begin.
-        """
+    def _follow(self, text: str, end: int, at: int) -> Cut | None:
+        """Return the cut at the closing tag at [end, at), or None if the text goes on otherwise."""
         at = self._skip(text, at)
         if found := self._parameter.match(text, at):
-            return self._cut(end, found, ())
-        return self._closed(text, end, at, ())
+            return self._cut(end, found)
+        ended = self._end.match(text, at)
+        return self._closed(text, end, ended.end()) if ended else None
 
-    def _closed(self, text: str, end: int, at: int, calls: tuple[str, ...]) -> Cut | None:
-        """Return the cut at the end of a call, or None if no closing tag of a call is at `at`.
+    def _whole(self, text: str) -> Whole:
+        def whole(start: int, end: int) -> bool:
+            opened = self._cdata and text.startswith(CDATA, start)
+            return not opened or text.endswith(CDATA_END, start + len(CDATA), end)
 
-        A cut is a place where one value may end and the next may begin; what stands between the two
-        values, such as the tags of calls, belongs to it. `end`: position in `text` at which the
-        last value ended, with which the cut begins. `calls`: names of calls that were opened
-        between `end` and `at`; they have no parameters.
-        """
-        found = self._end.match(text, at)
-        if found is None:
-            return None
-        at = self._skip(text, found.end())
-        if at == len(text):
-            return Cut(end, at, None, calls)
-        return self._opened(text, end, at, calls) if self._several else None
+        return whole
 
-    def _opened(self, text: str, end: int, at: int, calls: tuple[str, ...]) -> Cut | None:
-        """Return the cut at the beginning of one or more calls, or None if none begins at `at`.
-
-        A cut is a place where one value may end and the next may begin; what stands between the two
-        values, such as the tags of calls, belongs to it. `end`: position in `text` at which the
-        last value ended, with which the cut begins. `calls`: names of calls that were opened
-        between `end` and `at`; they have no parameters.
-        """
-        while found := self._call.match(text, at):
-            calls = (*calls, self._unescape(found["call"]).strip())
-            at = self._skip(text, found.end())
-            if parameter := self._parameter.match(text, at):
-                return self._cut(end, parameter, calls)
-            ended = self._end.match(text, at)
-            if ended is None:
-                return None
-            at = self._skip(text, ended.end())
-            if at == len(text):
-                return Cut(end, at, None, calls)
-            if not self._several:
-                return None
-        return None
-
-    def _cut(self, end: int, found: re.Match[str], calls: tuple[str, ...]) -> Cut:
-        hint = found["hint"] if "hint" in found.re.groupindex else None
-        return Cut(end, found.end(), self._unescape(found["name"]).strip(), calls, hint or "")
-
-    def _skip(self, text: str, at: int) -> int:
-        found = self._blank.match(text, at)
-        return at if found is None else found.end()
-
-    def _convert(self, tool: Tool, cut: Cut, text: str) -> Parsed:
-        return tool.parse(str(cut.name), self._clean(text), cut.hint)
-
-    def _clean(self, text: str) -> str:
-        """Return a value without the text or CDATA marks that the template puts around it."""
+    def _convert(self, tool: Tool, cut: Cut, text: str) -> tuple[Any, bool]:
         if self._cdata and text.startswith(CDATA) and text.endswith(CDATA_END):
-            return text[len(CDATA) : -len(CDATA_END)]
-        return text.removeprefix(self._wrap).removesuffix(self._wrap)
+            text = text[len(CDATA) : -len(CDATA_END)]
+        else:
+            text = text.removeprefix(self._wrap).removesuffix(self._wrap)
+        return tool.parse(str(cut.name), text, cut.hint)
 
 
 class NamedCalls(TagSyntax):
-    """Syntax in which the bare name of the tool comes before the tags of its parameters.
+    """Reader of a syntax in which the bare name of the tool comes before the tags of parameters.
 
     The name may also be alone, or be followed by JSON.
     """
 
     def read(self, text: str, tools: Tools) -> list[Call]:
-        """Read the call in a tool block. Raises Malformed or ValueError if there is none."""
         name, _, rest = text.strip().partition("{")
         if (name := name.strip()) not in tools or self.begins(text):
             calls = super().read(text, tools)
@@ -183,3 +117,197 @@ class NamedCalls(TagSyntax):
                 raise Malformed("the block names no tool")
             return calls
         return [{"name": name, "arguments": loads("{" + rest) if rest else {}}]
+
+
+_K3_CALL = r"<\|open\|>call\b[^<>]{0,200}?\btool=\"(?P<call>[^\"<>]{1,256})\"[^<>]{0,200}<\|sep\|>"
+_K3_JSON = r"\s*<\|open\|>json\b[^<>]{0,200}<\|sep\|>"
+_K3_AS_JSON = re.compile(rf"\s*{_K3_CALL}{_K3_JSON}")
+
+
+class KimiK3Calls(TagSyntax):
+    """Reader of Kimi K3's calls: tags that name the type of each argument, or one JSON object.
+
+    <|open|>call tool="NAME" index="1"<|sep|>
+    <|open|>argument key="KEY" type="string"<|sep|>VALUE<|close|>argument<|sep|><|close|>call<|sep|>
+    """
+
+    def __init__(self) -> None:
+        super().__init__(
+            call=_K3_CALL,
+            parameter=(
+                r"<\|open\|>argument\b[^<>]{0,100}?\bkey=\"(?P<name>[^\"<>]{0,256})\""
+                r"(?:\s+type=\"(?P<hint>\w{1,20})\")?[^<>]{0,100}<\|sep\|>"
+            ),
+            close="<|close|>argument<|sep|>",
+            end=re.escape("<|close|>call<|sep|>"),
+            unescape=_unescape,
+        )
+        end = re.escape("<|close|>json<|sep|>") + r"\s*" + re.escape("<|close|>call<|sep|>")
+        self._as_json = HeadedCalls(f"{_K3_CALL}{_K3_JSON}", end)
+
+    def scanner(self) -> Scanner:
+        return BlockScanner(self.begins, self.ends, _is_k3_json)
+
+    def read(self, text: str, tools: Tools) -> list[Call]:
+        if not _is_k3_json(text):
+            return super().read(text, tools)
+        calls = self._as_json.read(text, tools)
+        return [{**call, "name": _unescape(call["name"])} for call in calls]
+
+
+def _is_k3_json(text: str) -> bool:
+    return _K3_AS_JSON.match(text) is not None
+
+
+def _unescape(text: str) -> str:
+    return text.replace("&quot;", '"').replace("&amp;", "&")
+
+
+# writing
+
+
+@dataclass(frozen=True, slots=True)
+class TagGrammar:
+    """Grammar of calls with a tag for each parameter.
+
+    `{}` in a text stands for a name. `call`, `end`: the texts before and after a call. `key`: the
+    text before a value, with the parameter's name. `after_key`: text between `key` and the value,
+    or "". `value_end`: the text after the value. `ends`: texts that a string value must not
+    contain, because a parser would end the value there. `line`: the template may write a line break
+    between the parts. `cdata`: strings with markup are written as `<![CDATA[...]]>`.
+    """
+
+    call: str
+    end: str
+    key: str
+    value_end: str
+    ends: tuple[str, ...]
+    after_key: str = ""
+    line: bool = False
+    cdata: bool = False
+
+    def __call__(self, lark: Lark, tool: Signature) -> str:
+        start = lark.marker(self.call.format(tool.name))
+        end = f" {lark.marker(self.end)}" if self.end else ""
+        line = f" {LINE}" if self.line else ""
+        if is_free(tool.schema):
+            return f"{start}{line} ({self._free(lark)}{line})*{end}"
+        body = in_order(tool.schema, partial(self._written, lark, tool.schema), line)
+        return f"{start}{line} {body}{end}"
+
+    def _written(self, lark: Lark, schema: Schema, name: str, node: Node) -> str:
+        if not re.fullmatch(r"[^\s<>\"'&]+", name):
+            raise Unwritable(f"properties/{name}")
+        key = lark.marker(self.key.format(name))
+        if self.after_key:
+            key += f" {LINE} " if self.line else " "
+            key += lark.marker(self.after_key)
+        value = _value(lark, schema, node, self.value_end, self.ends)
+        if self.cdata:
+            value = self._in_cdata(lark, schema, node, value)
+        return f"{key} {value}"
+
+    def _in_cdata(self, lark: Lark, schema: Schema, node: Node, value: str) -> str:
+        """Return an expression for a string, plain or as `<![CDATA[...]]>`.
+
+        Strings with markup or line breaks can be written as CDATA only. Other types are as `value`.
+        """
+        text = text_terminal(schema, node, (CDATA_END, *self.ends))
+        if text is None or schema.types(node) != {"string"}:
+            return value
+        wrapped = lark.terminal(f'"{CDATA}" ({text}) {literal(CDATA_END + self.value_end)}')
+        try:
+            plain = text_terminal(schema, node, ("<", "&", "\n"))
+        except Unwritable:  # all of the listed values have markup
+            return wrapped
+        short = lark.terminal(f"({plain}) {literal(self.value_end)}")
+        return one_of((wrapped, short))
+
+    def _free(self, lark: Lark) -> str:
+        """Return an expression for a parameter of any name whose value is any text."""
+        before, after = self.key.split("{}")
+        # the name and what follows it are one terminal: it ends where they do
+        key = lark.terminal(f"{literal(before)} /{FREE_NAME}/ {literal(after)}")
+        if self.after_key:
+            key += f" {LINE} {lark.marker(self.after_key)}"
+        return f"{key} {lark.terminal(f'({any_text(self.ends)}) {literal(self.value_end)}')}"
+
+
+def _value(lark: Lark, schema: Schema, node: Node, closing: str, ends: Sequence[str]) -> str:
+    """Return an expression for a value that `node` allows, followed by the text `closing`.
+
+    A string is written without quotes and cannot contain any of `ends`; other values are JSON.
+    """
+    kinds = schema.types(node)
+    options = []
+    others = kinds - {"string"}
+    other = of_kinds(node, others) if "string" in kinds else node
+    if others and schema.is_satisfiable(other):
+        options.append(f"{lark.json(schema.text(other))} {lark.marker(closing)}")
+    if "string" in kinds and schema.is_satisfiable(of_kinds(node, frozenset({"string"}))):
+        text = text_terminal(schema, node, ends, mixed=bool(others))
+        first, *later = lark.parts(closing)
+        if text is not None and first in lark.added:
+            options.append(f"{lark.terminal(text)} {lark.marker(closing)}")
+        elif text is not None:
+            # one terminal: text that may contain anything would swallow the tag that follows
+            name = lark.terminal(f"({text}) {literal(first)}")
+            options.append(" ".join((name, *(lark.marker(part) for part in later))))
+    if not options:
+        raise Unwritable("type")
+    return one_of(options)
+
+
+def kimi_k3_call(lark: Lark, tool: Signature) -> str:
+    """Return an expression for a call of Kimi K3, each argument with its type.
+
+    If the schema cannot be expressed in that form, all arguments are one JSON object.
+    """
+    header = literal(f"call tool={json.dumps(tool.name)} index=")
+    number = lark.terminal(f'{header} /"[1-9][0-9]{{0,2}}"/')
+    start = f"{lark.marker('<|open|>')} {number} {lark.marker('<|sep|>')}"
+    end = lark.marker("<|close|>call<|sep|>")
+    try:
+        body = _typed_arguments(lark, tool)
+    except Unwritable:
+        opened = lark.marker('<|open|>json type="object"<|sep|>')
+        closed = lark.marker("<|close|>json<|sep|>")
+        body = f"{opened} {arguments_json(lark, tool)} {closed}"
+    return f"{start} {body} {end}"
+
+
+def _typed_arguments(lark: Lark, tool: Signature) -> str:
+    if is_free(tool.schema):
+        key = lark.terminal(f'{literal("argument key=")} /"{FREE_NAME}"/')
+        any_argument = f"{lark.marker('<|open|>')} {key}"
+        return f"{_typed_argument(lark, Schema(True), any_argument, True)}*"
+
+    def write(name: str, node: Node) -> str:
+        if not re.fullmatch(r"[^\s<>\"&]+", name):
+            raise Unwritable(f"properties/{name}")
+        key = lark.marker(f'<|open|>argument key="{name}"')
+        return _typed_argument(lark, tool.schema, key, node)
+
+    return in_order(tool.schema, write)
+
+
+def _typed_argument(lark: Lark, schema: Schema, key: str, node: Node) -> str:
+    """Return an expression for one argument. `key`: that of its opening tag up to its name."""
+    options = []
+    for name in names_of(schema.types(node)):
+        only = of_kinds(node, TYPES[name] & schema.types(node))
+        if not schema.is_satisfiable(only):
+            continue
+        if name != "string":
+            body = lark.json(schema.text(only))
+        elif (text := text_terminal(schema, node, ())) is not None:
+            body = lark.terminal(text)
+        else:
+            continue
+        # integers are numbers in the template
+        kind = "number" if name == "integer" else name
+        head = lark.marker(f' type="{kind}"<|sep|>')
+        options.append(f"{key} {head} {body} {lark.marker('<|close|>argument<|sep|>')}")
+    if not options:
+        raise Unwritable("type")
+    return one_of(options)

@@ -18,11 +18,10 @@ from hypothesis_jsonschema import from_schema
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlxcache.errors import BadRequest
-from mlxcache.model.guidance import json_schema
+from mlxcache.model import json_schema
 from mlxcache.model.guidance.grammar import grammar_text
-from mlxcache.model.guidance.schema_facts import Node, Schema
-from mlxcache.model.guidance.schema_merge import alternatives
-from mlxcache.model.guidance.text_values import Unwritable
+from mlxcache.model.json_schema import Node, Schema
+from mlxcache.model.tool_syntax.writing import Unwritable, alternatives
 from mlxcache.types import Job, OutputFormat, Prompt, token_ids
 from tests.model.guided import VOCABULARIES, Writer, bare
 from tests.model.schemas import schemas, values

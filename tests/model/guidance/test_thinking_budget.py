@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from mlxcache.model.guidance.guide import Bitmask, Guide
-from mlxcache.model.guidance.thinking_budget import (
+from mlxcache.model.guidance.thinking import (
     LEAST_FOR_WORDS,
     MOST_WAITING,
     CloseThinking,
-    Closing,
+    ThinkEnd,
     ThinkingBudget,
     read_closing,
 )
@@ -22,7 +22,7 @@ HARMONY = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|call|>")
 VOCABULARY = 608
 
 
-def closing(tokenizer: Any, architecture: str = "llama") -> Closing:
+def closing(tokenizer: Any, architecture: str = "llama") -> ThinkEnd:
     found = read_closing(tokenizer, architecture, VOCABULARY)
     assert found is not None
     return found

@@ -14,8 +14,6 @@ from typing import Any
 
 from llguidance import LLMatcher
 
-from mlxcache.model.guidance.schema_facts import Schema
-
 LONGEST_GRAMMAR = 1 << 20
 """Maximum length of a grammar or schema in characters."""
 
@@ -50,19 +48,18 @@ class Lark:
         )
         self._rules: dict[str, str] = {}
         self._names: dict[str, str] = {}
-        self._lazy: set[str] = set()
 
     def rule(self, body: str) -> str:
-        """Add a grammar rule with this body unless there is one, and return its name."""
+        """Add a rule, a sequence of terminals and tokens, unless there is one; return its name."""
         return self._name("r", body)
 
     def terminal(self, body: str) -> str:
-        """Add a grammar terminal with this body unless there is one, and return its name.
-
-        A terminal is matched as one regular expression, a rule as a sequence of terminals and
-        tokens.
-        """
+        """Add a terminal, one regular expression, unless there is one; return its name."""
         return self._name("T", body)
+
+    def lazy(self, body: str) -> str:
+        """Add a terminal whose text ends as early as `body` allows; return its name."""
+        return self._name("h", body)
 
     def _name(self, kind: str, body: str) -> str:
         key = kind + body
@@ -72,82 +69,53 @@ class Lark:
         return self._names[key]
 
     def reserve(self, kind: str = "r") -> str:
-        """Return a new name to `define` later, for rules that contain themselves.
-
-        `kind`: the first letter of the name, "r" for a rule, "T" for a terminal.
-        """
+        """Return a new name to `define` later, for rules that contain themselves."""
         name = f"{kind}{len(self._rules)}"
         self._rules[name] = ""
         return name
 
     def define(self, name: str, body: str) -> None:
-        """Set the body of a grammar rule whose name `reserve` returned."""
         self._rules[name] = body
 
-    def lazy(self, body: str) -> str:
-        """Add a grammar terminal with the body `body`, and return its name.
-
-        Its text ends as early as the body allows.
-        """
-        name = self._name("h", body)
-        self._lazy.add(name)
-        return name
-
-    def json(self, schema: Schema) -> str:
-        """Add a grammar rule for JSON that satisfies `schema`, and return its name."""
-        return self.rule(f"%json {schema.text()}")
+    def json(self, schema: str) -> str:
+        """Add a rule for JSON that satisfies a schema, the text of one; return its name."""
+        return self.rule(f"%json {schema}")
 
     def marker(self, text: str) -> str:
-        """Return a grammar expression for exactly `text`, with its added tokens as tokens.
-
-        Added tokens are the texts that the tokenizer has as one token each beside its trained
-        vocabulary, such as markers. Unlike the result of `literal`, the expression matches a text
-        that the model writes with control tokens.
-        """
+        """Return an expression for exactly `text`, with its added tokens as tokens."""
         return " ".join(
             f"<[{self.added[part]}]>" if part in self.added else literal(part)
             for part in self.parts(text)
         )
 
     def parts(self, text: str) -> list[str]:
-        """Split `text` into the added tokens of the tokenizer and the text between them."""
         pieces = self._split.split(text) if self.added else [text]
         return [piece for piece in pieces if piece]
 
     def text(self, start: str) -> str:
-        """Return the text of the grammar whose start rule is the expression `start`."""
         lines = ["%llguidance {}", f"start: {start}"]
         for name, body in self._rules.items():
-            lines.append(f"{name}[lazy]: {body}" if name in self._lazy else f"{name}: {body}")
+            lines.append(f"{name}{'[lazy]' if name.startswith('h') else ''}: {body}")
         return "\n".join(lines)
 
 
 def literal(text: str) -> str:
-    """Return a grammar expression, a Lark string, for exactly this text."""
-    if not text:
-        return '""'
+    """Return an expression, a Lark string, for exactly this text."""
     # Lark's strings are those of JSON, and DEL has to be escaped in them
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def one_of(options: Iterable[str]) -> str:
-    """Return a grammar expression for any one of `options`.
-
-    The options are grammar expressions, not texts: pass a text as `literal(text)`.
-    """
+    """Return an expression for any of `options`, which are expressions too, not texts."""
     return "(" + " | ".join(options) + ")"
 
 
 def repeated(item: str, between: str) -> str:
-    """Return a grammar expression for one or more of `item`, separated by `between`.
-
-    Both are grammar expressions, not texts.
-    """
+    """Return an expression for one or more of `item`; both arguments are expressions."""
     return f"{item} ({between} {item})*"
 
 
 def regex(pattern: str) -> str:
-    """Return a Lark regular expression for the texts that `pattern` matches as a whole."""
     text = re.sub(r"\\(.)|(/)", _escaped, pattern, flags=re.DOTALL)
     for char, name in (("\n", "n"), ("\r", "r"), ("\t", "t")):
         text = text.replace(char, f"\\{name}")
@@ -159,7 +127,7 @@ def _escaped(found: re.Match[str]) -> str:
 
 
 def any_text(without: Sequence[str] = ()) -> str:
-    """Return the body of a grammar terminal for text that contains none of the texts `without`."""
+    """Return the body of a terminal for text that contains none of the texts `without`."""
     if not without:
         return "/(?s:.*)/"
     inner = "|".join(escaped(one) for one in without)
@@ -167,7 +135,6 @@ def any_text(without: Sequence[str] = ()) -> str:
 
 
 def escaped(text: str) -> str:
-    """Escape a text for use inside a Lark regular expression."""
     plain = re.sub(r"([^\w\s<>\"'=:,;!@%&`~-])", r"\\\1", text, flags=re.ASCII)
     return plain.replace("\n", "\\n").replace("\r", "\\r").replace("\t", "\\t")
 
@@ -189,7 +156,6 @@ def too_large(grammar: str) -> str | None:
 
 
 def _numerator(number: str) -> int:
-    """Return a divisor without its decimal point, such as 25 for 0.25."""
     try:
         value = abs(Decimal(number)).normalize()
         return int(value.scaleb(max(0, -value.as_tuple().exponent)))  # type: ignore[operator]
