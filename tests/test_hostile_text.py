@@ -81,6 +81,9 @@ SEARCHES: dict[str, Callable[[], Callable[[int], object]]] = {
     "a branch": lambda: lambda n: list(find_announced("Branch: x (behind 1" + "1" * n)),
     "a title's request": lambda: lambda n: title_from_text(CODEX + "\n" * n),
     "an element's name": lambda: lambda n: title_from_text("<a" + "_" * n),
+    "calls of Gemma without parameters": lambda: read(
+        "gemma4", lambda n: "call:f{a:1}" + "call:g{}" * (n // 8) + "x"
+    ),
     "blanks after a call of Gemma": lambda: read("gemma4", lambda n: "call:f{a:1}" + " " * n + "x"),
 }
 

@@ -16,7 +16,7 @@ from mlxcache.model.markers import (
     harmony_route,
     may_be_header,
 )
-from mlxcache.model.tool_block import CallReader, Follow, ToolBlock
+from mlxcache.model.tool_block import CallReader, ToolBlock
 from mlxcache.model.tool_syntax.syntax import NO_SYNTAX, Closing
 from mlxcache.types import FinishReason, Piece, Text, Thinking, ToolCall
 
@@ -296,7 +296,7 @@ class OutputParser:
         self, block: ToolBlock, target: str, calls: Sequence[ToolCall], after: int | None
     ) -> None:
         """Add the calls of a tool block to the reply; parse its text from `after` on again."""
-        if after is not None and block.follow() is Follow.TEXT:
+        if after is not None and block.goes_on():
             log.warning("%s: text after a complete tool call left out of the reply", self._id)
         self._block, self._state = None, target
         calls = calls if self._parallel else calls[:1]

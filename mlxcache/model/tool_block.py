@@ -13,7 +13,6 @@ from __future__ import annotations
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from enum import Enum, auto
 from typing import Any
 
 from mlxcache.model.tool_syntax.arguments import Tools, dumps, loads
@@ -98,17 +97,6 @@ def _arguments(value: Any) -> str:
     if not isinstance(value, dict):
         raise ValueError("the arguments are not a JSON object")
     return dumps(value)
-
-
-class Follow(Enum):
-    """Kind of text that follows the last possible end of a tool block."""
-
-    NOTHING = auto()
-    """Nothing yet, or the possible beginning of a marker."""
-    MARKER = auto()
-    """The marker of another call, or of thinking, which confirms the end."""
-    TEXT = auto()
-    """Text that may continue an argument."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,13 +196,13 @@ class ToolBlock:
         self._depth -= 1
         return False
 
-    def follow(self) -> Follow:
-        """Return the kind of text that follows the last possible end of the tool block."""
-        if any(self._next.startswith(marker) for marker in self._confirming):
-            return Follow.MARKER
-        if any(marker.startswith(self._next) for marker in ("", *self._confirming)):
-            return Follow.NOTHING
-        return Follow.TEXT
+    def _is_confirmed(self) -> bool:
+        return any(self._next.startswith(marker) for marker in self._confirming)
+
+    def goes_on(self) -> bool:
+        """Return whether text that may continue an argument follows the last possible end."""
+        begun = any(marker.startswith(self._next) for marker in ("", *self._confirming))
+        return not begun and not self._is_confirmed()
 
     def confirmed(self) -> Ended | None:
         """Return the end of the tool block once later text confirms it, with the calls before it.
@@ -225,13 +213,12 @@ class ToolBlock:
         """
         if not self._ends or self._judged:
             return None
-        follow = self.follow()
-        if follow is Follow.MARKER:
+        if self._is_confirmed():
             self._judged = True
             last = self._ends[-1]
             if last.clean and len(self._ends) <= _MOST_TRIED and (calls := self._before(last)):
                 return last, calls
-        elif follow is Follow.TEXT and self._beyond > LOOK_ON:
+        elif self._beyond > LOOK_ON and self.goes_on():
             if found := self._best():
                 return found
             self._ends.clear()
@@ -245,7 +232,7 @@ class ToolBlock:
         confirming marker follows the last possible end: other text may belong to an argument that
         was cut off.
         """
-        ended = bool(self._ends) and self.follow() is not Follow.TEXT
+        ended = bool(self._ends) and not self.goes_on()
         if not complete:
             return self._best() if ended else None
         if not ended and (self.first is None or self.closing() is not Closing.INSIDE):

@@ -26,8 +26,7 @@ _TEXT = "/(?s:.+)/"
 class Guides:
     """Factory of the guides of one model's replies. Its methods may be called on any thread.
 
-    `tokenizer`: mlx-lm's TokenizerWrapper. `vocab_size`: the width of the logits. `label`: that of
-    the model, for the log.
+    `tokenizer`: mlx-lm's TokenizerWrapper. `vocab_size`: the width of the logits.
     """
 
     def __init__(self, tokenizer: Any, vocab_size: int, label: str = "unnamed"):
@@ -72,10 +71,7 @@ class Guides:
 
 
 def is_constrained(job: Job) -> bool:
-    """Return whether the reply to `job` has to follow a grammar.
-
-    It has to for an output format, a required call, a choice of tools, or a strict tool.
-    """
+    """Return whether the reply to `job` has to follow a grammar."""
     if job.format is not None:
         return True
     return bool(job.tools) and (
@@ -168,10 +164,7 @@ def _is_strict(tool: Mapping[str, Any]) -> bool:
 
 
 def _calls(lark: Lark, tokenizer: Any, job: Job, frame: _Frame, *, free: bool) -> str:
-    """Return an expression for a reply of tool calls, as many as the job allows.
-
-    With `free`, the reply may be anything in which each call is valid.
-    """
+    """Return an expression for tool calls; if `free`, for any reply whose calls are valid."""
     tools, generic, several = _callable(job), job.prompt.generic_tools, job.parallel_tools
     if isinstance(frame, _Harmony) and not generic:
         return frame.calls(tools, several=several, free=free)
@@ -214,10 +207,7 @@ class _Frame:
         self.lark = lark
 
     def text(self, body: str, kind: str = "") -> str:
-        """Return an expression for a reply whose visible text is the expression `body`.
-
-        `kind`: that of the output format, which a header may name.
-        """
+        """Return an expression for a reply whose visible text is `body`, in a `kind` of format."""
         return body
 
     def block(self, calls: str) -> str:
@@ -292,10 +282,7 @@ def _frame_of(lark: Lark, tokenizer: Any) -> _Frame:
 
 
 def _anything_but(lark: Lark, opening: str, rest: str) -> str:
-    """Return an expression for any text in which the expression `rest` follows each `opening`.
-
-    `opening`: a text, such as the marker of a tool call. The text may contain control tokens.
-    """
+    """Return an expression for any text in which the expression `rest` follows each `opening`."""
     first, *later = lark.parts(opening)
     controls = sorted(token for text, token in lark.added.items() if text != first)
     other = [f"<[{','.join(map(str, controls))}]>"] if controls else []

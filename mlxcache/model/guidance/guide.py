@@ -35,10 +35,9 @@ _NO_TEXT, _NOT_ALLOWED = "NoExtensionBias", "doesn't satisfy the grammar"
 
 
 class Guide(Protocol):
-    """State of one reply that decides which tokens may come next.
+    """State of one reply that decides which tokens may come next, and is advanced by each.
 
-    Each generated token advances it. Its methods may be called on any thread, by one thread at a
-    time, and call no MLX.
+    Its methods may be called on any thread, by one thread at a time, and call no MLX.
     """
 
     def accept(self, token: int) -> None:
@@ -122,10 +121,7 @@ class Grammars:
         return GrammarGuide(matcher, vocabulary.vocab_size, param)
 
     def vocabulary(self) -> LLTokenizer:
-        """Return the model's vocabulary in llguidance's form; the first call takes seconds.
-
-        Raises Unsupported if the model's tokenizer cannot be used.
-        """
+        """Return the model's vocabulary in llguidance's form; the first call takes seconds."""
         with self._lock:
             if self._made is None:
                 began = time.perf_counter()

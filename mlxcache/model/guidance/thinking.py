@@ -66,10 +66,7 @@ class ThinkFormat:
 
 
 def read_format(tokenizer: Any, vocabulary: LLTokenizer) -> ThinkFormat | None:
-    """Return the form of thinking of the model family of `tokenizer`, mlx-lm's TokenizerWrapper.
-
-    Returns None if mlx-lm describes no thinking for it. Takes about 0.1 s.
-    """
+    """Return the form of thinking, or None if mlx-lm describes none. Takes about 0.1 s."""
     words = _words(tokenizer)
     if words is None:
         return None
@@ -96,10 +93,9 @@ def read_format(tokenizer: Any, vocabulary: LLTokenizer) -> ThinkFormat | None:
 
 
 def _words(tokenizer: Any) -> tuple[str, str, str] | None:
-    """Return the texts around a think block, or None if the model family does not think.
+    """Return the opening and the closing of a think block, and the next message's header or "".
 
-    These are its opening, its closing marker, and the beginning of the next message's header, which
-    is empty if messages have no headers.
+    None if the model family does not think.
     """
     if markers.is_harmony(tokenizer):
         return _HARMONY
@@ -114,10 +110,7 @@ def _words(tokenizer: Any) -> tuple[str, str, str] | None:
 
 
 def _beyond(rest: bytes, tokens: Iterable[int], pieces: list[bytes]) -> tuple[int, ...]:
-    """Return tokens that complete a marker's `rest` together with the beginning of the answer.
-
-    Line ends after `rest` are no beginning.
-    """
+    """Return tokens that complete a marker's `rest` together with the beginning of the answer."""
     return tuple(
         i for i in tokens if pieces[i].startswith(rest) and pieces[i][len(rest) :].strip(b"\n")
     )
@@ -296,10 +289,9 @@ class ThinkEnd:
 def read_closing(
     tokenizer: Any, architecture: str, vocab_size: int, label: str = "unnamed"
 ) -> ThinkEnd | None:
-    """Return the token ids that end thinking in the model family of `tokenizer`.
+    """Return the token ids that end thinking, or None if mlx-lm describes no thinking.
 
-    Returns None if mlx-lm describes no thinking for it. `architecture`: the model_type of
-    config.json. `vocab_size`: the width of the logits.
+    `architecture`: the model_type of config.json. `vocab_size`: the width of the logits.
     """
 
     def encode(text: str) -> tuple[int, ...]:
@@ -325,10 +317,7 @@ def read_closing(
 
 
 def _blanks(tokenizer: Any, label: str) -> tuple[str, str]:
-    """Return the white space that the template writes before and after the closing marker.
-
-    It is one line break before and two after if the template does not show it.
-    """
+    """Return the white space that the template writes before and after the closing marker."""
     thought, text = "zqthink7", "zqtext7"
     messages = [
         {"role": "user", "content": "a"},
@@ -476,7 +465,7 @@ class CloseThinking:
         self._leaves = tuple(leaves)
         self._decode = decode
         self._tail = tuple(tail)
-        self._begun = self._open = len(self._tail)
+        self._begun = len(self._tail)
         self._vocab_size = vocab_size
         self._at = 0
         self.done = False

@@ -55,11 +55,7 @@ def raw_decode(text: str, at: int) -> tuple[Any, int]:
 
 
 def dumps(value: Any) -> str:
-    """Write JSON, with characters outside ASCII unescaped.
-
-    If half of a surrogate pair is among them, all of them are escaped. A `Number` is written as its
-    text. Raises ValueError for NaN and Infinity.
-    """
+    """Write JSON, escaping characters outside ASCII only if half a surrogate pair is among them."""
     text = _write(value, ascii_only=False)
     if any("\ud800" <= c <= "\udfff" for c in text):
         return _write(value, ascii_only=True)
@@ -138,8 +134,8 @@ _SIMPLE = dict(zip("nrtabfv\\'\"\n", "\n\r\t\a\b\f\v\\'\"", strict=False)) | {"\
 class LiteralReader:
     """Reader of Python or JSON literals in a text, from left to right.
 
-    Unescaped line ends in strings are accepted, and numbers are those of JSON. White space before
-    what is read is skipped. Methods raise ValueError if the text is not what they read.
+    Unescaped line ends in strings are accepted, and numbers are those of JSON. Methods skip white
+    space, and raise ValueError if the text is not what they read.
     """
 
     def __init__(self, text: str):
@@ -165,10 +161,7 @@ class LiteralReader:
         return str(found[1])
 
     def value(self, depth: int = 0) -> Any:
-        """Read a string, a number, a constant, a list, a tuple (as a list) or an object.
-
-        `depth`: the number of containers around it.
-        """
+        """Read any literal inside `depth` containers; a tuple becomes a list."""
         self._blank()
         first = self._text[self.at : self.at + 1]
         if depth > DEEPEST_LITERAL:

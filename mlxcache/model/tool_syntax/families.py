@@ -44,14 +44,11 @@ _ATTRIBUTES = r"[^<>]{0,200}"
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """How a model family writes tool calls.
-
-    `grammar`: that of its calls, or a function that returns the one of a tokenizer; without one,
-    calls cannot be forced.
-    """
+    """How a model family writes tool calls. Without a `grammar`, calls cannot be forced."""
 
     reader: Syntax
     grammar: CallGrammar | Callable[[Any], CallGrammar] | None = None
+    """Grammar of its calls, or a function that returns that of a tokenizer."""
 
 
 def _arg_tags(prefix: str, *, forced: bool = True) -> Family:
@@ -256,10 +253,7 @@ def reader_of(tokenizer: Any, *, generic: bool) -> Syntax:
 
 
 def grammar_of(tokenizer: Any, *, generic: bool) -> CallGrammar:
-    """Return the grammar of a model's tool calls. The arguments are those of `reader_of`.
-
-    Raises Unsupported if it is unknown.
-    """
+    """Return the grammar of a model's tool calls. Raises Unsupported if it is unknown."""
     if generic:
         return _GENERIC_GRAMMAR
     parse = tokenizer.tool_parser

@@ -100,11 +100,7 @@ class PythonicCalls:
         return JsonScanner("'\"")
 
     def read(self, text: str, tools: Tools) -> list[Call]:
-        """Read the calls in a tool block.
-
-        A number or constant of a type that the tool's schema does not allow is converted to one
-        that it allows, such as text, if possible.
-        """
+        """Read the calls; numbers and constants are converted to types that the schema allows."""
         reader = LiteralReader(text)
         reader.take("[")
         calls: list[Call] = []

@@ -23,10 +23,16 @@ from itertools import product
 from typing import Any
 
 from mlxcache.model.tool_syntax.arguments import Tool, Tools
-from mlxcache.model.tool_syntax.syntax import BlockScanner, Call, Malformed, Scanner
+from mlxcache.model.tool_syntax.syntax import Call, Closing, JsonScanner, Malformed, Scanner
 
 MOST_READINGS = 64
 """Maximum number of readings of one tool block that are compared; one with more is ambiguous."""
+
+MOST_EMPTY = 100
+"""Maximum number of calls without parameters in a row, as many can begin at each of them."""
+
+TAIL = 1_000
+"""Characters at the end of a tool block that are examined at a closing marker."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +83,6 @@ class _Path:
         self._enter(cut)
 
     def has(self, cut: Cut) -> bool:
-        """Return whether the call has the parameter that begins at `cut` already."""
         return cut.name in self._seen and not cut.calls
 
     def knows(self, cut: Cut, tools: Tools) -> bool:
@@ -88,11 +93,7 @@ class _Path:
 
 
 class Block:
-    """A tool block with its cuts.
-
-    `head`: the first cut, which opens the first call; its `end` is not used. `cuts`: the others, in
-    order. `tags`: all tags of parameters.
-    """
+    """A tool block with its cuts: `head`, which opens the first call, and the others in order."""
 
     def __init__(
         self,
@@ -116,11 +117,9 @@ class Block:
     def read(self) -> list[Call]:
         """Read the calls in the tool block.
 
-        If there are several readings, the one whose calls fit the tools' schemas is used; if
-        several fit, one in which tags inside values come in pairs may be used. If there is only
-        one, its calls are returned even if they do not fit, because the client reports this to the
-        model. Raises Malformed if there is no reading, or if it cannot be decided which of several
-        is meant.
+        If several readings fit the tools' schemas, one in which tags inside values come in pairs
+        may be used. If there is only one, its calls are returned even if they do not fit, because
+        the client reports this to the model. Raises Malformed if no reading can be chosen.
         """
         plain, clash, refused = self._walk()
         if plain is None and refused:
@@ -195,10 +194,7 @@ class Block:
         return None, clash, refused
 
     def _nested(self) -> Reading | None:
-        """Return the reading in which every tag opened inside a value is closed there.
-
-        Values that quote a tool call have such tags.
-        """
+        """Return the reading in which every tag opened inside a value is closed there."""
         cuts = {cut.end: cut for cut in self._cuts}
         path, depth = _Path(self._head), 0
         for at, opens in self._tags:
@@ -278,7 +274,8 @@ class UnescapedCalls(ABC):
     They match in bounded time. `call` opens a call, with the group `call` for its name.
     `parameter` opens a parameter, with the group `name`, and the group `hint` if the model writes
     the type. `end` closes a call. `blank` may occur between these. `several`: a block may have
-    several calls. `unescape` reverts the template's escaping of names.
+    several calls. `unescape` reverts the template's escaping of names. Subclasses tell where a
+    block `ends`, its cuts and tags, which texts can be a whole value, and convert values.
     """
 
     def __init__(
@@ -296,12 +293,10 @@ class UnescapedCalls(ABC):
         self._several, self._unescape = several, unescape
 
     @abstractmethod
-    def ends(self, tail: str) -> bool:
-        """Return whether a tool block that ends with `tail` may be complete."""
+    def ends(self, tail: str) -> bool: ...
 
     @abstractmethod
-    def _cuts(self, text: str, start: int) -> tuple[list[Cut], list[Tag]]:
-        """Return the cuts and the tags of parameters from `start` on."""
+    def _cuts(self, text: str, start: int) -> tuple[list[Cut], list[Tag]]: ...
 
     @abstractmethod
     def _whole(self, text: str) -> Whole: ...
@@ -309,8 +304,12 @@ class UnescapedCalls(ABC):
     @abstractmethod
     def _convert(self, tool: Tool, cut: Cut, text: str) -> tuple[Any, bool]: ...
 
+    def is_json(self, text: str) -> bool:
+        """Return whether a tool block begins like JSON, which some models write instead."""
+        return text.lstrip().startswith(("{", "["))
+
     def scanner(self) -> Scanner:
-        return BlockScanner(self.begins, self.ends)
+        return _BlockScanner(self)
 
     def read(self, text: str, tools: Tools) -> list[Call]:
         head = self._opened(text, 0, 0)
@@ -324,7 +323,6 @@ class UnescapedCalls(ABC):
         return block.read()
 
     def begins(self, text: str) -> bool:
-        """Return whether a tool block begins with a call that has parameters."""
         head = self._opened(text, 0, 0)
         return head is not None and head.name is not None
 
@@ -334,9 +332,9 @@ class UnescapedCalls(ABC):
         Calls without parameters have no values: the cut goes over them. Returns None if no call
         begins at `at`, or if other text follows such a call.
         """
-        calls: tuple[str, ...] = ()
-        while found := self._call.match(text, self._skip(text, at)):
-            calls = (*calls, self._unescape(found["call"]).strip())
+        calls: list[str] = []
+        while len(calls) < MOST_EMPTY and (found := self._call.match(text, self._skip(text, at))):
+            calls.append(self._unescape(found["call"]).strip())
             at = self._skip(text, found.end())
             if parameter := self._parameter.match(text, at):
                 return self._cut(end, parameter, calls)
@@ -345,7 +343,7 @@ class UnescapedCalls(ABC):
                 return None
             at = self._skip(text, ended.end())
             if at == len(text):
-                return Cut(end, at, None, calls)
+                return Cut(end, at, None, tuple(calls))
             if not self._several:
                 return None
         return None
@@ -357,10 +355,49 @@ class UnescapedCalls(ABC):
             return Cut(end, at, None)
         return self._opened(text, end, at) if self._several else None
 
-    def _cut(self, end: int, found: re.Match[str], calls: tuple[str, ...] = ()) -> Cut:
+    def _cut(self, end: int, found: re.Match[str], calls: Sequence[str] = ()) -> Cut:
         hint = found["hint"] if "hint" in found.re.groupindex else None
-        return Cut(end, found.end(), self._unescape(found["name"]).strip(), calls, hint or "")
+        name = self._unescape(found["name"]).strip()
+        return Cut(end, found.end(), name, tuple(calls), hint or "")
 
     def _skip(self, text: str, at: int) -> int:
         found = self._blank.match(text, at)
         return at if found is None else found.end()
+
+
+class _BlockScanner:
+    """Scanner that judges closing markers by the tool block's beginning and end.
+
+    The beginning is examined at closing markers, until it is a call with parameters or JSON.
+    """
+
+    def __init__(self, reader: UnescapedCalls):
+        self._reader = reader
+        self._parts: list[str] = []
+        self._tail = ""
+        self._json: JsonScanner | None = None
+        self._begun = False
+
+    def add(self, text: str) -> None:
+        self._tail = (self._tail + text)[-TAIL:]
+        if self._json is not None:
+            self._json.add(text)
+        elif not self._begun:
+            self._parts.append(text)
+
+    def closing(self) -> Closing:
+        if not self._begun and not self._begin("".join(self._parts)):
+            return Closing.FINAL
+        if self._json is not None:
+            return self._json.closing()
+        return Closing.MAYBE if self._reader.ends(self._tail) else Closing.INSIDE
+
+    def _begin(self, text: str) -> bool:
+        if self._reader.is_json(text):
+            self._json = JsonScanner()
+            self._json.add(text)
+        elif not self._reader.begins(text):
+            return False
+        self._begun = True
+        self._parts.clear()
+        return True

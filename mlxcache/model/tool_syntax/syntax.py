@@ -13,9 +13,6 @@ from typing import Any, Protocol
 
 from mlxcache.model.tool_syntax.arguments import Tools
 
-TAIL = 1_000
-"""Characters at the end of a tool block that are examined at a closing marker."""
-
 Call = dict[str, Any]
 """A call as it was read: `name`, `arguments` (a dict, or JSON text), and `id` if there is one."""
 
@@ -54,15 +51,12 @@ class Syntax(Protocol):
     def read(self, text: str, tools: Tools) -> list[Call]:
         """Read the calls in a tool block; the schemas of `tools` decide the types of values.
 
-        Raises Malformed if the text is no call, and the errors of parsers of JSON and of mlx-lm.
+        Raises Malformed if the text is no call, or the errors of parsers of JSON and of mlx-lm.
         """
 
 
 class JsonScanner:
-    """Scanner that tracks whether the text of a tool block so far ends inside a string.
-
-    `quotes`: the characters that begin and end strings.
-    """
+    """Scanner that tracks whether the text so far ends inside a string between `quotes`."""
 
     def __init__(self, quotes: str = '"'):
         self._mark = re.compile(rf"\\.|[{quotes}]|\\\Z", re.DOTALL)
@@ -87,62 +81,8 @@ class JsonScanner:
         return Closing.INSIDE if self._quote else Closing.FINAL
 
 
-def begins_as_json(text: str) -> bool:
-    """Return whether a tool block begins like JSON, which some models write instead of tags."""
-    return text.lstrip().startswith(("{", "["))
-
-
-class BlockScanner:
-    """Scanner that judges closing markers by the tool block's beginning and end.
-
-    `begins(text)` returns whether a block begins with a call that has parameters, and `ends(tail)`
-    whether a block that ends with `tail` may be complete. A block for which `as_json(text)` is true
-    is scanned as JSON. The beginning is examined at closing markers, until it is a call with
-    parameters or JSON.
-    """
-
-    def __init__(
-        self,
-        begins: Callable[[str], bool],
-        ends: Callable[[str], bool],
-        as_json: Callable[[str], bool] = begins_as_json,
-    ):
-        self._begins, self._ends, self._as_json = begins, ends, as_json
-        self._parts: list[str] = []
-        self._tail = ""
-        self._json: JsonScanner | None = None
-        self._begun = False
-
-    def add(self, text: str) -> None:
-        self._tail = (self._tail + text)[-TAIL:]
-        if self._json is not None:
-            self._json.add(text)
-        elif not self._begun:
-            self._parts.append(text)
-
-    def closing(self) -> Closing:
-        if not self._begun and not self._begin("".join(self._parts)):
-            return Closing.FINAL
-        if self._json is not None:
-            return self._json.closing()
-        return Closing.MAYBE if self._ends(self._tail) else Closing.INSIDE
-
-    def _begin(self, text: str) -> bool:
-        if self._as_json(text):
-            self._json = JsonScanner()
-            self._json.add(text)
-        elif not self._begins(text):
-            return False
-        self._begun = True
-        self._parts.clear()
-        return True
-
-
 class ForeignSyntax:
-    """Syntax for which only mlx-lm has a parser.
-
-    A tool block ends at the first closing marker before which that parser finds calls.
-    """
+    """Syntax of which only mlx-lm has a parser. Where it finds calls, a tool block may end."""
 
     def __init__(self, parse: Callable[[str, list[dict[str, Any]]], Any]):
         self._parse = parse

@@ -19,13 +19,7 @@ from mlxcache.model.lark import Lark, any_text, literal, one_of
 from mlxcache.model.tool_syntax.arguments import Tool, Tools, loads
 from mlxcache.model.tool_syntax.json_calls import HeadedCalls, JsonCalls
 from mlxcache.model.tool_syntax.readings import Cut, Tag, UnescapedCalls, Whole
-from mlxcache.model.tool_syntax.syntax import (
-    BlockScanner,
-    Call,
-    Malformed,
-    Scanner,
-    begins_as_json,
-)
+from mlxcache.model.tool_syntax.syntax import Call, Malformed
 from mlxcache.model.tool_syntax.writing import (
     FREE_NAME,
     LINE,
@@ -61,7 +55,7 @@ class TagSyntax(UnescapedCalls):
         self._wrap, self._cdata = wrap, cdata
 
     def read(self, text: str, tools: Tools) -> list[Call]:
-        if begins_as_json(text):
+        if super().is_json(text):
             return JsonCalls().read(text, tools)
         return super().read(text, tools)
 
@@ -104,10 +98,7 @@ class TagSyntax(UnescapedCalls):
 
 
 class NamedCalls(TagSyntax):
-    """Reader of a syntax in which the bare name of the tool comes before the tags of parameters.
-
-    The name may also be alone, or be followed by JSON.
-    """
+    """Reader of calls whose bare name comes before the tags of parameters, before JSON or alone."""
 
     def read(self, text: str, tools: Tools) -> list[Call]:
         name, _, rest = text.strip().partition("{")
@@ -145,18 +136,14 @@ class KimiK3Calls(TagSyntax):
         end = re.escape("<|close|>json<|sep|>") + r"\s*" + re.escape("<|close|>call<|sep|>")
         self._as_json = HeadedCalls(f"{_K3_CALL}{_K3_JSON}", end)
 
-    def scanner(self) -> Scanner:
-        return BlockScanner(self.begins, self.ends, _is_k3_json)
+    def is_json(self, text: str) -> bool:
+        return _K3_AS_JSON.match(text) is not None
 
     def read(self, text: str, tools: Tools) -> list[Call]:
-        if not _is_k3_json(text):
+        if not self.is_json(text):
             return super().read(text, tools)
         calls = self._as_json.read(text, tools)
         return [{**call, "name": _unescape(call["name"])} for call in calls]
-
-
-def _is_k3_json(text: str) -> bool:
-    return _K3_AS_JSON.match(text) is not None
 
 
 def _unescape(text: str) -> str:
@@ -208,9 +195,9 @@ class TagGrammar:
         return f"{key} {value}"
 
     def _in_cdata(self, lark: Lark, schema: Schema, node: Node, value: str) -> str:
-        """Return an expression for a string, plain or as `<![CDATA[...]]>`.
+        """Return an expression for a string, with markup or line breaks only as CDATA.
 
-        Strings with markup or line breaks can be written as CDATA only. Other types are as `value`.
+        Other types are as `value`.
         """
         text = text_terminal(schema, node, (CDATA_END, *self.ends))
         if text is None or schema.types(node) != {"string"}:
@@ -234,10 +221,7 @@ class TagGrammar:
 
 
 def _value(lark: Lark, schema: Schema, node: Node, closing: str, ends: Sequence[str]) -> str:
-    """Return an expression for a value that `node` allows, followed by the text `closing`.
-
-    A string is written without quotes and cannot contain any of `ends`; other values are JSON.
-    """
+    """Return an expression for a value and the text `closing`; strings contain none of `ends`."""
     kinds = schema.types(node)
     options = []
     others = kinds - {"string"}
@@ -259,10 +243,7 @@ def _value(lark: Lark, schema: Schema, node: Node, closing: str, ends: Sequence[
 
 
 def kimi_k3_call(lark: Lark, tool: Signature) -> str:
-    """Return an expression for a call of Kimi K3, each argument with its type.
-
-    If the schema cannot be expressed in that form, all arguments are one JSON object.
-    """
+    """Return an expression for a call with typed arguments, or one JSON object if that fails."""
     header = literal(f"call tool={json.dumps(tool.name)} index=")
     number = lark.terminal(f'{header} /"[1-9][0-9]{{0,2}}"/')
     start = f"{lark.marker('<|open|>')} {number} {lark.marker('<|sep|>')}"

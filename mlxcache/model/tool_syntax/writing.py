@@ -152,10 +152,7 @@ def object_shapes(schema: Schema) -> list[Plain]:
 
 
 def members_of(schema: Schema, shape: Plain, write: Callable[[str, Node], str]) -> Members:
-    """Write the named members of an object by `write(name, node)`, in the schema's order.
-
-    Members that no value satisfies are left out; raises Unwritable if one of them is required.
-    """
+    """Write the members of an object that some value satisfies, in the schema's order."""
     named: dict[str, Node] = dict(shape.get("properties", {}))
     required = shape.get("required", ())
     for name in required:
@@ -209,11 +206,7 @@ def alternatives(schema: Schema, node: Node) -> list[Plain]:
 
 
 def _expand(schema: Schema, node: Node, within: frozenset[str], left: Iterator[int]) -> list[Plain]:
-    """Return the alternatives of `node`.
-
-    `within`: references that are being followed. `left`: has an item for each node that may still
-    be visited.
-    """
+    """`within`: references being followed. `left`: an item for each node that may be visited."""
     if next(left, None) is None:
         raise Unwritable("anyOf")
     if isinstance(node, bool):
