@@ -43,10 +43,8 @@ TYPES = {
 FORMATS = frozenset(
     ("date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "time", "uri", "uuid")
 )
-"""Values of `format` that can be enforced."""
 
 CODE = "invalid_schema"
-"""Code of errors in schemas, in the API's error body."""
 
 _REFUSED: dict[str, tuple[Any, ...]] = {
     "not": (False,),
@@ -145,7 +143,6 @@ class Schema:
         return compile_error(LLMatcher.grammar_from_json_schema(self.text(node)))
 
     def is_satisfiable(self, node: Node) -> bool:
-        """Return False if llguidance finds that no value satisfies `node`, otherwise True."""
         return "nsatisfiable" not in (self.problem(node) or "")
 
 
@@ -568,7 +565,6 @@ class _Comparison:
         self._known: dict[tuple[int, int], bool] = {}
 
     def are_disjoint(self, first: Node, second: Node, depth: int = 0) -> bool:
-        """Return True if it is certain that no value satisfies both nodes, otherwise False."""
         pair = (id(first), id(second))
         if pair not in self._known:
             self._known[pair] = self._compare(first, second, depth)

@@ -15,7 +15,6 @@ from typing import Any
 from llguidance import LLMatcher
 
 LONGEST_GRAMMAR = 1 << 20
-"""Maximum length of a grammar or schema in characters."""
 
 MOST_DIVISORS = 100_000
 """Most of all values of `multipleOf` in a grammar together.
@@ -106,7 +105,6 @@ def literal(text: str) -> str:
 
 
 def one_of(options: Iterable[str]) -> str:
-    """Return an expression for any of `options`, which are expressions too, not texts."""
     return "(" + " | ".join(options) + ")"
 
 

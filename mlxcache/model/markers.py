@@ -65,7 +65,6 @@ class Grammar:
 
 
 PLAIN = Grammar(edges={NORMAL: {}, TOOL: {}})
-"""Grammar of replies without markers, in which all output is text."""
 
 
 def grammar(tokenizer: Any, *, tools: bool, generic: bool) -> Grammar:
@@ -108,7 +107,6 @@ def is_harmony(tokenizer: Any) -> bool:
 
 
 def thinks(tokenizer: Any) -> bool:
-    """Return whether the model's output format has markers or messages for thinking."""
     found = grammar(tokenizer, tools=False, generic=False)
     return found.harmony or any(REASONING in edges.values() for edges in found.edges.values())
 

@@ -238,7 +238,7 @@ class OutputParser:
         self._framing = ""
         self._state = target
         if target == TOOL:
-            self._open_block(opening, source)
+            self._block = ToolBlock(self._reader, self._grammar, opening, source)
         elif target == REASONING:
             if self._reader.calls:
                 self.done = "tool_calls"
@@ -247,18 +247,6 @@ class OutputParser:
             self._thought = Thought()
         elif source == REASONING:
             self._visible.after_thinking()
-
-    def _open_block(self, opening: str, source: str) -> None:
-        thinking = (m for m, to in self._grammar.edges[NORMAL].items() if to == REASONING)
-        marker = self._grammar.opening
-        self._block = ToolBlock(
-            self._reader,
-            opening=opening,
-            source=source,
-            marker=marker,
-            confirming=[m for m in (marker, *thinking) if m],
-            head=opening if self._grammar.whole else "",
-        )
 
     def _close_block(self, marker: str, target: str) -> None:
         """End the tool block at `marker`, or continue it if the marker may be in an argument."""
@@ -464,7 +452,6 @@ class Visible:
         self._after_thinking = True
 
     def before_call(self) -> str:
-        """Return the text that was held back, without its last newline."""
         return self.before_thinking().removesuffix("\n")
 
     def flush(self) -> str:
@@ -488,7 +475,6 @@ class Thought:
         self._begun = False
 
     def add(self, text: str) -> str:
-        """Add text of the think block; return what can be emitted now."""
         text, self._held = self._held + text, ""
         if not self._begun:
             if not text.strip():

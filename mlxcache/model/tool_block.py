@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from mlxcache.model.markers import NORMAL, REASONING, Grammar
 from mlxcache.model.tool_syntax.arguments import Tools, dumps, loads
 from mlxcache.model.tool_syntax.syntax import Closing, Scanner, Syntax
 from mlxcache.types import ToolCall
@@ -46,7 +47,6 @@ class CallReader:
         self._tools = Tools(tools)
         self._ids: set[str] = set()
         self.calls = 0
-        """Number of calls that became part of the reply."""
         self.problem = ""
         """Reason why the last tool block that was read is no call."""
 
@@ -115,41 +115,31 @@ class End:
 
 
 Ended = tuple[End, list[ToolCall]]
-"""The end of a tool block, and the calls before it."""
 
 
 class ToolBlock:
     """A tool block that began while the parser was in the state `source`.
 
     `opening`: the marker that opened the block, as the model wrote it, with the message header
-    before it if the format has one. `marker`: the marker that opens tool blocks in general, which
-    is looked for inside the block; "" if there is none. `confirming`: markers that confirm a
-    possible end if they follow it. `head`: `opening` if the syntax reads it as part of the block,
-    otherwise empty.
+    before it if the format has one.
     """
 
-    def __init__(
-        self,
-        reader: CallReader,
-        *,
-        opening: str,
-        source: str,
-        marker: str,
-        confirming: Sequence[str],
-        head: str = "",
-    ):
+    def __init__(self, reader: CallReader, grammar: Grammar, opening: str, source: str):
         self.opening, self.source = opening, source
         self.first: int | None = None
         """Length of the text up to the end of the first closing marker, also inside a value."""
-        self._reader, self._scanner, self._head = reader, reader.scanner(), head
-        self._marker, self._confirming = marker, tuple(confirming)
+        self._reader, self._scanner = reader, reader.scanner()
+        self._head = opening if grammar.whole else ""
+        self._marker = grammar.opening
+        thinking = [m for m, to in grammar.edges[NORMAL].items() if to == REASONING]
+        self._confirming = tuple(m for m in (self._marker, *thinking) if m)
         self._parts: list[str] = []
         self._size = 0
         self._run: list[str] = []
         self._depth = 0
         self._ends: list[End] = []
         self._next, self._beyond, self._judged = "", 0, False
-        self._scanner.add(head)
+        self._scanner.add(self._head)
 
     @property
     def text(self) -> str:

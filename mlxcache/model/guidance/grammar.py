@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from threading import Lock
 from typing import Any
 
@@ -71,7 +72,6 @@ class Guides:
 
 
 def is_constrained(job: Job) -> bool:
-    """Return whether the reply to `job` has to follow a grammar."""
     if job.format is not None:
         return True
     return bool(job.tools) and (
@@ -200,29 +200,25 @@ def _signature(function: Mapping[str, Any], *, checked: bool) -> Signature:
     return Signature(name, schema)
 
 
+@dataclass(frozen=True, slots=True)
 class _Frame:
     """Frame around the text and the tool calls of a reply: nothing, or a message header."""
 
-    def __init__(self, lark: Lark):
-        self.lark = lark
+    lark: Lark
 
     def text(self, body: str, kind: str = "") -> str:
-        """Return an expression for a reply whose visible text is `body`, in a `kind` of format."""
         return body
 
     def block(self, calls: str) -> str:
         return calls
 
 
+@dataclass(frozen=True, slots=True)
 class _Harmony(_Frame):
-    """gpt-oss's messages, whose headers name a channel and, before a call, the tool.
+    """gpt-oss's messages, whose headers name a channel and, before a call, the tool."""
 
-    `call_ends`: the token after a call ends the reply, so that only one call can be made.
-    """
-
-    def __init__(self, lark: Lark, *, call_ends: bool):
-        super().__init__(lark)
-        self._call_ends = call_ends
+    call_ends: bool
+    """The token after a call ends the reply, so that only one call can be made."""
 
     def text(self, body: str, kind: str = "") -> str:
         header = self.lark.marker("<|channel|>final")
@@ -246,7 +242,7 @@ class _Harmony(_Frame):
 
     def _sequence(self, tools: Sequence[Signature], *, several: bool) -> str:
         call = self.lark.rule(one_of(map(self._call, tools)))
-        if self._call_ends:
+        if self.call_ends:
             return call
         end = self.lark.marker("<|call|>")
         if not several:

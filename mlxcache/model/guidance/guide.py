@@ -175,5 +175,4 @@ def _too_complex(why: str, param: str) -> BadRequest:
 
 
 def _why(matcher: LLMatcher) -> str:
-    """Return the matcher's error message, without the state that llguidance appends to it."""
     return matcher.get_error().partition("\n<state>")[0].strip()

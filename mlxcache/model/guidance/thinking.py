@@ -419,7 +419,7 @@ class ThinkingBudget:
             options=options,
             leaves=tuple(framing.edges.get(markers.REASONING, ())),
             decode=lambda tokens: str(self._tokenizer.decode(list(tokens))),
-            tail=self._recent,
+            tail=tuple(self._recent),
             vocab_size=self._closing.vocab_size,
         )
         for token in newer:
@@ -428,7 +428,6 @@ class ThinkingBudget:
         return closing
 
     def _stop(self, guide: Guide | None, newer: Sequence[int]) -> Guide | None:
-        """Remove the guide that ended a think block if it is done."""
         if isinstance(guide, CloseThinking):
             if not guide.done:
                 return guide
@@ -437,6 +436,7 @@ class ThinkingBudget:
         return guide
 
 
+@dataclass
 class CloseThinking:
     """Guide that ends a think block with the tokens `ids`, then follows only `inner`.
 
@@ -446,30 +446,20 @@ class CloseThinking:
     before. `tail`: the newest tokens of the block so far. `decode`: returns the text of tokens.
     """
 
-    def __init__(
-        self,
-        ids: Sequence[int],
-        inner: Guide | None,
-        *,
-        within: int,
-        options: Sequence[int],
-        leaves: Sequence[str],
-        decode: Callable[[Sequence[int]], str],
-        tail: Iterable[int],
-        vocab_size: int,
-    ):
-        self.inner = inner
-        self._ids = tuple(ids)
-        self._within = within
-        self._options = tuple(options)
-        self._leaves = tuple(leaves)
-        self._decode = decode
-        self._tail = tuple(tail)
-        self._begun = len(self._tail)
-        self._vocab_size = vocab_size
-        self._at = 0
-        self.done = False
-        """True once the think block is closed and the tokens that must follow it are written."""
+    ids: tuple[int, ...]
+    inner: Guide | None
+    within: int
+    options: tuple[int, ...]
+    leaves: tuple[str, ...]
+    decode: Callable[[Sequence[int]], str]
+    tail: tuple[int, ...]
+    vocab_size: int
+    done: bool = False
+    """True once the think block is closed and the tokens that must follow it are written."""
+    _at: int = 0
+
+    def __post_init__(self) -> None:
+        self._begun = len(self.tail)
 
     def accept(self, token: int) -> None:
         """Advance by a token, which only `inner` may refuse: some were drawn before this guide."""
@@ -483,13 +473,13 @@ class CloseThinking:
             return
         if token in self._wanted():
             self._at += 1
-            self.done = self._at == len(self._ids) + bool(self._options)
-        elif self._at >= self._within:
+            self.done = self._at == len(self.ids) + bool(self.options)
+        elif self._at >= self.within:
             self.done = True  # the inner guide had it otherwise
         else:
             self._at = 0
-        self._tail = (*self._tail, token)
-        if self._at < self._within and self._has_left():
+        self.tail = (*self.tail, token)
+        if self._at < self.within and self._has_left():
             self.done = True
 
     def mask(self) -> Bitmask | None:
@@ -497,7 +487,7 @@ class CloseThinking:
         if self.done or (self._at == 0 and self._waits()):
             return own
         wanted = [t for t in self._wanted() if own is None or allows(own, t)]
-        return bitmask(wanted, self._vocab_size) if wanted else own
+        return bitmask(wanted, self.vocab_size) if wanted else own
 
     def copy(self) -> CloseThinking:
         other = copy(self)
@@ -505,18 +495,18 @@ class CloseThinking:
         return other
 
     def _wanted(self) -> tuple[int, ...]:
-        return self._ids[self._at : self._at + 1] or self._options
+        return self.ids[self._at : self._at + 1] or self.options
 
     def _has_left(self) -> bool:
-        before = self._decode(self._tail[: self._begun])
-        text = self._decode(self._tail)
-        return any(text.find(m, max(0, len(before) - len(m) + 1)) >= 0 for m in self._leaves)
+        before = self.decode(self.tail[: self._begun])
+        text = self.decode(self.tail)
+        return any(text.find(m, max(0, len(before) - len(m) + 1)) >= 0 for m in self.leaves)
 
     def _waits(self) -> bool:
         """Return whether the closing tokens wait for the rest of a character or one of `leaves`."""
-        if len(self._tail) - self._begun >= MOST_WAITING:
+        if len(self.tail) - self._begun >= MOST_WAITING:
             return False
-        text = self._decode(self._tail[-_RECENT:])
+        text = self.decode(self.tail[-_RECENT:])
         return text.endswith("\ufffd") or any(
-            text.endswith(marker[:n]) for marker in self._leaves for n in range(1, len(marker))
+            text.endswith(marker[:n]) for marker in self.leaves for n in range(1, len(marker))
         )

@@ -257,11 +257,11 @@ class Tool:
         properties = self._schema.get("properties")
         self._properties = properties if isinstance(properties, Mapping) else {}
         extra = self._schema.get("additionalProperties", self._schema.get("patternProperties"))
-        self.open = bool(extra) or isinstance(extra, Mapping) or not self._properties
-        """True if the schema allows parameters of any name, or names none."""
+        self._open = bool(extra) or isinstance(extra, Mapping) or not self._properties
 
     def has(self, name: str) -> bool:
-        return name in self._properties
+        """Return whether the schema has a parameter `name`, allows any name, or has none."""
+        return self._open or name in self._properties
 
     def parse(self, name: str, raw: str, hint: str = "") -> tuple[Any, bool]:
         """Convert `raw`, the text of the parameter `name`, to the type that its schema has.
@@ -273,7 +273,9 @@ class Tool:
         kinds = _Walk(self._root).kinds(schema)
         if hint == "string":
             return raw, self.fits(name, raw)
-        if "string" in kinds and (len(kinds) == 1 or self._listed(raw, schema)):
+        listed = _resolve(schema, self._root).get("enum")
+        is_listed = isinstance(listed, Sequence) and raw in listed
+        if "string" in kinds and (len(kinds) == 1 or is_listed):
             return raw, self.fits(name, raw)
         value, found = _literal(raw, kinds)
         if found and (hint or "string" not in kinds or not isinstance(value, str)):
@@ -287,16 +289,11 @@ class Tool:
         return _Walk(self._root).fits(value, self._properties.get(name, {}))
 
     def accepts(self, arguments: Mapping[str, Any]) -> bool:
-        """Return whether `arguments` has all required names and no forbidden ones."""
         required = self._schema.get("required")
         if isinstance(required, Sequence) and not set(map(str, required)) <= set(arguments):
             return False
         closed = self._schema.get("additionalProperties") is False
         return not closed or all(name in self._properties for name in arguments)
-
-    def _listed(self, raw: str, schema: Any) -> bool:
-        found = _resolve(schema, self._root).get("enum")
-        return isinstance(found, Sequence) and raw in found
 
 
 class Tools:
@@ -334,7 +331,6 @@ class _Walk:
         return not isinstance(schema, Mapping) or depth > _DEEPEST or self._left < 0
 
     def kinds(self, schema: Any, depth: int = 0) -> Kinds:
-        """Return the types that a schema allows; all of them if it does not limit the type."""
         if self._ends(schema, depth):
             return ANY
         schema = _resolve(schema, self._root)

@@ -11,28 +11,12 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from mlxcache.errors import Unsupported
-from mlxcache.model.tool_syntax.gemma import GemmaGrammar, GemmaSyntax
-from mlxcache.model.tool_syntax.json_calls import (
-    HeadedCalls,
-    JsonCalls,
-    PythonicCalls,
-    json_call,
-    kimi_k2_call,
-    listed_call,
-    mistral_call,
-    pythonic_call,
-)
+from mlxcache.model.tool_syntax import gemma, json_calls, tags
 from mlxcache.model.tool_syntax.syntax import NO_SYNTAX, ForeignSyntax, Syntax
-from mlxcache.model.tool_syntax.tags import (
-    KimiK3Calls,
-    NamedCalls,
-    TagGrammar,
-    TagSyntax,
-    kimi_k3_call,
-)
 from mlxcache.model.tool_syntax.writing import ANY_NAME, PARAM, CallGrammar
 
 GENERIC_START, GENERIC_END = "<tool_call>", "</tool_call>"
@@ -54,7 +38,7 @@ class Family:
 def _arg_tags(prefix: str, *, forced: bool = True) -> Family:
     """Return the row of a family with the tags of GLM, such as `<arg_key>`."""
     key, value, block = f"{prefix}arg_key", f"{prefix}arg_value", f"{prefix}tool_call"
-    reader = NamedCalls(
+    reader = tags.NamedCalls(
         call=r"(?P<call>[^\s<>{}\[\]()\"']{1,256})",
         parameter=rf"<{key}>(?P<name>[^<>]{{1,256}})</{key}>(?:\\n|\s)*<{value}>",
         close=f"</{value}>",
@@ -63,17 +47,17 @@ def _arg_tags(prefix: str, *, forced: bool = True) -> Family:
         several=False,
     )
     ends = (f"</{value}>", f"</{block}>")
-    call = TagGrammar(
+    call = tags.TagGrammar(
         "{}", "", f"<{key}>{{}}</{key}>", f"</{value}>", ends, after_key=f"<{value}>", line=True
     )
     return Family(reader, CallGrammar(f"<{block}>", f"</{block}>", call) if forced else None)
 
 
-_GENERIC_GRAMMAR = CallGrammar(GENERIC_START, GENERIC_END, json_call, names=ANY_NAME)
-GENERIC = Family(JsonCalls(), _GENERIC_GRAMMAR)
+_GENERIC_GRAMMAR = CallGrammar(GENERIC_START, GENERIC_END, json_calls.json_call, names=ANY_NAME)
+GENERIC = Family(json_calls.JsonCalls(), _GENERIC_GRAMMAR)
 """Calls that models are told to write if their chat template has no tools."""
 
-HARMONY: Syntax = HeadedCalls(
+HARMONY: Syntax = json_calls.HeadedCalls(
     r"(?:(?!<\|message\|>).){0,400}?\bto=(?:functions\.)?(?P<call>[^\s<]{1,256})"
     r"(?:(?!<\|message\|>).){0,400}?<\|message\|>"
 )
@@ -84,27 +68,27 @@ def _mistral(tokenizer: Any) -> CallGrammar:
     """Return the grammar of `NAME[ARGS]{...}` if the model knows `[ARGS]`, else of a JSON list."""
     if "[ARGS]" in tokenizer.get_added_vocab() or "[ARGS]" in str(tokenizer.chat_template):
         names = re.compile(r"[\w-]+")
-        return CallGrammar("[TOOL_CALLS]", "", mistral_call, apart="", names=names)
-    return CallGrammar("[TOOL_CALLS][", "]", listed_call, between=", ", names=ANY_NAME)
+        return CallGrammar("[TOOL_CALLS]", "", json_calls.mistral_call, apart="", names=names)
+    return CallGrammar("[TOOL_CALLS][", "]", json_calls.listed_call, between=", ", names=ANY_NAME)
 
 
 FAMILIES: dict[str, Family] = {
     "function_gemma": Family(
-        GemmaSyntax("<escape>"),
+        gemma.GemmaSyntax("<escape>"),
         CallGrammar(
             "<start_function_call>",
             "<end_function_call>",
-            GemmaGrammar("<escape>"),
+            partial(gemma.gemma_call, "<escape>"),
             apart="",
             names=re.compile(r"\w+"),
         ),
     ),
     "gemma4": Family(
-        GemmaSyntax('<|"|>'),
+        gemma.GemmaSyntax('<|"|>'),
         CallGrammar(
             "<|tool_call>",
             "<tool_call|>",
-            GemmaGrammar('<|"|>'),
+            partial(gemma.gemma_call, '<|"|>'),
             apart="",
             names=re.compile(r"[\w-]+"),
         ),
@@ -112,24 +96,27 @@ FAMILIES: dict[str, Family] = {
     "glm47": _arg_tags(""),
     "json_tools": GENERIC,
     "kimi_k2": Family(
-        HeadedCalls(
+        json_calls.HeadedCalls(
             r"(?:<\|tool_call_begin\|>)?\s*"
             r"(?P<call_id>(?:functions\.)?(?P<call>[^\s<>]{1,256}?):\d+)"
             r"\s*<\|tool_call_argument_begin\|>",
             r"<\|tool_call_end\|>|\Z",
         ),
         CallGrammar(
-            "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>", kimi_k2_call, between=""
+            "<|tool_calls_section_begin|>",
+            "<|tool_calls_section_end|>",
+            json_calls.kimi_k2_call,
+            between="",
         ),
     ),
     "kimi_k3": Family(
-        KimiK3Calls(),
-        CallGrammar("<|open|>tools<|sep|>", "<|close|>tools<|sep|>", kimi_k3_call, between=""),
+        tags.KimiK3Calls(),
+        CallGrammar("<|open|>tools<|sep|>", "<|close|>tools<|sep|>", tags.kimi_k3_call, between=""),
     ),
     "laguna": _arg_tags("", forced=False),
     "longcat": _arg_tags("longcat_"),
     "minicpm5": Family(
-        TagSyntax(
+        tags.TagSyntax(
             call=r"(?:<function\s+name\s*=\s*+)?[\"']?(?P<call>[^\"'<>\s]{1,256})[\"']?\s{0,9}>",
             parameter=r"<param\s+name\s*=\s*+[\"']?(?P<name>[^\"'<>\n]{1,256})[\"']?\s{0,9}>",
             close="</param>",
@@ -139,7 +126,7 @@ FAMILIES: dict[str, Family] = {
         CallGrammar(
             "<function name=",
             "</function>",
-            TagGrammar(
+            tags.TagGrammar(
                 '"{}">',
                 "",
                 '<param name="{}">',
@@ -150,7 +137,7 @@ FAMILIES: dict[str, Family] = {
         ),
     ),
     "minimax_m2": Family(
-        TagSyntax(
+        tags.TagSyntax(
             call=rf"<invoke name={_CALL}>",
             parameter=rf"<parameter name={_NAME}>",
             close="</parameter>",
@@ -159,7 +146,7 @@ FAMILIES: dict[str, Family] = {
         CallGrammar(
             "<minimax:tool_call>\n",
             "</minimax:tool_call>",
-            TagGrammar(
+            tags.TagGrammar(
                 '<invoke name="{}">\n',
                 "</invoke>\n",
                 '<parameter name="{}">',
@@ -170,14 +157,14 @@ FAMILIES: dict[str, Family] = {
         ),
     ),
     "mistral": Family(
-        HeadedCalls(
+        json_calls.HeadedCalls(
             r"(?:\[TOOL_CALLS\])?\s*(?P<call>[^\s\[\]{}]{1,256})\s*(?:\[CALL_ID\]\w{1,64})?\[ARGS\]",
             listed=True,
         ),
         _mistral,
     ),
     "muse_spark": Family(
-        TagSyntax(
+        tags.TagSyntax(
             call=rf'<atem:invoke\b{_ATTRIBUTES}?\bname="(?P<call>[^"<>]{{1,256}})"{_ATTRIBUTES}>',
             parameter=(
                 rf'<atem:parameter\b{_ATTRIBUTES}?\bname="(?P<name>[^"<>]{{1,256}})"{_ATTRIBUTES}>'
@@ -188,7 +175,7 @@ FAMILIES: dict[str, Family] = {
         CallGrammar(
             "<atem:function_calls>\n",
             "</atem:function_calls>",
-            TagGrammar(
+            tags.TagGrammar(
                 '<atem:invoke name="{}">\n',
                 "</atem:invoke>\n",
                 '<atem:parameter name="{}">',
@@ -204,17 +191,17 @@ FAMILIES: dict[str, Family] = {
         ),
     ),
     "pythonic": Family(
-        PythonicCalls(),
+        json_calls.PythonicCalls(),
         CallGrammar(
             "<|tool_call_start|>[",
             "]<|tool_call_end|>",
-            pythonic_call,
+            json_calls.pythonic_call,
             between=", ",
             names=re.compile(r"[A-Za-z_][\w.]*"),
         ),
     ),
     "qwen3_coder": Family(
-        TagSyntax(
+        tags.TagSyntax(
             call=r"<function=(?P<call>[^<>\n]{1,256})>",
             parameter=r"<parameter=(?P<name>[^<>\n]{1,256})>",
             close="</parameter>",
@@ -225,7 +212,7 @@ FAMILIES: dict[str, Family] = {
         CallGrammar(
             "<tool_call>\n",
             "\n</tool_call>",
-            TagGrammar(
+            tags.TagGrammar(
                 "<function={}>\n",
                 "</function>",
                 "<parameter={}>\n",

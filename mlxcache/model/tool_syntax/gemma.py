@@ -190,20 +190,14 @@ class _Reader(LiteralReader):
 # writing
 
 
-class GemmaGrammar:
-    """Grammar of Gemma's calls. `quote` is the text before and after each string."""
-
-    def __init__(self, quote: str):
-        self._quote = quote
-
-    def __call__(self, lark: Lark, tool: Signature) -> str:
-        written = _Values(lark, tool.schema, self._quote)
-        options = (
-            [written.any_object()]
-            if is_free(tool.schema)
-            else map(written.object, object_shapes(tool.schema))
-        )
-        return f"{literal(f'call:{tool.name}')} {one_of(options)}"
+def gemma_call(quote: str, lark: Lark, tool: Signature) -> str:
+    """Return an expression for a call with the text `quote` before and after each string."""
+    written = _Values(lark, tool.schema, quote)
+    if is_free(tool.schema):
+        options = [written.any_object()]
+    else:
+        options = [written.object(shape) for shape in object_shapes(tool.schema)]
+    return f"{literal(f'call:{tool.name}')} {one_of(options)}"
 
 
 class _Values:

@@ -37,7 +37,7 @@ class JsonCalls:
     def scanner(self) -> Scanner:
         return JsonScanner()
 
-    def read(self, text: str, _tools: Tools) -> list[Call]:
+    def read(self, text: str, tools: Tools) -> list[Call]:
         """Return the JSON objects in a tool block as the model wrote them; keys are not checked."""
         parsed: Any = loads(text.strip())
         calls = parsed if isinstance(parsed, list) else [parsed]
@@ -46,7 +46,7 @@ class JsonCalls:
         return calls
 
 
-class HeadedCalls:
+class HeadedCalls(JsonCalls):
     """Reader of calls with a header before their JSON arguments.
 
     `header`: a regular expression with the group `call` for the tool's name, and optionally the
@@ -58,13 +58,10 @@ class HeadedCalls:
         self._header, self._footer = re.compile(header), re.compile(footer)
         self._listed = listed
 
-    def scanner(self) -> Scanner:
-        return JsonScanner()
-
     def read(self, text: str, tools: Tools) -> list[Call]:
         at = skip(text, 0)
         if self._listed and text.startswith("[", at):
-            return JsonCalls().read(text, tools)
+            return super().read(text, tools)
         calls: list[Call] = []
         while at < len(text) or not calls:
             call, at = self._one(text, at)

@@ -61,7 +61,6 @@ Convert = Callable[[Tool, Cut, str], tuple[Any, bool]]
 """Conversion of the text of the value that begins at a cut; also tells if it fits its schema."""
 
 Whole = Callable[[int, int], bool]
-"""Function that returns whether the text between two positions can be a value."""
 
 
 class _Path:
@@ -89,30 +88,20 @@ class _Path:
         """Return whether the tool has the parameter, or the tools exist, that begin at `cut`."""
         if cut.calls or cut.name is None:
             return all(name in tools for name in cut.calls)
-        return tools[self._tool].open or tools[self._tool].has(cut.name)
+        return tools[self._tool].has(cut.name)
 
 
+@dataclass(frozen=True, slots=True)
 class Block:
     """A tool block with its cuts: `head`, which opens the first call, and the others in order."""
 
-    def __init__(
-        self,
-        text: str,
-        head: Cut,
-        cuts: Sequence[Cut],
-        tools: Tools,
-        *,
-        whole: Whole,
-        convert: Convert,
-        tags: Sequence[Tag] = (),
-    ):
-        self._text = text
-        self._head = head
-        self._cuts = cuts
-        self._tools = tools
-        self._whole = whole
-        self._convert = convert
-        self._tags = tags
+    text: str
+    head: Cut
+    cuts: Sequence[Cut]
+    tags: Sequence[Tag]
+    tools: Tools
+    whole: Whole
+    convert: Convert
 
     def read(self) -> list[Call]:
         """Read the calls in the tool block.
@@ -129,7 +118,7 @@ class Block:
         found, nested = [plain], None
         if clash:
             found += self._moved(plain)
-        if sum(opens for _, opens in self._tags) > len(plain):
+        if sum(opens for _, opens in self.tags) > len(plain):
             nested = self._nested()
         if nested is not None and nested not in found:
             found.append(nested)
@@ -158,18 +147,17 @@ class Block:
         return readings[0][1]
 
     def _calls(self, reading: Reading) -> tuple[list[Call], bool]:
-        """Return the calls that a reading gives, and whether they all fit the tools' schemas."""
         calls: list[Call] = []
         fits = True
-        for opening, closing in zip((self._head, *reading), (*reading, None), strict=True):
+        for opening, closing in zip((self.head, *reading), (*reading, None), strict=True):
             calls += [{"name": name, "arguments": {}} for name in opening.calls]
             if closing is None or opening.name is None:
                 continue
-            tool = self._tools[calls[-1]["name"]]
-            value, valid = self._convert(tool, opening, self._text[opening.start : closing.end])
+            tool = self.tools[calls[-1]["name"]]
+            value, valid = self.convert(tool, opening, self.text[opening.start : closing.end])
             calls[-1]["arguments"][opening.name] = value
             fits = fits and valid
-        return calls, fits and all(self._tools[c["name"]].accepts(c["arguments"]) for c in calls)
+        return calls, fits and all(self.tools[c["name"]].accepts(c["arguments"]) for c in calls)
 
     def _walk(self, *, any_name: bool = False) -> tuple[Reading | None, bool, bool]:
         """Read the tool block from the left, and end each value at the first cut that can end it.
@@ -179,13 +167,13 @@ class Block:
         already had began at an unused cut, and whether an unknown name did.
         """
         clash = refused = False
-        path = _Path(self._head)
-        for cut in self._cuts:
-            if cut.end < path.position or not self._whole(path.position, cut.end):
+        path = _Path(self.head)
+        for cut in self.cuts:
+            if cut.end < path.position or not self.whole(path.position, cut.end):
                 continue
             if path.has(cut):
                 clash |= cut.name != path.first
-            elif not any_name and not path.knows(cut, self._tools):
+            elif not any_name and not path.knows(cut, self.tools):
                 refused = True
             else:
                 path.take(cut)
@@ -195,9 +183,9 @@ class Block:
 
     def _nested(self) -> Reading | None:
         """Return the reading in which every tag opened inside a value is closed there."""
-        cuts = {cut.end: cut for cut in self._cuts}
-        path, depth = _Path(self._head), 0
-        for at, opens in self._tags:
+        cuts = {cut.end: cut for cut in self.cuts}
+        path, depth = _Path(self.head), 0
+        for at, opens in self.tags:
             if at < path.position:
                 continue
             if opens:
@@ -205,7 +193,7 @@ class Block:
             elif depth:
                 depth -= 1
             elif cut := cuts.get(at):
-                known = path.knows(cut, self._tools) and self._whole(path.position, cut.end)
+                known = path.knows(cut, self.tools) and self.whole(path.position, cut.end)
                 if path.has(cut) or not known:
                     continue
                 path.take(cut)
@@ -229,7 +217,7 @@ class Block:
         values = self._values(reading)
         start, end = next(values)
         depth = 0
-        for at, opens in self._tags:
+        for at, opens in self.tags:
             while at >= end:
                 if depth:
                     return False
@@ -244,7 +232,7 @@ class Block:
         return depth == 0
 
     def _values(self, reading: Reading) -> Iterator[tuple[int, int]]:
-        for opening, closing in zip((self._head, *reading), reading, strict=False):
+        for opening, closing in zip((self.head, *reading), reading, strict=False):
             yield opening.start, closing.end
 
     def _moved(self, plain: Reading) -> list[Reading]:
@@ -252,7 +240,7 @@ class Block:
         if any(cut.calls for cut in plain):
             raise Malformed("a parameter of one of several calls begins at several places")
         places: dict[str | None, list[Cut]] = {cut.name: [] for cut in plain}
-        for cut in self._cuts:
+        for cut in self.cuts:
             if not cut.calls and cut.name in places:
                 places[cut.name].append(cut)
         count = 1
@@ -264,7 +252,7 @@ class Block:
         return [
             reading
             for reading in readings
-            if reading != plain and all(self._whole(*value) for value in self._values(reading))
+            if reading != plain and all(self.whole(*value) for value in self._values(reading))
         ]
 
 
@@ -319,8 +307,7 @@ class UnescapedCalls(ABC):
             return [{"name": name, "arguments": {}} for name in head.calls]
         cuts, tags = self._cuts(text, head.start)
         whole = self._whole(text)
-        block = Block(text, head, cuts, tools, whole=whole, convert=self._convert, tags=tags)
-        return block.read()
+        return Block(text, head, cuts, tags, tools, whole, self._convert).read()
 
     def begins(self, text: str) -> bool:
         head = self._opened(text, 0, 0)

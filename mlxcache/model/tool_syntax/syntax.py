@@ -35,8 +35,6 @@ class Closing(Enum):
 
 
 class Scanner(Protocol):
-    """Scanner of one tool block while it arrives."""
-
     def add(self, text: str) -> None: ...
 
     def closing(self) -> Closing:
@@ -104,4 +102,3 @@ class _Unscanned:
 
 
 NO_SYNTAX: Syntax = ForeignSyntax(lambda _text, _tools: [])
-"""Syntax of replies without tool calls: every tool block is text."""

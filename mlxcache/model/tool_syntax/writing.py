@@ -33,7 +33,6 @@ ANY_NAME = re.compile(".+")
 _NAME = re.compile(r"[\w.:/-]+")
 
 FREE = Schema({"type": "object"})
-"""Schema of arguments of any names and values."""
 
 
 class Unwritable(ValueError):
@@ -45,8 +44,6 @@ class Unwritable(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Signature:
-    """A tool that may be called, by its name, and the schema of its arguments."""
-
     name: str
     schema: Schema
 
@@ -73,7 +70,6 @@ class CallGrammar:
         return f"{lark.marker(self.opening)} {self.rest(lark, tools, several=several)}"
 
     def rest(self, lark: Lark, tools: Sequence[Signature], *, several: bool) -> str:
-        """Return the expression that `calls` returns, without the first opening."""
         call = lark.rule(one_of(self._call(lark, tool) for tool in tools))
         closing = f" {lark.marker(self.closing)}" if self.closing else ""
         if not several:
@@ -131,7 +127,6 @@ Members = list[tuple[str, bool]]
 
 
 def object_shapes(schema: Schema) -> list[Plain]:
-    """Return schemas without combinators for the objects that a tool's arguments may be."""
     found = []
     for shape in alternatives(schema, schema.root):
         if "object" not in schema.types(shape):
