@@ -36,7 +36,7 @@ def buffer_variables(chip: str, environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def set_command_buffers() -> None:
-    """Give MLX the result of `buffer_variables`, on a Mac. Call before MLX is first imported.
+    """Give MLX the variables, on a Mac. Call before MLX is first imported.
 
     `os.environ` is not changed, and so still has what the user set.
     """

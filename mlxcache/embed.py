@@ -68,15 +68,13 @@ class Reply:
     generated_tokens: int
 
 
-class _Startable(Protocol):
-    """Interface of an engine, or of several models' engines, with coroutines to start and stop."""
-
+class _Engine(Protocol):
     async def start(self) -> None: ...
 
     async def stop(self) -> None: ...
 
 
-E = TypeVar("E", bound=_Startable)
+E = TypeVar("E", bound=_Engine)
 
 
 class _Embedded(Generic[E]):
@@ -90,16 +88,22 @@ class _Embedded(Generic[E]):
         self, given: Mapping[str, Any], make: Callable[[Settings, Objects | None], E]
     ) -> None:
         self.settings: Settings = _read_settings(given)
-        self._remote = _open_remote(self.settings)
+        self._lock, self._remote = ExitStack(), ExitStack()
+        remote = _open_remote(self.settings)
+        if remote is not None:
+            self._remote.callback(remote.close)
         try:
-            self._engine = make(self.settings, self._remote)
-            self._folder = _Folder(self.settings)
+            self._engine = make(self.settings, remote)
         except BaseException:
-            self._close_remote()
+            self._remote.close()
             raise
 
     async def __aenter__(self) -> Self:
-        self._folder.enter()
+        settings = self.settings
+        if settings.disk != "off":  # commands must not change the folder meanwhile
+            used = [one.model for one in settings.entries if one.model is not None]
+            name = settings.model or "the demo"
+            self._lock.enter_context(serving(settings.cache_dir, URL, name, used))
         try:
             await self._engine.start()
         except BaseException:
@@ -112,12 +116,8 @@ class _Embedded(Generic[E]):
 
     async def close(self) -> None:
         """Cancel running replies, write computed KV to disk, and unload every model. Idempotent."""
-        with self._folder.lock:
+        with self._lock:
             await self._engine.stop()
-            self._close_remote()
-
-    def _close_remote(self) -> None:
-        if self._remote is not None:
             self._remote.close()
 
 
@@ -136,7 +136,7 @@ class Model(_Embedded["Engine"]):
 
     @property
     def info(self) -> ModelInfo:
-        """Description of the loaded model. Raises RuntimeError outside of `async with`."""
+        """Description of the model. Raises RuntimeError outside of `async with`."""
         if self._engine.info is None:
             raise RuntimeError("The model is loaded inside of `async with`.")
         return self._engine.info
@@ -150,10 +150,7 @@ class Model(_Embedded["Engine"]):
         return self._engine.sessions
 
     def figures(self) -> dict[str, Any]:
-        """Return the figures of the cache and of requests: the body of `GET /v1/cache`.
-
-        Empty before the model is loaded.
-        """
+        """Return the body of `GET /v1/cache`; empty before the model is loaded."""
         return self._engine.figures()
 
     async def chat(
@@ -165,15 +162,12 @@ class Model(_Embedded["Engine"]):
     async def stream(
         self, messages: Sequence[Mapping[str, Any]], *, session: str | None = None, **fields: Any
     ) -> Stream:
-        """Generate a reply as a stream of `mlxcache.types.Event`.
+        """Generate a reply as a stream of `mlxcache.types.Event`; closing it cancels the reply.
 
-        `messages` and `fields`, such as `max_tokens`, `temperature` or `tools`, are the
-        fields of a `POST /v1/chat/completions` body. `session` is the session's label.
-        Closing the stream cancels the reply; the KV computed so far stays in the cache for
-        reuse.
-
-        Raises BadRequest for an invalid or unsupported field, RuntimeError before `async with`,
-        and Busy after it or if the queue, or this session's share of it, is full.
+        `messages` and `fields`, such as `max_tokens`, `temperature` or `tools`, are the fields of a
+        `POST /v1/chat/completions` body. `session` is the session's label. Raises BadRequest for an
+        invalid or unsupported field, RuntimeError before `async with`, and Busy after it or if the
+        queue is full.
         """
         _ = self.info
         return await _stream(self._engine, messages, session, fields)
@@ -192,10 +186,7 @@ class Models(_Embedded["Engines"]):
         super().__init__({"model": models or None, **settings}, _make_engines)
 
     def describe(self) -> list[dict[str, Any]]:
-        """Return the state of each model, the default one first.
-
-        This is the list `models` in the body of `GET /v1/cache`.
-        """
+        """Return the list `models` in the body of `GET /v1/cache`, the default model first."""
         return self._engine.describe()
 
     @property
@@ -204,18 +195,14 @@ class Models(_Embedded["Engines"]):
         return self._engine.sessions
 
     def figures(self) -> dict[str, Any]:
-        """Return the figures of all models together: the body of `GET /v1/cache`.
-
-        Empty before the default model is loaded.
-        """
+        """Return the body of `GET /v1/cache`; empty before the default model is loaded."""
         return self._engine.figures()
 
     async def load(self, model: str) -> None:
-        """Load a model before its first call, or read the weights of an unloaded one again.
+        """Load a model, by name, id or alias, before its first call, or read its weights again.
 
-        `model`: its name, id or alias. The first load is waited for, but reading weights again is
-        not. Raises NotFound for an unknown name, and if the load fails ModelError, or BadRequest or
-        Busy if there is no memory for it.
+        The first load is waited for, but reading weights again is not. Raises NotFound for an
+        unknown name, ModelError if the load fails, BadRequest or Busy if there is no memory for it.
         """
         engine = await self._engine.of(self._engine.named(model).label)
         await engine.load_weights()
@@ -223,9 +210,7 @@ class Models(_Embedded["Engines"]):
     async def unload(self, model: str) -> None:
         """Drop a model's weights from memory; the next call for it reads them again.
 
-        Its KV on disk stays there and can be reused. Does nothing if the model was never loaded.
-        `model`: its name, id or alias. Raises NotFound for an unknown name, and Busy while replies
-        of the model are computed.
+        Raises NotFound for an unknown name, and Busy while replies of the model are computed.
         """
         if (engine := self._engine.named(model)).state == "ready":
             await engine.unload_weights()
@@ -251,10 +236,9 @@ class Models(_Embedded["Engines"]):
     ) -> Stream:
         """Generate a reply of one of the models as a stream of events; see `Model.stream`.
 
-        `model` is chosen as by a server: a name, id or alias of a model, or a name that a
-        pattern of the setting `route` matches. With None or any other name, the default
-        model replies. Loads the model if needed. Raises ModelError, BadRequest or Busy if
-        that fails.
+        `model` is chosen as by a server: a name, id or alias, or a name that a pattern of the
+        setting `route` matches; else the default model replies. Loads the model if needed, and
+        raises ModelError, BadRequest or Busy if that fails.
         """
         return await _stream(await self._engine.of(model), messages, session, fields)
 
@@ -272,34 +256,7 @@ def _make_engines(settings: Settings, remote: Objects | None) -> Engines:
     return Engines(settings, remote=remote)
 
 
-class _Folder:
-    """The cache folder, marked as used by this process from `enter` until `lock` is closed.
-
-    The mark keeps commands from changing the folder meanwhile. `lock` is an ExitStack.
-    """
-
-    def __init__(self, settings: Settings):
-        self.lock = ExitStack()
-        self._settings = settings
-
-    def enter(self) -> None:
-        """Mark the folder as used by this process, if there is a disk tier.
-
-        Raises InUse while a command changes the folder, and StoreError if it cannot be written.
-        """
-        settings = self._settings
-        name = settings.model or "the demo"
-        if settings.disk != "off":
-            used = [one.model for one in settings.entries if one.model is not None]
-            self.lock.enter_context(serving(settings.cache_dir, URL, name, used))
-
-
 def _read_settings(given: Mapping[str, Any]) -> Settings:
-    """Return the settings `given` by their keys in config.toml; prepare the cache folder.
-
-    See `prepare_cache_dir`. Raises ConfigError for an unknown key, for values that are not valid or
-    contradict one another, for `hosts` and `hostfile`, and for a cache folder on a network share.
-    """
     unknown = sorted(set(given) - set(SETTINGS))
     if unknown:
         raise ConfigError(f"unknown setting {unknown[0]!r}; expected {', '.join(SETTINGS)}")
@@ -312,10 +269,6 @@ def _read_settings(given: Mapping[str, Any]) -> Settings:
 
 
 def _open_remote(settings: Settings) -> Objects | None:
-    """Open the storage that is shared with other servers, as `open_configured` does.
-
-    Returns None without the setting `remote`.
-    """
     if settings.remote is None:
         return None
     from mlxcache.remote.objects import open_configured  # noqa: PLC0415 - few programs use it
@@ -345,7 +298,6 @@ async def _stream(
     session: str | None,
     fields: Mapping[str, Any],
 ) -> Stream:
-    """Queue a chat for `engine` and return its stream; see `Model.stream`."""
     session = clean_label(session or "") or None
     raw = msgspec.json.encode({"messages": messages, **fields})
     body = decode(ChatRequest, raw)

@@ -36,15 +36,13 @@ log = logging.getLogger("mlxcache.engine")
 def keep_kernels_private() -> None:
     """Make MLX compile its kernels in the private folder, from its next one on. Not on a Mac.
 
-    `os.environ` is not changed, so Python's temporary files stay where they were; C libraries, and
-    programs started without an environment of their own, use the private folder too.
+    `os.environ` is not changed, so Python's temporary files stay where they were.
     """
     for name, value in kernel_variables().items():
         os.putenv(name, value)
 
 
 def kernel_folder() -> Path:
-    """Return the folder that is used unless the one for temporary files is private to the user."""
     return default_cache_dir() / "kernels"
 
 
@@ -59,10 +57,10 @@ def kernel_variables() -> dict[str, str]:
 
 
 def open_kernel_folder(folder: Path) -> Path:
-    """Make `folder` if it is missing, remove libraries in it that are incomplete, and return it.
+    """Make `folder` if it is missing, remove incomplete libraries in it, and return it.
 
-    Returns a new temporary folder instead, and logs a warning, if `folder` cannot be used or other
-    users could have put something there.
+    Returns a new temporary folder instead, with a warning, if other users could have put something
+    there.
     """
     try:
         make_folder(folder)
@@ -103,10 +101,7 @@ def _remove_damaged(folder: Path) -> None:
 
 
 def _is_complete(library: Path) -> bool:
-    """Return whether a 64-bit ELF library has all its bytes: its table of sections is at its end.
-
-    Source: elf(5)
-    """
+    """Return whether an ELF library (elf(5)) is complete: its sections' table is at its end."""
     with library.open("rb") as file:
         head = file.read(_ELF.size)
         if len(head) < _ELF.size:

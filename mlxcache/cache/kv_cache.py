@@ -33,9 +33,8 @@ from mlxcache.cache.restore import MIN_UNKNOWN, DiskLookup
 from mlxcache.cache.shared_ram import SharedRam
 from mlxcache.errors import Inconsistent
 from mlxcache.model import device
-from mlxcache.model.finite import ends_finite, finite_upto
 from mlxcache.model.kv import Layout, State
-from mlxcache.model.lineage import Lineage
+from mlxcache.model.lineage import Lineage, ends_finite, finite_upto
 from mlxcache.store.digests import BLOCK
 from mlxcache.store.leaves import LeafRow
 from mlxcache.store.listing import Held

@@ -13,9 +13,8 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 from mlxcache.cache.ram import STEP, WHOLE_LINEAGES, Evict, RamTier, rounded
-from mlxcache.model.finite import finite_upto, state_is_finite
 from mlxcache.model.kv import Layout, State
-from mlxcache.model.lineage import Lineage, Span
+from mlxcache.model.lineage import Lineage, Span, finite_upto, state_is_finite
 from mlxcache.tree.node import Match, Node
 
 

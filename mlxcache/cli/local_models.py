@@ -11,7 +11,7 @@ import psutil
 
 from mlxcache.config import Settings
 from mlxcache.config.models import ModelEntry, model_id
-from mlxcache.model import library
+from mlxcache.model import hub
 from mlxcache.store.lock import NAME, Serving, servers
 
 _PROGRAM = "mlxcache"
@@ -35,7 +35,7 @@ class LocalModels:
         a model of the settings cannot be served, or is None. The other keys are `object`,
         `default`, `aliases`, `context_length`, and `last_used_at` in seconds since 1970 or None.
         """
-        downloaded = {one.id: one for one in library.list_downloaded()}
+        downloaded = {one.id: one for one in hub.list_downloaded()}
         entries = self._settings.entries
         found = [
             self._configured(entry, downloaded, default=entry is entries[0])
@@ -51,7 +51,7 @@ class LocalModels:
         ]
 
     def _configured(
-        self, entry: ModelEntry, downloaded: dict[str, library.Downloaded], *, default: bool
+        self, entry: ModelEntry, downloaded: dict[str, hub.Downloaded], *, default: bool
     ) -> dict[str, Any]:
         assert entry.model is not None
         one = downloaded.get(model_id(entry.model))
@@ -63,10 +63,10 @@ class LocalModels:
         }
         if one is not None:
             found |= {"disk_bytes": one.nbytes, "last_used_at": one.last_used_at}
-        path, found["problem"] = library.inspect_folder(entry.model)
+        path, found["problem"] = hub.inspect_folder(entry.model)
         if path is not None:
             found["path"] = str(path)
-            found["disk_bytes"] = found["disk_bytes"] or library.folder_bytes(path)
+            found["disk_bytes"] = found["disk_bytes"] or hub.folder_bytes(path)
         return found
 
 

@@ -288,11 +288,11 @@ def pull(
                 f"{model} is a folder here, which `serve --model {model}` would serve in place of "
                 "a download: call `models pull` in another folder"
             )
-        from mlxcache.model import library  # noqa: PLC0415 - mlx-lm takes seconds to import
+        from mlxcache.model import hub  # noqa: PLC0415 - mlx-lm takes seconds to import
 
         with byte_bar(f"downloading {model}") as progress:
-            path = library.pull(model, revision, progress)
-        size = library.folder_bytes(path)
+            path = hub.pull(model, revision, progress)
+        size = hub.folder_bytes(path)
     named = model if revision is None else str(path)
     found = {"id": model, "object": "model", "path": str(path), "revision": path.name}
     text = (
@@ -326,11 +326,11 @@ def rm(
         _require_hub_id(model, "rm")
         require_terminal_or_yes(yes=yes)
         from mlxcache.cli.local_models import servers_of  # noqa: PLC0415 - imports mlx-lm
-        from mlxcache.model import library  # noqa: PLC0415 - as above
+        from mlxcache.model import hub  # noqa: PLC0415 - as above
         from mlxcache.store.mac_folder import locate_cache_dir  # noqa: PLC0415
 
         settings = load_settings({"cache_dir": cache_dir}, os.environ)
-        found = library.find_removal(model)
+        found = hub.find_removal(model)
         if serving := servers_of(model, locate_cache_dir(settings.cache_dir)):
             raise MlxcacheError(
                 f"The server at {serving[0].url} (process {serving[0].pid}) serves {model}: stop "
@@ -338,6 +338,6 @@ def rm(
             )
         size = format_size(found.nbytes)
         confirm(f"Remove {model}, {size} in {found.folder}?", yes=yes)
-        library.remove(found)
+        hub.remove(found)
     removed = {"id": model, "object": "model", "deleted": True, "freed_bytes": found.nbytes}
     Result(removed, f"Removed: {model}, freed {size}").print(as_json=as_json)

@@ -33,11 +33,10 @@ from mlxcache.errors import (
     Unsupported,
 )
 from mlxcache.model import load
-from mlxcache.model.generation import resolve
 from mlxcache.model.guidance.guide import Guide
 from mlxcache.model.lark import STACK_BYTES
-from mlxcache.model.resident_weights import Weights
-from mlxcache.model.sampling import validate
+from mlxcache.model.sampling import resolve, validate
+from mlxcache.model.weights import Weights
 from mlxcache.owner import OWNER
 from mlxcache.prompt.canonical.uuids import ReplyRestorer
 from mlxcache.ranks.group import Place, end_process

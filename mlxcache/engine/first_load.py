@@ -12,8 +12,7 @@ from traceback import clear_frames
 from mlxcache.config import Settings
 from mlxcache.engine.model_files import demo_spec, fetch_model, hash_files
 from mlxcache.model import load
-from mlxcache.model.base_weights import BaseUse
-from mlxcache.model.resident_weights import Weights
+from mlxcache.model.weights import BaseUse, Weights
 from mlxcache.ranks.rank_zero import RankZero
 from mlxcache.residency.memory import fewest_reserved
 from mlxcache.residency.resident import Newcomer, release_unused
@@ -168,7 +167,7 @@ class FirstLoad:
         local = Path(spec.model).expanduser()
         ranks.gather(
             str(local.absolute()) if local.exists() else spec.model,
-            load.resolve(spec.model, spec.revision),
+            load.resolve(spec.model),
             trust_remote_code=spec.trust_remote_code,
             adapter=spec.adapter,
             kv_bits=self._settings.kv_bits,

@@ -24,20 +24,18 @@ from mlxcache.engine.opening import open_images, open_store, open_tier, watch_pr
 from mlxcache.errors import BadRequest, Busy, ContextLengthExceeded
 from mlxcache.explain.prefix_loss import PrefixLossReporter
 from mlxcache.guess.drafts import DraftCosts, DraftRule
-from mlxcache.guess.passes import PassCosts
+from mlxcache.guess.rule import PassCosts
 from mlxcache.mlx_thread import MlxThread
 from mlxcache.model import device, kv, serialise
-from mlxcache.model.generation import describe
 from mlxcache.model.guidance.grammar import Guides
 from mlxcache.model.guidance.thinking import ThinkingBudget, read_closing
 from mlxcache.model.load import Loaded
 from mlxcache.model.mlx_lm_format import PromptCache, agrees, prompt_ids
 from mlxcache.model.output import OutputParser, reader
 from mlxcache.model.pair import Pair
-from mlxcache.model.positions import shift_of
-from mlxcache.model.resident_weights import is_resident
-from mlxcache.model.sampling import make_processors, make_sampler, text_ends, top_logprobs
-from mlxcache.model.vision import too_large
+from mlxcache.model.sampling import describe, make_processors, make_sampler, text_ends, top_logprobs
+from mlxcache.model.vision import shift_of, too_large
+from mlxcache.model.weights import is_resident
 from mlxcache.prompt.builder import PromptBuilder
 from mlxcache.prompt.chat_prompt import ChatPrompt
 from mlxcache.prompt.replies import GeneratedReply, Replies

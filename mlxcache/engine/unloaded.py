@@ -10,8 +10,7 @@ from mlxcache.engine.model_files import demo_spec, namespace_of
 from mlxcache.mlx_thread import MlxThread
 from mlxcache.model import serialise
 from mlxcache.model.examine import examine
-from mlxcache.model.hub import here
-from mlxcache.model.library import inspect_folder, weights_bytes
+from mlxcache.model.hub import here, inspect_folder, weights_bytes
 from mlxcache.model.load import ModelSpec
 from mlxcache.sessions.journal import Served
 

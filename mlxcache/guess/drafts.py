@@ -7,8 +7,7 @@ costs are in passes of the served model over one token.
 
 from __future__ import annotations
 
-from mlxcache.guess.passes import LEAST, MOST, NEWEST, OUTLIER, PassCosts
-from mlxcache.guess.purse import Purse
+from mlxcache.guess.rule import PassCosts, Purse, corrected
 
 KEPT = 0.95
 """Factor by which older counts of right drafts lose weight with each new one."""
@@ -27,8 +26,7 @@ class DraftCosts:
     """Costs of rounds with drafted tokens, measured on one device and corrected while serving.
 
     A round is a pass of the served model that checks drafted tokens, with the passes of the draft
-    model that made them. `target`, `draft`: costs of passes of the served model and of the draft
-    model. The unit of the costs here is a pass of the served model over one token.
+    model that made them. `cached`: positions before it.
     """
 
     def __init__(self, target: PassCosts, draft: PassCosts):
@@ -37,61 +35,35 @@ class DraftCosts:
         self._live = 1.0
 
     def round(self, drafts: int, cached: int) -> float:
-        """Return the cost of drafting and checking `drafts` tokens after `cached` positions.
-
-        It is in passes of the served model over one token, and 1 for 0 drafts.
-        """
         return max(1.0, self._live * self._measured(drafts, cached)) if drafts else 1.0
 
     def catch_up(self, tokens: int, cached: int) -> float:
-        """Return the cost of feeding the draft model `tokens` tokens that it has not seen.
-
-        It is in passes of the served model over one token. `cached`: positions before them.
-        """
+        """Return the cost of feeding the draft model `tokens` tokens that it has not seen."""
         return self._share(cached) * self._draft.at(cached)(tokens) if tokens else 0.0
 
     def observe(self, drafts: int, seconds: float, cached: int) -> float:
         """Correct the costs by a round of a running reply; return the cost of this round.
 
-        `drafts`: its drafted tokens, 0 for a pass without any. `seconds`: what it took. `cached`:
-        positions before it. The result is in passes of the served model over one token. A round
-        that took `OUTLIER` times as long as expected corrects nothing, and its cost is limited to
-        `OUTLIER` times the expected one: the machine did something else.
+        An outlier corrects nothing, as in `PassCosts.observe`.
         """
         if not drafts:
             return self.target.observe(1, seconds, cached)
-        measured = self._measured(drafts, cached)
-        cost, most = seconds / self.target.seconds(cached), OUTLIER * self._live * measured
-        if cost < most:
-            live = self._live + NEWEST * (cost / measured - self._live)
-            self._live = min(MOST, max(LEAST, live))
-        return max(1.0, min(cost, most))
+        cost = seconds / self.target.seconds(cached)
+        self._live, cost = corrected(self._live, self._measured(drafts, cached), cost)
+        return cost
 
     def excess(self, seconds: float, cached: int) -> float:
-        """Return by how much a pass without drafts took longer than expected.
-
-        The result is in passes of the served model over one token, from 0 to `OUTLIER`. The
-        expected costs are not corrected. `seconds`: what the pass took. `cached`: positions before
-        it.
-        """
         return self.target.excess(1, seconds, cached)
 
     def _measured(self, drafts: int, cached: int) -> float:
         return self.target.at(cached)(1 + drafts) + drafts * self._share(cached)
 
     def _share(self, cached: int) -> float:
-        """Return the time of the draft model's pass over one token, divided by the served model's.
-
-        `cached`: positions before the token.
-        """
         return self._draft.seconds(cached) / self.target.seconds(cached)
 
 
 class DraftRule:
-    """What is known of one draft model: its costs, and how often its tokens were accepted.
-
-    A drafted token is right if the served model draws it too.
-    """
+    """What is known of one draft model: its costs, and how often its tokens were accepted."""
 
     def __init__(self, costs: DraftCosts):
         self.costs = costs
@@ -100,43 +72,28 @@ class DraftRule:
 
     @property
     def right(self) -> float:
-        """Probability that a drafted token is accepted if all before it in its pass were accepted.
-
-        Estimated from the passes so far.
-        """
+        """Probability that a drafted token is accepted if all before it in its pass were."""
         return self._right / self._tried
 
     def note(self, drafted: int, right: int) -> None:
-        """Count a pass that checked `drafted` tokens, of which the first `right` were accepted."""
         seen = min(drafted, right + 1)
         fade = KEPT**seen
         self._tried = fade * self._tried + seen
         self._right = fade * self._right + right
 
     def may_try(self, cost: float) -> bool:
-        """Return whether tokens may be drafted now only to see whether drafting pays.
-
-        `cost`: that of drafting and checking them, in passes of the served model over one token.
-        """
+        """Return whether tokens may be drafted at this cost only to see whether drafting pays."""
         return cost - 1.0 <= self._tries
 
     def note_token(self) -> None:
-        """Count a token that was decoded without drafts."""
         self._tries = min(TRIES, self._tries + TRIES_SHARE)
 
     def note_try(self, cost: float) -> None:
-        """Account for a pass that was made only to see whether drafting pays.
-
-        `cost`: its cost, in passes of the served model over one token, less the number of drafted
-        tokens that were accepted.
-        """
+        """Account for a try; `cost` is less the number of drafted tokens that were accepted."""
         self._tries -= max(0.0, cost - 1.0)
 
     def best(self, most: int, cached: int) -> int:
-        """Return how many tokens to draft, up to `most`, to expect the most tokens per second.
-
-        It is 0 if a pass without drafts gives more of them. `cached`: positions before the pass.
-        """
+        """Return how many tokens to draft, up to `most`, to expect the most tokens per second."""
         best, count = 1.0, 0
         tokens = chance = 1.0
         right = self.right
@@ -154,8 +111,7 @@ class DraftRule:
 class ReplyDrafts:
     """The drafts of one reply, which cost it at most one pass and 2% of its time.
 
-    `rule`: that of the draft model; passes of this reply are counted in it. `saved`: passes of the
-    served model over one token that drafting has saved so far, less what it cost.
+    `saved`: passes of one token that drafting has saved so far, less what it cost.
     """
 
     def __init__(self, rule: DraftRule):
@@ -165,12 +121,9 @@ class ReplyDrafts:
         self._purse = Purse()
 
     def choose(self, most: int, cached: int, unseen: int) -> int:
-        """Return how many tokens to draft for the next pass, up to `most`.
+        """Return how many tokens to draft next, at most `most`; 0 if none pays.
 
-        If drafting does not pay, the result is 0, or now and then `TRIED`, to see whether it pays
-        again. It is lower if the reply could not pay for a pass in which all are wrong. `cached`:
-        positions before the pass. `unseen`: tokens that the draft model must be fed first; unless
-        the result is 0, the time of feeding them is charged to the reply.
+        `unseen`: tokens that the draft model has to be fed before.
         """
         costs, rule = self._rule.costs, self._rule
         before = costs.catch_up(unseen, cached)
@@ -189,10 +142,9 @@ class ReplyDrafts:
     ) -> None:
         """Account for a pass that checked `drafted` tokens and accepted the first `right` of them.
 
-        `drafted`: 0 for a pass without drafts. `seconds`: what the pass took, drafting included, or
-        None if that is not known. `cached`: tokens in the KV cache before it. `waited`: a pass
-        without drafts was launched only when the pass before it had ended, so `seconds` includes
-        the launch.
+        `seconds`: what the pass took, drafting included, or None if that is not known. `waited`: a
+        pass without drafts was launched only when the pass before it had ended, so `seconds`
+        includes the launch.
         """
         costs, rule = self._rule.costs, self._rule
         if seconds is None:
@@ -212,17 +164,11 @@ class ReplyDrafts:
             rule.note(drafted, right)
 
     def note_catch_up(self, tokens: int, cached: int) -> None:
-        """Charge the time of feeding the draft model `tokens` tokens while drafting is paused.
-
-        `cached`: tokens in the KV cache before them.
-        """
+        """Charge the time of feeding the draft model `tokens` tokens while drafting is paused."""
         self._pay(self._rule.costs.catch_up(tokens, cached))
 
     def seconds_saved(self, cached: int) -> float:
-        """Return the seconds that drafting has saved so far, less what it cost; below 0 for a loss.
-
-        They are `saved` passes at the speed of a pass over one token after `cached` positions.
-        """
+        """Return the seconds that drafting has saved so far, less what it cost."""
         return self.saved * self._rule.costs.target.seconds(cached)
 
     def _pay(self, cost: float) -> None:

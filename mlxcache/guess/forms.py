@@ -28,11 +28,7 @@ _SPACED = (":", "|")
 
 
 def without_line_numbers(text: str) -> str:
-    """Return `text` without line numbers, and without the file names of `grep` before them.
-
-    They are removed from `_FEWEST` or more lines in a row whose numbers ascend, in one notation,
-    such as that of `cat -n`. The rest of the text stays.
-    """
+    """Return `text` without ascending line numbers in one notation, and file names of `grep`."""
     return "\n".join(line for run in _runs(text.split("\n")) for line in run)
 
 
@@ -54,20 +50,16 @@ def _runs(lines: list[str]) -> Iterator[list[str]]:
 
 
 def _notation(match: re.Match[str]) -> tuple[str, str]:
-    """Return the file's name, or "", and the mark behind the number, for one numbered line.
-
-    `match`: that of `_NUMBERED` with the line. Lines of one file have the same name and mark.
-    """
+    """Return the file's name, or "", and the mark behind the number, for one numbered line."""
     mark = match["mark"].strip(" ").replace("-", ":")  # grep has "-" around the lines that match
     return (match["file"] or "")[:-1], mark
 
 
 def _stripped(rests: list[str], mark: str) -> list[str]:
-    """Return the texts of numbered lines, without the space that some tools write before each.
+    """Return the rests of numbered lines, without the space that some tools write before each.
 
-    `rests`: what follows the line number and the mark behind it, such as `:` or `|`, in each line.
-    `mark`: that mark. A tool wrote such a space if its notation is one that may have it, every line
-    begins with a space, and the smallest indentation is odd, because that of code is even.
+    A tool wrote such a space if its notation is one that may have it, every line begins with a
+    space, and the smallest indentation is odd, because that of code is even.
     """
     indents = [len(rest) - len(rest.lstrip(" ")) for rest in rests if rest.strip()]
     spaced = mark in _SPACED and bool(indents) and min(indents) % 2 == 1
@@ -75,11 +67,9 @@ def _stripped(rests: list[str], mark: str) -> list[str]:
 
 
 def unwrapped(result: str) -> str:
-    """Return the long texts within a tool result that is JSON, joined by line ends.
+    """Return the long texts within a tool result that is JSON, joined by line ends; else `result`.
 
     Some clients send a command's output in an object such as `{"output": "...", "exit_code": 0}`.
-    Texts of fewer than `LEAST_CHARACTERS` characters are left out. Returns `result` itself if there
-    are no others, or if it is not a JSON object or array.
     """
     if result[:1] not in ("{", "["):
         return result
@@ -92,7 +82,6 @@ def unwrapped(result: str) -> str:
 
 
 def _texts(value: object) -> Iterator[str]:
-    """Yield the strings within a JSON value, without the keys of objects."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict | list):
@@ -103,9 +92,7 @@ def _texts(value: object) -> Iterator[str]:
 def reply_form(result: str, *, escaped: bool) -> str | None:
     """Return a tool result as a tool call in a reply would write it; None if it is the same.
 
-    That is without line numbers, and without the JSON around a command's output. `escaped`: the
-    model's tool calls are JSON, so their strings are written with escapes. Also returns None for
-    results of fewer than `LEAST_CHARACTERS` characters.
+    `escaped`: the model's tool calls are JSON, so their strings are written with escapes.
     """
     if len(result) < LEAST_CHARACTERS:
         return None
@@ -118,7 +105,6 @@ def reply_form(result: str, *, escaped: bool) -> str | None:
 def writes_escaped(shown: Callable[[str], str]) -> bool:
     """Return whether a model writes strings in its tool calls as JSON.
 
-    `shown(value)`: the text of a reply that calls a tool with `value` as argument, by the model's
-    chat template.
+    `shown(value)`: the text of a reply that calls a tool with `value` as argument.
     """
     return "zq\\nzq" in shown("zq\nzq")

@@ -5,19 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from mlxcache.guess.candidates import NO_GUESS, Guess
-from mlxcache.guess.history import History
-from mlxcache.guess.purse import Purse
-from mlxcache.guess.rule import LONGEST, PassCost, Survival, best_length
+from mlxcache.guess.history import NO_GUESS, Guess, History
+from mlxcache.guess.rule import LONGEST, PassCost, Purse, Survival, best_length
 
 
 @dataclass(slots=True)
 class Gains:
-    """Counts of the guesses of one reply, and the time that they saved.
+    """Counts of the guesses of one reply, and the time that they saved, in passes of one token.
 
     `drafted`: guessed tokens that were checked. `accepted`: those of them that were right.
-    `passes`: passes that checked a guess. `saved`: the time saved, less what checking cost, in
-    passes of one token.
     """
 
     drafted: int = 0
@@ -26,10 +22,6 @@ class Gains:
     saved: float = 0.0
 
     def note(self, checked: int, accepted: int, saved: float) -> None:
-        """Add a pass that checked `checked` guessed tokens, of which `accepted` were right.
-
-        `saved`: passes of one token that it saved, less what it cost.
-        """
         if checked:
             self.drafted += checked
             self.accepted += accepted
@@ -40,9 +32,8 @@ class Gains:
 class ReplyGuesses:
     """Chooses the guesses of one reply, and counts what they bring.
 
-    `history`: the conversation, up to the end of the prompt. `survival`: how long earlier guesses
-    stayed right, which this reply adds to. `most`: most tokens to check in one pass. `redo`: after
-    a wrong token, the right ones before it must be fed again, as recurrent layers need it.
+    `survival`: how long earlier guesses stayed right, which this reply adds to. `redo`: after a
+    wrong token, the right ones before it must be fed again, as recurrent layers need it.
     """
 
     def __init__(
@@ -60,10 +51,8 @@ class ReplyGuesses:
     def propose(self, cost: PassCost, most: int, *, ahead: bool = False, fed: int = 0) -> list[int]:
         """Return the tokens to check in the next pass, behind the newest one; empty if none pays.
 
-        `cost`: the present cost of passes. `most`: most tokens to return; the `most` of the class
-        holds too. `ahead`: the newest token is not known yet, so that the guess begins with it; it
-        is left out of the result. `fed`: number of tokens that the pass feeds again before the
-        newest one.
+        `ahead`: the newest token is not known yet, so that the guess begins with it; it is left out
+        of the result. `fed`: number of tokens that the pass feeds again before the newest one.
         """
         count = min(self._most, most)
         if count < 1:
@@ -80,12 +69,7 @@ class ReplyGuesses:
         return list(tokens[:length])
 
     def _worst(self, cost: PassCost, length: int, fed: int) -> float:
-        """Return the highest net cost of a pass that checks a guess of `length` tokens.
-
-        It is in passes of one token. If right tokens before a wrong one must be fed again, it
-        includes feeding them, less a pass for each right token. `fed`: tokens that the pass itself
-        feeds again.
-        """
+        """Return the highest net cost of a pass that checks a guess of `length` tokens."""
         spent = cost(1 + fed + length)
         if not self._redo:
             return spent
@@ -94,9 +78,9 @@ class ReplyGuesses:
     def note_pass(self, cost: float, checked: int, accepted: int) -> None:
         """Account for a pass of which `accepted` of `checked` guessed tokens were right.
 
-        `cost`: the time of the pass, in passes of one token, with that of tokens it fed again. For
-        a pass without a guess `checked` is 0, and `cost` is above 1 if it fed tokens again, or if
-        its launch had to wait for the result of a guess.
+        `cost` includes tokens that it fed again. For a pass without a guess `checked` is 0, and
+        `cost` is above 1 if it fed tokens again, or if its launch had to wait for the result of a
+        guess.
         """
         self.purse.note(cost, 1 + accepted)
         self.gains.note(checked, accepted, saved=1 + accepted - cost)
@@ -108,10 +92,7 @@ class ReplyGuesses:
         self.history.say(tokens)
 
     def _watch(self, guess: Guess) -> None:
-        """Start to compare a guess with what the model draws, unless another is being compared.
-
-        Guesses that no pass checks are compared in the same way.
-        """
+        """Start to compare a guess with what the model draws, also one that no pass checks."""
         if not self._watched.tokens and guess.tokens:
             self._watched, self._right = guess, 0
 

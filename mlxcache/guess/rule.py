@@ -1,14 +1,15 @@
-"""The number of guessed tokens that one pass should check, so that it saves the most time.
+"""How many guessed tokens one pass should check, so that it saves the most time, and what it costs.
 
 A guess of k tokens costs c(1 + k) - 1, where c(q) is the time of a pass of q tokens in passes of
 one token, and saves a pass for each of its tokens that the model draws too. How many these are is
-estimated from how long earlier guesses with a match of similar length stayed right.
+estimated from how long earlier guesses with a match of similar length stayed right. The costs are
+measured when a model is loaded, and corrected by live passes. All costs are in passes of one token.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 
 PassCost = Callable[[int], float]
@@ -34,21 +35,13 @@ _RIGHT = (0.5, 0.6, 0.65, 0.7, 0.75, 0.8, 0.85, 0.9, 0.92, 0.95)
 
 
 class Survival:
-    """Decayed counts of how long guesses stay right, by the length of their match.
-
-    The match of a guess is the tokens before it that occurred earlier in the text too; see
-    `Guess.matched`. Holds numbers only, and no text.
-    """
+    """Decayed counts of how long guesses stay right, by `Guess.matched`. Holds no text."""
 
     def __init__(self) -> None:
         self._tried = [[PRIOR] * len(PLACES) for _ in MATCHES]
         self._right = [[PRIOR * share] * len(PLACES) for share in _RIGHT]
 
     def observe(self, matched: int, checked: int, right: int) -> None:
-        """Count a guess of which the first `right` of `checked` tokens were right.
-
-        `matched`: the guess's `Guess.matched`.
-        """
         row = _group(MATCHES, matched)
         tried, kept = self._tried[row], self._right[row]
         ends = [*(start - 1 for start in PLACES[1:]), LONGEST]
@@ -63,10 +56,7 @@ class Survival:
                 break
 
     def chances(self, matched: int, count: int) -> list[float]:
-        """Return the chances that the first 1, 2, ... `count` tokens of a guess are all right.
-
-        `matched`: the guess's `Guess.matched`.
-        """
+        """Return the chances that the first 1, 2, ... `count` tokens of a guess are all right."""
         row = _group(MATCHES, matched)
         tried, kept = self._tried[row], self._right[row]
         found, chance, group = list[float](), 1.0, 0
@@ -88,10 +78,9 @@ def best_length(
 ) -> int:
     """Return how many tokens of a guess to check after its first `skip`; 0 if none pays.
 
-    `chances`: `Survival.chances` of the guess. `skip`: 1 if the guess begins with the token that
-    the running pass draws, which is fed anyway. `fed`: tokens that the pass feeds again before the
-    newest one. `redo`: after a wrong token, all tokens of the pass up to there are fed again with
-    the next pass, as recurrent layers need it.
+    `skip`: 1 if the guess begins with the token that the running pass draws, which is fed anyway.
+    `fed`: tokens that the pass feeds again before the newest one. `redo`: after a wrong token, all
+    tokens of the pass up to there are fed again with the next pass, as recurrent layers need it.
     """
     best, length, gained, again = 0.0, 0, 0.0, 0.0
     before = chances[skip - 1] if skip else 1.0
@@ -110,10 +99,9 @@ def best_length(
 
 
 def cost_curve(points: Sequence[tuple[int, float]]) -> PassCost:
-    """Return a function from the number of tokens of a pass to its cost, in passes of one token.
+    """Return the cost of a pass by its tokens, interpolated between `points`, (tokens, cost).
 
-    It interpolates between measured `points`, (tokens, cost), which ascend; the first is (1, 1.0).
-    Beyond the last, the cost grows as between the last two.
+    They ascend; the first is (1, 1.0). Beyond the last, the cost grows as between the last two.
     """
     table = [1.0, 1.0]
     for (start, low), (end, high) in pairwise(points):
@@ -130,3 +118,135 @@ def cost_curve(points: Sequence[tuple[int, float]]) -> PassCost:
 
 def _group(starts: Sequence[int], value: int) -> int:
     return max(0, bisect_right(starts, value) - 1)
+
+
+# -- costs -----------------------------------------------------------------------------------------
+
+LENGTHS = (1, 2, 3, 4, 6, 8, 10, 12, 14, 16, 20, 24, 28, LONGEST + 1)
+"""Tokens of the passes that are measured; on Metal the cost jumps between 8 and 12."""
+
+NEWEST = 0.2
+"""Weight of a live pass in the correction of passes of about its length."""
+
+OUTLIER = 4.0
+"""Ratio of the time of a live pass to the expected one, above which it corrects nothing."""
+
+LEAST, MOST = 0.5, 2.0
+"""Bounds of the correction, a factor of measured costs."""
+
+_GROUPS = (1, 2, 4, 8, 12, 16, 24)
+
+Curves = Mapping[int, Sequence[tuple[int, float]]]
+"""Measured seconds, as (tokens of a pass, seconds), by the number of cached positions."""
+
+
+class PassCosts:
+    """Cost of passes over a few tokens, after as many cached positions.
+
+    `curves`: measured passes, as (tokens, seconds), by the number of cached positions before them.
+    Between two such numbers the cost is interpolated; below and above them, the cost at the nearest
+    one holds. Passes of running replies correct the cost of passes over about as many tokens.
+    """
+
+    def __init__(self, curves: Curves):
+        self._at = sorted(curves)
+        self._curves = [_scaled(curves[at]) for at in self._at]
+        self._plain = [dict(curves[at])[1] for at in self._at]
+        self._live = [1.0] * len(_GROUPS)
+        self._single: float | None = None
+
+    def at(self, cached: int) -> PassCost:
+        """Return the cost of passes after `cached` positions, as a function of their tokens."""
+        measured, live = self._measured(cached), self._live
+
+        def cost(tokens: int) -> float:
+            return max(1.0, measured(tokens) * live[_group(_GROUPS, tokens)]) if tokens > 1 else 1.0
+
+        return cost
+
+    def _measured(self, cached: int) -> PassCost:
+        low, high, share = self._between(cached)
+        first, second = self._curves[low], self._curves[high]
+        return lambda tokens: first(tokens) + share * (second(tokens) - first(tokens))
+
+    def seconds(self, cached: int) -> float:
+        low, high, share = self._between(cached)
+        measured = self._plain[low] + share * (self._plain[high] - self._plain[low])
+        return measured * (self._single or 1.0)
+
+    def observe(self, tokens: int, seconds: float, cached: int) -> float:
+        """Correct the costs by a pass of a running reply; return its cost, at least 1."""
+        if tokens == 1:
+            self._observe_single(seconds, cached)
+            return 1.0
+        measured, group = self._measured(cached)(tokens), _group(_GROUPS, tokens)
+        live, cost = corrected(self._live[group], measured, seconds / self.seconds(cached))
+        if self._single is not None:
+            self._live[group] = live
+        return cost
+
+    def excess(self, tokens: int, seconds: float, cached: int) -> float:
+        """Return by how much a pass took longer than expected, at most `OUTLIER`."""
+        over = seconds / self.seconds(cached) - self.at(cached)(tokens)
+        return min(OUTLIER, max(0.0, over))
+
+    def _observe_single(self, seconds: float, cached: int) -> None:
+        before = 1.0 if self._single is None else self._single
+        ratio = before * seconds / self.seconds(cached)
+        if self._single is None or ratio < OUTLIER * before:
+            weight = NEWEST if self._single is not None else 1.0
+            self._single = before + weight * (ratio - before)
+
+    def _between(self, cached: int) -> tuple[int, int, float]:
+        """Return the indexes of the two curves around `cached`, and the weight of the second."""
+        if len(self._at) == 1:
+            return 0, 0, 0.0
+        high = min(max(1, bisect_right(self._at, cached)), len(self._at) - 1)
+        start, end = self._at[high - 1], self._at[high]
+        return high - 1, high, min(1.0, max(0.0, (cached - start) / (end - start)))
+
+
+def corrected(live: float, measured: float, cost: float) -> tuple[float, float]:
+    """Return a correction, adapted to a pass that took `cost` instead of `live * measured`.
+
+    Also returns that cost, at least 1. A pass that took `OUTLIER` times as long as expected
+    corrects nothing, and its cost is limited to that: the machine did something else.
+    """
+    most = OUTLIER * live * measured
+    if cost < most:
+        live = min(MOST, max(LEAST, live + NEWEST * (cost / measured - live)))
+    return live, max(1.0, min(cost, most))
+
+
+def _scaled(points: Sequence[tuple[int, float]]) -> PassCost:
+    plain = dict(points)[1]
+    return cost_curve([(tokens, seconds / plain) for tokens, seconds in points])
+
+
+FIRST = 1.0
+"""Balance of a new reply, in passes of one token."""
+
+SHARE = 0.02
+"""What each token of a reply adds to the balance, in passes of one token."""
+
+
+class Purse:
+    """The time that one reply may still spend on guesses: `balance`.
+
+    If the costs of passes are estimated correctly, a reply of n tokens takes the time of at most
+    1.02 n + 1 passes of one token, however many guesses are wrong.
+    """
+
+    def __init__(self) -> None:
+        self.balance = FIRST
+
+    def affords(self, cost: float) -> bool:
+        """Return whether the reply can pay for a pass of this cost if all of its guess is wrong."""
+        return cost - 1.0 <= self.balance
+
+    def note(self, cost: float, tokens: int) -> None:
+        self.balance += tokens - cost + SHARE * tokens
+
+    def pay(self, cost: float) -> None:
+        """Account for time that gave no token, such as feeding a draft model."""
+        self.balance -= cost

@@ -1,6 +1,5 @@
 """Models as mlx-lm runs them: load, identify, cache, sample, and parse their output.
 
-This is the only package that imports mlx_lm. Of its modules that a server uses, only `adapters`,
-`quantise` and `rows` name the cache classes of mlx-lm. It works with arrays, tokens and files of
-weights. It uses no prefix tree, budget, request, session or store.
+This is the only package that imports mlx_lm. It works with arrays, tokens and files of weights. It
+uses no prefix tree, budget, request, session or store.
 """

@@ -7,8 +7,7 @@ members. These objects are called *slots*. A slot is one of
 - a window: sliced too, but continuing at a position needs only the positions shortly before it;
 - checkpointed (opaque): its state stands for exactly one position.
 
-Only this module, `grouped`, `rows` and `quantise` name the classes. A class that is not named here
-is unknown, and its content is never reused. MLX thread only.
+A class that is not named here is unknown, and its content is never reused. MLX thread only.
 """
 
 from __future__ import annotations
@@ -28,18 +27,17 @@ from mlx_lm.models.cache import (
     RotatingKVCache,
 )
 
-from mlxcache.model.arrays import ArraySpec
+from mlxcache.model.arrays import ArraySpec, tree_arrays
 from mlxcache.model.grouped import NAME as LAYER_CACHE
 from mlxcache.model.grouped import GroupedCache, GroupRows, RecentRows, grouped
 
 
 class Sliced:
-    """Adapter for slots of a class of mlx-lm that hold a row for every position.
+    """Adapter for slots of a class that hold a row for every position.
 
-    `name`: mlx-lm's name of the class. `places`: the keys that its arrays have if mlx-lm's `state`
-    of a slot is flattened, such as "0" and "1". `verb`: "slice", "window" or "checkpoint", by the
-    kinds of slots that this module distinguishes. `batchable`: mlx-lm has a batch version of the
-    class, for several sequences. `portable`: mlx-lm can read the class from a prompt cache file.
+    `name`: mlx-lm's name of the class. `places`: the keys of its arrays in mlx-lm's flattened
+    `state`, such as "0" and "1". `batchable`: mlx-lm has a batch version of the class. `portable`:
+    mlx-lm can read the class from a prompt cache file.
     """
 
     verb = "slice"
@@ -52,26 +50,17 @@ class Sliced:
         self.batchable = batchable
 
     def filled(self, slot: Any) -> bool:
-        """Return whether the slot has ever been written to."""
         return slot.keys is not None
 
     def first_write(self, slot: Any) -> int:
-        """Return how many tokens the model must be fed until it writes the slot's first rows.
-
-        The number depends on the slot's class and settings alone. A slot that has no rows after
-        that many tokens is one that the model never writes to.
-        """
+        """Return how many tokens the model must be fed until it writes the slot's first rows."""
         return 1
 
     def arrays(self, slot: Any) -> list[mx.array]:
-        """Return the slot's arrays in the order of `places`.
-
-        Each has shape (1, heads, capacity, dim).
-        """
+        """Return the slot's arrays, (1, heads, capacity, dim) each, in the order of `places`."""
         return [slot.keys, slot.values]
 
     def put(self, slot: Any, index: int, array: mx.array) -> None:
-        """Replace the slot's array number `index`, counted in the order of `arrays`."""
         setattr(slot, ("keys", "values")[index], array)
 
     def end_at(self, slot: Any, offset: int) -> None:
@@ -79,26 +68,15 @@ class Sliced:
         slot.offset = offset
 
     def window(self, slot: Any) -> int | None:
-        """Return the size of the slot's sliding window in positions, or None if it has none.
-
-        The newest position counts as part of the window.
-        """
+        """Return the size of the slot's sliding window, its newest position included, or None."""
         return None
 
     def numbers(self, slot: Any) -> dict[str, int]:
-        """Return the integers in a slot's state that are the same at every position.
-
-        The size of a sliding window is such an integer. The keys of the result are those of the
-        flattened `state` of mlx-lm, such as "4".
-        """
+        """Return the integers in mlx-lm's flattened `state` that are the same at every position."""
         return {}
 
     def plain(self, slot: Any) -> Any:
-        """Return a cache of mlx-lm's own class with the slot's content and no spare capacity.
-
-        If the slot has a sliding window, only the positions of that window are in the result. The
-        arrays are views of those of the slot.
-        """
+        """Return a cache of mlx-lm's own class with views of the content alone."""
         if not self.filled(slot):
             return slot
         twin = self.empty_like(slot)
@@ -108,20 +86,14 @@ class Sliced:
         return twin
 
     def empty_like(self, slot: Any) -> Any:
-        """Return an empty slot of the same class and settings."""
         return type(slot)()
 
     def comparable(self, slot: Any, arrays: Sequence[mx.array]) -> list[mx.array]:
-        """Convert arrays of a slot so that they can be compared number by number.
-
-        Quantised arrays become plain ones; others are returned unchanged.
-        """
+        """Convert arrays of a slot to plain ones that can be compared number by number."""
         return list(arrays)
 
 
 class Windowed(Sliced):
-    """Adapter for slots of `WindowCache`, which keep every position of a sliding-window layer."""
-
     verb = "window"
 
     def end_at(self, slot: Any, offset: int) -> None:
@@ -139,10 +111,7 @@ class Windowed(Sliced):
 
 
 class Quantised(Sliced):
-    """Adapter for slots of mlx-lm's `QuantizedKVCache`.
-
-    These hold packed numbers, scales and biases, of keys and of values.
-    """
+    """Slots of `QuantizedKVCache`: packed numbers, scales and biases, of keys and of values."""
 
     quantised = True
 
@@ -170,11 +139,7 @@ class Quantised(Sliced):
 
 
 class Grouped(Sliced):
-    """Adapter for slots of the class `GroupRows`.
-
-    These hold one vector of compressed KV for each group of consecutive tokens. The vector is
-    divided into as many rows as the group has tokens, so that there is a row for every position.
-    """
+    """Slots of `GroupRows`: compressed KV, divided so that there is a row for every position."""
 
     portable = False
 
@@ -213,10 +178,7 @@ class WindowCache(RotatingKVCache):  # type: ignore[misc]
         self._start = 0
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """Append `keys` and `values`, and return the window that the new positions attend to.
-
-        All arrays have shape (1, heads, n, dim).
-        """
+        """Append `keys` and `values`, and return the window that the new positions attend to."""
         end = self.offset + keys.shape[2]
         if self.keys is None or end > self.keys.shape[2]:
             self._extend(keys, values)
@@ -235,19 +197,11 @@ class WindowCache(RotatingKVCache):  # type: ignore[misc]
             setattr(self, name, kept)
 
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
-        """Return the window that the positions of the last `update_and_fetch` attend to.
-
-        These are its keys and its values in temporal order, shape (1, heads, n, dim) each.
-        """
         view = (..., slice(self._start, self.offset), slice(None))
         return self.keys[view], self.values[view]
 
     def make_mask(self, N: int, window_size: int | None = None, return_array: bool = False) -> Any:
-        """Return the attention mask of `RotatingKVCache.make_mask`, for keys in temporal order.
-
-        `N`: number of new positions. The other arguments and the result are those of mlx-lm: an
-        array, "causal", or None if every key is attended to.
-        """
+        """Return the attention mask of `RotatingKVCache.make_mask`, for keys in temporal order."""
         if N > 1:
             return super().make_mask(N, window_size=window_size, return_array=return_array)
         if window_size is None or window_size >= self.max_size or self.offset < window_size:
@@ -256,19 +210,14 @@ class WindowCache(RotatingKVCache):  # type: ignore[misc]
         return mx.arange(seen) >= seen - window_size
 
     def is_trimmable(self) -> bool:
-        """Return True, because no position is ever overwritten."""
         return True
 
     @classmethod
     def merge(cls, caches: Sequence[WindowCache]) -> BatchRotatingKVCache:
-        """Build a batch cache that holds only the current window of each of `caches`."""
         return BatchRotatingKVCache.merge([c.ring() for c in caches])
 
     def ring(self) -> RotatingKVCache:
-        """Return the window before the next position as a `RotatingKVCache`.
-
-        Its arrays are views.
-        """
+        """Return the window before the next position as a `RotatingKVCache`, as views."""
         ring = RotatingKVCache(max_size=self.max_size)
         if self.keys is not None:
             start = max(0, self.offset - self.max_size)
@@ -279,13 +228,11 @@ class WindowCache(RotatingKVCache):  # type: ignore[misc]
 
 
 class Checkpointed:
-    """Adapter for slots of a class of mlx-lm whose state stands for exactly one position.
+    """Adapter for slots of a class whose state stands for exactly one position.
 
-    `name`: mlx-lm's name of the class. `verb`: always "checkpoint"; other adapters have "slice" or
-    "window". `batchable`: mlx-lm has a batch version of the class, for several sequences.
-    `portable`: as in `Sliced`. `growing`: the axis of its arrays that may have any size, or None if
-    all sizes are fixed. `rewinds`: the arrays of its state are replaced, and never written to, when
-    the model is fed.
+    `name`, `batchable`, `portable`: as in `Sliced`. `growing`: the axis of its arrays that may have
+    any size. `rewinds`: the arrays of its state are replaced, and never written to, when the model
+    is fed.
     """
 
     verb = "checkpoint"
@@ -298,65 +245,45 @@ class Checkpointed:
         self.batchable = batchable
 
     def state(self, slot: Any) -> Any:
-        """Return the slot's state as nested tuples of lazy views.
-
-        Positions that no later position attends to are left out.
-        """
+        """Return the state as nested tuples of lazy views, without what nothing attends to."""
         return slot.state
 
     def set_state(self, slot: Any, state: Any) -> None:
         """Set the slot's state. The caller must not write to `state` afterwards."""
         slot.state = state
 
-    def most_bytes(self, slot: Any) -> int | None:
-        """Return an upper bound of the bytes of the slot's state, for any length of text.
+    def most_bytes(self, slot: Any) -> int:
+        """Return an upper bound of the bytes of the slot's state, for any length of text."""
+        return sum(array.nbytes for array in tree_arrays(self.state(slot)))
 
-        Returns None if the state has the same size at every length.
-        """
-        return None
-
-    def running_bytes(self, slot: Any) -> int | None:
-        """Return an upper bound of the bytes that a slot itself holds while the model is fed.
-
-        A slot may hold more than its state, for example capacity to grow. Returns None if it holds
-        only its state.
-        """
-        return None
+    def running_bytes(self, slot: Any) -> int:
+        """Return an upper bound of what a slot holds while it is fed, such as capacity to grow."""
+        return self.most_bytes(slot)
 
     def position(self, state: Any) -> int | None:
         """Return the number of positions that `state` covers, or None if it has no such number."""
         return None
 
     def blank(self, like: Any, position: int) -> Any:
-        """Return a state that stands in for the one after `position` tokens, with zeros for values.
+        """Return zeros in place of the state after `position` tokens, None if it needs none.
 
-        Returns None if the slot needs none: the model can be fed at any position with whatever
-        state the slot has. `like`: the structure of a state, with an ArraySpec in place of each
-        array.
+        `like`: the structure of a state, with an ArraySpec in place of each array.
         """
         return None
 
     def agrees(self, state: Any, like: Any) -> bool:
-        """Return whether the integers in `state`, such as its offset, are consistent.
-
-        They must fit the shapes of its arrays. Integers that are the same at every position, such
-        as the size of a window, must equal those of `like`, any state of the same slot.
-        """
+        """Return whether the integers in `state` fit its arrays and those of `like`."""
         return True
 
     def adopted(self, state: Any, like: Any) -> Any:
-        """Convert a state saved by mlx-lm to the form that the method `state` returns.
+        """Convert a state saved by mlx-lm to the form that `state` returns.
 
-        `like`: any state of the same slot of the served model. Raises ValueError if the integers in
-        `state` contradict each other, or if one that is the same at every position differs in
-        `like`.
+        Raises ValueError if its integers contradict each other or those of `like`.
         """
         return state
 
 
 class Recurrent(Checkpointed):
-    """Adapter for slots of mlx-lm's `ArraysCache`, whose arrays do not grow with the text."""
-
     rewinds = True
 
     def set_state(self, slot: Any, state: Any) -> None:
@@ -364,7 +291,7 @@ class Recurrent(Checkpointed):
 
 
 class Chunked(Checkpointed):
-    """Adapter for slots of mlx-lm's `ChunkedKVCache`: the newest `chunk_size` positions."""
+    """Slots of `ChunkedKVCache`: the newest `chunk_size` positions."""
 
     growing = 2
 
@@ -379,12 +306,12 @@ class Chunked(Checkpointed):
         first = max(0, end - chunk)
         return keys[..., first:end, :], values[..., first:end, :], offset, chunk, begin + first
 
-    def most_bytes(self, slot: Any) -> int | None:
+    def most_bytes(self, slot: Any) -> int:
         if slot.keys is None:
             return 0
         return _row_bytes(slot) * int(slot.chunk_size)
 
-    def running_bytes(self, slot: Any) -> int | None:
+    def running_bytes(self, slot: Any) -> int:
         if slot.keys is None:
             return 0
         return _row_bytes(slot) * int(slot.chunk_size + slot.step)  # it allocates in steps
@@ -408,10 +335,7 @@ class Chunked(Checkpointed):
 
 
 class Ring(Checkpointed):
-    """Adapter for slots of `RotatingKVCache` with `keep`, which overwrite positions in a ring.
-
-    Overwritten positions cannot be restored, so these slots are checkpointed.
-    """
+    """Slots of `RotatingKVCache` with `keep`, which overwrite positions in a ring."""
 
     growing = 2
 
@@ -426,7 +350,7 @@ class Ring(Checkpointed):
         trimmed: mx.array = slot._trim(array.shape[2] - slot.max_size, array)
         return trimmed
 
-    def most_bytes(self, slot: Any) -> int | None:
+    def most_bytes(self, slot: Any) -> int:
         if slot.keys is None:
             return 0
         return _row_bytes(slot) * int(slot.max_size)
@@ -450,11 +374,7 @@ class Ring(Checkpointed):
 
 
 class Recent(Checkpointed):
-    """Adapter for slots of `RecentRows`: a sliding window, and tokens not compressed yet.
-
-    Layers with such a slot may compress KV by groups of a fixed number of tokens. The state has the
-    tokens of the group that is not complete yet, and the newest vectors of compressed KV.
-    """
+    """Slots of `RecentRows`: a sliding window, the tokens of the open group, the newest vectors."""
 
     portable = False
     rewinds = True
@@ -463,7 +383,7 @@ class Recent(Checkpointed):
     def set_state(self, slot: Any, state: Any) -> None:
         slot.restore(state)
 
-    def most_bytes(self, slot: Any) -> int | None:
+    def most_bytes(self, slot: Any) -> int:
         if slot.window is None:
             return 0
         _, kv, gate, newest, *_ = slot.state
@@ -472,10 +392,10 @@ class Recent(Checkpointed):
             size += _vector_bytes([kv, gate]) * int(slot.ratio - 1)
         return size + _vector_bytes(newest)
 
-    def running_bytes(self, slot: Any) -> int | None:
+    def running_bytes(self, slot: Any) -> int:
         if slot.window is None:
             return 0
-        most = self.most_bytes(slot) or 0
+        most = self.most_bytes(slot)
         # a step leaves views there: of its own row beside the window, of its own token in a group
         pending = (slot.pending_kv, slot.pending_gate)
         return most + _vector_bytes([slot.window]) + _vector_bytes(pending)
@@ -508,15 +428,11 @@ class Recent(Checkpointed):
 
 
 def _zero_rows(spec: ArraySpec | None, rows: int) -> mx.array | None:
-    """Return zeros of shape (1, rows, size), with size and dtype of `spec`; None for None."""
     return None if spec is None else mx.zeros((1, rows, spec.shape[2] or 0), spec.dtype)
 
 
 def _vector_bytes(arrays: Sequence[mx.array | None]) -> int:
-    """Return the bytes of one row in all of `arrays` together, each of shape (1, n, size).
-
-    None in place of an array counts as 0 bytes.
-    """
+    """Return the bytes of one row in all of `arrays` together, of shape (1, n, size) each."""
     return sum(int(a.shape[2]) * a.dtype.size for a in arrays if a is not None)
 
 
@@ -546,25 +462,17 @@ COMPOSITES: set[type] = {GroupedCache}
 
 
 def register(adapters: Mapping[type, Adapter], composites: Iterable[type] = ()) -> None:
-    """Add adapters of further cache classes, each by exact class, and further composite classes.
-
-    `composites`: classes whose attribute `parts` has their slots. The classes of mlx-vlm are added
-    when it is imported, which not every server does.
-    """
+    """Add adapters of further classes: those of mlx-vlm, when it is imported."""
     ADAPTERS.update(adapters)
     COMPOSITES.update(composites)
 
 
 def adapter_of(slot: Any) -> Adapter | None:
-    """Return the adapter of a slot's class, or None for an unknown class."""
     return ADAPTERS.get(type(slot))
 
 
 def parts_of(cache: Any) -> list[Any] | None:
-    """Return the members of a composite cache, or None for any other.
-
-    Composite are mlx-lm's `CacheList`, and the classes in `COMPOSITES`.
-    """
+    """Return the members of a composite cache, or None for any other."""
     if type(cache) in COMPOSITES:
         parts: list[Any] = cache.parts
         return parts
@@ -572,15 +480,11 @@ def parts_of(cache: Any) -> list[Any] | None:
 
 
 def composed(parts: Sequence[Any]) -> Any:
-    """Build a composite cache, mlx-lm's `CacheList`, of `parts`."""
     return CacheList(*parts)
 
 
 def class_name(cache: Any) -> str:
-    """Return mlx-lm's name of a cache's class.
-
-    A class of this module is given the name of the class that it replaces.
-    """
+    """Return mlx-lm's name of a cache's class, or of the class that one of ours replaces."""
     if type(cache) is GroupedCache:
         return LAYER_CACHE
     adapter = adapter_of(cache)
@@ -588,12 +492,9 @@ def class_name(cache: Any) -> str:
 
 
 def prepared(cache: Any, layer: Any = None) -> Any:
-    """Return an empty cache to use instead of `cache`, an empty cache that the model made.
+    """Return an empty cache to use instead of `cache`, which the model made for `layer`.
 
-    A sliding window becomes a `WindowCache`. A `ConcatenateKVCache` becomes a `KVCache`, which is
-    equivalent and writes in place. A `LayerCache` becomes a `GroupedCache` if `layer`, the layer of
-    the model that it belongs to, is given. The members of a `CacheList` are replaced in the same
-    way. Other caches are returned unchanged.
+    A `ConcatenateKVCache` becomes a `KVCache`, which is equivalent and writes in place.
     """
     if type(cache) is CacheList:
         return composed([prepared(part) for part in cache.caches])

@@ -29,6 +29,14 @@ def joined(parts: Sequence[mx.array]) -> mx.array:
     return mx.concatenate([part[..., :middle, :], part[..., middle:, :]], axis=-2)
 
 
+def readable(array: mx.array) -> mx.array:
+    """Return `array` as a lazy view in a dtype that NumPy supports: bfloat16 as uint16.
+
+    The CPU makes the view, which works even after the GPU has failed.
+    """
+    return array.view(mx.uint16, stream=mx.cpu) if array.dtype == mx.bfloat16 else array
+
+
 def copied_tree(value: Any) -> Any:
     """Copy every array in nested tuples and lists lazily into a buffer of its own."""
     if isinstance(value, mx.array):
@@ -39,15 +47,11 @@ def copied_tree(value: Any) -> Any:
 
 
 def held_tree(value: Any) -> Any:
-    """Return `value` with nested lists and tuples as new tuples, and the same arrays in them.
-
-    The arrays are not copied. Later changes of a list in `value` do not change the result.
-    """
+    """Return `value` with nested lists and tuples as new tuples, and the same arrays in them."""
     return tuple(map(held_tree, value)) if isinstance(value, list | tuple) else value
 
 
 def tree_arrays(value: Any) -> list[mx.array]:
-    """Return every array in nested tuples and lists, in order."""
     if isinstance(value, mx.array):
         return [value]
     if isinstance(value, list | tuple):
@@ -63,7 +67,6 @@ class ArraySpec:
     dtype: Any
 
     def fits(self, array: mx.array) -> bool:
-        """Return whether `array` has the shape and dtype of this spec."""
         return (
             array.dtype == self.dtype
             and array.ndim == len(self.shape)
@@ -72,10 +75,7 @@ class ArraySpec:
 
 
 def spec_tree(value: Any, free: int | None) -> Any:
-    """Replace each array in the nested tuples and lists of `value` by its ArraySpec.
-
-    Axis `free` may have any size; with None, every size is fixed. Numbers and None stay.
-    """
+    """Replace each array in nested tuples and lists by its ArraySpec; axis `free` has any size."""
     if isinstance(value, mx.array):
         shape = tuple(None if axis == free else n for axis, n in enumerate(value.shape))
         return ArraySpec(shape, value.dtype)

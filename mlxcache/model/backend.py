@@ -17,7 +17,7 @@ from mlx_lm.processors import PROCESSORS
 from mlx_lm.utils import MODEL_ARCHITECTURE_REMAPPING, MODEL_REMAPPING
 
 from mlxcache.errors import ModelError
-from mlxcache.model.weight_files import tensor_index, tensor_names
+from mlxcache.model.folder import tensor_index, tensor_names
 
 Backend = Literal["mlx-lm", "mlx-vlm"]
 
@@ -33,10 +33,9 @@ class Family:
     """The way in which models of one family are called if mlx-vlm runs them.
 
     `positions`: the form of the positions that the language model takes: "caches" if it reads them
-    from the caches' offsets and keeps nothing between calls, "rows" for an array of shape (rows,
-    n), "axes" for one of shape (3, rows, n), where n is the number of tokens. `compiled`: the
-    functions that mlx-vlm compiles are right for every n; if not, they run uncompiled. `images`:
-    images can be fed to those models that have a vision tower.
+    from the caches' offsets and keeps nothing between calls, "rows" for shape (rows, n), "axes" for
+    (3, rows, n). `compiled`: the functions that mlx-vlm compiles are right for every n; if not,
+    they run uncompiled. `images`: images can be fed to those models that have a vision tower.
     """
 
     positions: Literal["caches", "rows", "axes"]
@@ -73,13 +72,10 @@ _NAME = re.compile(r"[\w-]+")
 def choose_backend(config: Mapping[str, Any], model: str, *, images: bool = False) -> Backend:
     """Return the library that runs the model with the configuration `config`.
 
-    `images`: the model's files have what feeding images needs, see `has_images`. mlx-vlm, if
-    installed, then runs the model if it can feed images to it. Of all other models, mlx-lm runs
-    those that it has a module for, and mlx-vlm those of the other `FAMILIES`. A model with
-    `model_file`, Python code in its own folder, is left to mlx-lm, which runs such code only with
-    the user's permission; mlx-vlm would run it without asking. `model`: name or path of the model,
-    for error messages. Raises ModelError, which says what can be done, if neither library can run
-    the model as installed.
+    mlx-vlm, if it can feed images and `images` (see `has_images`) is True. Of all other models,
+    mlx-lm runs those that it has a module for, and mlx-vlm those of the other `FAMILIES`. A model
+    with Python code in its own folder is left to mlx-lm, which runs it only with the user's
+    permission; mlx-vlm would run it without asking. Raises ModelError, which says what can be done.
     """
     kind = str(config.get("model_type"))
     if config.get("model_file") is not None:
@@ -105,19 +101,13 @@ def choose_backend(config: Mapping[str, Any], model: str, *, images: bool = Fals
 
 
 def may_see(config: Mapping[str, Any]) -> bool:
-    """Return whether mlx-vlm, once installed, can feed images to a model with this configuration.
-
-    The model's folder must have the weights for that too; see `has_images`.
-    """
+    """Return whether mlx-vlm, once installed, can feed images to a model of this kind."""
     family = FAMILIES.get(str(config.get("model_type")))
     return family is not None and family.images and bool(config.get("vision_config"))
 
 
 def takes_images(config: Mapping[str, Any], backend: Backend, *, images: bool) -> bool:
-    """Return whether a model with this configuration takes images when `backend` runs it.
-
-    `images`: whether its files have what mlx-vlm needs for that, see `has_images`.
-    """
+    """Return whether a model takes images when `backend` runs it; `images`: see `has_images`."""
     if backend == "mlx-vlm":
         return images and may_see(config)
     kind = config.get("processor_type", config.get("model_type"))
@@ -128,7 +118,7 @@ def has_images(path: Path) -> bool:
     """Return whether a model's folder has weights of a vision tower and settings of its processor.
 
     Conversions to text only may have the settings, but not the weights. False if a file cannot be
-    read, which loading the model reports. Reads the names of the weights, not the weights.
+    read, which loading the model reports.
     """
     if not any((path / name).is_file() for name in PROCESSOR_FILES):
         return False
@@ -139,11 +129,6 @@ def has_images(path: Path) -> bool:
 
 
 def _tensors(path: Path) -> Iterator[str]:
-    """Yield the names of the tensors in a model's folder.
-
-    Raises OSError if a file cannot be read, and ValueError if the folder's index of tensors is
-    damaged.
-    """
     if listed := tensor_index(path):
         yield from listed
         return
@@ -152,7 +137,6 @@ def _tensors(path: Path) -> Iterator[str]:
 
 
 def mlx_lm_has(config: Mapping[str, Any]) -> bool:
-    """Return whether mlx-lm has a module for the model_type of a configuration."""
     kind = str(config.get("model_type"))
     architectures = config.get("architectures") or ()
     for name in (architectures,) if isinstance(architectures, str) else architectures:
@@ -165,7 +149,6 @@ def mlx_lm_has(config: Mapping[str, Any]) -> bool:
 
 
 def vlm_version() -> str | None:
-    """Return the version of the installed mlx-vlm, or None if it is not installed."""
     try:
         return version("mlx-vlm")
     except PackageNotFoundError:

@@ -8,11 +8,15 @@ list with all its parts, and all values of one rendering take at most `TOTAL` by
 
 from __future__ import annotations
 
+import ctypes
+import math
 import re
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from jinja2 import nodes, pass_context
 from jinja2.compiler import CodeGenerator, Frame, optimizeconst
@@ -24,8 +28,6 @@ from jinja2.sandbox import (
     SandboxedFormatter,
 )
 from jinja2.utils import _PassArg
-
-from mlxcache.model.time_limit import run_limited
 
 RENDER_SECONDS = 30.0
 """Time limit of one rendering in seconds; a conversation usually takes far less."""
@@ -76,8 +78,6 @@ def apply_chat_template(tokenizer: Any, messages: Sequence[Any], **kwargs: Any) 
 
 
 class _Meter:
-    """The sizes of the values of one rendering."""
-
     def __init__(self) -> None:
         self._spent = 0
         self._known: dict[int, tuple[Any, int]] = {}
@@ -121,14 +121,13 @@ class _Meter:
         return weight
 
     def keep(self, value: Any, weight: int) -> Any:
-        """Return a collection of known weight. Raises TemplateLimit if it is too large."""
+        """Return a collection of known weight."""
         require(weight)
         self.spend(64 + 8 * len(value))
         self._known[id(value)] = value, weight
         return value
 
     def listed(self, value: Any) -> Any:
-        """Return an iterator's items as a list, and any other value as it is."""
         if not isinstance(value, Iterator):
             return value
         size, items = 0, []
@@ -139,11 +138,10 @@ class _Meter:
         return items
 
     def weigh_all(self, values: Iterable[Any]) -> None:
-        """Raise TemplateLimit if several values together are too large."""
         require(sum(map(self.weigh, values)))
 
     def multiply(self, name: str, value: Any, args: Sequence[Any]) -> None:
-        """Raise TemplateLimit if the operation `name` could make far more of `value` than allowed.
+        """Check that the operation `name` could not make far more of `value` than allowed.
 
         Each part of `value` may grow by each of `args`.
         """
@@ -155,7 +153,7 @@ class _Meter:
         require((1 + self.weigh(value)) * factor // 8)
 
     def fill(self, text: str | bytes, values: Any) -> None:
-        """Raise TemplateLimit if `text % values` could be far larger than allowed."""
+        """Check that `text % values` could not be far larger than allowed."""
         shown = text if isinstance(text, str) else text.decode("latin-1")
         if _NESTED_KEY.search(shown):
             raise TemplateLimit("it has a format with parentheses in a key")
@@ -168,14 +166,11 @@ class _Meter:
 def require(
     size: int, most: int = LIMIT, what: str = "a value of more than {:,} characters"
 ) -> None:
-    """Raise TemplateLimit if `size` exceeds `most`. `what`: what the template has then."""
     if size > most:
         raise TemplateLimit(f"it has {what.format(most)}")
 
 
 class _Pieces(list[str]):
-    """Pieces of text that a template writes, to be joined."""
-
     def __init__(self, meter: _Meter):
         self._size, self._meter = 0, meter
 
@@ -282,8 +277,6 @@ def _sum(context: _Context, values: Iterable[Any], attribute: Any = None, start:
 
 
 class _Fields(SandboxedFormatter):
-    """Formatter of `str.format`, with a limit on all texts for fields together."""
-
     _size = 0
 
     def format_field(self, value: Any, format_spec: str) -> str:
@@ -300,8 +293,6 @@ class _EscapedFields(_Fields, SandboxedEscapeFormatter):
 
 
 class LimitedEnvironment(ImmutableSandboxedEnvironment):
-    """Jinja's sandbox, with limits on the size of each value and of all together."""
-
     intercepted_binops = frozenset(["+", "*", "**", "%"])
     code_generator_class = _Code
     context_class = _Context
@@ -384,3 +375,79 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
 
 _VARIABLES = ("_loop_vars", "_block_vars")
 """Arguments that the code of a loop or block passes with each call, and Jinja takes out again."""
+
+
+# -- time limit ------------------------------------------------------------------------------------
+
+T = TypeVar("T")
+
+
+class _Overdue(BaseException):
+    """Raised in a thread whose time limit has passed; no `except Exception` catches it."""
+
+
+class _Watch:
+    """A thread that raises `_Overdue` in threads whose time limit has passed.
+
+    A thread cannot be killed, but Python can raise an exception in it:
+    https://docs.python.org/3/c-api/threads.html#c.PyThreadState_SetAsyncExc.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
+        self._due: dict[object, tuple[float, int]] = {}
+        self._wakes = math.inf
+        self._thread: threading.Thread | None = None
+
+    def begin(self, seconds: float) -> object:
+        handle, deadline = object(), time.monotonic() + seconds
+        with self._lock:
+            self._due[handle] = deadline, threading.get_ident()
+            if self._thread is None:
+                self._thread = threading.Thread(
+                    target=self._run, name="mlxcache-time-limit", daemon=True
+                )
+                self._thread.start()
+            elif deadline < self._wakes:
+                self._changed.notify()
+        return handle
+
+    def end(self, handle: object) -> None:
+        """Cancel a time limit. `_Overdue` may still be raised during this call, not after it."""
+        with self._lock:
+            self._due.pop(handle, None)
+
+    def _run(self) -> None:
+        with self._lock:
+            while True:
+                now = time.monotonic()
+                for handle, (deadline, thread) in list(self._due.items()):
+                    if deadline <= now:
+                        del self._due[handle]
+                        _interrupt(thread)
+                self._wakes = min((due for due, _ in self._due.values()), default=math.inf)
+                self._changed.wait(None if self._wakes == math.inf else self._wakes - now)
+
+
+def _interrupt(thread: int) -> None:
+    overdue = ctypes.py_object(_Overdue)
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), overdue)
+
+
+_watch = _Watch()
+
+
+def run_limited(work: Callable[[], T], seconds: float) -> T:
+    """Run `work` and return its result. Raises TimeoutError if it takes longer than `seconds`.
+
+    Only Python code is interrupted: a call into C, such as a long regular expression, ends first.
+    """
+    try:
+        handle = _watch.begin(seconds)
+        try:
+            return work()
+        finally:
+            _watch.end(handle)
+    except _Overdue:
+        raise TimeoutError(f"not done after {seconds:g} s") from None

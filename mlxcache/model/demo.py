@@ -52,12 +52,9 @@ CONFIG: dict[str, Any] = {
 def materialise(directory: Path | None = None) -> Path:
     """Write the demo model's folder for `mlx_lm.load` if it is missing, and return its path.
 
-    The folder lies inside `directory`, by default inside the default cache folder. Its name
-    contains a digest of the shipped files, so a new version never uses the folder of an old one.
-    Weights are written as float32, because float16 is slow on a CPU. Several processes may call
-    this at once: whole folders are renamed into place. MLX thread only.
-
-    Raises ModelError if the package lacks its data or the folder cannot be written.
+    Its name contains a digest of the shipped files, so a new version never uses the folder of an
+    old one. Weights are written as float32, because float16 is slow on a CPU. Several processes may
+    call this at once. MLX thread only. Raises ModelError if the folder cannot be written.
     """
     parent = directory or default_cache_dir() / "demo"
     try:
@@ -79,11 +76,10 @@ def _fingerprint() -> str:
 
 
 def read_weights(path: Path) -> dict[str, mx.array]:
-    """Read the weights of the demo model from the package's file `path`; return them by name.
+    """Read the weights of the demo model from the package's file `path`, as float32, by name.
 
-    They are float32. A matrix is shipped as integers with a factor per row, which makes a wheel
-    small. Their products are exact in float32, so the weights and the namespace are the same on
-    every machine.
+    A matrix is shipped as integers with a factor per row, which makes a wheel small. Their products
+    are exact in float32, so the namespace is the same on every machine.
     """
     shipped = cast(dict[str, mx.array], mx.load(str(path)))
     weights = {}
@@ -177,20 +173,14 @@ TEMPLATE = """\
 def template(*, thinking: bool) -> str:
     """Return the Jinja source of the ChatML chat template, with tools.
 
-    System and developer messages keep their places; one at the very start is written together with
-    the tools. With `thinking`, a reply begins inside an open think block, which is closed at once
-    if `enable_thinking` is false. The reasoning of replies before the last user message is then
-    omitted, as in the templates of reasoning models.
+    With `thinking`, a reply begins inside an open think block, which is closed at once if
+    `enable_thinking` is false. The reasoning of replies before the last user message is omitted.
     """
     return TEMPLATE.replace("THINKS", "true" if thinking else "false")
 
 
 def write_tokenizer(directory: Path, tokenizer: str, *, context: int, thinking: bool) -> None:
-    """Write tokenizer.json and tokenizer_config.json, in the form that transformers reads.
-
-    `tokenizer`: the text of tokenizer.json. `context`: the maximum length in tokens. `thinking`
-    chooses the chat template.
-    """
+    """Write tokenizer.json, of which `tokenizer` is the text, and tokenizer_config.json."""
     (directory / "tokenizer.json").write_text(tokenizer, encoding="utf-8")
     config: dict[str, Any] = {
         "tokenizer_class": "PreTrainedTokenizerFast",

@@ -18,41 +18,28 @@ import mlx.core as mx
 DeviceKind = Literal["cpu", "gpu"]
 
 _DEVICE_ERROR = re.compile(r"\[METAL\]|command buffer|\bcu(?:da|blas|dnn)\w*.* failed", re.I)
-"""Words of MLX's errors for a command that failed on the device, not for a failed allocation.
-
-`[METAL]` begins errors of command buffers; `[metal::malloc]` and `[malloc]` begin those of
-allocations, which raise before anything was encoded.
-"""
 
 MOST_PARKED = 8
 """Maximum number of errors that `settle` discards; each stream may have one."""
 
 
 def kind() -> DeviceKind:
-    """Return the kind of MLX's default device, "cpu" or "gpu"."""
     return "cpu" if mx.default_device() == mx.cpu else "gpu"
 
 
 def working_set_bytes() -> int | None:
-    """Return Metal's recommended working set in bytes, or None on other devices.
-
-    Source: https://developer.apple.com/documentation/metal/mtldevice/recommendedmaxworkingsetsize
-    """
+    """Return Metal's recommended working set in bytes, or None on other devices."""
     size = mx.device_info().get("max_recommended_working_set_size")
     return int(size) if size else None
 
 
 def buffer_limit() -> int | None:
-    """Return how many buffers the device can hold, or None if it reports no limit.
-
-    Source: https://github.com/ml-explore/mlx/blob/main/mlx/backend/metal/device_info.cpp
-    """
+    """Return how many buffers the device can hold, or None if it reports no limit."""
     count = mx.device_info().get("resource_limit")
     return int(count) if count else None
 
 
 def prepare(pool_bytes: int) -> None:
-    """Limit MLX's pool of freed buffers to `pool_bytes` bytes."""
     mx.set_cache_limit(pool_bytes)
 
 
@@ -75,8 +62,7 @@ def wire(size: int) -> int:
 def is_device_error(error: BaseException | None) -> bool:
     """Return whether `error` reports a command that failed on the device, now or earlier.
 
-    After such an error, no result since the last `confirm` can be trusted, whichever request it
-    belongs to.
+    After it, no result since the last `confirm` can be trusted, whichever request it belongs to.
     """
     return isinstance(error, RuntimeError) and _DEVICE_ERROR.search(str(error)) is not None
 
@@ -95,10 +81,9 @@ def holds_inputs() -> bool:
 
 
 def confirm() -> None:
-    """Wait for all commands of this thread's stream, and raise the error of any that failed.
+    """Wait for all commands, and raise the error of any that failed; at once on a CPU.
 
-    Every result up to now can be trusted afterwards. Returns at once on a CPU, where an evaluation
-    raises its own errors.
+    Every result up to now can be trusted afterwards.
     """
     if defers_errors():
         mx.synchronize()

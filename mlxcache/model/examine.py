@@ -1,12 +1,12 @@
-"""Cache layout of a model, determined without reading its weights.
+"""Cache layout of a model, determined without reading its weights. MLX thread only.
 
 Weights are loaded lazily and the model is fed without computing, because MLX has the shapes and
-dtypes of arrays that were never evaluated. So a model larger than memory can be examined too. MLX
-thread only.
+dtypes of arrays that were never evaluated. So a model larger than memory can be examined too.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -47,10 +47,9 @@ Kind = Literal[
 class Group:
     """Layers of a model that cache in the same way.
 
-    `layers`: number of layers. `kinds`: kinds of the slots in one layer, those that are easier
-    to reuse first; "sliceable" is the easiest and "unknown" the last. `size`: tokens of a
-    window or chunk, None if there is none. `cls`: names of mlx-lm's cache classes, joined by "
-    + ". `bytes_per_token` and `checkpoint_bytes` are those of one layer.
+    `kinds`: of the slots in one layer, those that are easier to reuse first. `size`: tokens of a
+    window or chunk. `cls`: mlx-lm's cache classes, joined by " + ". The bytes are those of one
+    layer.
     """
 
     layers: int
@@ -63,11 +62,10 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Examined:
-    """Description (`info`), cache layout and groups of layers of a model, from its files.
+    """Description, cache layout and groups of layers of a model, from its files.
 
-    `unquantised`: the reason why its KV cannot be quantised, or None. `undrafted`: the reason why
-    it cannot be used with a draft model, or None. `unseen`: why its images are not fed, although it
-    has a vision tower, or None.
+    `unquantised`, `undrafted`, `unseen`: why its KV cannot be quantised, why it cannot be used with
+    a draft model, why its images are not fed; None if they can, and if it has no vision tower.
     """
 
     info: ModelInfo
@@ -81,20 +79,19 @@ class Examined:
 def examine(spec: ModelSpec, kv_bits: int | None = None) -> Examined:
     """Determine how a model's layers cache and how many bytes they need, without its weights.
 
-    `kv_bits`: bits of stored keys and values, None for the model's dtype. If the model is not on
-    this machine, only its config.json is downloaded, and random weights that are never computed
-    replace its own. With a draft model, both models are examined as one, and both must be on this
-    machine. Blocks for a download. Raises ModelError if the model cannot be found or fed, or if it
-    cannot be used with `kv_bits` or the draft model.
+    If the model is not on this machine, only its config.json is downloaded, and random weights that
+    are never computed replace its own. With a draft model, both are examined as one. Blocks for a
+    download. Raises ModelError if the model cannot be found, fed, or used with `kv_bits` or the
+    draft model.
     """
     try:
-        if spec.draft is not None and None in (here(spec.model, spec.revision), here(spec.draft)):
+        if spec.draft is not None and None in (here(spec.model), here(spec.draft)):
             raise ModelError(
                 f"{spec.model} and {spec.draft} cannot be examined together before both are on "
                 "this machine: leave out --draft-model"
             )
-        if here(spec.model, spec.revision) is None:
-            path, weights = outline(spec.model, spec.revision)
+        if here(spec.model) is None:
+            path, weights = outline(spec.model)
             model, info = _outlined(spec, path, weights)
             unseen = why_unseen(spec, load_config(path)) if info.backend == "mlx-lm" else None
         else:
@@ -125,11 +122,6 @@ def _undrafted(model: Any) -> str | None:
 
 
 def _outlined(spec: ModelSpec, path: Path, weights: int) -> tuple[nn.Module, ModelInfo]:
-    """Build a model from the config.json in `path`; return it with its description.
-
-    Its weights are random and never computed. `weights`: bytes of the model's own weights, for the
-    description.
-    """
     config = load_config(path)
     images = spec.images and spec.adapter is None  # its weights are not here to be looked at
     backend = choose_backend(config, spec.model, images=images)
@@ -154,10 +146,6 @@ def _outlined(spec: ModelSpec, path: Path, weights: int) -> tuple[nn.Module, Mod
 
 
 def _made(config: Mapping[str, Any], backend: Backend, *, images: bool) -> nn.Module:
-    """Make the model of a configuration, with random weights that are not computed.
-
-    `images`: with its vision tower, if mlx-vlm runs it.
-    """
     if backend == "mlx-vlm":
         from mlxcache.model.vlm import make_model  # noqa: PLC0415 - may be absent
 
@@ -167,7 +155,6 @@ def _made(config: Mapping[str, Any], backend: Backend, *, images: bool) -> nn.Mo
 
 
 def _dtype(config: Mapping[str, Any]) -> mx.Dtype:
-    """Return the dtype that a configuration states, or bfloat16 if it states none."""
     sections = (config, config.get("text_config") or {})
     names = (one.get("dtype") or one.get("torch_dtype") for one in sections)
     return _DTYPES.get(next(filter(None, names), ""), mx.bfloat16)
@@ -181,13 +168,11 @@ def groups(model: Any, layout: Layout) -> tuple[Group, ...]:
     caches = layout.make()
     count = max(2, kv.first_write(kv.flatten(caches)))
     model(mx.zeros((1, count), mx.int32), cache=caches)
-    counts: dict[tuple[Any, ...], int] = {}
+    counts: Counter[Group] = Counter()
     for cache in caches:
-        slots = [slot for slot in kv.flatten([cache]) if _holds(slot)]
-        if slots:
-            made = _group(slots)
-            counts[made] = counts.get(made, 0) + 1
-    return tuple(Group(count, *made) for made, count in counts.items())
+        if slots := [slot for slot in kv.flatten([cache]) if _holds(slot)]:
+            counts[_group(slots)] += 1
+    return tuple(replace(group, layers=count) for group, count in counts.items())
 
 
 def _holds(slot: Any) -> bool:
@@ -195,24 +180,22 @@ def _holds(slot: Any) -> bool:
     return not isinstance(adapter, Sliced) or adapter.filled(slot)
 
 
-def _group(slots: Sequence[Any]) -> tuple[tuple[Kind, ...], int | None, str, int, int]:
-    """Return the fields of `Group`, except the number of layers, for a layer with these slots.
-
-    The fields are the kinds, the window's or chunk's tokens, the class names, the bytes per token
-    and the bytes of a checkpoint.
-    """
+def _group(slots: Sequence[Any]) -> Group:
     found = dict(map(_kind, slots))
-    linear = [slot for slot in slots if isinstance(adapter_of(slot), Sliced)]
-    rows = (array for slot in linear for array in kv.arrays_of(slot))
-    return (
-        tuple(sorted(found, key=_DEMANDS.index)),
-        max((size for size in found.values() if size is not None), default=None),
-        " + ".join(dict.fromkeys(class_name(slot) for slot in slots)),
-        sum(a.shape[1] * a.shape[3] * a.dtype.size for a in rows),
-        sum(
-            kv.most_bytes(slot, adapter)
-            for slot in slots
-            if isinstance(adapter := adapter_of(slot), Checkpointed)
+    adapters = [(slot, adapter_of(slot)) for slot in slots]
+    rows = [
+        a for slot, adapter in adapters if isinstance(adapter, Sliced) for a in adapter.arrays(slot)
+    ]
+    return Group(
+        layers=1,
+        kinds=tuple(sorted(found, key=_DEMANDS.index)),
+        size=max((size for size in found.values() if size is not None), default=None),
+        cls=" + ".join(dict.fromkeys(class_name(slot) for slot in slots)),
+        bytes_per_token=sum(a.shape[1] * a.shape[3] * a.dtype.size for a in rows),
+        checkpoint_bytes=sum(
+            adapter.most_bytes(slot)
+            for slot, adapter in adapters
+            if isinstance(adapter, Checkpointed)
         ),
     )
 
@@ -249,10 +232,7 @@ _CHECKPOINTED: tuple[tuple[type[Checkpointed], Kind, str | None], ...] = (
 
 
 def _latent(arrays: Sequence[mx.array]) -> bool:
-    """Return whether two arrays are a latent and its rotary part (multi-head latent attention).
-
-    Such arrays have one head each, and different widths.
-    """
+    """Return whether two arrays are a latent and its rotary part (multi-head latent attention)."""
     return (
         len(arrays) == 2
         and all(array.shape[1] == 1 for array in arrays)

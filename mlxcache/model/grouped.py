@@ -42,9 +42,9 @@ class GroupRows:
     """Vectors of the closed groups of `ratio` tokens, one of `size` numbers for each group.
 
     `rows` has shape (1, 1, capacity, width), or is None before the first vector. A vector takes
-    `ratio` rows of `width` numbers, padding included. `offset`: number of positions. `newest`: the
-    newest vector, shape (1, 1, size); None or of shape (1, 0, size) before the first; None also if
-    `ratio` is 1, where `rows` are enough.
+    `ratio` rows of `width` numbers, padding included. `newest`: the newest vector, shape (1, 1,
+    size); None or of shape (1, 0, size) before the first; None also if `ratio` is 1, where `rows`
+    are enough.
     """
 
     step = 256
@@ -61,12 +61,10 @@ class GroupRows:
 
     @property
     def state(self) -> tuple[Any, ...]:
-        """Tuple of `rows` alone, for evaluation by MLX; its item is None before the first rows."""
         return (self.rows,)
 
     @property
     def groups(self) -> int:
-        """Number of closed groups."""
         return self.offset // self.ratio
 
     @property
@@ -90,9 +88,9 @@ class GroupRows:
     def vectors(self) -> mx.array | None:
         """Return the vectors of all closed groups, shape (1, groups, size), or None.
 
-        None means that no group is closed. In a pass that closes groups, None is also returned
-        until `add` has written their vectors. mlx-lm appends the new vectors to what it gets here,
-        and passes the result to `add`; so it passes the new ones only.
+        Also None in a pass that closes groups, until `add` has written their vectors. mlx-lm
+        appends the new vectors to what it gets here, and passes the result to `add`; so it passes
+        the new ones only.
         """
         if self._closing or not self.groups or self.rows is None:
             return None
@@ -109,10 +107,7 @@ class GroupRows:
         return view.reshape(1, groups, self.ratio * view.shape[3])[..., : self.size]
 
     def add(self, vectors: mx.array) -> None:
-        """Write the vectors of the groups that the running pass closes, shape (1, n, size).
-
-        Raises ValueError if these are not as many as the new positions close.
-        """
+        """Write the vectors of the groups that the running pass closes, shape (1, n, size)."""
         if vectors.shape != (1, self._closing, self.size):
             raise ValueError(
                 f"{self._closing} vectors of {self.size} numbers were due, the model made "
@@ -128,10 +123,7 @@ class GroupRows:
         self._closing = 0
 
     def _write(self, vectors: mx.array, first: int) -> None:
-        """Write the rows of `vectors`, which belong to group `first` and the groups after it.
-
-        Rows at positions beyond the capacity of the buffer are left out.
-        """
+        """Write the rows of `vectors` from group `first` on, as far as the buffer goes."""
         assert self.rows is not None
         padding = self.ratio * self.rows.shape[3] - self.size
         if padding:
@@ -145,9 +137,7 @@ class GroupRows:
     def _write_tail(self) -> None:
         """Write the rows of the newest vector again if the buffer may lack some of them.
 
-        The buffer may lack them after `put`, `end_at` or `restore`, or if it was too short
-        before. Raises ValueError if `newest` is missing or that of another group, because no
-        checkpoint of position `offset` was restored.
+        So after `put`, `end_at` or `restore`, or if it was too short before.
         """
         if self._tail or self._end <= self.offset or not self.groups:
             return
@@ -156,7 +146,6 @@ class GroupRows:
         self._write(self.newest, self.groups - 1)
 
     def _reserve(self, capacity: int) -> None:
-        """Enlarge the buffer, by a multiple of `step`, to at least `capacity` positions."""
         assert self.rows is not None
         missing = capacity - self.rows.shape[2]
         if missing > 0:
@@ -165,7 +154,6 @@ class GroupRows:
             self.rows = mx.concatenate([self.rows, pad], axis=2)
 
     def put(self, rows: mx.array) -> None:
-        """Replace the buffer by `rows`; the number of positions stays as it is."""
         self.rows, self._tail = rows, False
 
     def end_at(self, offset: int) -> None:
@@ -173,17 +161,11 @@ class GroupRows:
         self.offset, self._closing, self._tail = offset, 0, False
 
     def restore(self, newest: mx.array | None, offset: int) -> None:
-        """Set the newest vector: that of the last group closed within the first `offset` positions.
-
-        `newest`: as `newest_vector` returns it. The rows and `self.offset` stay as they are.
-        """
+        """Set the newest vector, as `newest_vector` returned it at `offset`."""
         self.newest, self._newest_of, self._tail = newest, offset // self.ratio, False
 
     def newest_vector(self, dtype: mx.Dtype) -> mx.array | None:
-        """Return `newest`, or before the first group an empty array; None if `ratio` is 1.
-
-        The empty array has the dtype of the rows, or `dtype` if there are none yet.
-        """
+        """Return `newest`, or an empty array before the first group; None if `ratio` is 1."""
         if self.newest is not None or self.ratio == 1:
             return self.newest
         return mx.zeros((1, 0, self.size), dtype if self.rows is None else self.rows.dtype)
@@ -192,10 +174,9 @@ class GroupRows:
 class RecentRows:
     """The newest `window_size` rows of a layer, and its tokens of the group that is still open.
 
-    `window` has shape (1, n, dim). `pending_kv` and `pending_gate`, the latents and gates of
-    the tokens of the open group, have shape (1, n, dim), or are None in layers that compress
-    nothing. `groups`: slots of the same layer, whose newest vectors belong to this slot's state.
-    `ratio`: tokens in a group, or 0 without `groups`.
+    `window` has shape (1, n, dim). `pending_kv` and `pending_gate`, the latents and gates of the
+    tokens of the open group, have shape (1, n, dim), or are None in layers that compress nothing.
+    `groups`: slots of the same layer, whose newest vectors belong to this slot's state.
     """
 
     def __init__(self, window_size: int, groups: Sequence[GroupRows] = ()):
@@ -209,12 +190,6 @@ class RecentRows:
 
     @property
     def state(self) -> tuple[Any, ...]:
-        """Tuple of the slot's state, for a checkpoint.
-
-        Its items are `window`, `pending_kv`, `pending_gate`, a tuple of the newest vector
-        of each of `groups`, `offset` (the number of positions), `window_size` and `ratio`. The
-        inner tuple is empty before the first position.
-        """
         newest: tuple[Any, ...] = ()
         if self.window is not None:
             newest = tuple(slot.newest_vector(self.window.dtype) for slot in self.groups)
@@ -231,11 +206,9 @@ class RecentRows:
         return rows
 
     def set_pending(self, kv: mx.array | None, gate: mx.array | None) -> None:
-        """Set the latents and gates of the tokens in the open group, shape (1, n, dim) each."""
         self.pending_kv, self.pending_gate = kv, gate
 
     def restore(self, state: Sequence[Any]) -> None:
-        """Set the state, as the property `state` returns it."""
         self.window, self.pending_kv, self.pending_gate, newest, self.offset = state[:5]
         for slot, vector in zip(self.groups, newest, strict=False):
             slot.restore(vector, self.offset)
@@ -244,9 +217,8 @@ class RecentRows:
 class GroupedCache:
     """Cache of one layer in the form in which mlx-lm's DeepSeek V4.1 reads and writes it.
 
-    It does what `LayerCache` of mlx-lm does. `window_size`: rows of the window. `groups`: none, or
-    the slot of compressed KV, or that and the slot of index keys. `parts`: all slots of this cache,
-    that of the window first.
+    `groups`: none, or the slot of compressed KV, or that and the slot of index keys. `parts`: all
+    slots of this cache, that of the window first.
     """
 
     def __init__(self, window_size: int, groups: Sequence[GroupRows] = ()):
@@ -254,27 +226,21 @@ class GroupedCache:
         self.parts: list[Any] = [self.recent, *groups]
 
     def update_window(self, kv: mx.array) -> mx.array:
-        """Append `kv`, shape (1, n, dim), and return the window that the new positions attend to.
-
-        This begins a pass of the layer.
-        """
+        """Begin a pass: append `kv`, (1, n, dim), and return the window that it attends to."""
         for slot in self.recent.groups:
             slot.begin(kv.shape[1])
         return self.recent.append(kv)
 
     @property
     def offset(self) -> int:
-        """Number of positions fed so far."""
         return self.recent.offset
 
     @property
     def window(self) -> mx.array | None:
-        """Newest rows, at most `window_size`, shape (1, n, dim); None before the first."""
         return self.recent.window
 
     @property
     def pending_kv(self) -> mx.array | None:
-        """Latents of the tokens of the open group, shape (1, n, dim), or None."""
         return self.recent.pending_kv
 
     @pending_kv.setter
@@ -283,7 +249,6 @@ class GroupedCache:
 
     @property
     def pending_gate(self) -> mx.array | None:
-        """Gates of the tokens of the open group, shape (1, n, dim), or None."""
         return self.recent.pending_gate
 
     @pending_gate.setter
@@ -292,10 +257,7 @@ class GroupedCache:
 
     @property
     def compress_kv(self) -> mx.array | None:
-        """Compressed KV of the closed groups, or None, as `GroupRows.vectors` returns it.
-
-        None also if the layer has no slot for compressed KV.
-        """
+        """Compressed KV of the closed groups, or None, as `GroupRows.vectors` returns it."""
         return self._vectors(0)
 
     @compress_kv.setter
@@ -304,11 +266,7 @@ class GroupedCache:
 
     @property
     def index_k(self) -> mx.array | None:
-        """Index keys of the closed groups, or None, as `GroupRows.vectors` returns them.
-
-        By these vectors the layer's indexer selects the groups that a token attends to. None
-        also if the layer has no slot for index keys.
-        """
+        """Index keys of the closed groups, or None, as `GroupRows.vectors` returns them."""
         return self._vectors(1)
 
     @index_k.setter
@@ -321,10 +279,7 @@ class GroupedCache:
 
 
 def grouped(cache: Any, layer: Any) -> GroupedCache | None:
-    """Return an empty `GroupedCache` that replaces `cache`, mlx-lm's empty cache of `layer`.
-
-    Returns None if `cache` is not mlx-lm's `LayerCache`, or has other attributes than those known.
-    """
+    """Return an empty `GroupedCache` in place of `cache`, if that is a known `LayerCache`."""
     kind = type(cache)
     if (kind.__module__, kind.__name__) != (_MODULE, NAME) or set(vars(cache)) != _HELD:
         return None

@@ -1,19 +1,39 @@
-"""Folders of models: local ones, and downloads from the Hugging Face Hub.
+"""Models in local folders and on the Hugging Face Hub: find, download, check, list and remove them.
 
-Calls no MLX. All functions may be called on any thread.
+huggingface_hub deletes an incomplete file. Here an incomplete large file (a *part*) is kept beside
+its place in the Hub's cache, and moved there when it is complete and its digest is right;
+huggingface_hub then finds it as if it had downloaded it.
+
+Calls no MLX. All functions block, and may be called on any thread.
 """
 
 from __future__ import annotations
 
 import errno
+import fcntl
+import hashlib
+import os
+import shutil
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from fnmatch import fnmatch
+from io import FileIO
 from pathlib import Path
 from typing import Any, Self
 
-from huggingface_hub import HfApi, constants, hf_hub_download, snapshot_download
+from huggingface_hub import (
+    CachedRepoInfo,
+    HfApi,
+    constants,
+    hf_hub_download,
+    hf_hub_url,
+    scan_cache_dir,
+    snapshot_download,
+)
 from huggingface_hub.errors import (
+    CacheNotFound,
     GatedRepoError,
     HfHubHTTPError,
     HFValidationError,
@@ -23,10 +43,14 @@ from huggingface_hub.errors import (
     RepositoryNotFoundError,
     RevisionNotFoundError,
 )
+from huggingface_hub.file_download import http_get, repo_folder_name
+from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined] # documented
 from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS
 
-from mlxcache.errors import ModelError
-from mlxcache.model.hub_parts import LargeFile, fetch_large_files, find_large_files
+from mlxcache.config import format_size
+from mlxcache.errors import ModelError, NotFound
+from mlxcache.model.backend import choose_backend
+from mlxcache.model.folder import INDEX, check_files, checked_config, tensor_index, tensor_names
 
 Progress = Callable[[int, int], None]
 """Called with the bytes on disk and the bytes needed in all; the latter grows as files are looked
@@ -35,8 +59,23 @@ up. Called from any of the download's threads, one at a time."""
 ANSWER_S = 5.0
 """Seconds for the Hub to describe a model, after which the Hub counts as not reachable."""
 
+LEAST_BYTES = 32 << 20
+"""Least size of a file that is worth continuing."""
+
+_MOST_BYTES = 50_000_000_000
+"""Largest file that the Hub sends over plain HTTP."""
+
+_THREADS = 4
+_TRIES = 100
+"""Times that a part is opened which another process moves or deletes before it is locked."""
+_READ_BYTES = 16 << 20
+
+_WEIGHTS = "model*.safetensors"
+
 _HTTP_ERROR: type[Exception] = HfHubHTTPError.__bases__[0]
 """Base error of the HTTP client that huggingface_hub uses; which client depends on its version."""
+
+_ERRORS = (HfHubHTTPError, HFValidationError, OSError, ValueError)
 
 _NEITHER = (
     "{model} is neither an existing folder nor a Hub id like owner/name, for example "
@@ -72,16 +111,14 @@ _SENTENCES: tuple[tuple[type[Exception], str], ...] = (
 )
 
 
+# -- finding and downloading -----------------------------------------------------------------------
+
+
 def resolve(model: str, revision: str | None = None, progress: Progress | None = None) -> Path:
-    """Return the local folder of `model`, which is a path or a Hugging Face Hub id.
+    """Return the local folder of `model`, a path or a Hub id; download it from the Hub if needed.
 
-    `revision`: branch, tag or commit on the Hub, None for the default branch. A model on the Hub is
-    downloaded if needed: the same files that mlx-lm takes, into the Hub's own cache. An id whose
-    files are all there costs one request, or none with HF_HUB_OFFLINE=1. `progress` is called with
-    bytes on disk and bytes needed. Blocks.
-
-    Raises ModelError, which says what to do, if there is no such folder or id, if the model is
-    gated, if there is no network, or if the disk is full.
+    The same files that mlx-lm takes, into the Hub's own cache. An id whose files are all there
+    costs one request, or none with HF_HUB_OFFLINE=1. Raises ModelError, which says what to do.
     """
     path = Path(model).expanduser()
     if path.is_dir():
@@ -101,9 +138,7 @@ def resolve(model: str, revision: str | None = None, progress: Progress | None =
 def here(model: str, revision: str | None = None) -> Path | None:
     """Return the folder of `model` if all of its files are on this machine, else None.
 
-    `model`: a path or a Hub id. `revision`: branch, tag or commit on the Hub, None for the default
-    branch. Downloads nothing. Raises ModelError for a path that is no existing folder, and for a
-    name that is no Hub id.
+    Raises ModelError for a path that is no existing folder, and for a name that is no Hub id.
     """
     if Path(model).expanduser().exists() or _looks_local(model) or "/" not in model:
         return resolve(model, revision)
@@ -124,37 +159,32 @@ def here(model: str, revision: str | None = None) -> Path | None:
 
 
 def outline(model: str, revision: str | None = None) -> tuple[Path, int]:
-    """Download only the config.json of a model on the Hub; return its folder and the weights' size.
+    """Download only the config.json of a model; return its folder and the bytes of its weights.
 
-    The size is that of the model's files `model*.safetensors` in bytes, 0 if there are none.
-    `revision`: branch, tag or commit on the Hub, None for the default branch. Raises ModelError if
-    that fails, within seconds if the Hub cannot be reached.
+    Raises ModelError if that fails, within seconds if the Hub cannot be reached.
     """
     try:
         # before the download, which would be retried
         info = HfApi().model_info(model, revision=revision, files_metadata=True, timeout=ANSWER_S)
         config = hf_hub_download(model, "config.json", revision=revision)
-    except (HfHubHTTPError, HFValidationError, OSError, ValueError) as error:
+    except _ERRORS as error:
         raise ModelError(_why(model, revision, error)) from error
     except _HTTP_ERROR as error:
         raise ModelError(_sentence(_AWAY, model, revision)) from error
     files = info.siblings or []
-    weights = (one.size or 0 for one in files if fnmatch(one.rfilename, "model*.safetensors"))
+    weights = (one.size or 0 for one in files if fnmatch(one.rfilename, _WEIGHTS))
     return Path(config).parent, sum(weights)
 
 
-def fetch_config(model: str, revision: str | None = None) -> Path | None:
-    """Download the config.json of a model on the Hub, and return its folder.
+def fetch_config(model: str) -> Path | None:
+    """Download the config.json of a model, and return its folder, or None if that fails.
 
-    `revision`: branch, tag or commit on the Hub, None for the default branch. Returns None if the
-    file cannot be downloaded, within seconds if the Hub cannot be reached. A call of `resolve` then
-    raises the error, or returns the folder with the files that are on this machine.
+    Within seconds if the Hub cannot be reached. A call of `resolve` then raises the error, or
+    returns the folder with the files that are on this machine.
     """
     try:
-        # before the download, which would be retried
-        HfApi().model_info(model, revision=revision, timeout=ANSWER_S)
-        return Path(hf_hub_download(model, "config.json", revision=revision)).parent
-    except (HfHubHTTPError, HFValidationError, OSError, ValueError, _HTTP_ERROR):
+        return outline(model)[0]
+    except ModelError:
         return None
 
 
@@ -166,8 +196,8 @@ def _download(model: str, revision: str | None, progress: Progress | None) -> Pa
     bar = None if progress is None else _bar(progress)
     try:
         if here(model, revision) is None and (large := _find_large(model, revision)):
-            fetch_large_files(large, progress)
-            bar = _bar(lambda done, total: None)  # of the small rest
+            _fetch_large(large, progress)
+            bar = _bar()  # of the small rest
         return Path(
             snapshot_download(
                 model,
@@ -176,7 +206,7 @@ def _download(model: str, revision: str | None, progress: Progress | None) -> Pa
                 tqdm_class=bar,
             )
         )
-    except (HfHubHTTPError, HFValidationError, OSError, ValueError) as error:
+    except _ERRORS as error:
         raise ModelError(_why(model, revision, error)) from error
     except _HTTP_ERROR as error:
         raise ModelError(
@@ -184,22 +214,10 @@ def _download(model: str, revision: str | None, progress: Progress | None) -> Pa
         ) from error
 
 
-def _find_large(model: str, revision: str | None) -> Sequence[LargeFile]:
-    """Return the model's large files to download; empty if the Hub does not list the files.
-
-    If it does not, snapshot_download uses the files on this machine, or raises the error.
-    """
-    try:
-        return find_large_files(model, revision, DEFAULT_ALLOW_PATTERNS)
-    except (HfHubHTTPError, HFValidationError, OSError, ValueError, _HTTP_ERROR):
-        return ()
-
-
 def why(model: str, revision: str | None, error: Exception) -> str | None:
     """Return a sentence on the cause and remedy of an error of the Hub's client.
 
-    Returns None for an error of another kind than those in `_SENTENCES`. `model` and `revision`:
-    the Hub id and the revision that were requested when the error was raised.
+    None for an error of another kind than those in `_SENTENCES`.
     """
     for kind, sentence in _SENTENCES:
         if isinstance(error, kind):
@@ -219,8 +237,12 @@ def _why(model: str, revision: str | None, error: Exception) -> str:
     return f"{model} could not be downloaded: {error}"
 
 
-def _bar(progress: Progress) -> type[Any]:
-    """Make a progress bar class for snapshot_download that reports to `progress`.
+def _ignore(done: int, total: int) -> None:
+    pass
+
+
+def _bar(progress: Progress = _ignore) -> type[Any]:
+    """Make a progress bar class for the Hub's client that shows nothing and reports to `progress`.
 
     snapshot_download makes three bars: bytes received, bytes written, files fetched. The second one
     is reported, because its total is the sum of the files' sizes.
@@ -245,7 +267,7 @@ def _bar(progress: Progress) -> type[Any]:
             self.update(0)
 
         def close(self, *_: object, **__: object) -> None:
-            """Do nothing: the bar holds no resource and shows no text."""
+            pass
 
         set_description = set_description_str = set_postfix_str = close
 
@@ -256,3 +278,314 @@ def _bar(progress: Progress) -> type[Any]:
             self.close()
 
     return Bar
+
+
+# -- large files -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _LargeFile:
+    """A file to download, with its SHA-256 and its place in the Hub's cache when it is complete."""
+
+    name: str
+    url: str
+    digest: str
+    size: int
+    blob: Path
+
+    @property
+    def part(self) -> Path:
+        return self.blob.with_name(f"{self.blob.name}.mlxcache-part")
+
+
+def _find_large(model: str, revision: str | None) -> Sequence[_LargeFile]:
+    """Return the model's large files that the Hub's cache lacks, in one request.
+
+    Empty if the Hub does not list the files: then snapshot_download uses the files on this machine,
+    or raises the error.
+    """
+    try:
+        info = HfApi().model_info(model, revision=revision, files_metadata=True, timeout=ANSWER_S)
+    except (*_ERRORS, _HTTP_ERROR):
+        return ()
+    blobs = _blobs(model)
+    found = []
+    for one in info.siblings or []:
+        name, lfs = one.rfilename, one.lfs
+        if (
+            lfs is not None
+            and LEAST_BYTES <= lfs.size <= _MOST_BYTES
+            and any(fnmatch(name, pattern) for pattern in DEFAULT_ALLOW_PATTERNS)
+            and not (blobs / lfs.sha256).exists()
+        ):
+            url = hf_hub_url(model, name, revision=info.sha)
+            found.append(_LargeFile(name, url, lfs.sha256, lfs.size, blobs / lfs.sha256))
+    return found
+
+
+def _fetch_large(files: Sequence[_LargeFile], progress: Progress | None) -> None:
+    """Download files into the Hub's cache, continuing those that are incomplete.
+
+    Raises the errors of the Hub's client, OSError, and ModelError for a file whose digest is wrong.
+    """
+    told = _Told(files, progress or _ignore)
+    with ThreadPoolExecutor(_THREADS, thread_name_prefix="mlxcache-download") as pool:
+        for future in [pool.submit(_fetch, one, told) for one in files]:
+            future.result()
+
+
+def _fetch(file: _LargeFile, told: _Told) -> None:
+    file.blob.parent.mkdir(parents=True, exist_ok=True)
+    for _ in range(_TRIES):
+        with _Part(file, told) as part:
+            fcntl.flock(part, fcntl.LOCK_EX)  # until it is closed
+            if part.is_in_place():
+                _complete(part, file, told)
+                return
+    raise OSError(f"{file.part} is moved or deleted by another program again and again")
+
+
+def _complete(part: _Part, file: _LargeFile, told: _Told) -> None:
+    """Download the missing rest of a file, check its digest, and move it to `file.blob`."""
+    if file.blob.exists():  # another process has downloaded it meanwhile
+        file.part.unlink(missing_ok=True)
+        return
+    size = part.seek(0, os.SEEK_END)
+    told.note(file, size)
+    http_get(
+        file.url,
+        part,
+        resume_size=min(size, file.size),
+        headers=build_hf_headers(),
+        expected_size=file.size,
+        tqdm_class=_bar(),
+    )
+    if not _is_whole(file):
+        file.part.unlink(missing_ok=True)
+        raise ModelError(
+            f"{file.name} was damaged on its way from the Hub: start again to download it."
+        )
+    file.part.replace(file.blob)
+
+
+def _is_whole(file: _LargeFile) -> bool:
+    if file.part.stat().st_size != file.size:
+        return False
+    digest = hashlib.sha256()
+    with file.part.open("rb") as opened:
+        while data := opened.read(_READ_BYTES):
+            digest.update(data)
+    return digest.hexdigest() == file.digest
+
+
+class _Told:
+    """Reports the bytes of several files on disk; one thread at a time calls `progress`."""
+
+    def __init__(self, files: Sequence[_LargeFile], progress: Progress):
+        self._progress = progress
+        self._sizes = dict.fromkeys((one.name for one in files), 0)
+        self._total = sum(one.size for one in files)
+        self._lock = threading.Lock()
+
+    def note(self, file: _LargeFile, size: int) -> None:
+        with self._lock:
+            self._sizes[file.name] = size
+            self._progress(sum(self._sizes.values()), self._total)
+
+
+class _Part(FileIO):
+    """A part, opened for appending; reports its size as it grows."""
+
+    def __init__(self, file: _LargeFile, told: _Told):
+        self._file, self._told = file, told
+        super().__init__(file.part, "ab+")
+
+    def is_in_place(self) -> bool:
+        """Return whether the part's path still names the opened file."""
+        try:
+            return os.path.samestat(os.fstat(self.fileno()), self._file.part.stat())
+        except FileNotFoundError:
+            return False
+
+    def write(self, data: Any) -> int:
+        count = super().write(data)
+        self._told.note(self._file, self.tell())
+        return count
+
+
+# -- models in the Hub's cache ---------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Downloaded:
+    """A model in the Hub's cache.
+
+    `path`: folder of the newest revision. `nbytes`: bytes on disk of all revisions. `last_used_at`:
+    seconds since 1970, as exact as the file system records reads.
+    """
+
+    id: str
+    path: Path
+    nbytes: int
+    last_used_at: float
+
+
+@dataclass(frozen=True, slots=True)
+class Removal:
+    """The folder of a model in the Hub's cache, with all revisions; `nbytes` on disk."""
+
+    id: str
+    folder: Path
+    nbytes: int
+
+
+def list_downloaded() -> list[Downloaded]:
+    """Return the models in the Hub's cache that can be served, the last used ones first."""
+    found = []
+    for repo in _repos():
+        newest = max(repo.revisions, key=lambda one: one.last_modified, default=None)
+        if newest is not None and _is_loadable(newest.snapshot_path):
+            at, size = repo.last_accessed, repo.size_on_disk
+            found.append(Downloaded(repo.repo_id, newest.snapshot_path, size, at))
+    return sorted(found, key=lambda one: (-one.last_used_at, one.id))
+
+
+def pull(model: str, revision: str | None = None, progress: Progress | None = None) -> Path:
+    """Download the files of the Hub's `model` that serving needs, check them, return their folder.
+
+    Raises ModelError if they cannot be downloaded or are incomplete, if no installed library can
+    load the model, or if the disk has too little space.
+    """
+    if here(model, revision) is None:
+        path, size = outline(model, revision)
+        choose_backend(checked_config(path), model)
+        if not size:
+            raise ModelError(
+                f"{model} has no weights in safetensors ({_WEIGHTS}), so it cannot be loaded. "
+                "Look for a conversion in https://huggingface.co/mlx-community."
+            )
+        _require_space(model, size)
+    path = resolve(model, revision, progress)
+    check(path, model)
+    return path
+
+
+def check(path: Path, model: str) -> None:
+    """Raise ModelError unless the folder of `model` can be loaded, and its files are whole.
+
+    Reads the headers of the weight files, not the weights.
+    """
+    again = f"Remove the model with `mlxcache models rm {model}`, and download it again."
+    if Path(model).expanduser().exists():
+        again = "Copy or download the model again."
+    choose_backend(checked_config(path), model)
+    check_files(path)
+    tensors = {}
+    for file in sorted(path.glob(_WEIGHTS)):
+        names = tensor_names(file)
+        if names is None:
+            raise ModelError(f"{file} is damaged or incomplete. {again}")
+        tensors[file.name] = names
+    listed = tensor_index(path)
+    missing = [name for name, file in listed.items() if name not in tensors.get(file, ())]
+    if missing:
+        raise ModelError(
+            f"{path / INDEX} lists {missing[0]}, which {listed[missing[0]]} lacks: the files of "
+            f"{model} are not of one version. {again}"
+        )
+
+
+def inspect_folder(model: str) -> tuple[Path | None, str | None]:
+    """Return the local folder of a path or Hub id, and an error message about its files.
+
+    The folder is None if the model is not on this machine. The message is None if the files are all
+    there and whole, and for a Hub id that is not downloaded yet.
+    """
+    path = None
+    try:
+        path = here(model)
+        if path is not None:
+            check(path, model)
+    except ModelError as error:
+        return path, str(error)
+    return path, None
+
+
+def weights_bytes(path: Path) -> int:
+    """Return the size in bytes of the weight files in the folder `path`."""
+    return sum(file.stat().st_size for file in path.glob(_WEIGHTS))
+
+
+def folder_bytes(path: Path) -> int:
+    """Return the size in bytes of all files below the folder `path`, targets of links included."""
+    return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+
+
+def find_removal(model: str) -> Removal:
+    """Find what removing the Hub id `model` would delete, an interrupted download included.
+
+    Raises NotFound if the Hub's cache has no folder for `model`.
+    """
+    missing = NotFound(f"{model} is not in the Hub's cache, {constants.HF_HUB_CACHE}.")
+    try:
+        folder = _blobs(model).parent
+    except HFValidationError as error:
+        raise missing from error
+    if "/" not in model or not folder.is_dir():
+        raise missing
+    return Removal(model, folder, _own_bytes(folder))
+
+
+def remove(removal: Removal) -> None:
+    """Delete the files of `removal`. Raises ModelError if that fails."""
+    try:
+        for repo in _repos():
+            if repo.repo_id == removal.id:
+                revisions = (one.commit_hash for one in repo.revisions)
+                scan_cache_dir(constants.HF_HUB_CACHE).delete_revisions(*revisions).execute()
+        if removal.folder.is_dir():
+            shutil.rmtree(removal.folder)
+        locks = Path(constants.HF_HUB_CACHE) / ".locks" / removal.folder.name
+        shutil.rmtree(locks, ignore_errors=True)
+    except OSError as error:
+        raise ModelError(f"{removal.folder} cannot be removed: {error.strerror}.") from error
+
+
+def _repos() -> Iterable[CachedRepoInfo]:
+    try:
+        found = scan_cache_dir(constants.HF_HUB_CACHE).repos
+    except CacheNotFound:  # nothing was downloaded yet
+        return []
+    return [one for one in found if one.repo_type == "model"]
+
+
+def _blobs(model: str) -> Path:
+    """Return the folder of a model's files in the Hub's cache."""
+    name = repo_folder_name(repo_id=model, repo_type="model")
+    return Path(constants.HF_HUB_CACHE) / name / "blobs"
+
+
+def _own_bytes(folder: Path) -> int:
+    """Return the bytes of the files below `folder`, each once: links are not followed."""
+    files = (one for one in folder.rglob("*") if not one.is_symlink() and one.is_file())
+    return sum(one.stat().st_size for one in files)
+
+
+def _is_loadable(path: Path) -> bool:
+    try:
+        choose_backend(checked_config(path), str(path))
+    except ModelError:
+        return False
+    return any(path.glob(_WEIGHTS))
+
+
+def _require_space(model: str, size: int) -> None:
+    cache, blobs = Path(constants.HF_HUB_CACHE), _blobs(model)
+    present = _own_bytes(blobs) if blobs.is_dir() else 0
+    existing = next(one for one in (cache, *cache.parents) if one.exists())
+    free = shutil.disk_usage(existing).free
+    if size - present > free:
+        raise ModelError(
+            f"The disk is too full for {model}: {format_size(size - present)} are missing, and "
+            f"{format_size(free)} are free at {cache}."
+        )

@@ -3,7 +3,7 @@
 A slot is the cache object of a layer, or of a part of one. It is linear (rows for every position,
 token axis -2, so any range of positions can be sliced out) or opaque (a state that stands for
 exactly one position, and needs checkpoints); `adapters` decides by class. A model with an unknown
-class is served, but nothing of it is cached.
+class is served, but nothing of it is cached. MLX thread only.
 """
 
 from __future__ import annotations
@@ -11,13 +11,25 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from importlib.metadata import version
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm.models.cache import make_prompt_cache
+from mlx import nn
+from mlx_lm.models.cache import KVCache, QuantizedKVCache, make_prompt_cache
 
+from mlxcache.errors import ModelError
 from mlxcache.model import device
-from mlxcache.model.adapters import Checkpointed, Sliced, adapter_of, class_name, parts_of, prepared
+from mlxcache.model.adapters import (
+    Checkpointed,
+    Recurrent,
+    Sliced,
+    adapter_of,
+    class_name,
+    composed,
+    parts_of,
+    prepared,
+)
 from mlxcache.model.arrays import (
     copied_tree,
     either,
@@ -27,7 +39,6 @@ from mlxcache.model.arrays import (
     varies,
 )
 from mlxcache.model.lockstep import ALONE, Lockstep
-from mlxcache.model.quantise import quantised
 
 Caches = list[Any]
 """One cache object per layer, in the form in which a model takes them as `cache`."""
@@ -46,11 +57,7 @@ def flatten(caches: Sequence[Any]) -> list[Any]:
 
 
 def make_caches(model: Any) -> Caches:
-    """Create empty caches for one sequence of `model`.
-
-    They are those of mlx-lm, some of them replaced by `adapters.prepared`: that of a sliding window
-    by a `WindowCache`, which keeps every position.
-    """
+    """Create empty caches for one sequence of `model`, some replaced by `adapters.prepared`."""
     caches = make_prompt_cache(model)
     layers = list(getattr(model, "layers", ()))
     if len(layers) != len(caches):
@@ -67,10 +74,7 @@ def sliced(slot: Any) -> Sliced:
 
 
 def first_write(slots: Sequence[Any]) -> int:
-    """Return how many tokens empty `slots` must be fed before every linear slot has its arrays.
-
-    It is 1, except for slots that get nothing before a group of several tokens is complete.
-    """
+    """Return how many tokens empty `slots` must be fed before every linear slot has its arrays."""
     found = ((slot, adapter_of(slot)) for slot in slots)
     return max((a.first_write(slot) for slot, a in found if isinstance(a, Sliced)), default=1)
 
@@ -81,7 +85,6 @@ def arrays_of(slot: Any) -> list[mx.array]:
 
 
 def set_arrays(slot: Any, arrays: Sequence[mx.array], offset: int) -> None:
-    """Set the arrays of a linear slot, and its length to `offset` positions."""
     adapter = sliced(slot)
     for index, array in enumerate(arrays):
         adapter.put(slot, index, array)
@@ -89,28 +92,16 @@ def set_arrays(slot: Any, arrays: Sequence[mx.array], offset: int) -> None:
 
 
 def set_offset(slot: Any, offset: int) -> None:
-    """Set the length of a linear slot to `offset` positions; later ones will be overwritten."""
     sliced(slot).end_at(slot, offset)
 
 
 def opaque_slots(slots: Sequence[Any]) -> list[Any]:
-    """Return the opaque slots among `slots`."""
     return [slot for slot in slots if isinstance(adapter_of(slot), Checkpointed)]
 
 
 def _checkpointed(slots: Sequence[Any]) -> list[tuple[Any, Checkpointed]]:
-    """Return the opaque slots among `slots`, each with its adapter."""
     found = ((slot, adapter_of(slot)) for slot in slots)
     return [(slot, adapter) for slot, adapter in found if isinstance(adapter, Checkpointed)]
-
-
-def _set_states(slots: Sequence[Any], states: State) -> None:
-    """Set the states of the opaque slots to evaluated `states`, without a copy.
-
-    The caller must not write to `states` afterwards.
-    """
-    for (slot, adapter), new in zip(_checkpointed(slots), states, strict=True):
-        adapter.set_state(slot, new)
 
 
 def _needed(slots: Sequence[Any]) -> list[Any]:
@@ -118,7 +109,6 @@ def _needed(slots: Sequence[Any]) -> list[Any]:
 
 
 def state_bytes(slots: Sequence[Any]) -> int:
-    """Return the bytes that a copy of the states of all opaque slots would take."""
     return sum(a.nbytes for a in tree_arrays(_needed(slots)))
 
 
@@ -130,16 +120,13 @@ def capture(slots: Sequence[Any]) -> State:
 
 
 def restore(slots: Sequence[Any], state: State | None) -> None:
-    """Copy `state`, a result of `capture`, into the opaque slots.
-
-    With None the slots stay as they are, empty in new caches.
-    """
+    """Copy `state`, a result of `capture`, into the opaque slots; None leaves them as they are."""
     if state is None:
         return
     fresh = tuple(copied_tree(saved) for saved in state)
     # evaluated now: a lazy copy keeps alive the buffer that its original is a view of
     mx.eval(tree_arrays(fresh))
-    _set_states(slots, fresh)
+    put_back(slots, fresh)
 
 
 def hold(slots: Sequence[Any]) -> State:
@@ -151,15 +138,18 @@ def hold(slots: Sequence[Any]) -> State:
 
 
 def put_back(slots: Sequence[Any], state: State) -> None:
-    """Set the opaque slots to `state`, a result of `hold`, without a copy."""
-    _set_states(slots, state)
+    """Set the opaque slots to the evaluated `state`, without a copy.
+
+    The caller must not write to it afterwards.
+    """
+    for (slot, adapter), new in zip(_checkpointed(slots), state, strict=True):
+        adapter.set_state(slot, new)
 
 
 def are_sound(states: State) -> bool:
-    """Evaluate `states` of opaque slots, and return whether that succeeded.
+    """Evaluate `states` of opaque slots; return False if a failed pass left some uncomputable.
 
-    Returns False if a failed pass left arrays that cannot be computed. If the device fails instead,
-    its error is raised.
+    A device error is raised.
     """
     try:
         mx.eval(tree_arrays(states))
@@ -187,19 +177,24 @@ def settle(slots: Sequence[Any]) -> None:
 
     A model may leave views in the slots that keep the input of a whole chunk in memory.
     """
-    _set_states(slots, capture(slots))
+    put_back(slots, capture(slots))
 
 
 def eval_states(caches: Sequence[Any], *, wait: bool = True) -> None:
-    """Evaluate all arrays of `caches`.
-
-    With `wait` False, start the evaluation and return at once.
-    """
+    """Evaluate all arrays of `caches`; with `wait` False, only start to."""
     arrays = tree_arrays([slot.state for slot in flatten(caches)])
     if wait:
         mx.eval(arrays)
     else:
         mx.async_eval(arrays)  # type: ignore[no-untyped-call]
+
+
+Spec = tuple[tuple[int, int, Any], ...]
+"""(heads, dim, dtype) of each array of a linear slot."""
+
+
+def _width(spec: Spec) -> int:
+    return sum(heads * dim * dtype.size for heads, dim, dtype in spec)
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,17 +203,14 @@ class Layout:
 
     `make`: returns empty caches for one sequence. `vocab_size`: number of logits.
     `bytes_per_token`: KV bytes of one position in all linear slots. `checkpoint_bytes`: maximum
-    bytes of the states of all opaque slots at one position. `running_bytes`: maximum bytes that
-    the opaque slots hold while the model is fed. `linear`: indices, in the order of `flatten`,
-    of the linear slots that the model fills. `specs`: for each of those, (heads, dim, dtype) of
-    its arrays. `windows`: for each of those, its sliding window in tokens, or None.
-    `checkpointed`: adapters of the opaque slots. `batchable`: several sequences can be fed as a
-    batch. `states`: the form of a checkpoint, as nested tuples like those that `kv.capture`
-    returns, with an ArraySpec in place of each array. `unknown`: names of cache classes without
-    an adapter; such a model is not cached. `foreign`: names of cache classes that mlx-lm cannot
-    read from a prompt cache file. `stateful`: another rank has opaque slots, so that
-    checkpoints are needed. `lockstep`: the object that is told every operation on KV of this
-    layout, so that other ranks repeat it.
+    bytes of the states of all opaque slots at one position, `running_bytes` what they hold while
+    the model is fed. `linear`: indices, in the order of `flatten`, of the linear slots that the
+    model fills. For each of those, `specs` has (heads, dim, dtype) of its arrays, and `windows` its
+    sliding window in tokens, or None. `states`: the form of a checkpoint, as `kv.capture` returns
+    it, with an ArraySpec for each array. `unknown`: cache classes without an adapter; such a model
+    is not cached. `foreign`: cache classes that mlx-lm cannot read from a prompt cache file.
+    `stateful`: another rank has opaque slots. `lockstep` is told every operation on KV, so that
+    other ranks repeat it.
     """
 
     make: Callable[[], Caches]
@@ -227,7 +219,7 @@ class Layout:
     checkpoint_bytes: int
     running_bytes: int
     linear: tuple[int, ...]
-    specs: tuple[tuple[tuple[int, int, Any], ...], ...]
+    specs: tuple[Spec, ...]
     checkpointed: tuple[Checkpointed, ...]
     batchable: bool
     windows: tuple[int | None, ...]
@@ -239,12 +231,10 @@ class Layout:
 
     @property
     def cacheable(self) -> bool:
-        """True if KV of the model can be reused, which takes an adapter for every cache class."""
         return not self.unknown
 
     @property
     def opaque(self) -> bool:
-        """True if this or another rank has opaque slots, whose reuse takes checkpoints."""
         return bool(self.checkpointed) or self.stateful
 
     @property
@@ -259,23 +249,21 @@ class Layout:
 
     @property
     def window(self) -> int | None:
-        """Size of the smallest sliding window in tokens, or None if there is none."""
         return min((w for w in self.windows if w is not None), default=None)
 
     @property
     def longest_window(self) -> int:
-        """Size of the largest sliding window in tokens, or 0 if there is none."""
+        """The largest sliding window in tokens, or 0."""
         return max((w for w in self.windows if w is not None), default=0)
 
     @property
     def window_bytes(self) -> int:
-        """Bytes of one position in the linear slots with a sliding window."""
         pairs = zip(self.specs, self.windows, strict=True)
-        return sum(h * d * t.size for spec, window in pairs if window for h, d, t in spec)
+        return sum(_width(spec) for spec, window in pairs if window)
 
     @property
     def widest(self) -> int:
-        """Bytes of one position in the largest array of the linear slots; 0 if they have none."""
+        """Bytes of one position in the largest array of the linear slots, or 0."""
         return max((h * d * t.size for spec in self.specs for h, d, t in spec), default=0)
 
     def row_bytes(self, length: int) -> int:
@@ -287,35 +275,15 @@ class Layout:
         total = self.checkpoint_bytes
         for spec, window in zip(self.specs, self.windows, strict=True):
             held = length if window is None else min(length, window)
-            total += held * sum(h * d * t.size for h, d, t in spec)
+            total += held * _width(spec)
         return total
-
-
-def most_bytes(slot: Any, adapter: Checkpointed) -> int:
-    """Return an upper bound of the bytes of an opaque slot's state, for any length of text."""
-    most = adapter.most_bytes(slot)
-    return state_bytes([slot]) if most is None else most
-
-
-def running_bytes(slot: Any, adapter: Checkpointed) -> int:
-    """Return an upper bound of the bytes that an opaque slot holds while the model is fed.
-
-    It may be more than the state that a checkpoint copies, for which see `most_bytes`.
-    """
-    most = adapter.running_bytes(slot)
-    return most_bytes(slot, adapter) if most is None else most
-
-
-def _row_specs(arrays: Sequence[mx.array]) -> tuple[tuple[int, int, Any], ...]:
-    return tuple((a.shape[1], a.shape[3], a.dtype) for a in arrays)
 
 
 def survey(model: Any, *, kv_bits: int | None = None, evaluate: bool = True) -> Layout:
     """Determine the cache layout of a model by feeding it a few tokens.
 
-    `kv_bits`: bits of quantised KV, None for plain KV. Without `evaluate` nothing is computed and
-    no lazy weight is read, because shapes suffice. Raises ModelError if KV cannot be quantised, and
-    any error of the model itself.
+    Without `evaluate` nothing is computed and no lazy weight is read, because shapes suffice.
+    Raises ModelError if KV cannot be quantised to `kv_bits`, and any error of the model itself.
     """
     make: Callable[[], Caches] = partial(make_caches, model)
     if kv_bits is not None:
@@ -330,15 +298,18 @@ def survey(model: Any, *, kv_bits: int | None = None, evaluate: bool = True) -> 
         for i, (slot, adapter) in enumerate(zip(slots, adapters, strict=True))
         if isinstance(adapter, Sliced) and adapter.filled(slot)
     ]
-    specs = tuple(_row_specs(adapter.arrays(slot)) for _, slot, adapter in linear)
+    specs = tuple(
+        tuple((a.shape[1], a.shape[3], a.dtype) for a in adapter.arrays(slot))
+        for _, slot, adapter in linear
+    )
     opaque = _checkpointed(slots)
     states = either(early, late)
     return Layout(
         make=make,
         vocab_size=logits.shape[-1],
-        bytes_per_token=sum(h * d * t.size for spec in specs for h, d, t in spec),
-        checkpoint_bytes=sum(most_bytes(*pair) for pair in opaque),
-        running_bytes=sum(running_bytes(*pair) for pair in opaque),
+        bytes_per_token=sum(map(_width, specs)),
+        checkpoint_bytes=sum(adapter.most_bytes(slot) for slot, adapter in opaque),
+        running_bytes=sum(adapter.running_bytes(slot) for slot, adapter in opaque),
         linear=tuple(i for i, _, _ in linear),
         specs=specs,
         checkpointed=tuple(adapter for _, adapter in opaque),
@@ -351,13 +322,164 @@ def survey(model: Any, *, kv_bits: int | None = None, evaluate: bool = True) -> 
 
 
 def _feed(model: Any, caches: Caches, tokens: int, evaluate: bool) -> tuple[mx.array, State]:
-    """Feed `model` a prompt of `tokens` tokens with id 0, and return the logits and specs.
-
-    With `evaluate`, its caches are evaluated afterwards. The specs are the opaque slots' states,
-    with an ArraySpec for each array.
-    """
     logits = model(mx.zeros((1, tokens), mx.int32), cache=caches)
     if evaluate:
         eval_states(caches)
     opaque = _checkpointed(flatten(caches))
     return logits, tuple(spec_tree(a.state(slot), a.growing) for slot, a in opaque)
+
+
+# -- quantised KV ----------------------------------------------------------------------------------
+
+GROUPS = (64, 128, 32)
+"""Numbers of values that may share a scale; the first that divides the size of a head is used."""
+
+LONG = 1100
+"""Length in tokens of the KV to check; above 1,024, MLX's GPU sums products of scores and values in
+parts.
+"""
+
+ROWS = (1, 32)
+"""Queries of a decode step and of a prefill, for which MLX's GPU has different kernels."""
+
+_ALIKE = 0.5  # relative to the logits; wrong attention differs by more than 1
+_REASONS = {
+    "CacheList": "layers with an indexer or several attentions",
+    "ChunkedKVCache": "chunked attention",
+    "RotatingKVCache": "sliding windows",
+}
+
+
+def quantised(
+    model: Any, make: Callable[[], list[Any]], bits: int, *, compare: bool = True
+) -> Callable[[], list[Any]]:
+    """Make a function that returns empty caches with KV of 4 or 8 bits from the first token on.
+
+    mlx-lm can begin to quantise at some length, but replies then depend on where the chunks of the
+    prompt ended. The result is checked: two tokens are fed with plain and with quantised KV, and
+    MLX's products with long quantised KV are compared. Without `compare` nothing is evaluated, and
+    only errors that mlx-lm raises for such caches are found. Raises ModelError, which names what
+    cannot be quantised.
+    """
+    if (reason := getattr(model, "unquantised", None)) is not None:
+        raise ModelError(f"--kv-bits {bits}: {reason}")
+    plain = make()
+    check_classes(plain, bits)
+    tokens = mx.array([[0, 1]])
+    expected = model(tokens, cache=plain)
+    groups = [_group(cache, bits) for cache in plain]
+
+    def caches(bits: int = bits) -> list[Any]:
+        return [_replaced(*pair, bits) for pair in zip(make(), groups, strict=True)]
+
+    _try(model, tokens, expected if compare else None, caches(8), bits)
+    if compare:
+        _check_products(plain, groups, bits)
+    return caches
+
+
+def _replaced(cache: Any, group: int | None, bits: int) -> Any:
+    if group is None:
+        return cache
+    if (parts := parts_of(cache)) is not None:
+        return composed([_replaced(p, group if type(p) is KVCache else None, bits) for p in parts])
+    return QuantizedKVCache(group_size=group, bits=bits)
+
+
+def check_classes(caches: Sequence[Any], bits: int) -> None:
+    """Raise ModelError with the names of the cache classes that cannot be quantised."""
+    refused = sorted({name for cache in caches for name in _refused(cache)})
+    if refused:
+        named = ", ".join(
+            f"{name} ({_REASONS[name]})" if name in _REASONS else name for name in refused
+        )
+        raise ModelError(f"--kv-bits {bits}: this model has {named}, which cannot be quantised.")
+    if all(_kv(cache) is None for cache in caches):
+        raise ModelError(f"--kv-bits {bits}: this model has no KV, so it would change nothing.")
+
+
+def _refused(cache: Any) -> set[str]:
+    parts = parts_of(cache)
+    if parts is None:
+        fine = type(cache) is KVCache or isinstance(adapter_of(cache), Recurrent)
+        return set() if fine else {class_name(cache)}
+    if sum(type(part) is KVCache for part in parts) > 1:
+        return {class_name(cache)}
+    return {name for part in parts for name in _refused(part)}
+
+
+def _kv(cache: Any) -> KVCache | None:
+    return next((part for part in parts_of(cache) or [cache] if type(part) is KVCache), None)
+
+
+def _group(cache: Any, bits: int) -> int | None:
+    """Return how many numbers of a layer's KV share a scale; None without KV to quantise."""
+    found = _kv(cache)
+    if found is None or found.empty():
+        return None
+    sizes = sorted({array.shape[-1] for array in (found.keys, found.values)})
+    group = next((g for g in GROUPS if all(size % g == 0 for size in sizes)), None)
+    if group is None:
+        named = " and ".join(map(str, sizes))
+        raise ModelError(
+            f"--kv-bits {bits}: this model's heads are of size {named}, and KV is quantised in "
+            "groups of 32, 64 or 128."
+        )
+    return group
+
+
+def _try(
+    model: Any, tokens: mx.array, expected: mx.array | None, caches: list[Any], bits: int
+) -> None:
+    try:
+        made = model(tokens, cache=caches)
+        if expected is None or _alike(made, expected):
+            return
+        why = "gives other logits on quantised KV"
+    except (TypeError, ValueError, AttributeError, RuntimeError, IndexError) as failure:
+        why = f"does not take quantised KV ({str(failure).partition(chr(10))[0]})"
+    latent = sorted(_latent(model))
+    if latent:
+        why = f"keeps latents (MLA, {', '.join(latent)}), which cannot be quantised"
+    name = getattr(model, "model_type", type(model).__name__)
+    raise ModelError(f"--kv-bits {bits}: the attention of {name} {why}.")
+
+
+def _check_products(plain: Sequence[Any], groups: Sequence[int | None], bits: int) -> None:
+    """Raise ModelError unless MLX multiplies long quantised KV correctly on this device.
+
+    Beyond 1,024 tokens, a GPU may leave part of each head unwritten if the head's size is no
+    multiple of 64. Source: https://github.com/ml-explore/mlx/issues/4250
+    """
+    sizes = {
+        (found.values.shape[-1], group)
+        for cache, group in zip(plain, groups, strict=True)
+        if group is not None and (found := _kv(cache)) is not None
+    }
+    for size, group in sorted(sizes):
+        kinds: dict[str, Any] = {"group_size": group, "bits": bits}
+        packed = mx.quantize(_noise(LONG, size), **kinds)
+        values = mx.dequantize(*packed, **kinds)
+        for rows in ROWS:
+            scores = _noise(rows, LONG)
+            made = mx.quantized_matmul(scores, *packed, transpose=False, **kinds)
+            if not _alike(made, scores @ values):
+                raise ModelError(
+                    f"--kv-bits {bits}: on this device MLX {version('mlx')} multiplies KV wrongly "
+                    f"for heads of size {size}: update mlx, or serve without --kv-bits."
+                )
+
+
+def _noise(rows: int, size: int) -> mx.array:
+    return mx.random.normal((1, 1, rows, size), key=mx.random.key(rows))
+
+
+def _alike(made: mx.array, expected: mx.array) -> bool:
+    error, size = (mx.sum(x.astype(mx.float32) ** 2) for x in (made - expected, expected))
+    return bool((error <= _ALIKE**2 * size).item())
+
+
+def _latent(model: Any) -> set[str]:
+    if not isinstance(model, nn.Module):
+        return set()
+    return {type(m).__name__ for _, m in model.named_modules() if hasattr(m, "kv_lora_rank")}

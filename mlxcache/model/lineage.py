@@ -9,10 +9,13 @@ import mlx.core as mx
 import numpy as np
 
 from mlxcache.model import device, kv
-from mlxcache.model.arrays import joined
+from mlxcache.model.arrays import joined, readable, tree_arrays
 from mlxcache.model.kv import Caches, Layout, State
 
 log = logging.getLogger("mlxcache.model")
+
+AT_ONCE = 4096
+"""Number of positions that are checked for NaN in one evaluation."""
 
 Span = tuple["Lineage", int, int]
 """A lineage, and a range [start, end) of positions in its buffers."""
@@ -23,36 +26,18 @@ class Lineage:
 
     With `base` 0 the lineage is *whole*: the model can be fed with `caches`, which appends in
     place. With `base` above 0 it is *compact*: only its own range is there, to be sliced from.
-    Linear slots have rows for every position; opaque slots have a state for one position.
 
     Methods that copy KV evaluate the copies in groups of arrays, of up to `copy_bytes` bytes or of
     one array if it is larger. A copy takes at most the memory of one group more than the buffers
-    before it or after it, whichever are larger. `view` returns a lazy slice.
+    before it or after it, whichever are larger.
 
     Below position `window_valid_from`, the arrays of sliding windows may hold no values. The model
-    may still be fed from positions that are at least one window later, because their windows
-    contain none of those.
+    may still be fed from positions that are at least one window later.
 
-    `passes` counts the writes to the buffers since the last `mark_confirmed`. Until they are
-    confirmed, their results may be wrong on a device that reports errors late. `turn_tokens`: how
-    many positions the next turn may add, judged by the latest ones.
+    `passes` counts the writes to the buffers since the last `mark_confirmed`: their results may be
+    wrong on a device that reports errors late. `turn_tokens`: how many positions the next turn may
+    add.
     """
-
-    __slots__ = (
-        "__weakref__",
-        "_addresses",
-        "base",
-        "caches",
-        "capacity",
-        "copy_bytes",
-        "layout",
-        "length",
-        "linear",
-        "passes",
-        "slots",
-        "turn_tokens",
-        "window_valid_from",
-    )
 
     def __init__(self, layout: Layout, copy_bytes: int = 0):
         self.layout = layout
@@ -76,19 +61,17 @@ class Lineage:
 
     @property
     def state_bytes(self) -> int:
-        """Bytes that a copy of the states of the opaque slots would take now."""
         return kv.state_bytes(self.slots)
 
     @property
     def whole(self) -> bool:
-        """True if the buffers begin at position 0, so that the model can be fed from their end."""
         return self.base == 0
 
-    def _rebuild(self, sources: Sequence[Span], capacity: int) -> None:
+    def fill(self, sources: Sequence[Span], capacity: int) -> None:
         """Replace every buffer by copies of `sources`, with `capacity` positions each.
 
-        `sources` are contiguous ranges of lineages. If MLX fails, the lineage is released, unless
-        the only change was to enlarge its buffers.
+        `sources` are contiguous ranges of lineages, possibly of this one. If MLX fails, the lineage
+        is released, unless the only change was to enlarge its buffers.
         """
         self.layout.lockstep.rebuild(self, sources, capacity)
         try:
@@ -118,11 +101,7 @@ class Lineage:
             self.mark_confirmed()
 
     def _groups(self, positions: int) -> Iterator[list[tuple[int, int]]]:
-        """Yield groups of (slot, array) indices whose arrays take at most `copy_bytes` bytes.
-
-        The indices are those of `Layout.specs`. An array counts with the bytes of `positions`
-        positions; one that is larger than `copy_bytes` is a group of its own.
-        """
+        """Yield groups of (slot, array) indices, of at most `copy_bytes` bytes or one array."""
         group: list[tuple[int, int]] = []
         size = 0
         for i, spec in enumerate(self.layout.specs):
@@ -137,11 +116,6 @@ class Lineage:
             yield group
 
     def _copy(self, sources: Sequence[Span], slot: int, array: int, padding: int) -> mx.array:
-        """Copy one array of all `sources` lazily into a buffer of its own.
-
-        `sources` are contiguous ranges of lineages; `slot` and `array` are indices into
-        `Layout.specs`. `padding` positions of zeros are appended.
-        """
         heads, dim, dtype = self.layout.specs[slot][array]
         parts = [owner.view(slot, array, start, stop) for owner, start, stop in sources]
         if padding:
@@ -151,8 +125,7 @@ class Lineage:
     def view(self, slot: int, array: int, start: int, stop: int) -> mx.array:
         """Return positions [start, stop) of one array as a lazy slice.
 
-        `slot` and `array` are indices into `Layout.specs`. The caller must drop the slice before
-        the next write to the lineage.
+        The caller must drop the slice before the next write to the lineage.
         """
         whole = kv.arrays_of(self.linear[slot])[array]
         return whole[..., start - self.base : stop - self.base, :]
@@ -160,7 +133,7 @@ class Lineage:
     def grow(self, capacity: int) -> None:
         """Enlarge the buffers to at least `capacity` positions, by a copy."""
         if capacity > self.capacity:
-            self._rebuild([(self, 0, self.length)] if self.length else [], capacity)
+            self.fill([(self, 0, self.length)] if self.length else [], capacity)
 
     def truncate(self, length: int) -> None:
         """Drop the positions from `length` on. The capacity stays."""
@@ -168,32 +141,20 @@ class Lineage:
         self._end_at(length)
 
     def _end_at(self, length: int) -> None:
-        """Set the number of positions to `length`."""
         self.length = length
         self.window_valid_from = min(self.window_valid_from, length)
         for slot in self.linear:
             kv.set_offset(slot, length)
 
     def pretend(self, length: int) -> None:
-        """Set the number of positions to `length` without feeding them, to measure a pass there.
-
-        `length` must not exceed the capacity. KV and states hold any values, of the right shapes.
-        """
+        """Set the number of positions to `length` without feeding them, to measure a pass there."""
         self.layout.lockstep.pretend(self, length)
         self._end_at(length)
         kv.pretend(self.slots, self.layout.states, length)
 
     def compact(self, start: int, end: int) -> None:
         """Keep only positions [start, end), in new buffers of exactly that size."""
-        self._rebuild([(self, start, end)], end - start)
-
-    def fill(self, sources: Sequence[Span], capacity: int) -> None:
-        """Replace the content by copies of `sources`, in buffers of `capacity` positions.
-
-        `sources` are contiguous ranges of lineages, possibly of this one. If they start at position
-        0, the model can be fed from the end of the result.
-        """
-        self._rebuild(sources, capacity)
+        self.fill([(self, start, end)], end - start)
 
     def detach(self, start: int, end: int) -> Lineage:
         """Copy positions [start, end) into a new lineage with buffers of exactly that size."""
@@ -202,32 +163,26 @@ class Lineage:
         return twin
 
     def note_turn(self, tokens: int) -> None:
-        """Record that a turn of the conversation has added `tokens` positions."""
         self.turn_tokens = max(tokens, self.turn_tokens * 3 // 4)
 
     def note_pass(self, writes: int = 1) -> None:
-        """Count `writes` writes to the buffers. Must be called before the writes."""
+        """Count writes to the buffers. Must be called before the writes."""
         self.passes += writes
 
     def mark_confirmed(self) -> None:
-        """Record that all writes so far are confirmed.
-
-        Must be called only after `device.confirm` has returned.
-        """
+        """Record that all writes are confirmed. Call only after `device.confirm` has returned."""
         self.passes = 0
         self._addresses = self._read_addresses() if device.defers_errors() else None
 
     def survives_failure(self) -> bool:
-        """Return whether all confirmed positions are intact after a device error.
+        """Return whether all positions confirmed last are intact after a device error.
 
-        The confirmed positions are those present at the last `mark_confirmed`. They are intact if
-        nothing was written since, or if there was one write and it was made in place: such a write
-        changes new positions only. MLX copies a buffer that has another reader, and a copy that
-        failed has lost every position; several writes may have copied to another buffer and back.
-        If only some buffers were enlarged the result is False, because they take more memory than
-        was reserved.
+        They are if nothing was written since, or if there was one write and it was made in place.
+        MLX copies a buffer that has another reader, and a copy that failed has lost every position;
+        several writes may have copied to another buffer and back. If only some buffers were
+        enlarged the result is False, because they take more memory than was reserved.
         """
-        sizes = {array.shape[2] for slot in self.linear for array in kv.arrays_of(slot)}
+        sizes = {array.shape[2] for array in self._arrays()}
         if not sizes <= {self.capacity}:
             return False
         if not self.passes:
@@ -239,16 +194,17 @@ class Lineage:
         except (RuntimeError, ValueError):  # an array that cannot be computed
             return False
 
+    def _arrays(self) -> list[mx.array]:
+        return [array for slot in self.linear for array in kv.arrays_of(slot)]
+
     def _read_addresses(self) -> list[int]:
-        """Return the addresses of the linear slots' buffers. Blocks until they are evaluated."""
-        arrays = [array for slot in self.linear for array in kv.arrays_of(slot)]
-        views = [_readable(array) for array in arrays]
+        arrays = self._arrays()
+        views = [readable(array) for array in arrays]
         # at once, as each evaluation waits for the device; without views, nothing must fail
         mx.eval([view for view, array in zip(views, arrays, strict=True) if view is not array])
         return [int(np.asarray(view).ctypes.data) for view in views]
 
     def advance(self, count: int) -> None:
-        """Record `count` positions that the model itself appended to `caches`."""
         self.length += count
 
     def append(
@@ -260,16 +216,13 @@ class Lineage:
         held: int | None = None,
         wait: bool = True,
     ) -> None:
-        """Append `count` positions from `tail`, which yields the arrays of each linear slot.
+        """Append `count` positions: for each linear slot its arrays, (1, heads, count, dim) each.
 
-        Each array has shape (1, heads, count, dim). `tail` may be an iterator that computes
-        the arrays of a slot when it is advanced. Slots are read in groups that are
-        evaluated together: as many as take at most `copy_bytes` bytes, but at least one.
-        `held`: the number of positions with which these bytes are counted, by default
-        `count`; pass more if computing an array takes more memory than its result. With
-        `windows` False, what is appended to the arrays of sliding windows holds no values, and
-        `window_valid_from` becomes the new length. Without `wait`, the last group is evaluated with
-        the first one of the next call. The capacity must suffice.
+        `tail` may compute the arrays of a slot when it is advanced. Slots are evaluated in groups
+        of at most `copy_bytes` bytes, counted for `held` positions, by default `count`; pass more
+        if computing an array takes more memory than its result. With `windows` False, what is
+        appended to the arrays of sliding windows holds no values. Without `wait`, the last group is
+        evaluated with the first one of the next call. The capacity must suffice.
         """
         end, held = self.length + count, count if held is None else held
         self.note_pass()
@@ -294,10 +247,7 @@ class Lineage:
             self.window_valid_from = end
 
     def append_span(self, span: Span) -> None:
-        """Append a copy of `span`, a range of another lineage that begins at position `length`.
-
-        The capacity must suffice.
-        """
+        """Append a copy of `span`, which begins at position `length`. The capacity must suffice."""
         owner, start, end = span
         self.layout.lockstep.append_span(self, span)
         valid_from = max(self.window_valid_from, _window_valid_from(span))
@@ -310,39 +260,30 @@ class Lineage:
         self.window_valid_from = valid_from
 
     def capture(self) -> State:
-        """Copy the states of the opaque slots at `length`, and evaluate the copies."""
         return self.layout.lockstep.capture(self, kv.capture(self.slots))
 
     def restore(self, state: State | None) -> None:
-        """Set the opaque slots to a copy of `state`, a result of `capture`.
-
-        None leaves them as they are.
-        """
+        """Set the opaque slots to a copy of `state`, from `capture`; None changes nothing."""
         self.layout.lockstep.restore(self, state)
         kv.restore(self.slots, state)
 
     def set_state(self, state: State | None) -> None:
         """Set the opaque slots to a copy of `state`, without telling the other ranks.
 
-        Used for a state from disk or from a batch, which is no checkpoint that the other
-        ranks know; the caller tells them where it comes from. None leaves the slots as they
-        are.
+        Used for a state from disk or from a batch, which is no checkpoint that the other ranks
+        know; the caller tells them where it comes from.
         """
         kv.restore(self.slots, state)
 
     def settle(self) -> None:
-        """Copy the states of the opaque slots into buffers of their own.
-
-        They may be views that keep larger buffers in memory; see `kv.settle`.
-        """
+        """Copy the states of the opaque slots, which may be views of larger buffers."""
         self.layout.lockstep.settle(self)
         kv.settle(self.slots)
 
     def rest(self) -> None:
         """Drop the states of the opaque slots, to free their memory while the lineage is idle.
 
-        The checkpoints in the prefix tree stay. Until a state is set again, by `restore` or
-        `set_state`, the model must not be fed from the end. Does nothing without opaque slots.
+        Until `restore` or `set_state`, the model must not be fed from the end.
         """
         if not self.layout.opaque:
             return
@@ -355,13 +296,12 @@ class Lineage:
         self.layout.lockstep.rest(self)
 
     def sound(self) -> bool:
-        """Evaluate all arrays of linear slots, and return whether that succeeded.
+        """Evaluate all linear arrays; return False if a failed pass left some uncomputable.
 
-        Returns False if a failed pass left arrays that cannot be computed. If the device fails
-        instead, its error is raised.
+        A device error is raised.
         """
         try:
-            mx.eval([kv.arrays_of(slot) for slot in self.linear])
+            mx.eval(self._arrays())
         except (RuntimeError, ValueError) as error:
             if device.is_device_error(error):
                 raise
@@ -375,14 +315,10 @@ class Lineage:
 
     @property
     def lost(self) -> bool:
-        """True if the buffers have been released.
-
-        The prefix tree may still refer to the lineage.
-        """
+        """True if the buffers have been released; the prefix tree may still refer to them."""
         return not self.caches
 
     def aligned(self) -> bool:
-        """Return whether every linear slot holds exactly `length` positions."""
         return all(slot.offset == self.length for slot in self.linear)
 
     def release(self) -> None:
@@ -394,14 +330,47 @@ class Lineage:
 
 
 def _window_valid_from(span: Span) -> int:
-    """Return the first position from which sliding windows hold values in the range `span`.
-
-    Returns the end of the range if they hold none in it, and 0 if they hold values in all of it.
-    """
+    """Return the first position from which sliding windows hold values in `span`."""
     owner, start, end = span
     return min(owner.window_valid_from, end) if owner.window_valid_from > start else 0
 
 
-def _readable(array: mx.array) -> mx.array:
-    """Return a view of an array that NumPy can read, which knows no bfloat16."""
-    return array.view(mx.uint16, stream=mx.cpu) if array.dtype == mx.bfloat16 else array
+# -- NaN and infinity, the result of an overflow ---------------------------------------------------
+
+
+def ends_finite(lineage: Lineage) -> bool:
+    """Return whether the newest KV of the last linear slot and the last opaque state are finite.
+
+    A NaN at an earlier position or in an earlier layer has spread to them, unless it is outside of
+    every sliding window. The cost does not depend on the length of the lineage.
+    """
+    at = lineage.length - lineage.base - 1
+    arrays = [a[..., at, :] for slot in lineage.linear[-1:] for a in kv.arrays_of(slot)]
+    arrays += tree_arrays([slot.state for slot in kv.opaque_slots(lineage.slots)[-1:]])
+    return at < 0 or is_finite(arrays)
+
+
+def finite_upto(lineage: Lineage) -> int:
+    """Return the first position whose linear KV is not finite, or the length."""
+    end = lineage.length
+    for slot in lineage.linear:
+        for array in kv.arrays_of(slot):
+            end = min(end, _finite_upto(array, lineage.base, end))
+    return end
+
+
+def _finite_upto(array: mx.array, base: int, end: int) -> int:
+    for start in range(base, end, AT_ONCE):
+        part = array[..., start - base : min(end, start + AT_ONCE) - base, :]
+        sound = mx.all(mx.isfinite(part), axis=(0, 1, 3))
+        if not mx.all(sound).item():
+            return start + sound.tolist().index(False)  # type: ignore[union-attr]
+    return end
+
+
+def state_is_finite(state: State) -> bool:
+    return is_finite(tree_arrays(state))
+
+
+def is_finite(arrays: Sequence[mx.array]) -> bool:
+    return all(mx.all(mx.isfinite(array)).item() for array in arrays)

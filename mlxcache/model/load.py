@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
@@ -10,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 from mlx import nn
@@ -30,16 +29,17 @@ from mlxcache.model.backend import (
     may_see,
     takes_images,
 )
-from mlxcache.model.base_weights import BaseUse
 from mlxcache.model.context import context_length, native_length
-from mlxcache.model.generation import FILE, is_object, sampling_defaults
+from mlxcache.model.folder import check_files, checked_config
 from mlxcache.model.hub import Progress, fetch_config, here, resolve, why
 from mlxcache.model.markers import is_harmony, thinks
 from mlxcache.model.pair import check_tokenizers, make_pair
+from mlxcache.model.sampling import DEFAULTS_FILE, is_object, sampling_defaults
 from mlxcache.model.vision import Vision, load_vision
-from mlxcache.model.weight_files import tensor_index
 from mlxcache.types import ModelInfo
-from mlxcache.utf8 import NotUtf8, read_utf8
+
+if TYPE_CHECKING:
+    from mlxcache.model.weights import BaseUse
 
 log = logging.getLogger("mlxcache.model")
 
@@ -62,21 +62,16 @@ _FAILURES = (
 class ModelSpec:
     """A model to load, with its options.
 
-    `model`: a folder or a Hub id. `revision`: the Hub's branch, tag or commit. `adapter`: a folder
-    with adapter_config.json and adapters.safetensors. `draft`: folder or Hub id of a draft model.
-    `images`: let mlx-vlm, if it is installed, run a model that it can feed images to, although
-    mlx-lm could run it. `trust_remote_code`: allow Python code in the model's folder to
-    run. `context`: context length in tokens, at most the model's own. `chat_template`: path of a
-    file or the template itself, used instead of the model's. `id`: the name that clients see, by
-    default one made from `model`. `is_demo`: the model is the built-in demo.
+    `model`, `draft`: a folder or a Hub id each. `images`: let mlx-vlm, if it is installed, run a
+    model that it can feed images to, although mlx-lm could run it. `context`: context length in
+    tokens, at most the model's own. `id`: the name that clients see, by default one made from
+    `model`.
     """
 
     model: str
     adapter: str | None = None
     trust_remote_code: bool = False
     context: int | None = None
-    revision: str | None = None
-    chat_template: str | None = None
     id: str | None = None
     is_demo: bool = False
     draft: str | None = None
@@ -84,22 +79,17 @@ class ModelSpec:
 
 
 Divide = Callable[[nn.Module, Mapping[str, Any]], None]
-"""Function that drops the parts of a model that other processes have.
-
-It takes the model and its configuration, and changes the model in place.
-"""
+"""Drops the parts of a model that other processes have. Takes the model and its configuration."""
 
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
     """A model that is ready to run.
 
-    `tokenizer`: mlx-lm's TokenizerWrapper. `config`: config.json as read by the library that runs
-    the model, mlx-lm or mlx-vlm. `path`: the model's folder. `vision`: the processor of its images,
-    or None if the model takes no images. `unseen`: a text for the user, the reason why the model
-    takes no images although its folder has the weights of a vision tower, else None. `draft`: the
-    folder of the draft model, or None. With a draft model, `model` is a `Pair`, one module that
-    runs both models, and `info` describes both.
+    `config`: config.json as read by the library that runs the model. `vision`: the processor of its
+    images, or None. `unseen`: why the model takes no images although its folder has the weights of
+    a vision tower, as a text for the user. `draft`: the folder of the draft model; `model` is then
+    a `Pair`, and `info` describes both.
     """
 
     model: nn.Module
@@ -114,38 +104,34 @@ class Loaded:
 
 def load(
     spec: ModelSpec,
-    progress: Progress | None = None,
     *,
     lazy: bool = False,
     use: BaseUse | None = None,
     divide: Divide | None = None,
 ) -> Loaded:
-    """Load the model that `spec` names. Blocks; MLX thread only.
+    """Load the model that `spec` names. Blocks, also for a download; MLX thread only.
 
-    With `lazy`, each weight is read when it is first used, else all are read before the return.
-    `use`: the arrays that this model uses in common with other loaded models; those in memory are
-    not read again. If an error is raised, the caller must call `use.release()`. `divide(model,
-    config)` may drop parts of the model before any weight is read. A model on the Hub is downloaded
-    first, and `progress` is called with the bytes on disk and the bytes needed; to keep the MLX
-    thread free, call `fetch` in another thread before. Raises ModelError, which names the file at
-    fault or says what to do.
+    With `lazy`, each weight is read when it is first used. Arrays that other models have in memory
+    are taken from `use`; if an error is raised, the caller must call `use.release()`. Raises
+    ModelError, which names the file at fault or says what to do.
     """
-    path = resolve(spec.model, spec.revision, progress)
+    path = resolve(spec.model)
     config = own = checked_config(path)
     backend = backend_of(spec, path)
     check_files(path)
-    template = _template(spec.chat_template)
     context_length(native_length(config), spec.context)  # raises before the weights are read
     lazily = lazy or spec.draft is not None
     model, config = _load_weights(spec, path, lazy=lazily, use=use, divide=divide)
-    tokenizer = _load_tokenizer(spec, path, _eos(config) or _eos(own), template)
+    tokenizer = _load_tokenizer(spec, path, _eos(config) or _eos(own))
     info = replace(_info(spec, path, model, tokenizer, config), backend=backend)
-    vision = None
+    unseen = None
     if backend == "mlx-lm":
         vision = load_vision(model, tokenizer, config, label=info.id)
+        unseen = why_unseen(spec, config) if has_images(path) else None
     else:
-        vision = _vlm_vision(model, tokenizer, config, path, info.id)
-    unseen = why_unseen(spec, config) if backend == "mlx-lm" and has_images(path) else None
+        from mlxcache.model import vlm  # noqa: PLC0415 - may be absent
+
+        vision = vlm.load_vision(model, tokenizer, config, path, label=info.id)
     loaded = Loaded(model, tokenizer, config, info, path, vision, unseen=unseen)
     if spec.draft is None:
         return loaded
@@ -156,12 +142,7 @@ def load(
 
 
 def _with_draft(loaded: Loaded, spec: ModelSpec, name: str, use: BaseUse | None) -> Loaded:
-    """Return a copy of `loaded` with the draft model `name` (a folder or Hub id) added.
-
-    The context length becomes the shorter one of both models. Weights that other models have in
-    memory are taken from `use`, if it is given. Raises ModelError if the draft model cannot be
-    loaded, or cannot be used with the model.
-    """
+    """Return a copy of `loaded` with a draft model, and the context length of the shorter one."""
     with _of_the_draft():
         own = ModelSpec(
             name, trust_remote_code=spec.trust_remote_code, context=spec.context, images=False
@@ -181,23 +162,15 @@ def _with_draft(loaded: Loaded, spec: ModelSpec, name: str, use: BaseUse | None)
 
 
 def base_folders(spec: ModelSpec) -> list[Path]:
-    """Return the folder of the model and, if `spec` names a draft model, the folder of that.
-
-    Both models must be on this machine. May be called on any thread. Raises ModelError if a folder
-    cannot be found.
-    """
-    folders = [resolve(spec.model, spec.revision)]
+    """Return the folders of the model and of its draft model, which must be on this machine."""
+    folders = [resolve(spec.model)]
     if spec.draft is not None:
         folders.append(resolve(spec.draft))
     return folders
 
 
 def estimate_bytes(spec: ModelSpec) -> int:
-    """Return the total size in bytes of the weight files of all models in `spec`.
-
-    These are the model, its draft model and its adapter, which must be on this machine. May be
-    called on any thread. Raises ModelError if a model's folder cannot be found.
-    """
+    """Return the bytes of the weight files of the model, its draft model and its adapter."""
     files = [file for folder in base_folders(spec) for file in folder.glob("model*.safetensors")]
     if spec.adapter is not None:
         files += Path(spec.adapter).expanduser().glob("adapters.safetensors")
@@ -207,9 +180,7 @@ def estimate_bytes(spec: ModelSpec) -> int:
 def load_again(loaded: Loaded, spec: ModelSpec, use: BaseUse) -> nn.Module:
     """Return a new model like `loaded.model`, with weights that are read at their first use.
 
-    `spec` must be the one from which `loaded` was made. Weights that other models have in memory
-    are taken from `use`. Raises ModelError if the model cannot be built from its files any more.
-    MLX thread only.
+    Raises ModelError if the model cannot be built from its files any more. MLX thread only.
     """
     model, _ = _load_weights(spec, loaded.path, lazy=True, use=use)
     if loaded.draft is None:
@@ -221,32 +192,26 @@ def load_again(loaded: Loaded, spec: ModelSpec, use: BaseUse) -> nn.Module:
 
 
 def fetch(spec: ModelSpec, progress: Callable[[str, int, int], None]) -> None:
-    """Download the models that `spec` names, unless they are on this machine. Blocks.
+    """Download the models that `spec` names, unless they are on this machine. Blocks; any thread.
 
-    May be called on any thread. `progress` is called with the model's name, the bytes on disk and
-    the bytes needed. Raises ModelError if a model cannot be found or downloaded, and before the
-    download if it cannot be run.
+    `progress` is called with the model's name, the bytes on disk and the bytes needed. Raises
+    ModelError if a model cannot be found or downloaded, and before the download if it cannot be
+    run.
     """
-    _fetch(spec.model, spec.revision, partial(progress, spec.model))
+    _fetch(spec.model, partial(progress, spec.model))
     if spec.draft is not None:
         with _of_the_draft():
-            _fetch(spec.draft, None, partial(progress, spec.draft))
+            _fetch(spec.draft, partial(progress, spec.draft))
 
 
-def _fetch(model: str, revision: str | None, progress: Progress) -> None:
-    """Download a model unless all of its files are on this machine.
-
-    `progress` is called with the bytes on disk and the bytes needed. Raises ModelError if the model
-    cannot be found or downloaded, and before the download if no library can run it.
-    """
-    if here(model, revision) is None and (folder := fetch_config(model, revision)) is not None:
+def _fetch(model: str, progress: Progress) -> None:
+    if here(model) is None and (folder := fetch_config(model)) is not None:
         choose_backend(checked_config(folder), model)
-    resolve(model, revision, progress)
+    resolve(model, progress=progress)
 
 
 @contextmanager
 def _of_the_draft() -> Iterator[None]:
-    """Context manager that prefixes the text of a ModelError with "--draft-model: "."""
     try:
         yield
     except ModelError as error:
@@ -277,30 +242,20 @@ def _load_weights(
 
 
 def _build(spec: ModelSpec, path: Path) -> tuple[nn.Module, dict[str, Any]]:
-    """Build the model in folder `path`, with weights that are read at their first use.
-
-    Returns the model and its configuration, as the library that runs it reads config.json. Raises
-    ModelError as `backend_of`, and if `spec` has an adapter but mlx-vlm has to run the model; other
-    errors of the library are not converted.
-    """
     backend, images = _choose(spec, path)
     if backend == "mlx-lm":
         model, config = load_model(path, lazy=True, trust_remote_code=spec.trust_remote_code)
         return model, config
     if spec.adapter is not None:
         raise ModelError(f"{path} is run by mlx-vlm: adapters (--adapter) need a model of mlx-lm.")
-    from mlxcache.model.vlm import load_model as load_vlm  # noqa: PLC0415 - may be absent
+    from mlxcache.model import vlm  # noqa: PLC0415 - may be absent
 
     log.info("%s is run by mlx-vlm %s", path, VLM_VERSION)
-    return load_vlm(path, images=images)
+    return vlm.load_model(path, images=images)
 
 
 def _choose(spec: ModelSpec, path: Path) -> tuple[Backend, bool]:
-    """Return the library that runs the model in folder `path`, and whether images are allowed.
-
-    Images are allowed if the folder has the weights of a vision tower and the settings of an image
-    processor, `spec.images` is True, and `spec` has no adapter. Raises ModelError as `backend_of`.
-    """
+    """Return the library that runs the model in folder `path`, and whether images are allowed."""
     images = spec.images and spec.adapter is None and has_images(path)
     config = checked_config(path)
     return choose_backend(config, str(path / "config.json"), images=images), images
@@ -309,36 +264,25 @@ def _choose(spec: ModelSpec, path: Path) -> tuple[Backend, bool]:
 def backend_of(spec: ModelSpec, path: Path) -> Backend:
     """Return the library that runs the model in folder `path`.
 
-    If both libraries could run it, mlx-vlm is chosen only for feeding images, so not if
-    `spec.images` is False or `spec` has an adapter. Raises ModelError if neither can run the model,
-    or the folder has no valid config.json.
+    If both could run it, mlx-vlm is chosen only for feeding images. Raises ModelError if neither
+    can, or the folder has no valid config.json.
     """
     return _choose(spec, path)[0]
 
 
 def abilities(spec: ModelSpec, path: Path) -> tuple[Backend, bool]:
-    """Return the library that runs the model in folder `path`, and whether the model takes images.
+    """Return the library that runs the model in folder `path`, and whether it takes images.
 
-    An adapter in `spec`, or `spec.images` False, excludes images that only mlx-vlm can feed. The
-    weights are not loaded. Raises ModelError as `backend_of`.
+    Raises ModelError as `backend_of`.
     """
     backend, images = _choose(spec, path)
     return backend, takes_images(checked_config(path), backend, images=images)
 
 
-def _vlm_vision(
-    model: nn.Module, tokenizer: TokenizerWrapper, config: Mapping[str, Any], path: Path, label: str
-) -> Vision | None:
-    from mlxcache.model import vlm_vision  # noqa: PLC0415 - may be absent
-
-    return vlm_vision.load_vision(model, tokenizer, config, path, label=label)
-
-
 def why_unseen(spec: ModelSpec, config: Mapping[str, Any]) -> str | None:
-    """Return a text for the user: why a model that mlx-lm runs takes no images by mlx-vlm.
+    """Return why a model that mlx-lm runs takes no images by mlx-vlm, as a text for the user.
 
-    `config`: the content of the model's config.json. Returns None if mlx-vlm cannot feed images to
-    models with this configuration at all.
+    None if mlx-vlm cannot feed images to models with this configuration at all.
     """
     if not may_see(config):
         return None
@@ -348,11 +292,6 @@ def why_unseen(spec: ModelSpec, config: Mapping[str, Any]) -> str | None:
 
 
 def _add_adapter(model: nn.Module, path: Path, adapter: Path) -> None:
-    """Add the adapter (LoRA) in the folder `adapter` to layers of `model`, in place.
-
-    `path`: the folder of `model`, for the error message. Raises ModelError if the adapter lacks a
-    file, or does not fit the model.
-    """
     for name in ("adapter_config.json", "adapters.safetensors"):
         if not (adapter / name).exists():
             raise ModelError(
@@ -369,7 +308,7 @@ def _add_adapter(model: nn.Module, path: Path, adapter: Path) -> None:
 def _why(path: Path, error: BaseException) -> str:
     text = str(error)
     if isinstance(error, AttributeError | UnicodeDecodeError) and not is_object(path):
-        return f"{path / FILE} is not a JSON object: correct or remove it."
+        return f"{path / DEFAULTS_FILE} is not a JSON object: correct or remove it."
     if isinstance(error, SystemExit):
         return f"{path / 'config.json'}: mlx-lm lacks a package that this model type needs."
     if "trust_remote_code" in text:
@@ -380,14 +319,8 @@ def _why(path: Path, error: BaseException) -> str:
     return f"The model in {path} cannot be loaded: {type(error).__name__}: {text}"
 
 
-def _load_tokenizer(
-    spec: ModelSpec, path: Path, ends: list[int] | None, template: str | None
-) -> TokenizerWrapper:
-    extra: dict[str, Any] = {}
-    if spec.trust_remote_code:
-        extra["trust_remote_code"] = True
-    if template is not None:
-        extra["chat_template"] = template
+def _load_tokenizer(spec: ModelSpec, path: Path, ends: list[int] | None) -> TokenizerWrapper:
+    extra = {"trust_remote_code": True} if spec.trust_remote_code else {}
     try:
         return load_tokenizer(path, extra, eos_token_ids=ends)
     except _FAILURES as error:
@@ -397,29 +330,12 @@ def _load_tokenizer(
 
 
 def _eos(config: Mapping[str, Any]) -> list[int] | None:
-    """Return the ids of tokens that end a turn, as a model's configuration states them.
-
-    `config`: the content of config.json, possibly merged with that of generation_config.json. The
-    ids are those in its `eos_token_id` or, if that is missing, in that of its `text_config`.
-    Returns None if there are none.
-    """
+    """Return the ids of tokens that end a turn, from a configuration or its `text_config`."""
     found = config.get("eos_token_id")
     if found is None:
         found = (config.get("text_config") or {}).get("eos_token_id")
     ids = found if isinstance(found, list) else [found]
     return [i for i in ids if isinstance(i, int) and not isinstance(i, bool)] or None
-
-
-def _template(chat_template: str | None) -> str | None:
-    if chat_template is None or "{" in chat_template or "\n" in chat_template:
-        return chat_template
-    file = Path(chat_template).expanduser()
-    try:
-        return read_utf8(file)
-    except NotUtf8 as error:
-        raise ModelError(f"The chat template {file} {error}.") from error
-    except OSError as error:
-        raise ModelError(f"The chat template {file} cannot be read: {error}") from error
 
 
 def _info(
@@ -446,72 +362,10 @@ def _info(
     )
 
 
-_TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer.model",
-    "vocab.json",
-    "vocab.txt",
-    "*.tiktoken",
-    "tiktoken.model",
-    "tokenizer_config.json",
-)
-
-
-def checked_config(path: Path) -> dict[str, Any]:
-    """Return the content of the config.json in the folder `path`.
-
-    Raises ModelError if the file is missing, is no JSON object, or has no `model_type`.
-    """
-    file = path / "config.json"
-    if not file.exists():
-        raise ModelError(f"{path} has no config.json, so it is not a model's folder.")
-    config = _read_json(file)
-    if not isinstance(config.get("model_type"), str):
-        raise ModelError(f"{file} has no model_type: expected the config.json of a model.")
-    return config
-
-
-def _read_json(file: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(read_utf8(file))
-    except NotUtf8 as error:
-        raise ModelError(f"{file} {error}.") from error
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{file} cannot be read: {error}") from error
-    if not isinstance(value, dict):
-        raise ModelError(f"{file} is not a JSON object.")
-    return value
-
-
-def check_files(path: Path) -> None:
-    """Raise ModelError unless the folder of a model has all weight files and a tokenizer.
-
-    The weight files are those that model.safetensors.index.json names, if there is one.
-    """
-    if not any(path.glob("model*.safetensors")):
-        raise ModelError(
-            f"{path} has no weights (model*.safetensors). Other formats have to be converted "
-            "first: `mlx_lm.convert --hf-path MODEL --mlx-path FOLDER`."
-        )
-    try:
-        files = set(tensor_index(path).values())
-    except (OSError, ValueError) as error:
-        raise ModelError(f"the list of weight files cannot be read: {error}") from error
-    missing = sorted(name for name in files if not (path / name).exists())
-    if missing:
-        raise ModelError(
-            f"{path} lacks {len(missing)} of its weight files, {missing[0]} first: "
-            "the download or copy is incomplete."
-        )
-    if not any(any(path.glob(pattern)) for pattern in _TOKENIZER_FILES):
-        raise ModelError(f"{path} has no tokenizer (tokenizer.json or tokenizer.model).")
-
-
 def tokenizer_of(model: str | None) -> TokenizerWrapper:
     """Load the tokenizer and chat template of a folder or Hub id, without weights.
 
-    None stands for the built-in demo model. For an id that is not in the Hub's cache, only small
-    files are downloaded. Raises ModelError if the tokenizer cannot be loaded.
+    None stands for the built-in demo model. Raises ModelError if the tokenizer cannot be loaded.
     """
     if model is None:
         with tempfile.TemporaryDirectory(prefix="mlxcache-") as folder:

@@ -49,13 +49,11 @@ def check_portable(layout: Layout) -> None:
 
 
 class PromptCacheFile:
-    """A prompt cache file for `mlx_lm.generate --prompt-cache-file`, as an iterable of bytes.
+    """A file for `mlx_lm.generate --prompt-cache-file`, as `nbytes` bytes to iterate once.
 
-    It can be iterated once and yields `nbytes` bytes in all. `lineage` must begin at position 0,
-    with states of its newest position, and must not be written to until the iteration ends.
-    `model`: the path or Hub id for the tool's --model. `ids`: the tokens of the lineage. One array
-    at a time is copied, and a device error is raised before the bytes of that array are yielded.
-    Raises Unsupported for a model of which mlx-lm can read no such file; see `check_portable`.
+    `lineage` must begin at position 0, with states of its newest position, and must not be written
+    to until the iteration ends. One array at a time is copied, and a device error is raised before
+    the bytes of that array are yielded.
     """
 
     def __init__(self, lineage: Lineage, model: str, ids: Tokens):
@@ -103,11 +101,7 @@ def _as_mlx_lm(cache: Any) -> Any:
 
 
 def _as_array(key: str, value: Any, kinds: list[tuple[str, str]]) -> mx.array:
-    """Convert `value` to the array that the file holds for `key`.
-
-    If `value` is a text, None or a number, appends `key` and "string", "none" or "scalar" to
-    `kinds`, as a pair.
-    """
+    """Convert `value` to an array; note in `kinds` if it is none."""
     if isinstance(value, mx.array):
         return value
     if isinstance(value, str):
@@ -137,10 +131,9 @@ _OTHERWISE = {
 class PromptCache:
     """KV of `length` tokens from a prompt cache file, as lazy arrays.
 
-    `arrays`: those of each linear slot, shape (1, heads, length, dim). They are None if the file
-    has only the newest positions of a sliding window: such KV cannot be truncated, so the tokens
-    have to be computed. `state`: the states of the opaque slots. `ids`: the tokens, or None if the
-    file has none. `model`: the model's name as it was given to mlx-lm's tool.
+    `arrays`: those of each linear slot, shape (1, heads, length, dim); None if the file has only
+    the newest positions of a sliding window: such KV cannot be truncated, so the tokens have to be
+    computed. `ids`: None if the file has no tokens.
     """
 
     length: int
@@ -151,10 +144,7 @@ class PromptCache:
 
 
 def prompt_ids(tokenizer: Any, prompt: str) -> list[int]:
-    """Return the token ids that `mlx_lm.cache_prompt --prompt` makes of its argument.
-
-    `tokenizer`: mlx-lm's TokenizerWrapper.
-    """
+    """Return the token ids that `mlx_lm.cache_prompt --prompt` makes of its argument."""
     if not tokenizer.has_chat_template:
         return list(tokenizer.encode(prompt))
     message = [{"role": "user", "content": prompt}]
@@ -165,12 +155,9 @@ def prompt_ids(tokenizer: Any, prompt: str) -> list[int]:
 
 
 def read_prompt_cache(path: Path, layout: Layout, stream: Any) -> PromptCache:
-    """Read the prompt cache file `path` for a model of `layout`.
+    """Read the prompt cache file `path` for a model of `layout`, as lazy arrays of checked shapes.
 
-    The arrays of the result are lazy, and are read on the MLX stream `stream`. Every shape is
-    checked first. Raises SnapshotRefused if the file is not a prompt cache or does not have the
-    shapes of this model, and Unsupported for a model of which there are no such files; see
-    `check_portable`.
+    Raises SnapshotRefused if it is not of this model, and Unsupported as `check_portable`.
     """
     check_portable(layout)
     header = _header(path)
@@ -194,10 +181,7 @@ def _header(path: Path) -> Header:
 
 
 class _Reader:
-    """Reader of one prompt cache file; uses only the keys that a cache of `layout` has.
-
-    `header`: the file's header. `arrays`: all of its tensors by name, lazy.
-    """
+    """Reader of one prompt cache file; uses only the keys that a cache of `layout` has."""
 
     def __init__(self, header: Header, arrays: Mapping[str, mx.array], layout: Layout):
         self._places: Mapping[str, Place] = {place.name: place for place in header.places}
@@ -206,7 +190,6 @@ class _Reader:
         self._layout = layout
 
     def read(self) -> PromptCache:
-        """Read the whole file. Raises SnapshotRefused if it does not fit the model."""
         found: list[tuple[Any, str]] = []
         caches = self._layout.make()
         for index, cache in enumerate(caches):
@@ -233,12 +216,7 @@ class _Reader:
         return PromptCache(length, arrays, state, ids, self._metadata.get("0.model"))
 
     def _length(self, linear: Sequence[tuple[Any, str]], state: State, ids: Tokens | None) -> int:
-        """Return the number of tokens that the file covers.
-
-        `linear`: the linear slots, each with the key of its state in the file. `state`: the states
-        of the opaque slots. `ids`: the tokens in the file, or None. Raises SnapshotRefused if these
-        do not agree on the number.
-        """
+        """Return the number of tokens on which slots, states and ids of the file agree."""
         lengths = {self._number(f"{key}.2") for _, key in linear}
         positions = [a.position(s) for a, s in zip(self._layout.checkpointed, state, strict=True)]
         lengths |= {position for position in positions if position is not None}
@@ -267,11 +245,7 @@ class _Reader:
             )
 
     def _slots(self, cache: Any, key: str) -> list[tuple[Any, str]]:
-        """Return the slots of one layer, each with the key of its state in the file.
-
-        `cache`: the layer's empty cache in this model. `key`: the key of its state. Raises
-        SnapshotRefused if the file names other classes for the parts of the cache.
-        """
+        """Return the slots of one layer, each with the key of its state in the file."""
         parts = parts_of(cache)
         if parts is None:
             return [(cache, key)]
@@ -284,12 +258,7 @@ class _Reader:
     def _linear(
         self, slot: Any, key: str, length: int, spec: Sequence[tuple[int, int, Any]]
     ) -> list[mx.array] | None:
-        """Return a linear slot's arrays of the first `length` positions.
-
-        Returns None if the file lacks some of them, because it has only a sliding window. `key`:
-        the key of the slot's state in the file. `spec`: (heads, dim, dtype) of each array. Raises
-        SnapshotRefused if the arrays are not those of this model.
-        """
+        """Return a slot's arrays of the first `length` positions, None if some are missing."""
         adapter = kv.sliced(slot)
         window = adapter.window(slot)
         for place, number in adapter.numbers(slot).items():
@@ -307,12 +276,6 @@ class _Reader:
         return found
 
     def _state(self, adapter: Checkpointed, key: str, like: Any) -> Any:
-        """Return the state of an opaque slot, in the form in which `kv.capture` returns it.
-
-        `adapter`: that of the slot. `key`: the key of the state in the file. `like`: the state's
-        structure, from `Layout.states`. Raises SnapshotRefused if the file's state is not of this
-        structure.
-        """
         try:
             return adapter.adopted(self._tree(key, like), like)
         except ValueError as error:
@@ -374,13 +337,11 @@ _TOLERANCE = 0.05  # relative to the values; those of other weights or tokens di
 
 
 def agrees(model: Any, layout: Layout, found: PromptCache, ids: Tokens) -> bool:
-    """Return whether `found` holds what `model` computes for `ids`.
+    """Return whether `found` holds what `model` computes for `ids`. Blocks while it computes.
 
     A file does not name the weights that made it; one that mlx-lm wrote has no tokens either. So
     the KV of the first 64 tokens is computed again in every layer, and compared. If the file has no
-    token ids, the KV of all tokens is compared in the first layer. Returns False also if `ids` has
-    another length than the file, if the file lacks KV of the first tokens, or if all tokens have to
-    be compared but the first layer is not attention. Blocks while it computes.
+    token ids, the KV of all tokens is compared in the first layer.
     """
     if found.arrays is None or not layout.linear or not 0 < len(ids) == found.length:
         return False
@@ -399,10 +360,9 @@ def _first_layer_agrees(
 ) -> bool:
     """Return whether the KV of the first layer in `arrays` belongs to the tokens `ids`.
 
-    `arrays`: those of each linear slot, shape (1, heads, len(ids), dim). The KV is computed again
-    in parts that are each fed from position 0. An array that depends on the tokens alone (the
-    values, or the latents of multi-head latent attention) must agree at every token. The other
-    array of the layer depends on the position too, and may differ.
+    It is computed again in parts that are each fed from position 0. An array that depends on the
+    tokens alone (the values, or latents) must agree at every token; the other one depends on the
+    position too.
     """
     same: list[bool] = []
     for at in range(0, len(ids), _CHUNK):
@@ -415,11 +375,7 @@ def _first_layer_agrees(
 
 
 def _computed(model: Any, layout: Layout, ids: Tokens) -> list[list[mx.array]]:
-    """Feed `ids` to `model` from position 0, and return the lazy arrays of each linear slot.
-
-    Each array has shape (1, heads, len(ids), dim). Quantised KV becomes plain KV, so that the
-    arrays can be compared number by number.
-    """
+    """Feed `ids` from position 0; return the lazy arrays of each linear slot, as plain KV."""
     caches = layout.make()
     model(mx.array(ids[None]), cache=caches)
     slots = kv.flatten(caches)
@@ -429,11 +385,7 @@ def _computed(model: Any, layout: Layout, ids: Tokens) -> list[list[mx.array]]:
 def _comparable(
     layout: Layout, arrays: Sequence[Sequence[mx.array]], rows: slice
 ) -> list[list[mx.array]]:
-    """Return the positions `rows` of each linear slot's arrays, with quantised KV as plain KV.
-
-    So they can be compared number by number. `arrays`: those of each slot, shape (1, heads, n,
-    dim).
-    """
+    """Return the positions `rows` of each linear slot's arrays, as plain KV."""
     slots = kv.flatten(layout.make())
     return [
         kv.sliced(slots[i]).comparable(slots[i], [array[..., rows, :] for array in held])
@@ -446,11 +398,7 @@ def _alike(ours: Sequence[mx.array], theirs: Sequence[mx.array]) -> bool:
 
 
 def _rows_alike(ours: mx.array, theirs: mx.array) -> bool:
-    """Return whether two arrays nearly agree at every position.
-
-    Both have shape (1, heads, n, dim). At each position the numbers of all heads may differ by 5%
-    of `ours`, as root mean squares.
-    """
+    """Return whether the numbers of all heads differ by at most 5% (RMS) at every position."""
     a, b = ours.astype(mx.float32), theirs.astype(mx.float32)
     error, size = (mx.sum(x * x, axis=(0, 1, 3)) for x in (a - b, a))
     return bool(mx.all(error <= _TOLERANCE**2 * size + 1e-6).item())

@@ -18,10 +18,7 @@ from mlxcache.model.kv import Caches
 
 
 class Pair(nn.Module):  # type: ignore[misc]
-    """A model and its draft model. Calling it feeds both and returns the logits of the model.
-
-    `vocab_size` and `draft_vocab_size`: numbers of logits of the model and of the draft model.
-    """
+    """A model and its draft model. Calling it feeds both and returns the logits of the model."""
 
     def __init__(self, model: nn.Module, draft: nn.Module, vocab_size: int, draft_vocab_size: int):
         super().__init__()
@@ -33,34 +30,24 @@ class Pair(nn.Module):  # type: ignore[misc]
         self._own = len(make_prompt_cache(model))
 
     def make_cache(self) -> Caches:
-        """Create empty caches for one sequence: the model's, then the draft model's."""
         return [*make_prompt_cache(self.model), *make_prompt_cache(self.draft)]
 
     def __call__(self, tokens: mx.array, cache: Caches, **inputs: mx.array) -> mx.array:
-        """Feed `tokens`, shape (1, n), to both models.
+        """Feed `tokens`, shape (1, n), to both models; return the logits of the model, (1, n, V).
 
-        Returns the logits of the model, shape (1, n, V). `cache`: the caches of both, as from
-        `make_cache`. `inputs`: further inputs, such as images, for the model only: of images, the
-        draft model is fed the placeholder tokens.
+        `inputs`, such as images, are for the model only: of images, the draft model is fed the
+        placeholder tokens.
         """
         self._draft(tokens, cache)
         return self.verify(tokens, cache, **inputs)
 
     def verify(self, tokens: mx.array, cache: Caches, **inputs: mx.array) -> mx.array:
-        """Feed `tokens`, shape (1, n), to the served model but not to its draft model.
-
-        Returns the logits, shape (1, n, V). `cache`: the caches of both models; `inputs`: further
-        inputs of the served model, such as images.
-        """
+        """Feed `tokens` to the served model but not to its draft model; return its logits."""
         logits: mx.array = self.model(tokens, cache=cache[: self._own], **inputs)
         return logits
 
     def propose(self, tokens: mx.array, cache: Caches) -> mx.array:
-        """Feed `tokens`, shape (1, n), to the draft model only, and return its logits.
-
-        Their shape is (1, n, V), with the V of the served model: they are cut, or padded with minus
-        infinity. `cache`: the caches of both models.
-        """
+        """Feed `tokens` to the draft model only; return its logits, as wide as the model's."""
         logits = self._draft(tokens, cache)
         lacking = self._vocab_size - self._draft_vocab_size
         if lacking <= 0:
@@ -74,28 +61,15 @@ class Pair(nn.Module):  # type: ignore[misc]
         logits: mx.array = self.draft(tokens, cache=cache[self._own :])
         return logits
 
-    def target(self, tokens: mx.array, *, cache: Caches, **inputs: mx.array) -> mx.array:
-        """Feed `tokens`, shape (1, n), to the served model only; return its logits, (1, n, V).
-
-        As `verify`, in the form in which models are called.
-        """
-        return self.verify(tokens, cache, **inputs)
-
     def set_draft_length(self, cache: Caches, length: int) -> None:
-        """Truncate the draft model's caches, and only these, to their first `length` positions.
-
-        `cache`: the caches of both models.
-        """
+        """Truncate the draft model's caches, and only these, to their first `length` positions."""
         for slot in kv.flatten(cache[self._own :]):
             if kv.sliced(slot).filled(slot):
                 kv.set_offset(slot, length)
 
 
 def make_pair(model: nn.Module, draft: nn.Module) -> Pair:
-    """Combine a model and its draft model into one.
-
-    Raises ModelError if the cache of any layer cannot be truncated at every token.
-    """
+    """Combine a model and its draft model. Raises ModelError if a cache cannot be cut anywhere."""
     for name, one in (("model", model), ("draft model", draft)):
         names = unfit(one)
         if names:
@@ -109,12 +83,7 @@ def make_pair(model: nn.Module, draft: nn.Module) -> Pair:
 
 
 def unfit(model: nn.Module) -> list[str]:
-    """Return the names of a model's cache classes that cannot be truncated at every token.
-
-    A model with any of these cannot be used with a draft model, nor be one. Sliding windows can be
-    truncated, because their KV is kept in full. A name is followed by the reason in parentheses, if
-    it is known. Sorted.
-    """
+    """Return the names of a model's cache classes that cannot be truncated at every token."""
     found = set()
     for slot in kv.flatten(kv.make_caches(model)):
         adapter = adapter_of(slot)

@@ -19,10 +19,6 @@ STEP = BatchKVCache.step
 
 
 def _shadow(cache: Any) -> Any:
-    """Return a shallow copy of a batch cache, which can be extended instead of the original.
-
-    The copy refers to the same arrays as the original until it is extended.
-    """
     parts = parts_of(cache)
     return copy(cache) if parts is None else composed([copy(part) for part in parts])
 
@@ -30,11 +26,9 @@ def _shadow(cache: Any) -> Any:
 def join(rows: Caches, others: Sequence[Caches], *, batched: bool) -> Caches:
     """Build batch caches with copies of `rows` and of `others`, left-padded to the longest.
 
-    Each of `others` holds one sequence; `rows` is a batch if `batched`, else it holds one sequence
-    too. None of them is changed. The result has one cache per layer, with the rows of `rows` first.
-    The copies are evaluated layer by layer. Meanwhile at most two padded copies of one layer's keys
-    and two of its values, with all rows of the result, are in memory besides the input and the
-    result.
+    Each of `others` holds one sequence; `rows` is a batch if `batched`, else one sequence too. None
+    of them is changed. The copies are evaluated layer by layer: meanwhile at most two padded copies
+    of one layer's keys and two of its values are in memory besides the input and the result.
     """
     joint = []
     for mine, *theirs in zip(rows, *others, strict=True):
@@ -51,8 +45,8 @@ def join(rows: Caches, others: Sequence[Caches], *, batched: bool) -> Caches:
 def _merged(caches: Sequence[Any]) -> Any:
     """Build one layer's batch cache with copies of `caches`, which hold one sequence each.
 
-    If these are plain `KVCache`s, each with at least one position, the result has room for `STEP`
-    (256) more positions: without it, the first step would copy the whole batch again.
+    Plain `KVCache`s get room for `STEP` more positions: without it, the first step would copy the
+    whole batch again.
     """
     if (first := parts_of(caches[0])) is not None:
         others = [parts_of(cache) or [] for cache in caches[1:]]
@@ -76,11 +70,7 @@ def _merged(caches: Sequence[Any]) -> Any:
 
 
 def keep_rows(batch: Caches, rows: Sequence[int]) -> None:
-    """Drop all rows of a batch but those with the indices `rows`.
-
-    Also drops padding that no remaining row needs. Changes the caches in place, and evaluates them
-    layer by layer.
-    """
+    """Drop all rows of a batch but `rows`, and padding that no remaining row needs, in place."""
     for cache in batch:
         cache.filter(list(rows))
         mx.eval(tree_arrays(cache.state))
@@ -89,11 +79,10 @@ def keep_rows(batch: Caches, rows: Sequence[int]) -> None:
 def row_tail(
     layout: Layout, batch: Sequence[Any], row: int, count: int
 ) -> tuple[list[list[mx.array]], State]:
-    """Slice the newest `count` positions of one row of a batch.
+    """Slice the newest `count` positions of one row of a batch, lazily, (1, heads, count, dim).
 
-    `row`: the row's index. Returns the arrays of each linear slot, shape (1, heads, `count`, dim),
-    and the row's states of the opaque slots. `count` must not exceed the smallest sliding window,
-    if there is one. The arrays are lazy, and must be evaluated before the next step.
+    Returns the arrays of each linear slot, and the row's states of the opaque slots. `count` must
+    not exceed the smallest sliding window. Evaluate the arrays before the next step.
     """
     slots = kv.flatten(batch)
     linear: list[list[mx.array]] = []

@@ -1,15 +1,19 @@
-"""Sampling of the next token: validation, samplers, penalties, log-probabilities.
+"""Sampling of the next token: validation, defaults, samplers, penalties, log-probabilities.
 
 Samplers take log-probabilities and processors take raw logits, as mlx-lm's `GenerationBatch` calls
-them. All functions but `validate` run on the MLX thread.
+them; both run on the MLX thread.
 """
 
 from __future__ import annotations
 
+import json
+import logging
 import math
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Any, cast
 
 import mlx.core as mx
@@ -18,7 +22,11 @@ from mlx_lm.sample_utils import greedy_sampler, make_repetition_penalty
 
 from mlxcache.errors import BadRequest
 from mlxcache.model.guidance.guide import Bitmask
-from mlxcache.types import Sampling, TokenLogprob
+from mlxcache.types import DEFAULTED, Sampling, TokenLogprob
+
+log = logging.getLogger("mlxcache.model")
+
+DEFAULTS_FILE = "generation_config.json"
 
 Sampler = Callable[[mx.array], mx.array]
 Processor = Callable[[mx.array, mx.array], mx.array]
@@ -41,16 +49,9 @@ _SEED_MASK = (1 << 64) - 1
 
 
 def validate(sampling: Sampling, vocab_size: int | None = None) -> None:
-    """Raise BadRequest if a sampling field is out of its range.
-
-    `temperature` 0 to 5 (OpenAI allows 2, but with min_p local models are run at higher values),
-    `top_p` (0, 1], `min_p` [0, 1], `top_k` from -1 (-1 and 0: off), presence and frequency
-    penalties -2 to 2, `repetition_penalty` 0.01 to 100, `repetition_context` from 1,
-    `xtc_probability` [0, 1], `xtc_threshold` [0, 0.5], biases -100 to 100 on token ids below
-    `vocab_size`, `seed` of 64 bits, signed or not.
+    """Raise BadRequest, with the request's field as `param`, if a field is out of its range.
 
     Without `vocab_size`, token ids only have to be below 2^31. NaN and infinities are in no range.
-    The error's `param` is the name of the field in a request.
     """
     _within("temperature", sampling.temperature, 0.0, 5.0)
     _within("top_p", sampling.top_p, 0.0, 1.0)
@@ -97,9 +98,8 @@ def make_sampler(sampling: Sampling, vocab_size: int, kept: Sequence[int] = ()) 
     """Make a function from log-probabilities, shape (B, V), to token ids, shape (B,).
 
     For greedy sampling the result is always the same function, so that a batch of such requests can
-    be drawn in one call. Otherwise it is a new object with a random key of its own, which changes
-    with each call: the same seed draws the same tokens alone or in a batch. `vocab_size` is V; a
-    top_k of V or more is off. `kept`: ids of tokens that XTC never removes.
+    be drawn in one call. Otherwise it has a random key of its own: the same seed draws the same
+    tokens alone or in a batch. `kept`: ids of tokens that XTC never removes.
     """
     if sampling.temperature < COLDEST:
         return greedy_sampler  # type: ignore[no-any-return]
@@ -109,9 +109,8 @@ def make_sampler(sampling: Sampling, vocab_size: int, kept: Sequence[int] = ()) 
 class _Draw:
     """Sampler that filters in mlx-lm's order (top_p, min_p, XTC, top_k), then draws a token.
 
-    `kept`: ids of tokens that XTC never removes. Each sampler has a random key of its own, which
-    changes with each draw. The filters are mlx-lm's without `mx.compile`, which compiles another
-    kernel for each value of top_p or min_p: seconds of waiting, and never freed.
+    The filters are mlx-lm's without `mx.compile`, which compiles another kernel for each value of
+    top_p or min_p: seconds of waiting, and never freed.
     """
 
     def __init__(self, sampling: Sampling, vocab_size: int, kept: Sequence[int]):
@@ -145,12 +144,7 @@ class _Draw:
         return mx.argmax(logprobs / chosen.temperature + noise, axis=-1)
 
     def _exclude(self, logprobs: mx.array, key: mx.array) -> mx.array:
-        """Apply XTC: in some draws, remove the likeliest tokens.
-
-        `logprobs` and result: shape (..., V); removed tokens get minus infinity. With the
-        probability `xtc_probability`, all tokens above `xtc_threshold` are removed except the least
-        likely of them and those in `kept`. `key`: MLX's random key for that decision.
-        """
+        """Apply XTC: in some draws, remove all tokens above the threshold but the least likely."""
         chosen = self._sampling
         probs = mx.softmax(logprobs, axis=-1)
         above = mx.where(probs > chosen.xtc_threshold, probs, mx.inf)
@@ -161,7 +155,6 @@ class _Draw:
         return _without(logprobs, removed & (drawn < chosen.xtc_probability))
 
     def skip(self, count: int) -> None:
-        """Advance the random key as `count` draws would."""
         for done in range(1, count + 1):
             self._key, _ = mx.random.split(self._key)
             if done % SPLITS_AT_ONCE == 0:
@@ -184,10 +177,7 @@ def _least_in_top_p(logprobs: mx.array, top_p: float) -> mx.array:
 
 
 def text_ends(tokenizer: Any) -> tuple[int, ...]:
-    """Return the ids of tokens that end a turn or a line.
-
-    XTC never removes them, as in mlx-lm's server. `tokenizer`: mlx-lm's TokenizerWrapper.
-    """
+    """Return the ids of tokens that end a turn or a line, which XTC never removes."""
     return *sorted(tokenizer.eos_token_ids), *tokenizer.encode("\n", add_special_tokens=False)
 
 
@@ -198,14 +188,13 @@ def skip_draws(sampler: Sampler, count: int) -> None:
 
 
 def make_processors(sampling: Sampling, prompt_len: int) -> list[Processor]:
-    """Make functions that apply penalties and biases to logits.
+    """Make functions that apply penalties and biases to logits; none if all are off.
 
-    Each takes the token ids of the prompt and of the reply so far, shape (n,), and logits, shape
-    (1, V), and returns new logits. The list is empty if all penalties and biases are off. The
+    Each takes the token ids of prompt and reply, shape (n,), and logits, shape (1, V). The
     repetition penalty (https://arxiv.org/abs/1909.05858) applies to the newest `repetition_context`
     tokens, prompt included. Presence and frequency penalties are OpenAI's
     (https://platform.openai.com/docs/api-reference/chat/create): they count all tokens of the
-    reply. `prompt_len`: length of the prompt in tokens.
+    reply.
     """
     processors: list[Processor] = []
     if sampling.repetition_penalty != 1:
@@ -241,11 +230,11 @@ def _bias(sampling: Sampling) -> Processor:
 
 
 def masked(logits: mx.array, masks: Sequence[Bitmask | None]) -> mx.array:
-    """Return `logits` with minus infinity for forbidden tokens.
+    """Return `logits`, shape (rows, V), with minus infinity for forbidden tokens; one mask per row.
 
-    `logits` have shape (rows, V), with one mask per row. A mask has one bit per token, 1 if it is
-    allowed: bit i % 32 of its int32 number i // 32 is that of token i. A row whose mask is None
-    keeps its logits. Tokens beyond the end of a mask are forbidden.
+    A mask has one bit per token, 1 if it is allowed: bit i % 32 of its int32 number i // 32 is that
+    of token i. A row whose mask is None keeps its logits. Tokens beyond the end of a mask are
+    forbidden.
     """
     width = logits.shape[-1]
     words = (width + 31) // 32
@@ -266,9 +255,8 @@ def masked(logits: mx.array, masks: Sequence[Bitmask | None]) -> mx.array:
 def top_logprobs(logprobs: mx.array, token: int, n: int, tokenizer: Any) -> TokenLogprob:
     """Return the log-probabilities of a sampled token and of the `n` likeliest, for the API.
 
-    `logprobs`: natural logarithms, shape (V,), after penalties, bias and mask; they are evaluated.
-    `n` may be 0. The `n` likeliest tokens, `token` possibly among them, are sorted, the likeliest
-    first, and those that cannot be drawn are left out. `tokenizer`: mlx-lm's TokenizerWrapper.
+    `logprobs`: shape (V,), after penalties, bias and mask. Tokens that cannot be drawn are left
+    out.
     """
     values = logprobs.astype(mx.float32)
     n = min(n, values.shape[0])
@@ -286,10 +274,10 @@ def top_logprobs(logprobs: mx.array, token: int, n: int, tokenizer: Any) -> Toke
 
 
 def token_text(tokenizer: Any, token: int) -> str:
-    """Return the text of one token, with the space before it if it has one.
+    """Return the text of one token, with the space before it if it has one; "" for an unknown id.
 
     Bytes that are no whole character become surrogate escapes, or U+FFFD if the vocabulary does not
-    tell the bytes. Returns "" for an unknown id. `tokenizer`: mlx-lm's TokenizerWrapper.
+    tell the bytes.
     """
     piece = tokenizer.convert_ids_to_tokens(token)
     if piece is None:
@@ -302,11 +290,7 @@ def token_text(tokenizer: Any, token: int) -> str:
 
 
 def _token_bytes(piece: str) -> bytes | None:
-    """Return the bytes of a token from `piece`, its notation in a vocabulary.
-
-    The notations known are `<0x0A>` for one byte, and that of byte-level vocabularies, with one
-    character for each byte. Returns None for any other.
-    """
+    """Return the bytes of a token as `<0x0A>` or in a byte-level vocabulary; None for any other."""
     if _BYTE.fullmatch(piece):
         return bytes([int(piece[3:5], 16)])
     values = [_BYTE_OF.get(character) for character in piece]
@@ -320,7 +304,6 @@ def _byte_characters() -> dict[str, int]:
 
 
 _BYTE = re.compile("<0x[0-9A-F]{2}>")
-"""A byte in the vocabularies of SentencePiece."""
 
 _BYTE_OF = _byte_characters()
 """Bytes by the characters that stand for them in byte-level vocabularies.
@@ -328,3 +311,81 @@ _BYTE_OF = _byte_characters()
 Visible characters of Latin-1 stand for themselves, and the rest for 256 on. Source: GPT-2,
 https://github.com/openai/gpt-2/blob/master/src/encoder.py.
 """
+
+
+# -- a model's own defaults ------------------------------------------------------------------------
+
+
+def sampling_defaults(path: Path) -> dict[str, float]:
+    """Return the sampling defaults in generation_config.json, by names of `Sampling` fields.
+
+    Names and meanings are those of transformers:
+    https://huggingface.co/docs/transformers/main_classes/text_generation. A value that is not valid
+    is ignored with a warning, and so is a file that is not a JSON object.
+    """
+    file, config = path / DEFAULTS_FILE, _read(path)
+    if config is None:
+        log.warning("%s ignored: not a JSON object", file)
+        return {}
+    found: dict[str, float] = {}
+    for name in DEFAULTED:
+        if (stated := config.get(name)) is None:
+            continue
+        if (value := _checked(name, stated)) is None:
+            log.warning("%s: %s %r ignored: not a number in its range", file, name, stated)
+        else:
+            found[name] = value
+    sampled = config.get("do_sample")
+    if sampled is False:
+        found["temperature"] = 0.0
+    elif sampled not in (None, True):
+        log.warning("%s: do_sample %r ignored: not true or false", file, sampled)
+    return found
+
+
+def is_object(path: Path) -> bool:
+    """Return whether generation_config.json in the folder `path` is missing or a JSON object."""
+    return _read(path) is not None
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    try:
+        found = json.loads((path / DEFAULTS_FILE).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def _checked(name: str, value: object) -> float | None:
+    """Return `value` if it is valid for the sampling field `name`, a `top_k` of 20.0 as an int."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    if name == "top_k" and isinstance(value, float):
+        if not value.is_integer():
+            return None
+        value = int(value)
+    try:
+        validate(_with(Sampling(), {name: value}))
+    except BadRequest:
+        return None
+    return value
+
+
+def resolve(sampling: Sampling, defaults: Mapping[str, float]) -> Sampling:
+    """Return `sampling` with the fields that the client left unset taken from `defaults`."""
+    if not sampling.unset:
+        return sampling
+    found = {name: defaults[name] for name in sampling.unset & defaults.keys()}
+    return _with(sampling, {**found, "unset": frozenset()})
+
+
+def _with(sampling: Sampling, values: Mapping[str, Any]) -> Sampling:
+    return replace(sampling, **values)
+
+
+def describe(defaults: Mapping[str, float]) -> str:
+    """Format the model's sampling defaults in one line, such as `temperature 0.6, top_k 20`."""
+    stated = ((name, defaults[name]) for name in DEFAULTED if name in defaults)
+    return ", ".join(f"{name} {value:g}" for name, value in stated)

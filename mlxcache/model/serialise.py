@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mlxcache.errors import Corrupt
-from mlxcache.model.arrays import ArraySpec
+from mlxcache.model.arrays import ArraySpec, readable
 from mlxcache.model.kv import Layout, State, arrays_of
 from mlxcache.model.lineage import Span
 from mlxcache.safetensors import Tensor
@@ -47,10 +47,6 @@ Arrays = Sequence[Sequence[mx.array]]
 
 
 def run_name(slot: int, array: int) -> str:
-    """Return the name of a run's tensor in a file.
-
-    `slot`: index into `Layout.specs`. `array`: index of one of the slot's arrays.
-    """
     return f"kv.{slot}.{array}"
 
 
@@ -62,25 +58,13 @@ def dtype_name(dtype: mx.Dtype) -> str:
 
 
 def to_tensors(named: Iterable[tuple[str, mx.array]]) -> list[Tensor]:
-    """Wrap arrays, given as pairs of name and array, as tensors without a copy.
-
-    The arrays must not be written to afterwards. Raises ValueError for an array that is not
-    row-contiguous or whose dtype has no name in safetensors.
-    """
-    held = [(name, array, _readable(array)) for name, array in named]
+    """Wrap row-contiguous arrays as tensors without a copy; nobody may write to them any more."""
+    held = [(name, array, readable(array)) for name, array in named]
     mx.eval([view for _, _, view in held])
     return [
         Tensor(name, dtype_name(array.dtype), tuple(array.shape), _bytes_of(view))
         for name, array, view in held
     ]
-
-
-def _readable(array: mx.array) -> mx.array:
-    """Return `array` in a dtype that NumPy and the buffer protocol support, as a lazy view.
-
-    bfloat16 becomes uint16. The CPU makes the view, which works even after the GPU has failed.
-    """
-    return array.view(mx.uint16, stream=mx.cpu) if array.dtype == mx.bfloat16 else array
 
 
 def _bytes_of(array: mx.array) -> memoryview:
@@ -93,25 +77,23 @@ def _bytes_of(array: mx.array) -> memoryview:
 
 
 def run_bytes(layout: Layout, tokens: int) -> int:
-    """Return the total size in bytes of the tensors of a run of `tokens` tokens."""
     return tokens * layout.bytes_per_token
 
 
 def copied_run(layout: Layout, spans: Sequence[Span], out: memoryview) -> list[Tensor]:
-    """Copy the KV of `spans` into `out`, and return the tensors of a run, whose data is in `out`.
+    """Copy the KV of contiguous `spans` into `out`, and return the tensors of a run with that data.
 
-    `spans`: ranges of positions of lineages, each of which begins where the one before ends. `out`:
-    at least `run_bytes` bytes, preferably memory that was used before: the first access to a new
-    page costs more than the copy. Blocks until the device has computed the KV.
+    `out`: at least `run_bytes` bytes, preferably memory that was used before: the first access to a
+    new page costs more than the copy. Blocks until the device has computed the KV.
     """
-    readable = _all_readable(spans)
+    views = _all_readable(spans)
     tensors: list[Tensor] = []
     tokens, done = spans[-1][2] - spans[0][1], 0
     for i, spec in enumerate(layout.specs):
         for j, (heads, dim, dtype) in enumerate(spec):
             size = tokens * heads * dim * dtype.size
             data = out[done : done + size]
-            rows = [_rows(span, readable[id(span[0])][i][j]) for span in spans]
+            rows = [_rows(span, views[id(span[0])][i][j]) for span in spans]
             _copy(np.frombuffer(data, np.uint8), rows)
             tensors.append(Tensor(run_name(i, j), _NAMES[dtype], (tokens, heads, dim), data))
             done += size
@@ -119,15 +101,13 @@ def copied_run(layout: Layout, spans: Sequence[Span], out: memoryview) -> list[T
 
 
 def _all_readable(spans: Sequence[Span]) -> dict[int, list[list[mx.array]]]:
-    """Return the arrays of all lineages in `spans`, as views that NumPy can read.
+    """Return the arrays of all lineages in `spans` by `id(lineage)`, as views that NumPy can read.
 
-    The keys are Python's `id(lineage)`; each value lists the arrays of each linear slot. Blocks
-    until all have been computed. The caller must drop the views before the next write to one of the
-    lineages.
+    Blocks until all have been computed. The caller must drop the views before the next write.
     """
     owners = {id(owner): owner for owner, _, _ in spans}
     views = {
-        key: [[_readable(array) for array in arrays_of(slot)] for slot in owner.linear]
+        key: [[readable(array) for array in arrays_of(slot)] for slot in owner.linear]
         for key, owner in owners.items()
     }
     unconfirmed = [views[key] for key, owner in owners.items() if owner.passes]
@@ -145,14 +125,10 @@ def _copy(out: npt.NDArray[np.uint8], parts: Sequence[npt.NDArray[Any]]) -> None
         at += len(part)
 
 
-def _rows(span: Span, readable: mx.array) -> npt.NDArray[Any]:
-    """Return the part of an array that a lineage's range covers, shape (tokens, heads, dim).
-
-    `readable`: the array, shape (1, heads, capacity, dim), as `_readable` returns it. The result is
-    a view; the caller must drop it before the next write to the lineage.
-    """
+def _rows(span: Span, view: mx.array) -> npt.NDArray[Any]:
+    """Return a view of an array's part in a lineage's range, (tokens, heads, dim)."""
     owner, start, end = span
-    seen: npt.NDArray[Any] = np.asarray(readable)[0, :, start - owner.base : end - owner.base]
+    seen: npt.NDArray[Any] = np.asarray(view)[0, :, start - owner.base : end - owner.base]
     return seen.swapaxes(0, 1)
 
 
@@ -166,19 +142,13 @@ def run_spec(layout: Layout) -> dict[str, tuple[str, tuple[int, int]]]:
 
 
 def late_names(layout: Layout) -> frozenset[str]:
-    """Return the names of a run's tensors that belong to sliding-window layers.
-
-    Of these tensors, a prompt that is restored needs only the rows of its last positions.
-    """
+    """Return the names of a run's tensors of which only the last positions are restored."""
     sliding = [i for i, window in enumerate(layout.windows) if window is not None]
     return frozenset(run_name(i, j) for i in sliding for j in range(len(layout.specs[i])))
 
 
 def layout_key(layout: Layout) -> str:
-    """Return a text that identifies the tensors of files for a layout.
-
-    Files that were written for one layout can be read for every layout with the same text.
-    """
+    """Return a text that identifies the tensors of files for a layout."""
     return json.dumps(
         {
             "linear": layout.linear,
@@ -193,9 +163,7 @@ def layout_key(layout: Layout) -> str:
 def load_run(path: Path, layout: Layout, stream: Any) -> list[list[mx.array]]:
     """Load the file of a run as lazy arrays of shape (tokens, heads, dim), a list for each slot.
 
-    The slots are in the order of `Layout.specs`. The arrays are read on the MLX stream `stream`.
-    Raises Corrupt if the file cannot be read, or if its tensors are not exactly those of `layout`,
-    all with the same number of tokens.
+    Read on the MLX stream `stream`. Raises Corrupt if they are not exactly those of `layout`.
     """
     found = _load(path, stream)
     out: list[list[mx.array]] = []
@@ -215,20 +183,12 @@ def load_run(path: Path, layout: Layout, stream: Any) -> list[list[mx.array]]:
 
 
 def row_major(arrays: Arrays, first: int, last: int) -> list[list[mx.array]]:
-    """Slice tokens [first, last) of a run's arrays, lazily, to shape (1, heads, n, dim).
-
-    n is last - first. `arrays`: those of each linear slot, shape (tokens, heads, dim); the result
-    has the same order.
-    """
+    """Slice tokens [first, last) of a run's arrays, lazily, to shape (1, heads, n, dim)."""
     return [[array[first:last].swapaxes(0, 1)[None] for array in slot] for slot in arrays]
 
 
 def state_tensors(state: State) -> list[Tensor]:
-    """Convert an evaluated state to tensors: first its skeleton, then its arrays.
-
-    The skeleton is JSON with the state's nested structure and its numbers, as bytes. Raises
-    ValueError for a state that holds anything but arrays, numbers and None.
-    """
+    """Convert an evaluated state to tensors: first its skeleton as JSON, then its arrays."""
     arrays: list[mx.array] = []
     text = json.dumps(_fold(state, arrays), separators=(",", ":"), allow_nan=False).encode()
     skeleton = Tensor(SKELETON, "U8", (len(text),), memoryview(text))
@@ -236,11 +196,7 @@ def state_tensors(state: State) -> list[Tensor]:
 
 
 def _fold(value: Any, arrays: list[mx.array]) -> Any:
-    """Convert a state, or a part of one, to values of JSON; {"array": N} stands for an array.
-
-    Each array is appended to `arrays`, where N is its index. Raises ValueError if `value` holds
-    anything but arrays, lists, tuples, numbers and None.
-    """
+    """Convert a part of a state to values of JSON; {"array": N} stands for the Nth of `arrays`."""
     if isinstance(value, mx.array):
         arrays.append(value)
         return {"array": len(arrays) - 1}
@@ -252,11 +208,7 @@ def _fold(value: Any, arrays: list[mx.array]) -> Any:
 
 
 def load_state(path: Path, layout: Layout, stream: Any) -> State:
-    """Load the file of a checkpoint, as a state of lazy arrays.
-
-    The arrays are read on the MLX stream `stream`. Raises Corrupt if the file cannot be read, or if
-    the state does not have the structure and shapes of `layout`.
-    """
+    """Load the file of a checkpoint, as lazy arrays. Raises Corrupt if it is not of `layout`."""
     found = _load(path, stream)
     tree = _skeleton(path, found.pop(SKELETON, None))
     state = _unfold(tree, layout.states, found, path)
@@ -278,12 +230,7 @@ def _skeleton(path: Path, array: mx.array | None) -> Any:
 
 
 def _unfold(value: Any, like: Any, found: dict[str, mx.array], path: Path) -> Any:
-    """Return the JSON `value` with the array `found["state.N"]` in place of each {"array": N}.
-
-    `like`: the structure that the result must have, with an ArraySpec for each array. The arrays
-    in the result are removed from `found`. Raises Corrupt, which names the file `path`, if
-    structure, shapes or dtypes differ.
-    """
+    """Return `value` in the form of `like`, with arrays that are taken out of `found`."""
     wrong = Corrupt(f"{path} holds a state that is not of this model's shape.")
     if isinstance(like, tuple):
         if not isinstance(value, list) or len(value) != len(like):

@@ -10,7 +10,7 @@ import io
 import logging
 import struct
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from threading import Lock
@@ -23,7 +23,7 @@ from mlx_lm.processors import load_processor
 from mlx_lm.utils import does_model_support_input_embeddings
 
 from mlxcache.errors import BadRequest
-from mlxcache.types import Image, Tokens, token_ids
+from mlxcache.types import Image, ImageSpan, Tokens, token_ids
 
 log = logging.getLogger("mlxcache.model")
 
@@ -37,7 +37,6 @@ Grid = tuple[int, int]
 """Numbers of rows and columns in which the tokens of an image lie."""
 
 MAX_PIXELS = 40_000_000
-"""Maximum number of pixels of an image that is decoded."""
 
 FORMATS = ("PNG", "JPEG", "GIF", "WEBP")
 ANIMATED = ("PNG", "GIF", "WEBP")
@@ -51,10 +50,10 @@ MOST_TOKENS = 4096
 
 @dataclass(frozen=True, slots=True)
 class Processed:
-    """An image as its processor returns it.
+    """An image as its processor returns it, and the `text` that stands for it in a prompt.
 
-    `text`: what stands for it in a prompt. `grid`: the numbers of rows and columns in which its
-    tokens lie, or None if their positions are consecutive, as those of text are.
+    `grid`: the numbers of rows and columns in which its tokens lie, or None if their positions are
+    consecutive, as those of text are.
     """
 
     text: str
@@ -63,18 +62,16 @@ class Processed:
 
 
 class ImageModel(Protocol):
-    """Interface of the image processor and vision tower of a model family.
+    """The image processor and vision tower of a model family.
 
-    `image_token`: the text of the token that a chat template writes for an image; the processor
-    repeats it once for each position that the image takes. `token_id`: its id. `most_tokens`:
-    maximum number of positions per image. `count` returns the number of positions of an image of
-    `height` times `width` pixels, or None if that is known only after processing it. `process`
-    takes RGB pixels, shape (height, width, 3), on any thread. Both raise ValueError for an image
-    that they refuse. `rows` takes the token ids of an image, shape (tokens,), and the `pixels` and
-    `grid` of its `Processed`. It returns the model's inputs at these tokens: arrays by the name of
-    the model's argument, with one row per token, such as `input_embeddings` of shape (tokens,
-    hidden). `embed` returns the same for tokens of text. `rows` and `embed` return lazy arrays, and
-    are called on the MLX thread only.
+    `image_token`: the text of the token that a chat template writes for an image, once for each
+    position that the image takes. `most_tokens`: maximum number of positions per image. `count`
+    returns the positions of an image of `height` times `width` pixels, or None if that is known
+    only after processing it. `process` takes RGB pixels, shape (height, width, 3), on any thread.
+    Both raise ValueError for an image that they refuse. `rows` returns the model's inputs at the
+    tokens of an image: arrays by the name of the model's argument, with one row per token, such as
+    `input_embeddings` of shape (tokens, hidden). `embed` returns the same for tokens of text. Both
+    are lazy, and are called on the MLX thread only.
     """
 
     image_token: str
@@ -93,9 +90,9 @@ class ImageModel(Protocol):
 class Vision:
     """Images of a model: what stands for them in prompts, and what is fed in their places.
 
-    `image_token`, `token_id` and `most_tokens`: see `ImageModel`. What the processor returned for
-    recent images is kept by digest, so an image of the history is not decoded again. `largest`: the
-    most tokens that one image may take, as memory allows; None if that is not known yet.
+    What the processor returned for recent images is kept by digest, so an image of the history is
+    not decoded again. `largest`: the most tokens that one image may take, as memory allows. Methods
+    that take an image decode it if needed, on any thread, and raise BadRequest if it is refused.
     """
 
     def __init__(self, model: ImageModel, largest: int | None = None):
@@ -113,18 +110,11 @@ class Vision:
         return Vision(self._model, largest)
 
     def text(self, image: Image) -> str:
-        """Return the text that stands for an image in a prompt.
-
-        May be called on any thread. Raises BadRequest if the image cannot be decoded or is refused.
-        """
+        """Return the text that stands for an image in a prompt."""
         return self._show(image)[0]
 
     def grid(self, image: Image) -> Grid | None:
-        """Return the numbers of rows and columns in which the tokens of an image lie.
-
-        Returns None if their positions are consecutive, as those of text are. May be called on any
-        thread. Raises BadRequest if the image cannot be decoded or is refused.
-        """
+        """Return the numbers of rows and columns in which the tokens of an image lie, or None."""
         return self._show(image)[1]
 
     def _show(self, image: Image) -> tuple[str, Grid | None]:
@@ -135,20 +125,13 @@ class Vision:
             return self._shown[image.digest]
 
     def pixels(self, image: Image) -> Pixels:
-        """Return the input of the vision tower for an image, decoding it if needed.
-
-        May be called on any thread. Raises BadRequest if the image cannot be decoded or is refused.
-        """
+        """Return the input of the vision tower for an image."""
         with self._lock:
             pixels = self._pixels.pop(image.digest, None)
             return self._process(image) if pixels is None else pixels
 
     def rows(self, image: Image) -> Rows:
-        """Compute and evaluate the model's inputs at the tokens of an image. MLX thread only.
-
-        Returns arrays by the name of the model's argument, such as `input_embeddings`; the first
-        axis is the tokens. Raises BadRequest if the image cannot be decoded or is refused.
-        """
+        """Compute and evaluate the model's inputs at the tokens of an image. MLX thread only."""
         pixels, (text, grid) = self.pixels(image), self._show(image)
         ids = token_ids([self.token_id] * text.count(self.image_token))
         rows = self._model.rows(ids, pixels, grid)
@@ -156,28 +139,17 @@ class Vision:
         return rows
 
     def embed(self, ids: Tokens) -> Rows:
-        """Return the model's inputs at tokens of text beside images, lazily. MLX thread only.
-
-        `ids`: shape (tokens,). The result has the form that `rows` returns: arrays by the name of
-        the model's argument, with the tokens as first axis.
-        """
+        """Return the model's inputs at tokens of text beside images, lazily. MLX thread only."""
         return self._model.embed(ids)
 
     def sees(self, image: Image) -> bool:
-        """Return whether the embeddings of an image depend on its pixels. MLX thread only.
-
-        They do not if they equal those of the text token that stands for the image.
-        """
+        """Return whether the embeddings of an image depend on its pixels. MLX thread only."""
         rows = self.rows(image)["input_embeddings"]
         blind = self.embed(token_ids([self.token_id] * len(rows)))["input_embeddings"]
         return not bool(mx.array_equal(rows, blind))
 
     def _process(self, image: Image) -> Pixels:
-        """Decode and process an image; keep the result and return its pixels.
-
-        Raises BadRequest if the image cannot be decoded or is refused. The caller must hold the
-        lock.
-        """
+        """Decode and process an image; keep the result. The caller must hold the lock."""
         rgb = decode(image.data)
         try:
             self._check(self._model.count(*rgb.shape[:2]))
@@ -195,13 +167,11 @@ class Vision:
         return made.pixels
 
     def _check(self, count: int | None) -> None:
-        """Raise BadRequest if an image of `count` positions is too large."""
         if self._largest is not None and count is not None and count > self._largest:
             raise too_large(count, self._largest)
 
 
 def too_large(count: int, largest: int) -> BadRequest:
-    """Return the error for an image of `count` tokens if at most `largest` are allowed."""
     return BadRequest(
         f"An image of {count} tokens is too large: the memory budget (--ram) has room for one of "
         f"{largest}.",
@@ -210,11 +180,7 @@ def too_large(count: int, largest: int) -> BadRequest:
 
 
 class MlxLmImages:
-    """`ImageModel` of a model that mlx-lm runs.
-
-    `model`: the model, whose `embed_inputs` makes the embeddings. `processor`: mlx-lm's image
-    processor of the model. `token_id`: the token that stands for an image.
-    """
+    """`ImageModel` of a model that mlx-lm runs."""
 
     def __init__(self, model: Any, processor: Any, token_id: int):
         self.image_token: str = processor.image_token
@@ -223,40 +189,25 @@ class MlxLmImages:
         self._model, self._processor = model, processor
 
     def count(self, height: int, width: int) -> int | None:
-        """Return None: the number of positions is known only after processing the image."""
         return None
 
     def process(self, rgb: npt.NDArray[np.uint8]) -> Processed:
-        """Return the pixels for the vision tower, and the text for the prompt, of an RGB image.
-
-        `rgb`: shape (height, width, 3). Errors of the processor are raised unchanged.
-        """
         text, (values,) = self._processor(self.image_token, images=[rgb])
         return Processed(text, np.array(values))  # a NumPy array, which any thread may read
 
     def rows(self, ids: Tokens, pixels: Pixels, grid: Grid | None) -> Rows:
-        """Return the embeddings of an image, shape (tokens, hidden), lazily. MLX thread only.
-
-        They are under the key `input_embeddings`. `ids`: the image's token ids, shape (tokens,).
-        `pixels`: those that `process` returned. `grid` is ignored.
-        """
         found = self._model.embed_inputs(mx.array(ids), pixel_values=[mx.array(pixels)])
         return {"input_embeddings": found}
 
     def embed(self, ids: Tokens) -> Rows:
-        """Return the embeddings of tokens of text, shape (tokens, hidden), lazily.
-
-        They are under the key `input_embeddings`. `ids`: shape (tokens,). MLX thread only.
-        """
         return {"input_embeddings": self._model.embed_inputs(mx.array(ids))}
 
 
 def decode(data: bytes) -> npt.NDArray[np.uint8]:
     """Decode a still image file to RGB, shape (height, width, 3), upright by its EXIF orientation.
 
-    Accepts PNG, JPEG, GIF and WebP. Transparent parts become white. Raises BadRequest for any other
-    file, for a damaged or animated one, and for one that has more than MAX_PIXELS pixels by its
-    header, before anything is decoded.
+    Accepts PNG, JPEG, GIF and WebP. Transparent parts become white. Raises BadRequest for any
+    other, damaged, animated or too large file, the last before anything is decoded.
     """
     from PIL import Image as Pillow  # noqa: PLC0415 - an extra, which text models do without
 
@@ -285,7 +236,6 @@ def decode(data: bytes) -> npt.NDArray[np.uint8]:
 
 
 def _opaque(picture: Any) -> npt.NDArray[np.uint8]:
-    """Return the RGB pixels of an image of Pillow, with white behind its transparent parts."""
     from PIL import Image as Pillow  # noqa: PLC0415 - as above
 
     if picture.mode.startswith("I"):  # 16 bits, which Pillow would cut off at 255
@@ -299,10 +249,7 @@ def _opaque(picture: Any) -> npt.NDArray[np.uint8]:
 
 
 def _upright(picture: Any) -> Any:
-    """Return a loaded image of Pillow turned and mirrored by its EXIF orientation.
-
-    An EXIF that is damaged, or without an orientation, turns nothing.
-    """
+    """Return an image turned and mirrored by its EXIF orientation; a damaged EXIF turns nothing."""
     from PIL import ExifTags, Image  # noqa: PLC0415 - as above
 
     turns = Image.Transpose
@@ -323,7 +270,6 @@ def _upright(picture: Any) -> Any:
 
 
 def encode(pixels: npt.NDArray[np.uint8]) -> bytes:
-    """Encode RGB pixels, shape (height, width, 3), as a PNG file."""
     from PIL import Image as Pillow  # noqa: PLC0415 - as above
 
     file = io.BytesIO()
@@ -332,13 +278,11 @@ def encode(pixels: npt.NDArray[np.uint8]) -> bytes:
 
 
 def load_vision(
-    model: Any, tokenizer: Any, config: Mapping[str, Any], *, label: str = "unnamed"
+    model: Any, tokenizer: Any, config: Mapping[str, Any], *, label: str
 ) -> Vision | None:
-    """Make the image processor of a model that mlx-lm has loaded, from its `config`.
+    """Make the image processor of a model that mlx-lm has loaded; None if it takes no images.
 
-    `tokenizer`: mlx-lm's TokenizerWrapper. `label`: name of the model, for the log. Returns None if
-    the model takes no images. Also returns None, with a warning in the log, if the processor cannot
-    be made, Pillow is missing, the model takes no embeddings, or no token stands for an image.
+    Also None, with a warning in the log, if something that this needs is missing.
     """
     kind = config.get("model_type")
     try:
@@ -368,3 +312,42 @@ def load_vision(
         log.warning("model %s: images disabled: the tokenizer has no token %s", label, token)
         return None
     return Vision(MlxLmImages(model, processor, int(token_id)))
+
+
+# -- positions -------------------------------------------------------------------------------------
+
+
+def shift_of(spans: Sequence[ImageSpan]) -> int:
+    """Return the position of a token of text behind the images `spans`, minus the tokens before it.
+
+    Negative if the images take fewer positions than they have tokens.
+    """
+    return sum(max(span.grid) - (span.end - span.start) for span in spans if span.grid is not None)
+
+
+def positions_of(spans: Sequence[ImageSpan], start: int, end: int) -> npt.NDArray[np.int32]:
+    """Return the positions of the tokens [start, end) of a prompt, shape (end - start, 3).
+
+    A token of text has the same position on all three axes. All tokens of an image have one time,
+    and rows and columns by their places in its grid. The text behind it goes on after the largest
+    position in it:
+
+        token       a  b  [ image: 2 rows, 3 columns ]  c  d
+        time        0  1   2  2  2  2  2  2             5  6
+        row         0  1   2  2  2  3  3  3             5  6
+        column      0  1   2  3  4  2  3  4             5  6
+    """
+    found = np.repeat(np.arange(start, end, dtype=np.int32)[:, None], 3, axis=1)
+    shift = 0
+    for span in spans:
+        if span.grid is None:
+            continue
+        first, last = (min(max(at, start), end) - start for at in (span.start, span.end))
+        places = np.arange(first, last, dtype=np.int32) + (start - span.start)
+        rows, columns = np.divmod(places, span.grid[1])
+        axes = [np.zeros_like(rows), rows, columns]
+        found[first:last] = span.start + shift + np.stack(axes, axis=1)
+        more = shift_of([span])
+        found[last:] += more
+        shift += more
+    return found

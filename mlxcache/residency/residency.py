@@ -16,7 +16,7 @@ from mlxcache.config import format_size
 from mlxcache.config.memory import trim_heap
 from mlxcache.errors import BadRequest, MlxcacheError, ModelError, NotReady
 from mlxcache.model import device
-from mlxcache.model.resident_weights import Weights
+from mlxcache.model.weights import Weights
 from mlxcache.residency.resident import Cause, Newcomer, Resident
 from mlxcache.residency.weights_account import WeightsAccount, union_bytes
 from mlxcache.scheduling.scheduler import Scheduler

@@ -14,8 +14,7 @@ from typing import Any, Literal
 import mlx.core as mx
 
 from mlxcache.cache.kv_cache import KVCache
-from mlxcache.model.base_weights import BaseUse
-from mlxcache.model.resident_weights import Weights
+from mlxcache.model.weights import BaseUse, Weights
 from mlxcache.scheduling.scheduler import Scheduler
 
 STAY_LOADS = 4.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Set
 
-from mlxcache.model.base_weights import Bases, BaseUse
+from mlxcache.model.weights import Bases, BaseUse
 
 
 class WeightsAccount:

@@ -127,7 +127,7 @@ class DraftingDecoder(Decoder):
         *,
         clock: Callable[[], float] = time.perf_counter,
     ):
-        super().__init__(model.target, [row], lineage.caches)
+        super().__init__(model.verify, [row], lineage.caches)
         self.last: tuple[int, float] | None = None
         self.waited = False
         self._waits_running = False

@@ -14,8 +14,7 @@ from dataclasses import dataclass
 import mlx.core as mx
 import numpy as np
 
-from mlxcache.model.positions import positions_of
-from mlxcache.model.vision import Rows, Vision, encode
+from mlxcache.model.vision import Rows, Vision, encode, positions_of
 from mlxcache.scheduling.cost import SAFETY, peak
 from mlxcache.scheduling.task import Task
 from mlxcache.types import Image, ImageSpan, token_ids

@@ -17,7 +17,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlxcache.guess.passes import LENGTHS, Curves
+from mlxcache.guess.rule import LENGTHS, Curves
 from mlxcache.model import kv
 from mlxcache.model.kv import Layout
 from mlxcache.model.lineage import Lineage

@@ -17,8 +17,7 @@ from mlxcache.cache.kv_cache import KVCache
 from mlxcache.errors import GenerationFailed
 from mlxcache.model import device
 from mlxcache.model import kv as model_kv
-from mlxcache.model.finite import ends_finite
-from mlxcache.model.lineage import Lineage
+from mlxcache.model.lineage import Lineage, ends_finite
 from mlxcache.scheduling.cost import FEWEST, Cost, PrefillSpeed, range_of
 from mlxcache.scheduling.decoder import NonFiniteOutput
 from mlxcache.scheduling.images import Images

@@ -10,9 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from mlxcache.guess.history import Histories
-from mlxcache.guess.passes import PassCosts
 from mlxcache.guess.reply import ReplyGuesses
-from mlxcache.guess.rule import LONGEST, Survival
+from mlxcache.guess.rule import LONGEST, PassCosts, Survival
 from mlxcache.scheduling.guessing import GuessingDecoder, Settled
 from mlxcache.scheduling.task import Task
 from mlxcache.types import Tokens

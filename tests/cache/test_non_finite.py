@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from mlxcache.cache.disk import DiskTier
-from mlxcache.model.finite import finite_upto, is_finite
+from mlxcache.model.lineage import finite_upto, is_finite
 from mlxcache.scheduling.task import Task
 from mlxcache.types import token_ids
 from tests.scheduled import Bench, admitted, finished

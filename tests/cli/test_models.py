@@ -22,7 +22,7 @@ from typer.testing import CliRunner, Result
 from mlxcache.cli import confirm
 from mlxcache.cli.main import app
 from mlxcache.cli.models import complete_downloaded
-from mlxcache.model import hub_parts
+from mlxcache.model import hub as hub_module
 from tests.fake_hub import LARGE, MODEL, FakeHub
 from tests.forked import served
 from tests.served import Served
@@ -251,7 +251,7 @@ def test_a_large_file_is_continued_inside(
     hub: FakeHub, impatient: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, damaged: bool
 ) -> None:
     """By another process too, as this one may have been killed; what is wrong is not kept."""
-    monkeypatch.setattr(hub_parts, "LEAST_BYTES", LARGE)
+    monkeypatch.setattr(hub_module, "LEAST_BYTES", LARGE)
     weights = hub.files["model.safetensors"]
     half = hub.break_after = len(weights) // 2
     output = call("pull", MODEL, status=1).output
@@ -281,7 +281,7 @@ def test_a_part_that_another_process_completed_before_the_lock_leaves_nothing(
     hub: FakeHub, impatient: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """The part was opened before it was moved, and its lock is of a file that has no name."""
-    monkeypatch.setattr(hub_parts, "LEAST_BYTES", LARGE)
+    monkeypatch.setattr(hub_module, "LEAST_BYTES", LARGE)
     completed: list[Path] = []
 
     def flock(part: Any, operation: int) -> None:
@@ -292,7 +292,7 @@ def test_a_part_that_another_process_completed_before_the_lock_leaves_nothing(
         fcntl.flock(part, operation)
 
     own = SimpleNamespace(flock=flock, LOCK_EX=fcntl.LOCK_EX, LOCK_UN=fcntl.LOCK_UN)
-    monkeypatch.setattr(hub_parts, "fcntl", own)
+    monkeypatch.setattr(hub_module, "fcntl", own)
     call("pull", MODEL)
     assert completed
     assert "model.safetensors" not in hub.fetched

@@ -34,7 +34,7 @@ from mlxcache.errors import (
     TooMany,
 )
 from mlxcache.model import load
-from mlxcache.model.resident_weights import Pace, Weights
+from mlxcache.model.weights import Pace, Weights
 from mlxcache.types import Arrival, Job, Prompt, Text, Tokens, token_ids
 from tests.conftest import ToyMaker
 

@@ -10,7 +10,7 @@ from mlxcache.config import Settings
 from mlxcache.engine.engine import Engine
 from mlxcache.engine.metrics import GUESSES
 from mlxcache.engine.runtime import ModelRuntime
-from mlxcache.guess.passes import LENGTHS, PassCosts
+from mlxcache.guess.rule import LENGTHS, PassCosts
 from mlxcache.model import kv
 from mlxcache.prompt.builder import ResultForms
 from mlxcache.scheduling.pass_costs import load_passes, measure_passes, save_passes

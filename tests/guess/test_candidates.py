@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlxcache.guess.candidates import BREAK, GRAM, LOOK, MOST_MATCHED, NO_GUESS, Guess, TokenLog
+from mlxcache.guess.history import BREAK, GRAM, LOOK, MOST_MATCHED, NO_GUESS, Guess, TokenLog
 from mlxcache.types import token_ids
 
 

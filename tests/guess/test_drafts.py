@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from mlxcache.guess.drafts import DraftCosts, DraftRule, ReplyDrafts
-from mlxcache.guess.passes import LENGTHS, PassCosts
+from mlxcache.guess.rule import LENGTHS, PassCosts
 
 
 def costs(slope: float, share: float) -> DraftCosts:

@@ -8,12 +8,9 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from mlxcache.guess.candidates import Guess
-from mlxcache.guess.history import History
-from mlxcache.guess.passes import LENGTHS, PassCosts
-from mlxcache.guess.purse import Purse
+from mlxcache.guess.history import Guess, History
 from mlxcache.guess.reply import ReplyGuesses
-from mlxcache.guess.rule import LONGEST, Survival, cost_curve
+from mlxcache.guess.rule import LENGTHS, LONGEST, PassCosts, Purse, Survival, cost_curve
 
 TOKENS = 160
 

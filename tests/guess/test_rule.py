@@ -5,9 +5,16 @@ from __future__ import annotations
 import pytest
 
 from mlxcache.guess.history import History
-from mlxcache.guess.passes import LENGTHS, OUTLIER, PassCosts
 from mlxcache.guess.reply import ReplyGuesses
-from mlxcache.guess.rule import LONGEST, Survival, best_length, cost_curve
+from mlxcache.guess.rule import (
+    LENGTHS,
+    LONGEST,
+    OUTLIER,
+    PassCosts,
+    Survival,
+    best_length,
+    cost_curve,
+)
 
 
 def flat(tokens: int) -> float:

@@ -194,7 +194,7 @@ def test_a_checkpoint_goes_on_as_the_slot_did(kind: type, lengths: tuple[int, ..
     assert adapter.agrees(state, state)
     assert adapter.adopted(slot.state, state) is not None
     held = sum(a.nbytes for a in flat(state[:2]))
-    assert held <= (adapter.most_bytes(slot) or 0)
+    assert held <= (adapter.most_bytes(slot))
     adapter.set_state(other, state)
     for n in (1, 1, 4, 1):
         mine, their = (feed(c, n, 99) for c in (other, slot))

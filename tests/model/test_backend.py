@@ -26,7 +26,7 @@ from mlxcache.model.backend import (
     takes_images,
 )
 from mlxcache.model.examine import examine
-from mlxcache.model.library import list_downloaded
+from mlxcache.model.hub import list_downloaded
 from mlxcache.model.load import ModelSpec, fetch, load
 from tests.conftest import ToyMaker
 from tests.fake_hub import FakeHub

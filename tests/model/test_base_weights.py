@@ -13,9 +13,8 @@ import pytest
 from mlx.utils import tree_flatten
 
 from mlxcache.errors import ModelError
-from mlxcache.model.base_weights import Bases, BaseUse
 from mlxcache.model.load import Loaded, ModelSpec, load
-from mlxcache.model.resident_weights import Pace, Weights
+from mlxcache.model.weights import Bases, BaseUse, Pace, Weights
 from tests.conftest import ToyMaker
 from tests.scheduling.drafts import make_draft
 from tests.toys.adapter import convert, make_adapter

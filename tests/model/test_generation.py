@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from mlxcache.model.generation import describe, resolve, sampling_defaults
+from mlxcache.model.sampling import describe, resolve, sampling_defaults
 from mlxcache.types import DEFAULTED, Sampling
 
 

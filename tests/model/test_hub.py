@@ -80,7 +80,7 @@ def test_what_the_hub_answers_becomes_a_sentence(
         raise error
 
     monkeypatch.setattr(hub, "snapshot_download", fail)
-    monkeypatch.setattr(hub, "find_large_files", lambda *_: ())  # asks the Hub
+    monkeypatch.setattr(hub, "_find_large", lambda *_: ())  # asks the Hub
     with pytest.raises(ModelError, match=sentence) as caught:
         resolve("owner/name", "v9")
     assert caught.value.__cause__ is error

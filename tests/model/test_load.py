@@ -62,24 +62,12 @@ def test_more_context_than_the_model_has_is_refused(toy_llama: Path) -> None:
         load(ModelSpec(str(toy_llama), context=65537))
 
 
-def test_a_template_of_ones_own(toy_llama: Path, tmp_path: Path) -> None:
-    """As text or as a file, in place of the model's; its markers decide the tool format."""
-    text = "{{ messages[0].content }}<arg_key>"
-    file = tmp_path / "template.jinja"
-    file.write_text(text)
-    for given in (text, str(file)):
-        tokenizer = load(ModelSpec(str(toy_llama), chat_template=given)).tokenizer
-        assert tokenizer.chat_template == text
-        assert tokenizer.tool_parser.__module__.endswith("glm47")
-    with pytest.raises(ModelError, match="chat template"):
-        load(ModelSpec(str(toy_llama), chat_template=str(tmp_path / "none.jinja")))
-
-
-def test_a_template_that_takes_an_effort_is_noted(toy_llama: Path) -> None:
+def test_a_template_that_takes_an_effort_is_noted(folder: Path) -> None:
     """An effort is then its argument, and no budget."""
-    assert not load(ModelSpec(str(toy_llama))).info.takes_effort
+    assert not load(ModelSpec(str(folder))).info.takes_effort
     text = "{{ reasoning_effort }}{{ messages[0].content }}"
-    assert load(ModelSpec(str(toy_llama), chat_template=text)).info.takes_effort
+    edit(folder / "tokenizer_config.json", chat_template=text)
+    assert load(ModelSpec(str(folder))).info.takes_effort
 
 
 def test_ends_of_turn_come_from_every_file(folder: Path) -> None:

@@ -8,7 +8,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlxcache.model.positions import positions_of, shift_of
+from mlxcache.model.vision import positions_of, shift_of
 from mlxcache.types import Image, ImageSpan
 from tests.toys.configs import NO_VLM
 

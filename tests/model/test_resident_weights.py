@@ -13,7 +13,7 @@ import pytest
 
 from mlxcache.errors import ModelError
 from mlxcache.model.load import ModelSpec, load
-from mlxcache.model.resident_weights import Pace, Weights, split
+from mlxcache.model.weights import Pace, Weights, split
 from tests.conftest import ToyMaker
 from tests.scheduling.drafts import make_draft
 from tests.toys.configs import FAMILIES

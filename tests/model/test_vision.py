@@ -32,7 +32,7 @@ def loaded(toy_muse: Path) -> Loaded:
 @pytest.fixture
 def vision(loaded: Loaded) -> Vision:
     """Nothing remembered yet."""
-    found = load_vision(loaded.model, loaded.tokenizer, loaded.config)
+    found = load_vision(loaded.model, loaded.tokenizer, loaded.config, label="toy")
     assert found is not None
     return found
 
@@ -258,7 +258,7 @@ def test_without_pillow_text_is_served_and_the_log_says_what_to_install(
     loaded: Loaded, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(module, "find_spec", lambda name: None)
-    assert load_vision(loaded.model, loaded.tokenizer, loaded.config) is None
+    assert load_vision(loaded.model, loaded.tokenizer, loaded.config, label="toy") is None
     assert "mlxcache[vision]" in caplog.text
 
 
@@ -267,8 +267,8 @@ def test_a_model_that_cannot_be_fed_rows_is_a_text_model(
 ) -> None:
     llama = load(ModelSpec(str(toy_llama)))
     config = {**llama.config, "vision_config": {"patch_size": 14}, "processor_type": "muse_spark"}
-    assert load_vision(llama.model, loaded.tokenizer, config) is None
+    assert load_vision(llama.model, loaded.tokenizer, config, label="toy") is None
     assert "images disabled" in caplog.text
     caplog.clear()
-    assert load_vision(loaded.model, llama.tokenizer, loaded.config) is None
+    assert load_vision(loaded.model, llama.tokenizer, loaded.config, label="toy") is None
     assert "no token <|patch|>" in caplog.text

@@ -17,7 +17,7 @@ import pytest
 from mlxcache.model import kv
 from mlxcache.model.lineage import Lineage
 from mlxcache.model.load import Loaded, ModelSpec, load
-from mlxcache.model.positions import shift_of
+from mlxcache.model.vision import shift_of
 from mlxcache.prompt.images import ids_with_digests
 from mlxcache.scheduling.images import Images, measure
 from mlxcache.types import ImageSpan, Tokens, join_ids, token_ids

@@ -19,8 +19,8 @@ from mlxcache.errors import BadRequest
 from mlxcache.model.examine import examine
 from mlxcache.model.fingerprint import fingerprint
 from mlxcache.model.load import Loaded, ModelSpec, load
-from mlxcache.model.resident_weights import Weights
 from mlxcache.model.vision import Vision, encode
+from mlxcache.model.weights import Weights
 from mlxcache.types import Image
 from tests.conftest import ToyMaker
 from tests.toys.configs import NO_VLM

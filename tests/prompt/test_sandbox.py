@@ -11,7 +11,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from mlxcache.errors import BadRequest, ContextLengthExceeded, GenerationFailed
 from mlxcache.model import chat_template
-from mlxcache.model.time_limit import run_limited
+from mlxcache.model.chat_template import run_limited
 from mlxcache.prompt import template as module
 from mlxcache.prompt.template import Template
 from tests.prompt import kinds, templates

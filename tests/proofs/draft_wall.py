@@ -18,7 +18,7 @@ import numpy as np
 
 from mlxcache.cache.kv_cache import KVCache
 from mlxcache.guess.drafts import DraftCosts, DraftRule
-from mlxcache.guess.passes import PassCosts
+from mlxcache.guess.rule import PassCosts
 from mlxcache.model.pair import Pair
 from mlxcache.scheduling.pass_costs import measure_passes
 from mlxcache.tree.budget import Budget

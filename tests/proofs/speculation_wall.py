@@ -18,7 +18,7 @@ from statistics import median
 import mlx.core as mx
 
 from mlxcache.guess.forms import reply_form
-from mlxcache.guess.passes import PassCosts
+from mlxcache.guess.rule import PassCosts
 from mlxcache.model.kv import Layout
 from mlxcache.scheduling.pass_costs import measure_passes
 from mlxcache.scheduling.speculation import Speculation

@@ -14,9 +14,8 @@ import pytest
 
 from mlxcache.cache.kv_cache import KVCache
 from mlxcache.errors import BadRequest, ModelError, NotReady, StoreError
-from mlxcache.model.base_weights import BaseUse
 from mlxcache.model.load import ModelSpec, load
-from mlxcache.model.resident_weights import Pace, Weights
+from mlxcache.model.weights import BaseUse, Pace, Weights
 from mlxcache.residency.residency import Residency
 from mlxcache.residency.resident import Newcomer, Resident
 from mlxcache.residency.rounds import Rounds
@@ -463,7 +462,7 @@ class TestMemory:
         b = house.benches["b"]
         task = b.put(ids(1), tokens=4)
         with monkeypatch.context() as patch:
-            patch.setattr("mlxcache.model.resident_weights.mx.eval", fails)
+            patch.setattr("mlxcache.model.weights.mx.eval", fails)
             house.run(task)
         assert not failures
         if error.startswith("[METAL]"):

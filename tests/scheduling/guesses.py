@@ -11,7 +11,7 @@ import pytest
 
 from mlxcache.cache.kv_cache import KVCache
 from mlxcache.guess.drafts import DraftCosts
-from mlxcache.guess.passes import LENGTHS, Curves, PassCosts
+from mlxcache.guess.rule import LENGTHS, Curves, PassCosts
 from mlxcache.scheduling.guessing import GuessingDecoder
 from mlxcache.scheduling.speculation import Speculation
 from mlxcache.scheduling.task import Task

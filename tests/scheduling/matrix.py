@@ -20,10 +20,9 @@ from mlxcache.cache.disk import DiskTier
 from mlxcache.cache.kv_cache import KVCache
 from mlxcache.cache.restore import MIN_GAIN, MIN_UNKNOWN
 from mlxcache.cache.shared_ram import SharedRam
-from mlxcache.model.base_weights import BaseUse
 from mlxcache.model.kv import Layout
 from mlxcache.model.load import Loaded, ModelSpec, load
-from mlxcache.model.resident_weights import Weights, is_resident
+from mlxcache.model.weights import BaseUse, Weights, is_resident
 from mlxcache.prompt.marks import MARK_DISTANCE
 from mlxcache.residency.residency import Residency
 from mlxcache.residency.resident import Resident

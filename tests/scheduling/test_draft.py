@@ -15,7 +15,7 @@ import pytest
 from mlxcache.cache.kv_cache import KVCache
 from mlxcache.errors import GenerationFailed
 from mlxcache.guess.drafts import DraftCosts, DraftRule
-from mlxcache.guess.passes import LENGTHS, PassCosts
+from mlxcache.guess.rule import LENGTHS, PassCosts
 from mlxcache.model import kv
 from mlxcache.model.pair import Pair
 from mlxcache.scheduling import scheduler

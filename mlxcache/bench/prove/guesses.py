@@ -13,7 +13,7 @@ from mlxcache.bench.prove import equality
 from mlxcache.bench.prove.equality import Unequal
 from mlxcache.bench.prove.findings import Findings
 from mlxcache.bench.prove.scale import Scale
-from mlxcache.guess.passes import LENGTHS, PassCosts
+from mlxcache.guess.rule import LENGTHS, PassCosts
 from mlxcache.scheduling.pass_costs import FAR, NEAR
 from mlxcache.scheduling.speculation import Speculation
 from mlxcache.types import Finished, RequestRecord, Sampling, Text, TokenLogprob, Tokens

@@ -246,8 +246,7 @@ def _examine_model(
     )
     from mlxcache.cli.doctor.several import Checked, examine_adapter  # noqa: PLC0415
     from mlxcache.model.examine import examine  # noqa: PLC0415
-    from mlxcache.model.hub import here  # noqa: PLC0415
-    from mlxcache.model.library import check  # noqa: PLC0415
+    from mlxcache.model.hub import check, here  # noqa: PLC0415
     from mlxcache.model.load import ModelSpec  # noqa: PLC0415
 
     entry = settings.entries[0]

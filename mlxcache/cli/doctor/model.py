@@ -10,7 +10,7 @@ from mlxcache.cache.capacity import Fit
 from mlxcache.cli.doctor.finding import Finding
 from mlxcache.config import format_size
 from mlxcache.model.examine import Examined, Group, Kind
-from mlxcache.model.generation import describe
+from mlxcache.model.sampling import describe
 from mlxcache.types import ModelInfo
 
 TOKENS = (20_000, 100_000)

@@ -36,19 +36,12 @@ With these, attention scores have a deviation near 1.7: some positions weigh mor
 hundreds of them count."""
 
 LETTERS = [c for c in punctuation + ascii_letters + digits if c not in "<'"]
-"""Characters for replies, without `<`, which opens markers, and `'`, which has a rule of its own.
-"""
+"""Characters for replies, without `<`, which opens markers, and `'`, which has its own rule."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Sizes of a Qwen3 model without experts.
-
-    `hidden`: width of the embeddings. `intermediate`: width inside an MLP. `head_dim`: width of an
-    attention head. `layers`, `heads`, `kv_heads`: numbers of layers, and of query heads and KV
-    heads in each. `vocabulary`: number of logits. `tied`: the output head has the same weights as
-    the embeddings.
-    """
+    """Sizes of a Qwen3 model without experts. `tied`: the head has the embeddings' weights."""
 
     hidden: int
     layers: int
@@ -67,18 +60,15 @@ SIZES = {
     "4b": Shape(2560, 36, 9728, 32, 8),
     "8b": Shape(4096, 36, 12288, 32, 8, tied=False),
 }
-"""Shapes by name, as published in config.json of Qwen3-0.6B, -1.7B, -4B and -8B. `tiny` is not
-published.
-"""
+"""Shapes by name, as published in config.json of Qwen3-0.6B, -1.7B, -4B and -8B; `tiny` is ours."""
 
 
 def make_random(folder: Path, size: str, weights: Weights = "bfloat16", seed: int = 0) -> Path:
     """Write the folder of a random model for `mlx_lm.load`, and return the folder.
 
-    `size`: a key of SIZES, such as "0.6b"; raises KeyError for any other. `weights`: their dtype,
-    or "4bit" for quantised ones. `seed`: the same seed draws the same weights. One layer at a time
-    is held in memory. The text of a reply encodes to exactly the tokens that were generated, as
-    that of a trained model mostly does. Replies never end by themselves. Blocks; MLX thread only.
+    One layer at a time is held in memory. The text of a reply encodes to exactly the tokens that
+    were generated, as that of a trained model mostly does. Replies never end by themselves. Blocks;
+    MLX thread only.
     """
     shape = SIZES[size]
     folder.mkdir(parents=True, exist_ok=True)
@@ -108,11 +98,7 @@ def make_random(folder: Path, size: str, weights: Weights = "bfloat16", seed: in
 
 
 def lonely_letters(vocabulary: Mapping[str, int]) -> list[str]:
-    """Choose characters that a tokenizer never merges with each other into one token.
-
-    `vocabulary`: the tokenizer's token ids by token. Each character chosen is a token of it, and no
-    two of them, the same or different ones, form one.
-    """
+    """Choose characters, each a token, that a tokenizer never merges with each other."""
     chosen: list[str] = []
     for letter in LETTERS:
         among = [*chosen, letter]
@@ -147,11 +133,7 @@ def _config(shape: Shape, eos: int, weights: Weights) -> dict[str, Any]:
 
 
 def _parts(shape: Shape) -> Iterator[dict[str, tuple[int, ...]]]:
-    """Yield the shapes of the parameters, one dict for each file of weights.
-
-    The keys are names without the final `.weight`. The first file has the embeddings, the last norm
-    and the output head, if it has weights of its own; each other file has one layer.
-    """
+    """Yield the shapes of the parameters, without the final `.weight`, one dict for each file."""
     hidden, inner = shape.hidden, shape.intermediate
     queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     ends: dict[str, tuple[int, ...]] = {
@@ -188,11 +170,8 @@ def _drawn(
 ) -> dict[str, mx.array]:
     """Draw the random bfloat16 parameters of one file.
 
-    Returns them by name. `part`: their shapes, by the same names without the final `.weight`.
-    `key`: MLX's random key. `tokens`: number of ids of the tokenizer. In the embeddings and the
-    output head, only the rows of these ids are drawn. The other rows are zeros: no prompt contains
-    their ids, and no reply should. `spoken`: ids that a reply may contain. `tied`: the embeddings
-    are the output head too.
+    In the embeddings and the output head, only the rows of the tokenizer's ids are drawn. The other
+    rows are zeros: no prompt contains their ids, and no reply should.
     """
     found = {}
     for (name, size), one in zip(part.items(), mx.random.split(key, len(part)), strict=True):
@@ -213,18 +192,13 @@ def _drawn(
 
 
 def _head_scales(size: tuple[int, ...], spoken: list[int], *, quiet: float) -> mx.array:
-    """Return factors for the rows of an output head of shape `size`, as an array (rows, 1).
-
-    With these factors, only token ids in `spoken` are ever the likeliest. `quiet`: the factor of
-    all other rows, relative to that of the rows in `spoken`.
-    """
+    """Return factors for the rows of an output head: only `spoken` ids are ever the likeliest."""
     factors = mx.full((size[0], 1), quiet)
     factors[mx.array(spoken)] = 1.0
     return factors * (LOGIT_SPREAD / math.sqrt(size[1]))
 
 
 def _quantised(arrays: Mapping[str, mx.array]) -> dict[str, mx.array]:
-    """Quantise the matrices among `arrays` to 4 bits, in the form in which mlx-lm stores them."""
     found: dict[str, mx.array] = {}
     for name, array in arrays.items():
         if array.ndim == 1:

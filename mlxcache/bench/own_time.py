@@ -1,6 +1,6 @@
 """Program that measures how fast mlx-lm alone, without a server, runs a model.
 
-`mlxcache bench` compares the server with these times. It starts `python -m mlxcache.model.own_time
+`mlxcache bench` compares the server with these times. It starts `python -m mlxcache.bench.own_time
 MODEL`, which prints `{"ready": true}` once the model is loaded, or `{"error": TEXT}` if it cannot
 be measured. Each line of standard input then describes one measurement, and the program prints one
 line with its result. Both lines are JSON objects. The keys of the input line, the keys of the
@@ -46,9 +46,8 @@ TOKEN_IDS = 256
 class OwnTime:
     """A model loaded by mlx-lm, with methods that measure how fast mlx-lm alone runs it.
 
-    `path`: the model's folder. `seconds` and `decoding` use one cache, which is truncated or filled
-    to the length of the prefix before each measurement. Raises ValueError if the cache cannot be
-    truncated: the state at the prefix would have to be copied, and the copy would be measured too.
+    Raises ValueError if the cache cannot be truncated: the state at the prefix would have to be
+    copied, and the copy would be measured too.
     """
 
     def __init__(self, path: Path):
@@ -60,12 +59,7 @@ class OwnTime:
         self.rng = np.random.default_rng(0)
 
     def seconds(self, prefix: int, fed: int) -> float:
-        """Measure the seconds from feeding `fed` tokens after `prefix` tokens to the next token.
-
-        `fed` is at least 1. Measures mlx-lm's `generate_step` up to its first yield: it feeds all
-        tokens but one, feeds the last, draws a token, and starts the next step. The tokens are
-        random, which does not affect the time.
-        """
+        """Measure the seconds from feeding `fed` random tokens after `prefix` to the next token."""
         self._reach(prefix)
         prompt = mx.array(self._tokens(fed))
         mx.eval(prompt)
@@ -81,8 +75,8 @@ class OwnTime:
     def decoding(self, prefix: int, reply: int) -> tuple[float, int]:
         """Measure `mlx_lm.generate` for a reply of `reply` tokens after `prefix` tokens.
 
-        `reply` is at least 2. Returns tokens per second after the first token, and the bytes of
-        MLX's peak memory above those that were active at that token. No token ends the reply.
+        Returns tokens per second after the first token, and MLX's peak memory above what was active
+        then.
         """
         self._reach(prefix - 1)
         tokenizer = load_tokenizer(self.path)
@@ -101,10 +95,7 @@ class OwnTime:
         return (len(times) - 1) / (times[-1] - times[0]), max(0, peak)
 
     def prefill(self, prompt: int, step: int) -> float:
-        """Measure the prefill of mlx-lm from an empty cache, in prompt tokens per second.
-
-        `prompt`: length of the prompt in tokens. `step`: mlx-lm's `prefill_step_size`.
-        """
+        """Measure the prefill of mlx-lm from an empty cache, in prompt tokens per second."""
         tokens = mx.array(self._tokens(prompt))
         cache = make_prompt_cache(self.model)
         mx.eval(tokens)
@@ -122,11 +113,7 @@ class OwnTime:
         return prompt / taken
 
     def kv_bytes_per_token(self) -> float:
-        """Return the KV bytes per token over all layers, from the shapes of the arrays.
-
-        An array's bytes are divided by its number of positions, so spare capacity does not count.
-        Call after a measurement, when the cache is not empty.
-        """
+        """Return the KV bytes per token over all layers, without spare capacity."""
         arrays = [
             value
             for _, value in tree_flatten([layer.state for layer in self.cache])
@@ -147,8 +134,7 @@ class OwnTime:
     def _reach(self, prefix: int) -> None:
         """Bring the cache to `prefix` tokens, by truncating it or adding the missing ones.
 
-        Random KV is appended to plain caches (`KVCache`) that are not empty, because the values do
-        not affect the time. To all other caches random tokens are fed.
+        Random KV is appended to plain caches, because the values do not affect the time.
         """
         if self._length() and all(type(layer) is KVCache for layer in self.cache):
             self._fill(prefix - self._length())
@@ -160,7 +146,6 @@ class OwnTime:
         trim_prompt_cache(self.cache, self._length() - prefix)
 
     def _fill(self, count: int) -> None:
-        """Append `count` positions of random KV to the cache."""
         for layer in self.cache if count > 0 else ():
             shapes = [(*array.shape[:2], count, array.shape[3]) for array in layer.state[:2]]
             noise = [mx.random.normal(shape, dtype=layer.keys.dtype) for shape in shapes]
@@ -171,12 +156,10 @@ class OwnTime:
 
 
 def rounding(model: Any, tokens: Tokens, split: int) -> float:
-    """Measure how much log-probabilities change if a prompt is fed in other passes.
+    """Measure how much the last log-probabilities change if a prompt is fed in other passes.
 
-    Returns the largest difference between the last position's log-probabilities after two ways of
-    feeding `tokens`: in passes of 2,048 tokens, and in such passes up to position `split`, then all
-    of the rest in one. Uses mlx-lm's own cache, so only the rounding of the model's dtype makes a
-    difference. MLX thread only.
+    That is in passes of 2,048 tokens, and in such passes up to `split`, then all of the rest in
+    one. MLX thread only.
     """
     ends = [list(range(2048, len(tokens), 2048)), [*range(2048, split, 2048), split]]
     rows = []
@@ -191,12 +174,7 @@ def rounding(model: Any, tokens: Tokens, split: int) -> float:
 
 
 def answer(own: OwnTime, line: str) -> dict[str, float]:
-    """Make the measurement that a line of input describes, and return its result.
-
-    `own`: the model to measure. `line`: a JSON object as text. Its keys and those of the result are
-    in the docstring of this module. Raises KeyError if a key is missing, and ValueError if the text
-    is no JSON object.
-    """
+    """Make the measurement that a line of input describes, and return its result."""
     question = json.loads(line)
     if not isinstance(question, dict):
         raise ValueError(f"expected a JSON object, got {line!r}")
@@ -210,12 +188,7 @@ def answer(own: OwnTime, line: str) -> dict[str, float]:
 
 
 def main() -> None:
-    """Run the program: load the model in the folder of the first argument, and measure it.
-
-    Each line of standard input is a JSON object that describes one measurement; its result is
-    printed as a line of JSON. Returns when the input ends. If the model cannot be measured, prints
-    `{"error": TEXT}` and returns at once.
-    """
+    """Run the program: load the model in the folder of the first argument, and measure it."""
     keep_kernels_private()
     try:
         own = OwnTime(Path(sys.argv[1]))
