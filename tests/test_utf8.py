@@ -11,7 +11,7 @@ from mlxcache.cli.agent_settings import read_object
 from mlxcache.config import load_settings
 from mlxcache.config.keys import read_keys
 from mlxcache.errors import BadRequest, ConfigError, ModelError
-from mlxcache.model.load import checked_config
+from mlxcache.model.folder import checked_config
 from mlxcache.safetensors import Malformed, Tensor, compose, read_header
 from mlxcache.utf8 import NotUtf8, decode_utf8, read_utf8
 from mlxcache.wire.chat_bodies import chats_to_warm

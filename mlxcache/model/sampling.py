@@ -19,6 +19,7 @@ from typing import Any, cast
 import mlx.core as mx
 import numpy as np
 from mlx_lm.sample_utils import greedy_sampler, make_repetition_penalty
+from mlx_lm.tokenizer_utils import _byte_decoder
 
 from mlxcache.errors import BadRequest
 from mlxcache.model.guidance.guide import Bitmask
@@ -297,20 +298,10 @@ def _token_bytes(piece: str) -> bytes | None:
     return None if None in values else bytes(cast(list[int], values))
 
 
-def _byte_characters() -> dict[str, int]:
-    shown = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    hidden = sorted(set(range(256)) - set(shown))
-    return {chr(b): b for b in shown} | {chr(256 + i): b for i, b in enumerate(hidden)}
-
-
 _BYTE = re.compile("<0x[0-9A-F]{2}>")
 
-_BYTE_OF = _byte_characters()
-"""Bytes by the characters that stand for them in byte-level vocabularies.
-
-Visible characters of Latin-1 stand for themselves, and the rest for 256 on. Source: GPT-2,
-https://github.com/openai/gpt-2/blob/master/src/encoder.py.
-"""
+_BYTE_OF: dict[str, int] = _byte_decoder()
+"""Bytes by the characters that stand for them in byte-level vocabularies."""
 
 
 # -- a model's own defaults ------------------------------------------------------------------------

@@ -11,6 +11,7 @@ import logging
 import struct
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
 from threading import Lock
@@ -210,6 +211,7 @@ def decode(data: bytes) -> npt.NDArray[np.uint8]:
     other, damaged, animated or too large file, the last before anything is decoded.
     """
     from PIL import Image as Pillow  # noqa: PLC0415 - an extra, which text models do without
+    from PIL import ImageOps  # noqa: PLC0415 - as above
 
     try:
         with Pillow.open(io.BytesIO(data), formats=FORMATS) as picture:
@@ -227,7 +229,9 @@ def decode(data: bytes) -> npt.NDArray[np.uint8]:
                     param="messages",
                 )
             picture.load()
-            return _opaque(_upright(picture))
+            with suppress(OSError, SyntaxError, ValueError, LookupError, TypeError, struct.error):
+                ImageOps.exif_transpose(picture, in_place=True)  # a damaged EXIF turns nothing
+            return _opaque(picture)
     except (Pillow.DecompressionBombError, OSError, SyntaxError, ValueError) as error:
         raise BadRequest(
             "An image cannot be read: it must be a complete PNG, JPEG, GIF or WebP file.",
@@ -246,27 +250,6 @@ def _opaque(picture: Any) -> npt.NDArray[np.uint8]:
     white = Pillow.new("RGBA", picture.size, "white")
     white.alpha_composite(picture.convert("RGBA"))
     return np.asarray(white.convert("RGB"))
-
-
-def _upright(picture: Any) -> Any:
-    """Return an image turned and mirrored by its EXIF orientation; a damaged EXIF turns nothing."""
-    from PIL import ExifTags, Image  # noqa: PLC0415 - as above
-
-    turns = Image.Transpose
-    turned = {
-        2: turns.FLIP_LEFT_RIGHT,
-        3: turns.ROTATE_180,
-        4: turns.FLIP_TOP_BOTTOM,
-        5: turns.TRANSPOSE,
-        6: turns.ROTATE_270,
-        7: turns.TRANSVERSE,
-        8: turns.ROTATE_90,
-    }
-    try:
-        turn = turned.get(picture.getexif().get(ExifTags.Base.Orientation))
-    except (OSError, SyntaxError, ValueError, LookupError, TypeError, struct.error):
-        return picture
-    return picture if turn is None else picture.transpose(turn)
 
 
 def encode(pixels: npt.NDArray[np.uint8]) -> bytes:

@@ -373,9 +373,10 @@ def test_a_reply_whose_drafts_do_not_pay_is_decoded_without_them(
     """A few are tried; the draft model is fed the rest later, and both hold the same tokens."""
     bench, ids, drafts = ruled(drafted, 0.8, 0.5), prompt(rng, 100), 0
     for _ in range(2):
+        passes = counted(bench.model)
         task = bench.put(ids, tokens=120, sampling=sampling)
         bench.run(until=lambda task=task: task.output is not None)  # type: ignore[misc]
-        passes = counted(bench.model)
+        passes.clear()
         bench.run()
         assert task.out == plain.twin().ask(ids, tokens=120, sampling=sampling).out
         drafts += task.record.drafted_tokens
