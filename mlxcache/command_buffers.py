@@ -36,10 +36,7 @@ def buffer_variables(chip: str, environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def set_command_buffers() -> None:
-    """Give MLX the variables, on a Mac. Call before MLX is first imported.
-
-    `os.environ` is not changed, and so still has what the user set.
-    """
+    """Give MLX the variables, on a Mac, before it is first imported; not `os.environ`."""
     if sys.platform != "darwin":
         return
     wanted = buffer_variables(read_chip(), os.environ)

@@ -78,11 +78,7 @@ E = TypeVar("E", bound=_Engine)
 
 
 class _Embedded(Generic[E]):
-    """An engine in this process with its cache folder and remote, open inside `async with`.
-
-    `given`: settings by their keys in config.toml. `make(settings, remote)` returns the engine, or
-    the engines of several models.
-    """
+    """An engine in this process with its cache folder and remote, open inside `async with`."""
 
     def __init__(
         self, given: Mapping[str, Any], make: Callable[[Settings, Objects | None], E]
@@ -143,10 +139,7 @@ class Model(_Embedded["Engine"]):
 
     @property
     def sessions(self) -> SessionBook:
-        """Sessions, with methods to list, get, patch, fork and delete them.
-
-        `sessions.files` exports and imports snapshots. Raises NotReady outside of `async with`.
-        """
+        """Sessions; `sessions.files` exports and imports snapshots. Raises NotReady outside."""
         return self._engine.sessions
 
     def figures(self) -> dict[str, Any]:

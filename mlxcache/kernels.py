@@ -34,10 +34,7 @@ log = logging.getLogger("mlxcache.engine")
 
 
 def keep_kernels_private() -> None:
-    """Make MLX compile its kernels in the private folder, from its next one on. Not on a Mac.
-
-    `os.environ` is not changed, so Python's temporary files stay where they were.
-    """
+    """Make MLX compile its kernels in the private folder. Leaves `os.environ` as it is."""
     for name, value in kernel_variables().items():
         os.putenv(name, value)
 

@@ -73,11 +73,7 @@ class OwnTime:
         return taken
 
     def decoding(self, prefix: int, reply: int) -> tuple[float, int]:
-        """Measure `mlx_lm.generate` for a reply of `reply` tokens after `prefix` tokens.
-
-        Returns tokens per second after the first token, and MLX's peak memory above what was active
-        then.
-        """
+        """Measure tokens per second and MLX's peak memory of a reply after `prefix` tokens."""
         self._reach(prefix - 1)
         tokenizer = load_tokenizer(self.path)
         tokenizer.eos_token_ids = []
@@ -132,10 +128,7 @@ class OwnTime:
         mx.synchronize()
 
     def _reach(self, prefix: int) -> None:
-        """Bring the cache to `prefix` tokens, by truncating it or adding the missing ones.
-
-        Random KV is appended to plain caches, because the values do not affect the time.
-        """
+        """Bring the cache to `prefix` tokens, by random KV: values do not affect the time."""
         if self._length() and all(type(layer) is KVCache for layer in self.cache):
             self._fill(prefix - self._length())
         if self._length() < prefix:
@@ -156,11 +149,7 @@ class OwnTime:
 
 
 def rounding(model: Any, tokens: Tokens, split: int) -> float:
-    """Measure how much the last log-probabilities change if a prompt is fed in other passes.
-
-    That is in passes of 2,048 tokens, and in such passes up to `split`, then all of the rest in
-    one. MLX thread only.
-    """
+    """Measure how much the last log-probabilities change if a prompt is fed in other passes."""
     ends = [list(range(2048, len(tokens), 2048)), [*range(2048, split, 2048), split]]
     rows = []
     for cuts in ends:

@@ -42,10 +42,7 @@ class DraftCosts:
         return self._share(cached) * self._draft.at(cached)(tokens) if tokens else 0.0
 
     def observe(self, drafts: int, seconds: float, cached: int) -> float:
-        """Correct the costs by a round of a running reply; return the cost of this round.
-
-        An outlier corrects nothing, as in `PassCosts.observe`.
-        """
+        """Correct the costs by a round of a running reply; return the cost of this round."""
         if not drafts:
             return self.target.observe(1, seconds, cached)
         cost = seconds / self.target.seconds(cached)
@@ -109,10 +106,7 @@ class DraftRule:
 
 
 class ReplyDrafts:
-    """The drafts of one reply, which cost it at most one pass and 2% of its time.
-
-    `saved`: passes of one token that drafting has saved so far, less what it cost.
-    """
+    """The drafts of one reply, which cost it at most one pass and 2% of its time."""
 
     def __init__(self, rule: DraftRule):
         self.saved = 0.0
@@ -121,10 +115,7 @@ class ReplyDrafts:
         self._purse = Purse()
 
     def choose(self, most: int, cached: int, unseen: int) -> int:
-        """Return how many tokens to draft next, at most `most`; 0 if none pays.
-
-        `unseen`: tokens that the draft model has to be fed before.
-        """
+        """Return how many tokens to draft next; `unseen`: those to feed the draft model before."""
         costs, rule = self._rule.costs, self._rule
         before = costs.catch_up(unseen, cached)
         drafts = rule.best(most, cached)

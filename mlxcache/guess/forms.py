@@ -67,10 +67,7 @@ def _stripped(rests: list[str], mark: str) -> list[str]:
 
 
 def unwrapped(result: str) -> str:
-    """Return the long texts within a tool result that is JSON, joined by line ends; else `result`.
-
-    Some clients send a command's output in an object such as `{"output": "...", "exit_code": 0}`.
-    """
+    """Return the long texts within a tool result that is JSON, in lines; else `result`."""
     if result[:1] not in ("{", "["):
         return result
     try:
@@ -90,10 +87,7 @@ def _texts(value: object) -> Iterator[str]:
 
 
 def reply_form(result: str, *, escaped: bool) -> str | None:
-    """Return a tool result as a tool call in a reply would write it; None if it is the same.
-
-    `escaped`: the model's tool calls are JSON, so their strings are written with escapes.
-    """
+    """Return a tool result as a tool call in a reply would write it; None if it is the same."""
     if len(result) < LEAST_CHARACTERS:
         return None
     text = without_line_numbers(unwrapped(result))
@@ -103,8 +97,5 @@ def reply_form(result: str, *, escaped: bool) -> str | None:
 
 
 def writes_escaped(shown: Callable[[str], str]) -> bool:
-    """Return whether a model writes strings in its tool calls as JSON.
-
-    `shown(value)`: the text of a reply that calls a tool with `value` as argument.
-    """
+    """Return whether a model writes strings in its tool calls as JSON."""
     return "zq\\nzq" in shown("zq\nzq")

@@ -173,10 +173,7 @@ class TokenLog:
 
 
 def _following(tokens: array[int], place: int, count: int) -> tuple[int, ...]:
-    """Return up to `count` tokens after position `place`, fewer if another text begins before.
-
-    If there are fewer than `count` after `place`, they are repeated in the same order.
-    """
+    """Return `count` tokens after `place`, repeated if there are fewer; up to another text."""
     said = tokens[place + 1 : place + 1 + count].tolist()
     at = 0
     while len(said) < count:
@@ -204,17 +201,11 @@ MOST_HISTORIES = 16
 """Most conversations that are kept while no reply uses them."""
 
 SHARED = 0.5
-"""Share of a conversation's tokens with which a prompt must begin to continue it.
-
-If the prompt is shorter than the conversation, it is a share of the prompt's tokens.
-"""
+"""Share of the shorter of conversation and prompt with which both must begin alike."""
 
 
 class History:
-    """Tokens of one conversation: prompts, replies, and tool results as a reply would write them.
-
-    `most`: maximum number of tokens that guesses are taken from. Not thread-safe.
-    """
+    """Tokens of one conversation: prompts, replies, tool results as a reply would write them."""
 
     def __init__(self, most: int = MOST_TOKENS):
         self._log = TokenLog(most)

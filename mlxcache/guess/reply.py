@@ -11,10 +11,7 @@ from mlxcache.guess.rule import LONGEST, PassCost, Purse, Survival, best_length
 
 @dataclass(slots=True)
 class Gains:
-    """Counts of the guesses of one reply, and the time that they saved, in passes of one token.
-
-    `drafted`: guessed tokens that were checked. `accepted`: those of them that were right.
-    """
+    """Guessed tokens that were checked, the right ones, passes with a guess, passes saved."""
 
     drafted: int = 0
     accepted: int = 0

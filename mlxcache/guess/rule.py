@@ -56,7 +56,6 @@ class Survival:
                 break
 
     def chances(self, matched: int, count: int) -> list[float]:
-        """Return the chances that the first 1, 2, ... `count` tokens of a guess are all right."""
         row = _group(MATCHES, matched)
         tried, kept = self._tried[row], self._right[row]
         found, chance, group = list[float](), 1.0, 0
@@ -99,10 +98,7 @@ def best_length(
 
 
 def cost_curve(points: Sequence[tuple[int, float]]) -> PassCost:
-    """Return the cost of a pass by its tokens, interpolated between `points`, (tokens, cost).
-
-    They ascend; the first is (1, 1.0). Beyond the last, the cost grows as between the last two.
-    """
+    """Return the cost of a pass by its tokens, from (tokens, cost) that begin with (1, 1.0)."""
     table = [1.0, 1.0]
     for (start, low), (end, high) in pairwise(points):
         table += [low + (high - low) * (at - start) / (end - start) for at in range(start + 1, end)]
@@ -156,7 +152,6 @@ class PassCosts:
         self._single: float | None = None
 
     def at(self, cached: int) -> PassCost:
-        """Return the cost of passes after `cached` positions, as a function of their tokens."""
         measured, live = self._measured(cached), self._live
 
         def cost(tokens: int) -> float:

@@ -276,10 +276,7 @@ class Checkpointed:
         return True
 
     def adopted(self, state: Any, like: Any) -> Any:
-        """Convert a state saved by mlx-lm to the form that `state` returns.
-
-        Raises ValueError if its integers contradict each other or those of `like`.
-        """
+        """Convert a state saved by mlx-lm. Raises ValueError if its integers contradict `like`."""
         return state
 
 

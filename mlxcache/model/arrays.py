@@ -32,7 +32,7 @@ def joined(parts: Sequence[mx.array]) -> mx.array:
 def readable(array: mx.array) -> mx.array:
     """Return `array` as a lazy view in a dtype that NumPy supports: bfloat16 as uint16.
 
-    The CPU makes the view, which works even after the GPU has failed.
+    Made on the CPU, which works even after the GPU has failed.
     """
     return array.view(mx.uint16, stream=mx.cpu) if array.dtype == mx.bfloat16 else array
 
@@ -99,10 +99,7 @@ def either(early: Any, late: Any) -> Any:
 
 
 def varies(states: Any) -> bool:
-    """Return whether an ArraySpec in the nested tuples `states` allows any size along some axis.
-
-    The states of a batch's sequences could then have different sizes.
-    """
+    """Return whether an ArraySpec in the nested tuples `states` allows any size along some axis."""
     if isinstance(states, ArraySpec):
         return None in states.shape
     return isinstance(states, tuple) and any(map(varies, states))

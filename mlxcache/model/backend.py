@@ -115,10 +115,9 @@ def takes_images(config: Mapping[str, Any], backend: Backend, *, images: bool) -
 
 
 def has_images(path: Path) -> bool:
-    """Return whether a model's folder has weights of a vision tower and settings of its processor.
+    """Return whether a folder has weights of a vision tower and settings of its processor.
 
-    Conversions to text only may have the settings, but not the weights. False if a file cannot be
-    read, which loading the model reports.
+    Conversions to text only may have the settings, but not the weights.
     """
     if not any((path / name).is_file() for name in PROCESSOR_FILES):
         return False

@@ -141,10 +141,7 @@ class _Meter:
         require(sum(map(self.weigh, values)))
 
     def multiply(self, name: str, value: Any, args: Sequence[Any]) -> None:
-        """Check that the operation `name` could not make far more of `value` than allowed.
-
-        Each part of `value` may grow by each of `args`.
-        """
+        """Check that the operation `name` could not make far more of `value` than allowed."""
         factor = 1
         for one in args[1:2] if name == "replace" else args:
             if isinstance(one, int):

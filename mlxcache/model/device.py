@@ -44,10 +44,7 @@ def prepare(pool_bytes: int) -> None:
 
 
 def wire(size: int) -> int:
-    """Keep at most `size` bytes of MLX's memory wired, and no more than the working set.
-
-    Returns that limit in bytes; 0 without Metal, where nothing can be wired. macOS 14 ignores it.
-    """
+    """Keep at most `size` bytes of MLX's memory wired; return the limit. macOS 14 ignores it."""
     most = working_set_bytes()
     if most is None:
         return 0
@@ -60,10 +57,7 @@ def wire(size: int) -> int:
 
 
 def is_device_error(error: BaseException | None) -> bool:
-    """Return whether `error` reports a command that failed on the device, now or earlier.
-
-    After it, no result since the last `confirm` can be trusted, whichever request it belongs to.
-    """
+    """Return whether `error` reports a command that failed on the device: see `confirm`."""
     return isinstance(error, RuntimeError) and _DEVICE_ERROR.search(str(error)) is not None
 
 
@@ -92,7 +86,7 @@ def confirm() -> None:
 def settle() -> None:
     """Wait for all commands, and discard the errors of those that failed.
 
-    Raises the last error if errors continue after `MOST_PARKED` waits: the device is then unusable.
+    Raises the last error after `MOST_PARKED` waits: the device is then unusable.
     """
     for left in reversed(range(MOST_PARKED)):
         try:

@@ -76,10 +76,7 @@ def check_files(path: Path) -> None:
 
 
 def tensor_index(path: Path) -> dict[str, str]:
-    """Return names of weight files by names of tensors, from the file `INDEX`; {} without it.
-
-    Raises OSError if the index cannot be read, and ValueError if it is not of the expected form.
-    """
+    """Return names of weight files by names of tensors, from the file `INDEX`; {} without it."""
     file = path / INDEX
     if not file.exists():
         return {}
@@ -113,10 +110,7 @@ def tensor_names(file: Path) -> set[str] | None:
 
 
 def file_stamps(path: Path) -> tuple[Stamp, ...]:
-    """Return a stamp of each file that the weights depend on, to notice if one has changed.
-
-    A broken link, and a file that must not be read, have a size of -1.
-    """
+    """Return a stamp of each file that the weights depend on, to notice if one has changed."""
     return tuple(_stamp(file) for name in _WEIGHTS for file in sorted(path.glob(name)))
 
 

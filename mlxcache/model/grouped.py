@@ -135,10 +135,7 @@ class GroupRows:
         self._tail = end == start + new.shape[2]
 
     def _write_tail(self) -> None:
-        """Write the rows of the newest vector again if the buffer may lack some of them.
-
-        So after `put`, `end_at` or `restore`, or if it was too short before.
-        """
+        """Write the rows of the newest vector again if the buffer may lack some of them."""
         if self._tail or self._end <= self.offset or not self.groups:
             return
         if self.newest is None or self._newest_of != self.groups:

@@ -136,10 +136,7 @@ def resolve(model: str, revision: str | None = None, progress: Progress | None =
 
 
 def here(model: str, revision: str | None = None) -> Path | None:
-    """Return the folder of `model` if all of its files are on this machine, else None.
-
-    Raises ModelError for a path that is no existing folder, and for a name that is no Hub id.
-    """
+    """Return the folder of `model` if all of its files are on this machine, else None."""
     if Path(model).expanduser().exists() or _looks_local(model) or "/" not in model:
         return resolve(model, revision)
     try:
@@ -159,10 +156,7 @@ def here(model: str, revision: str | None = None) -> Path | None:
 
 
 def outline(model: str, revision: str | None = None) -> tuple[Path, int]:
-    """Download only the config.json of a model; return its folder and the bytes of its weights.
-
-    Raises ModelError if that fails, within seconds if the Hub cannot be reached.
-    """
+    """Download only the config.json of a model; return its folder and the bytes of its weights."""
     try:
         # before the download, which would be retried
         info = HfApi().model_info(model, revision=revision, files_metadata=True, timeout=ANSWER_S)
@@ -177,11 +171,7 @@ def outline(model: str, revision: str | None = None) -> tuple[Path, int]:
 
 
 def fetch_config(model: str) -> Path | None:
-    """Download the config.json of a model, and return its folder, or None if that fails.
-
-    Within seconds if the Hub cannot be reached. A call of `resolve` then raises the error, or
-    returns the folder with the files that are on this machine.
-    """
+    """Download the config.json of a model; return its folder, or None if that fails."""
     try:
         return outline(model)[0]
     except ModelError:
@@ -215,10 +205,7 @@ def _download(model: str, revision: str | None, progress: Progress | None) -> Pa
 
 
 def why(model: str, revision: str | None, error: Exception) -> str | None:
-    """Return a sentence on the cause and remedy of an error of the Hub's client.
-
-    None for an error of another kind than those in `_SENTENCES`.
-    """
+    """Return a sentence on the cause and remedy of an error of the Hub's client."""
     for kind, sentence in _SENTENCES:
         if isinstance(error, kind):
             return _sentence(sentence, model, revision)
@@ -299,11 +286,7 @@ class _LargeFile:
 
 
 def _find_large(model: str, revision: str | None) -> Sequence[_LargeFile]:
-    """Return the model's large files that the Hub's cache lacks, in one request.
-
-    Empty if the Hub does not list the files: then snapshot_download uses the files on this machine,
-    or raises the error.
-    """
+    """Return the model's large files that the Hub's cache lacks; none if the Hub is away."""
     try:
         info = HfApi().model_info(model, revision=revision, files_metadata=True, timeout=ANSWER_S)
     except (*_ERRORS, _HTTP_ERROR):
@@ -324,10 +307,7 @@ def _find_large(model: str, revision: str | None) -> Sequence[_LargeFile]:
 
 
 def _fetch_large(files: Sequence[_LargeFile], progress: Progress | None) -> None:
-    """Download files into the Hub's cache, continuing those that are incomplete.
-
-    Raises the errors of the Hub's client, OSError, and ModelError for a file whose digest is wrong.
-    """
+    """Download files into the Hub's cache, continuing those that are incomplete."""
     told = _Told(files, progress or _ignore)
     with ThreadPoolExecutor(_THREADS, thread_name_prefix="mlxcache-download") as pool:
         for future in [pool.submit(_fetch, one, told) for one in files]:
@@ -451,11 +431,7 @@ def list_downloaded() -> list[Downloaded]:
 
 
 def pull(model: str, revision: str | None = None, progress: Progress | None = None) -> Path:
-    """Download the files of the Hub's `model` that serving needs, check them, return their folder.
-
-    Raises ModelError if they cannot be downloaded or are incomplete, if no installed library can
-    load the model, or if the disk has too little space.
-    """
+    """Download the files of the Hub's `model` that serving needs, check them, return the folder."""
     if here(model, revision) is None:
         path, size = outline(model, revision)
         choose_backend(checked_config(path), model)
@@ -471,10 +447,7 @@ def pull(model: str, revision: str | None = None, progress: Progress | None = No
 
 
 def check(path: Path, model: str) -> None:
-    """Raise ModelError unless the folder of `model` can be loaded, and its files are whole.
-
-    Reads the headers of the weight files, not the weights.
-    """
+    """Raise ModelError unless the folder of `model` can be loaded, and its files are whole."""
     again = f"Remove the model with `mlxcache models rm {model}`, and download it again."
     if Path(model).expanduser().exists():
         again = "Copy or download the model again."
@@ -512,7 +485,6 @@ def inspect_folder(model: str) -> tuple[Path | None, str | None]:
 
 
 def weights_bytes(path: Path) -> int:
-    """Return the size in bytes of the weight files in the folder `path`."""
     return sum(file.stat().st_size for file in path.glob(_WEIGHTS))
 
 
@@ -522,10 +494,7 @@ def folder_bytes(path: Path) -> int:
 
 
 def find_removal(model: str) -> Removal:
-    """Find what removing the Hub id `model` would delete, an interrupted download included.
-
-    Raises NotFound if the Hub's cache has no folder for `model`.
-    """
+    """Find what removing the Hub id `model` would delete, an interrupted download included."""
     missing = NotFound(f"{model} is not in the Hub's cache, {constants.HF_HUB_CACHE}.")
     try:
         folder = _blobs(model).parent
@@ -560,7 +529,6 @@ def _repos() -> Iterable[CachedRepoInfo]:
 
 
 def _blobs(model: str) -> Path:
-    """Return the folder of a model's files in the Hub's cache."""
     name = repo_folder_name(repo_id=model, repo_type="model")
     return Path(constants.HF_HUB_CACHE) / name / "blobs"
 

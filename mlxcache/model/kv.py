@@ -147,10 +147,7 @@ def put_back(slots: Sequence[Any], state: State) -> None:
 
 
 def are_sound(states: State) -> bool:
-    """Evaluate `states` of opaque slots; return False if a failed pass left some uncomputable.
-
-    A device error is raised.
-    """
+    """Evaluate `states`; return False if a failed pass left some uncomputable."""
     try:
         mx.eval(tree_arrays(states))
     except (RuntimeError, ValueError) as error:
@@ -161,11 +158,7 @@ def are_sound(states: State) -> bool:
 
 
 def pretend(slots: Sequence[Any], likes: State, position: int) -> None:
-    """Set the opaque slots to made-up states at `position`, to measure a pass from there.
-
-    Their shapes are right, their values arbitrary. `likes`: `Layout.states`. A slot whose state has
-    the same size at every position stays as it is.
-    """
+    """Set the opaque slots to made-up states at `position`, to measure a pass from there."""
     for (slot, adapter), like in zip(_checkpointed(slots), likes, strict=True):
         made = adapter.blank(like, position)
         if made is not None:
@@ -239,10 +232,7 @@ class Layout:
 
     @property
     def rewinds(self) -> bool:
-        """True if the newest positions can be taken back, on this rank and without telling others.
-
-        To do so, opaque slots are set to what `hold` returned before these positions were fed.
-        """
+        """True if the newest positions can be taken back, on this rank alone."""
         if self.lockstep.divided:
             return False
         return self.cacheable and all(adapter.rewinds for adapter in self.checkpointed)
@@ -267,11 +257,7 @@ class Layout:
         return max((h * d * t.size for spec in self.specs for h, d, t in spec), default=0)
 
     def row_bytes(self, length: int) -> int:
-        """Return the bytes of one sequence in a batch that is padded to `length` positions.
-
-        That is the KV of `length` positions in each layer (at most the window's in a layer with a
-        sliding window) and the states of all opaque slots.
-        """
+        """Return the bytes of one sequence in a batch that is padded to `length` positions."""
         total = self.checkpoint_bytes
         for spec, window in zip(self.specs, self.windows, strict=True):
             held = length if window is None else min(length, window)
@@ -335,9 +321,7 @@ GROUPS = (64, 128, 32)
 """Numbers of values that may share a scale; the first that divides the size of a head is used."""
 
 LONG = 1100
-"""Length in tokens of the KV to check; above 1,024, MLX's GPU sums products of scores and values in
-parts.
-"""
+"""Length in tokens of the KV to check; above 1,024, MLX's GPU sums products in parts."""
 
 ROWS = (1, 32)
 """Queries of a decode step and of a prefill, for which MLX's GPU has different kernels."""

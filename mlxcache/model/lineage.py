@@ -56,7 +56,6 @@ class Lineage:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the buffers of all linear slots, padding included."""
         return self.capacity * self.layout.bytes_per_token
 
     @property
@@ -153,7 +152,6 @@ class Lineage:
         kv.pretend(self.slots, self.layout.states, length)
 
     def compact(self, start: int, end: int) -> None:
-        """Keep only positions [start, end), in new buffers of exactly that size."""
         self.fill([(self, start, end)], end - start)
 
     def detach(self, start: int, end: int) -> Lineage:
@@ -270,8 +268,7 @@ class Lineage:
     def set_state(self, state: State | None) -> None:
         """Set the opaque slots to a copy of `state`, without telling the other ranks.
 
-        Used for a state from disk or from a batch, which is no checkpoint that the other ranks
-        know; the caller tells them where it comes from.
+        For a state from disk or from a batch, which is no checkpoint that they know.
         """
         kv.restore(self.slots, state)
 
@@ -296,10 +293,7 @@ class Lineage:
         self.layout.lockstep.rest(self)
 
     def sound(self) -> bool:
-        """Evaluate all linear arrays; return False if a failed pass left some uncomputable.
-
-        A device error is raised.
-        """
+        """Evaluate all linear arrays; return False if a failed pass left some uncomputable."""
         try:
             mx.eval(self._arrays())
         except (RuntimeError, ValueError) as error:

@@ -178,10 +178,7 @@ def estimate_bytes(spec: ModelSpec) -> int:
 
 
 def load_again(loaded: Loaded, spec: ModelSpec, use: BaseUse) -> nn.Module:
-    """Return a new model like `loaded.model`, with weights that are read at their first use.
-
-    Raises ModelError if the model cannot be built from its files any more. MLX thread only.
-    """
+    """Return a new model like `loaded.model`, with weights that are read at their first use."""
     model, _ = _load_weights(spec, loaded.path, lazy=True, use=use)
     if loaded.draft is None:
         return model
@@ -195,8 +192,7 @@ def fetch(spec: ModelSpec, progress: Callable[[str, int, int], None]) -> None:
     """Download the models that `spec` names, unless they are on this machine. Blocks; any thread.
 
     `progress` is called with the model's name, the bytes on disk and the bytes needed. Raises
-    ModelError if a model cannot be found or downloaded, and before the download if it cannot be
-    run.
+    ModelError, before the download if the model cannot be run.
     """
     _fetch(spec.model, partial(progress, spec.model))
     if spec.draft is not None:
@@ -271,19 +267,13 @@ def backend_of(spec: ModelSpec, path: Path) -> Backend:
 
 
 def abilities(spec: ModelSpec, path: Path) -> tuple[Backend, bool]:
-    """Return the library that runs the model in folder `path`, and whether it takes images.
-
-    Raises ModelError as `backend_of`.
-    """
+    """Return the library that runs the model in folder `path`, and whether it takes images."""
     backend, images = _choose(spec, path)
     return backend, takes_images(checked_config(path), backend, images=images)
 
 
 def why_unseen(spec: ModelSpec, config: Mapping[str, Any]) -> str | None:
-    """Return why a model that mlx-lm runs takes no images by mlx-vlm, as a text for the user.
-
-    None if mlx-vlm cannot feed images to models with this configuration at all.
-    """
+    """Return why a model that mlx-lm runs takes no images by mlx-vlm, as a text for the user."""
     if not may_see(config):
         return None
     if spec.adapter is not None or not spec.images:
@@ -363,10 +353,7 @@ def _info(
 
 
 def tokenizer_of(model: str | None) -> TokenizerWrapper:
-    """Load the tokenizer and chat template of a folder or Hub id, without weights.
-
-    None stands for the built-in demo model. Raises ModelError if the tokenizer cannot be loaded.
-    """
+    """Load the tokenizer of a folder or Hub id, None for the demo's, without weights."""
     if model is None:
         with tempfile.TemporaryDirectory(prefix="mlxcache-") as folder:
             text = (demo.DATA / "tokenizer.json").read_text(encoding="utf-8")

@@ -30,10 +30,7 @@ class Lockstep:
     divided = False
 
     def check(self, error: Exception) -> None:
-        """Raise GroupLost if `error`, raised by an operation, leaves the ranks in different states.
-
-        The caller is to call it before it handles `error` as that of one request.
-        """
+        """Raise GroupLost if `error` leaves the ranks in different states, before it is handled."""
 
     def prepare(self, pool_bytes: int) -> None:
         """MLX's memory is set up, as `device.prepare` does it."""
@@ -41,10 +38,7 @@ class Lockstep:
     # -- passes ------------------------------------------------------------------------------------
 
     def feed(self, lineage: Lineage, ids: Tokens) -> None:
-        """The token ids `ids` are fed to the model, at the end of a lineage.
-
-        The caller evaluates the lineage's caches after the pass, but not the logits.
-        """
+        """Tokens are fed at the end of a lineage; the caller evaluates its caches alone."""
 
     def start(self, caches: Caches, tokens: Sequence[int]) -> None:
         """First pass of decoding: `tokens`, one per row, are fed, and the next ones drawn."""

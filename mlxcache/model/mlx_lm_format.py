@@ -155,10 +155,7 @@ def prompt_ids(tokenizer: Any, prompt: str) -> list[int]:
 
 
 def read_prompt_cache(path: Path, layout: Layout, stream: Any) -> PromptCache:
-    """Read the prompt cache file `path` for a model of `layout`, as lazy arrays of checked shapes.
-
-    Raises SnapshotRefused if it is not of this model, and Unsupported as `check_portable`.
-    """
+    """Read the prompt cache file `path` of a model of `layout`, as lazy, checked arrays."""
     check_portable(layout)
     header = _header(path)
     try:

@@ -50,10 +50,7 @@ _SEED_MASK = (1 << 64) - 1
 
 
 def validate(sampling: Sampling, vocab_size: int | None = None) -> None:
-    """Raise BadRequest, with the request's field as `param`, if a field is out of its range.
-
-    Without `vocab_size`, token ids only have to be below 2^31. NaN and infinities are in no range.
-    """
+    """Raise BadRequest, with the request's field as `param`, if a field is out of its range."""
     _within("temperature", sampling.temperature, 0.0, 5.0)
     _within("top_p", sampling.top_p, 0.0, 1.0)
     if sampling.top_p == 0:
@@ -110,8 +107,8 @@ def make_sampler(sampling: Sampling, vocab_size: int, kept: Sequence[int] = ()) 
 class _Draw:
     """Sampler that filters in mlx-lm's order (top_p, min_p, XTC, top_k), then draws a token.
 
-    The filters are mlx-lm's without `mx.compile`, which compiles another kernel for each value of
-    top_p or min_p: seconds of waiting, and never freed.
+    Not by mlx-lm's filters: they are compiled anew for each value of top_p or min_p, and never
+    freed.
     """
 
     def __init__(self, sampling: Sampling, vocab_size: int, kept: Sequence[int]):
@@ -254,11 +251,7 @@ def masked(logits: mx.array, masks: Sequence[Bitmask | None]) -> mx.array:
 
 
 def top_logprobs(logprobs: mx.array, token: int, n: int, tokenizer: Any) -> TokenLogprob:
-    """Return the log-probabilities of a sampled token and of the `n` likeliest, for the API.
-
-    `logprobs`: shape (V,), after penalties, bias and mask. Tokens that cannot be drawn are left
-    out.
-    """
+    """Return the log-probabilities of a sampled token and of the `n` likeliest, for the API."""
     values = logprobs.astype(mx.float32)
     n = min(n, values.shape[0])
     likeliest: list[int] = []
@@ -275,11 +268,7 @@ def top_logprobs(logprobs: mx.array, token: int, n: int, tokenizer: Any) -> Toke
 
 
 def token_text(tokenizer: Any, token: int) -> str:
-    """Return the text of one token, with the space before it if it has one; "" for an unknown id.
-
-    Bytes that are no whole character become surrogate escapes, or U+FFFD if the vocabulary does not
-    tell the bytes.
-    """
+    """Return the text of one token, with surrogate escapes for parts of a character."""
     piece = tokenizer.convert_ids_to_tokens(token)
     if piece is None:
         return ""
@@ -308,12 +297,7 @@ _BYTE_OF: dict[str, int] = _byte_decoder()
 
 
 def sampling_defaults(path: Path) -> dict[str, float]:
-    """Return the sampling defaults in generation_config.json, by names of `Sampling` fields.
-
-    Names and meanings are those of transformers:
-    https://huggingface.co/docs/transformers/main_classes/text_generation. A value that is not valid
-    is ignored with a warning, and so is a file that is not a JSON object.
-    """
+    """Return the valid defaults in generation_config.json, by fields of `Sampling`."""
     file, config = path / DEFAULTS_FILE, _read(path)
     if config is None:
         log.warning("%s ignored: not a JSON object", file)

@@ -101,10 +101,7 @@ def copied_run(layout: Layout, spans: Sequence[Span], out: memoryview) -> list[T
 
 
 def _all_readable(spans: Sequence[Span]) -> dict[int, list[list[mx.array]]]:
-    """Return the arrays of all lineages in `spans` by `id(lineage)`, as views that NumPy can read.
-
-    Blocks until all have been computed. The caller must drop the views before the next write.
-    """
+    """Return the arrays of all lineages in `spans` by id; drop them before the next write."""
     owners = {id(owner): owner for owner, _, _ in spans}
     views = {
         key: [[readable(array) for array in arrays_of(slot)] for slot in owner.linear]
@@ -161,10 +158,7 @@ def layout_key(layout: Layout) -> str:
 
 
 def load_run(path: Path, layout: Layout, stream: Any) -> list[list[mx.array]]:
-    """Load the file of a run as lazy arrays of shape (tokens, heads, dim), a list for each slot.
-
-    Read on the MLX stream `stream`. Raises Corrupt if they are not exactly those of `layout`.
-    """
+    """Load a run's file as lazy arrays (tokens, heads, dim). Raises Corrupt if not of `layout`."""
     found = _load(path, stream)
     out: list[list[mx.array]] = []
     tokens: int | None = None

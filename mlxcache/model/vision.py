@@ -263,10 +263,7 @@ def encode(pixels: npt.NDArray[np.uint8]) -> bytes:
 def load_vision(
     model: Any, tokenizer: Any, config: Mapping[str, Any], *, label: str
 ) -> Vision | None:
-    """Make the image processor of a model that mlx-lm has loaded; None if it takes no images.
-
-    Also None, with a warning in the log, if something that this needs is missing.
-    """
+    """Make the image processor of a model of mlx-lm; None if it cannot take images here."""
     kind = config.get("model_type")
     try:
         processor = load_processor(model, dict(config))
@@ -301,10 +298,7 @@ def load_vision(
 
 
 def shift_of(spans: Sequence[ImageSpan]) -> int:
-    """Return the position of a token of text behind the images `spans`, minus the tokens before it.
-
-    Negative if the images take fewer positions than they have tokens.
-    """
+    """Return the position of a token of text behind images, minus the tokens before it."""
     return sum(max(span.grid) - (span.end - span.start) for span in spans if span.grid is not None)
 
 

@@ -166,11 +166,7 @@ def _in_form(positions: mx.array, family: Family) -> mx.array:
 
 
 def load_model(path: Path, *, images: bool = False) -> tuple[VlmModel, dict[str, Any]]:
-    """Load the model in folder `path` lazily, and its configuration as mlx-lm reads it.
-
-    `images`: include its vision tower. Raises ModelError for a model that mlx-vlm must not load;
-    errors of mlx-vlm are raised unchanged.
-    """
+    """Load the model in folder `path` lazily, and its configuration as mlx-lm reads it."""
     config = load_config(path)
     _check(config, path)
     with _processors_unchanged():
@@ -297,10 +293,7 @@ class QsaSlots(Sliced):
 
 
 class Pools:
-    """Pooled keys of GLM-5-Next's indexer, one for each closed group of `ratio` tokens.
-
-    Has the methods of mlx-vlm's `PoolingCache`, in whose place the model uses it.
-    """
+    """Pooled keys of GLM-5-Next's indexer, in place of mlx-vlm's `PoolingCache`."""
 
     def __init__(self, ratio: int, size: int):
         self._rows = GroupRows(ratio, size)
@@ -350,10 +343,7 @@ class _AllValid:
 
 
 class _NoProjections:
-    """Stores nothing in place of a cache of keys and values of all heads.
-
-    The model then computes these from the latents; the budget does not count any memory for them.
-    """
+    """Stores nothing in place of keys and values of all heads; the model computes them again."""
 
     def size(self) -> int:
         """Return the length of no prompt, so that the model reads and stores nothing here."""
@@ -481,11 +471,7 @@ def load_vision(
     *,
     label: str,
 ) -> Vision | None:
-    """Make the image processor of a model that mlx-vlm has loaded from the folder `path`.
-
-    Returns None without a vision tower, and with a warning if the processor's settings do not fit
-    it.
-    """
+    """Make the image processor of a model of mlx-vlm; None, with a warning, if that fails."""
     if model.vision_tower is None:
         return None
     try:

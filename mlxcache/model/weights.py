@@ -47,10 +47,7 @@ _UNKNOWN_CHOSEN = 32
 
 
 class Base:
-    """The arrays in memory that were read from the files of one folder.
-
-    Models use the arrays; each array is released with its last user.
-    """
+    """The arrays in memory of one folder's files; each is released with its last user."""
 
     def __init__(self, name: str):
         self.name = name
@@ -59,11 +56,9 @@ class Base:
         self._bytes: Mapping[frozenset[BaseUse], int] | None = None
 
     def get(self, name: str) -> mx.array | None:
-        """Return the array `name`, or None if no model uses it."""
         return self._arrays.get(name)
 
     def names(self) -> list[str]:
-        """Return the names of all arrays in use."""
         return list(self._arrays)
 
     def hold(self, name: str, array: mx.array, user: BaseUse) -> None:
@@ -119,11 +114,7 @@ class Bases:
         return base
 
     def charges(self) -> dict[str, int]:
-        """Return the bytes of all arrays in memory, by the name to charge them to.
-
-        An array with one user is charged to that user's name, an array with several to the
-        name of its base followed by " (shared)".
-        """
+        """Return the bytes of all arrays by their user's name, or "BASE (shared)" for several."""
         charges: Counter[str] = Counter()
         for base, users, nbytes in self._groups():
             shared = f"{base.name} (shared)"
@@ -131,7 +122,6 @@ class Bases:
         return dict(charges)
 
     def freed_by(self, uses: Set[BaseUse]) -> int:
-        """Return the bytes that are freed if all of `uses` release their arrays."""
         return sum(nbytes for _, users, nbytes in self._groups() if users <= uses)
 
     def _groups(self) -> Iterator[tuple[Base, frozenset[BaseUse], int]]:
@@ -206,7 +196,6 @@ class BaseUse:
         self._set_held(held)
 
     def release(self) -> None:
-        """Release all arrays. Those without another user are freed."""
         for base, name in self._held:
             base.release(name, self)
         self._set_held({})
@@ -281,10 +270,7 @@ class Weights:
         self.resident, self._dropped = True, False
 
     def find_obstacle(self) -> str | None:
-        """Return why weights that were dropped cannot be read again, or None if they can.
-
-        The text names a file, but not its folder. Reads the state of the files; any thread.
-        """
+        """Return why weights that were dropped cannot be read again, or None. Any thread."""
         changed = set(self._stamps).symmetric_difference(self._read_stamps())
         if self.resident or not changed:
             return None
@@ -327,10 +313,7 @@ class Weights:
 
 
 def is_resident(model: nn.Module) -> bool:
-    """Return False if `Weights.drop` has dropped the weights of `model`, else True.
-
-    True also for weights of a lazily loaded model that have not been read yet.
-    """
+    """Return False if `Weights.drop` has dropped the weights of `model`, else True."""
     return all(array.size for _, array in tree_flatten(model.parameters()))
 
 
@@ -347,10 +330,7 @@ class Pace:
 
 
 def split(arrays: list[mx.array], pace: Pace) -> Iterator[list[mx.array]]:
-    """Divide arrays into consecutive parts of at least `pace.nbytes` bytes each, but the last.
-
-    `pace.nbytes` may change from part to part.
-    """
+    """Divide arrays into consecutive parts of at least `pace.nbytes` bytes each, but the last."""
     part: list[mx.array] = []
     size = 0
     for array in arrays:
