@@ -73,8 +73,10 @@ class TokenLog:
 
     def extend(self, ids: Sequence[int] | Tokens) -> None:
         if len(self._tokens) + len(ids) > self._most:
-            self._drop_older(self._most // 2)
-            ids = ids[-(self._most // 2) :]
+            kept = self._most // 2
+            self._tokens = self._tokens[max(0, len(self._tokens) - kept) :]
+            self._rebuild()
+            ids = ids[-kept:]
         if len(ids) >= _BULK or len(self._tokens) + len(ids) > len(self._heads):
             self._extend_many(token_ids(ids))
         else:
@@ -95,11 +97,6 @@ class TokenLog:
         slot = _hash(tokens[-3], tokens[-2], token) & (len(heads) - 1)
         self._previous.append(heads[slot])
         heads[slot] = len(tokens) - 1
-
-    def _drop_older(self, kept: int) -> None:
-        newest = self._tokens[len(self._tokens) - kept :] if kept else array("i")
-        self._tokens, self._previous = newest, array("i")
-        self._rebuild()
 
     def _extend_many(self, ids: Tokens) -> None:
         first = len(self._tokens)

@@ -13,6 +13,7 @@ A class that is not named here is unknown, and its content is never reused. MLX 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from copy import copy
 from typing import Any
 
 import mlx.core as mx
@@ -27,7 +28,7 @@ from mlx_lm.models.cache import (
     RotatingKVCache,
 )
 
-from mlxcache.model.arrays import ArraySpec, tree_arrays
+from mlxcache.model.arrays import ArraySpec, appended, tree_arrays
 from mlxcache.model.grouped import NAME as LAYER_CACHE
 from mlxcache.model.grouped import GroupedCache, GroupRows, RecentRows, grouped
 
@@ -77,16 +78,11 @@ class Sliced:
 
     def plain(self, slot: Any) -> Any:
         """Return a cache of mlx-lm's own class with views of the content alone."""
-        if not self.filled(slot):
-            return slot
-        twin = self.empty_like(slot)
-        for index, array in enumerate(self.arrays(slot)):
-            self.put(twin, index, array[..., : slot.offset, :])
-        twin.offset = slot.offset
+        twin = copy(slot)
+        if self.filled(slot):
+            for index, array in enumerate(self.arrays(slot)):
+                self.put(twin, index, array[..., : slot.offset, :])
         return twin
-
-    def empty_like(self, slot: Any) -> Any:
-        return type(slot)()
 
     def comparable(self, slot: Any, arrays: Sequence[mx.array]) -> list[mx.array]:
         """Convert arrays of a slot to plain ones that can be compared number by number."""
@@ -127,9 +123,6 @@ class Quantised(Sliced):
     def numbers(self, slot: Any) -> dict[str, int]:
         return {"3": slot.group_size, "4": slot.bits}
 
-    def empty_like(self, slot: Any) -> Any:
-        return type(slot)(group_size=slot.group_size, bits=slot.bits)
-
     def comparable(self, slot: Any, arrays: Sequence[mx.array]) -> list[mx.array]:
         size, bits = slot.group_size, slot.bits
         return [
@@ -158,9 +151,6 @@ class Grouped(Sliced):
     def end_at(self, slot: Any, offset: int) -> None:
         slot.end_at(offset)
 
-    def empty_like(self, slot: Any) -> Any:
-        return type(slot)(slot.ratio, slot.size)
-
 
 class WindowCache(RotatingKVCache):  # type: ignore[misc]
     """Cache of a sliding-window layer that keeps every position instead of a ring of the newest.
@@ -179,22 +169,11 @@ class WindowCache(RotatingKVCache):  # type: ignore[misc]
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Append `keys` and `values`, and return the window that the new positions attend to."""
-        end = self.offset + keys.shape[2]
-        if self.keys is None or end > self.keys.shape[2]:
-            self._extend(keys, values)
-        self.keys[..., self.offset : end, :] = keys
-        self.values[..., self.offset : end, :] = values
+        self.keys = appended(self.keys, keys, self.offset, self.step)
+        self.values = appended(self.values, values, self.offset, self.step)
         self._start = max(0, self.offset - self.max_size + 1)
-        self.offset = self._idx = end
+        self.offset = self._idx = self.offset + keys.shape[2]
         return self.keys_and_values()
-
-    def _extend(self, keys: mx.array, values: mx.array) -> None:
-        steps = (self.step + keys.shape[2] - 1) // self.step * self.step
-        for name, new in (("keys", keys), ("values", values)):
-            old = getattr(self, name)
-            pad = mx.zeros((*new.shape[:2], steps, new.shape[3]), new.dtype)
-            kept = pad if old is None else mx.concatenate([old[..., : self.offset, :], pad], axis=2)
-            setattr(self, name, kept)
 
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
         view = (..., slice(self._start, self.offset), slice(None))
@@ -293,9 +272,7 @@ class Chunked(Checkpointed):
     growing = 2
 
     def state(self, slot: Any) -> Any:
-        if slot.keys is None:
-            return slot.state
-        return self._cut(slot.state)
+        return slot.state if slot.keys is None else self._cut(slot.state)
 
     def _cut(self, state: Any) -> Any:
         keys, values, offset, chunk, begin = state
@@ -304,13 +281,9 @@ class Chunked(Checkpointed):
         return keys[..., first:end, :], values[..., first:end, :], offset, chunk, begin + first
 
     def most_bytes(self, slot: Any) -> int:
-        if slot.keys is None:
-            return 0
         return _row_bytes(slot) * int(slot.chunk_size)
 
     def running_bytes(self, slot: Any) -> int:
-        if slot.keys is None:
-            return 0
         return _row_bytes(slot) * int(slot.chunk_size + slot.step)  # it allocates in steps
 
     def position(self, state: Any) -> int | None:
@@ -339,17 +312,11 @@ class Ring(Checkpointed):
     def state(self, slot: Any) -> Any:
         if slot.keys is None:
             return slot.state
-        keys, values = (self._in_order(slot, a) for a in (slot.keys, slot.values))
+        ordered = [slot._temporal_order(array) for array in (slot.keys, slot.values)]
+        keys, values = (slot._trim(a.shape[2] - slot.max_size, a) for a in ordered)
         return keys, values, slot.offset, slot.keep, slot.max_size, keys.shape[2]
 
-    def _in_order(self, slot: Any, array: mx.array) -> mx.array:
-        array = slot._temporal_order(array)
-        trimmed: mx.array = slot._trim(array.shape[2] - slot.max_size, array)
-        return trimmed
-
     def most_bytes(self, slot: Any) -> int:
-        if slot.keys is None:
-            return 0
         return _row_bytes(slot) * int(slot.max_size)
 
     def position(self, state: Any) -> int | None:
@@ -434,6 +401,8 @@ def _vector_bytes(arrays: Sequence[mx.array | None]) -> int:
 
 
 def _row_bytes(slot: Any) -> int:
+    if slot.keys is None:
+        return 0
     return sum(int(a.nbytes) // int(a.shape[2]) for a in (slot.keys, slot.values))
 
 

@@ -29,6 +29,21 @@ def joined(parts: Sequence[mx.array]) -> mx.array:
     return mx.concatenate([part[..., :middle, :], part[..., middle:, :]], axis=-2)
 
 
+def appended(held: mx.array | None, new: mx.array, offset: int, step: int) -> mx.array:
+    """Write `new`, (1, heads, n, dim), at `offset` of the buffer `held`, and return the buffer.
+
+    In place, if it is large enough; else the first `offset` positions are copied into a buffer that
+    is larger by a multiple of `step`.
+    """
+    end = offset + new.shape[2]
+    if held is None or end > held.shape[2]:
+        steps = -(-new.shape[2] // step) * step
+        pad = mx.zeros((*new.shape[:2], steps, new.shape[3]), new.dtype)
+        held = pad if held is None else mx.concatenate([held[..., :offset, :], pad], axis=2)
+    held[..., offset:end, :] = new
+    return held
+
+
 def readable(array: mx.array) -> mx.array:
     """Return `array` as a lazy view in a dtype that NumPy supports: bfloat16 as uint16.
 

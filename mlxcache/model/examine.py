@@ -103,7 +103,8 @@ def examine(spec: ModelSpec, kv_bits: int | None = None) -> Examined:
         if info.has_images and info.backend == "mlx-vlm":  # mlx-lm may run it without images
             with suppress(ModelError):
                 unquantised = examine(replace(spec, images=False)).unquantised
-        return Examined(info, layout, groups(model, layout), unquantised, _undrafted(model), unseen)
+        undrafted = f"this model has {', '.join(found)}." if (found := unfit(model)) else None
+        return Examined(info, layout, groups(model, layout), unquantised, undrafted, unseen)
     except (ValueError, TypeError, LookupError, AttributeError, RuntimeError) as error:
         raise ModelError(f"{spec.model} cannot be fed: {type(error).__name__}: {error}") from error
 
@@ -114,11 +115,6 @@ def _unquantised(model: Any) -> str | None:
     except ModelError as error:
         return str(error).partition(": ")[2]
     return None
-
-
-def _undrafted(model: Any) -> str | None:
-    found = unfit(model)
-    return f"this model has {', '.join(found)}." if found else None
 
 
 def _outlined(spec: ModelSpec, path: Path, weights: int) -> tuple[nn.Module, ModelInfo]:

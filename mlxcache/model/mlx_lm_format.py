@@ -13,9 +13,9 @@ from __future__ import annotations
 import base64
 import binascii
 import json
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -168,11 +168,8 @@ def read_prompt_cache(path: Path, layout: Layout, stream: Any) -> PromptCache:
 
 def _header(path: Path) -> Header:
     try:
-        fd = os.open(path, os.O_RDONLY)
-        try:
-            return read_foreign_header(fd, own=False)
-        finally:
-            os.close(fd)
+        with path.open("rb") as file:
+            return read_foreign_header(file.fileno(), own=False)
     except (OSError, Malformed) as error:
         raise SnapshotRefused(f"{path} is not a prompt cache: {error}.") from error
 
@@ -298,23 +295,22 @@ class _Reader:
             )
         return array
 
-    def _small(self, key: str) -> mx.array:
+    def _small(self, key: str) -> Place:
         place = self._places.get(key)
-        if place is None or place.nbytes > _MOST_SMALL:
+        if place is None or place.nbytes > _MOST_SMALL or place.dtype != "I32":
             raise SnapshotRefused("The prompt cache was made by another version of mlx-lm.")
-        return self._arrays[key]
+        return place
 
     def _number(self, key: str) -> int:
-        array = self._small(key)
-        if array.size != 1 or array.dtype != mx.int32:
+        if prod(self._small(key).shape) != 1:
             raise SnapshotRefused("The prompt cache was made by another version of mlx-lm.")
-        return int(array.item())  # type: ignore[arg-type]
+        return int(self._arrays[key].item())  # type: ignore[arg-type]
 
     def _text(self, key: str) -> str:
-        array = self._small(key)
-        if array.dtype != mx.int32 or array.ndim != 1:
+        if len(self._small(key).shape) != 1:
             raise SnapshotRefused("The prompt cache was made by another version of mlx-lm.")
-        return bytes(array.astype(mx.uint8).tolist()).decode("ascii", "replace")  # type: ignore[arg-type]
+        codes = self._arrays[key].astype(mx.uint8).tolist()
+        return bytes(codes).decode("ascii", "replace")  # type: ignore[arg-type]
 
     def _ids(self) -> Tokens | None:
         text = self._metadata.get(f"0.{IDS}")
@@ -345,7 +341,8 @@ def agrees(model: Any, layout: Layout, found: PromptCache, ids: Tokens) -> bool:
     count = min(len(ids), CHECKED_TOKENS)
     head = _computed(model, layout, ids[:count])
     theirs = _comparable(layout, found.arrays, slice(0, count))
-    if not all(_alike(*pair) for pair in zip(head, theirs, strict=True)):
+    slots = zip(head, theirs, strict=True)
+    if not all(_rows_alike(*pair) for both in slots for pair in zip(*both, strict=True)):
         return False
     if found.ids is not None:
         return True
@@ -388,10 +385,6 @@ def _comparable(
         kv.sliced(slots[i]).comparable(slots[i], [array[..., rows, :] for array in held])
         for i, held in zip(layout.linear, arrays, strict=True)
     ]
-
-
-def _alike(ours: Sequence[mx.array], theirs: Sequence[mx.array]) -> bool:
-    return all(_rows_alike(*pair) for pair in zip(ours, theirs, strict=True))
 
 
 def _rows_alike(ours: mx.array, theirs: mx.array) -> bool:

@@ -63,9 +63,12 @@ def validate(sampling: Sampling, vocab_size: int | None = None) -> None:
     _whole("repetition_context_size", sampling.repetition_context, 1, 2**31 - 1)
     _within("xtc_probability", sampling.xtc_probability, 0.0, 1.0)
     _within("xtc_threshold", sampling.xtc_threshold, 0.0, 0.5)
+    highest = (vocab_size or 2**31) - 1
     for token, bias in sampling.logit_bias:
         _within("logit_bias", bias, -100.0, 100.0)
-        _token_id("logit_bias", token, (vocab_size or 2**31) - 1)
+        if not 0 <= token <= highest:
+            message = f"logit_bias names token {token}, but token ids are from 0 to {highest}."
+            raise BadRequest(message, param="logit_bias", code="invalid_value")
     if sampling.seed is not None:
         _whole("seed", sampling.seed, -(2**63), 2**64 - 1)
 
@@ -78,12 +81,6 @@ def _within(field: str, value: float, low: float, high: float) -> None:
 def _whole(field: str, value: int, low: int, high: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
         raise _refused(field, value, f"a whole number between {low} and {high}")
-
-
-def _token_id(field: str, token: int, highest: int) -> None:
-    if not 0 <= token <= highest:
-        message = f"{field} names token {token}, but token ids are from 0 to {highest}."
-        raise BadRequest(message, param=field, code="invalid_value")
 
 
 def _refused(field: str, value: object, allowed: str) -> BadRequest:

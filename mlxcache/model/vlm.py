@@ -27,6 +27,7 @@ from transformers import AutoProcessor
 from mlxcache.errors import ModelError
 from mlxcache.model import kv
 from mlxcache.model.adapters import Recurrent, Sliced, register
+from mlxcache.model.arrays import appended
 from mlxcache.model.backend import FAMILIES, PROCESSOR_FILES, Family
 from mlxcache.model.grouped import GroupRows, RecentRows
 from mlxcache.model.vision import Grid, Pixels, Processed, Rows, Vision
@@ -92,7 +93,8 @@ class VlmModel(nn.Module):  # type: ignore[misc]
         return found
 
     def make_cache(self) -> list[Any]:
-        return replace_caches(make_prompt_cache(self.language_model), self.layers)
+        made = make_prompt_cache(self.language_model)
+        return [_reusable(*pair) for pair in zip(made, self.layers, strict=True)]
 
     def embed(self, ids: mx.array) -> mx.array:
         """Return the embeddings of tokens of text, shape (n, hidden), for `ids` of shape (n,)."""
@@ -255,17 +257,9 @@ class QsaCache(QSAKVCache):  # type: ignore[misc]
         """Append keys, shape (1, n, dim), and positions, shape (3, 1, n); return all so far."""
         end = self.offset + keys.shape[1]
         new = keys[:, None], position_ids.swapaxes(0, 1)[..., None].astype(mx.int32)
-        self.index_rows = self._appended(self.index_rows, new[0], end)
-        self.position_rows = self._appended(self.position_rows, new[1], end)
+        self.index_rows = appended(self.index_rows, new[0], self.offset, self.step)
+        self.position_rows = appended(self.position_rows, new[1], self.offset, self.step)
         return self.index_rows[:, 0, :end], self.position_rows[0, :, None, :end, 0]
-
-    def _appended(self, held: mx.array | None, new: mx.array, end: int) -> mx.array:
-        if held is None or end > held.shape[2]:
-            steps = -(-new.shape[2] // self.step) * self.step
-            pad = mx.zeros((*new.shape[:2], steps, new.shape[3]), new.dtype)
-            held = pad if held is None else mx.concatenate([held[:, :, : self.offset], pad], 2)
-        held[:, :, self.offset : end] = new
-        return held
 
     @property
     def state(self) -> tuple[mx.array | None, ...]:
@@ -384,18 +378,14 @@ register(
 )
 
 
-def replace_caches(caches: Sequence[Any], layers: Sequence[Any]) -> list[Any]:
-    """Return empty caches of classes that the server can reuse, in place of mlx-vlm's."""
-    return [_replaced(*pair) for pair in zip(caches, layers, strict=True)]
-
-
-def _replaced(cache: Any, layer: Any) -> Any:
+def _reusable(cache: Any, layer: Any) -> Any:
+    """Return an empty cache of a class that the server can reuse, in place of mlx-vlm's."""
     attention: Any = getattr(layer, "self_attn", None)
     if type(attention) is Glm5NextAttention:
         indexer = attention.indexer
         return GlmCache() if indexer is None else GlmCache(indexer.index_kpool, indexer.head_dim)
     if type(cache) is vlm.CacheList:
-        return CacheList(*(_replaced(part, None) for part in cache.caches))
+        return CacheList(*(_reusable(part, None) for part in cache.caches))
     if type(cache) in (vlm.KVCache, vlm.ConcatenateKVCache, HyV4KVCache):
         return KVCache()
     if type(cache) is QSAKVCache:
