@@ -162,6 +162,8 @@ class WindowCache(RotatingKVCache):  # type: ignore[misc]
 
     step = 256
     offset: int
+    keys: Any
+    values: Any
 
     def __init__(self, max_size: int):
         super().__init__(max_size=max_size, keep=0)
