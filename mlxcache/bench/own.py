@@ -19,7 +19,7 @@ class NoOwnTime(Exception):
 
 @dataclass(frozen=True, slots=True)
 class OwnTime:
-    """Process that runs `mlxcache.bench.own_time` to measure mlx-lm alone. Methods block."""
+    """Process that runs `mlxcache.model.own_time` to measure mlx-lm alone. Methods block."""
 
     process: subprocess.Popen[str]
 
@@ -86,7 +86,7 @@ def measuring(model: Path, logs: Path) -> Iterator[OwnTime | None]:
     Blocks until the model is loaded. Yields None if it cannot be measured: it cannot be loaded, or
     its cache cannot be cut back. The process writes errors to `own_time.log` in `logs`.
     """
-    command = [sys.executable, "-m", "mlxcache.bench.own_time", str(model)]
+    command = [sys.executable, "-m", "mlxcache.model.own_time", str(model)]
     with program(command, logs / "own_time.log", stdin=subprocess.PIPE) as process:
         own = OwnTime(process)
         yield own if own.ready() else None

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from mlxcache.bench.own import NoOwnTime, measuring
-from mlxcache.bench.own_time import OwnTime, rounding
+from mlxcache.model.own_time import OwnTime, rounding
 from mlxcache.types import token_ids
 from tests.toys.toy import make_toy
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from mlxcache.bench.random_model import LETTERS
+from mlxcache.model.random_model import LETTERS
 from tests.proofs import models
 from tests.soak import checks, faults
 from tests.soak.ledger import Ledger, Sample, SessionTracker

@@ -20,10 +20,10 @@ from mlxcache.bench.prove import report
 from mlxcache.bench.prove.machine import describe_machine, load_average
 from mlxcache.bench.prove.run import IF_NAMED, SCENARIOS, Options, Proof
 from mlxcache.bench.prove.scale import FULL, QUICK
-from mlxcache.bench.random_model import SIZES, WEIGHTS, Weights
 from mlxcache.bench.report import wide_console
 from mlxcache.bench.run import scratch
 from mlxcache.errors import MlxcacheError
+from mlxcache.model.random_model import SIZES, WEIGHTS, Weights
 
 OnText = Callable[[str], None]
 

@@ -9,10 +9,10 @@ from functools import partial
 import numpy as np
 
 from mlxcache.bench.inside import Inside, drained
-from mlxcache.bench.own_time import rounding
 from mlxcache.bench.prove.findings import Findings
 from mlxcache.bench.prove.scale import Scale
 from mlxcache.engine.runtime import ModelRuntime
+from mlxcache.model.own_time import rounding
 from mlxcache.types import Finished, Text, TokenLogprob, Tokens, join_ids, token_ids
 
 TITLE = "Difference of log-probabilities from cold"

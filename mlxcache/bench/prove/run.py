@@ -30,7 +30,7 @@ from mlxcache.bench.prove.loading import load_in_child
 from mlxcache.bench.prove.machine import device_info
 from mlxcache.bench.prove.privacy import private_strings, scrub
 from mlxcache.bench.prove.scale import Scale
-from mlxcache.bench.random_model import Weights, make_random
+from mlxcache.model.random_model import Weights, make_random
 
 Scenario = Callable[[Context], None]
 T = TypeVar("T")

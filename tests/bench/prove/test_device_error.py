@@ -14,7 +14,7 @@ from mlxcache.bench.prove.device_error import TITLE, device_error
 from mlxcache.bench.prove.equality import Unequal
 from mlxcache.bench.prove.findings import Findings, Rows
 from mlxcache.bench.prove.scale import QUICK
-from mlxcache.bench.random_model import make_random
+from mlxcache.model.random_model import make_random
 
 
 def play(tmp_path: Path, runs: int = 2) -> Rows:

@@ -12,7 +12,7 @@ from mlxcache.bench.prove import equality
 from mlxcache.bench.prove.equality import BESIDE, RESTORED, WARM, Unequal, compare, matrix
 from mlxcache.bench.prove.findings import Findings
 from mlxcache.bench.prove.scale import QUICK
-from mlxcache.bench.random_model import make_random
+from mlxcache.model.random_model import make_random
 from mlxcache.types import TokenLogprob, Tokens
 
 

@@ -21,8 +21,8 @@ from mlxcache.bench.prove.guesses import (
     speculation,
 )
 from mlxcache.bench.prove.scale import QUICK
-from mlxcache.bench.random_model import make_random
 from mlxcache.model import kv
+from mlxcache.model.random_model import make_random
 from mlxcache.types import TokenLogprob
 from tests.conftest import ToyMaker
 

@@ -1,6 +1,6 @@
 """Program that measures how fast mlx-lm alone, without a server, runs a model.
 
-`mlxcache bench` compares the server with these times. It starts `python -m mlxcache.bench.own_time
+`mlxcache bench` compares the server with these times. It starts `python -m mlxcache.model.own_time
 MODEL`, which prints `{"ready": true}` once the model is loaded, or `{"error": TEXT}` if it cannot
 be measured. Each line of standard input then describes one measurement, and the program prints one
 line with its result. Both lines are JSON objects. The keys of the input line, the keys of the
