@@ -171,7 +171,7 @@ class Bench:
         context = mx.array(task.ids[:-1]) if processors else None
         sampler = make_sampler(sampling, self.kv.layout.vocab_size)
         guide = task.guide.copy() if task.guide is not None else None
-        row = Row(task, sampler, processors, context, id=task.record.id, guide=guide)
+        row = Row(sampler, processors, context, id=task.record.id, guide=guide)
         return Output(PlainParser(), row)
 
     def put(

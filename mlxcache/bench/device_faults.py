@@ -226,9 +226,9 @@ def failing(on: FailingDevice) -> Iterator[FailingDevice]:
     """
     advance = Decoder._advance
 
-    def advanced(decoder: Decoder, inputs: mx.array, *, wait: bool) -> None:
+    def advanced(decoder: Decoder, inputs: mx.array) -> None:
         on.note_inputs(inputs)
-        advance(decoder, inputs, wait=wait)
+        advance(decoder, inputs)
 
     with (
         patch.object(Decoder, "_advance", advanced),

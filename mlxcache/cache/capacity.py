@@ -11,8 +11,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from mlxcache.cache.checkpoints import stops
+from mlxcache.cache.path_write import RUN_BYTES, RUN_TOKENS
 from mlxcache.cache.ram import with_slack
-from mlxcache.cache.write_behind import RUN_BYTES, RUN_TOKENS
 from mlxcache.config import format_size
 from mlxcache.model.device import DeviceKind
 from mlxcache.model.kv import Layout
@@ -22,16 +22,12 @@ from mlxcache.tree.thinning import BUDGET_SHARE, allowed, checkpoints_to_drop
 MIN_TRANSIENT = 16 << 20
 
 MOST_PENDING = 256 << 20
-"""Maximum bytes of copies that wait to be written to disk."""
 
 MOST_POOL = 1 << 30
 
 
 def pool_bytes(limit: int) -> int:
-    """Return the maximum bytes of MLX's pool of freed buffers.
-
-    The pool is part of the budget. `limit`: the whole budget in bytes.
-    """
+    """Return the maximum bytes of MLX's pool of freed buffers, a part of the budget of `limit`."""
     return min(limit // 16, MOST_POOL)
 
 
@@ -41,34 +37,24 @@ def with_pool(size: int) -> int:
 
 
 def pending_bytes(limit: int, layout: Layout) -> int:
-    """Return the maximum bytes of copies that wait to be written to disk.
-
-    `limit`: the whole budget in bytes. The result is 0 if KV of this layout is not cached.
-    """
+    """Return the bytes of a budget of `limit` that copies which wait for the disk may take."""
     if not layout.cacheable:
         return 0
     return max(2 * BLOCK * layout.bytes_per_token, min(limit // 16, MOST_PENDING))
 
 
 def transient_bytes(limit: int, least: int = 0) -> int:
-    """Return the bytes of a budget of `limit` bytes that are set aside for forward passes.
-
-    This is the largest of an eighth of `limit`, `least` and 16 MiB, but at most a third of `limit`.
-    `least`: the bytes that the longest passes need.
-    """
+    """Return the bytes of a budget of `limit` bytes that are set aside for forward passes."""
     return min(max(limit // 8, least, MIN_TRANSIENT), limit // 3)
 
 
 MOST_COPIED = 256 << 20
-"""Maximum bytes copied in one evaluation; the wait for the device is short compared with such a
-copy.
-"""
+"""Maximum bytes copied in one evaluation: the wait for the device is short compared with it."""
 
 
 def copy_bytes(transient: int, kind: DeviceKind) -> int:
     """Return how many bytes of KV to copy in one `mx.eval`, or 0 for one array at a time.
 
-    `transient`: the bytes set aside for forward passes, which copies of KV between buffers use too.
     On a GPU each evaluation waits for the device, so several arrays are copied at once. A CPU is
     faster with one array at a time: the next copy reuses the memory that the replaced array has
     freed, while new memory costs page faults.
@@ -96,10 +82,8 @@ class Talk:
     generation: int = 4
 
     def turns(self, tokens: int) -> Iterator[tuple[tuple[int, ...], int, int, int]]:
-        """Yield the turns of a conversation that grows to `tokens` tokens.
-
-        Each item is a tuple: the positions of all marks so far, the number of tokens that the turn
-        finds cached, the length of its prompt, and the length with the reply.
+        """Yield each turn: marks so far, tokens cached, length of the prompt, length with the
+        reply.
         """
         marks: list[int] = []
         begin, end = min(self.head, tokens // 2), 0
@@ -113,13 +97,6 @@ class Talk:
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """Bytes and checkpoints that one conversation of `tokens` tokens takes in RAM and on disk.
-
-    `ram_bytes` and `disk_bytes`: bytes of its KV and checkpoints in each tier. `ram_checkpoints`
-    and `disk_checkpoints`: how many checkpoints these include. `fit_ram` and `fit_disk`: how many
-    such conversations fit in each tier.
-    """
-
     tokens: int
     ram_bytes: int
     ram_checkpoints: int
@@ -135,8 +112,7 @@ class Fit:
 
     `disk` is 0 without a disk tier. `room`: bytes of `ram` for conversations, without what is set
     aside for forward passes, MLX's pool and pending writes. `longest`: tokens of the longest prompt
-    that fits, unless forward passes need more memory than is set aside. `held`: the estimate for
-    each length of conversation given to `fit`.
+    that fits, unless forward passes need more memory than is set aside.
     """
 
     ram: int
@@ -149,11 +125,7 @@ class Fit:
 def fit(
     layout: Layout, *, ram: int, disk: int, tokens: Sequence[int], talk: Talk | None = None
 ) -> Fit:
-    """Estimate how many conversations of each length in `tokens` fit, and the longest prompt.
-
-    `ram` and `disk` are budgets in bytes; `disk` is 0 without a disk tier. `talk`: the shape of the
-    simulated conversations, by default that of a coding agent.
-    """
+    """Estimate how many conversations of each length in `tokens` fit, and the longest prompt."""
     pending = pending_bytes(ram, layout) if disk else 0
     room = max(0, ram - pool_bytes(ram) - transient_bytes(ram) - pending)
     per_token = layout.bytes_per_token
@@ -164,12 +136,7 @@ def fit(
 
 
 def warnings(layout: Layout, *, context: int, weights: int, ram: int, machine: int) -> list[str]:
-    """Return warnings to log at the start; empty if model and cache fit the machine's memory.
-
-    One warns if the weights and KV for `context` tokens do not fit, one if the weights and the
-    budget `ram` do not. `weights` and `ram` are in bytes. `machine`: bytes of memory that a model
-    and its cache may take.
-    """
+    """Return warnings to log at the start; empty if model and cache fit the machine's memory."""
     found = []
     one = context * layout.bytes_per_token + layout.running_bytes + layout.checkpoint_bytes
     one += pool_bytes(ram) + transient_bytes(ram)
@@ -212,12 +179,6 @@ def _held(layout: Layout, talk: Talk, tokens: int, budget: Fit) -> Held:
 
 
 def _most(layout: Layout, tokens: int, limit: int) -> int:
-    """Return how many checkpoints of one path of `tokens` tokens a tier keeps at most.
-
-    `limit`: the limit of the tier, RAM or disk, in bytes, for KV and checkpoints together. The
-    checkpoints of a path take at most the bytes that `thinning.allowed` returns, and at most the
-    share `BUDGET_SHARE` of `limit`, or all of it if the model has no KV of tokens.
-    """
     size = max(1, layout.checkpoint_bytes)
     most = allowed(tokens * layout.bytes_per_token, size, limit) // size
     share = BUDGET_SHARE if layout.specs else 1.0
@@ -231,7 +192,6 @@ def _kept(layout: Layout, positions: set[int], tokens: int, limit: int) -> set[i
 
 
 def _run_bytes(layout: Layout, tokens: int) -> int:
-    """Return the bytes on disk of the files with the KV of `tokens` new tokens."""
     per_token = layout.bytes_per_token
     if not per_token:
         return 0

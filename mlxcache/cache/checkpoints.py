@@ -18,12 +18,12 @@ def stops(
 ) -> tuple[int, ...]:
     """Return the positions in (cached, length) at which a prefill takes a checkpoint, ascending.
 
-    `length`: tokens of the prompt, of which the first `cached` are cached. `marks`: the marks of
-    the prompt; without any, its last token counts as one. `parted`: a position at which an earlier
-    prompt diverged, or 0. Positions are the marks, `parted`, and one every `SPACING` tokens between
-    them. Of marks and `parted`, those less than `MARK_DISTANCE` after `cached` or another position
-    are left out. `most`: approximate maximum number of positions. More are thinned, but the first
-    mark, the last mark, `parted` and the last 4 positions are not dropped then.
+    `marks`: the marks of the prompt; without any, its last token counts as one. `parted`: a
+    position at which an earlier prompt diverged, or 0. Positions are the marks, `parted`, and one
+    every `SPACING` tokens between them. Of marks and `parted`, those less than `MARK_DISTANCE`
+    after `cached` or another position are left out. `most`: approximate maximum number of
+    positions. More are thinned, but the first mark, the last mark, `parted` and the last 4
+    positions are not dropped then.
     """
     last = length - 1
     wanted = sorted({*(marks or [last]), min(parted, last)})
@@ -52,7 +52,6 @@ class Trail:
 
     @classmethod
     def to(cls, node: Node) -> Trail:
-        """Collect the nodes with a checkpoint on the path from the root to `node`."""
         nodes: list[Node] = []
         parted: set[int] = set()
         for each in node.path():
@@ -68,11 +67,9 @@ class Trail:
         """Choose nodes whose checkpoints to drop, so that at most `most` are left on the path.
 
         The first checkpoint of the path and the last 4 always stay, even if more than `most` are
-        then left. `end`: the length of the path in tokens. `coming`: positions of checkpoints that
-        are about to be added; they count too. `worth`: drop a checkpoint only if the gap that it
-        leaves is less than this share of the tokens from the gap's end to `end`; infinity sets no
-        such limit. At the positions `parted`, the gap counts 8 times. Returns the nodes in the
-        order in which to drop their checkpoints.
+        then left. `coming`: positions of checkpoints that are about to be added; they count too.
+        `worth`: drop a checkpoint only if the gap that it leaves is less than this share of the
+        tokens from the gap's end to `end`; infinity sets no such limit.
         """
         at = {node.end: node for node in self.nodes}
         positions = sorted({*at, *coming})

@@ -27,13 +27,11 @@ FIGURES_S = 0.5
 
 
 class DiskTier:
-    """The disk tier of one namespace: its store, pending writes and restores.
+    """The disk tier of one namespace: its store, which it owns, pending writes and restores.
 
-    It owns the store and closes it. `pending_limit`: maximum bytes of copies that wait to be
-    written. `wake()` is called from other threads when there is work for the MLX thread. `remote`:
-    uploads to and fetches from a storage that servers share, or None; it is closed with the tier.
-    `label`: that of the model, for the log.
-    Methods must be called on the MLX thread, except `figures`.
+    `pending_limit`: maximum bytes of copies that wait to be written. `wake()` is called from other
+    threads when there is work for the MLX thread. `remote`: the storage that servers share, or
+    None; it is closed with the tier. MLX thread only, except `figures`.
     """
 
     def __init__(
@@ -61,8 +59,7 @@ class DiskTier:
     def pump(self, *, decoding: bool) -> None:
         """Apply the results of finished writes, and give the writer's thread at most one more job.
 
-        With `decoding` (replies are being generated), copies for the disk take at most the part
-        `COPY_SHARE` of the MLX thread's time.
+        While replies are generated, copies for the disk take at most `COPY_SHARE` of the time.
         """
         began = time.monotonic()
         if decoding and began < self._next_copy_at:
@@ -73,7 +70,7 @@ class DiskTier:
     def figures(self) -> dict[str, Any]:
         """Return the disk tier's part of `GET /v1/cache`: the fields of `disk`, and `restores`.
 
-        They are at most `FIGURES_S` seconds old. May be called on any thread.
+        They are at most `FIGURES_S` seconds old.
         """
         if time.monotonic() - self._figures_at > FIGURES_S:
             self._figures = self._measure()

@@ -10,7 +10,7 @@ The half-open token ranges of one request, from its prompt to its end:
     [0, length)    in the lineage; `commit` puts all of it into the tree
     [0, written)   handed to the disk tier by `persist`, in whole blocks until the request is over
 
-One `KVCache` has one prefix tree, that of one namespace. Several caches may share a `SharedBudget`,
+One `KVCache` has one prefix tree, that of one namespace. Several caches may share a budget,
 as members of one `SharedRam`.
 """
 
@@ -26,14 +26,13 @@ import mlx.core as mx
 
 from mlxcache.cache.disk import DiskTier
 from mlxcache.cache.main_conversation import NO_HINTS, CacheHints, MainConversations
-from mlxcache.cache.memory_waits import MemoryWaits
 from mlxcache.cache.placement import Placement, finite_prefix, intact, reusable
-from mlxcache.cache.ram import STEP, Evict, RamTier
+from mlxcache.cache.ram import STEP, Evict, RamTier, rounded
 from mlxcache.cache.restore import MIN_UNKNOWN, DiskLookup
-from mlxcache.cache.shared_ram import SharedRam
+from mlxcache.cache.shared_ram import MemoryWaits, SharedRam
 from mlxcache.errors import Inconsistent
 from mlxcache.model import device
-from mlxcache.model.kv import Layout, State
+from mlxcache.model.kv import Layout
 from mlxcache.model.lineage import Lineage, ends_finite, finite_upto
 from mlxcache.store.digests import BLOCK
 from mlxcache.store.leaves import LeafRow
@@ -42,8 +41,7 @@ from mlxcache.store.store import Store
 from mlxcache.tree.budget import Budget
 from mlxcache.tree.eviction import Worth
 from mlxcache.tree.node import Node
-from mlxcache.tree.path_ends import PathEnds
-from mlxcache.tree.prefix_tree import PrefixTree
+from mlxcache.tree.prefix_tree import PathEnds, PrefixTree
 from mlxcache.types import NO_TOKENS, Tokens
 
 if TYPE_CHECKING:
@@ -65,14 +63,11 @@ OOM_SHARE = 4
 class Lease:
     """The use of a lineage by one request, with the memory reserved for it.
 
-    `prompt`: the token ids of the request's prompt. `hints`: its hints about eviction. `cached`:
-    prompt tokens that are reused. `restored`: how many of them were read from disk.
-    `matched`: prompt tokens shared with earlier prompts in RAM, whether they can be reused or not.
-    `node`: the node of the tree that the lease has locked against eviction, or None before the
-    first commit of a new lineage. `awaiting_state`: KV is present, but the state of layers that
-    cannot be sliced must still be restored from disk. `written`: tokens handed to the disk tier.
-    `evict`: how to make room for its later reservations: "no" uses free bytes only, "wait" evicts
-    what no request uses, unloads idle models, and waits for writes to disk.
+    `cached`: prompt tokens that are reused, of which `restored` were read from disk. `matched`:
+    prompt tokens shared with earlier prompts in RAM, reusable or not. `node`: the node that the
+    lease has locked, or None before the first commit of a new lineage. `awaiting_state`: KV is
+    present, but the state of layers that cannot be sliced must still be restored from disk.
+    `written`: tokens handed to the disk tier. `evict`: how to make room later, "no" or "wait".
     `state_bytes`: bytes reserved for the states of layers that cannot be sliced.
     """
 
@@ -90,24 +85,15 @@ class Lease:
 
     @property
     def length(self) -> int:
-        """Number of positions in the lineage."""
         return self.lineage.length
 
     def note_restored(self) -> None:
-        """Record that a restore is complete.
-
-        `cached` and `written` become the length of the lineage, and `awaiting_state` False.
-        """
         self.cached = self.written = self.length
         self.awaiting_state = False
 
     @property
     def evict_now(self) -> Literal["no", "idle"]:
-        """How to make room without waiting for writes to disk.
-
-        It is "no" (use free bytes only) if `evict` is "no", else "idle" (evict what no request
-        uses).
-        """
+        """How to make room without waiting for writes to disk."""
         return "no" if self.evict == "no" else "idle"
 
 
@@ -115,9 +101,7 @@ class KVCache:
     """KV of one model, in RAM and on disk, and the operations by which requests use it.
 
     Each operation reserves bytes before it allocates them. Results are valid until the next
-    operation that mutates the cache. Nodes that a lease locks are not evicted until the lease is
-    released. Create an instance with `KVCache.open`; it owns `ram` and `disk`. `label`: that of the
-    model, for the log.
+    operation that mutates the cache. Nodes that a lease locks are not evicted until it is released.
     """
 
     def __init__(self, ram: RamTier, disk: DiskTier | None = None):
@@ -150,21 +134,18 @@ class KVCache:
         lineage: type[Lineage] = Lineage,
         label: str = "unnamed",
     ) -> KVCache:
-        """Open a cache for models of `layout`, with a disk tier if `store` is given.
+        """Open a cache, with a disk tier if `store` is given, which the cache then owns.
 
-        The cache owns the store. `pending_limit`: maximum bytes of copies that wait to be written.
-        `wake()` is called from other threads when there is work for the MLX thread. `worth`: scores
-        segments for eviction; by default it is made from the layout. `device_buffers`: maximum
-        number of buffers that the device can hold, None for no limit. `copy_bytes`: bytes of KV
-        copied in one evaluation, 0 for one array at a time. `shared`: the RAM of several models,
-        which the cache joins until it is closed; `budget` must then be a member of its budget.
-        `remote`: what the disk tier exchanges with other servers, or None.
-        `lineage`: class of the lineages; `mlxcache plan` has one without arrays. `label`: that of
-        the model, for the log.
+        `wake()` is called from other threads when there is work for the MLX thread.
+        `device_buffers`: maximum number of buffers that the device can hold, None for no limit.
+        `copy_bytes`: bytes of KV copied in one evaluation, 0 for one array at a time. `shared`: the
+        RAM of several models, which the cache joins until it is closed; `budget` must then be a
+        member of its budget. `remote`: what the disk tier exchanges with other servers. `lineage`:
+        class of the lineages; `mlxcache plan` has one without arrays.
         """
         worth = worth or Worth(layout.bytes_per_token, layout.checkpoint_bytes)
-        clock = shared.clock if shared is not None else None
-        tree = PrefixTree(layout.bytes_per_token, worth, clock=clock)
+        shared = shared or SharedRam(budget)
+        tree = PrefixTree(layout.bytes_per_token, worth, clock=shared.clock)
         disk = None
         if store is not None:
             disk = DiskTier(store, layout, tree, pending_limit, wake, remote=remote, label=label)
@@ -173,31 +154,23 @@ class KVCache:
             layout,
             budget,
             tree,
+            shared,
             write_behind,
             device_buffers=device_buffers,
             copy_bytes=copy_bytes,
-            shared=shared,
             lineage=lineage,
             label=label,
         )
-        if shared is not None:
-            shared.join(ram)
         return cls(ram, disk)
 
     # -- matching ----------------------------------------------------------------------------------
 
     def match(self, ids: Tokens) -> int:
-        """Return how many leading tokens of `ids` are in RAM, reusable or not.
-
-        Changes nothing.
-        """
+        """Return how many leading tokens of `ids` are in RAM, reusable or not. Changes nothing."""
         return self.tree.match(ids, touch=False).length
 
     def reusable(self, ids: Tokens) -> int:
-        """Return how many leading tokens of `ids` the next `acquire` could reuse from RAM.
-
-        Changes nothing.
-        """
+        """Return how many leading tokens the next `acquire` could reuse from RAM."""
         return reusable(self.layout, self.tree.match(ids, touch=False), len(ids))[0]
 
     def measure(
@@ -205,10 +178,9 @@ class KVCache:
     ) -> list[Held | None]:
         """Return, for each group, how many tokens of its leaves are reusable in RAM, and the bytes.
 
-        Bytes are those of KV and checkpoints; what leaves of a group share is counted once. `ids`:
-        token ids of leaves. If they lack a leaf that was not measured before, or at whose end the
-        tree has changed, the result has None for its group. After `MEASURE_S` seconds, the other
-        groups are left out, so that decoding goes on. Changes no KV.
+        What leaves of a group share is counted once. If `ids` lack a leaf that was not measured
+        before, or at whose end the tree has changed, the result has None for its group. After
+        `MEASURE_S` seconds, the other groups are left out, so that decoding goes on.
         """
         found: list[Held | None] = []
         deadline = time.perf_counter() + MEASURE_S
@@ -246,24 +218,21 @@ class KVCache:
         hints: CacheHints = NO_HINTS,
         evict: Evict = "wait",
     ) -> Lease | None:
-        """Lease a lineage that holds the longest reusable prefix of `ids`.
+        """Lease a lineage that holds the longest reusable prefix of `ids`, or None without room.
 
         Reserves room for all of `ids` and for the first tokens of a reply of `reply` tokens.
-        Returns None if there is no room. `planned`: position up to which KV and state will be
-        restored from disk; all KV in RAM below it is then used, even without a state to continue
-        from. `evict`: how to make room: "no" uses free bytes only, "idle" evicts what no request
-        uses, "unload" also unloads idle models, and "wait" also blocks for writes to disk, after
-        which more can be evicted. `hints`: those of the request about eviction. Mutates the tree
-        (uses, splits, evictions) and lineages. Raises MLX's error if a copy fails, after releasing
-        what was reserved.
+        `planned`: position up to which KV and state will be restored from disk; all KV in RAM below
+        it is then used, even without a state to continue from. Mutates the tree (uses, splits,
+        evictions) and lineages. Blocks for writes to disk only with `evict` "wait". Raises MLX's
+        error if a copy fails, after releasing what was reserved.
         """
         match, main = self.tree.match(ids), self._mains.main_beside(ids, hints)
-        self.tree.uses.renew(main)
+        self.tree.renew(main)
         cached, state = reusable(self.layout, match, len(ids))
         awaiting_state = planned > cached
         if awaiting_state:
             cached, state = intact(self.layout, match, planned), None
-        least = (len(ids) + min(reply, STEP) + 63) // 64 * 64
+        least = rounded(len(ids) + min(reply, STEP))
         last = match.nodes[-1] if match.nodes else None
         if last is not None:
             self.tree.lock(last)
@@ -274,48 +243,37 @@ class KVCache:
                 self.tree.unlock(last)
         if placed is None:
             return None
-        lease = Lease(placed.lineage, cached, placed.node)
-        self._leases[id(lease)] = lease
-        lease.evict = "no" if evict == "no" else "wait"
-        lease.awaiting_state, lease.written, lease.matched = (
-            awaiting_state,
-            lease.cached,
-            match.length,
+        lease = Lease(
+            placed.lineage,
+            cached,
+            placed.node,
+            prompt=ids,
+            hints=hints,
+            evict="no" if evict == "no" else "wait",
+            awaiting_state=awaiting_state,
+            written=cached,
+            matched=match.length,
         )
-        lease.prompt, lease.hints = ids, hints
+        self._leases[id(lease)] = lease
         try:
-            if not self._set_state(lease, state, evict):
+            if not self.ram.reserve("states", self.layout.running_bytes, evict=evict):
                 self.release(lease)
                 return None
+            lease.state_bytes = self.layout.running_bytes
+            lease.lineage.restore(state)
             if hints.asked:
                 key = hints.conversation_key
-                uses = self.tree.uses.found(self.tree.match(ids), len(ids), key)
-                self.tree.uses.renew(main, uses)
+                uses = self.tree.count_use(self.tree.match(ids), len(ids), key)
+                self.tree.renew(main, uses)
         except BaseException:
             self.release(lease)
             raise
         return lease
 
-    def _set_state(self, lease: Lease, state: State | None, evict: Evict) -> bool:
-        """Reserve memory for the state of layers that cannot be sliced, and set a copy of `state`.
-
-        If `state` is None, the state stays as it is. Returns False if there is no room. `evict`:
-        how to make room, as in `acquire`.
-        """
-        if not self.ram.reserve("states", self.layout.running_bytes, evict=evict):
-            return False
-        lease.state_bytes = self.layout.running_bytes
-        lease.lineage.restore(state)
-        return True
-
     # -- restoring ---------------------------------------------------------------------------------
 
     def look_up(self, ids: Tokens, known: int) -> DiskLookup | None:
-        """Start a lookup of `ids` on disk; return None if there is no disk tier.
-
-        `known`: leading tokens that are in RAM. Does not block: the `wake` that was given to `open`
-        is called as the lookup proceeds.
-        """
+        """Start a lookup of `ids` on disk; None without a disk. `wake` is called as it proceeds."""
         return self.disk.restorer.look_up(ids, known) if self.disk is not None else None
 
     @property
@@ -329,19 +287,15 @@ class KVCache:
         return self.disk.restorer.min_unknown if self.disk is not None else MIN_UNKNOWN
 
     def can_restore(self, lease: Lease, lookup: DiskLookup) -> bool:
-        """Return whether `restore` has a verified file to load or an error to raise.
-
-        Changes nothing.
-        """
+        """Return whether `restore` has a verified file to load or an error to raise."""
         return self.disk is not None and self.disk.restorer.ready(lookup, lease.length)
 
     def restore(self, lease: Lease, lookup: DiskLookup) -> bool:
-        """Load verified files of KV from disk into the lease, and commit them.
+        """Load verified files of KV from disk into the lease; return whether all are loaded.
 
-        In a model with opaque slots, all files are committed together after the last one. Returns
-        True once all of `lookup.target` is restored. Mutates lease and tree, and blocks; see
-        `Restorer.load`. Raises StoreError, OSError, RuntimeError or ValueError if a file cannot be
-        used; call `cancel_restore` then.
+        Commits them, in a model with opaque slots all together after the last one. Blocks.
+        Raises StoreError, OSError, RuntimeError or ValueError if a file cannot be used; call
+        `abandon` then.
         """
         assert self.disk is not None
         before = lease.length
@@ -356,26 +310,14 @@ class KVCache:
             lease.note_restored()
         return complete
 
-    def cancel_restore(self, lease: Lease) -> None:
-        """Release a lease whose restore failed; its committed KV stays in RAM if it is intact.
-
-        A file may fail as late as when its arrays are evaluated. The buffers of the lineage are
-        then unusable, and are released.
-        """
-        self.abandon(lease)
-
     # -- growing and committing --------------------------------------------------------------------
 
     def extend(self, lease: Lease, length: int) -> bool:
-        """Make room for `length` positions in the lease; return False if the budget has no room.
-
-        Mutates: may copy into larger buffers, and may evict. May block for a write that makes room.
-        """
+        """Make room for `length` positions in the lease; return whether there is. May block."""
         lineage = lease.lineage
         if length <= lineage.capacity or not self.layout.specs:
             return True
-        wanted = (length + 63) // 64 * 64
-        capacity = self.ram.reserve_buffer(lineage.capacity, wanted, lease.evict)
+        capacity = self.ram.reserve_buffer(lineage.capacity, rounded(length), lease.evict)
         if capacity is not None:
             with self._placement.charged(lineage, capacity, leased=True):
                 lineage.grow(capacity)
@@ -383,26 +325,20 @@ class KVCache:
 
     @property
     def may_grow_ahead(self) -> bool:
-        """True until `grow_ahead` has looked at each conversation that was continued."""
-        return self._placement.has_continued
+        return len(self._placement.continued) > 0
 
     def grow_ahead(self) -> bool:
-        """Make room for the next turn of a conversation by a copy, while no request waits.
-
-        Returns False if there is no such conversation.
-        """
+        """Make room for the next turn of a conversation by a copy; False if there is none."""
         return self._placement.grow_ahead()
 
     def commit(self, lease: Lease, ids: Tokens, *, checkpoint: bool, final: bool = False) -> None:
-        """Add the first `lease.length` tokens of `ids` to the tree.
+        """Add the first `lease.length` tokens of `ids`, prompt and reply, to the tree.
 
-        `ids`: the tokens of the request, shape (n,). `checkpoint`: also store the state at their
-        end, if the model has layers that cannot be sliced. Mutates the tree and moves the lock of
-        the lease. May evict to make room for the checkpoint; if there is still no room, no
-        checkpoint is stored. `final`: the lease is released next, so the checkpoint may take
-        bytes of the budget that are withheld while the machine is short of memory: as many are
-        released with the lease. Waits for the device and raises the device's error if a command
-        failed; nothing is committed then.
+        `checkpoint`: also store the state at their end, if the model has layers that cannot be
+        sliced and there is room; may evict for it. Moves the lock of the lease. `final`: the lease
+        is released next, so the checkpoint may take bytes that are withheld while the machine is
+        short of memory: as many are released with the lease. Waits for the device and raises its
+        error; nothing is committed then.
         """
         lineage = lease.lineage
         if not self.layout.cacheable or not lineage.length:
@@ -420,15 +356,13 @@ class KVCache:
             self._set_checkpoint(lease, node, len(ids), final=final)
 
     def _set_checkpoint(self, lease: Lease, node: Node, end: int, *, final: bool) -> None:
-        """Copy the state of a lease's lineage into a checkpoint at `node`, if there is room for it.
-
-        `end`: length of the request. `final`: see `commit`.
-        """
+        """Copy the state of a lease's lineage into a checkpoint at `node`, if there is room."""
         lineage, evict = lease.lineage, lease.evict_now
         size = lineage.state_bytes
         reserved = self.ram.reserve_checkpoint(node, size, end, evict=evict)
-        if not reserved and final and self.ram.withheld:
-            self.ram.withhold(max(0, self.ram.withheld - size))
+        shared = self.ram.shared
+        if not reserved and final and shared.withheld:
+            shared.withhold(max(0, shared.withheld - size))
             reserved = self.ram.reserve_checkpoint(node, size, end, evict=evict)
         if not reserved:
             return
@@ -445,8 +379,7 @@ class KVCache:
 
         These are segments whose KV was lost, segments that were fed again because there was no
         state to continue from, and segments whose sliding windows only this lineage holds. The
-        lineage has their KV anyway, so other copies can be released. Segments after those stay with
-        the other lineage.
+        lineage has their KV anyway, so other copies can be released.
         """
         lineage = lease.lineage
         windows = self._split_at_windows(lineage, node) if self.layout.longest_window else []
@@ -464,9 +397,8 @@ class KVCache:
     def _split_at_windows(self, lineage: Lineage, node: Node) -> list[Node]:
         """Return nodes on the path to `node` whose KV of sliding windows only `lineage` holds.
 
-        The lineages of these nodes were restored without KV of the layers with sliding windows.
-        `lineage` holds it from `Lineage.window_valid_from` on; a node in which that position lies
-        is split there.
+        The lineages of these nodes were restored without that KV. A node in which
+        `lineage.window_valid_from` lies is split there.
         """
         valid = lineage.window_valid_from
         bare = [n for n in node.path()[1:] if n.value.window_valid_from > max(n.start, valid)]
@@ -476,12 +408,11 @@ class KVCache:
         return [n for n in bare if n.start >= valid and n.value is not lineage]
 
     def persist(self, lease: Lease, ids: Tokens, *, whole: bool = False) -> None:
-        """Queue committed tokens for writing to disk.
+        """Queue committed tokens for writing to disk. Does not block.
 
-        `ids`: the tokens of the request. Queues those up to the last whole block, if at least
-        `PERSIST_TOKENS` are not queued yet. With `whole`, queues all tokens however few are new,
-        also those of an incomplete block. Does not block. The path stays locked in RAM until it is
-        on disk.
+        Queues those up to the last whole block, if at least `PERSIST_TOKENS` are not queued yet;
+        with `whole`, all tokens however few are new. The path stays locked in RAM until it is on
+        disk.
         """
         if self.disk is None or lease.node is None:
             return
@@ -497,10 +428,9 @@ class KVCache:
     def finish(self, lease: Lease, ids: Tokens) -> None:
         """Commit what a request computed, and queue it for writing to disk.
 
-        `ids`: the tokens of the request, prompt and reply. The lease stays until `release`. Nothing
-        is committed if a restore is incomplete. If the model produced NaN, what the request
-        computed is removed instead. Waits for the device, and raises the device's error before
-        doing anything else.
+        If the model produced NaN, removes it instead. Nothing is committed if a restore is
+        incomplete. The lease stays until `release`. Waits for the device, and raises its error
+        before doing anything else.
         """
         if lease.awaiting_state:
             return
@@ -512,21 +442,19 @@ class KVCache:
         self.persist(lease, ids, whole=True)
 
     def holds(self, lease: Lease) -> bool:
-        """Return whether a lease has not been released."""
         return id(lease) in self._leases
 
     def release(self, lease: Lease) -> None:
         """End a lease: the lineage becomes idle, or is released if the tree does not refer to it.
 
-        Mutates: buffers of older lineages that no request uses may be made smaller. The lease must
-        not be used afterwards. If it raises while it still `holds` the lease, call it again; does
-        nothing for a released lease.
+        Mutates: buffers of older lineages that no request uses may be made smaller. If it raises
+        while it still `holds` the lease, call it again; does nothing for a released lease.
         """
         if not self.holds(lease):
             return
         lineage = lease.lineage
         if lease.node is not None:
-            self.tree.uses.keep(lease.node, lease.hints.keeps)
+            self.tree.keep(lease.node, lease.hints.keeps)
             self._mains.note_end(lease.prompt, lease.hints, lease.node)
             self.tree.unlock(lease.node)
             lease.node = None
@@ -537,13 +465,17 @@ class KVCache:
         del self._leases[id(lease)]
         if lease.cached and not lineage.lost:
             lineage.note_turn(lease.length - lease.cached)
-            self._placement.note_continued(lineage)
+            self._placement.continued.append(lineage)
         if not lineage.lost:
             self.ram.shrink(lineage, force=False)
         self.ram.compact_idle(evict=lease.evict_now)
 
     def abandon(self, lease: Lease) -> None:
-        """End a lease whose last forward pass failed; only its committed KV stays in RAM."""
+        """End a lease whose last pass or restore failed; only its committed KV stays in RAM.
+
+        A file may fail as late as when its arrays are evaluated. The buffers of the lineage are
+        then unusable, and are released.
+        """
         lineage = lease.lineage
         held = self.tree.live_range(lineage)
         lineage.truncate(held[1] if held else 0)
@@ -559,9 +491,8 @@ class KVCache:
     def drop_damaged(self) -> None:
         """Release the buffers of every lineage that a device error may have damaged.
 
-        The tree may still refer to these lineages: `Lineage.lost` is then true. Of the other
-        lineages, only committed positions are intact: call `abandon` for each of their leases. See
-        `model.device` for device errors.
+        Of the other lineages, only committed positions are intact: call `abandon` for each of their
+        leases.
         """
         for lineage in [*self.ram.idle.values(), *self.ram.busy.values()]:
             if lineage.survives_failure():
@@ -572,9 +503,8 @@ class KVCache:
     def purge(self, lease: Lease, ids: Tokens) -> None:
         """Remove from both tiers what a request computed, because the model produced NaN.
 
-        `ids`: the tokens of the request, prompt and reply. The prefix that it reused and the tokens
-        that other requests share stay as far as their KV is finite. The lease stays, but its lock
-        on the tree is released.
+        The prefix that it reused and the tokens that other requests share stay as far as their KV
+        is finite. The lease stays, but its lock on the tree is released.
         """
         reused = min(lease.cached, finite_upto(lease.lineage))
         kept = finite_prefix(self.tree.match(ids, touch=False), reused)
@@ -593,10 +523,9 @@ class KVCache:
     # -- removing ----------------------------------------------------------------------------------
 
     def forget(self, ids: Tokens, keep: int) -> int:
-        """Remove from RAM all of `ids` beyond its first `keep` tokens, and what continues it.
+        """Remove from RAM `ids` beyond `keep`, and what continues them; return how many tokens.
 
-        KV that a request uses or that is not on disk yet stays. Returns the number of tokens
-        removed.
+        KV that a request uses or that is not on disk yet stays.
         """
         beyond = self._nodes_beyond(ids, keep)
         if not beyond:
@@ -607,30 +536,21 @@ class KVCache:
         return sum(self.ram.remove(node, keep) for node in reversed(below))
 
     def forget_unshared(self, ids: Tokens, keep: int) -> bool:
-        """Remove `ids` beyond the first `keep` from RAM unless another conversation continues them.
-
-        KV that a request uses or that is not on disk yet stays. Returns whether tokens were
-        removed.
-        """
+        """Do what `forget` does unless another conversation continues `ids`."""
         nodes = [n for n in self.tree.match(ids, touch=False).nodes if n.end > keep]
         if not nodes or any(len(n.children) > (n is not nodes[-1]) for n in nodes):
             return False
         return self.forget(ids, keep) > 0
 
     def _nodes_beyond(self, ids: Tokens, keep: int) -> list[Node]:
-        """Return the nodes that hold tokens of `ids` beyond the first `keep`, from the top down."""
         match = self.tree.match(ids, touch=False)
         return [node for node in match.nodes if min(node.end, match.length) > keep]
 
     def clear(self) -> None:
-        """Evict from RAM all KV that no request uses and that is not waiting to be written."""
         self.ram.clear()
 
     def free_after_oom(self, lease: Lease) -> bool:
-        """Evict some idle KV after MLX failed to allocate, and undo the failed pass of the lease.
-
-        Returns True if the KV of the lease is intact, so that the same pass may be tried again.
-        """
+        """Evict some idle KV, and undo the failed pass; return whether it may be tried again."""
         idle = sum(each.nbytes for each in self.ram.idle.values())
         self.ram.evict(max(1, idle // OOM_SHARE))
         mx.clear_cache()
@@ -638,17 +558,11 @@ class KVCache:
         return lease.lineage.sound()
 
     def end_pressure(self) -> None:
-        """Make the whole budget available again, because a request needs it.
-
-        A part of it may have been withheld while the machine was short of memory.
-        """
-        self.ram.withhold(0)
+        """Make bytes available again that were withheld while the machine was short of memory."""
+        self.ram.shared.withhold(0)
 
     def check_integrity(self, *, batch: int) -> None:
-        """Raise Inconsistent unless the bytes and locks that are charged are those in use.
-
-        `batch`: bytes of batches. Call between two operations. O(lineages).
-        """
+        """Raise Inconsistent unless the bytes and locks that are charged are those in use."""
         leases, ram = list(self._leases.values()), self.ram
         lineages = [*ram.idle.values(), *ram.busy.values()]
         held = {
@@ -676,7 +590,6 @@ class KVCache:
 
     @property
     def writing(self) -> bool:
-        """True if a path is locked in RAM because it is not on disk yet."""
         return self.disk is not None and self.disk.write_behind.busy
 
     @property
@@ -685,35 +598,26 @@ class KVCache:
         return self.disk is not None and self.disk.write_behind.ready
 
     def pump(self, *, decoding: bool) -> None:
-        """Apply the results of finished writes, and give the disk writer at most one more job.
-
-        Must be called in each `Scheduler.step`. `decoding`: replies are being generated and would
-        be delayed, so copies for the disk take only a small share of the time.
-        """
+        """Let the disk tier go on. Must be called in each `Scheduler.step`."""
         if self.disk is not None:
             if self.waits.short or self.waits.others_wait:
                 self.disk.write_behind.hurry()
             self.disk.pump(decoding=decoding)
 
     def close(self, seconds: float) -> int:
-        """Write what is not on disk yet, then release everything.
+        """Write what is not on disk yet; return an upper bound of the tokens that were not written.
 
-        Blocks for about `seconds` at most. Returns an upper bound of the number of tokens that were
-        not written.
+        Blocks for about `seconds` at most.
         """
         left = self.disk.close(seconds) if self.disk is not None else 0
         self.clear()
-        if self.ram.shared is not None:
-            self.ram.shared.leave(self.ram)
+        self.ram.shared.leave(self.ram)
         return left
 
     # -- figures -----------------------------------------------------------------------------------
 
     def figures(self) -> dict[str, Any]:
-        """Return the part of `GET /v1/cache` on RAM: `ram`, `tree_tokens`, `evictions` and others.
-
-        `active_bytes` are the bytes in use beyond those that the tree refers to.
-        """
+        """Return the part of `GET /v1/cache` on RAM."""
         tree, kinds = self.tree, self.budget.by_kind()
         held = tree.kv_bytes + tree.checkpoint_bytes
         live = sum(kinds.get(kind, 0) for kind in ("kv", "checkpoints", "states", "batch"))
@@ -722,7 +626,7 @@ class KVCache:
                 "used_bytes": held,
                 "limit_bytes": self.budget.limit,
                 "high_water_bytes": self.budget.high_water,
-                "withheld_bytes": self.ram.withheld,
+                "withheld_bytes": self.ram.shared.withheld,
                 "buffers": self.ram.count_buffers(),
                 "buffer_limit": self.ram.buffers.limit,
                 "kinds": kinds,

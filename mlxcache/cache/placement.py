@@ -19,11 +19,10 @@ from mlxcache.tree.node import Match, Node
 
 
 def reusable(layout: Layout, match: Match, prompt_tokens: int) -> tuple[int, State | None]:
-    """Return how many leading tokens of a match can be reused, and the state at that position.
+    """Return how many leading tokens of a prompt's match can be reused, and the state there.
 
-    `match`: that of a prompt in the prefix tree. `prompt_tokens`: length of the prompt, of which at
-    least one token is left to feed, because its logits are needed. The state is that of the opaque
-    slots, or None if the model has no such slots. Returns 0 and None if nothing can be reused.
+    At least one token of the prompt is left to feed, because its logits are needed. The state is
+    that of the opaque slots, None if the model has none.
     """
     if not layout.cacheable:
         return 0, None
@@ -57,10 +56,10 @@ def intact(layout: Layout, match: Match, upto: int) -> int:
 def finite_prefix(match: Match, reused: int) -> int:
     """Return how many leading tokens of a request to keep after the model produced NaN.
 
-    `match`: that of the request's tokens. `reused`: how many of them the request had reused; their
-    KV is finite. If a checkpoint at one of the reused tokens is not finite, the result is the start
-    of the segment that ends at this checkpoint. Tokens after the reused ones are kept too if
-    another path of the tree shares them, but only if all their KV and checkpoints are finite.
+    `reused`: how many of them the request had reused. If a checkpoint at one of these is not
+    finite, the result is the start of the segment that ends at it. Tokens after the reused ones are
+    kept too if another path of the tree shares them, but only if all their KV and checkpoints are
+    finite.
     """
     parted = [node.end for node in match.nodes if len(node.children) > 1]
     if match.nodes and (match.nodes[-1].children or match.nodes[-1].end > match.length):
@@ -82,10 +81,9 @@ def finite_prefix(match: Match, reused: int) -> int:
 
 
 class Placed(NamedTuple):
-    """A lineage that holds a prefix, and the node of the prefix tree at which the prefix ends.
+    """A lineage that holds a prefix, and the locked node at which the prefix ends.
 
-    `node` is locked against eviction. It is None if the lineage is new and the tree does not refer
-    to it yet.
+    `node` is None if the lineage is new and the tree does not refer to it yet.
     """
 
     lineage: Lineage
@@ -93,23 +91,18 @@ class Placed(NamedTuple):
 
 
 class Placement:
-    """Chooser of the lineage in which a request continues; it also copies the prefix into it.
-
-    `ram`: the tier whose lineages it chooses from and whose budget it charges.
-    """
-
     def __init__(self, ram: RamTier):
         self._ram = ram
         self._tree = ram.tree
         self._layout: Layout = ram.layout
-        self._continued: deque[Lineage] = deque(maxlen=WHOLE_LINEAGES)
+        self.continued: deque[Lineage] = deque(maxlen=WHOLE_LINEAGES)
 
     def place(self, match: Match, cached: int, least: int, evict: Evict) -> Placed | None:
         """Continue the idle lineage that needs the fewest copied tokens, or fill a new one.
 
         The lineage returned holds the first `cached` tokens of `match`, has room for `least`
-        positions in all, and is marked as in use. Reserves the bytes for it; `evict` is the mode of
-        making room. Returns None if there is no room.
+        positions in all, for which bytes are reserved, and is marked as in use. None if there is no
+        room.
         """
         spans: list[Span] = match.spans(cached) if cached else []
         best, cost = -1, cached
@@ -125,17 +118,12 @@ class Placement:
         return self._copy(spans, cached, least, evict)
 
     def _tail(self, owner: Lineage, end: int) -> int:
-        """Return how many positions of the lineage `owner`, from `end` on, the prefix tree uses."""
+        """Return how many positions of `owner`, from `end` on, the prefix tree uses."""
         held = self._tree.live_range(owner)
         return max(0, held[1] - end) if held else 0
 
     def _split_tail(self, match: Match, owner: Lineage, end: int, evict: Evict) -> bool:
-        """Move the KV of the lineage `owner` from position `end` on into a new lineage.
-
-        `match`: the match of the prompt; its node that contains `end` is split there. Returns True
-        if that is done or the tree uses nothing from `end` on, and False if there is no room for
-        the new lineage.
-        """
+        """Move the KV of `owner` from position `end` on, if there is any, into a new lineage."""
         reserved = self._tail(owner, end)
         if not self._ram.reserve_kv(reserved, evict=evict):
             return False
@@ -151,10 +139,7 @@ class Placement:
         return True
 
     def _split_node(self, match: Match, position: int) -> Node:
-        """Return the node of `match` whose end is `position`, splitting a node there if needed.
-
-        Raises ValueError if the match is shorter.
-        """
+        """Return the node of `match` that ends at `position`, splitting one if needed."""
         for node in match.nodes:
             if node.start < position <= node.end:
                 return self._tree.split_at(node, position)
@@ -165,12 +150,10 @@ class Placement:
     def _continue(
         self, match: Match, spans: list[Span], at: int, least: int, evict: Evict
     ) -> Placed | None:
-        """Continue a request in the buffers of the lineage of `spans[at]`.
+        """Continue a request in the buffers of the lineage of `spans[at]`, if there is room.
 
-        `spans` are the lineages' ranges that make up the prefix. The request continues in place if
-        the buffers start at position 0 and have room for `least` positions; otherwise they are
-        copied into larger ones. The KV of the ranges after `spans[at]` is appended. Returns None if
-        there is no room.
+        In place if they start at position 0 and have room for `least` positions, else copied into
+        larger ones. The KV of the spans after `spans[at]` is appended.
         """
         owner, _, end = spans[at]
         cached = spans[-1][2]
@@ -198,23 +181,14 @@ class Placement:
             self._tree.lock(node)
             return Placed(owner, node)
 
-    @property
-    def has_continued(self) -> bool:
-        """True until `grow_ahead` has looked at each lineage of `note_continued`."""
-        return len(self._continued) > 0
-
-    def note_continued(self, lineage: Lineage) -> None:
-        """Remember a lineage that a request has continued, for `grow_ahead`."""
-        self._continued.append(lineage)
-
     def grow_ahead(self) -> bool:
         """Enlarge the buffers of one lineage in which the next turn may not fit, by a copy.
 
         Only the lineages are looked at that have been continued since the last call. Returns False
         if none is left; nothing is enlarged without memory to spare.
         """
-        while self._continued:
-            lineage = self._continued.popleft()
+        while self.continued:
+            lineage = self.continued.popleft()
             held = lineage.capacity
             least = rounded(lineage.length + lineage.turn_tokens + STEP)
             fits = held >= least or not self._ram.spares()
@@ -262,11 +236,6 @@ class Placement:
             self._ram.set_idle(lineage)
 
     def _copy(self, spans: list[Span], cached: int, least: int, evict: Evict) -> Placed | None:
-        """Create a lineage for at least `least` positions, and copy the prefix into it.
-
-        `cached`: number of tokens of the prefix. `spans`: the ranges of other lineages that hold
-        its KV. Returns None if there is no room.
-        """
         capacity = self._ram.reserve_buffer(0, least, evict)
         if capacity is None:
             return None

@@ -7,8 +7,9 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
+from mlxcache.cache.shared_ram import SharedRam
 from mlxcache.config import format_size
 from mlxcache.config.memory import (
     MemoryPressure,
@@ -17,7 +18,6 @@ from mlxcache.config.memory import (
     read_pressure,
     trim_heap,
 )
-from mlxcache.tree.budget import Budget
 
 log = logging.getLogger("mlxcache.engine")
 
@@ -52,10 +52,6 @@ class Brake:
         self._changed_at = self._pressed_at = float("-inf")
 
     def update(self, level: PressureLevel, now: float) -> int:
-        """Record the memory pressure, and return the number of eighths of the budget to withhold.
-
-        `level`: the memory pressure at the time `now`, in seconds of a monotonic clock.
-        """
         if level:
             self._pressed_at = now
             if now - self._changed_at >= STEP_S and self.parts < MAX_PARTS[level]:
@@ -71,8 +67,7 @@ class Brake:
 class Observation:
     """Result of the latest memory check, with sizes in bytes.
 
-    `level`: the memory pressure. `footprint`: the memory that this process takes. `max_footprint`:
-    the highest `footprint` so far. `expected`: the memory that the process takes with the weights
+    `footprint`: the memory that this process takes. `expected`: what it takes with the weights
     loaded and the whole budget in use. `parts`: number of eighths of the budget that are withheld.
     """
 
@@ -83,32 +78,17 @@ class Observation:
     parts: int = 0
 
 
-class Withholding(Protocol):
-    """Interface of an owner of a budget that can be withheld in part: `RamTier`, `SharedRam`."""
-
-    @property
-    def budget(self) -> Budget:
-        """The budget of the owner: its limit, and what of it is used and withheld."""
-        ...
-
-    def withhold(self, size: int) -> None:
-        """Set the withheld part of the budget to `size` bytes. MLX thread only."""
-        ...
-
-
 class Pressure:
     """Monitor of the machine's memory, in a thread of its own; withholds budget under pressure.
 
-    `ram`: the tier, or the tiers of several models, whose budget is withheld in part. `post` runs
-    an action on the MLX thread. `base`: bytes that the process takes besides those that MLX
-    allocates. `weights`: bytes of the weights that do not count in the budget. Tests replace the
-    other arguments: `look` reads the pressure, `measure` the bytes of the process, `clock` the
-    seconds; `trim` returns unused heap memory to the operating system.
+    `post` runs an action on the MLX thread. `base`: bytes that the process takes besides those that
+    MLX allocates. `weights`: bytes of the weights that do not count in the budget. Tests replace
+    the other arguments.
     """
 
     def __init__(
         self,
-        ram: Withholding,
+        ram: SharedRam,
         post: Callable[[Callable[[], None]], None],
         *,
         base: int,
@@ -129,11 +109,9 @@ class Pressure:
         self._thread = threading.Thread(target=self._watch, name="mlxcache-pressure", daemon=True)
 
     def start(self) -> None:
-        """Start the thread that checks the machine's memory."""
         self._thread.start()
 
     def stop(self) -> None:
-        """Stop the checks of the machine's memory. Does not block."""
         self._stopped.set()
 
     def _watch(self) -> None:
@@ -146,10 +124,7 @@ class Pressure:
                 log.exception("memory pressure check failed, trying again in %g s", POLL_S)
 
     def step(self) -> None:
-        """Check the memory once, and adjust the withheld part of the budget.
-
-        Also returns unused heap pages to the operating system every `TRIM_S` seconds.
-        """
+        """Check the memory once, and adjust the withheld part of the budget."""
         seen: Observation = self.seen
         found, now = self._look(), self._clock()
         if now - self._trimmed_at >= TRIM_S:

@@ -8,11 +8,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from math import inf
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import mlx.core as mx
 
 from mlxcache.cache.checkpoints import Trail
+from mlxcache.cache.shared_ram import SharedRam
 from mlxcache.cache.write_behind import WriteBehind
 from mlxcache.model import device
 from mlxcache.model.arrays import ArraySpec
@@ -22,9 +23,6 @@ from mlxcache.tree.budget import Budget
 from mlxcache.tree.node import Node
 from mlxcache.tree.prefix_tree import PrefixTree
 from mlxcache.tree.thinning import BUDGET_SHARE, allowed
-
-if TYPE_CHECKING:
-    from mlxcache.cache.shared_ram import SharedRam
 
 log = logging.getLogger("mlxcache.engine")
 
@@ -59,22 +57,14 @@ So growth copies about ROOM times as much as a conversation adds.
 """
 
 UNLOADING: tuple[Evict, ...] = ("unload", "wait")
-"""Modes of making room in which idle models are unloaded."""
-
-WITHHELD = "withheld"
-"""The budget's kind of bytes that stay unused while the machine is short of memory."""
 
 BUFFER_SHARE = 0.75
-"""Share of the device's buffers for lineages and checkpoints; weights and forward passes use the
-rest.
+"""Share of the device's buffers for lineages and checkpoints; the rest is for weights and passes.
 """
 
 
 def with_slack(tokens: int) -> int:
-    """Return a buffer capacity in positions for `tokens` tokens and some growth.
-
-    The growth is a 24th of `tokens`, at least 64, and the result is rounded up to a multiple of 64.
-    """
+    """Return a buffer capacity in positions for `tokens` tokens and some growth."""
     return rounded(tokens + max(64, tokens // 24))
 
 
@@ -86,8 +76,7 @@ def rounded(tokens: int) -> int:
 class BufferCount:
     """Number of device buffers that a lineage and a checkpoint take, and a limit of their sum.
 
-    Metal limits how many buffers there are, not only how many bytes they take. `device_limit`:
-    buffers that the device can hold, None for no limit. The limit here is `BUFFER_SHARE` of it.
+    Metal limits how many buffers there are, not only how many bytes they take.
     """
 
     def __init__(self, layout: Layout, device_limit: int | None):
@@ -97,16 +86,13 @@ class BufferCount:
         self.limit = None if device_limit is None else int(BUFFER_SHARE * device_limit)
 
     def count(self, lineages: int, checkpoints: int) -> int:
-        """Return the number of buffers that so many lineages and checkpoints take together."""
         return lineages * self.per_lineage + checkpoints * self.per_checkpoint
 
     def allows(self, count: int) -> bool:
-        """Return whether `count` buffers are within the limit for lineages and checkpoints."""
         return self.limit is None or count <= self.limit
 
 
 def _count_specs(value: Any) -> int:
-    """Count the ArraySpecs in `value`, an ArraySpec or nested tuples and lists with them."""
     if isinstance(value, list | tuple):
         return sum(map(_count_specs, value))
     return int(isinstance(value, ArraySpec))
@@ -118,11 +104,9 @@ class RamTier:
     A lineage is idle if no request uses it. The nodes of the prefix tree have lineages as values.
     `write_behind`: the queue of writes to disk, None without a disk tier. `device_buffers`: number
     of buffers that the device can hold, None for no limit. `copy_bytes`: most bytes that new
-    lineages copy in one evaluation, unless one array has more. `shared`: the RAM of several models
-    under one budget, None if this model has a budget alone; if the shared budget is short, room is
-    made in the tiers of all these models. `lineage`: class of the lineages that are created.
-    `label`: that of the model, for the log. `dropped` counts evictions of KV that is then lost,
-    `spilled` those of KV that is on disk too.
+    lineages copy in one evaluation, unless one array has more. If the budget of `shared` is short,
+    room is made in the tiers of all its models. `lineage`: class of the lineages that are created.
+    `dropped` counts evictions of KV that is then lost, `spilled` those of KV that is on disk too.
     """
 
     def __init__(
@@ -130,17 +114,17 @@ class RamTier:
         layout: Layout,
         budget: Budget,
         tree: PrefixTree,
+        shared: SharedRam,
         write_behind: WriteBehind | None = None,
         *,
         device_buffers: int | None = None,
         copy_bytes: int = 0,
-        shared: SharedRam | None = None,
         lineage: type[Lineage] = Lineage,
         label: str = "unnamed",
     ):
         self.label = label
         self.layout = layout
-        self.budget = budget
+        self.budget: Budget = budget
         self.tree = tree
         self.buffers = BufferCount(layout, device_buffers)
         self.copy_bytes = copy_bytes
@@ -150,11 +134,11 @@ class RamTier:
         self.busy: dict[int, Lineage] = {}
         self.dropped = self.spilled = 0
         self._write_behind = write_behind
+        shared.join(self)
 
     # -- lineages ----------------------------------------------------------------------------------
 
     def set_busy(self, lineage: Lineage) -> None:
-        """Mark `lineage` as in use by a request, so that it is not evicted."""
         self.idle.pop(id(lineage), None)
         self.busy[id(lineage)] = lineage
 
@@ -164,11 +148,7 @@ class RamTier:
         self.idle[id(lineage)] = lineage
 
     def discard(self, lineage: Lineage) -> None:
-        """Release the buffers of a lineage whose content may be wrong, and their bytes.
-
-        Segments of the prefix tree that refer to it stay there. Their KV is not reused, because
-        `lineage.lost` is then True.
-        """
+        """Release the buffers of a lineage whose content may be wrong, and their bytes."""
         self.idle.pop(id(lineage), None)
         self.busy.pop(id(lineage), None)
         self.budget.release("kv", lineage.nbytes)
@@ -176,15 +156,19 @@ class RamTier:
 
     # -- reserving ---------------------------------------------------------------------------------
 
+    def least_bytes(self, tokens: int) -> int:
+        """Return the least bytes that a prompt's KV and state take."""
+        return rounded(tokens + 1) * self.layout.bytes_per_token + self.layout.running_bytes
+
     def reserve_buffer(self, held: int, least: int, evict: Evict) -> int | None:
         """Reserve a buffer of at least `least` positions, which replaces one of `held` positions.
 
         The bytes of `held` positions (0 for a new lineage) are charged already. Adds room for
-        growth if that fits. Returns the capacity in positions of the new buffer. Returns None, and
-        reserves nothing, if not even `least` positions fit. `evict`: the mode of making room.
+        growth if that fits. Returns the capacity in positions of the new buffer, or None, with
+        nothing reserved, if not even `least` positions fit.
         """
         # no model is unloaded for room to grow
-        for_growth: Evict = evict if self.shared is None or evict == "no" else "idle"
+        for_growth: Evict = evict if self.shared.lone or evict == "no" else "idle"
         sizes: list[tuple[int, Evict]] = [(with_slack(least), for_growth), (least, evict)]
         roomy = rounded(least + least // ROOM)
         if self.spares((roomy - held) * self.layout.bytes_per_token):
@@ -203,7 +187,7 @@ class RamTier:
 
         A negative `tokens` releases bytes. `held`: positions of the buffers that are then copied to
         larger ones, 0 if none are. They are copied array by array, so the bytes of the largest old
-        array must be available too, but are not charged. `evict`: the mode of making room.
+        array must be available too, but are not charged.
         """
         size = tokens * self.layout.bytes_per_token
         return self.reserve("kv", size, held * self.layout.widest, evict=evict)
@@ -211,14 +195,12 @@ class RamTier:
     def reserve(self, kind: str, size: int, passing: int = 0, *, evict: Evict = "idle") -> bool:
         """Charge `size` bytes to `kind` of the budget, after making room for them.
 
-        `kind`: what the bytes are for: "kv", "checkpoints", "states" or "batch", for example. A
-        negative `size` releases bytes. `passing`: further bytes that must be available, because the
-        caller needs them for a short time, such as during a copy. They are not charged, and may be
-        among those set aside for forward passes. `evict`: the mode of making room, as in
-        `KVCache.acquire`; "wait" may block for writes to disk. Returns False, and charges nothing,
-        if there is no room.
+        Returns False, and charges nothing, if there is no room. A negative `size` releases bytes.
+        `passing`: further bytes that must be available for a short time, such as during a copy.
+        They are not charged, and may be among those set aside for forward passes. Blocks only with
+        `evict` "wait".
         """
-        needed = max(0, size) + max(0, passing - self._bytes_of("transient"))
+        needed = max(0, size) + max(0, passing - self._transient)
         if not self.make_room(needed, evict=evict):
             return False
         self.budget.charge(kind, size)
@@ -226,64 +208,37 @@ class RamTier:
 
     def has_passing(self, size: int) -> bool:
         """Return whether `size` bytes for temporary use are available without any eviction."""
-        return size <= self.budget.free + self._bytes_of("transient")
+        return size <= self.budget.free + self._transient
+
+    @property
+    def _transient(self) -> int:
+        return self.budget.by_kind().get("transient", 0)
 
     def make_room(self, size: int, *, evict: Evict = "idle") -> bool:
         """Free budget until `size` bytes fit, and return whether they do.
 
         First compacts idle lineages with many unused positions, then evicts entries, those with the
-        lowest worth first. With `evict` "no" does neither. Evicts nothing if evicting all idle
-        entries would not suffice: those of all models if the shared budget is short, those of this
-        model if its own limit is. `evict`: the mode of making room; "wait" may block for writes to
-        disk.
+        lowest worth first. Evicts nothing if evicting all idle entries would not suffice: those of
+        all models if the shared budget is short, those of this model if its own limit is.
         """
         if evict == "no":
             return self.budget.free >= size
         if self.budget.own_free + self.idle_bytes < size:
             return False
-        unload = evict in UNLOADING
-        if self.shared is not None and not self.shared.reach(size, unload=unload):
+        if not self.shared.reach(size, unload=evict in UNLOADING):
             return False
-        return self.free_up(size, evict=evict)
-
-    def free_up(self, size: int, *, evict: Evict = "idle") -> bool:
-        """Evict until `size` bytes fit or nothing more can be evicted; return whether they fit.
-
-        Unlike `make_room`, evicts even if that cannot suffice. `evict`: the mode of making room;
-        "wait" may block for writes to disk.
-        """
         self.compact_spare(lambda: self.budget.free >= size)
-        if self.shared is not None and self.budget.own_free >= size:
+        if self.budget.own_free >= size:
             self.shared.compact(size)
         while self.budget.free < size:
-            if self._evict_for(size):
+            own, short = size - self.budget.own_free, size - self.budget.free
+            if self.evict_once(own) if own > 0 else self.shared.evict_least(short):
                 continue
-            disk = self._write_behind if evict == "wait" else None
-            if disk is not None and disk.wait_for_one():
+            if evict == "wait" and self._write_behind and self._write_behind.wait_for_one():
                 continue
-            if evict not in UNLOADING or not self._unload(size):
+            if evict not in UNLOADING or own > 0 or not self.shared.unload(size):
                 return False
         return True
-
-    def _evict_for(self, size: int) -> bool:
-        """Evict from one leaf node, as `evict_once` does, because `size` bytes do not fit.
-
-        The node is that with the lowest worth of all models if only the shared budget is short,
-        else of this model. Returns False, with nothing evicted, if every such leaf node is used by
-        a request or a pending write.
-        """
-        if self.shared is None or self.budget.own_free < size:
-            return self.evict_once(size - self.budget.own_free)
-        return self.shared.evict_least(size - self.budget.free)
-
-    def _unload(self, size: int) -> bool:
-        """Unload idle models if that makes room for `size` bytes; return whether it did.
-
-        Returns False without a shared budget, or if this model's own limit is what leaves no room.
-        """
-        if self.shared is None or self.budget.own_free < size:
-            return False
-        return self.shared.unload(size)
 
     # -- evicting ----------------------------------------------------------------------------------
 
@@ -294,7 +249,6 @@ class RamTier:
 
     @property
     def writing(self) -> int:
-        """Number of paths that are locked in RAM because they are not on disk yet."""
         return self._write_behind.pending_paths if self._write_behind is not None else 0
 
     def evict_once(self, needed: int, worth: float = CHECKPOINT_WORTH) -> bool:
@@ -303,14 +257,11 @@ class RamTier:
         `needed`: bytes to free; fewer may be freed. Returns False, with nothing evicted, if a
         request or a pending write uses every leaf node.
 
-        In a model with opaque slots, checkpoints on the path to the node are dropped first, until
-        `needed` bytes are freed. A checkpoint is dropped only if the distance between its two
-        neighbours, in tokens, is less than `worth` times the distance from the later one to the end
-        of the path. None is dropped if the conversation of the node has continued on another
-        branch, which uses them.
-
-        Tokens at the end of the node are evicted only if no checkpoint was dropped: in a model with
-        opaque slots, all tokens of the node.
+        With opaque slots, checkpoints on the path to the node are dropped first, until `needed`
+        bytes are freed: those for which the distance between the two neighbours is less than
+        `worth` times the distance from the later one to the end of the path. None is dropped if the
+        conversation of the node has continued on another branch, which uses them. If none was
+        dropped, tokens at the end of the node are evicted; with opaque slots, all of them.
         """
         leaf = self.tree.least_leaf()
         if leaf is None:
@@ -323,20 +274,15 @@ class RamTier:
         self.budget.release("checkpoints", leaf.checkpoint_bytes)
         if per_token and not self.layout.opaque:
             cut = min(
-                leaf.end - self.tree.uses.wished(leaf),
+                leaf.end - self.tree.wished(leaf),
                 max(-(-needed // per_token), length // 4, STEP),
             )
-        self.tree.uses.evicting(leaf, leaf.end - cut)
+        self.tree.note_eviction(leaf, leaf.end - cut)
         self._cut(leaf, leaf.end - cut)
         return True
 
     def _thin(self, leaf: Node, needed: int, worth: float) -> int:
-        """Drop checkpoints on the path to the node `leaf` until they have freed `needed` bytes.
-
-        A checkpoint is dropped only if no lock holds it, and if the distance between its two
-        neighbours, in tokens, is less than `worth` times the distance from the later one to the end
-        of `leaf`. Returns the number of bytes freed, which may be less than `needed`.
-        """
+        """Drop unlocked checkpoints before `leaf`, up to `needed` bytes; return the bytes freed."""
         freed = 0
         for node in Trail.to(leaf).checkpoints_to_drop(leaf.end, 0, worth=worth):
             if not node.locks and freed < needed:
@@ -364,49 +310,16 @@ class RamTier:
             self._cut(above, above.start)
 
     def evict(self, size: int) -> None:
-        """Evict entries of about `size` bytes together, those with the lowest worth first.
-
-        Bytes that are already free do not count. Nothing that a request uses is evicted.
-        """
+        """Evict about `size` bytes of what no request uses, the lowest worth first."""
         goal = self.budget.used - size
         while self.budget.used > goal and self.evict_once(self.budget.used - goal):
             pass
 
     def clear(self) -> None:
-        """Evict from RAM all KV that no request uses and that is not waiting to be written."""
         self.evict(self.budget.limit)
 
-    def withhold(self, size: int) -> None:
-        """Withhold `size` bytes of the budget in total, evicting as needed.
-
-        `size` replaces that of the last call: if it is less, the difference becomes available.
-        Entries that requests use, or that are not on disk yet, are not evicted: call again later to
-        withhold the rest. If there is a shared budget, the bytes are withheld from that.
-        """
-        if self.shared is not None:
-            self.shared.withhold(size)
-            return
-        withheld = self.withheld
-        if size <= withheld:
-            self.budget.release(WITHHELD, withheld - size)
-            return
-        self.free_up(size - withheld)
-        self.budget.charge(WITHHELD, min(size - withheld, self.budget.free))
-        mx.clear_cache()
-
-    @property
-    def withheld(self) -> int:
-        """Bytes withheld of the shared budget, or of this model's own if it shares none."""
-        budget = self.budget if self.shared is None else self.shared.budget
-        return budget.by_kind().get(WITHHELD, 0)
-
     def remove(self, node: Node, keep: int) -> int:
-        """Remove the tokens of `node` from position `keep` on; return the number of tokens removed.
-
-        `keep` counts from the beginning of the path; if it is before the node, all of the node is
-        removed. Removes nothing and returns 0 if a request or a pending write uses the node, or if
-        other segments follow it.
-        """
+        """Remove the tokens of an unused `node` from position `keep` on; return their number."""
         if node.locks or node.children or node.detached:
             return 0
         cut = self.tree.cut(node, max(node.start, keep))
@@ -421,9 +334,7 @@ class RamTier:
         """Compact idle lineages with many unused positions to the range that the tree uses.
 
         Of these lineages, the latest `WHOLE_LINEAGES` (4) stay as they are if they start at
-        position 0, so that requests can continue them. All do with memory to spare. Before that,
-        evicts until the number of buffers is within the limit (`BufferCount`); `evict` is the mode
-        of making room.
+        position 0, so that requests can continue them. All do with memory to spare.
         """
         self._bound_buffers(evict=evict)
         if self.spares():
@@ -442,10 +353,7 @@ class RamTier:
                 self.shrink(lineage, force=True)
 
     def _has_spare(self, lineage: Lineage) -> bool:
-        """Return whether a lineage's buffers have many positions that the tree does not use.
-
-        These are more than an eighth of its positions, and more than `STEP`.
-        """
+        """Return whether many positions of a lineage's buffers are not used by the tree."""
         start, end = self.tree.live_range(lineage) or (0, 0)
         return lineage.capacity - (end - start) > max(STEP, lineage.capacity // 8)
 
@@ -486,16 +394,11 @@ class RamTier:
     # -- buffers -----------------------------------------------------------------------------------
 
     def count_buffers(self) -> int:
-        """Return the number of device buffers of all lineages and checkpoints."""
         lineages = len(self.idle) + len(self.busy)
         return self.buffers.count(lineages, self.tree.checkpoints)
 
     def _bound_buffers(self, more: int = 0, *, evict: Evict = "idle") -> bool:
-        """Evict until `more` new checkpoints are within the limit of device buffers.
-
-        Returns True if they are, and False if that cannot be reached. `evict`: the mode of making
-        room, in which "no" evicts nothing.
-        """
+        """Evict until `more` new checkpoints are within the limit; return whether they are."""
         added = more * self.buffers.per_checkpoint
         while not self.buffers.allows(self.count_buffers() + added):
             if evict == "no" or not self.evict_once(self.budget.limit):
@@ -506,12 +409,10 @@ class RamTier:
 
     @property
     def checkpoint_limit(self) -> int:
-        """Maximum bytes of all checkpoints in RAM together."""
         limit = self.budget.limit
         return int(limit * BUDGET_SHARE) if self.layout.specs else limit
 
     def max_checkpoints(self, tokens: int) -> int:
-        """Return the maximum number of checkpoints in RAM on a path of `tokens` tokens."""
         size = self.layout.checkpoint_bytes
         kv_bytes = tokens * self.layout.bytes_per_token
         return allowed(kv_bytes, size, self.budget.limit) // max(1, size)
@@ -522,7 +423,7 @@ class RamTier:
         To stay within the limits for one path and for all checkpoints, drops other checkpoints of
         this path, then those of other paths, without waiting for the disk. The caller must hold one
         lock on the path; checkpoints that other requests lock are not dropped. Returns False, and
-        reserves nothing, if there is no room. `evict`: the mode of making room.
+        reserves nothing, if there is no room.
         """
         for each in self._superseded(node, end, self.max_checkpoints(end)):
             if self._locked_once(each):
@@ -541,10 +442,7 @@ class RamTier:
         return self.reserve("checkpoints", size, evict=evict)
 
     def _locked_once(self, node: Node) -> bool:
-        """Return whether at most one request locks `node` against eviction.
-
-        Locks of pending writes do not count.
-        """
+        """Return whether at most one request, apart from pending writes, locks `node`."""
         if node.locks <= 1:
             return True
         writing = self._write_behind.count_locks(node) if self._write_behind is not None else 0
@@ -552,8 +450,3 @@ class RamTier:
 
     def _superseded(self, node: Node, end: int, most: int) -> list[Node]:
         return Trail.to(node).checkpoints_to_drop(end, most, coming=[node.end])
-
-    # -- figures -----------------------------------------------------------------------------------
-
-    def _bytes_of(self, kind: str) -> int:
-        return self.budget.by_kind().get(kind, 0)

@@ -44,17 +44,14 @@ class DiskLookup:
     """Progress and result of looking up one prompt on disk.
 
     A lookup thread writes the fields and the MLX thread reads them. Lengths and positions are in
-    tokens.
-
-    `known`: leading tokens that are in RAM; files with only those are not verified. `found`: the
-    search has ended. `target`: position up to which to restore, 0 if the gain would be too small.
-    `pieces` and `state`: the run files and the checkpoint file (or None) to read for that.
-    `verified`: position up to which the run files' checksums were verified. `state_verified`: those
-    of the checkpoint file were verified, or there is none. `failed`: the search or a checksum
-    failed, and nothing more will be verified. `dropped`: no request needs the result any more; set
-    by the MLX thread. `shared`: tokens shared with earlier prompts on disk, whether they can be
-    restored or not. Run files that end at `windows_from` or before are read without the arrays of
-    sliding windows, because no later position uses those.
+    tokens. `known`: leading tokens that are in RAM; files with only those are not verified.
+    `found`: the search has ended. `target`: position up to which to restore, 0 if the gain would be
+    too small. `verified`: position up to which the run files' checksums were verified.
+    `state_verified`: those of the checkpoint file were verified, or there is none. `failed`:
+    nothing more will be verified. `dropped`: no request needs the result any more; set by the MLX
+    thread. `shared`: tokens shared with earlier prompts on disk, whether they can be restored or
+    not. Run files that end at `windows_from` or before are read without the arrays of sliding
+    windows, because no later position uses those.
     """
 
     ids: Tokens
@@ -71,21 +68,18 @@ class DiskLookup:
     shared: int = 0
 
     def drop(self) -> None:
-        """Cancel the lookup, because no request needs its result any more."""
         self.dropped = True
 
     def disable(self) -> None:
-        """Set `target` to 0, so that nothing is restored from disk."""
         self.target = 0
 
 
 class Restorer:
     """Reader of the disk tier: looks prompts up, verifies files and loads them.
 
-    `layout`: that of the model for whose lineages it reads. `wake` is called on a lookup's thread
-    when the lookup has verified another file or has ended. `remote`: where files that are not on
-    disk are fetched from, or None. `min_unknown`: least number of prompt tokens not in RAM for
-    which callers are to start a lookup. `label`: that of the model, for the log.
+    `wake` is called on a lookup's thread when the lookup has verified another file or has ended.
+    `remote`: where files that are not on disk are fetched from, or None. `min_unknown`: least
+    number of prompt tokens not in RAM for which callers are to start a lookup.
     """
 
     def __init__(
@@ -108,10 +102,7 @@ class Restorer:
         self._stream = mx.new_stream(mx.cpu)
 
     def look_up(self, ids: Tokens, known: int) -> DiskLookup:
-        """Start looking for the longest prefix of `ids` on disk, and return the lookup at once.
-
-        Other threads then write its result and progress. `known`: leading tokens that are in RAM.
-        """
+        """Start looking for the longest prefix of `ids` on disk. Other threads write its result."""
         lookup = DiskLookup(ids, known)
         self._pool.submit(self._search, lookup, first=True)
         return lookup
@@ -153,12 +144,7 @@ class Restorer:
         self._wake()
 
     def _fetch(self, lookup: DiskLookup, found: Found) -> bool:
-        """Begin to fetch from the remote what other servers computed; return whether it began.
-
-        The disk is searched again at the end. Returns False if there is no remote, if fetching is
-        not worthwhile, or if too many fetches are in progress. `found`: the part of the prompt that
-        is on disk now. Does not block.
-        """
+        """Begin to fetch from the remote what other servers computed; return whether it began."""
         if self._remote is None:
             return False
         return self._remote.look_up(
@@ -177,10 +163,6 @@ class Restorer:
             self._end_search(lookup)
 
     def _warn_once(self, why: str) -> None:
-        """Log a warning that reading from disk failed, with its cause `why`.
-
-        Consecutive failures with the same cause are logged once.
-        """
         if why != self._last_warning:
             log.warning(
                 "model %s: restore from disk failed, computing the rest of the prefix: %s",
@@ -228,10 +210,7 @@ class Restorer:
     # -- on the MLX thread -------------------------------------------------------------------------
 
     def ready(self, lookup: DiskLookup, length: int) -> bool:
-        """Return whether `load` can be called: it has verified data to load, or is to raise.
-
-        It raises if the lookup failed. `length`: positions that the lineage holds so far.
-        """
+        """Return whether `load` can be called: it has verified data to load, or is to raise."""
         if lookup.failed:
             return True
         complete = length >= lookup.target or not self._layout.specs
@@ -240,10 +219,8 @@ class Restorer:
     def load(self, lookup: DiskLookup, lineage: Lineage) -> bool:
         """Append verified files to `lineage`, and set the checkpoint's state after the last one.
 
-        Returns True once the lineage holds `lookup.target` positions and the state after them, if
-        the model has one; else False: call again when `ready`. Blocks while these files (see
-        `_loadable`) and the checkpoint are read. Raises StoreError if the lookup failed or a file
-        can no longer be used.
+        Returns False if more is to come: call again when `ready`. Blocks while the files are read.
+        Raises StoreError if the lookup failed or a file can no longer be used.
         """
         if lookup.failed:
             raise StoreError("a file of the prefix cannot be looked up or verified")
@@ -270,10 +247,7 @@ class Restorer:
         return True
 
     def _loadable(self, lookup: DiskLookup, lineage: Lineage) -> list[Piece]:
-        """Return the next verified files that fit into one evaluation, but at least one.
-
-        While the device copies one of them, the next is read.
-        """
+        """Return the next verified files that fit into one evaluation, but at least one."""
         found: list[Piece] = []
         most = min(lineage.copy_bytes, MOST_LOADED)
         for piece in lookup.pieces:
@@ -290,10 +264,9 @@ class Restorer:
     ) -> Iterator[list[mx.array]]:
         """Yield each linear slot's arrays of positions [first, last) in turn, for `Lineage.append`.
 
-        `arrays`: those of a run by slot, of shape (tokens, heads, dim); a slot is removed from the
-        list when its arrays are yielded. `first` and `last` count from the run's start. `late`: the
-        run reaches into the sliding windows, so their KV is needed too. If it is False, zeros are
-        yielded for the slots with a window.
+        `arrays`: those of a run by slot, of shape (tokens, heads, dim); a slot is removed when it
+        is yielded. `first` and `last` count from the run's start. If the run is not `late`, it does
+        not reach into the sliding windows, for which zeros are yielded.
         """
         for window in self._layout.windows:
             rows = serialise.row_major([arrays.pop(0)], first, last)[0]

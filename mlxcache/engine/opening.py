@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 import mlx.core as mx
 
-from mlxcache.cache.pressure import Pressure, Withholding
+from mlxcache.cache.pressure import Pressure
+from mlxcache.cache.shared_ram import SharedRam
 from mlxcache.config import Settings, disk_limit
 from mlxcache.config.memory import MemoryPressure, read_footprint, read_pressure
 from mlxcache.engine.model_files import namespace_of
@@ -106,7 +107,7 @@ def open_images(loaded: Loaded, plan: MemoryPlan, settings: Settings) -> images.
 
 
 def watch_pressure(
-    ram: Withholding,
+    ram: SharedRam,
     thread: MlxThread,
     weights: int,
     look: Callable[[], MemoryPressure] = read_pressure,

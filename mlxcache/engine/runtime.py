@@ -225,7 +225,9 @@ class ModelRuntime:
         self.pressure: Pressure | None = None
         if shared is None:
             look = read_pressure if ranks is None else ranks.read_pressure
-            self.pressure = watch_pressure(self.kv.ram, thread, loaded.info.weights_bytes, look)
+            self.pressure = watch_pressure(
+                self.kv.ram.shared, thread, loaded.info.weights_bytes, look
+            )
         self.figures.publish()
 
     # -- making ------------------------------------------------------------------------------------
@@ -504,7 +506,6 @@ class ModelRuntime:
         if budget is not None and job.prompt.thinking_open:
             guide = budget.begin(guide)
         row = Row(
-            task,
             sampler,
             processors,
             context,

@@ -11,8 +11,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from mlxcache.cache.capacity import TOKEN_BYTES, file_bytes
+from mlxcache.cache.path_write import lacking_checkpoints, run_tokens
 from mlxcache.cache.restore import MIN_GAIN
-from mlxcache.cache.write_behind import lacking_checkpoints, run_tokens
 from mlxcache.errors import DiskFull
 from mlxcache.model.kv import Layout
 from mlxcache.store import index

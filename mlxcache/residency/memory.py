@@ -35,7 +35,7 @@ from mlxcache.model import device
 from mlxcache.model.kv import Layout
 from mlxcache.model.load import Loaded
 from mlxcache.scheduling import cost
-from mlxcache.tree.budget import Budget, SharedBudget
+from mlxcache.tree.budget import Budget
 
 log = logging.getLogger("mlxcache.engine")
 
@@ -225,7 +225,7 @@ def open_shared_memory(
     have.
     """
     limit = read_ram_limit(settings, 0)
-    budget = SharedBudget(limit)
+    budget = Budget(limit)
     budget.charge(POOL, pool_bytes(limit))
     wire(settings, limit)
     device.prepare(pool_bytes(limit))

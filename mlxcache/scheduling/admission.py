@@ -22,20 +22,13 @@ from mlxcache.scheduling.task import Output, Task
 from mlxcache.types import Job
 
 Asker = tuple[str | None, str, str | None]
-"""Unit of fair scheduling: (owner, "session", label), or (owner, "client", program).
-
-The latter is used for requests without a session label.
-"""
+"""Unit of fair scheduling: (owner, "session", label), or (owner, "client", program) without one."""
 
 MAX_ASKERS = 1024
 """Sessions or client programs whose last start is remembered, the most recent ones."""
 
 MIN_SHARED = 256
-"""Tokens to share with a running prefill for a new request to wait for it.
-
-If the prefill computes the whole prompt of the request, the request waits even for fewer tokens,
-like the choices of one request.
-"""
+"""Tokens to share with a running prefill for a new request to wait for it."""
 
 MIN_UNKNOWN_BESIDE = 512
 """Like `MIN_UNKNOWN`, but while other prompts are being computed.
@@ -46,11 +39,6 @@ two on a busy machine.
 
 
 def asker_of(job: Job) -> Asker:
-    """Return the unit of fair scheduling that a job counts for.
-
-    It is a tuple of the owner, the word "session" and the session's label, or of the owner, the
-    word "client" and the client program's name if the job has no session.
-    """
     if job.session is None:
         return job.owner, "client", job.client
     return job.owner, "session", job.session
@@ -59,10 +47,9 @@ def asker_of(job: Job) -> Asker:
 class FairQueue:
     """Fair order of waiting tasks: the session that started a task longest ago comes first.
 
-    Tasks without a session are grouped by client program; see `asker_of`. The order depends only on
-    when tasks arrived and started. At most `places` tasks are in progress at once, with one
-    exception: if some session has two or more of them, one task of a session that has none may
-    start too. There is no exception if `places` is 1.
+    At most `places` tasks are in progress at once, with one exception: if some session has two or
+    more of them, one task of a session that has none may start too. There is no exception if
+    `places` is 1.
     """
 
     def __init__(self, places: int):
@@ -72,11 +59,7 @@ class FairQueue:
         self._count = 0
 
     def order(self, waiting: Iterable[Task]) -> list[Task]:
-        """Return waiting tasks in the order in which they may start.
-
-        The first task of each session comes first, then the second of each, and so on. Tasks
-        without a session are grouped by client program.
-        """
+        """Return waiting tasks in the order in which they may start."""
         rounds: Counter[Asker] = Counter()
         keyed = []
         for place, task in enumerate(waiting):
@@ -86,15 +69,10 @@ class FairQueue:
         return [task for _, task in sorted(keyed, key=lambda pair: pair[0])]
 
     def note_start(self, task: Task) -> None:
-        """Move the session or client program of `task` to the end of the order."""
         self._count += 1
         self._started.put(asker_of(task.job), self._count)
 
     def has_place(self, task: Task, active: list[Task]) -> bool:
-        """Return whether `task` may start while the tasks of `active` are in progress.
-
-        The limit is `places`, with the exception that the class describes.
-        """
         if len(active) < self.places:
             return True
         askers = {asker_of(each.job) for each in active}
@@ -126,9 +104,8 @@ class Admission:
     def should_wait(self, task: Task, prefilling: list[Task]) -> bool:
         """Return whether `task` should start later, so that it can reuse more of its prefix.
 
-        That is the case while another request computes the prefix, or while the prefix is looked up
-        on disk. Starts the lookup on disk if much of the prompt is not in RAM. `prefilling`: the
-        tasks of this model whose prompts are being computed.
+        That is while another request computes the prefix, or while it is looked up on disk. Starts
+        that lookup if much of the prompt is not in RAM.
         """
         if task.lookup is not None and not task.lookup.found:
             return True
@@ -148,11 +125,9 @@ class Admission:
         return task.lookup is not None
 
     def _stop_near(self, other: Task, shared: int) -> int:
-        """Return the last position, up to `shared`, at which `other` takes a checkpoint.
+        """Return the last position, up to `shared`, where the prefill `other` takes a checkpoint.
 
-        `other` is a running prefill, and `shared` the length of the prefix that it has in common
-        with another prompt. If the last checkpoint is far before `shared`, a checkpoint at `shared`
-        is added to the plan of `other`, and `shared` is returned.
+        If that is far before `shared`, a checkpoint there is added to its plan.
         """
         before = max((at for at in other.stops if at <= shared), default=0)
         if shared - max(before, other.held.length) < MIN_SHARED or other.restoring:
@@ -164,11 +139,10 @@ class Admission:
         """Acquire a lease for `task`; return False if `task` must wait.
 
         It waits while other requests hold the memory that it needs, and also if KV of its prefix
-        was evicted from RAM since the lookup on disk, which then has to be repeated. `began`: time
-        at which the admission began, by `time.perf_counter`. `alone`: no other request for this
-        model is being computed, so memory can become free only by writing KV to disk, or when other
-        models give it up. In the latter case `MemoryWaits.short` is true afterwards. Raises
-        ContextLengthExceeded if the prompt can never fit.
+        was evicted from RAM since the lookup on disk, which then has to be repeated. `alone`: no
+        other request for this model is being computed, so memory can become free only by writing KV
+        to disk, or when other models give it up. In the latter case `MemoryWaits.short` is true
+        afterwards. Raises ContextLengthExceeded if the prompt can never fit.
         """
         kv, planned = self._kv, task.lookup.target if task.lookup else 0
         hints = CacheHints.of(task.job)
@@ -197,12 +171,7 @@ class Admission:
     def _acquire_last(self, task: Task, planned: int, hints: CacheHints) -> Lease | None:
         """Acquire a lease for `task` after evicting all KV of this model that no request uses.
 
-        If there is no memory for the first part of the reply even then, memory for one token of it
-        is enough. Nothing is evicted if the prompt needs memory that other models use. `planned`:
-        position up to which the prefix will be restored from disk. `hints` tell how the use of the
-        prefix is counted. Returns None if other models hold memory that the task may get later;
-        `MemoryWaits.current` then states the bytes that it waits for. Raises ContextLengthExceeded
-        if the prompt can never fit.
+        Not if the prompt needs memory of other models, which they may give up later.
         """
         kv, lease = self._kv, None
         if kv.waits.in_reach(len(task.ids)):
@@ -228,24 +197,17 @@ class Admission:
         task.admit(self._prepare(task), matched)
 
     def _stops(self, task: Task) -> tuple[int, ...]:
-        """Return the positions at which the task's prefill takes checkpoints.
-
-        Their number is limited by memory, and by the time that interrupting the prefill costs.
-        """
+        """Return where the prefill takes checkpoints, as memory and the time that takes allow."""
         lease, length = task.held, len(task.ids)
         parted = max(lease.matched, task.lookup.shared if task.lookup else 0)
         most = min(self._kv.ram.max_checkpoints(length), self._cost.stops(task.remaining))
         return stops(task.job.prompt.marks, lease.cached, length, parted=parted, most=most)
 
     def can_restore(self, task: Task) -> bool:
-        """Return whether the next part of the task's prefix can be loaded from disk now."""
         return task.lookup is not None and self._kv.can_restore(task.held, task.lookup)
 
     def restore(self, task: Task) -> None:
-        """Load one part of the task's prefix from disk; admit the task after the last part.
-
-        Raises StoreError, OSError, RuntimeError or ValueError if a file cannot be used.
-        """
+        """Load one part of the task's prefix from disk; admit the task after the last part."""
         assert task.lookup is not None
         lease, before = task.held, task.held.restored
         complete = self._kv.restore(lease, task.lookup)
@@ -255,9 +217,5 @@ class Admission:
             self.admit(task)
 
     def cancel_restore(self, task: Task) -> None:
-        """Release the lease of a task whose restore failed, so that the task can start again.
-
-        The tokens loaded so far stay in RAM, unless the failed read damaged their buffers. The task
-        does not read from disk again: it computes all tokens that are not in RAM.
-        """
-        self._kv.cancel_restore(task.stop_restore())
+        """Release the lease of a task whose restore failed: it computes what is not in RAM."""
+        self._kv.abandon(task.stop_restore())

@@ -47,10 +47,7 @@ MAX_TURNS, MAX_COMPUTED = 4, 32
 """Most turns that wait to be computed, and most computed turns remembered for the figures."""
 
 MAX_UNUSED = 8
-"""Consecutive replies that no client continues, after which anticipation stops.
-
-It starts again when one is continued.
-"""
+"""Consecutive replies that no client continues, after which anticipation stops."""
 
 MAX_ENDED = 64
 """Number of the latest conversations for which a continuation is recognised."""
@@ -60,34 +57,19 @@ MAX_ENDED = 64
 class NextTurn:
     """A turn that the client may send next, to be computed in advance.
 
-    `task`: the turn as a task, which no client reads. `before`: token ids of the conversation so
-    far, including the reply, shape (n,). `blocked`: memory is full, so the turn waits until no
-    write to disk is pending, because KV that is on disk too can be evicted.
+    `before`: token ids of the conversation so far, with the reply. `blocked`: memory is full, so
+    the turn waits until no write to disk is pending, because KV that is on disk too can be evicted.
     """
 
     task: Task
     before: Tokens
     blocked: bool = False
 
-    def unblock(self) -> bool:
-        """Set `blocked` to False, and return the value that it had before."""
-        blocked, self.blocked = self.blocked, False
-        return blocked
-
-    def block(self, blocked: bool) -> bool:
-        """Set the field `blocked` to the argument `blocked`, and return it.
-
-        True: the turn is tried again once no write to disk is pending. False: it is given up.
-        """
-        self.blocked = blocked
-        return blocked
-
 
 class IdlePrefill:
     """Computes anticipated turns, the newest first, using only free memory. MLX thread only.
 
-    `tokens`: number of tokens computed in advance so far. `used`: number of those that requests
-    reused later.
+    `tokens`: number of tokens computed in advance so far. `used`: those that requests reused later.
     """
 
     def __init__(self, kv: KVCache, prefill: Prefill, wall: Wall):
@@ -99,11 +81,7 @@ class IdlePrefill:
         self._computed: deque[tuple[Tokens, int]] = deque(maxlen=MAX_COMPUTED)
 
     def add(self, prompt: Prompt, before: Tokens) -> None:
-        """Queue `prompt` to be computed, all but its last token.
-
-        `before`: token ids of the conversation that the prompt continues, shape (n,). The tokens
-        that were computed for other turns are committed first, and those turns stay queued.
-        """
+        """Queue `prompt`, which continues the conversation `before`, to be computed."""
         job = Job("ahead", prompt, api=WARMING)
         record = RequestRecord(job.id, None, "", None, "prefill", 0.0, len(prompt.ids))
         self.pause()
@@ -111,11 +89,7 @@ class IdlePrefill:
 
     @property
     def ready(self) -> bool:
-        """True if `step` can make progress now.
-
-        False without a queued turn, and while the newest turn waits for memory. While another model
-        waits for memory, True only if a turn has a lease, which `step` releases then.
-        """
+        """True if `step` can make progress now, or is to release memory for another model."""
         if self._kv.waits.others_wait:
             return self._leased
         return bool(self._turns) and not (self._turns[-1].blocked and self._kv.writing)
@@ -125,11 +99,7 @@ class IdlePrefill:
         return any(turn.task.lease is not None for turn in self._turns)
 
     def step(self) -> None:
-        """Feed one chunk of the newest turn; drop the turn when nothing of it is left to feed.
-
-        Releases the memory of all turns instead if another model waits for memory. After an
-        exception the turn is dropped: no client waits, and its request computes what is missing.
-        """
+        """Feed one chunk of the newest turn; drop the turn when nothing of it is left to feed."""
         if not self.ready:
             return
         if self._kv.waits.others_wait:
@@ -152,10 +122,7 @@ class IdlePrefill:
             return False
 
     def _advance(self, turn: NextTurn) -> bool:
-        """Feed one chunk of a turn; return False once it can be dropped.
-
-        That is when it is computed, or cannot be started. A blocked turn stays: returns True.
-        """
+        """Feed one chunk of a turn; return False once it is computed or cannot be started."""
         task = turn.task
         if task.lease is None and not self._start(turn):
             return turn.blocked
@@ -167,14 +134,9 @@ class IdlePrefill:
         return not self._release(task)
 
     def _start(self, turn: NextTurn) -> bool:
-        """Acquire a lease for a turn; return False if that is not worthwhile or memory is full.
-
-        It is not worthwhile if RAM lacks at most `MIN_GAIN` (32) tokens of the turn, or no longer
-        holds the conversation before it. If memory is full, tries once more after dropping the KV
-        of the reply as the model generated it, unless another conversation shares that KV.
-        """
+        """Acquire a lease for a turn; return False if that is not worthwhile or memory is full."""
         task, kv = turn.task, self._kv
-        was_blocked = turn.unblock()
+        was_blocked, turn.blocked = turn.blocked, False
         if kv.layout.opaque:
             _end_at_mark(task)
         parted = common_length(turn.before, task.ids)
@@ -187,7 +149,7 @@ class IdlePrefill:
         # the reply as the model wrote it may go, if no client has continued it
         if kv.forget_unshared(turn.before, parted) and self._acquire(task):
             return True
-        turn.block(kv.writing and not was_blocked)
+        turn.blocked = kv.writing and not was_blocked  # else it is given up
         return False
 
     def _acquire(self, task: Task) -> bool:
@@ -208,8 +170,7 @@ class IdlePrefill:
     def _release(self, task: Task) -> bool:
         """Commit the tokens computed for a turn, and release its lease; return True.
 
-        If KV on disk is also uploaded to a remote, a complete turn is written to disk, because the
-        conversation may continue on another server.
+        With a remote, a complete turn is written to disk: the conversation may continue elsewhere.
         """
         lease = task.held
         self._kv.commit(lease, task.ids, checkpoint=True)
@@ -234,10 +195,7 @@ class IdlePrefill:
     # -- requests ----------------------------------------------------------------------------------
 
     def pause(self) -> None:
-        """Release the leases of all turns, so that requests can use their memory.
-
-        The tokens computed so far are committed, and the turns stay queued.
-        """
+        """Commit what was computed and release all leases; requests can use their memory."""
         for turn in list(self._turns):
             leased = turn.task.lease is not None
             if leased and not self._guard(turn, partial(self._release, turn.task)):
@@ -254,16 +212,12 @@ class IdlePrefill:
                 self._computed.append((ids, start))
 
     def clear(self) -> None:
-        """Drop every queued turn; the KV of tokens computed so far stays in the cache."""
         self.pause()
         self._turns.clear()
 
 
 def _end_at_mark(task: Task) -> None:
-    """Shorten the prompt of `task` so that it is computed only up to its last mark.
-
-    Does nothing if that would leave out more than `NEAR_MARK` (16) tokens.
-    """
+    """Shorten the prompt of `task` so that it is computed only up to its last mark."""
     last = max((mark for mark in task.job.prompt.marks if mark < task.target), default=0)
     if 0 < task.target - last <= NEAR_MARK:
         task.shorten(last + 1)
@@ -272,8 +226,8 @@ def _end_at_mark(task: Task) -> None:
 class NextTurnRenderer:
     """Renders the next turns of ended requests in a thread of its own. Use on the event loop.
 
-    `builder(owner)` returns the prompt builder of an owner. `add(prompt, before)` is called on this
-    renderer's thread with each rendered turn and the token ids of the conversation so far.
+    `add(prompt, before)` is called on this renderer's thread with each rendered turn and the token
+    ids of the conversation so far.
     """
 
     def __init__(
@@ -288,12 +242,7 @@ class NextTurnRenderer:
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="mlxcache-anticipate")
 
     def note_begin(self, job: Job) -> bool:
-        """Return whether the pieces of a request's reply must be collected. Call when it begins.
-
-        The pieces are needed to render the next turn. If the request continues one of the latest
-        conversations, this also resets the count of replies in a row that no client has continued.
-        After more than `MAX_UNUSED` (8) of them, no next turns are rendered.
-        """
+        """Return whether the pieces of the reply must be collected, to render the next turn."""
         prompt = job.prompt
         if not isinstance(prompt, ChatPrompt) or job.api == WARMING:
             return False
@@ -305,13 +254,7 @@ class NextTurnRenderer:
         return True
 
     def note_end(self, task: Task, pieces: Sequence[Piece], *, idle: bool) -> None:
-        """Plan to render the next turn of an ended request, unless it failed or has no reply.
-
-        `pieces`: those of its reply. `idle`: no other request is in progress. Only then are turns
-        queued for rendering: this one, and those of requests that ended while others ran. The next
-        turn is not planned after more than `MAX_UNUSED` (8) replies in a row, this one included,
-        that no client continued.
-        """
+        """Plan to render the next turn of an ended request, unless it failed or has no reply."""
         prompt = task.job.prompt
         if task.record.status == "done" and pieces and isinstance(prompt, ChatPrompt):
             self._ended.append(prompt)
@@ -326,14 +269,10 @@ class NextTurnRenderer:
         self._pool.submit(int).result()
 
     def close(self) -> None:
-        """Cancel all queued rendering and stop the thread without waiting for it."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _render(self, task: Task, pieces: Sequence[Piece]) -> None:
-        """Render the next turn of a conversation and call the renderer's `add` with it.
-
-        Runs on the renderer's thread. Logs errors instead of raising them.
-        """
+        """Runs on the renderer's thread."""
         job, asked = task.job, task.job.prompt
         assert isinstance(asked, ChatPrompt)
         try:
@@ -355,10 +294,7 @@ class NextTurnRenderer:
 
 
 def _continues(now: ChatPrompt, then: ChatPrompt) -> bool:
-    """Return whether conversation `now` consists of `then`, a reply, and more messages.
-
-    Of the messages of `then`, only the last is compared.
-    """
+    """Return whether conversation `now` consists of `then`, a reply, and more messages."""
     messages, count = now.sent.messages, len(then.sent.messages) - then.sent.continue_final
     if len(messages) <= count + 1 or messages[count].get("role") != "assistant":
         return False

@@ -106,24 +106,17 @@ class Cost:
     shared_bytes: int = 0
 
     def for_drafts(self, drafts: int) -> Cost:
-        """Return a copy for passes that also compute the logits of `drafts` drafted tokens."""
         return replace(self, fixed=self.fixed * (1 + drafts))
 
     def transient(self, chunk: int, cached: int, rows: int = 1) -> int:
-        """Return the temporary bytes of one pass over `chunk` tokens after `cached` ones.
-
-        The new KV is not included. The result is for a batch of `rows` rows.
-        """
+        """Return the temporary bytes, without new KV, of one pass over `chunk` tokens per row."""
         seen = cached + chunk
         size = self.per_token * chunk + self.per_pair * chunk * seen
         size += self.per_key * seen + self.per_square * chunk * chunk
         return int(rows * (SAFETY * size + self.fixed))
 
     def chunk(self, cached: int, *, bytes_: int, seconds: float, most: int) -> int:
-        """Return the most tokens to feed within `bytes_` of temporary memory and about `seconds`.
-
-        `cached`: tokens before the chunk. The result is at most `most`, but at least `FEWEST` (16).
-        """
+        """Return the most tokens for `bytes_` of temporary memory and about `seconds`."""
         size = min(most, max(32, int(seconds / self.pace(cached))))
         while size > FEWEST and self.peak(size, cached) > bytes_:
             size //= 2
@@ -132,24 +125,17 @@ class Cost:
         return max(FEWEST, size)
 
     def peak(self, chunk: int, cached: int) -> int:
-        """Return the temporary bytes of the last pass of a chunk, which needs the most memory.
-
-        `chunk`: tokens of the chunk. `cached`: tokens before it. The new KV is not included.
-        """
+        """Return the temporary bytes, without the new KV, of a chunk's last pass, the largest."""
         step = self.step(chunk)
         return self.transient(step, cached + chunk - step)
 
     def step(self, size: int) -> int:
-        """Return the number of tokens per forward pass for a chunk of `size` tokens."""
         if not (self.longest and self.even):
             return min(size, self.longest or size)
         return -(-size // -(-size // self.longest))
 
     def stops(self, tokens: int) -> int:
-        """Return how many times a prefill of `tokens` tokens may stop to take a checkpoint.
-
-        Each stop splits one forward pass into two. The limit keeps the added time small.
-        """
+        """Return how many times a prefill may stop for a checkpoint, which splits a pass in two."""
         seconds = STOPS_SHARE * tokens / self.rate
         return max(STOPS, int(seconds / self.per_pass)) if self.per_pass else tokens
 
@@ -158,7 +144,6 @@ class Cost:
 
         Without measurements in that range of positions, the time is estimated from the nearest
         measured range before it, doubled for each range between, as if all layers were attention.
-        That is usually more than `seconds` estimates.
         """
         wanted = range_of(cached)
         known = max((one for one in self.paces if one <= wanted), default=None)
@@ -167,11 +152,7 @@ class Cost:
         return float(self.paces[known] * 2 ** (wanted - known))
 
     def seconds(self, start: int, stop: int) -> float:
-        """Estimate the seconds for feeding the prompt tokens from `start` to `stop`. Any thread.
-
-        Unlike `pace`, it estimates a range without measurements by `growth`, from the nearest
-        measured one.
-        """
+        """Estimate the seconds for feeding the prompt tokens from `start` to `stop`. Any thread."""
         paces, total = dict(self.paces), 0.0
         while start < stop:
             where = range_of(start)
@@ -187,11 +168,7 @@ class Cost:
         return total
 
     def observe(self, tokens: int, seconds: float, cached: int) -> None:
-        """Update `rate` and `paces` by a chunk: `tokens` tokens, fed after `cached` in `seconds`.
-
-        Seconds are averaged, not rates, so that one slow chunk has an effect at once. Chunks of
-        fewer than `FEWEST` (16) tokens are ignored.
-        """
+        """Seconds are averaged, not rates, so that one slow chunk has an effect at once."""
         if tokens < FEWEST or seconds <= 0:
             return
         pace = average_pace(self.paces, tokens, seconds, cached)
@@ -199,26 +176,16 @@ class Cost:
 
 
 def range_of(cached: int) -> int:
-    """Return the index of the range of positions that contains position `cached`.
-
-    Range 0 ends at `NEAR` (1024) and range 1 at 2 * `NEAR`; each further range is twice as long as
-    the one before.
-    """
+    """Return the index of the range of positions that contains position `cached`."""
     return (cached // NEAR).bit_length()
 
 
 def _middle(where: int) -> float:
-    """Return the position in the middle of range `where`."""
     return 0.75 * (NEAR << where) if where else NEAR / 2
 
 
 def average_pace(paces: dict[int, float], tokens: int, seconds: float, cached: int) -> float:
-    """Add a measured chunk to the moving average of its range; return its seconds per token.
-
-    The chunk had `tokens` tokens after `cached` ones and took `seconds`; the result is that of the
-    chunk alone. `paces` maps ranges (see `range_of`) to average seconds per token and is changed in
-    place.
-    """
+    """Add a chunk to the moving average of its range; return the seconds per token of the chunk."""
     pace, where = seconds / tokens, range_of(cached)
     before = paces.get(where, pace)
     paces[where] = before + NEWEST * (pace - before)
@@ -234,10 +201,7 @@ def peak(run: Callable[[], object]) -> int:
 
 
 class _Probe:
-    """Feeds chunks of zeros to a model to measure time and memory.
-
-    It has a KV buffer of `positions` tokens. Its methods overwrite that buffer.
-    """
+    """Feeds chunks of zeros to a model to measure time and memory, in a KV buffer of its own."""
 
     def __init__(self, model: Any, layout: Layout, positions: int):
         self.model = model
@@ -246,7 +210,6 @@ class _Probe:
         self.line.grow(positions)
 
     def feed(self, tokens: int, at: int) -> tuple[float, int]:
-        """Feed `tokens` tokens after `at` cached ones; return the seconds and peak bytes."""
         self.line.pretend(at)
         self.line.settle()
         chunk = mx.zeros((1, tokens), mx.int32)
@@ -261,14 +224,10 @@ class _Probe:
         return time.perf_counter() - began, size
 
     def peak(self, tokens: int, at: int) -> int:
-        """Return the peak bytes of feeding `tokens` tokens after `at` cached ones."""
         return self.feed(tokens, at)[1]
 
     def growth(self, far: int) -> float:
-        """Return the growth of prefill, measured with no tokens and with `far` tokens cached.
-
-        After k cached tokens, a token takes 1 + growth * k times as long as the first one.
-        """
+        """Return by what share of the first token's time each cached token slows prefill."""
         seconds = [min(self.feed(PROBE, at)[0] for _ in range(2)) for at in (0, far)]
         return max(0.0, seconds[1] / seconds[0] - 1.0) / max(1, far)
 
@@ -281,10 +240,7 @@ class _Probe:
         return min(halves) < 1.05 * min(whole)
 
     def per_pass(self) -> float:
-        """Return the seconds that a stop for a checkpoint costs.
-
-        They are those of the shortest pass plus a copy of the recurrent state.
-        """
+        """Return the seconds of a stop: the shortest pass plus a copy of the recurrent state."""
         self.feed(FEWEST, 0)  # for the kernels
         short = min(self.feed(FEWEST, 0)[0] for _ in range(2))
         began = time.perf_counter()
@@ -294,10 +250,8 @@ class _Probe:
     def fastest_pass(self, cost: Cost, most: int, room: int) -> tuple[float, int]:
         """Return the best speed in tokens per second, and the length above which passes are slower.
 
-        Compares passes of the lengths `PASSES`, as far as they have at most `most` tokens, need at
-        most `room` bytes by the estimate of `cost`, and `COMPARE_S` (4) seconds suffice. The
-        returned length is in tokens; it is 0 if no measured pass was too long, or if fewer than two
-        lengths were measured.
+        Compares `PASSES` of at most `most` tokens and `room` bytes, for at most `COMPARE_S`
+        seconds. The length is 0 if no measured pass was too long.
         """
         began, paces, pace = time.perf_counter(), dict[int, float](), 1 / cost.rate
         for tokens in PASSES:
@@ -319,9 +273,8 @@ def measure(
 ) -> Cost:
     """Measure a model's costs with a few short chunks, which also warms up its kernels.
 
-    `room`: bytes that cached positions may take, and as many again for a pass. `kind`: the device
-    that the model runs on. `most`: tokens of the longest chunk. On a GPU, passes up to that length
-    are compared, which takes about `COMPARE_S` (4) seconds at most. Blocks; MLX thread only.
+    `room`: bytes that cached positions may take, and as many again for a pass. `most`: tokens of
+    the longest chunk. Blocks, on a GPU for about `COMPARE_S` seconds at most; MLX thread only.
     """
     far = min(FAR, room // max(1, layout.bytes_per_token))
     probe = _Probe(model, layout, far + 4 * PROBE)
@@ -358,9 +311,8 @@ def measure(
 def _fitted(near: int, long: int, wide: float, narrow: float) -> Cost:
     """Fit the coefficients of the memory model to measured peaks; see `Cost`.
 
-    `near`, `long`: peak bytes of PROBE (128) and of 3 * PROBE tokens with nothing cached. `wide`,
-    `narrow`: additional peak bytes per cached token, for chunks of PROBE and of FEWEST (16) tokens.
-    `fixed` and `rate` of the result are 0.
+    `near`, `long`: peak bytes of PROBE and of 3 * PROBE tokens with nothing cached. `wide`,
+    `narrow`: additional peak bytes per cached token, for chunks of PROBE and of FEWEST tokens.
     """
     per_pair = max(0.0, (wide - narrow) / (PROBE - FEWEST))
     per_key = max(0.0, narrow - FEWEST * per_pair)
@@ -372,16 +324,14 @@ def _fitted(near: int, long: int, wide: float, narrow: float) -> Cost:
 
 
 LEAST = 128
-"""Tokens of the shortest chunk that is measured; shorter ones mostly show the fixed cost of a pass.
-"""
+"""Tokens of the shortest chunk that is measured: shorter ones mostly show a pass's fixed cost."""
 
 
 class PrefillSpeed:
-    """Measured cost of prefill, by range of positions. MLX thread only.
+    """Measured cost of prefill, by range of positions (`range_of`). MLX thread only.
 
     `Cost` has moving averages, for planning the next chunk. Here only chunks of requests count, and
-    all of them alike: the seconds of a range are divided by its tokens. Ranges are those of
-    `range_of`. `Measured` is a pair: the tokens fed in a range, and the seconds that they took.
+    all of them alike. `Measured` is the tokens fed in a range, and the seconds that they took.
     """
 
     def __init__(self) -> None:
@@ -389,16 +339,11 @@ class PrefillSpeed:
         self._unsaved: dict[int, Measured] = {}
 
     def resume(self, measured: Mapping[int, Measured]) -> None:
-        """Add the measurements from before the server's restart, by range of positions."""
         for where, (tokens, seconds) in measured.items():
             _add(self._measured, where, tokens, seconds)
 
     def observe(self, tokens: int, seconds: float, cached: int) -> None:
-        """Add a chunk of `tokens` tokens, fed after `cached` ones in `seconds`.
-
-        A chunk over several ranges is divided among them by its tokens. Chunks of fewer than
-        `LEAST` (128) tokens are ignored.
-        """
+        """Add a chunk of `tokens` tokens, fed after `cached` ones in `seconds`."""
         if tokens < LEAST or seconds <= 0:
             return
         for where, part in _by_range(cached, cached + tokens):
@@ -406,38 +351,23 @@ class PrefillSpeed:
                 _add(held, where, part, seconds * part / tokens)
 
     def take_unsaved(self) -> dict[int, Measured]:
-        """Return the measurements that `observe` added since the last call, by range of positions.
-
-        The caller adds them to the totals in the index of the store, which `resume` gets after a
-        restart.
-        """
+        """Return what `observe` added since the last call, for the totals that `resume` gets."""
         unsaved, self._unsaved = self._unsaved, {}
         return unsaved
 
     def seconds(self, tokens: int) -> float | None:
-        """Return the seconds for computing a prompt's first `tokens` tokens.
-
-        Returns None if nothing was measured for them. A range of positions that was not measured
-        counts like the nearest measured range before it, which is faster, or as 0 if there is none.
-        """
+        """Return the seconds for computing a prompt's first `tokens` tokens; None if unmeasured."""
         priced = self._priced(tokens)
         if tokens and not priced:
             return None
         return sum(part * pace for part, pace in priced)
 
     def known_tokens(self, tokens: int) -> int:
-        """Return how many of a prompt's first `tokens` tokens are included in `seconds`.
-
-        Left out are the tokens before the first range of positions that was measured.
-        """
+        """Return how many of a prompt's first `tokens` tokens are included in `seconds`."""
         return sum(part for part, _ in self._priced(tokens))
 
     def _priced(self, tokens: int) -> list[tuple[int, float]]:
-        """Divide a prompt's first `tokens` tokens into ranges of positions with their speeds.
-
-        Returns a pair for each range: its tokens, and seconds per token. Ranges before the first
-        measured one are left out.
-        """
+        """Divide a prompt's first `tokens` tokens into (tokens, seconds per token) by range."""
         found, pace = [], None
         for where, part in _by_range(0, tokens):
             if (measured := self._measured.get(where)) is not None:
@@ -448,10 +378,7 @@ class PrefillSpeed:
 
 
 def _by_range(start: int, end: int) -> Iterator[tuple[int, int]]:
-    """Divide the positions from `start` to `end` among the ranges of `range_of`.
-
-    Yields the index of each range, and the number of positions in it.
-    """
+    """Yield the index of each range of positions in [start, end), and how many are in it."""
     while start < end:
         where = range_of(start)
         after = min(end, NEAR << where)
@@ -465,10 +392,6 @@ def _add(held: dict[int, Measured], where: int, tokens: int, seconds: float) -> 
 
 
 def figures_of(record: RequestRecord, speed: PrefillSpeed) -> SessionFigures:
-    """Return the figures of an ended request to add to those of its session.
-
-    `speed` estimates the seconds that the reuse of its cached tokens saved.
-    """
     first = record.timing.get("first_token_s")
     return SessionFigures(
         requests=1,

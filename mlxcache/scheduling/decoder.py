@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass
-from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -23,6 +22,7 @@ from mlxcache.model import device
 from mlxcache.model.guidance.guide import Bitmask, Guide
 from mlxcache.model.guidance.thinking import Steering
 from mlxcache.model.kv import Caches
+from mlxcache.model.lineage import Lineage
 from mlxcache.model.lockstep import ALONE, Lockstep
 from mlxcache.model.sampling import masked
 
@@ -30,11 +30,16 @@ Sampler = Callable[[mx.array], mx.array]
 Processor = Callable[[mx.array, mx.array], mx.array]
 
 
-class NonFiniteOutput(GenerationFailed):
-    """Error raised if the model produced NaN or infinity.
+WAIT_BYTES = 32 << 20
+"""Bytes of KV from which a pass waits for the one before it.
 
-    The model's cache may contain such values then.
-    """
+An estimate, not measured on a GPU: copying fewer may cost less than leaving the device idle while
+the step's first operations are encoded.
+"""
+
+
+class NonFiniteOutput(GenerationFailed):
+    """The model produced NaN or infinity, which its cache may contain then."""
 
     def __init__(self) -> None:
         super().__init__("The model produced NaN: nothing of this reply is kept.")
@@ -44,18 +49,13 @@ class NonFiniteOutput(GenerationFailed):
 class Row:
     """One sequence in a decoder: its sampler, logits processors and guide.
 
-    `owner`: the task that it belongs to. `context`: all of its token ids so far, shape (n,), kept
-    only if there are processors. `error`: the exception raised by its sampler, a processor or its
-    guide, or NonFiniteOutput; the reply ends with it. `drafted`: number of its drafted or guessed
-    tokens. `accepted`: number of those that the model drew too. `draft_passes`: number of passes
-    that checked such tokens. `id`: the request's id, for the log. `guide`: restricts the tokens
-    that may be drawn. It has accepted every token that was handed out. `guided`: the guide has
-    accepted the pending token too. `steering`: a change of the guide that the decoder has not
-    applied yet. `shift`: position of the row's next token, less the number of tokens before it; not
-    0 behind images, see `positions.shift_of`.
+    `context`: all of its token ids so far, shape (n,), kept only if there are processors. `error`:
+    the exception raised by its sampler, a processor or its guide, or NonFiniteOutput; the reply
+    ends with it. `guide`: restricts the tokens that may be drawn; it has accepted every token that
+    was handed out, and if `guided`, the pending one too. `steering`: a change of the guide that is
+    not applied yet. `shift`: see `positions.shift_of`.
     """
 
-    owner: Any
     sampler: Sampler
     processors: Sequence[Processor]
     context: mx.array | None
@@ -70,7 +70,7 @@ class Row:
     shift: int = 0
 
     def steer(self, steering: Steering) -> None:
-        """Schedule a change of the guide; it applies to the first token that is not drawn yet.
+        """Schedule a change of the guide, for the first token that is not drawn yet.
 
         `steering(guide, newer)` returns the guide to continue with. `newer`: drawn tokens that the
         guide has seen but that were not handed out yet.
@@ -78,20 +78,14 @@ class Row:
         self.steering = steering
 
     def steered(self, guide: Guide | None, newer: Sequence[int] = ()) -> Guide | None:
-        """Return the guide to continue with: that of the scheduled change, if any, else `guide`.
-
-        The change is then no longer scheduled, and is called with `guide` and `newer`. `newer`:
-        drawn tokens that the guide has seen but that were not handed out yet.
-        """
+        """Return the guide to continue with: that of the scheduled change, if any, else `guide`."""
         change, self.steering = self.steering, None
         return guide if change is None else change(guide, newer)
 
     def apply_steering(self) -> None:
-        """Apply a scheduled change to `guide`, which has accepted all tokens handed out so far."""
         self.guide = self.steered(self.guide)
 
     def fail(self, error: Exception) -> None:
-        """Record `error` in the row, whose reply then ends."""
         self.error = error
 
     def trial(self) -> Row:
@@ -100,36 +94,23 @@ class Row:
         An exception in its sampler, a processor or its guide is recorded in the copy only. If the
         guessed tokens are right, the row itself draws again and records its own exceptions.
         """
-        return Row(self.owner, self.sampler, self.processors, self.context, guide=self.guide)
+        return Row(self.sampler, self.processors, self.context, guide=self.guide)
 
     def set_context(self, context: mx.array) -> None:
-        """Set the row's token ids so far, shape (n,)."""
         self.context = context
 
     def set_draws(self, sampler: Sampler, context: mx.array | None) -> None:
-        """Set the sampler and context back to their states before a failed pass.
-
-        A second try then draws the same tokens. `context`: see `Row`; None without processors.
-        """
+        """Set the sampler and context back, so that a second try draws the same tokens."""
         self.sampler, self.context = sampler, context
 
     def allowed_after(self, token: int | None) -> Bitmask | None:
-        """Return the mask of tokens that may follow the pending `token`; None allows all.
-
-        `token`: its id, or None if no token is pending. Advances the guide by the pending token
-        unless it has accepted it already, so a repeated call changes nothing. An exception in the
-        guide is not raised: it is recorded in `error`, and None is returned.
-        """
+        """Return the mask of tokens that may follow the pending `token`; None allows all."""
         if token is not None and not self.guided:
             self.guided = self.advance(self.guide, token)
         return self.allowed(self.guide)
 
     def allowed(self, guide: Guide | None) -> Bitmask | None:
-        """Return the mask of tokens that `guide` allows next; None allows all.
-
-        An exception in the guide is not raised: it is recorded in `error`, and None is returned.
-        None is also returned if the row has an `error` already.
-        """
+        """Return the mask of tokens that `guide` allows next; None allows all."""
         if guide is None or self.error is not None:
             return None
         try:
@@ -139,11 +120,7 @@ class Row:
             return None
 
     def advance(self, guide: Guide | None, token: int) -> bool:
-        """Advance `guide` by a drawn token; return False if nothing was advanced.
-
-        That is so if `guide` is None, or the row has an `error`. An exception in the guide is not
-        raised: it is recorded in `error`, and False is returned.
-        """
+        """Advance `guide` by a drawn token; return False without a guide, or after an error."""
         if guide is None or self.error is not None:
             return False
         try:
@@ -154,20 +131,14 @@ class Row:
         return True
 
     def resume(self, sampler: Sampler, context: mx.array | None, guide: Guide | None) -> None:
-        """Set the sampler, context and guide, so that the next draw continues from them.
-
-        All three are in their state after the newest draw that is kept, whose token is pending;
-        `context` and `guide` do not have that token yet. `context` is None without processors.
-        """
+        """Let the next draw continue from these, which lack the newest, pending token."""
         self.sampler, self.context, self.guide = sampler, context, guide
         self.guided = False
 
     def note_drawn(self) -> None:
-        """Record that a new token is pending, which the guide has not accepted yet."""
         self.guided = False
 
     def count_drafts(self, drafted: int, accepted: int) -> None:
-        """Add the drafted (or guessed) and accepted tokens of one pass to the row's counts."""
         self.draft_passes += drafted > 0
         self.drafted += drafted
         self.accepted += accepted
@@ -186,8 +157,8 @@ class Decoder:
     """Steps rows together over `caches`: the caches of a single lineage, or merged batch caches.
 
     `pending`: the pending token of each row, drawn but not handed out yet, shape (rows,); None
-    before `start`. `lockstep`: announces each pass to the other ranks of a divided model, before it
-    runs.
+    before `start`. `nbytes()` returns the bytes of KV that a step reads and writes to. `lockstep`:
+    announces each pass to the other ranks of a divided model, before it runs.
     """
 
     def __init__(
@@ -195,24 +166,22 @@ class Decoder:
         model: Module,
         rows: list[Row],
         caches: Caches,
+        nbytes: Callable[[], int],
         *,
         lockstep: Lockstep = ALONE,
     ):
         self.model = model
         self.rows = rows
         self.caches = caches
+        self._nbytes = nbytes
         self.lockstep = lockstep
         self.pending: mx.array | None = None
         self.logprobs: mx.array | None = None
         self.finite: mx.array | None = None
 
     def start(self, inputs: Sequence[int]) -> None:
-        """Feed the newest token of each row, and start drawing its next one.
-
-        `inputs`: the ids of those newest tokens, one per row, whose KV is not computed yet.
-        """
         self.lockstep.start(self.caches, inputs)
-        self._advance(mx.array(list(inputs), mx.int32), wait=True)
+        self._advance(mx.array(list(inputs), mx.int32))
 
     def peek(self) -> list[list[Drawn]]:
         """Return what the next `step` hands out first, once the pass that drew it has ended."""
@@ -221,12 +190,10 @@ class Decoder:
         assert self.finite is not None
         return self._drawn(self.pending, self.logprobs, self.finite)
 
-    def step(self, *, wait: bool = False) -> list[list[Drawn]]:
+    def step(self) -> list[list[Drawn]]:
         """Return a list for each row, with its pending token; start the pass that feeds these.
 
-        The list is empty if the token was drawn from logits that are not finite; the row's `error`
-        is set then. `wait`: see `launch`. Raises the error of a failed pass; a repeated step draws
-        the same tokens.
+        A list is empty if the logits were not finite. A step that failed can be repeated.
         """
         tokens, logprobs, finite = self.pending, self.logprobs, self.finite
         assert tokens is not None
@@ -235,7 +202,7 @@ class Decoder:
         before = [(copy(row.sampler), row.context) for row in self.rows]
         self.lockstep.step(self.caches)
         try:
-            self._advance(tokens, wait=wait)
+            self._advance(tokens)
             return self._drawn(tokens, logprobs, finite)
         except BaseException:  # a second try must draw the same tokens
             self.pending, self.logprobs, self.finite = tokens, logprobs, finite
@@ -243,12 +210,10 @@ class Decoder:
                 row.set_draws(sampler, context)
             raise
 
-    def joined(self, other: Decoder, caches: Caches) -> Decoder:
-        """Return a decoder with the rows of both decoders, in this order, over `caches`.
-
-        `caches` must hold the KV of all those rows. Raises ValueError if a decoder was not started.
-        """
-        both = Decoder(self.model, self.rows + other.rows, caches, lockstep=self.lockstep)
+    def joined(self, other: Decoder, caches: Caches, nbytes: Callable[[], int]) -> Decoder:
+        """Return a decoder with the rows of both, in this order, over `caches` with all KV."""
+        rows = self.rows + other.rows
+        both = Decoder(self.model, rows, caches, nbytes, lockstep=self.lockstep)
         both._set_pending(
             _joined(self.pending, other.pending),
             _joined(self.logprobs, other.logprobs),
@@ -256,12 +221,10 @@ class Decoder:
         )
         return both
 
-    def alone(self, row: int, caches: Caches) -> Decoder:
-        """Return a decoder of only the row with index `row`, over `caches`.
-
-        `caches` must hold all KV of that row.
-        """
-        own = Decoder(self.model, [self.rows[row]], caches, lockstep=self.lockstep)
+    def alone(self, row: int, lineage: Lineage) -> Decoder:
+        """Return a decoder of the row with index `row`, over the caches of its own lineage."""
+        rows, caches = [self.rows[row]], lineage.caches
+        own = Decoder(self.model, rows, caches, lambda: lineage.nbytes, lockstep=self.lockstep)
         own._take(self, slice(row, row + 1))
         return own
 
@@ -271,10 +234,6 @@ class Decoder:
         self.rows = [self.rows[i] for i in rows]
 
     def _take(self, other: Decoder, rows: slice | mx.array) -> None:
-        """Set this decoder's pending tokens to those of the given `rows` of `other`.
-
-        `rows`: indices. Does nothing if `other` has no pending tokens.
-        """
         if other.pending is not None and other.logprobs is not None and other.finite is not None:
             self._set_pending(other.pending[rows], other.logprobs[rows], other.finite[rows])
 
@@ -282,9 +241,7 @@ class Decoder:
         """Set the pending tokens, shape (rows,); on a GPU, start to evaluate them at once.
 
         A GPU reports errors late. Without this start the tokens would be evaluated with the next
-        pass, and fail with it. `logprobs`: the log-probabilities that they were drawn from, shape
-        (rows, vocabulary). `finite`: True for rows with finite logits, shape (rows,). Raises
-        without changing anything if MLX fails.
+        pass, and fail with it.
         """
         if device.defers_errors():
             mx.async_eval(pending, logprobs, finite)  # type: ignore[no-untyped-call]
@@ -292,10 +249,7 @@ class Decoder:
 
     @property
     def places(self) -> dict[str, mx.array]:
-        """The model's keyword arguments that correct the positions of the rows' next tokens.
-
-        `shift`: the `Row.shift` of each row, shape (rows,). Empty if all of them are 0.
-        """
+        """The model's keyword arguments that correct the positions of the rows' next tokens."""
         shifts = [row.shift for row in self.rows]
         return {"shift": mx.array(shifts)} if any(shifts) else {}
 
@@ -319,18 +273,15 @@ class Decoder:
             for i, row in enumerate(self.rows)
         ]
 
-    def _advance(self, inputs: mx.array, *, wait: bool) -> None:
-        """Feed the token ids `inputs`, one per row, and start drawing the next pending tokens.
-
-        `wait`: see `launch`.
-        """
+    def _advance(self, inputs: mx.array) -> None:
         logits = self.model(inputs[:, None], cache=self.caches, **self.places)[:, -1, :]
         for row in self.rows:
             row.apply_steering()
         if any(row.processors for row in self.rows):
             logits = self._process(inputs, logits)
-        if any(row.guide is not None for row in self.rows):
-            logits, wait = self._restrict(logits, wait=wait), False
+        begun = any(row.guide is not None for row in self.rows)
+        if begun:
+            logits = self._restrict(logits)
         logprobs, finite = normalised(logits)
         first = self.rows[0].sampler
         if len(self.rows) > 1 and all(row.sampler is first for row in self.rows):
@@ -340,18 +291,15 @@ class Decoder:
         drawn = self.lockstep.share(drawn)
         # without processors a context would grow into a chain of unevaluated arrays
         contexts = [row.context for row in self.rows if row.processors]
-        launch(drawn, logprobs, finite, contexts, wait=wait)
+        evaluate = mx.async_eval if begun else self._begin
+        evaluate(drawn, logprobs, finite, contexts)
         self.pending, self.logprobs, self.finite = drawn, logprobs, finite
         for row in self.rows:
             row.note_drawn()
 
-    def _restrict(self, logits: mx.array, *, wait: bool) -> mx.array:
-        """Return `logits`, shape (rows, vocabulary), with the masks of the rows' guides applied.
-
-        Advances the guides by the pending tokens first. The masks are computed on the CPU while the
-        device computes `logits`. `wait`: see `launch`.
-        """
-        launch(logits, wait=wait)
+    def _restrict(self, logits: mx.array) -> mx.array:
+        """Apply the guides' masks, computed on the CPU while the device computes `logits`."""
+        self._begin(logits)
         after: list[int | None] = [None] * len(self.rows)
         if self.pending is not None:
             sound = np.asarray(self.finite).tolist()
@@ -362,12 +310,18 @@ class Decoder:
         masks = [row.allowed_after(token) for row, token in zip(self.rows, after, strict=True)]
         return masked(logits, masks) if any(mask is not None for mask in masks) else logits
 
-    def _draw(self, i: int, logprobs: mx.array) -> mx.array:
-        """Draw the token of row `i`, shape (1,). An exception in its sampler is not raised.
+    def _begin(self, *arrays: object) -> None:
+        """Start to evaluate the arrays of a pass that has been built.
 
-        It is recorded in the row's `error`, and token 0 is returned. `logprobs`:
-        log-probabilities of all rows, shape (rows, vocabulary).
+        With much KV, waits until the running pass has ended, on a device where it holds the KV
+        buffers: they would be copied.
         """
+        if device.holds_inputs() and self._nbytes() >= WAIT_BYTES:
+            mx.synchronize()  # unlike `eval`, it waits until the pass has dropped its inputs too
+        mx.async_eval(*arrays)  # type: ignore[no-untyped-call]
+
+    def _draw(self, i: int, logprobs: mx.array) -> mx.array:
+        """Draw the token of row `i`, shape (1,); on an exception, recorded in the row, token 0."""
         row = self.rows[i]
         try:
             return row.sampler(logprobs[i : i + 1])
@@ -389,33 +343,14 @@ class Decoder:
         return mx.concatenate(out)
 
 
-def launch(*arrays: object, wait: bool) -> None:
-    """Start to evaluate the `arrays` of a pass that has been built.
-
-    `wait`: until the running pass has ended, on a device where it holds the KV buffers, which would
-    be copied.
-    """
-    if wait and device.holds_inputs():
-        mx.synchronize()  # unlike `eval`, it waits until the pass has dropped its inputs too
-    mx.async_eval(*arrays)  # type: ignore[no-untyped-call]
-
-
 def normalised(logits: mx.array) -> tuple[mx.array, mx.array]:
-    """Return the log-probabilities of `logits`, and a mask of the finite rows.
-
-    Shapes: `logits` and log-probabilities (rows, vocabulary), mask (rows,).
-    """
+    """Return the log-probabilities of `logits`, (rows, vocabulary), and which rows are finite."""
     sums = mx.logsumexp(logits, axis=-1, keepdims=True)
     return logits - sums, mx.isfinite(sums[:, 0])
 
 
 def processed(row: Row, context: mx.array, logits: mx.array) -> mx.array:
-    """Apply the row's processors to `logits` and return the result.
-
-    `context`: the row's token ids so far, shape (n,). `logits`: shape (1, vocabulary). An exception
-    in a processor is not raised: it is recorded in the row's `error`, and the logits from before
-    that processor are returned.
-    """
+    """Apply the row's processors to `logits`, shape (1, vocabulary), up to one that raises."""
     try:
         for process in row.processors:
             logits = process(context, logits)
@@ -425,10 +360,6 @@ def processed(row: Row, context: mx.array, logits: mx.array) -> mx.array:
 
 
 def _joined(mine: mx.array | None, theirs: mx.array | None) -> mx.array:
-    """Concatenate pending tokens, or log-probabilities or masks of these, of two decoders.
-
-    Raises ValueError if one of the decoders was not started, so that its array is None.
-    """
     if mine is None or theirs is None:
         raise ValueError("a decoder that was not started cannot be joined")
     return mx.concatenate([mine, theirs])

@@ -45,9 +45,8 @@ class Draws:
     """State of sampler, context and guide before the next draw.
 
     Each state has its own copy of the sampler, which every draw changes, and of the guide, which
-    every token changes. `row`: its `error` is set to an exception of these or of a processor.
-    `context`: all token ids so far, shape (n,); None without processors. `mask`: tokens that
-    `guide` allows next; None if it allows all or was not asked yet.
+    every token changes. `context`: all token ids so far, shape (n,); None without processors.
+    `mask`: tokens that `guide` allows next; None if it allows all or was not asked yet.
     """
 
     row: Row
@@ -57,11 +56,10 @@ class Draws:
     mask: Bitmask | None = None
 
     def draw(self, logits: mx.array) -> tuple[mx.array, mx.array, mx.array, Draws]:
-        """Draw a token from `logits`, shape (1, vocabulary).
+        """Draw a token from `logits`, shape (1, vocabulary). Exceptions are recorded in the row.
 
-        Returns the token, shape (1,), the log-probabilities of all tokens, shape (1, vocabulary),
-        whether they are finite, shape (1,), and the state after the draw. An exception in the
-        sampler, a processor or the guide is not raised, but recorded in the row's `error`.
+        Returns the token, the log-probabilities of all tokens, whether they are finite, and the
+        state after the draw.
         """
         sampler = copy(self.sampler)
         if self.context is not None:
@@ -78,11 +76,7 @@ class Draws:
         return token, logprobs, finite, Draws(self.row, sampler, self.context, self.guide)
 
     def seen(self, token: mx.array, *, drawn: bool = True) -> Draws:
-        """Return the state with `token`, shape (1,), appended to the context.
-
-        `drawn`: the guide, if there is one, has not accepted the token yet. A copy of the guide
-        then advances by it, which waits until the token is evaluated.
-        """
+        """Return the state with `token`, shape (1,), appended to the context."""
         context, guide = self.context, self.guide
         if context is not None:
             context = mx.concatenate([context, token.astype(mx.int32)])
@@ -94,12 +88,10 @@ class Draws:
 
 @dataclass(slots=True)
 class _Flight:
-    """One pass of the model in progress, with its draw at each position.
+    """One pass of the model in progress, with the n draws at its positions.
 
-    `tokens`: the n drawn tokens, shape (n,). `logprobs`: for each draw, log-probabilities of all
-    tokens, shape (1, vocabulary). `finite`: whether the logits of each position are finite, shape
-    (n,). `after`: the state of sampler, context and guide after each draw. `drafted`: the proposed
-    tokens that were fed, shape (n - 1,).
+    `tokens`: shape (n,). `logprobs`: of shape (1, vocabulary) each. `finite`: shape (n,). `after`:
+    the state after each draw. `drafted`: the proposed tokens that were fed, shape (n - 1,).
     """
 
     tokens: mx.array
@@ -113,10 +105,9 @@ class DraftingDecoder(Decoder):
     """Decoder of one row that runs a model and its draft model over a lineage's caches.
 
     Without drafts a step is that of `Decoder`, and feeds the served model only; the draft model is
-    fed the same tokens later, many in one pass. `clock` returns seconds. `last`: number of tokens
-    drafted for the newest pass that has ended, and its seconds, as a pair; None if the seconds are
-    not known because the model did other work. `waited`: that pass was launched only when the
-    tokens before it were known, not while the pass before was running.
+    fed the same tokens later, many in one pass. `last`: number of tokens drafted for the newest
+    pass that has ended, and its seconds; None if the model did other work meanwhile. `waited`: that
+    pass was launched only when the tokens before it were known.
     """
 
     def __init__(
@@ -127,7 +118,7 @@ class DraftingDecoder(Decoder):
         *,
         clock: Callable[[], float] = time.perf_counter,
     ):
-        super().__init__(model.verify, [row], lineage.caches)
+        super().__init__(model.verify, [row], lineage.caches, lambda: lineage.nbytes)
         self.last: tuple[int, float] | None = None
         self.waited = False
         self._waits_running = False
@@ -142,10 +133,6 @@ class DraftingDecoder(Decoder):
         self._known_at: float | None = None
 
     def start(self, inputs: Sequence[int]) -> None:
-        """Feed the newest token, which is not in the KV yet, and start drawing the next one.
-
-        `inputs`: a list of one id, that of the newest token.
-        """
         super().start(inputs)
         self._pair.propose(mx.array([list(inputs)], mx.uint32), self.caches)
         eval_states(self.caches, wait=False)
@@ -154,7 +141,6 @@ class DraftingDecoder(Decoder):
 
     @property
     def in_flight(self) -> bool:
-        """True while a pass runs that verifies drafted tokens."""
         return self._flight is not None
 
     @property
@@ -169,19 +155,14 @@ class DraftingDecoder(Decoder):
 
     @property
     def writes(self) -> int:
-        """Maximum number of times that the next step writes to one KV buffer.
-
-        The draft model is fed token by token, so this is the number of tokens to draft, at least 1.
-        """
+        """The draft model is fed token by token: the number of tokens to draft, at least 1."""
         return max(1, self._drafts)
 
     def settle(self) -> tuple[int, int]:
         """Wait for a pass that verifies drafts; return the numbers of drafted and accepted tokens.
 
-        Both are 0 if no such pass is running. After such a pass the caller must truncate the
-        lineage to the tokens handed out and the accepted tokens. The next `step` hands out the
-        accepted tokens and one more. Raises NonFiniteOutput if one of these tokens was drawn from
-        logits that are not finite.
+        The caller must then truncate the lineage to the tokens handed out and the accepted ones.
+        The next `step` hands out the accepted tokens and one more.
         """
         if self._flight is None:
             return 0, 0
@@ -205,17 +186,10 @@ class DraftingDecoder(Decoder):
         return len(drafted), right
 
     def propose(self, drafts: int) -> None:
-        """Set the number of tokens to draft for the next pass to `drafts`.
-
-        The caches must have room for them.
-        """
         self._drafts = drafts
 
     def catch_up(self) -> None:
-        """Feed the draft model the tokens in the lineage that it has not seen. Does not block.
-
-        The lineage must not be ahead of the tokens handed out.
-        """
+        """Feed the draft model the tokens in the lineage that it has not seen. Does not block."""
         unseen, self._unseen = self._unseen, []
         if not unseen:
             return
@@ -227,10 +201,7 @@ class DraftingDecoder(Decoder):
         eval_states(self.caches, wait=False)
 
     def rewind(self, length: int) -> None:
-        """Cut the lineage to `length` positions: the prompt and the tokens handed out.
-
-        Drops the pass in progress and all tokens that were not handed out.
-        """
+        """Cut the lineage to `length` positions: the prompt and the tokens handed out."""
         if self.pending is None:  # a round: what the draft model lacks is beyond `length`
             self._unseen = []
         self._flight, self._ready, self.pending = None, [], None
@@ -242,29 +213,20 @@ class DraftingDecoder(Decoder):
             raise
 
     def interrupt(self) -> None:
-        """Note that the model does other work before the next step.
-
-        The time from the last step to the next one is then not measured as that of a pass.
-        """
+        """Note that the model does other work before the next step, whose time is not measured."""
         self._known_at = None
 
     def _note_time(self, drafted: int) -> None:
-        """Set `last` and `waited` for a pass with `drafted` drafts, whose tokens are known now."""
         now = self._clock()
         self.last = None if self._known_at is None else (drafted, now - self._known_at)
         self.waited, self._known_at = self._waits_running, now
 
     # -- a step ------------------------------------------------------------------------------------
 
-    def step(self, *, wait: bool = False) -> list[list[Drawn]]:
-        """Return the tokens that `ready` counts; start a pass over the last of them and drafts.
-
-        The pass has as many drafts as `propose` has set, at first none. The result has one list,
-        because the decoder has one row. That list is empty if the pending token was drawn from
-        logits that are not finite. `wait`: see `launch`.
-        """
+    def step(self) -> list[list[Drawn]]:
+        """Return the tokens that `ready` counts; start a pass over the last of them and drafts."""
         if self.pending is not None and not (self._drafts and self._take_pending()):
-            (drawn,) = super().step(wait=wait)
+            (drawn,) = super().step()
             self._unseen += [one.token for one in drawn]
             self._note_time(0)
             self._waits_running = False
@@ -278,10 +240,7 @@ class DraftingDecoder(Decoder):
         return [ready]
 
     def _take_pending(self) -> bool:
-        """Wait for the pending token and make it the only ready one, to draft after it.
-
-        No token is pending then. Returns False, with nothing changed, if its logits are not finite.
-        """
+        """Make the pending token the only ready one; False if its logits are not finite."""
         assert self.pending is not None
         assert self.logprobs is not None
         (row,) = self.rows
@@ -297,23 +256,19 @@ class DraftingDecoder(Decoder):
         return True
 
     def _feed_plain(self, newest: int) -> None:
-        """Feed `newest` to the served model, and start drawing the next pending token."""
         draws, (row,) = self._draws, self.rows
         assert draws is not None
         row.resume(draws.sampler, draws.context, draws.guide)
         self.pending, self.finite = mx.array([newest], mx.uint32), mx.array([True])
         try:
-            self._advance(mx.array([newest], mx.int32), wait=True)
+            self._advance(mx.array([newest], mx.int32))
         except BaseException:  # it was not handed out, and this step cannot be made again
             self.pending = None
             raise
         self._unseen.append(newest)
 
     def _launch(self, newest: int, drafts: int) -> None:
-        """Draft `drafts` tokens, then feed `newest` and the drafted tokens in one pass.
-
-        The served model draws at each position.
-        """
+        """Draft `drafts` tokens, then feed `newest` and them in one pass, with a draw at each."""
         draws, (row,), pair = self._draws, self.rows, self._pair
         assert draws is not None
         fed = mx.array([newest], mx.uint32)

@@ -20,19 +20,14 @@ from mlxcache.model import kv
 from mlxcache.model.guidance.guide import Bitmask
 from mlxcache.model.kv import State
 from mlxcache.model.lineage import Lineage
-from mlxcache.scheduling.decoder import Decoder, Drawn, Row, launch
+from mlxcache.scheduling.decoder import Decoder, Drawn, Row
 from mlxcache.scheduling.drafting import Draws
 from mlxcache.types import Tokens
 
 
 @dataclass(frozen=True, slots=True)
 class Settled:
-    """Result of a pass that checked a guess.
-
-    `checked`: number of guessed tokens. `right`: how many of them, from the first on, the model
-    drew too. `fed`: number of all tokens of the pass. `seconds`: from the time when the tokens of
-    the pass before were known until those of this pass were; 0 if that is not known.
-    """
+    """Result of a pass over `fed` tokens, which checked a guess of `checked` tokens."""
 
     checked: int
     right: int
@@ -42,14 +37,12 @@ class Settled:
 
 @dataclass(slots=True)
 class _Flight:
-    """A pass in progress that checks a guess, with its draw at each position.
+    """A pass in progress that checks a guess, with its n draws.
 
     `newest`: the token that was pending, shape (1,). `again`: tokens before it that are fed again,
     because they were taken back with a wrong guess. `guess`: the tokens after it, of which the
-    first `len(after) - 1` are checked. `tokens`: the n tokens drawn after `newest` and after each
-    checked token, shape (n,). `logprobs`: for each draw, log-probabilities of all tokens, shape
-    (1, vocabulary). `finite`: whether the logits of each draw are finite, shape (n,). `after`: the
-    state of sampler, context and guide after each draw.
+    first n - 1 are checked. `tokens`: shape (n,). `logprobs`: of shape (1, vocabulary) each.
+    `finite`: shape (n,). `after`: the state after each draw.
     """
 
     newest: mx.array
@@ -64,10 +57,9 @@ class _Flight:
 class GuessingDecoder(Decoder):
     """Decoder of one row over the caches of `lineage`, which checks the guesses it is given.
 
-    `clock` returns seconds. `plain`: number of tokens, and seconds, of the newest pass that has
-    ended, as a pair; None if that pass checked a guess, or if the seconds are not known because the
-    model did other work. `waited`: that pass was launched only when the tokens before it were
-    known, after a guess, so its time includes that of the launch.
+    `plain`: number of tokens, and seconds, of the newest pass that has ended; None if that pass
+    checked a guess, or if the model did other work meanwhile. `waited`: that pass was launched only
+    when the tokens before it were known, so its time includes that of the launch.
     """
 
     def __init__(
@@ -78,7 +70,7 @@ class GuessingDecoder(Decoder):
         *,
         clock: Callable[[], float] = time.perf_counter,
     ):
-        super().__init__(model, [row], lineage.caches)
+        super().__init__(model, [row], lineage.caches, lambda: lineage.nbytes)
         self._lineage = lineage
         self._clock = clock
         self._flight: _Flight | None = None
@@ -96,7 +88,6 @@ class GuessingDecoder(Decoder):
 
     @classmethod
     def resumed(cls, decoder: Decoder, lineage: Lineage) -> GuessingDecoder:
-        """Return a decoder that continues `decoder`, which has one row, over `lineage`."""
         own = cls(decoder.model, decoder.rows[0], lineage)
         own._take(decoder, slice(0, 1))
         return own
@@ -105,27 +96,21 @@ class GuessingDecoder(Decoder):
 
     @property
     def in_flight(self) -> bool:
-        """True while a pass runs that checks a guess."""
         return self._flight is not None
 
     @property
     def ready(self) -> list[int]:
-        """Ids of the tokens that the next step hands out, if the newest pass checked a guess.
-
-        Empty before `settle`, and after a pass without a guess.
-        """
+        """Ids of the tokens that the next step hands out, if the newest pass checked a guess."""
         if not self._settled or self.pending is None:
             return []
         return [*(drawn.token for drawn in self._accepted), *np.asarray(self.pending).tolist()]
 
     @property
     def feeds(self) -> int:
-        """Number of tokens that the next step adds to the KV for good, without guessed ones."""
         return 1 + len(self._again)
 
     @property
     def proposed(self) -> int:
-        """Number of guessed tokens that the next pass checks."""
         return len(self._guess)
 
     @property
@@ -136,10 +121,8 @@ class GuessingDecoder(Decoder):
     def settle(self) -> Settled | None:
         """Wait for a pass that checks a guess; return its result, or None if none is running.
 
-        Takes the wrong tokens of the guess back from the lineage. If there are any and the lineage
-        has opaque slots, all tokens of the pass are taken back, and the next step feeds the right
-        ones again. The next step hands out the right tokens and one more. Raises what evaluating
-        the pass raises; `undo` can be called then.
+        Takes the wrong tokens back from the lineage. The next step hands out the right ones and one
+        more. Raises what evaluating the pass raises; `undo` can be called then.
         """
         flight = self._flight
         if flight is None:
@@ -167,12 +150,7 @@ class GuessingDecoder(Decoder):
         return Settled(len(flight.guess), right, fed, seconds)
 
     def _take_back(self, flight: _Flight, right: int) -> None:
-        """Take the wrong tokens of a pass back from the lineage.
-
-        `right`: number of guessed tokens, from the first on, that were right. If some were wrong
-        and the lineage has opaque slots, all tokens of the pass are taken back, and the next step
-        feeds the right ones again.
-        """
+        """Take the wrong tokens of a pass back from the lineage."""
         lineage = self._lineage
         if not lineage.layout.opaque or right == len(flight.guess):
             lineage.truncate(lineage.length + right)
@@ -186,19 +164,14 @@ class GuessingDecoder(Decoder):
         self._points = [(start, state)]
 
     def propose(self, guess: Sequence[int]) -> None:
-        """Set the tokens to check in the next pass, after the pending one.
-
-        The caches must have room for them and for the tokens that are fed again.
-        """
         self._guess = guess
 
     def undo(self) -> bool:
         """Take back the newest pass, if it checks a guess; return whether to go on without it.
 
-        Call after an exception in `settle` or `step`. After True, the same tokens can be fed
-        without the guess: by `refeed` if the pass was running, otherwise by another `step`; the
-        caller must check first that the KV is intact. Returns False if the pass checks no guess, or
-        if a recurrent state from before the pass is lost. The guess is dropped in any case.
+        Call after an exception in `settle` or `step`. Then `refeed` a pass that was running, or
+        repeat the `step`, if the KV is intact. False also if a recurrent state from before the pass
+        is lost. The guess is dropped in any case.
         """
         flight, self._flight = self._flight, None
         guess, self._guess = self._guess if flight is None else flight.guess, ()
@@ -217,31 +190,24 @@ class GuessingDecoder(Decoder):
         return kv.are_sound(state)
 
     def refeed(self) -> None:
-        """Feed the tokens of a pass that `undo` took back, without its guess.
-
-        Does nothing if `undo` took no running pass back.
-        """
+        """Feed the tokens of a running pass that `undo` took back, without its guess."""
         failed, self._failed = self._failed, None
         if failed is None:
             return
         self._lineage.note_pass()
-        self._set_running(self._launch(failed.newest, failed.again, (), wait=True))
+        self._set_running(self._launch(failed.newest, failed.again, ()))
         self._running = 1 + len(failed.again)
         self._lineage.advance(self._running)
 
     def interrupt(self) -> None:
-        """Note that the model does other work before the next step.
-
-        The time from the last step to the next one is then not measured as that of a pass.
-        """
+        """Note that the model does other work before the next step, whose time is not measured."""
         self._known_at = None
 
     def rewind(self, ids: Tokens) -> None:
-        """Set the lineage to the tokens `ids`: the prompt and the tokens handed out.
+        """Set the lineage to `ids`, fed before: the prompt and the tokens handed out.
 
-        A lineage that is shorter, because nothing was fed since `resumed`, is left as it is.
-        `ids`: as the model is fed them, shape (n,). Drops the pass in progress and the pending
-        token. Blocks if a recurrent state must be computed again.
+        A lineage that is shorter, because nothing was fed since `resumed`, is left as it is. Blocks
+        if a recurrent state must be computed again.
         """
         lineage, flight = self._lineage, self._flight
         points, self._points, self._flight, self.pending = self._points, [], None, None
@@ -267,19 +233,14 @@ class GuessingDecoder(Decoder):
 
     # -- a step ------------------------------------------------------------------------------------
 
-    def step(self, *, wait: bool = False) -> list[list[Drawn]]:
-        """Return the tokens that are known and the pending one; start a pass that feeds the latter.
-
-        The pass also checks the tokens set by `propose`, if any. The result has one list, because
-        the decoder has one row. That list ends before the pending token if its logits are not
-        finite. `wait`: see `launch`.
-        """
+    def step(self) -> list[list[Drawn]]:
+        """Return the known tokens and the pending one; start a pass that feeds the latter."""
         accepted, guess, again = self._accepted, self._guess, self._again
         ended = self._running
         if guess or again:
-            drawn = self._step_over(again, guess, wait=wait)
+            drawn = self._step_over(again, guess)
         else:
-            (drawn,) = super().step(wait=wait)
+            (drawn,) = super().step()
         self._accepted, self._guess, self._again = [], (), []
         if not self._settled:
             now = self._clock()
@@ -290,19 +251,15 @@ class GuessingDecoder(Decoder):
         self._settled = False
         return [[*accepted, *drawn]]
 
-    def _step_over(self, again: Sequence[int], guess: Sequence[int], *, wait: bool) -> list[Drawn]:
-        """Start a pass over `again`, the pending token and `guess`; return the token in a list.
-
-        `again`: tokens before the pending one that were taken back with a wrong guess. The list is
-        empty if the logits of the pending token are not finite.
-        """
+    def _step_over(self, again: Sequence[int], guess: Sequence[int]) -> list[Drawn]:
+        """Start a pass over `again`, the pending token and `guess`; return that token."""
         newest, logprobs, finite = self.pending, self.logprobs, self.finite
         assert newest is not None
         assert logprobs is not None
         assert finite is not None
         (row,) = self.rows
         row.apply_steering()
-        flight = self._launch(newest, again, guess, wait=wait)
+        flight = self._launch(newest, again, guess)
         (ready,) = self._drawn(newest, logprobs, finite)
         self._set_running(flight)
         return ready
@@ -317,14 +274,12 @@ class GuessingDecoder(Decoder):
         self.pending, self.finite = flight.tokens, flight.finite
         self.logprobs = flight.logprobs[0]
 
-    def _launch(
-        self, newest: mx.array, again: Sequence[int], guess: Sequence[int], *, wait: bool
-    ) -> _Flight:
+    def _launch(self, newest: mx.array, again: Sequence[int], guess: Sequence[int]) -> _Flight:
         """Start a pass over `again`, `newest` and `guess`; draw after `newest` and guessed tokens.
 
-        `newest`: shape (1,). There is no draw after a guessed token that the guide does not allow,
-        nor after later ones. A draw after a guessed token is of no use if that token is wrong, so
-        an error in it does not end the reply: the draws end before it. `wait`: see `launch`.
+        There is no draw after a guessed token that the guide does not allow, nor after later ones.
+        A draw after a guessed token is of no use if that token is wrong, so an error in it does not
+        end the reply: the draws end before it.
         """
         (row,), lineage = self.rows, self._lineage
         if lineage.layout.opaque and guess:
@@ -333,8 +288,7 @@ class GuessingDecoder(Decoder):
         fed = mx.concatenate([before_it, newest.astype(mx.int32), behind_it])
         logits = self.model(fed[None], cache=self.caches, **self.places)[:, len(again) :, :]
         if row.guide is not None:  # the device computes them while the masks are computed
-            launch(logits, wait=wait)
-            wait = False
+            self._begin(logits)
         context = row.context if row.processors else None
         state = Draws(row, row.sampler, context, row.guide).seen(newest, drawn=not row.guided)
         tokens, drawn, sound, after = [], [], [], []
@@ -355,14 +309,14 @@ class GuessingDecoder(Decoder):
             newest, again, guess, mx.concatenate(tokens), drawn, mx.concatenate(sound), after
         )
         contexts = [one.context for one in after if one.context is not None]
-        launch(flight.tokens, drawn, flight.finite, contexts, wait=wait)
+        evaluate = self._begin if row.guide is None else mx.async_eval
+        evaluate(flight.tokens, drawn, flight.finite, contexts)
         if lineage.layout.opaque:
             kv.eval_states(self.caches, wait=False)
         return flight
 
 
 def _allows(mask: Bitmask | None, token: int) -> bool:
-    """Return whether a guide's mask allows a token; None allows all."""
     if mask is None:
         return True
     return token // 32 < mask.size and bool(mask[token // 32] >> (token % 32) & 1)

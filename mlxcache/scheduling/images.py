@@ -31,9 +31,8 @@ class ImageCost:
     """Memory that images need, measured on the model, in bytes.
 
     The vision tower needs `peak` bytes for an image of `tokens` tokens, and n ** `growth` times
-    that for n times as many tokens. `row_bytes`: bytes of the inputs that the model is fed for one
-    token of an image, such as its embedding. `pixel_bytes`: bytes of an image's pixels for each of
-    its tokens.
+    that for n times as many. `row_bytes`: of the inputs that the model is fed for one token of an
+    image. `pixel_bytes`: of an image's pixels for each of its tokens.
     """
 
     tokens: int
@@ -43,19 +42,12 @@ class ImageCost:
     pixel_bytes: int
 
     def transient(self, tokens: int) -> int:
-        """Return the temporary bytes of computing an image's embedding rows.
-
-        `tokens`: tokens of the image.
-        """
         times = tokens / self.tokens
         # what grows faster than by the number of tokens is, below a measured point, under a line
         return int(SAFETY * self.peak * times ** (self.growth if times > 1 else 1.0))
 
     def longest(self, room: int, most: int) -> int:
-        """Return the tokens of the largest image whose `transient` bytes are at most `room`.
-
-        `most`: maximum of the result, which is 0 if no image fits.
-        """
+        """Return the tokens, at most `most`, of the largest image that fits into `room` bytes."""
         low, high = 0, most
         while low < high:
             middle = (low + high + 1) // 2
@@ -63,11 +55,7 @@ class ImageCost:
         return low
 
     def kept(self, tokens: int, chunk: int) -> int:
-        """Return the bytes to set aside for the embedding rows and pixels of one task's images.
-
-        `tokens`: tokens of the largest image. `chunk`: tokens of a prefill chunk, which may have an
-        unfinished image at each end.
-        """
+        """Return the bytes to set aside for the embedding rows and pixels of one task's images."""
         return self.row_bytes * (2 * tokens + 2 * chunk) + self.pixel_bytes * tokens
 
 
@@ -75,7 +63,7 @@ def measure(vision: Vision, room: int) -> ImageCost | None:
     """Measure the memory that images need, with larger and larger ones as long as `room` allows.
 
     An image is tried only if 4 times the memory of the image before fits into `room` bytes. Returns
-    None if the model's input embeddings for an image do not depend on its pixels. MLX thread only.
+    None if the model's input embeddings for an image do not depend on its pixels.
     """
     noise = np.random.default_rng(0)
     points: list[tuple[int, int]] = []
@@ -113,21 +101,15 @@ class Images:
         self._rows: dict[int, Rows] = {}
 
     def holder(self, tasks: Sequence[Task]) -> Task | None:
-        """Return the task of `tasks` whose prefill is in the middle of an image, or None.
-
-        If another task continued first, the embedding rows of that image would have to be computed
-        again.
-        """
+        """Return the task that is in the middle of an image, or it is computed again."""
         return self._task if self._task in tasks else None
 
     def inputs(self, task: Task, start: int, end: int) -> dict[str, mx.array]:
         """Return the model's extra keyword arguments for positions [start, end) of a task.
 
-        The second axis of each array is the tokens. `positions` (see `model.positions`) is
-        present if an image with a grid (see `ImageSpan`) begins before `end`. `input_embeddings`,
-        and other inputs that the model takes for images, are present if tokens of an image are in
-        the range. The result is empty if neither is present. Embedding rows that are not kept from
-        an earlier call are computed.
+        The second axis of each array is the tokens. `positions` (see `model.positions`) is present
+        if an image with a grid begins before `end`; `input_embeddings`, and other inputs that the
+        model takes for images, if tokens of an image are in the range.
         """
         found: dict[str, mx.array] = {}
         if any(span.grid is not None and span.start < end for span in task.images):

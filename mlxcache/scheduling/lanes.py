@@ -42,13 +42,6 @@ CATCH_UP = 16
 CATCH_UP_DRAFT = 256
 """Tokens that a draft model has not seen, while nothing is drafted, from which it is fed them."""
 
-WAIT_BYTES = 32 << 20
-"""Bytes of KV from which a step waits for the pass before it; see `launch`.
-
-An estimate, not measured on a GPU: copying fewer may cost less than leaving the device idle while
-the step's first operations are encoded.
-"""
-
 EVICTION_SHARE = 8
 """Divisor: a batch may evict other KV only if it takes at most 1/EVICTION_SHARE of the budget."""
 
@@ -65,8 +58,7 @@ class Lane:
 
     If `batched`, the rows share a batch: `bytes` are reserved for it in the budget, and its buffers
     have room for `capacity` positions. Otherwise `bytes` are reserved for copies of the recurrent
-    state, from which wrong guesses are undone; 0 if the lane needs none. `drafts`: chooses how many
-    tokens a draft model proposes, or None.
+    state, from which wrong guesses are undone; 0 if the lane needs none.
     """
 
     decoder: Decoder
@@ -78,27 +70,15 @@ class Lane:
 
     @property
     def steady(self) -> bool:
-        """True if a failed step of the lane can be repeated.
-
-        That is so while its decoder still has the pending tokens that the step was to feed.
-        """
+        """True if a failed step can be repeated, because its pending tokens are still there."""
         return self.decoder.pending is not None
 
-    @property
-    def kv_bytes(self) -> int:
-        """Bytes of the KV that a step reads and writes to."""
-        return self.bytes if self.batched else self.tasks[0].held.lineage.nbytes
-
     def length(self) -> int:
-        """Return the number of KV positions of the longest row."""
         return max(t.held.length + t.behind for t in self.tasks)
 
 
 def solo(model: Any, task: Task, *, guessing: bool = False) -> Lane:
-    """Start a lane of one task over the task's own lineage, and feed the prompt's last token.
-
-    `guessing`: the lane's passes may check guesses.
-    """
+    """Start a lane over the task's own lineage, and feed the prompt's last token."""
     assert task.output is not None
     lineage, row = task.held.lineage, task.output.row
     lineage.note_pass()
@@ -109,7 +89,7 @@ def solo(model: Any, task: Task, *, guessing: bool = False) -> Lane:
         decoder = GuessingDecoder(model, row, lineage)
     else:
         lockstep = lineage.layout.lockstep
-        decoder = Decoder(model, [row], lineage.caches, lockstep=lockstep)
+        decoder = Decoder(model, [row], lineage.caches, lambda: lineage.nbytes, lockstep=lockstep)
     decoder.start([int(task.fed[-1])])
     lineage.advance(1)
     return Lane(decoder, [task])
@@ -118,9 +98,8 @@ def solo(model: Any, task: Task, *, guessing: bool = False) -> Lane:
 class Lanes:
     """All lanes, and the rules for joining them into batches and splitting them.
 
-    `shared_bytes`: see `Cost`. `drafts`: most tokens that a draft model proposes at
-    once. `rule`: chooses their number; None always proposes `drafts`. `speculation`: makes the
-    guesses that lanes of one row check, or None if nothing is guessed.
+    `drafts`: most tokens that a draft model proposes at once. `rule`: chooses their number; None
+    always proposes `drafts`.
     """
 
     def __init__(
@@ -154,13 +133,11 @@ class Lanes:
         return sum(len(lane.tasks) for lane in self.all)
 
     def find(self, task: Task) -> Lane | None:
-        """Return the lane of `task`, or None."""
         return next((lane for lane in self.all if task in lane.tasks), None)
 
     # -- joining -----------------------------------------------------------------------------
 
     def enter(self, task: Task) -> None:
-        """Start decoding a prefilled task in a lane of its own."""
         size = self._reserve_states() if self.speculation and task.job.speculate else None
         try:
             lane: Lane = solo(self.model, task, guessing=size is not None)
@@ -182,10 +159,7 @@ class Lanes:
         return size if not size or self.kv.ram.reserve("batch", size, evict="idle") else None
 
     def gather(self) -> None:
-        """Join lanes of single rows of similar length into batches.
-
-        All rows join in one operation, because each join copies the KV of the batch.
-        """
+        """Join lanes of single rows of similar length, all at once: each join copies the batch."""
         if not (self.can_batch and self._changed) or any(map(_in_flight, self.all)):
             return
         self._changed = False
@@ -195,10 +169,7 @@ class Lanes:
                 new = new[: len(new) // 2]
 
     def _company(self, lane: Lane) -> list[Lane]:
-        """Return the lanes of single rows that should join `lane` in a batch; empty if none.
-
-        The lane nearest in length to `lane` comes first.
-        """
+        """Return the lanes of single rows that should join `lane`, the nearest in length first."""
         if not lane.batched and lane.tasks[0].behind:
             return []
         lone = [ln for ln in self.all if not (ln is lane or ln.batched or ln.tasks[0].behind)]
@@ -213,7 +184,7 @@ class Lanes:
     def _worthwhile(self, lengths: list[int], new: int) -> bool:
         """Return whether a row of `new` positions should join rows of the given `lengths`.
 
-        That is so if the padding is small, or if one joint step reads fewer bytes than two separate
+        That is if the padding is small, or if one joint step reads fewer bytes than two separate
         steps: padding adds bytes, but the weights are read only once.
         """
         longer = [*lengths, new]
@@ -224,10 +195,7 @@ class Lanes:
         return more <= PADDING * row(new) + self._shared_bytes and self._shared_bytes > 0
 
     def _merge(self, lane: Lane, new: list[Lane]) -> bool:
-        """Join the lanes `new` to `lane`; return False if there is no memory or MLX fails.
-
-        After False, nothing has changed. Raises if the device failed.
-        """
+        """Join the lanes `new` to `lane`; False, with nothing changed, if that fails."""
         count = len(lane.tasks) + len(new)
         capacity = max(lane.capacity, *(ln.length() for ln in (lane, *new)))
         capacity += 0 if lane.batched else rows.STEP
@@ -244,7 +212,7 @@ class Lanes:
             self._lockstep.join(caches, lane.decoder.caches, others, lane.batched)
             decoder = lane.decoder
             for other in new:
-                decoder = decoder.joined(other.decoder, caches)
+                decoder = decoder.joined(other.decoder, caches, lambda: lane.bytes)
             device.confirm()  # before the rows' own pending tokens are dropped
         except Exception as error:  # noqa: BLE001 - logged by the wall
             self.kv.budget.release("batch", size)
@@ -263,22 +231,21 @@ class Lanes:
     # -- stepping ----------------------------------------------------------------------------
 
     def step(self, lane: Lane) -> list[list[Drawn]]:
-        """Run one decoding step; return the tokens that it hands out, in a list for each row.
+        """Run one decoding step, after `make_ready`; return the tokens that it hands out, by row.
 
-        A row's list ends before a token that was drawn from logits that are not finite. Call
-        `make_ready` before each step. A pass with guessed tokens that fails is tried again without
-        them, if the KV is intact; the error of any other failed pass is raised.
+        A row's list ends before a token that was drawn from logits that are not finite. A pass with
+        guessed tokens that fails is tried again without them, if the KV is intact.
         """
         if not lane.batched:
             lane.tasks[0].held.lineage.note_pass(lane.decoder.writes)
-        count, wait = lane.decoder.feeds, lane.kv_bytes >= WAIT_BYTES
+        count = lane.decoder.feeds
         try:
-            drawn = lane.decoder.step(wait=wait)
+            drawn = lane.decoder.step()
         except Exception as error:
             if lane.batched or not self._undo_guess(lane.tasks[0], lane.decoder, error):
                 raise
             lane.tasks[0].held.lineage.note_pass(lane.decoder.writes)
-            drawn = lane.decoder.step(wait=wait)
+            drawn = lane.decoder.step()
         if not lane.batched:
             lane.tasks[0].held.lineage.advance(count)
         return drawn
@@ -287,8 +254,7 @@ class Lanes:
         """Reserve memory for one more step; return False if a lane of one row gets none.
 
         Waits for a pass that checks drafted or guessed tokens, and chooses those of the next pass.
-        A batch that gets no memory is removed and split into lanes of one row; the result is then
-        True, and `make_ready` must be called for the new lanes.
+        A batch that gets no memory is split into lanes of one row; the result is then True.
         """
         if lane.batched:
             if not self._has_room(lane):
@@ -313,11 +279,9 @@ class Lanes:
         return True
 
     def _settle(self, lane: Lane, decoder: DraftingDecoder) -> bool:
-        """Count the accepted drafts of the last pass, and reserve memory for the next pass.
+        """Count the accepted drafts of the last pass; choose the next ones and reserve memory.
 
-        Sets how many tokens the next pass drafts: as many as `lane.drafts` chooses, or the maximum
-        if that is None, but no more than the reply may still have, and fewer or none if memory is
-        short. Returns False if there is no memory even for one token.
+        Drafts fewer or none if memory is short. Returns False without memory for one token.
         """
         (task,) = lane.tasks
         lease, lineage, drafts = task.held, task.held.lineage, lane.drafts
@@ -347,10 +311,7 @@ class Lanes:
         return True
 
     def interrupt(self) -> None:
-        """Leave the time of the passes in progress out of the measured costs of passes.
-
-        Call before other work than decoding, which makes these passes seem longer.
-        """
+        """Do not measure the passes in progress, which other work makes longer."""
         for lane in self.all:
             if isinstance(lane.decoder, GuessingDecoder | DraftingDecoder):
                 lane.decoder.interrupt()
@@ -359,7 +320,7 @@ class Lanes:
         """Count how much of the last guess was right, make the next one, and reserve memory.
 
         Nothing is guessed while rows may join a batch, if memory is short, or where the next step
-        takes a checkpoint. Returns False if there is no memory even for one token.
+        takes a checkpoint. Returns False without memory for one token.
         """
         assert self.speculation is not None
         alone = len(self.all) == 1
@@ -386,11 +347,7 @@ class Lanes:
         return True
 
     def _settle_guess(self, task: Task, decoder: GuessingDecoder) -> Settled | None:
-        """Return the result of the last guess; None if none was checked, or its pass failed.
-
-        After a failed pass the same tokens are fed again without the guess. If that is not possible
-        (see `_undo_guess`), the error of the pass is raised.
-        """
+        """Return the result of the last guess; None if none was checked, or its pass failed."""
         try:
             return decoder.settle()
         except Exception as error:
@@ -402,8 +359,8 @@ class Lanes:
     def _undo_guess(self, task: Task, decoder: Decoder, error: Exception) -> bool:
         """Take back a pass that checks a guess, after `error`; return whether to go on without it.
 
-        That is so if the task's KV is intact. Nothing more is guessed in its reply then. After a
-        device error nothing is taken back, because all KV since the last confirmation may be wrong.
+        Nothing more is guessed in the reply then. After a device error nothing is taken back,
+        because all KV since the last confirmation may be wrong.
         """
         if device.is_device_error(error) or not isinstance(decoder, GuessingDecoder):
             return False
@@ -418,10 +375,6 @@ class Lanes:
         return True
 
     def _has_room(self, lane: Lane) -> bool:
-        """Reserve memory for a batch's next step, in the batch and in its rows' own lineages.
-
-        Returns False if memory is short.
-        """
         for task in lane.tasks:
             length = task.held.length + task.behind
             if not self.kv.extend(task.held, length + 1):
@@ -439,10 +392,7 @@ class Lanes:
         return True
 
     def _sync(self, lane: Lane) -> None:
-        """Append the KV that a batch has computed to its rows' own lineages.
-
-        A lineage without room for it is left as it is.
-        """
+        """Append the KV that a batch has computed to its rows' own lineages."""
         for i, task in enumerate(lane.tasks if lane.batched else []):
             lineage, count = task.held.lineage, task.behind
             if count and lineage.length + count <= max(lineage.capacity, not self.layout.specs):
@@ -457,11 +407,7 @@ class Lanes:
                     raise
 
     def sync(self, task: Task) -> None:
-        """Bring the KV of a task's lineage up to the tokens that were handed out, if it is behind.
-
-        For a task in a batch, appends what the batch has computed; the lineage stays behind if it
-        has no room. For a task decoded with a draft model, feeds that model what it has not seen.
-        """
+        """Bring the KV of a task's lineage up to the tokens that were handed out."""
         lane = self.find(task)
         if lane is not None and isinstance(lane.decoder, DraftingDecoder):
             lane.decoder.catch_up()
@@ -471,12 +417,7 @@ class Lanes:
     # -- leaving -----------------------------------------------------------------------------
 
     def leave(self, lane: Lane, gone: list[Task]) -> None:
-        """Remove the tasks `gone` from a lane.
-
-        First, the KV that a batch has computed is appended to the lineages of its rows. If fewer
-        than two rows remain in a batch, or it cannot be made smaller, it is split: each of the
-        remaining tasks gets a lane of its own. After an error before that, the batch is split too.
-        """
+        """Remove the tasks `gone` from a lane; a batch that gets too small, or fails, is split."""
         self._changed = True
         keep = [i for i, task in enumerate(lane.tasks) if task not in gone]
         self._end_guesses(gone)
@@ -500,7 +441,6 @@ class Lanes:
         mx.clear_cache()
 
     def _end_drafts(self, lane: Lane, decoder: DraftingDecoder) -> None:
-        """Take back drafts not handed out; add the seconds that drafts saved to the record."""
         (task,) = lane.tasks
         if lane.drafts is not None:
             task.note_guesses(lane.drafts.seconds_saved(task.length))
@@ -512,11 +452,7 @@ class Lanes:
                 task.note_guesses(self.speculation.end(task))
 
     def _narrow(self, lane: Lane, keep: list[int]) -> bool:
-        """Keep only the rows with indices `keep` of a batch.
-
-        Returns False, with nothing changed, if there is no memory for the temporary copies of
-        their KV.
-        """
+        """Keep only the rows with indices `keep`; False if there is no memory for their copies."""
         if not self.kv.ram.has_passing(2 * len(keep) * lane.capacity * self.layout.widest):
             return False
         longest = lane.length()
@@ -544,7 +480,7 @@ class Lanes:
         """Split a batch into lanes of one row; each continues from the end of its own lineage."""
         lanes: list[Lane] = []
         for i, task in enumerate(lane.tasks):
-            own = lane.decoder.alone(i, task.held.lineage.caches)
+            own = lane.decoder.alone(i, task.held.lineage)
             self._lockstep.take_row(lane.decoder.caches, i, task.held.lineage)
             (row,) = own.rows
             if row.processors:

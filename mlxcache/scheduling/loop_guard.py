@@ -17,22 +17,17 @@ NEAR = 3 * BLOCK
 
 OFTEN, OFTEN_TOKENS = 50, 1000
 SELDOM, SELDOM_TOKENS = 8, 4000
-"""Repetitions and tokens that make a reply a loop.
+"""A reply is a loop once it has repeated the same 1 to `LONGEST` tokens, with nothing between them,
+so often and over so many tokens.
 
-That is the case once it has repeated the same 1 to `LONGEST` tokens, with nothing between them,
-`OFTEN` times and over `OFTEN_TOKENS` tokens, or `SELDOM` times and over `SELDOM_TOKENS`. Intended
-repetition is shorter or less exact: rules and tables of a page (100 tokens), a board or matrix of
-equal rows (32 x 32 zeros: 3,100 tokens in 32 rows), test output (the names differ), or a hex dump
-(the addresses differ). The loops of models do not end before max_tokens.
+Intended repetition is shorter or less exact: rules and tables of a page (100 tokens), a board or
+matrix of equal rows (32 x 32 zeros: 3,100 tokens in 32 rows), test output (the names differ), or a
+hex dump (the addresses differ). The loops of models do not end before max_tokens.
 """
 
 
 def _required() -> npt.NDArray[np.int32]:
-    """Return, for each period from 1, how many tokens must repeat to count as a loop.
-
-    A period is the number of tokens that a loop repeats. A token repeats if it equals the token one
-    period earlier. Shape (`LONGEST`,).
-    """
+    """Return, for each period, how many tokens must equal the one a period before."""
     period = np.arange(1, LONGEST + 1, dtype=np.int32)
     often = np.maximum(OFTEN * period, OFTEN_TOKENS)
     seldom = np.maximum(SELDOM * period, SELDOM_TOKENS)
@@ -45,26 +40,21 @@ _REQUIRED = _required()
 class LoopGuard:
     """Detects that a reply repeats the same 1 to `LONGEST` tokens many times; see `OFTEN`.
 
-    The reply is checked each time that `BLOCK` tokens were added. Constant memory, and some
-    microseconds per token. `period`: number of tokens that the detected loop repeats, or 0 if the
-    last check found none. `near`: a loop may be detected within the next `NEAR` tokens.
+    Constant memory, and some microseconds per token. `period`: number of tokens that the detected
+    loop repeats, or 0. `near`: a loop may be detected within the next `NEAR` tokens.
     """
 
     def __init__(self) -> None:
         self.reset()
 
     def reset(self) -> None:
-        """Forget all tokens of the reply so far."""
         self.period, self.near = 0, False
         self._new: list[int] = []
         self._recent = np.full(BLOCK + LONGEST, -1, np.int32)  # the newest first
         self._runs = np.zeros(LONGEST + 1, np.int32)  # by period: newest tokens that repeat
 
     def add(self, token: int) -> bool:
-        """Add the reply's next token; return True if the reply was checked and is a loop.
-
-        It is checked once in `BLOCK` tokens, so a loop is detected at most `BLOCK` tokens late.
-        """
+        """Add the reply's next token; return True if it is a loop, checked every `BLOCK` tokens."""
         self._new.append(token)
         if len(self._new) < BLOCK:
             return False
@@ -74,10 +64,7 @@ class LoopGuard:
         return self._count()
 
     def _count(self) -> bool:
-        """Compare the newest block with the tokens one period earlier, for every period.
-
-        Returns whether a loop was found, and sets `period`.
-        """
+        """Compare the newest block with the tokens one period earlier, for every period."""
         block, earlier = self._recent[:BLOCK], sliding_window_view(self._recent, BLOCK)
         (periods,) = np.nonzero(self._recent[: LONGEST + 1] == block[0])
         periods = periods[1:]  # 0 is the newest token itself

@@ -42,11 +42,8 @@ LONGEST_S = 4.0
 def measure_passes(model: Any, layout: Layout, room: int) -> Curves:
     """Measure passes over the numbers of tokens in `LENGTHS`, with a draw at each position.
 
-    Returns lists of (tokens, seconds) by the number of cached positions before the pass.
-    `model(tokens, cache=caches)`, with tokens of shape (1, n), returns logits of shape (1, n,
-    vocabulary). `layout`: of those caches. `room`: bytes that their KV may take. After `LONGEST_S`
-    seconds at one number of cached positions, the lengths not measured yet are left out, except
-    those in `FIRST`. Blocks; MLX thread only.
+    Returns lists of (tokens, seconds) by the number of cached positions before the pass. `room`:
+    bytes that the KV may take. Blocks; MLX thread only.
     """
     most = room // max(1, layout.bytes_per_token) - 2 * LENGTHS[-1]
     places = sorted({max(1, min(NEAR, most)), max(1, min(FAR, most))})
@@ -70,7 +67,6 @@ def _curve(model: Any, line: Lineage, at: int) -> list[tuple[int, float]]:
 
 
 def _feed(model: Any, line: Lineage, at: int, tokens: int) -> float:
-    """Return the seconds of a pass over `tokens` tokens after `at` positions of `line`."""
     line.pretend(at)
     line.settle()
     fed = mx.zeros((1, tokens), mx.int32)
@@ -84,10 +80,7 @@ def _feed(model: Any, line: Lineage, at: int, tokens: int) -> float:
 
 
 def stored_passes(file: Path, key: str | None, measure: Callable[[], Curves]) -> Curves:
-    """Return the measurements that `file` has for `key`; if none, store those of `measure`.
-
-    `key`: result of `passes_key`; with None nothing is read or stored, and `measure` is called.
-    """
+    """Return the measurements that `file` has for `key`; if none, store those of `measure`."""
     if key is None:
         return measure()
     found = load_passes(file, key)
@@ -98,7 +91,6 @@ def stored_passes(file: Path, key: str | None, measure: Callable[[], Curves]) ->
 
 
 def load_passes(file: Path, key: str) -> Curves | None:
-    """Return what `save_passes` stored for `key`, or None if there is nothing that can be read."""
     try:
         held = json.loads(file.read_bytes())[key]
         return {int(at): [(int(n), float(s)) for n, s in points] for at, points in held.items()}
@@ -107,10 +99,7 @@ def load_passes(file: Path, key: str) -> Curves | None:
 
 
 def save_passes(file: Path, key: str, curves: Curves) -> None:
-    """Store `curves` for `key` in `file`, replaced atomically; log a warning if that fails.
-
-    Measurements for other keys stay in the file, at most `MOST_KEPT` of them.
-    """
+    """Store `curves` for `key` in `file`, replaced atomically; log a warning if that fails."""
     try:
         known = json.loads(file.read_bytes())
     except (OSError, ValueError):
@@ -133,11 +122,7 @@ MOST_KEPT = 31
 
 
 def passes_key(namespace: str, layout: Layout) -> str:
-    """Return the key under which `stored_passes` stores measurements of a model on this machine.
-
-    It depends on the device and on the versions of MLX and mlx-lm too. `namespace`: that of the
-    model, which covers its weights and their quantisation. `layout`: that of its cache.
-    """
+    """It depends on the device and on the versions of MLX and mlx-lm too."""
     info = mx.device_info() if mx.default_device() == mx.gpu else {}
     machine = (str(info.get("device_name", "cpu")), str(os.cpu_count()))
     parts = (namespace, repr(layout.specs), *machine, version("mlx"), version("mlx-lm"))

@@ -37,10 +37,7 @@ STALL_S = 1.0
 """Longest gap between two tokens of a reply during a burst, in seconds, not counting one chunk."""
 
 DECODE_SHARE = 1.15
-"""Seconds of decoding for each second of prefill.
-
-A reply then keeps half of its speed, overhead included.
-"""
+"""Seconds of decoding for each second of prefill: a reply then keeps half of its speed."""
 
 FIRST_ROUND_S = 0.05
 """Assumed seconds of a round of decoding before one was measured."""
@@ -57,8 +54,7 @@ class PrefillDecodeBalance:
     Decoding gets a little more time than prefill, except during a burst: prefill that is expected
     to end within `BURST_S` or `ARRIVAL_S` seconds goes first, so that its replies can be decoded
     together. `owed`: seconds of decoding that are due to replies, because prefill delays them.
-    `round_s`: seconds of one round of decoding, that is one step of every lane; a moving average.
-    `clock()` returns the time in seconds.
+    `round_s`: seconds of one step of every lane; a moving average.
     """
 
     def __init__(self, clock: Callable[[], float]):
@@ -69,19 +65,11 @@ class PrefillDecodeBalance:
         self._round_at = clock()
 
     def begin(self, *, decoding: bool) -> None:
-        """Begin a burst of prefill. Call when a prompt enters prefill while no other one is in it.
-
-        `decoding`: replies are being decoded, so the burst lasts at most `BURST_S` seconds;
-        otherwise `ARRIVAL_S`.
-        """
+        """Begin a burst, when a prompt enters prefill while no other one is in it."""
         self._bound = BURST_S if decoding else ARRIVAL_S
 
     def prefill(self, chunk: Callable[[], None], *, owing: bool = True) -> None:
-        """Call `chunk()`, which runs one chunk of prefill.
-
-        `owing`: replies wait for the chunk, so time for decoding is added to `owed`; otherwise
-        `owed` is set to 0.
-        """
+        """Call `chunk()`, which runs one chunk of prefill; if `owing`, replies wait for it."""
         if not owing:
             self.owed = 0.0
         began = self._clock()
@@ -90,34 +78,21 @@ class PrefillDecodeBalance:
             self.owed += DECODE_SHARE * (self._clock() - began)
 
     def note_reply(self, chunk_s: float) -> None:
-        """Record that a reply begins: it may decode before the next chunk of prefill.
-
-        `chunk_s`: expected seconds of that chunk.
-        """
+        """Record that a reply begins: it may decode before the next chunk of prefill."""
         self.owed = max(self.owed, DECODE_SHARE * chunk_s)
 
     def due(self, left_s: float) -> float:
-        """Return the seconds of decoding that are due now, 0 or negative if none are.
-
-        `left_s`: expected seconds of the remaining prefill. If they are 0, `owed` is set to 0.
-        """
+        """Return the seconds of decoding that are due before a prefill of `left_s` more seconds."""
         if not left_s:
             self.owed = 0.0
         return self.owed - (self._bound if left_s <= self._bound else 0.0)
 
     def may_wait(self, due: float) -> bool:
-        """Return whether decoding can wait for another chunk of prefill.
-
-        `due`: seconds of decoding that are due, as the method `due` returns them.
-        """
+        """Return whether decoding, of which `due` seconds are due, can wait for another chunk."""
         return due <= 0 and self._clock() - self._round_at < STALL_S
 
     def decode(self, run_round: Callable[[], None], due: float, more: Callable[[], bool]) -> None:
-        """Run rounds of decoding for `due` seconds, as `due` returns them.
-
-        The time that they take is subtracted from `owed`. `run_round()` runs one round. At least
-        one is run, and no further one once `more()` returns False.
-        """
+        """Run rounds of decoding for `due` seconds, but one at least, while `more()`."""
         began = self._clock()
         run_round()
         rounds = 1
@@ -132,12 +107,7 @@ class PrefillDecodeBalance:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Upper limits of the engine.
-
-    `concurrency`: requests in progress at once. `prefill_chunk`: tokens of a chunk. `context`:
-    tokens of a prompt and its reply together. `transient`: bytes of temporary memory of a forward
-    pass.
-    """
+    """Upper limits of the engine: tokens, and bytes of temporary memory of a pass."""
 
     concurrency: int
     prefill_chunk: int
@@ -146,11 +116,6 @@ class Limits:
 
 
 class Prefill:
-    """Feeds prompts in chunks and commits them.
-
-    `images`: computes what is fed for images; None if the model takes no images.
-    """
-
     def __init__(
         self,
         model: Any,
@@ -183,7 +148,6 @@ class Prefill:
         return chosen
 
     def left_s(self, tasks: list[Task]) -> float:
-        """Return the expected seconds of the rest of the tasks' prompts, at the average speed."""
         return sum(task.remaining for task in tasks) / self.cost.rate
 
     def feed_chunk(self, task: Task, seconds: float) -> None:
@@ -191,8 +155,7 @@ class Prefill:
 
         A chunk at whose end a checkpoint is taken is always committed. Any other one is not if the
         model has opaque slots, nor on a GPU if it is the prompt's last one. Raises, before the
-        commit, GenerationFailed if the model's cache does not grow by the number of tokens fed, and
-        NonFiniteOutput if the new KV is found not to be finite.
+        commit, GenerationFailed or NonFiniteOutput if the new KV is wrong.
         """
         if task.remaining > 0:
             self._feed(task, self._size(task, seconds))
@@ -243,16 +206,14 @@ class Prefill:
         return self._feeding is None
 
     def note_confirmed(self) -> None:
-        """Record that the device has computed every chunk fed so far: `confirmed` is True."""
         self._feeding = None
 
     def note_device_error(self) -> None:
         """Feed shorter chunks from now on if the device failed while a chunk was fed.
 
-        The limit applies to all prompts, from the position of that chunk on, as long as the
-        server runs. The operating system ends passes that block the display for too long, and a
-        shorter pass also takes less memory. Embedding rows of images are dropped in any case,
-        because they may be wrong.
+        The limit applies to all prompts, from the position of that chunk on, as long as the server
+        runs. The operating system ends passes that block the display for too long, and a shorter
+        pass also takes less memory.
         """
         if self._feeding is not None:
             at, size = self._feeding
@@ -267,12 +228,7 @@ class Prefill:
             self._images.drop_rows()
 
     def _forward(self, ids: Tokens, lineage: Lineage, images: Mapping[str, mx.array]) -> None:
-        """Feed token ids `ids`, shape (n,), in one pass or several.
-
-        `images`: arrays to pass to the model as keyword arguments, by name, for the images among
-        the tokens; the second axis of each is the tokens. The last pass is not evaluated here,
-        because its logits are not used.
-        """
+        """Feed token ids in one pass or several; the last one is not evaluated here."""
         caches = lineage.caches
         step = self.cost.step(len(ids))
         for start in range(0, len(ids), step):
@@ -286,6 +242,5 @@ class Prefill:
 
 
 def _check_aligned(lineage: Lineage) -> None:
-    """Raise GenerationFailed if the model's cache has other positions than `lineage`."""
     if not lineage.aligned():
         raise GenerationFailed("The model's cache did not grow by the number of tokens fed.")

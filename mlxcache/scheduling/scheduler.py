@@ -68,9 +68,7 @@ class Scheduler:
 
     `prepare(task)` makes the parser and sampler of an admitted task. `on_end(task)` is called once
     for each task that is over, after its memory is released and before its last event. `on_tick()`
-    is called by `publish`, after each step. `drafts`: most tokens that a draft model proposes at
-    once. `draft_rule`: chooses their number; None always proposes `drafts`. `speculation`: makes
-    guesses from the conversations, or None.
+    is called by `publish`, after each step.
     """
 
     def __init__(
@@ -120,7 +118,6 @@ class Scheduler:
         self._interrupted: dict[Task, Outcome | None] = {}
 
     def end_all(self) -> None:
-        """End all remaining requests as cancelled, and commit what they have computed."""
         self._cancel_all()
         while not self.idle:  # the device failed
             self._cancel_all()
@@ -140,10 +137,10 @@ class Scheduler:
         """Admit waiting tasks, then feed one chunk of prefill and run some steps of decoding.
 
         `sharing`: other models wait for the thread, so the step is short. `admitting`: waiting
-        tasks may start, because the model's weights are in memory and stay there for now. Raises
-        the device's error if the device failed; `recover` must be called with it then. An exception
-        of one request's own code fails that request. One of no request is contained, and fails all
-        requests of the model if the two steps before failed too.
+        tasks may start, because the model's weights stay in memory for now. Raises the device's
+        error; `recover` must be called with it then. An exception of one request's own code fails
+        that request. One of no request is contained, and fails all requests of the model if the two
+        steps before failed too.
         """
         try:
             self._advance(sharing=sharing, admitting=admitting)
@@ -167,7 +164,6 @@ class Scheduler:
         self.thread.wake()
 
     def check_integrity(self) -> None:
-        """Raise Inconsistent unless the bytes and locks that are charged are those in use."""
         self.kv.check_integrity(batch=sum(lane.bytes for lane in self.lanes.all))
 
     def _advance(self, *, sharing: bool, admitting: bool) -> None:
@@ -209,9 +205,8 @@ class Scheduler:
     def has_work(self, *, admitting: bool = True) -> bool:
         """Return whether `step` would compute something, or collect results of disk operations.
 
-        False becomes True only after an action was posted to the MLX thread, such as a request or
-        the result of a disk operation, or after another model gave up memory. `admitting`: see
-        `step`.
+        False becomes True only after an action was posted to the MLX thread, or after another model
+        gave up memory.
         """
         if len(self.lanes) or self._computable():
             return True
@@ -224,10 +219,7 @@ class Scheduler:
         return self.kv.can_pump or not (looking or blocked or self.kv.waits.short)
 
     def publish(self) -> None:
-        """Call `on_tick`, so that figures which other threads read are updated. After each step.
-
-        Between the steps of a reply, it is called every `PUBLISH_S` seconds at most.
-        """
+        """Call `on_tick`, between the steps of a reply every `PUBLISH_S` seconds at most."""
         now = time.perf_counter()
         if len(self.lanes) and now < self._publish_at:
             return
@@ -238,16 +230,11 @@ class Scheduler:
             self.wall.contain(error, f"model {self.kv.label}: figures not updated")
 
     def submit(self, task: Task) -> None:
-        """Queue a task. Call through `MlxThread.post`."""
         self.waiting.append(task)
         self._guard(task, self.kv.waits.retry, None)  # it may fit where another does not
 
     def cancel(self, task: Task, why: MlxcacheError | None = None) -> None:
-        """End a task early and commit what it has computed; nothing is done if it is over.
-
-        It ends with the error `why`, or as cancelled if that is None. Call through
-        `MlxThread.post`.
-        """
+        """End a task early, with the error `why` or as cancelled; commit what it has computed."""
         if why is not None and not task.over:
             self._fail(task, why, pass_failed=False)
         elif not task.over:
@@ -257,22 +244,19 @@ class Scheduler:
 
     @property
     def active(self) -> list[Task]:
-        """All tasks that have a lease, in prefill or decoding."""
         return [*self.prefilling, *(task for lane in self.lanes.all for task in lane.tasks)]
 
     @property
     def idle(self) -> bool:
-        """True if no task is waiting, in prefill or decoding."""
         return not (self.waiting or self.prefilling or len(self.lanes))
 
     # -- admission ---------------------------------------------------------------------------------
 
     def _admit(self) -> bool:
-        """Start waiting tasks in fair order, as the limit of concurrent tasks and memory allow.
+        """Start waiting tasks in fair order; return whether one started.
 
         While another model waits for memory, a task starts only if no task of this model is active,
         so that the other model gets its turn.
-        Returns whether a task started.
         """
         before = len(self.prefilling)
         self.kv.waits.retry()
@@ -286,7 +270,6 @@ class Scheduler:
         return len(self.prefilling) > before
 
     def _start(self, task: Task) -> bool:
-        """Start a waiting task if it may start now; return False if there is no memory for it."""
         place = self.queue.has_place(task, self.active)
         if not place or self.admission.should_wait(task, self.prefilling):
             return True
@@ -312,12 +295,7 @@ class Scheduler:
         ]
 
     def _prefill_one(self, *, sharing: bool) -> None:
-        """Feed one chunk of one prompt; after its last chunk, start decoding its reply.
-
-        While a prompt's prefix is being read from disk, read a part of it instead. An error fails
-        the task, unless it is the device's, which is raised, or the chunk can be tried again
-        because memory was freed. `sharing`: other models wait for the thread.
-        """
+        """Feed one chunk of one prompt, or read a part of its prefix from disk."""
         task = self.prefill.choose(self._computable())
         self.lanes.interrupt()
         try:
@@ -342,7 +320,6 @@ class Scheduler:
         self._persist(task)
 
     def _may_repeat(self, task: Task, error: Exception) -> bool:
-        """Return whether the pass that raised `error` may be repeated; see `retry_after_oom`."""
         try:
             return retry_after_oom(self.kv, task, error)
         except Exception as another:  # noqa: BLE001 - logged by the wall
@@ -354,10 +331,6 @@ class Scheduler:
             self.kv.persist(task.lease, task.tokens())
 
     def _restore(self, task: Task) -> None:
-        """Load one part of a task's prefix from disk.
-
-        If that fails, the task is queued again and reuses only what is in RAM.
-        """
         try:
             self.admission.restore(task)
         except (StoreError, OSError, RuntimeError, ValueError) as error:
@@ -372,11 +345,7 @@ class Scheduler:
     # -- decoding ----------------------------------------------------------------------------------
 
     def _decode_round(self, lanes: list[Lane]) -> None:
-        """Run one decoding step of each of `lanes`.
-
-        If a step fails, its task fails; the rows of a batch are first split into lanes of their
-        own.
-        """
+        """Run one decoding step of each of `lanes`; if one of a batch fails, it is split first."""
         for lane in list(lanes):
             self.thread.heartbeat.beat()
             try:
@@ -398,10 +367,7 @@ class Scheduler:
             self._change(lane, (), partial(self.lanes.split, lane))
 
     def _change(self, lane: Lane, gone: Collection[Task], action: Callable[[], None]) -> None:
-        """Run `action`, by which rows leave a lane; if it fails, the rows begin again.
-
-        `gone`: the tasks that leave, which end instead.
-        """
+        """Run `action`, by which rows leave a lane; if it fails, all but `gone` begin again."""
         tasks = list(lane.tasks)
         try:
             action()
@@ -468,7 +434,7 @@ class Scheduler:
         """Hand out the first token of a reply before the pass that feeds it is built.
 
         Not where the token, or its delivery, takes part in the next draw. Returns the number of
-        tokens handed out. If the reply ends with it, its outcome is added to `ends`.
+        tokens handed out.
         """
         (task, *others) = lane.tasks
         if others or task.out or not (lane.steady and task.draws_freely):
@@ -499,11 +465,9 @@ class Scheduler:
         self._persist(task)
 
     def _confirm_prompts(self, lane: Lane) -> bool:
-        """Wait for the passes that drew the first tokens of replies, and commit their prompts.
+        """On a GPU, wait for the passes that drew first tokens, and commit their prompts.
 
-        Does so only on a GPU, which reports errors late, and only for replies without a token yet.
-        Prompts are not committed here if the model has opaque slots.
-        Returns True if the tokens of the next step will be confirmed when they are handed out.
+        Returns whether the tokens of the next step will be confirmed when they are handed out.
         Later tokens on a GPU are confirmed one step later, because waiting for each pass would be
         slow.
         """
@@ -526,9 +490,8 @@ class Scheduler:
         """Let all active tasks begin again from what was confirmed before a device error.
 
         It is not known which pass failed. So no pending token is used again, and no lineage that
-        was written to since its last confirmation. A device error during recovery begins it again.
-        Raises the third error in a row, GroupLost if other ranks have made different passes, and
-        Inconsistent if anything else fails meanwhile.
+        was written to since its last confirmation. Raises the third error in a row, GroupLost if
+        other ranks have made different passes, and Inconsistent if anything else fails meanwhile.
         """
         self.kv.layout.lockstep.check(error)
         another: RuntimeError | None = error
@@ -546,10 +509,7 @@ class Scheduler:
             raise error
 
     def _begin_all_again(self) -> RuntimeError | None:
-        """Let all active tasks begin again; return the device error that prevented it, or None.
-
-        Raises that error instead if it is the last one allowed in a row.
-        """
+        """Let all active tasks begin again; return the device error that prevented it, or None."""
         self._interrupted = dict.fromkeys(self.active) | self._interrupted
         self.prefilling = []
         self.lanes.drop(self.active)
@@ -573,11 +533,9 @@ class Scheduler:
         return None
 
     def _begin_again(self, task: Task, outcome: Outcome | None) -> None:
-        """Release the lease of a task and put the task at the front of the queue.
+        """Put a task at the front of the queue without its lease, or end it as `outcome` says.
 
-        The task fails after `MOST_RESTARTS` restarts. `outcome`: how the task was about to end, or
-        None if it was not. It ends so instead of beginning again if that is an error or
-        `cancelled`, or if no token of its reply was lost.
+        So it ends if that is an error or `cancelled`, or if no token of its reply was lost.
         """
         if task.over and not isinstance(outcome, MlxcacheError):
             return
@@ -604,10 +562,6 @@ class Scheduler:
     # -- ends --------------------------------------------------------------------------------------
 
     def _end(self, lane: Lane, ends: dict[Task, Outcome]) -> None:
-        """Remove tasks that are over from their lane, and end each with its outcome.
-
-        `ends`: the tasks with their outcomes.
-        """
         self._interrupted |= ends
         self._change(lane, ends, lambda: self.lanes.leave(lane, list(ends)))
         for task, outcome in ends.items():
@@ -617,16 +571,12 @@ class Scheduler:
                 self._finish(task, outcome)
 
     def _finish(self, task: Task, reason: FinishReason) -> None:
-        """End a task without an error: commit its KV, release its memory, and send its last event.
-
-        An exception before the last event fails the task instead.
-        """
+        """End a task without an error; an exception before the last event fails it instead."""
         self._interrupted[task] = reason
         if self._guard(task, partial(self._close, task, reason), False, pass_failed=False):
             self._leave(task, self.kv.release, task.end)
 
     def _close(self, task: Task, reason: FinishReason) -> bool:
-        """Commit a task's KV and complete its record; returns True."""
         task.drop_lookup()
         if task.lease is not None:
             self.kv.finish(task.lease, task.tokens())
@@ -636,10 +586,7 @@ class Scheduler:
     def _guard(
         self, task: Task, action: Callable[[], T], otherwise: T, *, pass_failed: bool = True
     ) -> T:
-        """Run `action`, which is the task's own; an exception fails that task alone.
-
-        Returns `otherwise` then. Raises what ends the thread. `pass_failed`: see `_fail`.
-        """
+        """Run `action`, the task's own; an exception fails that task alone."""
         try:
             return action()
         except Exception as error:  # noqa: BLE001 - logged by the wall
@@ -658,8 +605,8 @@ class Scheduler:
         """End a task with an error; KV that it has committed stays in the cache.
 
         `pass_failed`: a pass of the model failed, so the rest of the task's KV is dropped;
-        otherwise the rest is committed too. If `error` is NonFiniteOutput, all KV that the task has
-        computed is removed from RAM and disk instead.
+        otherwise the rest is committed too. With NonFiniteOutput, all KV that the task has computed
+        is removed.
         """
         self._interrupted[task] = error
         self._attempt(
@@ -672,7 +619,6 @@ class Scheduler:
         self._leave(task, self.kv.abandon, lambda: task.push(error))
 
     def _keep(self, task: Task, error: MlxcacheError, *, pass_failed: bool) -> None:
-        """Commit the KV of a task that fails, as far as it is right; see `_fail`."""
         lease = task.lease
         if lease is None:
             return
@@ -684,10 +630,7 @@ class Scheduler:
     def _leave(
         self, task: Task, release: Callable[[Lease], None], last: Callable[[], None]
     ) -> None:
-        """Release the memory of a task by `release`, call `on_end`, and send its event by `last`.
-
-        Raises Inconsistent if the memory cannot be released.
-        """
+        """Release the memory of a task by `release`, call `on_end`, and send `last`."""
         try:
             if task.lease is not None:
                 self._release(task, task.lease, release)
@@ -711,7 +654,6 @@ class Scheduler:
                 raise Inconsistent(f"A request's memory cannot be released: {again!r}") from again
 
     def _take_out(self, task: Task) -> None:
-        """Remove a task from the queue, from prefill and from its lane."""
         self.waiting = [each for each in self.waiting if each is not task]
         self.prefilling = [each for each in self.prefilling if each is not task]
         if (lane := self.lanes.find(task)) is not None:
@@ -719,28 +661,19 @@ class Scheduler:
         self.kv.waits.retry() if self.waiting else self.kv.waits.end()
 
     def persist_all(self) -> None:
-        """Queue the committed KV of running requests for writing to disk.
-
-        Called after the MLX thread failed.
-        """
+        """Queue the committed KV of running requests for the disk, after the MLX thread failed."""
         for task in dict.fromkeys(self.active) | self._interrupted:
             if task.lease is not None and not task.restoring:
                 self.kv.persist(task.lease, task.tokens(), whole=True)
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Return whether MLX raised `error` because an allocation failed."""
     text = str(error).lower()
     return isinstance(error, RuntimeError) and any(words in text for words in OUT_OF_MEMORY)
 
 
 def retry_after_oom(kv: KVCache, task: Task, error: Exception) -> bool:
-    """Free memory and undo the pass that raised `error`; return whether it may be tried again.
-
-    Returns False if `error` is not a failed allocation, if it is the task's second one in a row at
-    the same position, if the task's prefix is being read from disk, if the pass has damaged the
-    task's KV, or if the model has opaque slots, whose state the pass has changed.
-    """
+    """Free memory and undo the pass that raised `error`; return whether it may be tried again."""
     if kv.layout.opaque or task.lease is None or not is_out_of_memory(error):
         return False
     if task.restoring or not task.note_oom():

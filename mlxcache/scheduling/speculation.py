@@ -29,39 +29,25 @@ FORMS_EVERY = 64
 
 @dataclass(slots=True)
 class _Guessed:
-    """Guesses of a task. `known`: number of tokens of its reply that `guesses` has been given.
-
-    `stopped`: nothing more is guessed.
-    """
-
     guesses: ReplyGuesses
     known: int = 0
     stopped: bool = False
 
     def tell(self, out: Sequence[int], ready: Sequence[int]) -> bool:
-        """Give `guesses` the tokens of the reply that it has not been given yet.
-
-        `out`: all tokens handed out. `ready`: those drawn after them. Returns True, once in
-        `FORMS_EVERY` tokens, if the forms of tool results should be asked for again; see
-        `Speculation`.
-        """
+        """Give `guesses` what it lacks of `out`, handed out, and `ready`, drawn next."""
         before, said = self.known, len(out) + len(ready)
         self.guesses.say([*out[before:], *ready[max(0, before - len(out)) :]])
         self.known = said
         return said // FORMS_EVERY != before // FORMS_EVERY
 
-    def stop(self) -> None:
-        """Guess nothing more."""
-        self.stopped = True
-
 
 class Speculation:
     """Owner of the guesses of all replies of one model.
 
-    `costs`: measured costs of passes. `most`: most tokens of a guess. `redo`: after a wrong token,
-    the right ones before it must be fed again. `forms(task)`: returns the tool results of a task's
-    conversation as a reply would repeat them, as token ids by the text of the result; those that
-    are not tokenised yet are left out.
+    `most`: most tokens of a guess. `redo`: after a wrong token, the right ones before it must be
+    fed again. `forms(task)`: returns the tool results of a task's conversation as a reply would
+    repeat them, as token ids by the text of the result; those that are not tokenised yet are left
+    out.
     """
 
     def __init__(
@@ -81,11 +67,10 @@ class Speculation:
         self._running: dict[Task, _Guessed] = {}
 
     def propose(self, task: Task, decoder: GuessingDecoder, most: int) -> list[int]:
-        """Return the tokens to check in the task's next pass; empty if nothing is guessed.
+        """Return the tokens, at most `most`, to check in the task's next pass.
 
-        `most`: maximum length of the result. Nothing is guessed where that is not expected to save
-        time, nor before the reply's first token, which would wait until the conversation's tokens
-        are indexed.
+        Nothing is guessed where that is not expected to save time, nor before the reply's first
+        token, which would wait until the conversation's tokens are indexed.
         """
         if not task.out:
             return []
@@ -102,13 +87,12 @@ class Speculation:
         return running.guesses.propose(cost, most, ahead=not ready, fed=again)
 
     def set_costs(self, costs: PassCosts) -> None:
-        """Choose guesses by `costs` from now on."""
         self.costs = costs
 
     def stop(self, task: Task) -> None:
-        """Guess nothing more in the task's reply."""
-        if (running := self._running.get(task)) is not None:
-            running.stop()
+        running: _Guessed | None = self._running.get(task)
+        if running is not None:
+            running.stopped = True
 
     def _begin(self, task: Task) -> _Guessed:
         history = self._histories.take(task.job.owner, task.fed_ids())
@@ -119,10 +103,7 @@ class Speculation:
         return made
 
     def note(self, task: Task, settled: Settled, *, alone: bool) -> None:
-        """Use the result of a pass that checked a guess to choose later guesses.
-
-        `alone`: the model did no other work meanwhile, so its time corrects the costs of passes.
-        """
+        """Use the result of a pass that checked a guess; if `alone`, its time corrects costs."""
         running = self._running.get(task)
         if running is None:
             return
@@ -133,10 +114,7 @@ class Speculation:
         running.guesses.note_pass(cost, settled.checked, settled.right)
 
     def note_plain(self, task: Task, decoder: GuessingDecoder, *, alone: bool) -> None:
-        """Use the time of the newest pass of `decoder`, without a guess, to choose later guesses.
-
-        `alone`: the model did no other work meanwhile, so its time corrects the costs of passes.
-        """
+        """Use the time of the newest pass of `decoder`, without a guess, for later guesses."""
         running, late = self._running.get(task), 0.0
         if alone and decoder.plain is not None and decoder.plain[1] > 0:
             if decoder.waited:
@@ -148,10 +126,7 @@ class Speculation:
             running.guesses.note_pass(cost + late, 0, 0)
 
     def end(self, task: Task) -> float:
-        """End the guesses of a task; return the seconds that they saved, below 0 if they cost more.
-
-        Keeps the tokens of the conversation for the guesses of its next turn.
-        """
+        """End the guesses of a task, and keep its tokens; return the seconds saved."""
         running = self._running.pop(task, None)
         if running is None:
             return 0.0

@@ -40,15 +40,13 @@ from mlxcache.types import (
 log = logging.getLogger("mlxcache.engine")
 
 Outcome = FinishReason | MlxcacheError
-"""End of a reply: a finish reason, or an error."""
 
 
 class Parser(Protocol):
-    """Interface of the parser that turns token ids into pieces of a reply.
+    """What turns token ids into pieces of a reply; `model.output.OutputParser`.
 
-    `done`: why the parser ended the reply, or None. `stop_sequence`: the stop string that ended it,
-    or None. `reasoning_tokens`: number of tokens in thinking blocks. Implemented by
-    `model.output.OutputParser`.
+    `done`: why the parser ended the reply. `stop_sequence`: the stop string that ended it.
+    `reasoning_tokens`: number of tokens in thinking blocks.
     """
 
     done: FinishReason | None
@@ -68,10 +66,10 @@ class Parser(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """Decoder row, parser and log-probabilities of an admitted task's reply.
+    """Decoder row and parser of an admitted task's reply.
 
-    `logprob`: computes the log-probabilities that the client requested, or None. `loop`: detects a
-    reply that repeats itself, or None. `budget`: limits the tokens of thinking blocks, or None.
+    `logprob`: computes the log-probabilities that the client requested. `loop`: detects a reply
+    that repeats itself. `budget`: limits the tokens of thinking blocks.
     """
 
     parser: Parser
@@ -81,7 +79,6 @@ class Output:
     budget: ThinkingBudget | None = None
 
     def feed(self, token: int) -> list[Piece]:
-        """Add the reply's next token; return the pieces that it completes."""
         parser, budget = self.parser, self.budget
         pieces = parser.feed(token)
         if budget is not None:
@@ -95,7 +92,7 @@ class Output:
         """Return whether the reply's guide may change within the next `within` tokens.
 
         A guide changes to end a thinking block that repeats itself or has reached the limit of
-        `budget`, and once more when that block has ended. Returns False without a `budget`.
+        `budget`, and once more when that block has ended.
         """
         if self.budget is None:
             return False
@@ -103,10 +100,9 @@ class Output:
         return near or self.budget.may_steer(self.parser.reasoning_tokens, within)
 
     def is_loop(self, token: int) -> bool:
-        """Add the reply's newest token; return whether the reply is a loop and must end.
+        """Add the reply's newest token, once; return whether the reply is a loop and must end.
 
-        Call once for each token. The first loop inside a thinking block with a `budget` ends only
-        the block, and the result is then False.
+        The first loop inside a thinking block with a `budget` ends only the block.
         """
         loop = self.loop
         if loop is None or not loop.add(token):
@@ -122,10 +118,7 @@ class Output:
         return False
 
     def replay(self, tokens: Sequence[int]) -> None:
-        """Bring a new output into the state after the reply tokens `tokens`.
-
-        The client already has these tokens, so their pieces are dropped.
-        """
+        """Bring a new output into the state after tokens that the client already has."""
         for token in tokens:
             self.row.apply_steering()
             if self.row.guide is not None:
@@ -139,13 +132,13 @@ class Task:
     """One request, from its submission to its end. Use on the MLX thread.
 
     `push` passes an event to the request's readers, on any thread. `ids`: the prompt's token ids as
-    the cache stores them, shape (n,). `fed`: the ids as the model is fed them, shape (n,). The two
-    differ for images and if the server has several keys; see `Prompt` and `own_ids`. `out`: the
-    token ids drawn so far. `limit`: the most tokens of the reply. `stops`: positions at which the
-    prefill takes a checkpoint. `skipped`: number of chunks of other prompts that were fed since its
-    own last one. `deferred`: the task waited for a prefix that another request computes. `matched`:
-    prompt tokens in RAM at its admission, reusable or not. `guide`: restricts the reply; it stays
-    in its state before the first token, and each decoder row gets a copy.
+    the cache stores them, shape (n,). `fed`: the ids as the model is fed them; the two differ for
+    images and if the server has several keys. `out`: the token ids drawn so far. `limit`: the most
+    tokens of the reply. `stops`: positions at which the prefill takes a checkpoint. `skipped`:
+    number of chunks of other prompts that were fed since its own last one. `deferred`: the task
+    waited for a prefix that another request computes. `matched`: prompt tokens in RAM at its
+    admission, reusable or not. `guide`: restricts the reply; it stays in its state before the first
+    token, and each decoder row gets a copy.
 
     Pieces of the reply are staged until `deliver`, because on a GPU, which reports errors late, the
     pass that drew them may have failed. After such an error, `begin_again` drops the tokens that
@@ -199,20 +192,15 @@ class Task:
 
     @property
     def restoring(self) -> bool:
-        """True while part of the task's prefix is being read from disk."""
         return self.lease is not None and self.lease.awaiting_state
 
     @property
     def target(self) -> int:
-        """Number of positions to prefill.
-
-        That is all but the last prompt token, which the first decoding step feeds.
-        """
+        """Positions to prefill: all but the last prompt token, which decoding feeds."""
         return len(self.ids) - 1
 
     @property
     def remaining(self) -> int:
-        """Number of prompt tokens still to prefill; the last token of the prompt does not count."""
         return self.target - self.held.length
 
     @property
@@ -222,45 +210,32 @@ class Task:
 
     @property
     def length(self) -> int:
-        """Number of tokens of prompt and reply so far."""
         return self.prompt_tokens + len(self.out)
 
     @property
     def spaced(self) -> bool:
-        """True if a checkpoint is due at the reply's present length: each `SPACING` tokens.
-
-        The checkpoint limits what is lost if the request fails later.
-        """
+        """True if a checkpoint is due, to limit what is lost if the request fails later."""
         return len(self.out) % SPACING == 0
 
     def tokens(self) -> Tokens:
-        """Return the token ids of prompt and reply so far as the cache stores them, shape (n,)."""
+        """Return prompt and reply so far as the cache stores them, shape (n,)."""
         return join_ids(self.ids, token_ids(self.out[self._refed :]))
 
     def fed_ids(self) -> Tokens:
-        """Return the token ids of prompt and reply so far as the model is fed them, shape (n,)."""
+        """Return prompt and reply so far as the model is fed them, shape (n,)."""
         return join_ids(self.fed, token_ids(self.out[self._refed :]))
 
     def shorten(self, length: int) -> None:
-        """Keep only the first `length` tokens of the prompt."""
         self.ids, self.fed = self.ids[:length], self.fed[:length]
         self.prompt_tokens = len(self.ids)
 
     # -- its start ---------------------------------------------------------------------------------
 
     def defer(self, deferred: bool) -> bool:
-        """Set the field `deferred` to the argument `deferred`, and return it.
-
-        True: the task waits, because another request computes its prefix. False: it does not.
-        """
         self.deferred = deferred
         return deferred
 
     def await_lookup(self, lookup: DiskLookup | None) -> None:
-        """Set the disk lookup whose result the task waits for; None allows a new lookup later.
-
-        Does not block.
-        """
         self.lookup = lookup
 
     def drop_lookup(self) -> None:
@@ -269,14 +244,10 @@ class Task:
             self.lookup.drop()
 
     def limit_reply(self, most: int) -> None:
-        """Limit the reply to at most `most` tokens."""
         self.limit = min(self.limit or most, most)
 
     def start(self, lease: Lease, began: float) -> None:
-        """Begin prefill with `lease`.
-
-        `began`: time at which the admission began, by `time.perf_counter`.
-        """
+        """Begin prefill with `lease`. The admission began at `began`, by `time.perf_counter`."""
         self.lease = lease
         self.record.status = "prefill"
         self.note_phase("queue_s", began)
@@ -289,7 +260,6 @@ class Task:
         self.record.cached_tokens = lease.cached
 
     def give_up_lease(self) -> Lease:
-        """Detach and return the lease; the caller must release it."""
         lease = self.held
         self.lease = None
         return lease
@@ -301,29 +271,20 @@ class Task:
         return self.give_up_lease()
 
     def note_restored(self, tokens: int) -> None:
-        """Add to the count of prompt tokens that were read from disk."""
         self.restored += tokens
 
     def plan_stops(self, stops: Sequence[int]) -> None:
-        """Set the positions at which the prefill takes checkpoints."""
         self.stops = tuple(sorted(set(stops)))
 
     def note_reuse(self) -> None:
-        """Record the final numbers of reused and restored tokens.
-
-        A task that began again keeps the numbers of its first start, which its client was told.
-        """
+        """Record how much was reused; a task that began again keeps what its client was told."""
         if not self.admitted:
             # a piece that a device lost before the admission was read twice
             record, self.restored = self.record, min(self.restored, self.held.cached)
             record.cached_tokens, record.restored_tokens = self.held.cached, self.restored
 
     def admit(self, output: Output, matched: int) -> None:
-        """Set the output of the reply, and tell the client that its request was admitted.
-
-        `matched`: prompt tokens in RAM, reusable or not. If the task began again, the client is
-        not told again, and `output` is brought to the state after the tokens delivered so far.
-        """
+        """Set the output of the reply, and tell the client, once, that its request was admitted."""
         if self.admitted:
             output.replay(self.out)
             self.output = output
@@ -351,10 +312,6 @@ class Task:
     # -- its course --------------------------------------------------------------------------------
 
     def pass_over(self, chosen: Task) -> None:
-        """Add 1 to `skipped`, because a chunk of the task `chosen` is fed next.
-
-        Sets `skipped` to 0 if `chosen` is this task.
-        """
         self.skipped = 0 if self is chosen else self.skipped + 1
 
     def note_oom(self) -> bool:
@@ -364,17 +321,12 @@ class Task:
         return not repeated
 
     def note_phase(self, name: str, now: float | None = None) -> None:
-        """Record the seconds from the end of the last phase to `now` under `name`.
-
-        `name`: key of `RequestRecord.timing`, such as `queue_s`. `now` is a time of
-        `time.perf_counter`, by default the current time.
-        """
+        """Record the seconds from the end of the last phase to `now`, by `time.perf_counter`."""
         now = time.perf_counter() if now is None else now
         self.record.timing[name] = round(now - self.phase_began, 6)
         self.phase_began = now
 
     def note_drafts(self, source: GuessSource) -> None:
-        """Copy the numbers of drafted and accepted tokens to the record, with their `source`."""
         assert self.output is not None
         if self.output.row.drafted:
             self.record.guess_source = source
@@ -383,14 +335,9 @@ class Task:
         self.record.guess_passes = self.output.row.draft_passes
 
     def note_guesses(self, saved_s: float) -> None:
-        """Add to the record the seconds that guesses saved."""
         self.record.guess_saved_s = round(self.record.guess_saved_s + saved_s, 6)
 
     def show_progress(self) -> None:
-        """Send the client the number of prompt tokens in the cache so far, reused ones included.
-
-        Nothing is sent once the reply has begun.
-        """
         done = min(self.held.length, self.prompt_tokens)
         self.record.fed_tokens = max(0, done - self.record.cached_tokens)
         if not self.out:
@@ -398,21 +345,16 @@ class Task:
 
     @property
     def draws_freely(self) -> bool:
-        """True if the reply has no guide or budget, and no log-probabilities are read."""
         output = self.output
         assert output is not None
         return output.row.guide is None and output.budget is None and output.logprob is None
 
     @property
     def row_error(self) -> Exception | None:
-        """Exception raised by the task's sampler, a processor or its guide; None if none was."""
         return self.output.row.error if self.output is not None else None
 
     def take(self, drawn: Sequence[Drawn]) -> FinishReason | None:
-        """Add drawn tokens to the reply until it is over; return why it ended, None if it goes on.
-
-        The pieces are not sent before `deliver`. Without a token, raises the row's exception.
-        """
+        """Add drawn tokens to the reply; return why it is over, None if it goes on."""
         if not drawn and self.row_error is not None:
             raise self.row_error
         outcomes = map(self._take, drawn)
@@ -445,7 +387,6 @@ class Task:
 
     @property
     def all_delivered(self) -> bool:
-        """True if every token taken so far was delivered."""
         return self._delivered == len(self.out)
 
     def deliver(self) -> None:
@@ -458,10 +399,6 @@ class Task:
     # -- its end -----------------------------------------------------------------------------------
 
     def flush(self, reason: FinishReason) -> None:
-        """Send all staged pieces and any text the parser still holds, and complete the record.
-
-        `reason`: the finish reason, unless the parser has one of its own.
-        """
         self.deliver()
         if self.output is not None:
             parser = self.output.parser
@@ -494,7 +431,7 @@ class Task:
         return make_reply(self.job.prompt, self.out, calls=calls, stopped=stopped)
 
     def fail(self, error: MlxcacheError) -> None:
-        """Complete the record of a failed request with `error`. Sends no event."""
+        """Complete the record of a failed request."""
         self.over = True
         self.record.error = str(error)
         self._close_record("error")
@@ -524,10 +461,7 @@ def _with_logprob(pieces: list[Piece], entry: TokenLogprob) -> list[Piece]:
 
 
 def for_owner(job: Job, owner: str | None) -> Job:
-    """Return a copy of `job` whose prompt is cached under token ids that only `owner` has.
-
-    The model is still fed the original ids; see `own_ids`. Returns `job` itself if `owner` is None.
-    """
+    """Return a copy of `job` whose prompt is cached under token ids that only `owner` has."""
     prompt = job.prompt
     if owner is None:
         return job

@@ -18,10 +18,7 @@ from math import log2
 from mlxcache.tree.node import Node
 
 Key = tuple[bool, float, int, int]
-"""Sort key of a node: (not replaced, score, tick of the last use, end). The lowest is evicted
-first.
-"""
-
+"""(not replaced, score, tick of the last use, end): the node with the lowest is evicted first."""
 
 CHECKPOINT_TOKENS = 1024
 """Tokens for which one checkpoint is assumed when `Worth.place` computes the usual bytes per token.
@@ -57,10 +54,10 @@ class Worth:
     growth: float = 0.0
 
     def of(self, uses: int, tokens: int, end: int, nbytes: int, *, kept: bool = False) -> float:
-        """Return the worth of a segment of `tokens` tokens that ends at position `end`.
+        """Return the worth of a segment that ends at position `end`.
 
-        `uses`: how often it was reused. `nbytes`: bytes of its KV and checkpoint together.
-        `kept`: a client's keep hint for it is still valid, which makes it worth more.
+        `nbytes`: bytes of its KV and checkpoint together. `kept`: a client's keep hint for it is
+        still valid, which makes it worth more.
         """
         frequency = 1.0 + log2(1 + min(uses, MOST_USES))
         return frequency + KEPT_MORE * kept + PLACE * self.place(tokens, end, nbytes)
@@ -68,9 +65,8 @@ class Worth:
     def place(self, tokens: int, end: int, nbytes: int) -> int:
         """Rank the cost of computing a segment again, per byte that evicting it frees.
 
-        `tokens`: its length. `end`: the position where it ends. `nbytes`: bytes of its KV and
-        checkpoint together. The cost is compared with that of the first tokens of a prompt: the
-        result is 0 for about the same, 1 for at least twice as much, -1 for at most half.
+        Compared with that of the first tokens of a prompt: 0 for about the same, 1 for at least
+        twice as much, -1 for at most half.
         """
         usual = self.bytes_per_token + self.checkpoint_bytes / CHECKPOINT_TOKENS
         if nbytes <= 0 or usual <= 0 or tokens <= 0:
@@ -82,32 +78,20 @@ class Worth:
 class EvictionClock:
     """The clock of GreedyDual, which only moves forward; several eviction orders may share it.
 
-    `now`: its time, a number without a unit like all scores; 1 is as much as twice the uses (see
-    `Worth`). A node stores it at each use, and its score is the stored time plus its worth.
-    `ticks`: number of uses of nodes so far; a node stores it too, and of equal scores the one with
-    the lower number comes first. So the keys (`Key`) of leaves in all orders that share the clock
-    can be compared.
+    `now`: a number without a unit like all scores; 1 is as much as twice the uses (see `Worth`).
+    `ticks`: number of uses of nodes so far; of equal scores the lower one comes first. A node
+    stores both at each use, so keys of leaves in all orders that share the clock can be compared.
 
-    The attribute `held` is None for a clock of a single order. Otherwise it is a function, and
     `held()` returns the bytes of all trees whose leaves are in these orders.
     """
 
-    def __init__(self, held: Callable[[], int] | None = None):
+    def __init__(self, held: Callable[[], int]):
         self.held = held
         self.now = 0.0
         self.ticks = 0
 
     def tick(self) -> None:
-        """Count one more use of nodes."""
         self.ticks += 1
-
-    def advance_to(self, score: float) -> None:
-        """Advance the clock to `score`, unless it is already later."""
-        self.now = max(self.now, score)
-
-    def advance_by(self, share: float) -> None:
-        """Add `share`, 0 or more, to the clock's time `now`."""
-        self.now += share
 
 
 class EvictionOrder:
@@ -118,20 +102,19 @@ class EvictionOrder:
     lower bound of its true key, and is corrected when the node reaches the top. A change that
     lowers a key must be followed by `renew`; the expiry of keep hints is handled here. A node that
     reaches the top while `eligible` returns False for it is dropped, and must be added again once
-    it is eligible. `worth`: scores nodes. `now` returns seconds, and is used for keep hints only.
-    `clock`: the eviction clock, one of its own by default.
+    it is eligible. `now` returns seconds, for keep hints.
     """
 
     def __init__(
         self,
         worth: Worth,
         eligible: Callable[[Node], bool],
+        clock: EvictionClock,
         now: Callable[[], float] = time.monotonic,
-        clock: EvictionClock | None = None,
     ):
-        self.worth = worth
-        self.clock = clock or EvictionClock()
-        self.now = now
+        self._worth = worth
+        self._clock = clock
+        self._now = now
         self._eligible = eligible
         self._heap: list[tuple[Key, int, Node]] = []
         self._entered: dict[Node, int] = {}
@@ -142,30 +125,21 @@ class EvictionOrder:
         return node in self._entered
 
     def add(self, node: Node) -> None:
-        """Add `node` unless it is already in the order. Takes O(log n)."""
         if node not in self._entered:
             heappush(self._heap, self._entry(node))
 
     def renew(self, node: Node) -> None:
-        """Update the stored key of `node`, which may have become lower. Takes O(log n).
-
-        Does nothing if `node` is not in the order.
-        """
+        """Update the stored key of `node`, if it is in the order. Takes O(log n)."""
         if node in self._entered:
             heappush(self._heap, self._entry(node))
             self._tidy()
 
     def discard(self, node: Node) -> None:
-        """Remove a node that left the tree permanently. Takes amortised O(1)."""
         self._entered.pop(node, None)
         self._tidy()
 
     def first(self) -> Node | None:
-        """Return the eligible node with the lowest key, without removing it.
-
-        Returns None if no node is eligible. Takes O(log n), amortised over the uses since the last
-        call.
-        """
+        """Return the eligible node with the lowest key, without removing it, or None."""
         self._end_wishes()
         while self._heap:
             key, serial, node = self._heap[0]
@@ -181,56 +155,37 @@ class EvictionOrder:
         return None
 
     def key(self, node: Node) -> Key:
-        """Compute the current sort key of `node`; the node with the lowest key is evicted first.
+        return (not node.usage.replaced, self._score(node), node.used_at, node.end)
 
-        The key compares first the score, then the last use, then the end; see `Key`. But a leaf
-        that was never reused, and whose conversation has continued on another branch, has a lower
-        key than all other leaves.
-        """
-        return (not node.usage.replaced, self.value(node), node.used_at, node.end)
-
-    def value(self, node: Node) -> float:
-        """Return the score of `node`: the eviction clock at its last use plus its worth."""
+    def _score(self, node: Node) -> float:
         usage, tokens = node.usage, node.end - node.start
-        nbytes = tokens * self.worth.bytes_per_token + node.checkpoint_bytes
-        kept = bool(usage.keeps) and usage.until(node.end) > self.now()
-        worth = self.worth.of(usage.count, tokens, node.end, nbytes, kept=kept)
+        nbytes = tokens * self._worth.bytes_per_token + node.checkpoint_bytes
+        kept = bool(usage.keeps) and usage.until(node.end) > self._now()
+        worth = self._worth.of(usage.count, tokens, node.end, nbytes, kept=kept)
         return usage.clock + worth
 
-    def advance(self, node: Node, size: int, held: int) -> None:
+    def advance(self, node: Node, size: int) -> None:
         """Advance the eviction clock before `size` bytes of `node` are evicted.
 
-        If the node was reused, the clock advances to the node's score. Otherwise it advances by
-        `size` divided by `held`, the bytes of all nodes in the tree; if several orders share the
-        clock, by `size` divided by the bytes of all of them. Prompts that are used once can then
-        pass through a small budget without lowering the rank of other entries much.
+        To the node's score if it was reused. Otherwise only by its share of the bytes in all trees:
+        prompts that are used once can then pass through a small budget without lowering the rank of
+        other entries much.
         """
+        clock: EvictionClock = self._clock
         if node.usage.count and not node.usage.replaced:
-            self.clock.advance_to(self.value(node))
+            clock.now = max(clock.now, self._score(node))
         else:
-            held = held if self.clock.held is None else self.clock.held()
-            self.clock.advance_by(size / max(1, held))
-
-    def wished(self, node: Node) -> int:
-        """Return the highest position inside `node` up to which a client's keep hint is valid.
-
-        A hint for the end of the node is not considered. Returns the start of the node if there is
-        no such hint.
-        """
-        now, usage = self.now(), node.usage
-        within = [at for at, _ in usage.keeps if node.start < at < node.end]
-        return max((at for at in within if usage.until(at) > now), default=node.start)
+            clock.now += size / max(1, clock.held())
 
     def _entry(self, node: Node) -> tuple[Key, int, Node]:
         serial = next(self._serial)
         self._entered[node] = serial
-        if node.usage.keeps and (until := node.usage.until(node.end)) > self.now():
+        if node.usage.keeps and (until := node.usage.until(node.end)) > self._now():
             heappush(self._ends, (until, serial, node))
         return (self.key(node), serial, node)
 
     def _end_wishes(self) -> None:
-        """Update the keys of nodes whose keep hints have expired."""
-        now = self.now()
+        now = self._now()
         while self._ends and self._ends[0][0] <= now:
             _, serial, node = heappop(self._ends)
             if self._entered.get(node) == serial:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from mlxcache.types import Tokens
@@ -13,7 +13,7 @@ from mlxcache.types import Tokens
 class Usage:
     """Usage statistics of one segment, for eviction. Only the tree changes them.
 
-    `clock`: the eviction order's clock at the last use. `count`: number of requests that reused the
+    `clock`: the eviction clock at the last use. `count`: number of requests that reused the
     segment; a new segment of a conversation starts with the count of that conversation. `reach`:
     the highest position up to which a request reused it. `replaced`: the segment was never reused,
     and a later request of its conversation diverged before it. `keeps`: clients' keep hints, as
@@ -28,16 +28,7 @@ class Usage:
     keeps: tuple[tuple[int, float], ...] = ()
     seen: float = 0.0
 
-    def copy(self) -> Usage:
-        """Return a copy, for the second part of a segment that is split."""
-        return replace(self)
-
     def absorb(self, other: Usage) -> None:
-        """Merge the usage `other` of a neighbour whose tokens are merged into this segment.
-
-        Of each number the higher one stays, and keep hints of both. The result counts as
-        replaced only if both were.
-        """
         self.clock = max(self.clock, other.clock)
         self.count = max(self.count, other.count)
         self.reach = max(self.reach, other.reach)
@@ -46,10 +37,7 @@ class Usage:
         self.keep(other.keeps)
 
     def keep(self, wishes: tuple[tuple[int, float], ...]) -> None:
-        """Add the keep hints `wishes`, pairs of position and seconds after each use.
-
-        Of two hints with the same seconds, only the one with the higher position is stored.
-        """
+        """Add keep hints; of two with the same seconds, the one with the higher position stays."""
         if wishes and wishes != self.keeps:
             furthest: dict[float, int] = {}
             for position, seconds in (*self.keeps, *wishes):
@@ -57,10 +45,7 @@ class Usage:
             self.keeps = tuple((position, seconds) for seconds, position in furthest.items())
 
     def until(self, position: int) -> float:
-        """Return the time until which clients want the tokens before `position` kept.
-
-        It is in seconds of the same clock as `seen`; 0 if no keep hint reaches to `position`.
-        """
+        """Return until when, like `seen`, clients want the tokens before `position` kept, or 0."""
         longest = max((long for at, long in self.keeps if at >= position), default=None)
         return 0.0 if longest is None else self.seen + longest
 
@@ -72,12 +57,11 @@ class Node:
     node as the lower part, and merging two nodes keeps the lower one. Any later call that changes
     the tree may extend, merge or remove the node unless it is locked.
 
-    `tokens`: int32, shape (end - start,), owned by the node. `children`: the nodes directly below,
-    by the first token id of each. `checkpoint`: the state at `end`, of `checkpoint_bytes` bytes, or
-    None. `locks`: number of locks on this node and on all nodes below it. `used_at`: the tree's
-    count of uses (`EvictionClock.ticks`) at the node's last use. `asked`: a caller requested a
-    boundary at `end` and has neither locked the node nor set a checkpoint since; such a node is not
-    merged with its child.
+    `tokens`: int32, shape (end - start,), owned by the node. `children`: by the first token id of
+    each. `checkpoint`: the state at `end`, or None. `locks`: number of locks on this node and on
+    all nodes below it. `used_at`: `EvictionClock.ticks` at the last use. `asked`: a caller
+    requested a boundary at `end` and has neither locked the node nor set a checkpoint since; such a
+    node is not merged with its child.
     """
 
     __slots__ = (
@@ -114,14 +98,10 @@ class Node:
 
     @property
     def detached(self) -> bool:
-        """True if the node has been removed from the tree or merged into its child.
-
-        Always False for the root.
-        """
+        """True if the node was removed from the tree or merged into its child."""
         return self.parent is None and self.end > 0
 
     def path(self) -> list[Node]:
-        """Return the nodes from the root down to this one, both included."""
         nodes = []
         node: Node | None = self
         while node is not None:
@@ -132,13 +112,12 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """Result of a lookup: the longest prefix of some tokens that a tree held at that time.
+    """The longest prefix of some tokens that a tree held at the time of a lookup.
 
-    `length`: number of tokens that match. `nodes`: the nodes on the path from the top down, without
-    the root; the last one may match only in part. `checkpoints`: pairs `(position, node)` in
-    ascending order, for fully matched nodes with a checkpoint. `segments`: `(value, start, end)`
-    for each of `nodes`, limited to the matched part. Later changes of the tree change the nodes,
-    but no other field.
+    `length`: number of tokens that match. `nodes`: from the top down, without the root; the last
+    one may match only in part. `checkpoints`: pairs `(position, node)` in ascending order, for
+    fully matched nodes with a checkpoint. `segments`: `(value, start, end)` for each of `nodes`,
+    limited to the matched part. Later changes of the tree change the nodes, but no other field.
     """
 
     length: int
@@ -148,7 +127,6 @@ class Match:
 
     @classmethod
     def of(cls, nodes: Sequence[Node], length: int) -> Match:
-        """Return the match of `length` tokens that `nodes` hold, from the top down."""
         return cls(
             length,
             tuple(nodes),
@@ -157,10 +135,10 @@ class Match:
         )
 
     def spans(self, upto: int) -> list[tuple[Any, int, int]]:
-        """Return which values hold the KV of [0, upto), as `(value, start, end)`.
+        """Return which values hold the KV of [0, upto), as ascending `(value, start, end)`.
 
-        The ranges ascend, and adjacent ranges of the same value are merged. Changes nothing. Raises
-        ValueError if `upto` is negative or above `length`.
+        Adjacent ranges of the same value are merged. Raises ValueError if `upto` is not within
+        `length`.
         """
         if not 0 <= upto <= self.length:
             raise ValueError(f"position {upto} is outside of a match of {self.length} tokens")
@@ -175,11 +153,7 @@ class Match:
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """A part removed from the tree: positions [start, end) of `value`, and the checkpoint at `end`.
-
-    `tokens`: number of these positions. `checkpoint` is None and `checkpoint_bytes` 0 if the part
-    had no checkpoint.
-    """
+    """Removed positions [start, end) of `value`, with the checkpoint at `end`, if there was one."""
 
     value: Any
     start: int
@@ -190,11 +164,7 @@ class Cut:
 
 
 def unneeded(node: Node) -> bool:
-    """Return whether the boundary at the end of `node` can be removed by merging it into its child.
-
-    `node` must not be the root. A shared prefix that is used more often than its only child is not
-    merged.
-    """
+    """Return whether `node`, not the root, can be merged into its child."""
     if node.asked or node.locks or node.checkpoint is not None or len(node.children) != 1:
         return False
     (child,) = node.children.values()

@@ -3,35 +3,78 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from bisect import insort
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from operator import attrgetter
 from typing import Any
+from weakref import ref
 
 from mlxcache.common_prefix import common_length
-from mlxcache.tree.edges import Edges
-from mlxcache.tree.eviction import EvictionClock, Key, Worth
-from mlxcache.tree.node import (
-    Cut,
-    Match,
-    Node,
-)
-from mlxcache.tree.uses import Uses, same_conversation
-from mlxcache.types import Tokens
+from mlxcache.lru import LRU
+from mlxcache.tree.eviction import EvictionClock, EvictionOrder, Key, Worth
+from mlxcache.tree.node import Cut, Match, Node, Usage, unneeded
+from mlxcache.types import NO_TOKENS, Tokens, join_ids
 
-__all__ = ["Cut", "Match", "Node", "PrefixTree", "Worth"]
+MOST_ENDS = 20_000
+
+
+class Holdings:
+    """Map from each value to the nodes that hold it. Values are compared by identity.
+
+    All nodes of a value lie on one path, because a value holds at most one token per position.
+    """
+
+    def __init__(self) -> None:
+        # A node keeps its value alive, so an id is not reused while it is a key here.
+        self._nodes: dict[int, list[Node]] = {}
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter([nodes[0].value for nodes in self._nodes.values()])
+
+    def __len__(self) -> int:
+        return len(self._nodes)
+
+    def of(self, value: Any) -> list[Node]:
+        """Return the nodes that hold `value`, top down: the list itself, not to be changed."""
+        return self._nodes.get(id(value), [])
+
+    def add(self, node: Node) -> None:
+        insort(self._nodes.setdefault(id(node.value), []), node, key=attrgetter("start"))
+
+    def remove(self, node: Node) -> None:
+        """Remove `node`, whose value must be the same as when it was added."""
+        nodes = self._nodes[id(node.value)]
+        nodes.remove(node)
+        if not nodes:
+            del self._nodes[id(node.value)]
+
+
+def _evictable(node: Node) -> bool:
+    return not (node.locks or node.children)
+
+
+def _same_conversation(node: Node, key: int | None) -> bool:
+    """Return whether tokens appended after `node` belong to the same conversation as `node`.
+
+    The first `key` tokens of a prompt identify its conversation.
+    """
+    if key is None:
+        return node.end > 0 and not node.children
+    return 0 < key <= node.end
 
 
 class PrefixTree:
-    """Index of cached values by token prefix, a compressed radix tree.
+    """Index of cached values by token prefix, with the order in which its leaves are evicted.
 
     A value is any object that holds KV by position, such as a lineage. Each edge is a segment, and
     each shared prefix is held once. A value is addressed by absolute position, so all segments of
     one value lie on one path and never overlap. Where another value already held some tokens, a
     value has a gap. Values are compared by identity. Token ids are int32 of shape (n,), and edges
-    own copies of them. Not thread-safe: only one thread may call it. Counts are kept up to date
-    with each change, and reading them takes O(1).
+    own copies of them. Not thread-safe.
 
-    `bytes_per_token`: bytes of KV. `worth`: scores segments for eviction. `now`: returns seconds.
-    `clock`: the eviction clock, which several trees may share. `uses` counts the uses of segments.
+    `tokens`, `segments` (nodes without the root), `checkpoints` and `checkpoint_bytes` count what
+    is in the tree. `now` returns seconds, for keep hints. Several trees may share a `clock`.
     """
 
     def __init__(
@@ -42,43 +85,21 @@ class PrefixTree:
         clock: EvictionClock | None = None,
     ):
         self.bytes_per_token = bytes_per_token
-        self.worth = worth or Worth(bytes_per_token)
-        self._edges = Edges(self.worth, now, clock)
-        self.uses = Uses(self._edges)
-
-    @property
-    def root(self) -> Node:
-        """The node of zero tokens, at which every path begins."""
-        return self._edges.root
-
-    @property
-    def tokens(self) -> int:
-        """Number of tokens in the tree; a token of a shared prefix is counted once."""
-        return self._edges.tokens
-
-    @property
-    def segments(self) -> int:
-        """Number of segments, that is of nodes without the root."""
-        return self._edges.segments
-
-    @property
-    def checkpoints(self) -> int:
-        """Number of nodes with a checkpoint."""
-        return self._edges.checkpoints
-
-    @property
-    def checkpoint_bytes(self) -> int:
-        """Bytes of all checkpoints: the sum of the sizes given to `set_checkpoint`."""
-        return self._edges.checkpoint_bytes
+        self.root = Node(None, NO_TOKENS, 0, None, 0)
+        self.tokens = 0
+        self.segments = 0
+        self.checkpoints = 0
+        self.checkpoint_bytes = 0
+        self._now = now
+        self._clock = clock or EvictionClock(lambda: self.kv_bytes + self.checkpoint_bytes)
+        self._holdings = Holdings()
+        self._leaves = EvictionOrder(worth or Worth(bytes_per_token), _evictable, self._clock, now)
 
     @property
     def kv_bytes(self) -> int:
-        """Bytes of the KV of all segments: `tokens` times `bytes_per_token`."""
         return self.tokens * self.bytes_per_token
 
-    def values(self) -> list[Any]:
-        """Return a list of the distinct values of all segments. Changes nothing."""
-        return list(self._edges.holdings)
+    # -- finding -----------------------------------------------------------------------------------
 
     def match(self, ids: Tokens, touch: bool = True) -> Match:
         """Find the longest prefix of `ids` in the tree; it may end inside an edge.
@@ -96,8 +117,27 @@ class PrefixTree:
                 length += common_length(node.tokens, ids[length:])
         if touch:
             away = bool(nodes) and length < min(nodes[-1].end, len(ids))
-            self._edges.touch(nodes[: len(nodes) - away])
+            self._touch(nodes[: len(nodes) - away])
         return Match.of(nodes, length)
+
+    def values(self) -> list[Any]:
+        return list(self._holdings)
+
+    def holders(self, value: Any) -> list[Node]:
+        return list(self._holdings.of(value))
+
+    def live_range(self, value: Any) -> tuple[int, int] | None:
+        """Return the range [start, end) that `value` holds, maybe with gaps, or None. O(1)."""
+        nodes = self._holdings.of(value)
+        return (nodes[0].start, nodes[-1].end) if nodes else None
+
+    def useless(self, node: Node) -> bool:
+        """Return whether `node`, not the root, has no child, lock or checkpoint."""
+        if node is self.root or node.detached or node.locks:
+            return False
+        return not node.children and node.checkpoint is None
+
+    # -- changing ----------------------------------------------------------------------------------
 
     def insert(self, ids: Tokens, value: Any, key: int | None = None) -> Node:
         """Add `ids` to the tree, and return the node that ends at position `len(ids)`.
@@ -118,78 +158,61 @@ class PrefixTree:
             self._require_room(value, found)
         node = found.nodes[-1] if found.nodes else self.root
         if found.length < node.end:
-            node = self._edges.divide(node, found.length)
-        self._edges.touch(node.path()[1:])
+            node = self._divide(node, found.length)
+        self._touch(node.path()[1:])
         if found.length < len(ids):
-            count = node.usage.count if same_conversation(node, key) else 0
-            return self._edges.append(node, ids[found.length :], value, count)
+            count = node.usage.count if _same_conversation(node, key) else 0
+            return self._append(node, ids[found.length :], value, count)
         node.asked = bool(node.children)
         return node
 
     def split_at(self, node: Node, position: int) -> Node:
-        """Create a boundary inside the edge of `node` at absolute `position`.
+        """Create a boundary in the edge of `node` at `position`; return the part above.
 
-        Returns the part above the boundary. Changes the tree: a new node takes [start, position)
-        with the same value, locks and last use. `node` becomes the lower part, and keeps its
-        checkpoint, children and `end`. The boundary stays until a lock on it is released or a
-        checkpoint at it is dropped. If `position` is `node.end`, nothing is split and `node` is
-        returned.
-
-        Raises ValueError if `position` is not in (start, end], or if `node` has left the tree.
+        It stays until a lock on it is released or a checkpoint at it is dropped.
         """
         self._require_attached(node)
         if not node.start < position <= node.end:
             raise ValueError(f"cannot split {node} at {position}: expected a position in it")
         if position == node.end:
             return node
-        upper = self._edges.divide(node, position)
+        upper = self._divide(node, position)
         upper.asked = True
         return upper
 
     def set_checkpoint(self, node: Node, state: Any, nbytes: int) -> Any:
-        """Store `state`, of `nbytes` bytes, as the checkpoint at `node.end`.
-
-        Returns the state that it replaces, or None. Changes the node and the counts. Raises
-        ValueError for the root, for a node that has left the tree, if `state` is None, or if
-        `nbytes` is negative.
-        """
+        """Store `state` as the checkpoint at `node.end`; return the one that it replaces."""
         self._require_attached(node)
         if node is self.root or state is None or nbytes < 0:
             raise ValueError(
                 f"cannot set a checkpoint of {nbytes} bytes at {node}: expected a state, a size of "
                 "0 or more, and a node below the root"
             )
-        return self._edges.put_checkpoint(node, state, nbytes)
+        replaced, _ = self._take_checkpoint(node)
+        node.checkpoint, node.checkpoint_bytes = state, nbytes
+        node.asked = False
+        self.checkpoints += 1
+        self.checkpoint_bytes += nbytes
+        self._leaves.renew(node)
+        return replaced
 
     def drop_checkpoint(self, node: Node) -> Any:
-        """Remove the checkpoint at `node.end`, and return its state. The KV of the node stays.
-
-        Changes the node and the counts. An unlocked node that was separate only because of its
-        checkpoint is merged into its child. Raises ValueError if the node has no checkpoint.
-        """
+        """Remove the checkpoint at `node.end`, and return its state. The KV of the node stays."""
         if node.checkpoint is None:
             raise ValueError(f"{node} has no checkpoint")
-        state, _ = self._edges.take_checkpoint(node)
+        state, _ = self._take_checkpoint(node)
         node.asked = False
-        self._edges.compress(node)
+        self._compress(node)
         return state
 
     def lock(self, node: Node) -> None:
-        """Protect `node` and all nodes above it from being cut, merged or evicted.
-
-        Changes the lock counts on the path; each `lock` needs one `unlock`. Raises ValueError if
-        `node` has left the tree.
-        """
+        """Protect `node` and all nodes above it from being cut, merged or evicted."""
         self._require_attached(node)
         for each in node.path():
             each.locks += 1
 
     def unlock(self, node: Node) -> None:
-        """Undo one `lock` of `node`.
-
-        Changes the lock counts on the path. Boundaries that are no longer needed are merged away,
-        so `node` may leave the tree. Raises ValueError if `node` is not locked.
-        """
+        """Undo one `lock`. Boundaries no longer needed are merged, so `node` may leave the tree."""
         self._require_attached(node)
         if node.locks == 0:
             raise ValueError(f"{node} is not locked")
@@ -198,76 +221,34 @@ class PrefixTree:
             each.locks -= 1
         for each in path[1:]:
             if each.locks == 0:
-                self._edges.settle(each)
-
-    def holders(self, value: Any) -> list[Node]:
-        """Return all nodes that hold `value`, from the top down. Changes nothing.
-
-        The nodes lie on one path.
-        """
-        return list(self._edges.holdings.of(value))
+                each.asked = False
+                if not each.children:
+                    self._leaves.add(each)
+                self._compress(each)
 
     def retarget(self, nodes: Sequence[Node], value: Any) -> None:
         """Make `value` the holder of the KV of `nodes`, at the same absolute positions.
 
-        Changes the nodes, and merges those that now continue a neighbour with the same value.
-        Raises ValueError, with nothing changed, if a node is the root or has left the tree, or if
-        `nodes` and the nodes that already hold `value` do not all lie on one path.
+        Merges those that now continue a neighbour with the same value.
         """
-        together = {*nodes, *self._edges.holdings.of(value)}
+        together = {*nodes, *self._holdings.of(value)}
         if not together:
             return
         path = set(max(together, key=lambda node: node.end).path()) - {self.root}
         if not together <= path or any(node.detached for node in together):
             raise ValueError(f"{value!r} cannot hold segments of two branches: expected one path")
         for node in dict.fromkeys(nodes):
-            self._edges.holdings.remove(node)
+            self._holdings.remove(node)
             node.value = value
-            self._edges.holdings.add(node)
+            self._holdings.add(node)
         for node in {above for node in nodes if (above := node.parent)} | set(nodes):
-            self._edges.compress(node)
-
-    def live_range(self, value: Any) -> tuple[int, int] | None:
-        """Return the range [start, end) from the first to the last position that `value` holds.
-
-        `value`: an object that was given to `insert`, such as the KV of tokens. Tokens inside the
-        range may belong to other values. Returns None if no node holds `value`. Takes O(1) and
-        changes nothing.
-        """
-        nodes = self._edges.holdings.of(value)
-        return (nodes[0].start, nodes[-1].end) if nodes else None
-
-    def least_leaf(self) -> Node | None:
-        """Return the unlocked leaf to evict next, or None if there is no unlocked leaf.
-
-        It is the one with the lowest sort key; see `rank`. Removes nothing. Takes O(log n).
-        """
-        return self._edges.leaves.first()
-
-    def rank(self, leaf: Node) -> Key:
-        """Return the sort key of `leaf` for eviction, see `eviction.Key`. Changes nothing.
-
-        Of the leaves of several trees that share an eviction clock, the one with the lowest key is
-        evicted first.
-        """
-        return self._edges.leaves.key(leaf)
-
-    def useless(self, node: Node) -> bool:
-        """Return whether `node` is in the tree and has no child, no lock and no checkpoint.
-
-        False for the root.
-        """
-        if node is self.root or node.detached or node.locks:
-            return False
-        return not node.children and node.checkpoint is None
+            self._compress(node)
 
     def cut(self, node: Node, position: int) -> Cut:
-        """Remove [position, end) of an unlocked leaf, with its checkpoint.
+        """Remove [position, end) of an unlocked leaf, with its checkpoint, and return that part.
 
-        Returns the removed part. Changes the tree. If `position` is `node.start`, the whole node is
-        removed; its parent may then become a leaf, or be merged into its one remaining child of the
-        same value. Raises ValueError if `position` is not in [start, end), or if `node` is the
-        root, locked, not a leaf, or no longer in the tree.
+        If `position` is `node.start`, the whole node is removed; its parent may then become a leaf,
+        or be merged into its one remaining child of the same value.
         """
         self._require_attached(node)
         if node.locks or node.children or not node.start <= position < node.end:
@@ -275,13 +256,181 @@ class PrefixTree:
                 f"cannot cut {node} with {node.locks} locks at {position}: expected an "
                 "unlocked leaf, and a position in it"
             )
-        value, end, tokens = node.value, node.end, node.end - position
-        state, nbytes = self._edges.take_checkpoint(node)
+        tokens = node.end - position
+        cut = Cut(node.value, position, node.end, tokens, *self._take_checkpoint(node))
+        self.tokens -= tokens
         if position > node.start:
-            self._edges.shorten(node, position)
-        else:
-            self._edges.remove(node)
-        return Cut(value, position, end, tokens, state, nbytes)
+            node.tokens = node.tokens[: position - node.start].copy()
+            node.end = position
+            self._leaves.renew(node)
+            return cut
+        parent = node.parent
+        assert parent is not None
+        del parent.children[int(node.tokens[0])]
+        self.segments -= 1
+        self._holdings.remove(node)
+        self._detach(node)
+        if parent is not self.root and not parent.children:
+            self._leaves.add(parent)
+        self._compress(parent)
+        return cut
+
+    # -- uses and eviction -------------------------------------------------------------------------
+
+    def count_use(self, match: Match, tokens: int, key: int | None = None) -> int:
+        """Count a request of `tokens` tokens whose lookup, made just before, returned `match`.
+
+        Returns the number of uses of the request's conversation, this one included, or 0 if the
+        request reuses no segment of it. The first `key` tokens identify the conversation. Segments
+        of the conversation after the point where the request diverges are marked as replaced, so
+        that they are evicted first, unless a request has reused them before. May split an edge.
+        """
+        nodes, length = [node for node in match.nodes if node.end <= match.length], match.length
+        if match.nodes and length == tokens:
+            nodes = list(match.nodes)
+        if key is not None and 0 < key <= length < tokens:
+            last = match.nodes[-1]
+            if length < last.end and last.usage.reach <= length:
+                last = self._divide(last, length)
+                last.asked = True
+                nodes.append(last)
+                self._touch([last])
+            if length == last.end:
+                self._pass_by(last)
+        for node in nodes:
+            node.usage.count += 1
+            node.usage.reach = max(node.usage.reach, min(node.end, length))
+        return nodes[-1].usage.count if nodes and _same_conversation(nodes[-1], key) else 0
+
+    def renew(self, nodes: Sequence[Node], least: int = 0) -> None:
+        """Mark the path to the last of `nodes` still in the tree as used, `least` times or more.
+
+        For a conversation that no request uses at the moment, but that is expected to continue.
+        """
+        last = next((node for node in reversed(nodes) if not node.detached), None)
+        path = last.path()[1:] if last is not None else []
+        self._touch(path)
+        for node in path:
+            node.usage.count = max(node.usage.count, least)
+        for node in path:
+            self._compress(node)
+
+    def keep(self, node: Node, wishes: tuple[tuple[int, float], ...]) -> None:
+        """Add clients' keep hints to the nodes on the path to `node`; see `Usage.keeps`."""
+        for each in node.path():
+            each.usage.keep(tuple(wish for wish in wishes if wish[0] > each.start))
+
+    def wished(self, leaf: Node) -> int:
+        """Return the highest position in `leaf` up to which a keep hint holds, else its start."""
+        now, usage = self._now(), leaf.usage
+        within = [at for at, _ in usage.keeps if leaf.start < at < leaf.end]
+        return max((at for at in within if usage.until(at) > now), default=leaf.start)
+
+    def least_leaf(self) -> Node | None:
+        """Return the unlocked leaf to evict next, or None if there is none. O(log n)."""
+        return self._leaves.first()
+
+    def rank(self, leaf: Node) -> Key:
+        """Return the sort key of `leaf`, comparable between trees that share an eviction clock."""
+        return self._leaves.key(leaf)
+
+    def note_eviction(self, leaf: Node, position: int) -> None:
+        """Advance the eviction clock before the tokens of `leaf` from `position` on are evicted."""
+        size = (leaf.end - position) * self.bytes_per_token + leaf.checkpoint_bytes
+        self._leaves.advance(leaf, size)
+
+    # -- edges: these keep counts, holdings and the eviction order consistent ----------------------
+
+    def _touch(self, nodes: Iterable[Node]) -> None:
+        """Mark `nodes` as used now: with one tick, none counts as more recent than another."""
+        self._clock.tick()
+        for node in nodes:
+            node.used_at = self._clock.ticks
+            node.usage.clock = self._clock.now
+            node.usage.seen = self._now()
+            node.usage.replaced = False
+
+    def _pass_by(self, node: Node) -> None:
+        """Mark the segments below `node` as replaced: evicted before all others.
+
+        Their conversation continues in another branch. Segments that were reused are not marked,
+        nor is anything below them. Takes O(1), amortised over insertions.
+        """
+        pending = list(node.children.values())
+        while pending:
+            each = pending.pop()
+            if not each.usage.replaced and each.usage.reach <= each.start:
+                each.usage.replaced = True
+                self._leaves.renew(each)
+                pending += each.children.values()
+
+    def _append(self, node: Node, tail: Tokens, value: Any, count: int) -> Node:
+        """Append a copy of `tail` below `node`, or to it if its uses are at most `count`."""
+        self.tokens += len(tail)
+        grows = node is not self.root and node.value is value and count >= node.usage.count
+        if grows and not node.children and node.checkpoint is None:
+            node.tokens = join_ids(node.tokens, tail)
+            node.end += len(tail)
+            node.used_at = self._clock.ticks
+            return node
+        leaf = Node(node, tail.copy(), node.end, value, self._clock.ticks)
+        leaf.usage = Usage(self._clock.now, count, seen=self._now())
+        node.children[int(tail[0])] = leaf
+        self.segments += 1
+        self._holdings.add(leaf)
+        self._leaves.add(leaf)
+        return leaf
+
+    def _divide(self, node: Node, position: int) -> Node:
+        """Move [start, position) of `node` to a new node above it, and return the new node."""
+        at = position - node.start
+        upper = Node(node.parent, node.tokens[:at].copy(), node.start, node.value, node.used_at)
+        upper.locks = node.locks
+        upper.usage = replace(node.usage)
+        upper.children[int(node.tokens[at])] = node
+        self._adopt(upper)
+        node.tokens = node.tokens[at:].copy()
+        node.start = position
+        node.parent = upper
+        self.segments += 1
+        self._holdings.add(upper)
+        self._leaves.renew(node)
+        return upper
+
+    def _compress(self, node: Node) -> None:
+        if node is self.root or node.detached or not unneeded(node):
+            return
+        (child,) = node.children.values()
+        self._holdings.remove(node)
+        self.segments -= 1
+        child.tokens = join_ids(node.tokens, child.tokens)
+        child.start = node.start
+        child.parent = node.parent
+        child.used_at = max(child.used_at, node.used_at)
+        child.usage.absorb(node.usage)
+        self._adopt(child)
+        self._detach(node)
+
+    def _take_checkpoint(self, node: Node) -> tuple[Any, int]:
+        taken = (node.checkpoint, node.checkpoint_bytes)
+        if node.checkpoint is not None:
+            self.checkpoints -= 1
+            self.checkpoint_bytes -= node.checkpoint_bytes
+            node.checkpoint, node.checkpoint_bytes = None, 0
+        return taken
+
+    def _adopt(self, node: Node) -> None:
+        """Make `node` a child of its parent, instead of any child with the same first token."""
+        assert node.parent is not None
+        node.parent.children[int(node.tokens[0])] = node
+
+    def _detach(self, node: Node) -> None:
+        """Clear a node that left the tree, so that remaining references to it keep no KV alive."""
+        node.parent = None
+        node.children = {}
+        node.tokens = NO_TOKENS
+        node.value = None
+        self._leaves.discard(node)
 
     def _require_attached(self, node: Node) -> None:
         if node.detached:
@@ -289,8 +438,56 @@ class PrefixTree:
 
     def _require_room(self, value: Any, found: Match) -> None:
         """Raise ValueError if `value` holds tokens outside of the prefix that `found` matched."""
-        held = self._edges.holdings.of(value)
+        held = self._holdings.of(value)
         if held and (held[-1] not in found.nodes or held[-1].end > found.length):
             raise ValueError(
                 f"{value!r} already holds other tokens up to {held[-1].end}: cut those first"
             )
+
+
+@dataclass(frozen=True, slots=True)
+class _End:
+    """The first `length` tokens of a path are in the tree, and end in `node`.
+
+    `edge`: the token ids of `node` then, which the tree replaces by others and never changes; held
+    weakly, because the tree may drop them. `following`: the path's next token id, None at its end.
+    """
+
+    node: Node
+    edge: ref[Tokens]
+    length: int
+    following: int | None
+
+    def holds(self) -> bool:
+        """Return whether the path still ends here, as no token was added or removed at its end."""
+        node = self.node
+        if self.edge() is not node.tokens:
+            return False
+        return self.length < node.end or self.following not in node.children
+
+
+class PathEnds:
+    """Remembers where paths end in `tree`: compared once, and again where the tree has changed."""
+
+    def __init__(self, tree: PrefixTree):
+        self._tree = tree
+        self._ends: LRU[Hashable, _End] = LRU(MOST_ENDS)
+
+    def match(self, key: Hashable, ids: Tokens | None) -> Match | None:
+        """Return the match of a path, or None if `ids` is None and tokens must be compared.
+
+        `key` stands for the path: it has the same token ids in each call. Without `ids` it takes
+        O(nodes of the path). Changes nothing.
+        """
+        if not self._tree.root.children:
+            return Match.of((), 0)
+        end = self._ends.get(key)
+        if end is not None and end.holds():
+            return Match.of(end.node.path()[1:], end.length)
+        if ids is None:
+            return None
+        match = self._tree.match(ids, touch=False)
+        node = match.nodes[-1] if match.nodes else self._tree.root
+        following = int(ids[match.length]) if match.length < len(ids) else None
+        self._ends.put(key, _End(node, ref(node.tokens), match.length, following))
+        return match

@@ -32,12 +32,7 @@ PATH_SHARE = 1 / 64
 
 
 def allowed(kv_bytes: int, checkpoint_bytes: int, limit: int) -> int:
-    """Return the bytes that the checkpoints of one path may take in a tier of `limit` bytes.
-
-    `kv_bytes`: bytes of the path's KV. `checkpoint_bytes`: bytes of one checkpoint. The result
-    is the bytes of `FEWEST` (8) checkpoints, plus `kv_bytes`, plus the share `PATH_SHARE`
-    (1/64) of `limit`, so it grows with the tokens of the path.
-    """
+    """Return the bytes that the checkpoints of one path may take in a tier of `limit` bytes."""
     return FEWEST * checkpoint_bytes + kv_bytes + int(limit * PATH_SHARE)
 
 
@@ -52,13 +47,11 @@ def checkpoints_to_drop(
 ) -> list[int]:
     """Choose which checkpoints of a path to drop so that at most `most` are left.
 
-    `positions`: those of the checkpoints, in tokens, ascending. `end`: the length of the path
-    in tokens. `kept`: positions of checkpoints that must stay. `parted`: positions where other
-    paths branch, whose checkpoints count as worth more. `worth`: only checkpoints worth less
-    than this are dropped, even if more than `most` are then left; the module describes the
-    worth. The checkpoint at the first of `positions` and those at the last 4 always stay.
-
-    Returns the positions whose checkpoints to drop, in the order in which to drop them.
+    `positions`: those of the checkpoints, in tokens, ascending. `kept`: positions of checkpoints
+    that must stay. `parted`: positions where other paths branch, whose checkpoints count as worth
+    more. `worth`: only checkpoints worth less than this are dropped, even if more than `most` are
+    then left; the module describes the worth. The checkpoint at the first of `positions` and those
+    at the last 4 always stay.
     """
     count, last = len(positions), len(positions) - NEWEST
     before = [i - 1 for i in range(count)]

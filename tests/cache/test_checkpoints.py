@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from mlxcache.cache.checkpoints import SPACING, Trail, stops
 from mlxcache.cache.kv_cache import KVCache
-from mlxcache.cache.write_behind import PathWrite
+from mlxcache.cache.path_write import PathWrite
 from mlxcache.prompt.marks import MARK_DISTANCE
 from mlxcache.scheduling import scheduler
 from mlxcache.scheduling.cost import STOPS, Cost

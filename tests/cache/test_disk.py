@@ -16,8 +16,8 @@ import pytest
 
 from mlxcache import disk_calls
 from mlxcache.cache.disk import DiskTier
+from mlxcache.cache.path_write import PathWrite
 from mlxcache.cache.restore import DiskLookup
-from mlxcache.cache.write_behind import PathWrite
 from mlxcache.errors import DiskFull, PrefixNotStored, StoreError
 from mlxcache.model import serialise
 from mlxcache.model.kv import arrays_of
@@ -601,7 +601,7 @@ def test_a_path_whose_runs_find_no_beginning_is_begun_again_once_for_all_of_them
 
     def lacking(*args: object) -> None:
         nonlocal refused
-        paths.extend([*disk.write_behind._handed, *disk.write_behind._queue])
+        paths.extend(disk.write_behind._paths)
         if paths[0].tries == 0:
             refused += 1
             raise PrefixNotStored("what a run builds on is gone")

@@ -17,7 +17,8 @@ from mlxcache.cache.pressure import (
     Brake,
     Pressure,
 )
-from mlxcache.cache.ram import WITHHELD, BufferCount
+from mlxcache.cache.ram import BufferCount
+from mlxcache.cache.shared_ram import WITHHELD
 from mlxcache.config.memory import NO_PRESSURE, MemoryPressure, PressureLevel
 from mlxcache.tree.budget import Budget
 from tests.scheduled import Bench
@@ -66,7 +67,7 @@ def test_the_cache_shrinks_at_once_and_grows_again(
     toy_paths: dict[str, Path], caplog: pytest.LogCaptureFixture
 ) -> None:
     bench = filled(toy_paths["llama"])
-    budget, room, clock = bench.kv.budget, bench.kv.ram, Clock()
+    budget, room, clock = bench.kv.budget, bench.kv.ram.shared, Clock()
     strain = SHORT
     watch = Pressure(
         room, lambda action: action(), base=0, weights=0, look=lambda: strain, measure=lambda: 1,
@@ -97,7 +98,7 @@ def test_a_process_that_takes_more_than_it_may_gives_some_up(toy_paths: dict[str
     bench = Bench(toy_paths["llama"])
     taken, clock = 10**9, Clock()
     watch = Pressure(
-        bench.kv.ram, lambda action: action(), base=10**9, weights=10**9,
+        bench.kv.ram.shared, lambda action: action(), base=10**9, weights=10**9,
         look=lambda: NO_PRESSURE, measure=lambda: taken, clock=clock,
     )  # fmt: skip
     watch.step()
@@ -113,7 +114,7 @@ def test_what_nothing_uses_goes_back_to_the_system(toy_paths: dict[str, Path]) -
     bench, clock = Bench(toy_paths["llama"]), Clock()
     given: list[float] = []
     watch = Pressure(
-        bench.kv.ram, lambda action: action(), base=0, weights=0, look=lambda: NO_PRESSURE,
+        bench.kv.ram.shared, lambda action: action(), base=0, weights=0, look=lambda: NO_PRESSURE,
         measure=lambda: 1, trim=lambda: given.append(clock()), clock=clock,
     )  # fmt: skip
     for _ in range(95):
@@ -130,10 +131,10 @@ def test_what_is_in_use_stays(toy_paths: dict[str, Path], family: str) -> None:
     ids = np.random.default_rng(6).integers(10, 400, 500).tolist()
     task = bench.put(ids, tokens=40)
     bench.run(until=lambda: len(task.out) > 5)
-    bench.kv.ram.withhold(RAM)
+    bench.kv.ram.shared.withhold(RAM)
     bench.check()
     assert bench.kv.budget.free == 0
-    bench.kv.ram.withhold(RAM // 2)
+    bench.kv.ram.shared.withhold(RAM // 2)
     bench.run()
     assert task.out == bench.cold(ids, 40)
 
@@ -144,7 +145,7 @@ def test_a_reply_that_ends_under_pressure_leaves_its_checkpoint(toy_paths: dict[
     ids = np.random.default_rng(6).integers(10, 400, 500).tolist()
     task = bench.put(ids, tokens=40)
     bench.run(until=lambda: len(task.out) > 5)
-    bench.kv.ram.withhold(bench.kv.budget.limit)
+    bench.kv.ram.shared.withhold(bench.kv.budget.limit)
     assert bench.kv.budget.free == 0
     bench.run()
     assert bench.kv.budget.free >= bench.kv.layout.running_bytes - bench.kv.layout.checkpoint_bytes
@@ -156,7 +157,7 @@ def test_a_reply_that_ends_under_pressure_leaves_its_checkpoint(toy_paths: dict[
 def test_a_request_that_needs_it_has_it(toy_paths: dict[str, Path]) -> None:
     """Better a slow machine than a prompt that is refused for good."""
     bench = filled(toy_paths["llama"], 2)
-    bench.kv.ram.withhold(RAM)
+    bench.kv.ram.shared.withhold(RAM)
     ids = list(range(20, 300))
     assert bench.ask(ids, tokens=6).out == bench.cold(ids, 6)
 
@@ -166,7 +167,7 @@ def test_a_request_that_needs_it_keeps_its_own_prefix(toy_paths: dict[str, Path]
     bench = Bench(toy_paths["llama"])
     ids = np.random.default_rng(9).integers(10, 400, 900).tolist()
     bench.ask(ids[:300], tokens=2)
-    bench.kv.ram.withhold(bench.kv.budget.free)
+    bench.kv.ram.shared.withhold(bench.kv.budget.free)
     assert bench.kv.budget.free == 0
     task = bench.ask(ids, tokens=4)
     assert task.record.cached_tokens >= 300

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mlxcache.cache import write_behind
+from mlxcache.cache import path_write, write_behind
 from mlxcache.cache.disk import DiskTier
 from mlxcache.tree.thinning import NEWEST
 from tests.scheduled import Bench, admitted
@@ -73,7 +73,7 @@ def test_the_newest_checkpoint_is_written_once_the_conversation_rests(
     assert FIRST < checkpoints(disk) <= FIRST + NEWEST
     before = checkpoints(disk)
     monkeypatch.setattr(write_behind, "REST_S", 3600.0)
-    monkeypatch.setattr(write_behind, "UNWRITTEN", NEW)
+    monkeypatch.setattr(path_write, "UNWRITTEN", NEW)
     talk(recurrent, disk, rng, 2)
     assert not disk.write_behind.pending_paths
     assert checkpoints(disk) == 2 * before

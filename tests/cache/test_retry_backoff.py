@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mlxcache.cache.retry import FIRST_RETRY_S, RETRY_S, RetryBackoff
+from mlxcache.cache.write_behind import FIRST_RETRY_S, RETRY_S, RetryBackoff
 from mlxcache.tree.prefix_tree import PrefixTree
 from mlxcache.types import token_ids
 

@@ -10,7 +10,14 @@ import pytest
 
 from mlxcache import names
 from mlxcache.api import access, http, record
-from mlxcache.cache import checkpoints, main_conversation, pressure, restore, retry, write_behind
+from mlxcache.cache import (
+    checkpoints,
+    main_conversation,
+    path_write,
+    pressure,
+    restore,
+    write_behind,
+)
 from mlxcache.cli import protocol, service
 from mlxcache.cli.doctor import disk, mac
 from mlxcache.config import parse_size, sizes
@@ -67,8 +74,8 @@ FACTS = (
     ("how-caching-works", r"at most (\d+) in a row", main_conversation.MAX_SIDE_REQUESTS),
     ("how-caching-works", r"no more than (\d+) tokens of a prompt", restore.MIN_UNKNOWN),
     ("how-caching-works", r"the same value, up to (seven) uses\. A \[side", eviction.MOST_USES),
-    ("disk-format", r"A run has at most ([\d,]+) tokens or", write_behind.RUN_TOKENS),
-    ("disk-format", r"2,048 tokens or (\S+ MiB), so", write_behind.RUN_BYTES),
+    ("disk-format", r"A run has at most ([\d,]+) tokens or", path_write.RUN_TOKENS),
+    ("disk-format", r"2,048 tokens or (\S+ MiB), so", path_write.RUN_BYTES),
     ("canonicalisation", r"same content is used\. (\S+ MiB)", replies.LIMIT_BYTES),
     ("snapshots", r"at most ([\d,]+), with at most 524,288", reply_rows.MOST_KEYS),
     ("snapshots", r"2,048, with at most ([\d,]+) tokens", snapshot_replies.MOST_TOKENS),
@@ -81,7 +88,7 @@ FACTS = (
     ("explain", r"files and (\S+ MB) are kept", record.MAX_BYTES),
     ("troubleshooting", r"writing and reading (\S+ MiB)", disk.TEST_BYTES),
     ("troubleshooting", r"it was missing, at most (\d+), are then added", journal.MAX_LATE),
-    ("troubleshooting", r"4 s and so on, up to every (\d+) s\.", retry.RETRY_S),
+    ("troubleshooting", r"4 s and so on, up to every (\d+) s\.", write_behind.RETRY_S),
 )
 """A page, an expression whose group is the figure, and the figure in the code."""
 

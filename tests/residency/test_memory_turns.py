@@ -14,7 +14,7 @@ from mlxcache.cache.shared_ram import SharedRam
 from mlxcache.errors import ContextLengthExceeded
 from mlxcache.residency.rounds import Rounds
 from mlxcache.scheduling.task import Task
-from mlxcache.tree.budget import Budget, SharedBudget
+from mlxcache.tree.budget import Budget
 from mlxcache.types import Finished
 from tests.conftest import ToyMaker
 from tests.residency.test_residency import House, ids, last_of, states
@@ -38,7 +38,7 @@ class Shared(House):
     def __init__(self, toy: ToyMaker, names: str, kept: str = ""):
         super().__init__()
         self.rounds = Rounds(self.residency, itertools.count().__next__)  # all are stepped in turn
-        sizes = SharedBudget(1 << 40)
+        sizes = Budget(1 << 40)
         self.shared = SharedRam(sizes, self.residency.free_idle, self.residency.ceiling)
         self.residency.share(self.shared)
         for seed, name in enumerate(names):

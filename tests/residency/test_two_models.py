@@ -17,7 +17,7 @@ from mlxcache.cache.shared_ram import SharedRam
 from mlxcache.errors import ContextLengthExceeded
 from mlxcache.residency.rounds import Rounds
 from mlxcache.store.store import Store
-from mlxcache.tree.budget import Budget, SharedBudget
+from mlxcache.tree.budget import Budget
 from mlxcache.types import token_ids
 from tests.scheduled import Bench
 from tests.scheduling.history import STRAY, History
@@ -41,7 +41,7 @@ class Models:
     ):
         self.benches = benches
         self.limit = tokens * benches[0].kv.layout.bytes_per_token
-        budget = SharedBudget(self.limit)
+        budget = Budget(self.limit)
         budget.charge("weights:idle", weights)
         self.weights, self.asked = weights, 0
         self.kept = kept * benches[0].kv.layout.bytes_per_token
@@ -337,7 +337,7 @@ class Pair:
         states = [2 * x.checkpoint_bytes + x.running_bytes for x in layouts]
         kv = [tokens * x.bytes_per_token for x in layouts]
         limit = sum(passing) + max(a + b for a, b in zip(kv, states, strict=True))
-        self.shared = SharedRam(SharedBudget(limit), lambda size: False)
+        self.shared = SharedRam(Budget(limit), lambda size: False)
         self.rounds = Rounds(clock=itertools.count().__next__)
         for history, size in zip(self.histories, passing, strict=True):
             bench = history.bench

@@ -29,7 +29,7 @@ from mlxcache.residency.resident import Resident
 from mlxcache.residency.rounds import Rounds
 from mlxcache.scheduling.decoder import Drawn
 from mlxcache.scheduling.task import Output, Task
-from mlxcache.tree.budget import Budget, SharedBudget
+from mlxcache.tree.budget import Budget
 from mlxcache.types import TokenLogprob
 from tests.rounding import rounding
 from tests.scheduled import Bench, admitted
@@ -320,7 +320,7 @@ class Family(Checked):
         """Add another model, which is not in memory, and whose first reply is `expected`."""
         weights, loaded = opened(residency, "other", path)
         if self.switches == "kept":
-            budget = SharedBudget(max(weights.nbytes, self.weights.nbytes))
+            budget = Budget(max(weights.nbytes, self.weights.nbytes))
             residency.share(SharedRam(budget, residency.free_idle))
         other = Bench(path, ram=RAM, loaded=loaded)
         other.rounds, other.thread = self.rounds, self.thread

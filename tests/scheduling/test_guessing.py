@@ -163,7 +163,7 @@ def test_a_decoder_that_fed_nothing_leaves_its_lineage_as_it_is(
     bench.model(mx.array(ids)[None], cache=lineage.caches)
     kv.eval_states(lineage.caches)
     lineage.advance(len(ids))
-    decoder = GuessingDecoder(bench.model, Row(None, lambda logits: logits, (), None), lineage)
+    decoder = GuessingDecoder(bench.model, Row(lambda logits: logits, (), None), lineage)
     decoder.rewind(join_ids(ids, token_ids([5, 6])))
     assert lineage.length == len(ids)
 

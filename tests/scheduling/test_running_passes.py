@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from mlxcache.model import device
-from mlxcache.scheduling import decoder, lanes
+from mlxcache.scheduling import decoder
+from mlxcache.scheduling.decoder import Decoder
 from mlxcache.scheduling.task import Task
 from tests.scheduled import Bench
 from tests.toys.toy import make_toy
@@ -80,13 +81,13 @@ def peaks(bench: Bench, ids: Sequence[int], steps: int) -> list[int]:
     return found
 
 
-def no_wait(*arrays: object, wait: bool) -> None:
+def no_wait(self: Decoder, *arrays: object) -> None:
     mx.async_eval(*arrays)
 
 
 def test_no_step_copies_a_layers_kv(dense: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither that of a first token nor a later one; without the wait for the pass, each does."""
-    monkeypatch.setattr(lanes, "WAIT_BYTES", 1 << 20)
+    monkeypatch.setattr(decoder, "WAIT_BYTES", 1 << 20)
     bench = dense.twin()
     one = LENGTH * bench.kv.layout.widest // 2
     ids = np.random.default_rng(1).integers(10, 400, LENGTH).tolist()
@@ -96,7 +97,7 @@ def test_no_step_copies_a_layers_kv(dense: Bench, monkeypatch: pytest.MonkeyPatc
     control = dense.twin()
     with monkeypatch.context() as patch:
         Running(control, patch)
-        patch.setattr(decoder, "launch", no_wait)
+        patch.setattr(Decoder, "_begin", no_wait)
         assert min(peaks(control, ids, 6)) >= one
 
 
@@ -106,7 +107,7 @@ def test_steps_that_wait_draw_the_same_tokens(
     """Alone, in a batch, and after leaving one."""
     prompts = [rng.integers(10, 400, n).tolist() for n in (150, 151, 152)]
     expected = [bench.cold(ids, n) for ids, n in zip(prompts, (20, 12, 12), strict=True)]
-    monkeypatch.setattr(lanes, "WAIT_BYTES", 0)
+    monkeypatch.setattr(decoder, "WAIT_BYTES", 0)
     running = Running(bench, monkeypatch)
     assert bench.ask(prompts[0], tokens=20).out == expected[0]
     assert running.waits >= len(expected[0]) - 1

@@ -95,8 +95,8 @@ def limited(bench: Bench, tokens: int, *, lru: bool = False) -> Bench:
     worth = LeastRecentlyUsed(layout.bytes_per_token) if lru else None
     memory = KVCache.open(layout, Budget(size), worth=worth)
     if lru:
-        memory.tree.uses.found = lambda *args: 0  # type: ignore[method-assign]
-        memory.tree.uses.renew = lambda *args: None  # type: ignore[method-assign]
+        memory.tree.count_use = lambda *args: 0  # type: ignore[method-assign]
+        memory.tree.renew = lambda *args: None  # type: ignore[method-assign]
     bench.use(memory)
     return bench
 

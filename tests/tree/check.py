@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 
-from mlxcache.tree.edges import Edges
 from mlxcache.tree.eviction import EvictionOrder
 from mlxcache.tree.node import Cut, Node, unneeded
 from mlxcache.tree.prefix_tree import PrefixTree
@@ -12,7 +11,21 @@ from mlxcache.tree.prefix_tree import PrefixTree
 
 def check_tree(tree: PrefixTree) -> None:
     """Raise AssertionError, naming the node, unless every invariant holds. O(tokens)."""
-    _check_edges(tree._edges)
+    root = tree.root
+    assert root.parent is None, "the root has a parent"
+    assert root.start == root.end == len(root.tokens) == 0, "the root has tokens"
+    nodes = []
+    pending = [root]
+    while pending:
+        node = pending.pop()
+        _children(node)
+        pending.extend(node.children.values())
+        if node is not root:
+            _edge(node)
+            nodes.append(node)
+    _counts(tree, nodes)
+    _holders(tree, nodes)
+    _order(tree, nodes)
 
 
 def chain(tree: PrefixTree, node: Node, value: object) -> list[Node]:
@@ -35,24 +48,6 @@ def clear(tree: PrefixTree) -> list[Cut]:
     return cuts
 
 
-def _check_edges(edges: Edges) -> None:
-    root = edges.root
-    assert root.parent is None, "the root has a parent"
-    assert root.start == root.end == len(root.tokens) == 0, "the root has tokens"
-    nodes = []
-    pending = [root]
-    while pending:
-        node = pending.pop()
-        _children(node)
-        pending.extend(node.children.values())
-        if node is not root:
-            _edge(node)
-            nodes.append(node)
-    _counts(edges, nodes)
-    _holders(edges, nodes)
-    _order(edges, nodes)
-
-
 def _children(node: Node) -> None:
     for first, child in node.children.items():
         assert child.parent is node, f"{child} has another parent than {node}"
@@ -71,35 +66,35 @@ def _edge(node: Node) -> None:
     assert not unneeded(node), f"{node} should have been merged into its child"
 
 
-def _counts(edges: Edges, nodes: list[Node]) -> None:
+def _counts(tree: PrefixTree, nodes: list[Node]) -> None:
     for name, is_now, should in (
-        ("tokens", edges.tokens, sum(len(node.tokens) for node in nodes)),
-        ("segments", edges.segments, len(nodes)),
-        ("checkpoints", edges.checkpoints, sum(node.checkpoint is not None for node in nodes)),
-        ("checkpoint_bytes", edges.checkpoint_bytes, sum(node.checkpoint_bytes for node in nodes)),
+        ("tokens", tree.tokens, sum(len(node.tokens) for node in nodes)),
+        ("segments", tree.segments, len(nodes)),
+        ("checkpoints", tree.checkpoints, sum(node.checkpoint is not None for node in nodes)),
+        ("checkpoint_bytes", tree.checkpoint_bytes, sum(node.checkpoint_bytes for node in nodes)),
     ):
         assert is_now == should, f"{name} is {is_now}, and should be {should}"
 
 
-def _holders(edges: Edges, nodes: list[Node]) -> None:
+def _holders(tree: PrefixTree, nodes: list[Node]) -> None:
     by_value: dict[int, list[Node]] = {}
     for node in nodes:
         by_value.setdefault(id(node.value), []).append(node)
-    assert len(by_value) == len(edges.holdings), "a value is counted that no node has"
+    assert len(by_value) == len(tree._holdings), "a value is counted that no node has"
     for held in by_value.values():
         held.sort(key=lambda node: node.start)
         value = held[0].value
-        assert held == edges.holdings.of(value), f"the holders of {value!r} are wrong"
+        assert held == tree._holdings.of(value), f"the holders of {value!r} are wrong"
         path = held[-1].path()
         assert set(held) <= set(path), f"{value!r} holds segments of two branches"
 
 
-def _order(edges: Edges, nodes: list[Node]) -> None:
-    check_order(edges.leaves)
+def _order(tree: PrefixTree, nodes: list[Node]) -> None:
+    check_order(tree._leaves)
     for node in nodes:
-        assert node.used_at <= edges.leaves.clock.ticks, f"{node} was used in the future"
+        assert node.used_at <= tree._clock.ticks, f"{node} was used in the future"
         if not node.locks and not node.children:
-            assert node in edges.leaves, f"the leaf {node} can never be evicted"
+            assert node in tree._leaves, f"the leaf {node} can never be evicted"
 
 
 def check_order(order: EvictionOrder) -> None:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlxcache.tree.budget import Budget, SharedBudget
+from mlxcache.tree.budget import Budget
 
 
 def test_reserve_is_all_or_nothing():
@@ -102,7 +102,7 @@ def test_reserving_never_exceeds_the_limit(limit, steps):
 
 def test_a_member_has_what_others_left():
     """Free is the least of what the own limit and the shared limit leave; one step fills both."""
-    shared = SharedBudget(100)
+    shared = Budget(100)
     one, other = Budget(80, shared), Budget(70, shared)
     assert shared.reserve("weights:a", 10)
     assert other.reserve("kv", 60)
@@ -118,7 +118,7 @@ def test_a_member_has_what_others_left():
 
 def test_no_member_reserves_above_the_shared_limit():
     """Weights charged above the limit leave nothing to anybody, and a free of 0."""
-    shared = SharedBudget(100)
+    shared = Budget(100)
     one = Budget(100, shared)
     shared.charge("weights:a", 130)
     assert (one.free, shared.free) == (0, 0)
@@ -140,7 +140,7 @@ MEMBER_STEPS = st.lists(
 @given(limits=st.lists(st.integers(0, 120), min_size=3, max_size=3), steps=MEMBER_STEPS)
 def test_shared_bytes_are_those_of_the_members_and_its_own(limits, steps):
     """In any order of steps, also refused ones; reserving keeps both limits."""
-    shared = SharedBudget(limits[0])
+    shared = Budget(limits[0])
     budgets = [shared, *(Budget(limit, shared) for limit in limits[1:])]
     kinds: list[dict[str, int]] = [{}, {}, {}]
     highs = [0, 0, 0]

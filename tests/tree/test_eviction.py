@@ -6,9 +6,9 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlxcache.tree.eviction import EvictionClock, EvictionOrder
+from mlxcache.tree.eviction import EvictionClock, EvictionOrder, Worth
 from mlxcache.tree.node import Node
-from mlxcache.tree.prefix_tree import PrefixTree, Worth
+from mlxcache.tree.prefix_tree import PrefixTree
 from mlxcache.types import NO_TOKENS, token_ids
 from tests.tree.check import check_order, check_tree
 
@@ -24,7 +24,7 @@ def node(used_at: int) -> Node:
 
 
 def order(eligible=lambda _: True) -> EvictionOrder:
-    return EvictionOrder(Worth(1), eligible)
+    return EvictionOrder(Worth(1), eligible, EvictionClock(lambda: 1))
 
 
 def test_the_first_stays_until_it_is_used():
@@ -94,14 +94,14 @@ class Traffic:
         """A request of `length` tokens; another `variant` ends in other tokens. How many it fed."""
         ids = self.ids(number, length, variant)
         found = self.tree.match(ids)
-        self.tree.uses.found(found, length, HEAD + 10)
+        self.tree.count_use(found, length, HEAD + 10)
         leaf = self.tree.insert(ids, object(), HEAD + 10)
-        self.tree.uses.keep(leaf, keeps)
+        self.tree.keep(leaf, keeps)
         self.tree.lock(leaf)
         while self.tree.tokens > self.room:
             first = self.tree.least_leaf()
             assert first is not None
-            self.tree.uses.evicting(first, first.start)
+            self.tree.note_eviction(first, first.start)
             self.tree.cut(first, first.start)
         self.tree.unlock(leaf)
         check_tree(self.tree)
@@ -162,7 +162,7 @@ def test_who_comes_back_to_a_tail_has_not_left_it():
     traffic.ask(1, 60, variant=8)
     for variant in (7, 8):
         ids = traffic.ids(1, 60, variant)
-        traffic.tree.uses.found(traffic.tree.match(ids), 70, HEAD + 10)
+        traffic.tree.count_use(traffic.tree.match(ids), 70, HEAD + 10)
     traffic.ask(1, 60, variant=9)
     leaves = {
         variant: traffic.tree.match(traffic.ids(1, 60, variant)).nodes[-1] for variant in (7, 8)
@@ -270,9 +270,9 @@ def test_what_follows_a_mark_is_not_wished():
     traffic.ask(1, 90, keeps=WISH)
     leaf = traffic.tree.least_leaf()
     assert leaf is not None
-    assert traffic.tree.uses.wished(leaf) == 60
+    assert traffic.tree.wished(leaf) == 60
     traffic.tree.cut(leaf, 60)
-    assert traffic.tree.uses.wished(leaf) == 0
+    assert traffic.tree.wished(leaf) == 0
 
 
 def test_who_marks_everything_gains_no_more_than_the_weight():
@@ -289,7 +289,7 @@ def test_who_marks_everything_gains_no_more_than_the_weight():
 
 def test_leaves_of_trees_that_share_a_clock_are_ranked_by_use():
     """What one tree evicts ages the other's; replaced leaves come before all others."""
-    clock = EvictionClock()
+    clock = EvictionClock(lambda: 100)
     quiet, busy = Traffic(400, clock=clock), Traffic(100, clock=clock)
     for _ in range(2):
         quiet.turn(1)
@@ -316,5 +316,5 @@ def test_a_shared_clock_counts_bytes_of_all_its_trees():
     trees[1].insert(token_ids(range(990)), object())
     leaf = trees[0].least_leaf()
     assert leaf is not None
-    trees[0].uses.evicting(leaf, 0)
+    trees[0].note_eviction(leaf, 0)
     assert clock.now == 0.01

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from mlxcache.tree.edges import Holdings
 from mlxcache.tree.node import Node
+from mlxcache.tree.prefix_tree import Holdings
 from mlxcache.types import NO_TOKENS
 
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from mlxcache.tree.path_ends import PathEnds
-from mlxcache.tree.prefix_tree import PrefixTree
+from mlxcache.tree.prefix_tree import PathEnds, PrefixTree
 from mlxcache.types import Tokens, token_ids
 
 

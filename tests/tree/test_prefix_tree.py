@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from mlxcache.tree.prefix_tree import Cut, PrefixTree
+from mlxcache.tree.node import Cut
+from mlxcache.tree.prefix_tree import PrefixTree
 from mlxcache.types import token_ids
 from tests.tree.check import chain, check_tree, clear
 

@@ -7,8 +7,9 @@ from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from mlxcache.tree.path_ends import PathEnds
-from mlxcache.tree.prefix_tree import Node, PrefixTree, Worth
+from mlxcache.tree.eviction import Worth
+from mlxcache.tree.node import Node
+from mlxcache.tree.prefix_tree import PathEnds, PrefixTree
 from mlxcache.types import token_ids
 from tests.tree.check import chain, check_tree, clear
 
@@ -201,15 +202,15 @@ class Against(RuleBasedStateMachine):
             assert leaf is None
         else:
             assert leaf in unlocked
-            order = self.tree._edges.leaves
+            order = self.tree._leaves
             assert order.key(leaf) == min(order.key(node) for node in unlocked)
-            self.tree.uses.evicting(leaf, leaf.start)
+            self.tree.note_eviction(leaf, leaf.start)
             self.cut_leaf(leaf, leaf.start)
 
     @rule(sequence=SEQUENCES, anchor=st.none() | st.integers(0, 5))
     def ask(self, sequence, anchor):
         """A request counts, and changes nothing that can be looked up."""
-        self.tree.uses.found(self.tree.match(ids(sequence)), len(sequence), anchor)
+        self.tree.count_use(self.tree.match(ids(sequence)), len(sequence), anchor)
 
     @precondition(lambda self: self.held)
     @rule(choice=CHOICE, position=st.integers(1, 9), seconds=st.integers(1, 9))
@@ -217,7 +218,7 @@ class Against(RuleBasedStateMachine):
         """So does a client's wish."""
         prefix = self.pick(self.held, choice)
         node = self.tree.match(ids(prefix), touch=False).nodes[-1]
-        self.tree.uses.keep(node, ((position, float(seconds)),))
+        self.tree.keep(node, ((position, float(seconds)),))
 
     @rule(seconds=st.integers(1, 5))
     def time_passes(self, seconds):

@@ -76,7 +76,7 @@ async def growth(inside: Inside, scale: Scale, found: Findings) -> None:
     ids = await _grow_by_turns(inside, await _prefix(inside, scale.deep), found)
     ram = inside.core.kv.ram
     spare = max(0, ram.budget.free - ram.budget.limit // 8)
-    await inside.engine.call(lambda _: ram.withhold(spare))
+    await inside.engine.call(lambda _: ram.shared.withhold(spare))
     row = f"{len(ids):,} tokens"
     for run in range(scale.runs):
         prompt = _continued(inside, ids, run)

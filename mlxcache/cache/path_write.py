@@ -1,0 +1,169 @@
+"""What of one path of the prefix tree is written to disk, and how far that is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from math import inf
+
+from mlxcache.model import serialise
+from mlxcache.model.kv import Layout, State
+from mlxcache.store.digests import BLOCK
+from mlxcache.store.found import Found
+from mlxcache.store.writer import Job
+from mlxcache.tree.node import Node
+from mlxcache.tree.thinning import FEWEST, allowed, checkpoints_to_drop
+from mlxcache.types import Tokens
+
+RUN_TOKENS, RUN_BYTES = 2048, 32 << 20
+"""Most tokens and bytes of one file: bounds what a restore reads at once and how long a copy takes.
+"""
+
+UNWRITTEN = 4096
+"""Tokens behind the newest checkpoint on disk from which new ones are written at once."""
+
+TRIES = 2
+"""Number of restarts of a path whose first blocks were evicted from disk while it was written."""
+
+States = list[tuple[int, State]]
+"""Checkpoints as (position in tokens, state), ascending."""
+
+
+def run_tokens(layout: Layout, pending_limit: int) -> int:
+    """Return the maximum number of tokens of a run file, a multiple of the block size.
+
+    A file takes at most half of the bytes that may wait to be written, unless one block takes more.
+    """
+    most = min(RUN_BYTES, pending_limit // 2) // max(1, layout.bytes_per_token)
+    return max(BLOCK, min(RUN_TOKENS, most) // BLOCK * BLOCK)
+
+
+@dataclass(slots=True, eq=False)
+class PathWrite:
+    """The write of one path of the tree, from its queueing to its last durable file.
+
+    `node`: the node at the path's end or one that continues it, which is locked. `wanted`: the
+    checkpoints that are to be on disk. `reused`: number of leading tokens that the request reused,
+    to be counted as a use of their files. `whole`: the path ends where a request ended.
+
+    `asked`: the store was searched for the path. From then on `at` is the position of the next
+    token to hand to the writer, and `states` are the checkpoints to write after the runs. If
+    `may_rest`, these may wait for a further turn, after which most need not be written; they do
+    until `rests_until`, in seconds, if that is not 0. `in_flight`: number of files that the writer
+    has got and has not written. `stopped`: it gets no further ones, so the path may not be on disk
+    as a whole. `lost`: files on disk that the path continues were evicted in the meantime, so its
+    write is to be restarted.
+    """
+
+    node: Node
+    ids: Tokens
+    wanted: States
+    reused: int = 0
+    whole: bool = False
+    asked: bool = False
+    at: int = 0
+    states: States = field(default_factory=list)
+    may_rest: bool = False
+    rests_until: float = 0.0
+    in_flight: int = 0
+    stopped: bool = False
+    lost: bool = False
+    tries: int = 0
+
+    @property
+    def queued(self) -> bool:
+        """True if the writer is to get a file of this path now."""
+        return not (self.handed_over or self.rests_until)
+
+    @property
+    def handed_over(self) -> bool:
+        """True if the writer has got every file of this path."""
+        return self.asked and self.at >= len(self.ids) and not self.states
+
+    @property
+    def over(self) -> bool:
+        """True if the writer has nothing more of this path to write."""
+        return self.handed_over and not self.in_flight
+
+    @property
+    def waits(self) -> bool:
+        """True if only checkpoints are left to hand over, and a further turn may come."""
+        return self.may_rest and self.at >= len(self.ids) and len(self.states) > 0
+
+    @property
+    def restarts(self) -> bool:
+        return self.lost and self.tries < TRIES and not self.node.detached
+
+    def plan(self, found: Found, layout: Layout, limit: int) -> None:
+        """Choose the runs and checkpoints to write, given the part of the path on disk.
+
+        `limit`: limit of the disk tier in bytes.
+        """
+        whole = found.length // BLOCK * BLOCK if found.length < len(self.ids) else len(self.ids)
+        self.at = whole if layout.specs else len(self.ids)
+        present = [one.position for one in found.checkpoints]
+        lacking = lacking_checkpoints([at for at, _ in self.wanted if at <= len(self.ids)], present)
+        size, kv_bytes = layout.checkpoint_bytes, len(self.ids) * layout.bytes_per_token
+        most = allowed(kv_bytes, size, limit) // max(1, size)
+        new = len(self.ids) - max(present, default=0)
+        if layout.specs:  # of those of several turns, as many as the new KV has bytes for
+            more = new * layout.bytes_per_token // max(1, size)
+            most = min(most, max(FEWEST, len(present) + more))
+        dropped = checkpoints_to_drop(
+            sorted({*present, *lacking}), len(self.ids), most, kept=present
+        )
+        self.states = [one for one in self.wanted if one[0] in lacking and one[0] not in dropped]
+        self.may_rest = new < UNWRITTEN and new * layout.bytes_per_token < len(self.states) * size
+        self.asked = True
+
+    def rest(self, until: float) -> None:
+        self.rests_until = until
+
+    def end_rest(self, now: float = inf) -> bool:
+        if not 0 < self.rests_until <= now:
+            return False
+        self.may_rest, self.rests_until = False, 0.0
+        return True
+
+    def forget_reuse(self) -> None:
+        """The store has counted it."""
+        self.reused = 0
+
+    def advance(self, end: int) -> None:
+        self.at = end
+
+    def count_file(self, change: int) -> None:
+        self.in_flight += change
+
+    def next_checkpoint(self, layout: Layout) -> Job | None:
+        """Take the next checkpoint; return a job that writes it, None if the path ends before."""
+        at, state = self.states.pop(0)
+        ids = self.ids[:at]
+        if len(ids) < at:
+            return None
+        layout.lockstep.write_state(ids, state)
+        return Job(ids, None, serialise.state_tensors(state), layout.checkpoint_bytes, self)
+
+    def stop(self, *, lost: bool = False) -> None:
+        """Give no further files of this path to the writer; it still writes those that it has."""
+        self.asked, self.at, self.states, self.rests_until = True, len(self.ids), [], 0.0
+        self.stopped, self.lost = True, lost
+
+    def drop_checkpoint(self, state: State) -> None:
+        self.wanted = [one for one in self.wanted if one[1] is not state]
+        self.states = [one for one in self.states if one[1] is not state]
+
+    def restart(self) -> None:
+        self.asked, self.at, self.lost, self.stopped = False, 0, False, False
+        self.tries += 1
+
+
+def lacking_checkpoints(positions: list[int], present: list[int]) -> set[int]:
+    """Choose which checkpoints of a path to write to disk; return their positions in tokens.
+
+    `positions`: those of its checkpoints in RAM, ascending. `present`: those of its checkpoints on
+    disk. A checkpoint before the newest one on disk was on disk once and was dropped by thinning,
+    so it is not written again, unless it is the first of the path and before all on disk.
+    """
+    newer = {at for at in positions if at > max(present, default=0)}
+    head = {at for at in positions[:1] if at < min(present, default=0)}
+    return newer | head
